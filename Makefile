@@ -1,0 +1,46 @@
+# make run   set up, run the pipeline, print the summary        make test  set up, run the whole test suite
+# make ui    the MLflow UI on 127.0.0.1                         make lint  formatting, lint and types
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The exact versions that CI uses; `make run CONSTRAINTS=` takes the newest that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
+export PATH := $(abspath $(BIN)):$(PATH)
+export PYTHONUNBUFFERED = 1
+
+.DEFAULT_GOAL := run
+.PHONY: run test ui lint format docs setup clean
+
+setup: $(VENV)/ready
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1)"; \
+	    echo "       name another one: make run PYTHON=python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
+	@touch $@
+
+run: setup
+	@python -m stages run
+
+test: setup
+	@python -m pytest
+
+ui: setup
+	@python -m stages ui
+
+lint: setup
+	@ruff check .
+	@ruff format --check .
+	@mypy
+
+format: setup
+	@ruff check --fix .
+	@ruff format .
+
+docs: setup
+	@python -m pipeline.config > docs/configuration.md
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,214 @@
+"""Artifacts under runs/: versioned JSON or Python source with a digest, and the digests of all they were made from.
+
+The header of an artifact lists the digest of every artifact above it (not just the nearest) and of the configuration
+groups each was made with. So a set of artifacts belongs together just when no two of them name different digests of
+one kind, and they belong to the configuration when its digests are the ones they name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ArtifactError
+from pipeline.files import write_atomic
+from pipeline.ir.cluster import Cluster
+from pipeline.ir.codec import CodecError, decode, encode
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Frontier, Plan
+from pipeline.ir.profile import Profile
+from pipeline.ir.report import Report
+from pipeline.ir.verify import InvalidGraph, verify_graph
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of artifact: the stage that makes it, its file, the type of its body and the version of its form."""
+
+    name: str
+    stage: str
+    file: str
+    body: type
+    version: int = 1
+
+    def path(self, root: Path) -> Path:
+        return root / "runs" / self.stage / self.file
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("graph", "trace", "graph.json", OpGraph),
+        Kind("profile", "profile", "profile.json", Profile),
+        Kind("cluster", "cluster", "cluster.json", Cluster),
+        Kind("frontier", "solve", "frontier.json", Frontier),
+        Kind("plan", "checkpoint", "plan.json", Plan),
+        Kind("module", "codegen", "module.py", str),
+        Kind("report", "train", "report.json", Report),
+    )
+}
+_SOURCE_MARK = "# shardwright "  # begins each line of the header of a source artifact
+
+
+@dataclass(frozen=True)
+class Artifact:
+    kind: str
+    inputs: dict[str, str]  # kind -> digest of every artifact above this one
+    config: dict[str, str]  # configuration key -> digest it was made with, above and here
+    body: Any
+    digest: str
+    edited: bool = False  # source that a person changed after it was written
+
+
+def make(kind: str, body: Any, parents: Iterable[Artifact], config: Mapping[str, str]) -> Artifact:
+    inputs: dict[str, str] = {}
+    settings = dict(config)
+    for parent in parents:
+        inputs |= {**parent.inputs, parent.kind: parent.digest}
+        settings |= parent.config
+    header = _header(kind, dict(sorted(inputs.items())), dict(sorted(settings.items())))
+    return Artifact(kind, header["inputs"], header["config"], body, _digest(header, encode(body)))
+
+
+def save(artifact: Artifact, root: Path) -> Path:
+    path = KINDS[artifact.kind].path(root)
+    write_atomic(path, _to_bytes(artifact))
+    return path
+
+
+def load(kind: str, root: Path, *, accept_edited: bool = False) -> Artifact:
+    """The artifact of that kind under runs/, whole and unchanged, or an error that says what to run."""
+    known = KINDS[kind]
+    path = known.path(root)
+    where = str(path.relative_to(root))
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise ArtifactError("there is no such file", where=where, remedy=_again(known)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"it cannot be read ({error})", where=where, remedy=_again(known)) from error
+    header, body = _split_source(text, where) if known.body is str else _split_json(text, where)
+    _check_header(header, known, where)
+    edited = header["digest"] != _digest(header, body)
+    if edited and not (accept_edited and known.body is str):
+        remedy = _again(known)
+        if known.body is str:
+            remedy += ", or set accept_edited_module: true in your conf/train file to run it as edited"
+        raise ArtifactError("its content does not match its digest (edited or damaged)", where=where, remedy=remedy)
+    digest = _digest(header, body)
+    return Artifact(kind, header["inputs"], header["config"], _decode_body(known, body, where), digest, edited)
+
+
+def check_together(artifacts: Iterable[Artifact], config: Mapping[str, str]) -> None:
+    """Refuses artifacts that were made from different inputs, or with another configuration than the one given."""
+    found: dict[str, tuple[str, str]] = {}
+    for artifact in artifacts:
+        for kind, digest in {**artifact.inputs, artifact.kind: artifact.digest}.items():
+            other, other_digest = found.setdefault(kind, (artifact.kind, digest))
+            if digest != other_digest and not artifact.edited:
+                raise ArtifactError(
+                    f"{_name(artifact.kind)} and {_name(other)} belong to different runs: "
+                    f"they name different digests of {_name(kind)}",
+                    where=f"runs/{KINDS[artifact.kind].stage}",
+                    remedy=f"run `dvc repro {KINDS[artifact.kind].stage}`",
+                )
+        for key, digest in artifact.config.items():
+            if key in config and config[key] != digest:
+                raise ArtifactError(
+                    f"it was made with other settings of {key} than conf/ has now",
+                    where=f"runs/{KINDS[artifact.kind].stage}/{KINDS[artifact.kind].file}",
+                    remedy=f"run `dvc repro {KINDS[artifact.kind].stage}`",
+                )
+
+
+def _name(kind: str) -> str:
+    return KINDS[kind].file
+
+
+def _again(kind: Kind) -> str:
+    return f"run `dvc repro {kind.stage}`"
+
+
+def _header(kind: str, inputs: dict[str, str], config: dict[str, str]) -> dict[str, Any]:
+    return {"kind": kind, "version": KINDS[kind].version, "inputs": inputs, "config": config}
+
+
+def _digest(header: Mapping[str, Any], body: Any) -> str:
+    covered = [{k: header[k] for k in ("kind", "version", "inputs", "config")}, body]
+    text = json.dumps(covered, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _to_bytes(artifact: Artifact) -> bytes:
+    header = _header(artifact.kind, artifact.inputs, artifact.config) | {"digest": artifact.digest}
+    if KINDS[artifact.kind].body is str:
+        return f"{_source_header(header)}{artifact.body}".encode()
+    return (json.dumps({**header, "body": encode(artifact.body)}, indent=1, allow_nan=False) + "\n").encode()
+
+
+def _split_json(text: str, where: str) -> tuple[dict[str, Any], Any]:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ArtifactError(f"it is not whole JSON ({error})", where=where, remedy="run `dvc repro` again") from error
+    if not isinstance(data, dict) or "body" not in data:
+        raise ArtifactError("it is not an artifact of ours", where=where, remedy="run `dvc repro` again")
+    return data, data["body"]
+
+
+def _source_header(header: Mapping[str, Any]) -> str:
+    """The header as comments, one entry a line: `# shardwright input plan sha256:...`"""
+    rows = [f"{key} {header[key]}" for key in ("kind", "version", "digest")]
+    rows += [f"input {kind} {digest}" for kind, digest in header["inputs"].items()]
+    rows += [f"config {key} {digest}" for key, digest in header["config"].items()]
+    return "".join(f"{_SOURCE_MARK}{row}\n" for row in rows)
+
+
+def _split_source(text: str, where: str) -> tuple[dict[str, Any], str]:
+    header: dict[str, Any] = {"inputs": {}, "config": {}}
+    lines = text.splitlines(keepends=True)
+    count = next((i for i, line in enumerate(lines) if not line.startswith(_SOURCE_MARK)), len(lines))
+    for line in lines[:count]:
+        match line.removeprefix(_SOURCE_MARK).split():
+            case ["version", number] if number.isdecimal():
+                header["version"] = int(number)
+            case ["input", kind, digest]:
+                header["inputs"][kind] = digest
+            case ["config", key, digest]:
+                header["config"][key] = digest
+            case [key, value]:
+                header[key] = value
+            case _:
+                raise ArtifactError("its header is damaged", where=where, remedy="run `dvc repro codegen`")
+    return header, "".join(lines[count:])
+
+
+def _check_header(header: Any, known: Kind, where: str) -> None:
+    ok = isinstance(header, dict) and all(
+        isinstance(header.get(key), kind)
+        for key, kind in {"kind": str, "version": int, "inputs": dict, "config": dict, "digest": str}.items()
+    )
+    if not ok or header["kind"] != known.name:
+        raise ArtifactError(f"it is not a {known.name} artifact", where=where, remedy=_again(known))
+    if header["version"] != known.version:
+        raise ArtifactError(
+            f"it has version {header['version']}, this program reads version {known.version}",
+            where=where,
+            remedy=_again(known),
+        )
+
+
+def _decode_body(known: Kind, body: Any, where: str) -> Any:
+    if known.body is str:
+        return body
+    try:
+        value: Any = decode(known.body, body)
+        if isinstance(value, OpGraph):
+            verify_graph(value)
+        return value
+    except (CodecError, InvalidGraph, KeyError) as error:
+        raise ArtifactError(f"its body is not valid ({error})", where=where, remedy=_again(known)) from error

@@ -1,0 +1,52 @@
+"""The configuration of a project: schemas, loading with errors that name file and line, experiments, reference."""
+
+from __future__ import annotations
+
+from pipeline.config.experiment import apply_experiment, experiments
+from pipeline.config.load import load_config
+from pipeline.config.reference import reference
+from pipeline.config.schema import (
+    GROUPS,
+    Backend,
+    Checkpoint,
+    Cluster,
+    ClusterSource,
+    Config,
+    Data,
+    DType,
+    Model,
+    Preset,
+    Probe,
+    Recompute,
+    Root,
+    Solve,
+    TensorSpec,
+    Tracking,
+    Train,
+)
+from pipeline.config.source import listing
+
+__all__ = [
+    "GROUPS",
+    "Backend",
+    "Checkpoint",
+    "Cluster",
+    "ClusterSource",
+    "Config",
+    "DType",
+    "Data",
+    "Model",
+    "Preset",
+    "Probe",
+    "Recompute",
+    "Root",
+    "Solve",
+    "TensorSpec",
+    "Tracking",
+    "Train",
+    "apply_experiment",
+    "experiments",
+    "listing",
+    "load_config",
+    "reference",
+]

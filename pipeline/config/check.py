@@ -1,0 +1,201 @@
+"""Values against schemas: the first key that is not as the schema says becomes a ConfigError naming what is allowed.
+
+OmegaConf would accept `"3"` for 3 and 1 for true, and knows no ranges, lines or suggestions; so this runs first, and
+OmegaConf then only fills in defaults and builds the typed objects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import keyword
+import math
+import types
+import typing
+from enum import Enum
+from typing import Any
+
+from pipeline.config.schema import MISSING, Form, Rule, rule_of
+from pipeline.config.source import Key, Source, shown
+from pipeline.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A field's type, taken apart: what one value must be, and whether null stands for no value."""
+
+    type: Any
+    optional: bool
+    item: Any = None  # of a list or of a dict's values
+
+
+def kind_of(hint: Any) -> Kind:
+    optional = False
+    if isinstance(hint, types.UnionType):
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+        optional = True
+    arguments = typing.get_args(hint)
+    return Kind(typing.get_origin(hint) or hint, optional, arguments[-1] if arguments else None)
+
+
+def fields_of(schema: type) -> dict[str, tuple[Kind, dataclasses.Field[Any]]]:
+    hints = typing.get_type_hints(schema)
+    return {item.name: (kind_of(hints[item.name]), item) for item in dataclasses.fields(schema)}
+
+
+def mandatory(item: dataclasses.Field[Any]) -> bool:
+    return bool(item.default == MISSING)
+
+
+def number(value: float) -> str:
+    return str(int(value)) if value == int(value) and abs(value) < 1e12 else f"{value:g}"
+
+
+def span(rule: Rule, kind: Any = float) -> str:
+    """The allowed range in words: `from 1 to 64`, `>= 0 and < 1`, or nothing."""
+    show = (lambda value: str(int(value))) if kind is int else number
+    if rule.at_least is not None and rule.at_most is not None:
+        return f"from {show(rule.at_least)} to {show(rule.at_most)}"
+    bounds = ((">=", rule.at_least), (">", rule.above), ("<=", rule.at_most), ("<", rule.below))
+    return " and ".join(f"{sign} {show(bound)}" for sign, bound in bounds if bound is not None)
+
+
+def expected(kind: Kind, rule: Rule) -> str:
+    """What a key takes, in words that follow 'expected'."""
+    if rule.form is not None:
+        text = rule.form.value
+    elif dataclasses.is_dataclass(kind.type):
+        text = "a mapping"
+    elif kind.type is list:
+        text = "a non-empty list of " + ("texts" if kind.item is str else f"integers {span(rule, int)}")
+    elif isinstance(kind.type, type) and issubclass(kind.type, Enum):
+        text = "one of " + ", ".join(kind.type.__members__)
+    else:
+        noun = {bool: "true or false", int: "an integer", float: "a number", str: "text"}[kind.type]
+        text = f"{noun} {span(rule, kind.type)}".strip()
+    return f"{text} or null" if kind.optional else text
+
+
+def unknown(source: Source, key: Key, allowed: list[str]) -> ConfigError:
+    return source.error(key, "unknown key", suggestion(str(key[-1]), allowed, "allowed: "))
+
+
+def suggestion(name: str, allowed: list[str], otherwise: str) -> str:
+    near = nearest(name, allowed)
+    return f"did you mean '{near}'?" if near else otherwise + ", ".join(allowed)
+
+
+def nearest(name: str, allowed: list[str]) -> str | None:
+    """What was probably meant: a longer name that begins so, or one with nearly the same letters."""
+    longer = [item for item in allowed if len(name) >= 3 and item.startswith(name)]
+    return next(iter(longer or difflib.get_close_matches(name, allowed, 1)), None)
+
+
+def check(schema: type, value: dict[str, Any], source: Source, key: Key = ()) -> None:
+    """Every key known, every mandatory key there, every value as its field demands."""
+    fields = fields_of(schema)
+    for name in value:
+        if name not in fields:
+            raise unknown(source, (*key, name), list(fields))
+    for name, (kind, item) in fields.items():
+        inner, rule = (*key, name), rule_of(item)
+        if name in value:
+            _check_value(value[name], kind, rule, source, inner)
+        elif mandatory(item):
+            raise source.error(inner, "mandatory key is missing", f"give {expected(kind, rule)}")
+
+
+def _check_value(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -> None:
+    if isinstance(value, str) and value == MISSING:
+        raise source.error(key, "mandatory value is missing", f"give {expected(kind, rule)}")
+    if value is None and kind.optional:
+        return
+    if not _fits(value, kind, rule):
+        raise _mismatch(value, kind, rule, source, key)
+    if dataclasses.is_dataclass(kind.type):
+        check(typing.cast(type, kind.type), value, source, key)
+    elif rule.form is Form.TARGET:
+        _check_target(value, source, key)
+    elif rule.form is Form.BY_NAME:
+        _check_by_name(value, kind, rule, source, key)
+    elif kind.type is list:
+        for index, item in enumerate(value):
+            _check_value(item, kind_of(kind.item), rule, source, (*key, index))
+
+
+def _fits(value: Any, kind: Kind, rule: Rule) -> bool:
+    """Whether the value has the field's type and range (of containers: only the container)."""
+    if dataclasses.is_dataclass(kind.type):
+        return isinstance(value, dict)
+    if kind.type in (dict, list):
+        return isinstance(value, kind.type) and len(value) > 0
+    if kind.type in (int, float):
+        accepted = (int,) if kind.type is int else (int, float)
+        return isinstance(value, accepted) and not isinstance(value, bool) and _in_range(value, rule)
+    if kind.type is bool:
+        return isinstance(value, bool)
+    if kind.type is str:
+        return isinstance(value, str) and value.strip() != ""
+    assert issubclass(kind.type, Enum), kind
+    return isinstance(value, str) and value in kind.type.__members__
+
+
+def _in_range(value: float, rule: Rule) -> bool:
+    if not (isinstance(value, int) or math.isfinite(value)):
+        return False
+    return (
+        (rule.at_least is None or value >= rule.at_least)
+        and (rule.above is None or value > rule.above)
+        and (rule.at_most is None or value <= rule.at_most)
+        and (rule.below is None or value < rule.below)
+    )
+
+
+def _mismatch(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -> ConfigError:
+    what = f"got {shown(value) if value not in ({}, []) else 'nothing in it'}, expected {expected(kind, rule)}"
+    remedy = None
+    if isinstance(value, str) and isinstance(kind.type, type) and issubclass(kind.type, Enum):
+        near = nearest(value, list(kind.type.__members__))
+        remedy = f"did you mean '{near}'?" if near else None
+    elif kind.type is str and value is not None and not isinstance(value, (dict, list, str)):
+        remedy = "put it in quotes"
+    return source.error(key, what, remedy)
+
+
+def _is_name(text: str) -> bool:
+    return text.isidentifier() and not keyword.iskeyword(text)
+
+
+def _check_target(value: dict[str, Any], source: Source, key: Key) -> None:
+    inner = (*key, "_target_")
+    if "_target_" not in value:
+        raise source.error(inner, "mandatory key is missing", "give the dotted name of what is called")
+    target = value["_target_"]
+    parts = target.split(".") if isinstance(target, str) else []
+    if len(parts) < 2 or not all(_is_name(part) for part in parts):
+        raise source.error(inner, f"got {shown(target)}, expected a dotted importable name such as torch.optim.AdamW")
+    for name, item in value.items():
+        hydra = name.startswith("_") and name.endswith("_") and name != "_target_"
+        if hydra or not _is_name(name):
+            raise source.error((*key, name), "unknown key", "allowed: _target_ and keyword arguments")
+        _check_plain(item, source, (*key, name))
+
+
+def _check_plain(value: Any, source: Source, key: Key) -> None:
+    """An argument of the user's own callable: anything that JSON can hold."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise source.error(key, f"got {shown(value)}, expected a finite number")
+    if isinstance(value, str) and value == MISSING:
+        raise source.error(key, "mandatory value is missing", "give it a value")
+    if isinstance(value, dict) and "_target_" in value:
+        return _check_target(value, source, key)
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for part, item in items:
+        _check_plain(item, source, (*key, part))
+
+
+def _check_by_name(value: dict[str, Any], kind: Kind, rule: Rule, source: Source, key: Key) -> None:
+    for name, item in value.items():
+        if not _is_name(name):
+            raise source.error((*key, name), "is not an argument name", "use letters, digits and '_'")
+        _check_value(item, kind_of(kind.item), Rule(rule.help), source, (*key, name))

@@ -1,0 +1,190 @@
+"""conf/experiment/*.yaml: named lists of settings, applied to the files under conf/ by one command.
+
+An overlay that only our loader knew would be invisible to DVC, which decides from the files what to run again. So an
+experiment edits the files themselves: comments stay, everything is checked first, and git shows or undoes the edit.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.check import suggestion
+from pipeline.config.load import ROOT_FILE, build, choices_remedy, choose, group_file, load_config
+from pipeline.config.schema import GROUPS, Experiment, Root
+from pipeline.config.source import Key, Source, listing, parse, parse_value, read, read_bytes, shown
+from pipeline.errors import ConfigError
+
+ROOT_KEYS = ("code", "tracking")
+
+
+def experiments(root: Path) -> dict[str, str]:
+    """The experiments of a project and what each one shows."""
+    found: dict[str, str] = {}
+    for name in listing(root, "experiment"):
+        loaded: Experiment = build(Experiment, read(root, group_file("experiment", name), ("experiment",)))
+        found[name] = loaded.description
+    return found
+
+
+def apply_experiment(root: Path, name: str) -> list[str]:
+    """Make an experiment's settings in the files under conf/; the changes made, one line each.
+
+    The result is loaded and checked before the first file is written.
+    """
+    source = _find(root, name)
+    experiment: Experiment = build(Experiment, source)
+    edit = _Edit(root, source)
+    for index, text in enumerate(experiment.settings):
+        edit.apply(text, ("settings", index))
+    edit.check()
+    _write(root, edit.changed)
+    return edit.lines
+
+
+def _find(root: Path, name: str) -> Source:
+    names = listing(root, "experiment")
+    if name not in names:
+        remedy = choices_remedy(name, names)
+        raise ConfigError(f"there is no experiment {shown(name)}", where="conf/experiment", remedy=remedy)
+    return read(root, group_file("experiment", name), ("experiment",))
+
+
+@dataclass
+class _Edit:
+    """The files as they would be after the settings so far."""
+
+    root: Path
+    source: Source
+    changed: dict[str, bytes] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    made: dict[str, Key] = field(default_factory=dict)  # dotted key of a setting -> where the experiment says it
+
+    def apply(self, text: str, at: Key) -> None:
+        left, equals, right = text.partition("=")
+        path = left.strip()
+        parts = path.split(".")
+        if not equals or "" in parts:
+            raise self.source.error(at, f"got {shown(text)}, expected `group=file` or `group.key=value`")
+        if parts[0] not in (*GROUPS, *ROOT_KEYS):
+            remedy = suggestion(parts[0], [*GROUPS, *ROOT_KEYS], "allowed: ")
+            raise self.source.error(at, f"{shown(parts[0])} is not a group", remedy)
+        value = self._value(right, at)
+        self.made[path] = at
+        if parts[0] in ROOT_KEYS:
+            self._set(ROOT_FILE, parts, value, at)
+        elif len(parts) == 1:
+            choose(self.root, parts[0], value if isinstance(value, str) else right.strip(), self.source, at)
+            self._set(ROOT_FILE, parts, value, at)
+        else:
+            self._set(self._chosen(parts[0], at), parts[1:], value, at)
+
+    def _value(self, text: str, at: Key) -> Any:
+        try:
+            return parse_value(text)
+        except ValueError as error:
+            raise self.source.error(at, str(error)) from error
+
+    def _chosen(self, group: str, at: Key) -> str:
+        """The file of a group that conf/config.yaml names after the settings so far."""
+        main: Root = build(Root, read(self.root, ROOT_FILE, (), self.changed))
+        return choose(self.root, group, getattr(main, group), self.source, at)
+
+    def _set(self, name: str, path: list[str], value: Any, at: Key) -> None:
+        raw = self.changed[name] if name in self.changed else read_bytes(self.root, name)
+        parse(name, (), raw)  # our own errors, with line and column, before ruamel's
+        document = _load(name, raw)
+        place = document
+        for part in path[:-1]:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise self.source.error(at, f"{shown(part)} in {name} is not a mapping", "set it as a whole")
+        before = place.get(path[-1], "default")
+        if path[-1] in place and _same(before, value):
+            return
+        place[path[-1]] = value
+        self.changed[name] = _dump(document)
+        self.lines.append(f"{name}: {'.'.join(path)}: {_brief(before)} -> {_brief(value)}")
+
+    def check(self) -> None:
+        """Load the result; a mistake in a file we edited is reported at the setting that made it."""
+        try:
+            load_config(self.root, changed=self.changed)
+        except ConfigError as error:
+            file = (error.where or "").partition(":")[0]
+            if file not in self.changed:
+                raise
+            raise ConfigError(error.what, where=self._blame(error.what), remedy=error.remedy) from error
+
+    def _blame(self, what: str) -> str:
+        for path, at in reversed(self.made.items()):
+            if what.startswith((f"{path}:", f"{path}.", f"{path}[")):
+                return self.source.where(at)
+        return self.source.where(("settings",))
+
+
+def _same(before: Any, value: Any) -> bool:
+    """Equal and of one type (ruamel's numbers and texts are subclasses of Python's)."""
+    return bool(before == value) and all(isinstance(before, t) == isinstance(value, t) for t in (bool, int, float))
+
+
+def _brief(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def _yaml() -> Any:
+    from ruamel.yaml import YAML
+
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    yaml.width = 120
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    yaml.representer.add_representer(
+        type(None), lambda writer, _: writer.represent_scalar("tag:yaml.org,2002:null", "null")
+    )
+    return yaml
+
+
+def _load(name: str, raw: bytes) -> Any:
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return _yaml().load(raw.decode("utf-8"))
+    except (YAMLError, ValueError) as error:
+        raise ConfigError("the file cannot be edited: " + str(error).splitlines()[0], where=name) from error
+
+
+def _dump(document: Any) -> bytes:
+    buffer = io.BytesIO()
+    _yaml().dump(document, buffer)
+    return buffer.getvalue()
+
+
+def _write(root: Path, changed: dict[str, bytes]) -> None:
+    """Write every file beside its place first, then move them all: a full disk changes nothing."""
+    ready: list[tuple[str, Path]] = []
+    name = "conf"
+    try:
+        for name, content in changed.items():
+            place = (root / name).resolve()
+            handle, temporary = tempfile.mkstemp(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent)
+            ready.append((temporary, place))
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.copymode(place, temporary)
+        for temporary, place in ready:
+            os.replace(temporary, place)
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror}", where=name) from error
+    finally:
+        for temporary, _ in ready:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)

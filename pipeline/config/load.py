@@ -1,0 +1,134 @@
+"""conf/ as one checked `Config`: read, resolve `${...}`, check, choose the groups' files, build typed objects.
+
+A `${...}` refers to a key of the same file. It may not ask the environment (nor any other resolver) except under
+`tracking` in conf/config.yaml: DVC compares the text of the files, and a stage would not run again when such a value
+changes. For the same reason the keys of conf/config.yaml that dvc.yaml reads must stand there as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.check import check, nearest
+from pipeline.config.schema import GROUPS, Cluster, ClusterSource, Config, Root
+from pipeline.config.source import Key, Source, dotted, listing, read, shown
+from pipeline.errors import ConfigError
+
+ROOT_FILE = "conf/config.yaml"
+_RESOLVER = re.compile(r"(?<!\\)\$\{\s*[A-Za-z_][\w.]*\s*:")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def load_config(root: Path, *, changed: dict[str, bytes] | None = None) -> Config:
+    """The configuration of the project at `root`; any mistake in it is a ConfigError of one line.
+
+    `changed` holds new contents of files by their name relative to root: what would be loaded if they were written.
+    """
+    source = read(root, ROOT_FILE, (), changed)
+    main: Root = build(Root, source)
+    parts = {group: _load_group(root, group, getattr(main, group), source, changed) for group in GROUPS}
+    return Config(root=main, **parts)
+
+
+def group_file(group: str, name: str) -> str:
+    return f"conf/{group}/{name}.yaml"
+
+
+def choose(root: Path, group: str, name: str, source: Source, key: Key) -> str:
+    """The file a choice names; `source` and `key` tell where the choice was written."""
+    label = "" if key[-1:] == (group,) else f"{group} "
+    if not _NAME.fullmatch(name):
+        raise source.error(key, f"got {label}{shown(name)}, expected a name without folders or '.yaml'")
+    names = listing(root, group)
+    if name not in names:
+        raise source.error(key, f"there is no {group_file(group, name)}", choices_remedy(name, names))
+    return group_file(group, name)
+
+
+def choices_remedy(name: str, names: list[str]) -> str:
+    near = nearest(name, names)
+    listed = "choose one of: " + ", ".join(names) if names else "add one"
+    return f"did you mean '{near}'? {listed}" if near else listed
+
+
+def _load_group(root: Path, group: str, name: str, main: Source, changed: dict[str, bytes] | None) -> Any:
+    source = read(root, choose(root, group, name, main, (group,)), (group,), changed)
+    part = build(GROUPS[group], source)
+    if isinstance(part, Cluster):
+        _check_cluster(part, source)
+    return part
+
+
+def build(schema: type, source: Source) -> Any:
+    """The file as an instance of the schema: resolved, checked, defaults filled in."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    _check_interpolations(source.data, source, ())
+    try:
+        written = OmegaConf.create(source.data)
+        resolved = OmegaConf.to_container(written, resolve=True)
+        assert isinstance(resolved, dict)
+        check(schema, resolved, source)
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), written))
+    except OmegaConfBaseException as error:
+        raise _broken(error, source) from error
+    except RecursionError as error:
+        raise ConfigError(
+            "'${...}' is nested too deeply", where=source.where(), remedy="write the value out"
+        ) from error
+
+
+def _broken(error: Any, source: Source) -> ConfigError:
+    """OmegaConf's error, of which the first line says what was wrong, at the key it names."""
+    key = _key(error.full_key or "")
+    first = (str(error).splitlines() or ["cannot be resolved"])[0]
+    reason = "".join(letter if letter.isprintable() else "?" for letter in first)
+    remedy = "an interpolation is ${key.in.this.file}" if "$" in str(_at(source, key)) else None
+    return source.error(key, reason if len(reason) <= 120 else f"{reason[:117]}...", remedy)
+
+
+def _key(text: str) -> Key:
+    return tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", text))
+
+
+def _at(source: Source, key: Key) -> Any:
+    value: Any = source.data
+    for part in key:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def _check_interpolations(value: Any, source: Source, key: Key) -> None:
+    if isinstance(value, str) and "${" in value:
+        free = source.name == ROOT_FILE and key[0] == "tracking"
+        if source.name == ROOT_FILE and not free:
+            raise source.error(key, "'${...}' is not allowed here", "DVC reads this value as it stands: write it out")
+        if _RESOLVER.search(value) and not free:
+            raise source.error(key, f"resolver in {shown(value)} is not allowed", "DVC cannot see its value change")
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for part, item in items:
+        _check_interpolations(item, source, (*key, part))
+
+
+def _check_cluster(cluster: Cluster, source: Source) -> None:
+    """A preset is complete: nothing of it is measured."""
+    if cluster.source is not ClusterSource.preset:
+        return
+    preset = cluster.preset
+    figures: dict[Key, float | None] = {
+        ("memory_gb",): cluster.memory_gb,
+        ("preset", "matmul_gflops"): preset.matmul_gflops,
+        ("preset", "memory_gbytes_per_s"): preset.memory_gbytes_per_s,
+        ("preset", "latency_us"): preset.latency_us,
+        ("preset", "link_gbytes_per_s"): preset.link_gbytes_per_s,
+    }
+    missing = [dotted(key) for key, value in figures.items() if value is None]
+    if missing:
+        remedy = "give a number, or set `source: probe` to measure"
+        raise source.error(("source",), f"'preset' needs {', '.join(missing)}", remedy)

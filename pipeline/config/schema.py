@@ -1,0 +1,313 @@
+"""What each file under conf/ may say: one dataclass per file, one documented field per key.
+
+The dataclasses are OmegaConf structured configs: the loader fills and types them with `OmegaConf.structured` and
+`OmegaConf.to_object`. What OmegaConf cannot express (ranges, help) stands in each field's metadata as a `Rule`, which
+the checks (check.py) and the reference page (reference.py) both read, so the page cannot drift from the checks.
+
+Units: GB is 10^9 bytes, MB is 10^6 bytes, `_us` is microseconds, `_s` is seconds.
+
+A file's schema is frozen; one nested in it is not, because OmegaConf cannot fill a frozen dataclass inside another.
+"""
+
+# ruff: noqa: RUF009 - `setting` and `section` only wrap dataclasses.field
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import Any
+
+MISSING: Any = "???"  # OmegaConf's mark of a mandatory key; written out so that this module imports nothing slow
+
+LONGEST_S = 1e7  # about 115 days: what operating systems accept as a timeout
+LARGEST_GB = 1e6
+LARGEST_SEED = 2**63 - 1
+
+
+class Form(Enum):
+    """Extra demands on a value that its type does not tell."""
+
+    TARGET = "a mapping with `_target_` (a dotted importable name) and keyword arguments"
+    BY_NAME = "a non-empty mapping from a name to a mapping"
+    CHOICE = "the name of a file in the group's folder"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a key means and which values it takes, beyond its type."""
+
+    help: str
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    form: Form | None = None
+
+
+def setting(
+    help: str,
+    default: Any = MISSING,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    form: Form | None = None,
+) -> Any:
+    """A documented key; without a default it is mandatory."""
+    return field(default=default, metadata={"rule": Rule(help, at_least, above, at_most, below, form)})
+
+
+def section(help: str, schema: type) -> Any:
+    """A nested mapping whose keys are those of another schema."""
+    return field(default_factory=schema, metadata={"rule": Rule(help)})
+
+
+def rule_of(item: dataclasses.Field[Any]) -> Rule:
+    rule = item.metadata["rule"]
+    assert isinstance(rule, Rule), item.name
+    return rule
+
+
+# ---- conf/config.yaml
+
+
+@dataclass
+class Tracking:
+    enabled: bool = setting("Log every run to MLflow.", True)
+    uri: str | None = setting("MLflow tracking URI; null is a SQLite store under `runs/`.", None)
+    experiment: str = setting("MLflow experiment that the runs belong to.", "shardwright")
+    run_name: str | None = setting("Name of the run; null lets MLflow choose one.", None)
+
+
+@dataclass(frozen=True)
+class Root:
+    model: str = setting("File in `conf/model/`: what is trained.", form=Form.CHOICE)
+    data: str = setting("File in `conf/data/`: what it is trained on.", form=Form.CHOICE)
+    cluster: str = setting("File in `conf/cluster/`: where it is trained.", form=Form.CHOICE)
+    solve: str = setting("File in `conf/solve/`: how the sharding is searched.", form=Form.CHOICE)
+    checkpoint: str = setting("File in `conf/checkpoint/`: what is recomputed.", form=Form.CHOICE)
+    train: str = setting("File in `conf/train/`: how long and with which optimizer.", form=Form.CHOICE)
+    code: str = setting(
+        "Folder or file with the model's own source: DVC runs trace again when it changes. Outside the project, its"
+        " folder is put on the import path.",
+        "pipeline/models",
+    )
+    tracking: Tracking = section("Where runs are recorded.", Tracking)
+
+
+# ---- conf/model/*.yaml
+
+
+class DType(StrEnum):
+    float32 = "float32"
+    float64 = "float64"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    int64 = "int64"
+    int32 = "int32"
+    bool = "bool"
+
+
+@dataclass
+class TensorSpec:
+    shape: list[int] = setting("Size of every dim of the global batch, batch dim first.", at_least=1)
+    dtype: DType = setting("Element type.")
+
+
+@dataclass(frozen=True)
+class Model:
+    module: dict[str, Any] = setting("What builds the `torch.nn.Module`, and its arguments.", form=Form.TARGET)
+    batch: dict[str, TensorSpec] = setting(
+        "Tensors of one training step by the argument name of the model's `forward`.", form=Form.BY_NAME
+    )
+
+
+# ---- conf/data/*.yaml
+
+
+@dataclass(frozen=True)
+class Data:
+    dataset: dict[str, Any] = setting(
+        "What builds the map-style dataset; its items are dicts of tensors without the batch dim.", form=Form.TARGET
+    )
+    shuffle: bool = setting("Draw the samples in a random order.", False)
+    seed: int = setting("Seed of that order.", 0, at_least=0, at_most=LARGEST_SEED)
+
+
+# ---- conf/cluster/*.yaml
+
+
+class ClusterSource(StrEnum):
+    probe = "probe"
+    preset = "preset"
+
+
+@dataclass
+class Probe:
+    max_message_mb: float = setting("Largest message sent between devices, in MB.", 4.0, above=0, at_most=1024)
+    repeats: int = setting("Times each measurement is repeated; the median counts.", 7, at_least=3, at_most=1000)
+    timeout_s: float = setting("Seconds after which the probe is given up.", 60.0, above=0, at_most=LONGEST_S)
+
+
+@dataclass
+class Preset:
+    matmul_gflops: float | None = setting(
+        "Matrix multiplication on one device, in 10^9 operations a second.", None, above=0, at_most=1e9
+    )
+    memory_gbytes_per_s: float | None = setting(
+        "Memory bandwidth of one device, in GB a second.", None, above=0, at_most=LARGEST_GB
+    )
+    launch_us: float = setting("Time to start one operator, in microseconds.", 10.0, at_least=0, at_most=1e6)
+    latency_us: float | None = setting(
+        "Time of an empty message between two devices, in microseconds.", None, at_least=0, at_most=1e6
+    )
+    link_gbytes_per_s: float | None = setting(
+        "Bandwidth between two devices, one direction, in GB (not gigabits) a second.",
+        None,
+        above=0,
+        at_most=LARGEST_GB,
+    )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    source: ClusterSource = setting("Measure the devices (`probe`) or take the figures below (`preset`).")
+    devices: int = setting("Number of devices (on CPU: processes).", at_least=1, at_most=65536)
+    memory_gb: float | None = setting(
+        "Memory of one device, in GB; null is measured (`probe` only).", None, above=0, at_most=LARGEST_GB
+    )
+    probe: Probe = section("How the devices are measured; read when `source: probe`.", Probe)
+    preset: Preset = section(
+        "Figures of the devices; `source: preset` needs `memory_gb` and all of these but `launch_us`.", Preset
+    )
+
+
+# ---- conf/solve/*.yaml
+
+
+class Backend(StrEnum):
+    glpk = "glpk"
+    highs = "highs"
+
+
+@dataclass(frozen=True)
+class Solve:
+    backend: Backend = setting("Program that solves the integer linear program.")
+    memory_budget_gb: float | None = setting(
+        "Memory a plan may use on one device, in GB; null is the device's memory.", None, above=0, at_most=LARGEST_GB
+    )
+    time_limit_s: float = setting("Seconds for one solve.", 60.0, above=0, at_most=LONGEST_S)
+    gap: float = setting("Relative gap to the bound at which a plan counts as optimal.", 1e-6, at_least=0, below=1)
+    frontier_points: int = setting("Plans along the time/memory frontier.", 6, at_least=1, at_most=64)
+    glpsol: str | None = setting("Path of the `glpsol` program; null looks for it.", None)
+
+
+# ---- conf/checkpoint/*.yaml
+
+
+class Recompute(StrEnum):
+    optimal = "optimal"
+    full = "full"
+    off = "off"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    recompute: Recompute = setting(
+        "Which activations are dropped and computed again: the best choice within the memory budget (`optimal`), all"
+        " of them (`full`) or none (`off`)."
+    )
+    slots_per_link: int = setting(
+        "Memory slots per link of the chain in the optimal search: more is finer and slower.",
+        20,
+        at_least=1,
+        at_most=1000,
+    )
+
+
+# ---- conf/train/*.yaml
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: int = setting("Optimizer steps.", at_least=1, at_most=10**12)
+    seed: int = setting("Seed of the weights and of dropout.", at_least=0, at_most=LARGEST_SEED)
+    optimizer: dict[str, Any] = setting("What builds the optimizer, without its `params`.", form=Form.TARGET)
+    timeout_s: float = setting("Seconds after which the run is given up.", 600.0, above=0, at_most=LONGEST_S)
+    accept_edited_module: bool = setting("Run `runs/codegen/module.py` even if it was edited by hand.", False)
+
+
+# ---- conf/experiment/*.yaml
+
+
+@dataclass(frozen=True)
+class Experiment:
+    description: str = setting("What the experiment shows.")
+    settings: list[str] = setting(
+        "Changes, applied in this order: `group=file` chooses a file, `group.key=value` sets a key in the file then"
+        " chosen."
+    )
+
+
+GROUPS: dict[str, type] = {
+    "model": Model,
+    "data": Data,
+    "cluster": Cluster,
+    "solve": Solve,
+    "checkpoint": Checkpoint,
+    "train": Train,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration: checked, with every default filled in."""
+
+    root: Root
+    model: Model
+    data: Data
+    cluster: Cluster
+    solve: Solve
+    checkpoint: Checkpoint
+    train: Train
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The file chosen in each group, without its ending."""
+        return {group: getattr(self.root, group) for group in GROUPS}
+
+    @property
+    def code(self) -> str:
+        return self.root.code
+
+    @property
+    def tracking(self) -> Tracking:
+        return self.root.tracking
+
+    def plain(self, key: str) -> Any:
+        """The value at a key such as `model` or `train.optimizer`, as JSON-able dicts, lists and scalars."""
+        value: Any = self
+        for part in key.split("."):
+            value = value[part] if isinstance(value, dict) else getattr(value, part)
+        return _plain(value)
+
+    def digest(self, key: str) -> str:
+        """SHA-256 of the value at a key: equal for equal meaning, whatever the file's comments, order or defaults."""
+        text = json.dumps(self.plain(key), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value

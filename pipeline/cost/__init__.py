@@ -1,0 +1,1 @@
+"""Seconds and bytes of ops, conversions and memory, from the cluster's figures."""

@@ -1,0 +1,63 @@
+"""Seconds of one op on one rank: a roofline over the calibrated matmul rate and memory bandwidth, plus the launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.ir.cluster import Compute
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.layout import Layout
+from pipeline.ir.plan import Strategy
+from pipeline.ir.profile import OpCost
+
+
+@dataclass(frozen=True)
+class Seconds:
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def local_bytes(graph: OpGraph, value: str, layout: Layout, sizes: tuple[int, ...]) -> int:
+    return graph.values[value].type.nbytes // layout.pieces(sizes)
+
+
+def op_seconds(
+    graph: OpGraph, op: str, cost: OpCost, strategy: Strategy, compute: Compute, sizes: tuple[int, ...]
+) -> Seconds:
+    backward = any(graph.values[o].grad for o in graph.op(op).outputs)
+    if cost.free:
+        return Seconds(compute.launch, compute.launch_backward if backward else 0.0)
+    share = _share(graph, op, strategy, sizes)
+    moved = sum(local_bytes(graph, v, s, sizes) for v, s in _tensors(graph, op, strategy))
+    forward = _roofline(cost.flops_forward * share, moved, compute) + compute.launch
+    if not backward:
+        return Seconds(forward, 0.0)
+    again = moved * cost.bytes_backward / max(1, cost.bytes_forward)
+    return Seconds(forward, _roofline(cost.flops_backward * share, again, compute) + compute.launch_backward)
+
+
+def _roofline(flops: float, moved: float, compute: Compute) -> float:
+    return max(flops / compute.matmul.at(flops), moved / compute.memory_rate)
+
+
+def _share(graph: OpGraph, op: str, strategy: Strategy, sizes: tuple[int, ...]) -> float:
+    """The part of the op's arithmetic that one rank does: an axis on which a tensor is split divides it."""
+    share = 1.0
+    for axis, size in enumerate(sizes):
+        layouts = (*strategy.inputs, *strategy.outputs)
+        share /= size if any(layout.states[axis].kind == "S" for layout in layouts) else 1
+    return share
+
+
+def _tensors(graph: OpGraph, op: str, strategy: Strategy) -> list[tuple[str, Layout]]:
+    found = graph.op(op)
+    return [*zip(found.inputs, strategy.inputs, strict=True), *zip(found.outputs, strategy.outputs, strict=True)]
+
+
+def optimizer_seconds(nbytes: float, copies: float, compute: Compute) -> float:
+    """One optimizer step over that many bytes of parameters: reads and writes each of its tensors once or twice."""
+    return nbytes * (3 + 2 * copies) / compute.memory_rate + compute.launch

@@ -1,0 +1,1 @@
+"""Every domain type, as frozen dataclasses on the standard library alone."""

@@ -1,0 +1,203 @@
+"""The exported forward graph: values, ops, and the chain of links that the graph falls into.
+
+A value is a tensor with a role; an op reads and writes values. Ops that read no parameter (position indices, masks,
+reshaped labels) form the prologue; the others form the chain: between two links just one activation is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+ITEM_SIZE = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint8": 1, "bool": 1, "complex64": 8,
+}  # fmt: skip
+
+
+class Role(Enum):
+    INPUT = "input"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    RESULT = "result"
+
+
+@dataclass(frozen=True)
+class TensorType:
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_SIZE:
+            raise ValueError(f"unsupported dtype {self.dtype!r}: known are {', '.join(ITEM_SIZE)}")
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_SIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Value:
+    name: str
+    type: TensorType
+    role: Role
+    origin: str  # qualified name of a parameter or buffer, name of an input, or the op that writes it
+    grad: bool  # whether a gradient flows through it
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An op's argument that is a value of the graph."""
+
+    value: str
+
+
+@dataclass(frozen=True)
+class Torch:
+    """A constant that torch names: `torch.float32`, a device, a layout or a memory format."""
+
+    kind: str
+    name: str
+
+
+Arg = Any  # Ref | Torch | None | bool | int | float | str | tuple of Arg
+
+
+@dataclass(frozen=True)
+class Args:
+    """Positional and named arguments, with values as `Ref`."""
+
+    positional: tuple[Arg, ...] = ()
+    named: tuple[tuple[str, Arg], ...] = ()
+
+    def refs(self) -> tuple[str, ...]:
+        """The values that are read, in order of appearance, repeated where read twice."""
+        return tuple(r.value for arg in (*self.positional, *(v for _, v in self.named)) for r in _refs(arg))
+
+    def get(self, position: int, name: str, default: Arg) -> Arg:
+        """A constant that may be given by position, by name, or left out."""
+        if position < len(self.positional):
+            return self.positional[position]
+        return dict(self.named).get(name, default)
+
+    def to_json(self) -> Any:
+        return {"positional": [_encode(a) for a in self.positional], "named": {k: _encode(v) for k, v in self.named}}
+
+    @staticmethod
+    def from_json(data: Any) -> Args:
+        return Args(
+            tuple(_decode(a) for a in data["positional"]), tuple((k, _decode(v)) for k, v in data["named"].items())
+        )
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    target: str  # e.g. aten.linear.default
+    args: Args
+    outputs: tuple[str, ...]
+    module: str  # qualified name of the module that called it
+    source: str  # file and line of the user's code
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return self.args.refs()
+
+
+@dataclass(frozen=True)
+class Link:
+    """A piece of the chain: reads one activation (the first link none) and writes one."""
+
+    ops: tuple[str, ...]
+    input: str | None
+    output: str
+    block: int  # links of equal structure have equal numbers
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    values: dict[str, Value]
+    ops: tuple[Op, ...]
+    output: str  # the loss
+    prologue: tuple[str, ...]  # ops that depend on no parameter, in order
+    chain: tuple[Link, ...]
+    _ops: dict[str, Op] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ops", {op.name: op for op in self.ops})
+
+    def op(self, name: str) -> Op:
+        return self._ops[name]
+
+    def of_role(self, role: Role) -> Iterator[Value]:
+        return (v for v in self.values.values() if v.role is role)
+
+    def types(self, names: tuple[str, ...]) -> tuple[TensorType, ...]:
+        return tuple(self.values[n].type for n in names)
+
+    def consumers(self) -> dict[str, list[Op]]:
+        users: dict[str, list[Op]] = {name: [] for name in self.values}
+        for op in self.ops:
+            for name in dict.fromkeys(op.inputs):
+                users[name].append(op)
+        return users
+
+    def to_json(self) -> Any:
+        from pipeline.ir.codec import encode
+
+        return {
+            "values": [encode(v) for v in self.values.values()],
+            "ops": encode(self.ops),
+            "output": self.output,
+            "prologue": list(self.prologue),
+            "chain": encode(self.chain),
+        }
+
+    @staticmethod
+    def from_json(data: Any) -> OpGraph:
+        from pipeline.ir.codec import decode
+
+        values = [decode(Value, v, "values") for v in data["values"]]
+        return OpGraph(
+            values={v.name: v for v in values},
+            ops=decode(tuple[Op, ...], data["ops"], "ops"),
+            output=data["output"],
+            prologue=tuple(data["prologue"]),
+            chain=decode(tuple[Link, ...], data["chain"], "chain"),
+        )
+
+
+def _refs(arg: Arg) -> Iterator[Ref]:
+    if isinstance(arg, Ref):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _refs(item)
+
+
+def _encode(arg: Arg) -> Any:
+    if isinstance(arg, Ref):
+        return {"ref": arg.value}
+    if isinstance(arg, Torch):
+        return {"torch": [arg.kind, arg.name]}
+    if isinstance(arg, float) and (arg != arg or arg in (float("inf"), float("-inf"))):
+        return {"float": str(arg)}  # JSON has no such numbers
+    return [_encode(a) for a in arg] if isinstance(arg, tuple) else arg
+
+
+def _decode(data: Any) -> Arg:
+    if isinstance(data, dict):
+        (kind, content), *rest = data.items()
+        if rest or kind not in ("ref", "torch", "float"):
+            raise ValueError(f"unknown argument {data!r}")
+        return Ref(content) if kind == "ref" else Torch(*content) if kind == "torch" else float(content)
+    return tuple(_decode(a) for a in data) if isinstance(data, list) else data

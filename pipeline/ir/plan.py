@@ -1,0 +1,97 @@
+"""Everything that is decided: layouts, strategies, recompute; with what it is predicted to cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.ir.layout import Layout
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How one op runs on the mesh: the layout of each tensor it reads and writes."""
+
+    name: str  # per axis the letter that is split, or R, B, P
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    body: str = ""  # a local form of the op that is not the op itself (a mean over a split dim)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """One strategy per op, one storage layout per parameter, one layout per input of the step."""
+
+    strategies: dict[str, Strategy]
+    storage: dict[str, Layout]
+    inputs: dict[str, Layout]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How good the solver's answer is known to be."""
+
+    backend: str
+    objective: float
+    bound: float
+    gap: float
+    variables: int
+    constraints: int
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    sharding: Sharding
+    seconds: float  # of a step without recompute
+    resident_bytes: int  # parameters, gradients, optimizer state
+    peak_bytes: int  # without recompute
+    proof: Proof
+
+
+@dataclass(frozen=True)
+class Frontier:
+    budget_bytes: int
+    optimizer_copies: float  # tensors of a parameter's size that the optimizer keeps
+    points: tuple[FrontierPoint, ...]  # fastest first
+
+
+@dataclass(frozen=True)
+class Region:
+    """Links first..last run in order; a region with `recompute` drops what is inside and computes it again."""
+
+    first: int
+    last: int
+    recompute: bool
+    inner: tuple[Region, ...]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    point: int  # index on the frontier
+    seconds: float | None  # None: does not fit at any recompute
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    step_seconds: float
+    peak_bytes: int
+    resident_bytes: int
+    compute_seconds: float
+    communication_seconds: float
+    recompute_seconds: float
+    optimizer_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    axes: tuple[tuple[str, int], ...]
+    device: str
+    budget_bytes: int
+    sharding: Sharding
+    regions: tuple[Region, ...]
+    prediction: Prediction
+    alternatives: tuple[Alternative, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)

@@ -1,0 +1,40 @@
+"""The sharded program: the graph's ops with every conversion in its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.ir.layout import Layout
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A value in one layout: what a line of the generated program names."""
+
+    value: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Convert:
+    source: Tensor
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    op: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+Step = Convert | Call
+
+
+@dataclass(frozen=True)
+class Program:
+    prologue: tuple[Step, ...]  # what depends on no parameter
+    shared: tuple[Convert, ...]  # parameters that several links read in a layout they are not stored in
+    links: tuple[tuple[Step, ...], ...]
+    reduced: tuple[str, ...]  # replicated parameters whose gradients the step sums over the ranks at its end
+    loss: Tensor

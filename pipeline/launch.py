@@ -1,0 +1,122 @@
+"""Starting `torchrun` on this machine and waiting for it, in bounded time, without leaving processes behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PARENT = "SHARDWRIGHT_PARENT"
+
+
+class LaunchFailed(Exception):
+    """A rank failed or the time ran out; the text is for the user."""
+
+
+def run_ranks(
+    module: str, job: dict[str, Any], ranks: int, timeout: float, poll: Callable[[Path], None] | None = None
+) -> dict[str, Any]:
+    """Runs `python -m module JOB` on that many ranks; rank 0 writes the result, a JSON object.
+
+    `poll` is called several times a second with the folder the ranks work in.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
+        work = Path(folder)
+        (work / "job.json").write_text(json.dumps(job))
+        with open(work / "log.txt", "wb") as log:
+            process = subprocess.Popen(
+                _command(module, work, ranks), stdout=log, stderr=log, env=_environment(ranks), start_new_session=True
+            )
+            try:
+                _wait(process, timeout, work, poll)
+            finally:
+                _stop(process)
+        if process.returncode:
+            raise LaunchFailed(_reason(work))
+        result: dict[str, Any] = json.loads((work / "result.json").read_text())
+        return result
+
+
+def _command(module: str, work: Path, ranks: int) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*launcher, "--module", module, str(work)]
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """One share of the cores for each rank; the import path of this process, so that the user's code is found."""
+    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    paths = os.pathsep.join(dict.fromkeys(p for p in sys.path if p))
+    return {"OMP_NUM_THREADS": threads, **os.environ, PARENT: str(os.getpid()), "PYTHONPATH": paths}
+
+
+def _wait(process: subprocess.Popen[bytes], timeout: float, work: Path, poll: Callable[[Path], None] | None) -> None:
+    deadline = time.monotonic() + timeout
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            raise LaunchFailed(f"it did not finish within {timeout:g} s")
+        if poll:
+            poll(work)
+        time.sleep(0.05)
+    if poll:
+        poll(work)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends the launcher and its ranks where they still run."""
+    if process.poll() is not None:
+        return
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+            process.wait(timeout=5)
+            return
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _reason(work: Path) -> str:
+    """What the first failing rank wrote, or the end of the log."""
+    for path in sorted(work.glob("error-*.txt")):
+        return path.read_text().strip()
+    lines = (work / "log.txt").read_text(errors="replace").strip().splitlines()
+    errors = [line.strip() for line in lines if "Error" in line and "torch.distributed" not in line]
+    return errors[0] if errors else (lines[-1].strip() if lines else "a rank died without a word")
+
+
+def follow_parent() -> None:
+    """Called in a rank: ends it when the process that started the run is gone, so that a kill leaves no orphan."""
+    parent = os.environ.get(PARENT)
+    if not parent:
+        return
+
+    def watch() -> None:
+        while _alive(int(parent)):
+            time.sleep(0.5)
+        os._exit(70)
+
+    threading.Thread(target=watch, daemon=True, name="follow-parent").start()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def report_error(work: Path, rank: int, text: str) -> None:
+    """Called in a failing rank: one line for the user."""
+    (work / f"error-{rank}.txt").write_text(" ".join(text.split()))

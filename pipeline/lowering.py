@@ -1,0 +1,118 @@
+"""From a graph and a sharding to the sharded program: the same for what is priced and for what is printed.
+
+A tensor that several ops read in one layout is converted once, just before the first of them. Every link makes its own
+copies, so that a recompute region repeats what belongs to it and nothing crosses a cut but the activation. A replicated
+parameter that all its ops read as `B` is not converted: the step sums its gradient over the ranks once (this is DDP).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from pipeline.ir.graph import OpGraph, Role, Value
+from pipeline.ir.layout import B, Layout, R, replicated
+from pipeline.ir.plan import Sharding
+from pipeline.ir.program import Call, Convert, Program, Step, Tensor
+
+
+def lower(graph: OpGraph, sharding: Sharding) -> Program:
+    home = home_layouts(graph, sharding)
+    reduced = _reduced(graph, sharding)
+    shared = _shared(graph, sharding, home, reduced)
+    prologue = _steps(graph, sharding, graph.prologue, home, reduced, {})
+    links = []
+    for index, link in enumerate(graph.chain):
+        copies = {c.target: c.target for c in shared}
+        steps = _steps(graph, sharding, link.ops, home, reduced, copies)
+        if index == len(graph.chain) - 1:
+            steps += _convert(Tensor(graph.output, home[graph.output]), _loss(graph, home))
+        links.append(tuple(steps))
+    return Program(tuple(prologue), tuple(shared), tuple(links), reduced, _loss(graph, home))
+
+
+def home_layouts(graph: OpGraph, sharding: Sharding) -> dict[str, Layout]:
+    """The layout in which each value is born: stored, fed, or written by its op."""
+    axes = len(next(iter(sharding.strategies.values())).outputs[0].states)
+    home = {}
+    for value in graph.values.values():
+        if value.role is Role.PARAMETER:
+            home[value.name] = sharding.storage[value.origin]
+        elif value.role is Role.INPUT:
+            home[value.name] = sharding.inputs[value.name]
+        elif value.role is Role.BUFFER:
+            home[value.name] = replicated(axes)
+    for op in graph.ops:
+        home |= dict(zip(op.outputs, sharding.strategies[op.name].outputs, strict=True))
+    return home
+
+
+def _loss(graph: OpGraph, home: dict[str, Layout]) -> Tensor:
+    return Tensor(graph.output, replicated(len(home[graph.output].states)))
+
+
+def uses(graph: OpGraph, sharding: Sharding) -> dict[str, set[Layout]]:
+    """The layouts in which each value is read."""
+    found: dict[str, set[Layout]] = defaultdict(set)
+    for op in graph.ops:
+        for name, layout in zip(op.inputs, sharding.strategies[op.name].inputs, strict=True):
+            found[name].add(layout)
+    return found
+
+
+def _reduced(graph: OpGraph, sharding: Sharding) -> tuple[str, ...]:
+    read = uses(graph, sharding)
+    return tuple(
+        value.name
+        for value in graph.of_role(Role.PARAMETER)
+        if all(s == R for s in sharding.storage[value.origin].states)
+        and read[value.name]
+        and all(s == B for layout in read[value.name] for s in layout.states)
+    )
+
+
+def _shared(graph: OpGraph, sharding: Sharding, home: dict[str, Layout], reduced: tuple[str, ...]) -> list[Convert]:
+    """A parameter that more than one link reads in another layout is converted once, before the chain."""
+    readers: dict[Tensor, set[int]] = defaultdict(set)
+    for index, link in enumerate(graph.chain):
+        for op in (graph.op(name) for name in link.ops):
+            for name, layout in zip(op.inputs, sharding.strategies[op.name].inputs, strict=True):
+                if graph.values[name].role is Role.PARAMETER and name not in reduced and layout != home[name]:
+                    readers[Tensor(name, layout)].add(index)
+    return [Convert(Tensor(t.value, home[t.value]), t) for t, links in readers.items() if len(links) > 1]
+
+
+def _steps(
+    graph: OpGraph,
+    sharding: Sharding,
+    ops: Iterable[str],
+    home: dict[str, Layout],
+    reduced: tuple[str, ...],
+    copies: dict[Tensor, Tensor],
+) -> list[Step]:
+    steps: list[Step] = []
+    for op in (graph.op(name) for name in ops):
+        strategy = sharding.strategies[op.name]
+        inputs = []
+        for name, layout in zip(op.inputs, strategy.inputs, strict=True):
+            wanted = Tensor(name, layout)
+            if wanted not in copies:
+                own = Tensor(name, home[name])
+                same = name in reduced or _same(graph.values[name], own.layout, layout)
+                copies[wanted] = own if same else wanted
+                steps += [] if same else _convert(own, wanted)
+            inputs.append(copies[wanted])
+        outputs = tuple(Tensor(n, s) for n, s in zip(op.outputs, strategy.outputs, strict=True))
+        steps.append(Call(op.name, tuple(inputs), outputs))
+    return steps
+
+
+def _same(value: Value, have: Layout, want: Layout) -> bool:
+    """Whether nothing has to be done: equal, or different only in the gradient that the value does not have."""
+    if have == want:
+        return True
+    return not value.grad and all(h == w or {h, w} == {R, B} for h, w in zip(have.states, want.states, strict=True))
+
+
+def _convert(source: Tensor, target: Tensor) -> list[Step]:
+    return [] if source == target else [Convert(source, target)]

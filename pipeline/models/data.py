@@ -1,0 +1,59 @@
+"""Synthetic data sets that can be learned: a run's loss falls, so a wrong gradient shows.
+
+Every item depends on its index and the seed alone, so any rank can make any sample without reading the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+
+class TokenSequences(Dataset[dict[str, Tensor]]):
+    """Sequences that count upwards by a step of their own, with noise: the next token can mostly be guessed."""
+
+    def __init__(self, vocab_size: int, length: int, samples: int, seed: int = 0, noise: float = 0.1) -> None:
+        self.vocab_size = vocab_size
+        self.length = length
+        self.samples = samples
+        self.seed = seed
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = _generator(self.seed, index)
+        start = torch.randint(self.vocab_size, (1,), generator=generator)
+        step = torch.randint(1, 8, (1,), generator=generator)
+        tokens = (start + step * torch.arange(self.length + 1)) % self.vocab_size
+        replaced = torch.rand(self.length + 1, generator=generator) < self.noise
+        noise = torch.randint(self.vocab_size, (self.length + 1,), generator=generator)
+        tokens = torch.where(replaced, noise, tokens)
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+
+class ClassVectors(Dataset[dict[str, Tensor]]):
+    """Vectors scattered around one centre per class."""
+
+    def __init__(self, features: int, classes: int, samples: int, seed: int = 0) -> None:
+        self.classes = classes
+        self.samples = samples
+        self.seed = seed
+        self.centres = torch.randn(classes, features, generator=_generator(seed, -1))
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = _generator(self.seed, index)
+        target = torch.randint(self.classes, (1,), generator=generator)[0]
+        return {
+            "inputs": self.centres[target] + torch.randn(self.centres.shape[1], generator=generator),
+            "targets": target,
+        }
+
+
+def _generator(seed: int, index: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 1_000_003 + index + 1)

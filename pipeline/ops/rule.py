@@ -1,0 +1,124 @@
+"""What a rule says of an op, and the view of an op that a rule reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pipeline.ir.graph import Arg, Op, OpGraph, TensorType
+
+
+@dataclass(frozen=True)
+class OpView:
+    """An op with the types of the tensors it reads and writes."""
+
+    op: Op
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+    input_grads: tuple[bool, ...]
+
+    @property
+    def output(self) -> TensorType:
+        return self.outputs[0]
+
+    def constant(self, position: int, name: str, default: Arg) -> Arg:
+        return self.op.args.get(position, name, default)
+
+
+def view_op(graph: OpGraph, op: Op) -> OpView:
+    names = op.inputs
+    return OpView(op, graph.types(names), graph.types(op.outputs), tuple(graph.values[n].grad for n in names))
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """An op's arguments as source text, for a rule that prints its own call."""
+
+    positional: tuple[str, ...]
+    named: dict[str, str]
+    tensors: tuple[str, ...]
+    local_output: tuple[int, ...]  # the shape of this rank's piece of the first output
+    axis: str  # name of the mesh axis the op is split on, or ""
+
+
+Dims = str | Callable[[OpView], str]
+Flops = Callable[[OpView], float]
+
+
+def no_flops(view: OpView) -> float:
+    return 0.0
+
+
+def no_bytes(view: OpView) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """One entry of the table.
+
+    `dims` is one line, such as `* k+, n k+, n -> * n`: `k+` may be split and sums, `k^` is never split, `*` stands for
+    any leading dims, `(h d)` for a dim that is a product. `linear` lists groups of inputs in which the op is linear
+    together; `addends` are inputs that must enter just once when the others are summands.
+    """
+
+    target: str
+    dims: Dims
+    render: Callable[[Rendered], str]  # prints the call in generated code
+    linear: tuple[tuple[int, ...], ...] = ()
+    addends: tuple[int, ...] = ()
+    saves_inputs: tuple[int, ...] = ()
+    saves_output: bool = False
+    extra_saved: Callable[[OpView], int] = no_bytes
+    flops: Flops = no_flops
+    backward_factor: float = 2.0  # backward FLOPs over forward FLOPs
+    is_view: bool = False  # writes no memory: shares its first input's
+    permutes: bool = False  # a view that changes the order of dims in memory
+    needs_order: bool = False  # a view only while no permutation lies between it and the memory; else a copy
+    split_body: Callable[[OpView, str], str] | None = None  # the local form when that letter is split, or ""
+
+    def line(self, view: OpView) -> str:
+        return self.dims if isinstance(self.dims, str) else self.dims(view)
+
+    def body(self, view: OpView, letter: str) -> str:
+        return self.split_body(view, letter) if self.split_body else ""
+
+
+def call(function: str, drop: Sequence[int] = ()) -> Callable[[Rendered], str]:
+    """Prints `function(arguments)`, without the positions that the readable form does not take."""
+
+    def render(r: Rendered) -> str:
+        positional = [text for i, text in enumerate(r.positional) if i not in drop]
+        return f"{function}({', '.join([*positional, *(f'{k}={v}' for k, v in r.named.items())])})"
+
+    return render
+
+
+def method(name: str) -> Callable[[Rendered], str]:
+    """Prints `x.name(arguments)`."""
+
+    def render(r: Rendered) -> str:
+        arguments = [*r.positional[1:], *(f"{k}={v}" for k, v in r.named.items())]
+        return f"{r.positional[0]}.{name}({', '.join(arguments)})"
+
+    return render
+
+
+def reshaped(name: str) -> Callable[[Rendered], str]:
+    """Prints `x.name(local shape)`: the sizes in the graph are those of the unsplit tensor."""
+
+    def render(r: Rendered) -> str:
+        return f"{r.positional[0]}.{name}({', '.join(str(n) for n in r.local_output)})"
+
+    return render
+
+
+def infix(symbol: str, function: str) -> Callable[[Rendered], str]:
+    """Prints `a + b`, or the function where the op has further arguments."""
+
+    def render(r: Rendered) -> str:
+        if len(r.positional) == 2 and not r.named:
+            return f"{r.positional[0]} {symbol} {r.positional[1]}"
+        return call(function)(r)
+
+    return render

@@ -1,0 +1,40 @@
+"""What generated programs import: conversions between layouts, losses over split batches, recompute, parameters."""
+
+from pipeline.runtime.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_both,
+    all_to_all,
+    gather,
+    mask,
+    mask_both,
+    mask_gradient,
+    narrow,
+    pad,
+    reduce_scatter,
+    shard,
+    sum_gradient,
+)
+from pipeline.runtime.losses import mean_cross_entropy, mean_of_pieces
+from pipeline.runtime.parameters import scope
+from pipeline.runtime.recompute import recompute
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_reduce_both",
+    "all_to_all",
+    "gather",
+    "mask",
+    "mask_both",
+    "mask_gradient",
+    "mean_cross_entropy",
+    "mean_of_pieces",
+    "narrow",
+    "pad",
+    "recompute",
+    "reduce_scatter",
+    "scope",
+    "shard",
+    "sum_gradient",
+]

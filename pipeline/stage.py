@@ -1,0 +1,166 @@
+"""How a stage runs: check the configuration, read what it needs, do its work, write its artifact, record the run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline import artifacts
+from pipeline.artifacts import KINDS, Artifact
+from pipeline.config import Config, load_config
+from pipeline.errors import ShardwrightError
+from pipeline.files import write_atomic
+from pipeline.instantiate import add_code_path
+from pipeline.log import Log
+from pipeline.spool import StageRecord
+from pipeline.tracker import Tracker
+
+Figures = Mapping[str, float | int | str]
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    reads: tuple[str, ...]  # kinds of artifact
+    writes: str
+    config: tuple[str, ...]  # groups or keys of the configuration that its result depends on
+
+
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("trace", (), "graph", ("model",)),
+        Stage("profile", ("graph",), "profile", ()),
+        Stage("cluster", (), "cluster", ("cluster",)),
+        Stage("solve", ("graph", "profile", "cluster"), "frontier", ("solve", "train.optimizer")),
+        Stage("checkpoint", ("graph", "profile", "cluster", "frontier"), "plan", ("checkpoint",)),
+        Stage("codegen", ("graph", "plan"), "module", ()),
+        Stage("train", ("graph", "plan", "module"), "report", ("model", "data", "train")),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a stage reads, by kind, and where it works."""
+
+    root: Path
+    artifacts: dict[str, Artifact]
+    log: Log
+    tracker: Tracker
+
+    def __getitem__(self, kind: str) -> Any:
+        return self.artifacts[kind].body
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a stage made: the body of its artifact, and figures for the summary and the tracked run."""
+
+    body: Any
+    figures: Figures
+    files: tuple[Path, ...] = field(default=())  # further files for the tracked run
+
+
+def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
+    """Runs one stage on what is in runs/. The artifact is written last: until then the old one is not replaced."""
+    config = load_config(root)
+    add_code_path(root, config.code)
+    digests = {key: config.digest(key) for key in _all_keys()}
+    found = _read(stage, root, digests, accept_edited=config.train.accept_edited_module)
+    tracker = Tracker(root, config.tracking, log)
+    started = time.perf_counter()
+    log.info(f"{_reading(stage)}")
+    try:
+        result = run(Inputs(root, found, log, tracker), config)
+    except ShardwrightError as error:
+        tracker.stage(
+            _record(stage, config, {}, (), status="failed", error=error.line()), _upstream(stage, root, config)
+        )
+        raise
+    figures = {**result.figures, "seconds": round(time.perf_counter() - started, 3)}
+    made = artifacts.make(stage.writes, result.body, found.values(), {key: digests[key] for key in stage.config})
+    path = artifacts.save(made, root)
+    _write_summary(stage, root, figures)
+    log.info(f"wrote {path.relative_to(root)} in {figures['seconds']:.1f} s")
+    tracker.stage(_record(stage, config, figures, (path, *result.files)), _upstream(stage, root, config))
+    return made
+
+
+def _all_keys() -> tuple[str, ...]:
+    return tuple(dict.fromkeys(key for stage in STAGES.values() for key in stage.config))
+
+
+def _read(stage: Stage, root: Path, digests: Mapping[str, str], *, accept_edited: bool) -> dict[str, Artifact]:
+    found = {kind: artifacts.load(kind, root, accept_edited=accept_edited) for kind in stage.reads}
+    artifacts.check_together(found.values(), digests)
+    return found
+
+
+def _reading(stage: Stage) -> str:
+    names = ", ".join(KINDS[kind].file for kind in stage.reads)
+    return f"reading {names}" if names else "starting"
+
+
+def summary_path(stage: str, root: Path) -> Path:
+    return root / "runs" / stage / "summary.json"
+
+
+def _write_summary(stage: Stage, root: Path, figures: Figures) -> None:
+    write_atomic(summary_path(stage.name, root), (json.dumps(dict(figures), indent=1) + "\n").encode())
+
+
+def read_summary(stage: str, root: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(summary_path(stage, root).read_text())
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _upstream(stage: Stage, root: Path, config: Config) -> list[StageRecord]:
+    """The stages above, as they stand on disk: logged as cached where this execution did not run them."""
+    records = []
+    for name in _above(stage):
+        summary = read_summary(name, root)
+        if summary is not None:
+            path = KINDS[STAGES[name].writes].path(root)
+            records.append(_record(STAGES[name], config, summary, (path,), status="cached"))
+    return records
+
+
+def _above(stage: Stage) -> list[str]:
+    """Every stage whose artifact this one rests on, in the pipeline's order."""
+    makers = {s.writes: s for s in STAGES.values()}
+    wanted: set[str] = set()
+    todo = list(stage.reads)
+    while todo:
+        maker = makers[todo.pop()]
+        if maker.name not in wanted:
+            wanted.add(maker.name)
+            todo += maker.reads
+    return [name for name in STAGES if name in wanted]
+
+
+def _record(
+    stage: Stage,
+    config: Config,
+    figures: Figures,
+    files: tuple[Path, ...],
+    *,
+    status: str = "executed",
+    error: str = "",
+) -> StageRecord:
+    params = {f"{key}.{name}": value for key in stage.config for name, value in _flat(config.plain(key)).items()}
+    return StageRecord(stage.name, status, params, dict(figures), files, error=error)
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}{key}.").items()}
+    name = prefix.removesuffix(".") or "value"
+    return {name: str(value) if isinstance(value, list) else value}

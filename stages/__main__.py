@@ -1,0 +1,59 @@
+"""The command line: `python -m stages COMMAND`. One line for a user's mistake, exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from pipeline import log as logs
+from pipeline.errors import ShardwrightError
+from stages import commands
+
+STAGES = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen", "train")
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    root = Path.cwd()
+    log = logs.get_log(arguments.command, arguments.verbosity)
+    try:
+        if arguments.command in STAGES:
+            run_stage(arguments.command, root, log)
+            return 0
+        return commands.COMMANDS[arguments.command].run(root, arguments, log)
+    except ShardwrightError as error:
+        print(f"error: {error.line()}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def run_stage(name: str, root: Path, log: logs.Log) -> None:
+    from pipeline.config import load_config
+    from pipeline.stage import STAGES as specs
+    from pipeline.stage import execute
+
+    load_config(root)  # before the stage's own imports: a mistake in conf/ is told at once
+    module = importlib.import_module(f"stages.{name}.run")
+    execute(specs[name], module.run, root, log)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m stages", description=__doc__.splitlines()[0])
+    loudness = argparse.ArgumentParser(add_help=False)
+    loudness.add_argument("-v", "--verbose", dest="verbosity", action="store_const", const=logs.VERBOSE)
+    loudness.add_argument("-q", "--quiet", dest="verbosity", action="store_const", const=logs.QUIET)
+    loudness.set_defaults(verbosity=logs.NORMAL)
+    below = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in STAGES:
+        below.add_parser(name, parents=[loudness], help=f"run the stage {name} on what is in runs/")
+    for name, command in commands.COMMANDS.items():
+        command.arguments(below.add_parser(name, parents=[loudness], help=command.help))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

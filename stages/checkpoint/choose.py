@@ -1,0 +1,123 @@
+"""Over the plans of the frontier: the least predicted step time that fits the budget, and why the others lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.config import Checkpoint, Recompute
+from pipeline.cost.step import StepPrice, price_step
+from pipeline.errors import SolveError
+from pipeline.ir.cluster import Cluster
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Alternative, Frontier, Plan, Prediction, Region, Sharding
+from pipeline.ir.profile import Profile
+from pipeline.lowering import lower
+from stages.checkpoint import rotor
+from stages.checkpoint.linearize import linearize
+from stages.checkpoint.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan of the frontier with its recompute schedule; without one where none fits."""
+
+    point: int
+    sharding: Sharding
+    price: StepPrice
+    regions: tuple[Region, ...] | None
+    chain_seconds: float
+    peak_bytes: int  # of the schedule, or the least that any schedule needs
+
+    @property
+    def step_seconds(self) -> float:
+        return self.chain_seconds + self.price.outside.total + self.price.gradient_sum + self.price.optimizer
+
+
+def evaluate(
+    graph: OpGraph, profile: Profile, cluster: Cluster, frontier: Frontier, number: int, settings: Checkpoint
+) -> Candidate:
+    sharding = frontier.points[number].sharding
+    price = price_step(graph, profile, cluster, sharding, lower(graph, sharding), frontier.optimizer_copies)
+    room = frontier.budget_bytes - price.resident_bytes
+    chain = linearize(price)
+    if chain is None:
+        loss = price.links[0]
+        need = loss.memory.kept + loss.memory.backward_extra
+        regions = (Region(0, 0, False, ()),) if need <= room else None
+        return Candidate(number, sharding, price, regions, loss.forward + loss.backward, price.resident_bytes + need)
+    try:
+        schedule = _schedule(chain, room, settings)
+    except rotor.InfeasibleBudget as refusal:
+        return Candidate(number, sharding, price, None, 0.0, price.resident_bytes + refusal.tightest)
+    outcome = simulate(chain, schedule.sequence)
+    peak = price.resident_bytes + int(outcome.peak)
+    fits = peak <= frontier.budget_bytes
+    return Candidate(number, sharding, price, _regions(schedule.regions) if fits else None, outcome.time, peak)
+
+
+def _schedule(chain: rotor.Chain, room: int, settings: Checkpoint) -> rotor.Schedule:
+    """What the user asked for. Keeping everything is tried first: rounding to slots may hide that it fits."""
+    if settings.recompute is Recompute.full:
+        return rotor.full_recompute(chain.length)
+    everything = rotor.no_recompute(chain.length)
+    if settings.recompute is Recompute.off or simulate(chain, everything.sequence).peak <= room:
+        return everything
+    least = rotor.tightest(chain)
+    if room < least.memory:
+        raise rotor.InfeasibleBudget(max(room, 0), least)
+    slots = max(500, settings.slots_per_link * (chain.length + 1))
+    return rotor.schedule(rotor.solve(rotor.discretise(chain, room, slots)))
+
+
+def _regions(region: rotor.Region) -> tuple[Region, ...]:
+    return tuple(
+        Region(step.link, step.link, False, ())
+        if isinstance(step, rotor.Keep)
+        else Region(step.first, step.last, True, _regions(step))
+        for step in region.steps
+    )
+
+
+def choose(candidates: list[Candidate], cluster: Cluster, frontier: Frontier, where: str) -> Plan:
+    fitting = [c for c in candidates if c.regions is not None]
+    if not fitting:
+        raise _refusal(candidates, frontier, where)
+    best = min(fitting, key=lambda c: (c.step_seconds, c.peak_bytes))
+    assert best.regions is not None
+    return Plan(
+        axes=tuple((axis.name, axis.size) for axis in cluster.axes),
+        device=cluster.device,
+        budget_bytes=frontier.budget_bytes,
+        sharding=best.sharding,
+        regions=best.regions,
+        prediction=_predict(best),
+        alternatives=tuple(
+            Alternative(c.point, c.step_seconds if c.regions is not None else None, c.peak_bytes) for c in candidates
+        ),
+    )
+
+
+def _predict(best: Candidate) -> Prediction:
+    price = best.price
+    once = sum(link.forward + link.backward for link in price.links)
+    compute = sum(link.compute.total for link in price.links) + price.outside.total
+    return Prediction(
+        step_seconds=best.step_seconds,
+        peak_bytes=best.peak_bytes,
+        resident_bytes=price.resident_bytes,
+        compute_seconds=compute,
+        communication_seconds=price.communication,
+        recompute_seconds=max(0.0, best.chain_seconds - once),
+        optimizer_seconds=price.optimizer,
+    )
+
+
+def _refusal(candidates: list[Candidate], frontier: Frontier, where: str) -> SolveError:
+    least = min(candidates, key=lambda c: c.peak_bytes)
+    return SolveError(
+        f"no plan fits {frontier.budget_bytes / 1e9:.4g} GB: the tightest feasible budget is "
+        f"{least.peak_bytes / 1e9 + 5e-5:.4f} GB, of which {least.price.resident_bytes / 1e9:.4g} GB are parameters, "
+        "gradients and optimizer state",
+        where=where,
+        remedy="raise the budget to that, or use more devices",
+    )

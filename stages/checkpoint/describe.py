@@ -1,0 +1,26 @@
+"""A plan in one line, for logs and the summary."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.plan import Plan
+
+
+def describe(graph: OpGraph, plan: Plan) -> str:
+    ranks = 1
+    for _, size in plan.axes:
+        ranks *= size
+    stored = Counter(str(layout) for layout in plan.sharding.storage.values())
+    split = sum(any(s.kind == "S" for s in layout.states) for layout in plan.sharding.inputs.values())
+    regions = sum(region.recompute for region in plan.regions)
+    parts = [
+        f"{ranks} ranks",
+        f"{split} of {len(list(graph.of_role(Role.INPUT)))} inputs split",
+        "parameters " + ", ".join(f"{count}x{layout}" for layout, count in sorted(stored.items())),
+        f"{regions} recompute regions" if regions else "no recompute",
+        f"predicted {plan.prediction.step_seconds * 1e3:.2f} ms a step",
+        f"{plan.prediction.peak_bytes / 1e6:.1f} of {plan.budget_bytes / 1e6:.0f} MB",
+    ]
+    return "; ".join(parts)

@@ -1,0 +1,35 @@
+"""Checkpoint: for every plan of the frontier the best recompute within the budget; then the best of them all."""
+
+from __future__ import annotations
+
+from pipeline.config import Config
+from pipeline.ir.plan import Plan
+from pipeline.stage import Inputs, Result
+from stages.checkpoint.choose import choose, evaluate
+from stages.checkpoint.describe import describe
+
+
+def run(inputs: Inputs, config: Config) -> Result:
+    graph, profile, cluster, frontier = (inputs[kind] for kind in ("graph", "profile", "cluster", "frontier"))
+    where = f"conf/solve/{config.choices['solve']}.yaml: memory_budget_gb"
+    candidates = [
+        evaluate(graph, profile, cluster, frontier, i, config.checkpoint) for i in range(len(frontier.points))
+    ]
+    plan = choose(candidates, cluster, frontier, where)
+    inputs.log.info(describe(graph, plan))
+    return Result(plan, figures(plan))
+
+
+def figures(plan: Plan) -> dict[str, float | int | str]:
+    predicted = plan.prediction
+    return {
+        "step_ms": round(predicted.step_seconds * 1e3, 4),
+        "peak_mb": round(predicted.peak_bytes / 1e6, 3),
+        "resident_mb": round(predicted.resident_bytes / 1e6, 3),
+        "compute_ms": round(predicted.compute_seconds * 1e3, 4),
+        "communication_ms": round(predicted.communication_seconds * 1e3, 4),
+        "recompute_ms": round(predicted.recompute_seconds * 1e3, 4),
+        "optimizer_ms": round(predicted.optimizer_seconds * 1e3, 4),
+        "budget_mb": round(plan.budget_bytes / 1e6, 3),
+        "recompute_regions": sum(region.recompute for region in plan.regions),
+    }

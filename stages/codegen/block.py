@@ -1,0 +1,205 @@
+"""One link of the sharded program as a function. Links of equal text share one function."""
+
+from __future__ import annotations
+
+import keyword
+from dataclasses import dataclass
+
+from pipeline import runtime_names
+from pipeline.cost.conversions import conversion
+from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
+from pipeline.ir.layout import Layout
+from pipeline.ir.plan import Sharding
+from pipeline.ir.program import Call, Convert, Step, Tensor
+from pipeline.ops.rule import Rendered, call
+from pipeline.ops.table import rule_of
+
+WIDTH = 108  # of a line inside a method, so that the text keeps to 120 columns
+RESERVED = {"F", "p", "torch", "x", "DEVICE", *runtime_names.NAMES}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The text of a function's body, and what a caller passes to it."""
+
+    prefix: str  # module whose parameters it reads
+    takes_x: bool
+    common: tuple[str, ...]  # names of common values, as the caller knows them
+    reads_parameters: bool
+    lines: tuple[str, ...]
+    result: str
+    used: frozenset[str]  # names of runtime functions
+
+    @property
+    def signature(self) -> str:
+        arguments = ["x: Tensor"] if self.takes_x else []
+        arguments += [f"{name}: Tensor" for name in self.common]
+        arguments += ["p: dict[str, Tensor]"] if self.reads_parameters else []
+        return ", ".join(arguments)
+
+
+class Names:
+    """Names for tensors, unique within one function: after the op that writes them, then after their layout."""
+
+    def __init__(self) -> None:
+        self.known: dict[Tensor, str] = {}
+        self.taken = set(RESERVED)
+
+    def give(self, tensor: Tensor, name: str) -> str:
+        base = f"{name}_" if keyword.iskeyword(name) or name in RESERVED else name
+        unique, count = base, 0
+        while unique in self.taken:
+            count += 1
+            unique = f"{base}_{count}"
+        self.taken.add(unique)
+        self.known[tensor] = unique
+        return unique
+
+
+class BlockWriter:
+    """Writes the lines of one link."""
+
+    def __init__(self, graph: OpGraph, sharding: Sharding, mesh: Mesh, prefix: str, common: dict[Tensor, str]) -> None:
+        self.graph, self.sharding, self.mesh, self.prefix = graph, sharding, mesh, prefix
+        self.common = common  # tensors made before the chain, by the caller's names
+        self.names = Names()
+        self.arguments: dict[str, None] = {}
+        self.reads_parameters = False
+        self.used: set[str] = set()
+        self.lines: list[str] = []
+        self._group = ""
+
+    def write(self, steps: tuple[Step, ...], entry: Tensor | None, exit_: Tensor) -> Block:
+        if entry is not None:
+            self.names.known[entry] = "x"
+        for tensor, name in self.common.items():
+            self.names.known[tensor] = name
+            self.names.taken.add(name)
+        for step in steps:
+            self._convert(step) if isinstance(step, Convert) else self._call(step)
+        return Block(
+            self.prefix,
+            entry is not None,
+            tuple(self.arguments),
+            self.reads_parameters,
+            tuple(self.lines),
+            self._name(exit_),
+            frozenset(self.used),
+        )
+
+    def _name(self, tensor: Tensor) -> str:
+        value = self.graph.values[tensor.value]
+        if tensor in self.names.known:
+            if tensor in self.common:
+                self.arguments[self.common[tensor]] = None
+            return self.names.known[tensor]
+        assert value.role in (Role.PARAMETER, Role.BUFFER), f"{tensor} is read before it is written"
+        self.reads_parameters = True
+        return f'p["{relative(value.origin, self.prefix)}"]'
+
+    def _convert(self, step: Convert) -> None:
+        source = self._name(step.source)
+        value = self.graph.values[step.source.value]
+        base = value.origin.rpartition(".")[2] if value.role is Role.PARAMETER else source
+        target = self.names.give(step.target, f"{base}_{suffix(step.target.layout)}")
+        text = convert_text(source, step, self.mesh)
+        self.used.add(text.partition("(")[0])
+        self.lines += statement(f"{target} = {text}", self._remark(step.target, arrow_from=step.source))
+
+    def _call(self, step: Call) -> None:
+        op = self.graph.op(step.op)
+        self._heading(relative(op.module, self.prefix), op.source)
+        text = self._op_text(step)
+        self.used.update(name for name in runtime_names.LOSSES if text.startswith(f"{name}("))
+        base = op.target.split(".")[1]
+        targets = ", ".join(self.names.give(tensor, base) for tensor in step.outputs)
+        self.lines += statement(f"{targets} = {text}", self._remark(step.outputs[0]))
+
+    def _heading(self, module: str, source: str) -> None:
+        title = f"# {module or 'here'}" + (f" ({source})" if source else "")
+        if title != self._group:
+            self.lines.append(title)
+            self._group = title
+
+    def _remark(self, tensor: Tensor, arrow_from: Tensor | None = None) -> str:
+        local = list(tensor.layout.local_shape(self.graph.values[tensor.value].type.shape, self.mesh.sizes))
+        arrow = f"{arrow_from.layout} -> " if arrow_from else ""
+        return f"# {arrow}{tensor.layout} {local}"
+
+    def _op_text(self, step: Call) -> str:
+        op = self.graph.op(step.op)
+        names = iter(tensors := tuple(self._name(t) for t in step.inputs))
+        positional = tuple(_text(a, names) for a in op.args.positional)
+        named = {k: _text(v, names) for k, v in op.args.named if k != "pin_memory"}
+        shape = self.graph.values[op.outputs[0]].type.shape
+        local = step.outputs[0].layout.local_shape(shape, self.mesh.sizes)
+        axis = self.mesh.axes[0][0] if self.sharding.strategies[op.name].body else ""
+        rendered = Rendered(positional, named, tensors, local, axis)
+        rule = rule_of(op)
+        if rule is None:
+            return call(f"torch.ops.{op.target}")(rendered)
+        return rule.render(rendered)
+
+
+def statement(text: str, remark: str) -> list[str]:
+    """One line with its layout behind it; where that is too long, the arguments on lines of their own."""
+    if len(text) + len(remark) + 2 <= WIDTH or "(" not in text:
+        return [f"{text}  {remark}"]
+    head, inside = text[: text.index("(") + 1], text[text.index("(") + 1 : text.rindex(")")]
+    tail = text[text.rindex(")") :]
+    rows = [inside] if len(inside) + 4 <= WIDTH else [f"{argument}," for argument in _arguments(inside)]
+    return [head, *(f"    {row}" for row in rows), f"{tail}  {remark}"]
+
+
+def _arguments(text: str) -> list[str]:
+    """Splits at the commas that are not inside brackets."""
+    found, depth, start = [], 0, 0
+    for place, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            found.append(text[start:place].strip())
+            start = place + 1
+    return [*found, text[start:].strip()]
+
+
+def convert_text(source: str, step: Convert, mesh: Mesh) -> str:
+    """`all_gather(x, axis="d0", dim=1)`"""
+    pairs = zip(step.source.layout.states, step.target.layout.states, mesh.axes, strict=True)
+    changed = [(before, after, name) for before, after, (name, _) in pairs if before != after]
+    assert len(changed) == 1, f"{step} changes more than one axis"
+    before, after, name = changed[0]
+    dims = [f"dim={before.dim}" if before.kind == "S" else ""]
+    dims += [f"{'to' if before.kind == 'S' else 'dim'}={after.dim}" if after.kind == "S" else ""]
+    arguments = [source, f'axis="{name}"', *(d for d in dims if d)]
+    return f"{conversion(before, after).function}({', '.join(arguments)})"
+
+
+def suffix(layout: Layout) -> str:
+    return "_".join(f"s{s.dim}" if s.kind == "S" else s.kind.lower() for s in layout.states)
+
+
+def relative(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).removeprefix(".") if prefix else name
+
+
+def _text(arg: Arg, names: object) -> str:
+    """An argument as source; values are taken from `names` in the order in which they are read."""
+    if isinstance(arg, Ref):
+        return next(names)  # type: ignore[call-overload]
+    if isinstance(arg, Torch):
+        return "DEVICE" if arg.kind == "device" else f"torch.{arg.name}"
+    if isinstance(arg, tuple):
+        items = [_text(a, names) for a in arg]
+        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+    if isinstance(arg, float) and (arg != arg or arg in (float("inf"), float("-inf"))):
+        return f'float("{arg}")'
+    return f'"{arg}"' if isinstance(arg, str) else repr(arg)

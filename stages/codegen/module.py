@@ -1,0 +1,208 @@
+"""The whole module: header, one function per distinct block, and a class whose `forward` is the table of contents."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.names import pattern
+from pipeline.ir.plan import Plan, Region
+from pipeline.ir.program import Program, Tensor
+from pipeline.lowering import home_layouts
+from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A link as `forward` calls it."""
+
+    function: str
+    scope: str  # the attribute that holds its parameters
+    block: Block
+
+    def arguments(self) -> list[str]:
+        own = ["x"] if self.block.takes_x else []
+        return [*own, *self.block.common, *([f"self.{self.scope}"] if self.block.reads_parameters else [])]
+
+
+def write_module(graph: OpGraph, plan: Plan, program: Program) -> str:
+    mesh = Mesh(plan.axes)
+    before = _prologue(graph, plan, program, mesh)
+    blocks = _blocks(graph, plan, program, mesh, before)
+    functions = _function_names(blocks)
+    scopes = _scope_names(blocks)
+    callers = [Caller(functions[_text_of(b)], scopes[b.prefix], b) for b in blocks]
+    used = set(before.used).union(*(b.used for b in blocks))
+    used |= {"recompute"} if any(r.recompute for r in plan.regions) else set()
+    parts = [
+        _header(graph, plan, program, used | {"scope"}),
+        *(_function(name, block) for name, block in _distinct(blocks, functions).items()),
+        _class(graph, plan, before, callers, scopes),
+    ]
+    return "\n\n\n".join(parts) + "\n"
+
+
+@dataclass(frozen=True)
+class Prologue:
+    lines: tuple[str, ...]
+    names: dict[Tensor, str]
+    used: frozenset[str]
+    reads_parameters: bool
+
+
+def _prologue(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh) -> Prologue:
+    """What `forward` does before the chain; its names are what the blocks take as common values."""
+    home = home_layouts(graph, plan.sharding)
+    inputs = {Tensor(v.name, home[v.name]): v.name for v in graph.of_role(Role.INPUT)}
+    writer = BlockWriter(graph, plan.sharding, mesh, "", inputs)
+    block = writer.write((*program.prologue, *program.shared), None, next(iter(inputs)))
+    return Prologue(block.lines, writer.names.known, block.used, block.reads_parameters)
+
+
+def _blocks(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh, before: Prologue) -> list[Block]:
+    home = home_layouts(graph, plan.sharding)
+    blocks = []
+    for index, (link, steps) in enumerate(zip(graph.chain, program.links, strict=True)):
+        entry = Tensor(link.input, home[link.input]) if link.input else None
+        last = index == len(graph.chain) - 1
+        exit_ = program.loss if last else Tensor(link.output, home[link.output])
+        prefix = _prefix(graph, index)
+        blocks.append(BlockWriter(graph, plan.sharding, mesh, prefix, before.names).write(steps, entry, exit_))
+    return blocks
+
+
+def _prefix(graph: OpGraph, index: int) -> str:
+    """The innermost module that holds all the link's ops and parameters."""
+    ops = [graph.op(name) for name in graph.chain[index].ops]
+    paths = [op.module.split(".") for op in ops]
+    for op in ops:
+        tensors = (graph.values[name] for name in op.inputs)
+        paths += [v.origin.split(".")[:-1] for v in tensors if v.role in (Role.PARAMETER, Role.BUFFER)]
+    return ".".join(_common(paths))
+
+
+def _common(paths: list[list[str]]) -> list[str]:
+    start = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        start.append(parts[0])
+    return start
+
+
+def _text_of(block: Block) -> str:
+    return "\n".join((block.signature, *block.lines, block.result))
+
+
+def _function_names(blocks: list[Block]) -> dict[str, str]:
+    """Block text -> name: the module's, without numbers; with a letter where one module has several functions."""
+    by_base: dict[str, list[str]] = {}
+    for block in blocks:
+        base = "_".join(part for part in block.prefix.split(".") if part and not part.isdigit()) or "model"
+        base = f"{base}_block" if base in RESERVED else base
+        texts = by_base.setdefault(base, [])
+        if _text_of(block) not in texts:
+            texts.append(_text_of(block))
+    names = {}
+    for base, texts in by_base.items():
+        for number, text in enumerate(texts):
+            names[text] = base if len(texts) == 1 else f"{base}_{_letters(number)}"
+    return names
+
+
+def _letters(number: int) -> str:
+    letter = string.ascii_lowercase[number % 26]
+    return letter if number < 26 else _letters(number // 26 - 1) + letter
+
+
+def _scope_names(blocks: list[Block]) -> dict[str, str]:
+    return {b.prefix: b.prefix.replace(".", "_") or "whole" for b in blocks}
+
+
+def _distinct(blocks: list[Block], functions: dict[str, str]) -> dict[str, Block]:
+    found: dict[str, Block] = {}
+    for block in blocks:
+        found.setdefault(functions[_text_of(block)], block)
+    return found
+
+
+def _header(graph: OpGraph, plan: Plan, program: Program, used: set[str]) -> str:
+    mesh = ", ".join(f"{name}={size}" for name, size in plan.axes)
+    rows = "\n".join(f'    "{name}": {entry},' for name, entry in _parameters(graph, plan, program).items())
+    inputs = ", ".join(f'"{name}": "{layout}"' for name, layout in plan.sharding.inputs.items())
+    return f'''"""The training program for the mesh {mesh}, written from runs/checkpoint/plan.json.
+
+Each line's layout stands behind it with the shape of one rank's piece: R replicated, B replicated with a partial
+gradient, S(d) split on dim d, P partial sums. Write it again with `dvc repro codegen`; to train with your own edits,
+set `accept_edited_module: true` in your conf/train file and run `python -m stages train`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.runtime import {", ".join(sorted(used))}
+
+DEVICE = torch.device("{plan.device}")
+MESH = {{{", ".join(f'"{name}": {size}' for name, size in plan.axes)}}}
+INPUTS = {{{inputs}}}
+# How each parameter is stored, and whether its gradient is summed over the ranks during backward or complete as it is;
+# `*` stands for a number.
+PARAMETERS = {{
+{rows}
+}}'''
+
+
+def _parameters(graph: OpGraph, plan: Plan, program: Program) -> dict[str, str]:
+    """One row per parameter; equal rows of numbered modules are written once, with `*` for the number."""
+    summed = {graph.values[name].origin for name in program.reduced}
+    rows = {
+        name: f'("{layout}", "{"summed" if name in summed else "complete"}")'
+        for name, layout in plan.sharding.storage.items()
+    }
+    entries: dict[str, set[str]] = {}
+    for name, row in rows.items():
+        entries.setdefault(pattern(name), set()).add(row)
+    return {pattern(name) if len(entries[pattern(name)]) == 1 else name: row for name, row in rows.items()}
+
+
+def _function(name: str, block: Block) -> str:
+    body = "\n".join(f"    {line}" for line in (*block.lines, f"return {block.result}"))
+    return f"def {name}({block.signature}) -> Tensor:\n{body}"
+
+
+def _class(graph: OpGraph, plan: Plan, before: Prologue, callers: list[Caller], scopes: dict[str, str]) -> str:
+    prefixes = sorted({c.block.prefix for c in callers if c.block.reads_parameters}, key=list(scopes).index)
+    lines = ["class Program:", "    def __init__(self, tensors: dict[str, Tensor]) -> None:"]
+    lines += ["        self.tensors = tensors"] if before.reads_parameters or not prefixes else []
+    lines += [f'        self.{scopes[prefix]} = scope(tensors, "{prefix}")' for prefix in prefixes]
+    inputs = ", ".join(f"{v.name}: Tensor" for v in graph.of_role(Role.INPUT))
+    lines += ["", f"    def forward(self, {inputs}) -> Tensor:"]
+    lines += ["        p = self.tensors"] if before.reads_parameters else []
+    lines += [f"        {line}" for line in before.lines]
+    methods: list[str] = []
+    lines += [f"        {line}" for line in _region_lines(plan.regions, callers, methods)]
+    lines += ["        return x", *methods]
+    return "\n".join(lines)
+
+
+def _region_lines(regions: tuple[Region, ...], callers: list[Caller], methods: list[str]) -> list[str]:
+    lines = []
+    for region in regions:
+        if not region.recompute:
+            caller = callers[region.first]
+            where = f"  # {caller.block.prefix}" if caller.block.prefix else ""
+            lines.append(f"x = {caller.function}({', '.join(caller.arguments())}){where}")
+            continue
+        inside = callers[region.first : region.last + 1]
+        common = list(dict.fromkeys(name for caller in inside for name in caller.block.common))
+        arguments = [*(["x"] if inside[0].block.takes_x else []), *common]
+        name = f"links_{region.first}_to_{region.last}"
+        lines.append(f"x = recompute({', '.join([f'self.{name}', *arguments])})")
+        body = _region_lines(region.inner, callers, methods)
+        methods += ["", f"    def {name}(self, {', '.join(f'{a}: Tensor' for a in arguments)}) -> Tensor:"]
+        methods += [*(f"        {line}" for line in body), "        return x"]
+    return lines

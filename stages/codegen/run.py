@@ -1,0 +1,16 @@
+"""Codegen: the plan as a program that a person reads and edits."""
+
+from __future__ import annotations
+
+from pipeline.config import Config
+from pipeline.lowering import lower
+from pipeline.stage import Inputs, Result
+from stages.codegen.module import write_module
+
+
+def run(inputs: Inputs, config: Config) -> Result:
+    graph, plan = inputs["graph"], inputs["plan"]
+    program = lower(graph, plan.sharding)
+    text = write_module(graph, plan, program)
+    functions = sum(line.startswith("def ") for line in text.splitlines())
+    return Result(text, {"lines": len(text.splitlines()), "functions": functions})

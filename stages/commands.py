@@ -1,0 +1,108 @@
+"""What the command line offers beside the stages."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import ShardwrightError
+from pipeline.log import QUIET, VERBOSE, Log
+
+
+class RunFailed(ShardwrightError):
+    """`dvc repro` did not get through; the stage has already said why."""
+
+
+def _nothing(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Command:
+    help: str
+    run: Callable[[Path, argparse.Namespace, Log], int]
+    arguments: Callable[[argparse.ArgumentParser], None] = _nothing
+
+
+def check(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Checks the configuration without running anything."""
+    from pipeline.config import load_config
+    from pipeline.instantiate import add_code_path
+
+    config = load_config(root)
+    add_code_path(root, config.code)
+    chosen = ", ".join(f"{group}={name}" for group, name in config.choices.items())
+    log.info("the configuration is valid: %s", chosen)
+    return 0
+
+
+def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Checks the configuration, runs `dvc repro`, prints the summary."""
+    check(root, arguments, log)
+    loud = {QUIET: ["--quiet"], VERBOSE: ["--verbose"]}.get(arguments.verbosity, [])
+    done = subprocess.run([sys.executable, "-m", "dvc", "repro", *loud, *arguments.targets], cwd=root)
+    if done.returncode:
+        raise RunFailed("the pipeline stopped", where="dvc repro", remedy="see the message of the stage above")
+    return summary(root, arguments, log)
+
+
+def summary(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    from stages.summary import summarise
+
+    print(summarise(root))
+    return 0
+
+
+def apply(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Writes the settings of an experiment into conf/."""
+    from pipeline.config import apply_experiment
+
+    for line in apply_experiment(root, arguments.name):
+        log.info(line)
+    log.info("now run `dvc repro`; `git diff conf` shows what changed")
+    return 0
+
+
+def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Sends tracked runs that the store could not take when they were made."""
+    from pipeline.config import load_config
+    from pipeline.tracker import sync as send
+
+    try:
+        done = send(root, load_config(root).tracking, log)
+    except OSError as error:
+        raise ShardwrightError(f"the records cannot be read: {error}", where="runs/tracking") from error
+    log.info("%d runs are in the store, %d are still waiting", done.sent, done.left)
+    return 1 if done.left else 0
+
+
+def ui(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Serves the MLflow UI on 127.0.0.1."""
+    from pipeline.config import load_config
+    from pipeline.tracker import ui_command
+
+    command = ui_command(root, load_config(root).tracking)
+    os.execvp(command[0], command)
+
+
+COMMANDS = {
+    "check": Command("check the configuration", check),
+    "run": Command(
+        "check, `dvc repro`, summary",
+        run,
+        lambda p: p.add_argument("targets", nargs="*", help="stages to reproduce; all where none is named"),
+    ),
+    "summary": Command("print the plan and what was measured", summary),
+    "apply": Command(
+        "write an experiment's settings into conf/",
+        apply,
+        lambda p: p.add_argument("name", help="a file of conf/experiment/, without its ending"),
+    ),
+    "sync": Command("send tracked runs that are still waiting", sync),
+    "ui": Command("serve the MLflow UI on 127.0.0.1", ui),
+}

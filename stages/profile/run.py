@@ -1,0 +1,80 @@
+"""Symbolic profile: what every op costs, from its types alone. Nothing is executed."""
+
+from __future__ import annotations
+
+from pipeline.config import Config
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.profile import OpCost, Profile
+from pipeline.ops.rule import OpRule, OpView, view_op
+from pipeline.ops.table import rule_of
+from pipeline.stage import Inputs, Result
+
+
+def run(inputs: Inputs, config: Config) -> Result:
+    profile = profile_graph(inputs["graph"])
+    unknown = sorted({op.target for op in inputs["graph"].ops if rule_of(op) is None})
+    for target in unknown:
+        inputs.log.debug("%s has no rule: it runs replicated", target)
+    figures = {
+        "forward_gflops": round(sum(c.flops_forward for c in profile.ops.values()) / 1e9, 6),
+        "backward_gflops": round(sum(c.flops_backward for c in profile.ops.values()) / 1e9, 6),
+        "parameter_bytes": profile.parameter_bytes,
+        "saved_bytes": profile.saved_bytes,
+        "ops_without_rule": len(unknown),
+    }
+    return Result(profile, figures)
+
+
+def profile_graph(graph: OpGraph) -> Profile:
+    storage = find_storage(graph)
+    ops = {op.name: op_cost(view_op(graph, op), rule_of(op), storage) for op in graph.ops}
+    parameters = list(graph.of_role(Role.PARAMETER))
+    return Profile(
+        ops=ops,
+        storage=storage,
+        parameters=sum(p.type.numel for p in parameters),
+        parameter_bytes=sum(p.type.nbytes for p in parameters),
+        saved_bytes=_saved_bytes(graph, ops, storage),
+    )
+
+
+def find_storage(graph: OpGraph) -> dict[str, str]:
+    """The value whose memory each value shares. A reshape of permuted memory is a copy, any other view is free."""
+    storage = {name: name for name in graph.values}
+    permuted: set[str] = set()
+    for op in graph.ops:
+        rule = rule_of(op)
+        if rule is None or not rule.is_view or (rule.needs_order and op.inputs[0] in permuted):
+            continue
+        storage[op.outputs[0]] = storage[op.inputs[0]]
+        if rule.permutes or op.inputs[0] in permuted:
+            permuted.add(op.outputs[0])
+    return storage
+
+
+def op_cost(view: OpView, rule: OpRule | None, storage: dict[str, str]) -> OpCost:
+    """An op without a rule is priced as moving its tensors once, and as keeping all of them for backward."""
+    names, outputs = view.op.inputs, view.op.outputs
+    moved = sum(t.nbytes for t in (*view.inputs, *view.outputs))
+    flops = rule.flops(view) if rule else 0.0
+    differentiable = any(view.input_grads)
+    if rule is None:
+        saves = (*names, *outputs)
+    else:
+        saves = (*(names[i] for i in rule.saves_inputs if i < len(names)), *(outputs if rule.saves_output else ()))
+    return OpCost(
+        flops_forward=flops,
+        flops_backward=flops * rule.backward_factor if rule and differentiable else 0.0,
+        bytes_forward=moved,
+        bytes_backward=2 * moved if differentiable else 0,
+        saves=tuple(dict.fromkeys(saves)) if differentiable else (),
+        extra_saved=rule.extra_saved(view) if rule and differentiable else 0,
+        free=storage[outputs[0]] != outputs[0],
+    )
+
+
+def _saved_bytes(graph: OpGraph, ops: dict[str, OpCost], storage: dict[str, str]) -> int:
+    kept = {storage[name] for cost in ops.values() for name in cost.saves}
+    activations = {name for name in kept if graph.values[name].role is Role.RESULT}
+    extra = sum(cost.extra_saved for cost in ops.values())
+    return extra + sum(graph.values[name].type.nbytes for name in sorted(activations))

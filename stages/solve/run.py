@@ -1,0 +1,77 @@
+"""Solve: sharding plans along the time/memory frontier, each with the solver's proof."""
+
+from __future__ import annotations
+
+from pipeline.config import Config
+from pipeline.cost.step import price_step
+from pipeline.errors import SolveError
+from pipeline.ir.cluster import Cluster
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Frontier, FrontierPoint, Sharding
+from pipeline.ir.profile import Profile
+from pipeline.log import progress
+from pipeline.lowering import lower
+from pipeline.stage import Inputs, Result
+from stages.solve.frontier import Solution, Sweep
+from stages.solve.optimizer import optimizer_copies
+from stages.solve.problem import build, to_sharding
+
+
+def run(inputs: Inputs, config: Config) -> Result:
+    graph, profile, cluster = inputs["graph"], inputs["profile"], inputs["cluster"]
+    where = f"conf/solve/{config.choices['solve']}.yaml"
+    copies = optimizer_copies(config.train.optimizer, f"conf/train/{config.choices['train']}.yaml: optimizer")
+    budget = budget_bytes(config.solve.memory_budget_gb, cluster, where)
+    problem, choices = build(graph, profile, cluster, copies)
+    with progress(inputs.log, "frontier", config.solve.frontier_points) as advance:
+        solutions = Sweep(problem, config.solve, where, inputs.log).frontier(budget, advance)
+    points = [_point(graph, profile, cluster, copies, to_sharding(graph, choices, s.picked), s) for s in solutions]
+    frontier = Frontier(budget, copies, tuple(points))
+    _refuse_if_too_large(frontier, where)
+    best = points[0]
+    figures = {
+        "points": len(points),
+        "fastest_step_ms": round(best.seconds * 1e3, 4),
+        "fastest_peak_mb": round(best.peak_bytes / 1e6, 3),
+        "smallest_peak_mb": round(min(p.peak_bytes for p in points) / 1e6, 3),
+        "budget_mb": round(budget / 1e6, 3),
+        "variables": best.proof.variables,
+        "constraints": best.proof.constraints,
+        "worst_gap": max(p.proof.gap for p in points),
+        "backend": config.solve.backend.value,
+    }
+    return Result(frontier, figures)
+
+
+def budget_bytes(gigabytes: float | None, cluster: Cluster, where: str) -> int:
+    """The user's budget, which the device must have."""
+    if gigabytes is None:
+        return cluster.memory_bytes
+    if gigabytes * 1e9 > cluster.memory_bytes:
+        raise SolveError(
+            f"memory_budget_gb is {gigabytes:g}, a device has {cluster.memory_bytes / 1e9:.3g} GB",
+            where=where,
+            remedy="lower the budget, or set null to use what the device has",
+        )
+    return round(gigabytes * 1e9)
+
+
+def _point(
+    graph: OpGraph, profile: Profile, cluster: Cluster, copies: float, sharding: Sharding, solution: Solution
+) -> FrontierPoint:
+    program = lower(graph, sharding)
+    price = price_step(graph, profile, cluster, sharding, program, copies)
+    peak = price.resident_bytes + sum(link.memory.kept for link in price.links)
+    return FrontierPoint(sharding, price.seconds, price.resident_bytes, peak, solution.proof)
+
+
+def _refuse_if_too_large(frontier: Frontier, where: str) -> None:
+    """Not even with every activation recomputed can a plan be smaller than what stays resident."""
+    least = min(frontier.points, key=lambda point: point.resident_bytes)
+    if least.resident_bytes > frontier.budget_bytes:
+        raise SolveError(
+            f"no plan fits {frontier.budget_bytes / 1e9:.4g} GB: parameters, gradients and optimizer state alone need "
+            f"{least.resident_bytes / 1e9:.4g} GB on each device",
+            where=f"{where}: memory_budget_gb",
+            remedy="raise the budget above that, use more devices, or an optimizer that keeps less",
+        )

@@ -1,0 +1,62 @@
+"""The short summary after a run: the plan, predicted beside measured, and where everything is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline import artifacts
+from pipeline.artifacts import KINDS
+from pipeline.config import load_config
+from pipeline.ir.plan import Plan
+from pipeline.ir.report import Report
+from pipeline.stage import STAGES
+
+
+def summarise(root: Path) -> str:
+    config = load_config(root)
+    plan: Plan = artifacts.load("plan", root).body
+    report: Report = artifacts.load("report", root).body
+    mesh = " x ".join(f"{name}={size}" for name, size in plan.axes)
+    split = sum(any(s.kind == "S" for s in layout.states) for layout in plan.sharding.storage.values())
+    regions = sum(region.recompute for region in plan.regions)
+    rows = [
+        ("model", f"{config.choices['model']} on {config.choices['cluster']}"),
+        ("mesh", mesh),
+        ("inputs", ", ".join(f"{name} {layout}" for name, layout in plan.sharding.inputs.items())),
+        ("parameters", f"{len(plan.sharding.storage) - split} replicated, {split} split"),
+        ("recompute", f"{regions} regions" if regions else "nothing"),
+        ("loss", f"{report.losses[0]:.4f} -> {report.losses[-1]:.4f} in {report.steps} steps"),
+    ]
+    table = [
+        ("", "predicted", "measured"),
+        ("step", f"{report.predicted_step_seconds * 1e3:.2f} ms", f"{report.median_step_seconds * 1e3:.2f} ms"),
+        (
+            "throughput",
+            f"{_samples(report) / report.predicted_step_seconds:.1f} samples/s",
+            f"{report.samples_per_second:.1f} samples/s",
+        ),
+        (
+            "peak memory",
+            f"{report.predicted_peak_bytes / 1e6:.1f} MB",
+            f"{max(report.peak_bytes) / 1e6:.1f} MB a rank",
+        ),
+    ]
+    places = [f"  {KINDS[s.writes].path(root).relative_to(root)}" for s in STAGES.values()]
+    store = config.tracking.uri or "sqlite:///runs/mlflow.db"
+    return "\n".join(
+        [
+            "",
+            *(f"{name:12}{text}" for name, text in rows),
+            "",
+            *(f"{name:12}{left:>18}{right:>20}" for name, left, right in table),
+            "",
+            "artifacts",
+            *places,
+            f"MLflow store  {store if config.tracking.enabled else 'tracking is off'}",
+            "MLflow UI     make ui",
+        ]
+    )
+
+
+def _samples(report: Report) -> float:
+    return report.samples_per_second * report.median_step_seconds

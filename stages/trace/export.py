@@ -1,0 +1,63 @@
+"""`torch.export` of the module's loss, in train mode, with the user's mistakes turned into one line."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from pipeline.errors import TraceError
+from stages.trace.source import user_line
+
+
+class LossOnly(nn.Module):
+    """Calls the user's module and returns its loss alone, so that outputs the loss does not need fall away."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return pick_loss(self.model(**batch))
+
+
+def pick_loss(output: Any) -> Tensor:
+    """The loss in what a module returns: the tensor itself, the entry `loss`, or the first of a tuple."""
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    elif hasattr(output, "loss"):
+        output = output.loss
+    elif isinstance(output, tuple | list) and output:
+        output = output[0]
+    if not isinstance(output, Tensor) or output.numel() != 1 or not output.is_floating_point():
+        found = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        raise TraceError(
+            f"the model's output holds no scalar loss (found {found})",
+            where="conf/model: module",
+            remedy="return the loss as a scalar tensor, as the entry 'loss', or first in a tuple",
+        )
+    return output
+
+
+def export_loss(model: nn.Module, batch: dict[str, Tensor]) -> ExportedProgram:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # export warns of its own internals
+        try:
+            return torch.export.export(LossOnly(model), (), batch, strict=False)
+        except TraceError:
+            raise
+        except Exception as error:  # the user's forward runs inside export and may raise anything
+            raise TraceError(
+                f"the model cannot be exported: {_first_line(error)}",
+                where=user_line(error) or "conf/model: module",
+                remedy="make forward() free of branches on tensor values and check the batch's names and shapes",
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__

@@ -1,0 +1,31 @@
+"""Trace: the user's module becomes a graph of ops. `run` is the table of contents."""
+
+from __future__ import annotations
+
+from pipeline.config import Config
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.verify import verify_graph
+from pipeline.stage import Inputs, Result
+from stages.trace.build import build_model, sample_batch
+from stages.trace.chain import find_chain
+from stages.trace.export import export_loss
+from stages.trace.lower import lower
+
+
+def run(inputs: Inputs, config: Config) -> Result:
+    model = build_model(config)
+    batch = sample_batch(config.model.batch)
+    program = export_loss(model, batch)
+    ops = lower(program, model, tuple(batch))
+    graph = find_chain(ops)
+    verify_graph(graph)
+    return Result(graph, figures(graph))
+
+
+def figures(graph: OpGraph) -> dict[str, float | int | str]:
+    return {
+        "ops": len(graph.ops),
+        "parameters": sum(v.type.numel for v in graph.of_role(Role.PARAMETER)),
+        "links": len(graph.chain),
+        "distinct_blocks": len({link.block for link in graph.chain}),
+    }

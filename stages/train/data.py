@@ -1,0 +1,110 @@
+"""Which samples make up each step, and one rank's part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from pipeline.errors import TrainError
+from pipeline.ir.layout import Layout
+from pipeline.runtime.mesh import axis_of
+
+
+def sample_indices(step: int, batch: int, length: int, shuffle: bool, seed: int) -> list[int]:
+    """The samples of one global step: the data set in order, or in an order of its own each epoch."""
+    indices = []
+    for position in range(step * batch, (step + 1) * batch):
+        epoch, place = divmod(position, length)
+        indices.append(_order(length, seed, epoch)[place] if shuffle else place)
+    return indices
+
+
+_orders: dict[tuple[int, int, int], list[int]] = {}
+
+
+def _order(length: int, seed: int, epoch: int) -> list[int]:
+    key = (length, seed, epoch)
+    if key not in _orders:
+        _orders.clear()
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        _orders[key] = torch.randperm(length, generator=generator).tolist()
+    return _orders[key]
+
+
+class Batches:
+    """This rank's part of every step, cut as the plan says; only samples that it needs are loaded."""
+
+    def __init__(
+        self, dataset: Dataset[Any], job: Mapping[str, Any], layouts: Mapping[str, Layout], axes: list[str]
+    ) -> None:
+        self.dataset, self.layouts, self.axes = dataset, layouts, axes
+        self.specs = job["model"]["batch"]
+        self.settings = job["data"]
+        self.where = job["where"]["data"]
+        self.size = next(iter(self.specs.values()))["shape"][0]
+        self.length = _length(dataset, self.where)
+        self._check(dataset[0])
+
+    def _check(self, sample: Any) -> None:
+        """The first sample must have what the model's batch names, with its shapes and types."""
+        if not isinstance(sample, Mapping):
+            raise self._error(f"an item is a {type(sample).__name__}, not a mapping from names to tensors")
+        for name, spec in self.specs.items():
+            if name not in sample:
+                raise self._error(f"an item has {sorted(sample)}, the model's batch also names {name!r}")
+            value = torch.as_tensor(sample[name])
+            found, wanted = (list(value.shape), str(value.dtype)), (spec["shape"][1:], f"torch.{spec['dtype']}")
+            if found != wanted:
+                raise self._error(
+                    f"{name} has shape {found[0]} and {found[1]}, the model's batch wants {wanted[0]} and {wanted[1]}"
+                )
+            if spec["shape"][0] != self.size:
+                raise self._error(f"{name} has {spec['shape'][0]} samples a step, the other inputs {self.size}")
+
+    def _error(self, what: str) -> TrainError:
+        return TrainError(what, where=f"{self.where}: dataset", remedy="choose data and model that belong together")
+
+    def __getitem__(self, step: int) -> dict[str, Tensor]:
+        indices = sample_indices(step, self.size, self.length, self.settings["shuffle"], self.settings["seed"])
+        first, last = self._rows()
+        samples = [self.dataset[i] for i in indices[first:last]]
+        return {name: self._cut(name, torch.stack([torch.as_tensor(s[name]) for s in samples])) for name in self.specs}
+
+    def _rows(self) -> tuple[int, int]:
+        """The rows of the batch that this rank needs of any input: its own where every input is split on dim 0."""
+        first, count = 0, self.size
+        for number, name in enumerate(self.axes):
+            if all(
+                layout.states[number].kind == "S" and layout.states[number].dim == 0 for layout in self.layouts.values()
+            ):
+                axis = axis_of(name)
+                count //= axis.size
+                first += axis.rank * count
+            else:
+                return 0, self.size
+        return first, first + count
+
+    def _cut(self, name: str, rows: Tensor) -> Tensor:
+        for state, axis_name in zip(self.layouts[name].states, self.axes, strict=True):
+            axis = axis_of(axis_name)
+            if state.kind == "S" and (state.dim or len(rows) == self.size):
+                rows = rows.chunk(axis.size, state.dim)[axis.rank]
+        return rows.contiguous()
+
+
+def _length(dataset: Any, where: str) -> int:
+    try:
+        length = len(dataset)
+    except TypeError:
+        length = 0
+    if length < 1:
+        raise TrainError(
+            f"{type(dataset).__name__} has no length or no items",
+            where=f"{where}: dataset",
+            remedy="give a map-style data set",
+        )
+    return length

@@ -1,0 +1,166 @@
+"""One rank of the training run: `python -m stages.train.worker WORK` under torchrun."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.errors import ShardwrightError, TrainError
+from pipeline.instantiate import instantiate
+from pipeline.ir.layout import Layout
+from pipeline.ir.names import look_up
+from pipeline.launch import follow_parent, report_error
+from pipeline.runtime.memory import measure_peak, storage_bytes
+from pipeline.runtime.mesh import set_mesh
+from pipeline.runtime.parameters import GradientSum, piece_of
+from stages.train.data import Batches
+
+MEASURED_STEP = 1  # memory is measured on the second step: by then the optimizer state exists
+
+
+def main(work: Path) -> None:
+    follow_parent()
+    job = json.loads((work / "job.json").read_text())
+    dist.init_process_group("gloo", timeout=timedelta(seconds=job["train"]["timeout_s"]))
+    rank = dist.get_rank()
+    try:
+        result = Trainer(job, work).train()
+        if rank == 0:
+            (work / "result.json").write_text(json.dumps(result))
+        dist.barrier()
+    except ShardwrightError as error:
+        report_error(work, rank, error.line())
+        raise SystemExit(1) from None
+    except Exception as error:  # the user's model and data run here; the traceback stays in the log
+        report_error(work, rank, f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def load_program(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("shardwright_program", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Trainer:
+    def __init__(self, job: dict[str, Any], work: Path) -> None:
+        self.job, self.work = job, work
+        program = load_program(job["module_path"])
+        set_mesh(program.MESH)
+        self.device = program.DEVICE
+        self.axes = list(program.MESH)
+        self.table: Mapping[str, tuple[str, str]] = program.PARAMETERS
+        self.tensors = self._tensors()
+        self.parameters = {name: t for name, t in self.tensors.items() if isinstance(t, nn.Parameter)}
+        self.program = program.Program(self.tensors)
+        self.summed = [name for name in self.parameters if self._entry(name)[1] == "summed"]
+        self.complete = [name for name in self.parameters if name not in self.summed]
+        self.sums = GradientSum([self.parameters[name] for name in self.summed], self.axes[0])
+        optimizer = instantiate(
+            job["train"]["optimizer"], f"{job['where']['train']}: optimizer", list(self.parameters.values())
+        )
+        self.optimizer: torch.optim.Optimizer = optimizer
+        layouts = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
+        dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
+        self.batches = Batches(dataset, job, layouts, self.axes)
+
+    def _entry(self, name: str) -> tuple[str, str]:
+        """How a parameter is stored, and what becomes of its gradient; ("", "") for one that is not trained."""
+        return look_up(self.table, name) or ("", "")
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The seeded model's own initial values, of which each rank keeps its pieces."""
+        torch.manual_seed(self.job["train"]["seed"])
+        model = instantiate(self.job["model"]["module"], f"{self.job['where']['model']}: module").train()
+        tensors: dict[str, Tensor] = {name: buffer.to(self.device) for name, buffer in model.named_buffers()}
+        for name, parameter in model.named_parameters():
+            layout, _ = self._entry(name)
+            if layout and parameter.requires_grad:
+                piece = piece_of(parameter.detach(), Layout.parse(layout), self.axes)
+                tensors[name] = nn.Parameter(piece.to(self.device))
+            else:
+                tensors[name] = parameter.detach().to(self.device)
+        return tensors
+
+    def train(self) -> dict[str, Any]:
+        losses: list[float] = []
+        seconds: list[float] = []
+        peak = 0
+        steps = self.job["train"]["steps"]
+        with open(self.work / "steps.jsonl", "w", buffering=1) as log:
+            for number in range(steps):
+                batch = {name: t.to(self.device) for name, t in self.batches[number].items()}
+                if number == min(MEASURED_STEP, steps - 1):
+                    peak = self._measure(batch, losses, seconds)
+                else:
+                    self._timed_step(batch, losses, seconds)
+                if not math.isfinite(losses[-1]):
+                    raise TrainError(f"the loss became {losses[-1]} at step {number}", remedy="lower the learning rate")
+                if dist.get_rank() == 0:
+                    line = {
+                        "step": number,
+                        "loss": losses[-1],
+                        "seconds": seconds[-1],
+                        "resident_bytes": self._resident(),
+                    }
+                    log.write(json.dumps(line) + "\n")
+        return {
+            "ranks": dist.get_world_size(),
+            "losses": losses,
+            "seconds": seconds,
+            "peak_bytes": self._gather(peak),
+        }
+
+    def _measure(self, batch: dict[str, Tensor], losses: list[float], seconds: list[float]) -> int:
+        """A step under the memory profiler; its time does not count as a step's."""
+        held = [*self._held(), *batch.values()]
+        return measure_peak(lambda: self._timed_step(batch, losses, seconds), held, self.device)
+
+    def _timed_step(self, batch: dict[str, Tensor], losses: list[float], seconds: list[float]) -> None:
+        start = time.perf_counter()
+        losses.append(self._step(batch))
+        seconds.append(time.perf_counter() - start)
+
+    def _step(self, batch: dict[str, Tensor]) -> float:
+        self.sums.start()
+        for name in self.complete:
+            self.parameters[name].grad = None
+        loss = self.program.forward(**batch)
+        loss.backward()
+        self.sums.wait()
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def _held(self) -> list[Tensor]:
+        """Parameters, gradients and optimizer state: what stays between steps."""
+        state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        return [*self.tensors.values(), *gradients, *state]
+
+    def _resident(self) -> int:
+        return storage_bytes(self._held())
+
+    def _gather(self, number: int) -> list[int]:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, number)
+        return [int(n) for n in everyone]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

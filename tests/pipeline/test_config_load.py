@@ -1,0 +1,435 @@
+"""Loading conf/: what a valid configuration gives, and the exact line for each kind of mistake."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import Backend, ClusterSource, DType, Recompute, listing, load_config
+from pipeline.config.source import parse
+from pipeline.errors import ConfigError
+
+PROJECT = Path(__file__).parents[2]
+SOLVE = "conf/solve/glpk.yaml"
+MAIN = "conf/config.yaml"
+CHOICES = "model: gpt_small\ndata: synthetic_tokens\ncluster: local_cpu\nsolve: glpk\ncheckpoint: rotor\ntrain: adamw\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    shutil.copytree(PROJECT / "conf", tmp_path / "conf")
+    return tmp_path
+
+
+def refusal(root: Path, file: str, content: str | bytes) -> str:
+    """The line printed when a file has this content."""
+    (root / file).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(root)
+    return str(caught.value)
+
+
+# ---- valid configurations
+
+
+def test_shipped_configuration_is_typed_and_defaulted() -> None:
+    config = load_config(PROJECT)
+    assert config.choices["checkpoint"] == "rotor"
+    assert config.model.batch["input_ids"].shape == [16, 64]
+    assert config.model.batch["input_ids"].dtype is DType.int64
+    assert config.model.module["_target_"] == "pipeline.models.gpt.build"
+    assert config.cluster.source is ClusterSource.probe and config.cluster.probe.max_message_mb == 4.0
+    assert config.solve.backend is Backend.glpk and config.solve.memory_budget_gb is None
+    assert config.train.optimizer == {"_target_": "torch.optim.AdamW", "lr": 1e-3, "weight_decay": 0.01}
+    assert config.code == config.root.code == "pipeline/models"
+    assert config.tracking.enabled is True and config.tracking.uri is None
+
+
+GROUP_FILES = [
+    (group, name)
+    for group in ("model", "data", "cluster", "solve", "checkpoint", "train")
+    for name in listing(PROJECT, group)
+]
+
+
+@pytest.mark.parametrize(("group", "name"), GROUP_FILES)
+def test_every_shipped_file_loads_and_tells_how_to_choose_it(project: Path, group: str, name: str) -> None:
+    lines = [line for line in CHOICES.splitlines() if not line.startswith(f"{group}:")]
+    (project / MAIN).write_text("\n".join([*lines, f"{group}: {name}"]))
+    assert load_config(project).choices[group] == name
+    head = (project / f"conf/{group}/{name}.yaml").read_text()
+    assert f"`dvc exp run -S conf/config.yaml:{group}={name}`" in head
+    assert f"`{group}: {name}` in conf/config.yaml" in head
+
+
+def test_words_are_read_as_dvc_reads_them(project: Path) -> None:
+    (project / MAIN).write_text(CHOICES.replace("rotor", "off"))
+    (project / "conf/checkpoint/off.yaml").write_text("recompute: off\n")
+    config = load_config(project)
+    assert config.choices["checkpoint"] == "off" and config.checkpoint.recompute is Recompute.off
+
+
+def test_scalars_agree_with_ruamel() -> None:
+    from ruamel.yaml import YAML
+
+    words = "1e-3 1E+5 .5 1. +1 -2 1_000 0x10 0o17 012 off yes no on TRUE False ~ null 12:30 .inf -.INF 5e a-b 1.5.2"
+    for word in words.split():
+        ours = parse("f", (), f"a: {word}".encode()).data["a"]
+        theirs = YAML(typ="safe", pure=True).load(f"a: {word}")["a"]
+        assert (ours, type(ours)) == (theirs, type(theirs)), word
+
+
+def test_plain_is_json_and_digest_sees_meaning_only(project: Path) -> None:
+    before = load_config(project)
+    assert before.plain("cluster")["source"] == "probe"
+    assert before.plain("train.optimizer.lr") == 1e-3
+    (project / SOLVE).write_text("# all else by default\ngap: 0.000001\nbackend: 'glpk'\n")
+    after = load_config(project)
+    assert after.digest("solve") == before.digest("solve")
+    (project / SOLVE).write_text("backend: glpk\ngap: 1e-5\n")
+    assert load_config(project).digest("solve") != before.digest("solve")
+    assert load_config(project).digest("train.optimizer") == before.digest("train.optimizer")
+
+
+def test_interpolation_within_a_file_and_of_the_environment_under_tracking(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORE_FOR_TEST", "sqlite:///elsewhere.db")
+    (project / MAIN).write_text(CHOICES + "tracking: {uri: '${oc.env:STORE_FOR_TEST}'}\n")
+    optimizer = "optimizer: {_target_: torch.optim.AdamW, lr: 0.1, eps: '${.lr}', note: '\\${kept}'}\n"
+    (project / "conf/train/adamw.yaml").write_text("steps: 3\nseed: ${steps}\n" + optimizer)
+    config = load_config(project)
+    assert config.tracking.uri == "sqlite:///elsewhere.db"
+    assert config.train.seed == 3
+    assert config.train.optimizer["eps"] == 0.1 and config.train.optimizer["note"] == "${kept}"
+
+
+def test_changed_contents_are_tried_without_being_written(project: Path) -> None:
+    before = (project / SOLVE).read_bytes()
+    assert load_config(project, changed={SOLVE: b"backend: highs\n"}).solve.backend is Backend.highs
+    assert (project / SOLVE).read_bytes() == before
+
+
+# ---- mistakes in keys and values
+
+VALUES = {
+    "unknown key, near": (
+        SOLVE,
+        "backend: glpk\n\nfrontier_point: 3\n",
+        "conf/solve/glpk.yaml:3:1: solve.frontier_point: unknown key; did you mean 'frontier_points'?",
+    ),
+    "unknown key, far": (
+        SOLVE,
+        "backend: glpk\nxyz: 3\n",
+        "conf/solve/glpk.yaml:2:1: solve.xyz: unknown key;"
+        " allowed: backend, memory_budget_gb, time_limit_s, gap, frontier_points, glpsol",
+    ),
+    "unknown nested key": (
+        "conf/cluster/local_cpu.yaml",
+        "source: probe\ndevices: 2\nprobe:\n  repeat: 3\n",
+        "conf/cluster/local_cpu.yaml:4:3: cluster.probe.repeat: unknown key; did you mean 'repeats'?",
+    ),
+    "unknown key in config.yaml": (
+        MAIN,
+        CHOICES + "sovle: glpk\n",
+        "conf/config.yaml:7:1: sovle: unknown key; did you mean 'solve'?",
+    ),
+    "unprintable key": (
+        SOLVE,
+        'backend: glpk\n"\\e[31m": 1\n',
+        "conf/solve/glpk.yaml:2:1: solve.'\\x1b[31m': unknown key;"
+        " allowed: backend, memory_budget_gb, time_limit_s, gap, frontier_points, glpsol",
+    ),
+    "mandatory key": (
+        SOLVE,
+        "gap: 0.1\n",
+        "conf/solve/glpk.yaml:1:1: solve.backend: mandatory key is missing; give one of glpk, highs",
+    ),
+    "mandatory value": (
+        SOLVE,
+        "backend: ???\n",
+        "conf/solve/glpk.yaml:1:1: solve.backend: mandatory value is missing; give one of glpk, highs",
+    ),
+    "choice, near": (
+        SOLVE,
+        "backend: glpkk\n",
+        "conf/solve/glpk.yaml:1:1: solve.backend: got 'glpkk', expected one of glpk, highs; did you mean 'glpk'?",
+    ),
+    "choice, far": (
+        SOLVE,
+        "backend: 7\n",
+        "conf/solve/glpk.yaml:1:1: solve.backend: got 7, expected one of glpk, highs",
+    ),
+    "text for a number": (
+        SOLVE,
+        "backend: glpk\ntime_limit_s: soon\n",
+        "conf/solve/glpk.yaml:2:1: solve.time_limit_s: got 'soon', expected a number > 0 and <= 10000000",
+    ),
+    "out of range": (
+        SOLVE,
+        "backend: glpk\ngap: 1\n",
+        "conf/solve/glpk.yaml:2:1: solve.gap: got 1, expected a number >= 0 and < 1",
+    ),
+    "fraction for an integer": (
+        SOLVE,
+        "backend: glpk\nfrontier_points: 2.5\n",
+        "conf/solve/glpk.yaml:2:1: solve.frontier_points: got 2.5, expected an integer from 1 to 64",
+    ),
+    "boolean for an integer": (
+        SOLVE,
+        "backend: glpk\nfrontier_points: true\n",
+        "conf/solve/glpk.yaml:2:1: solve.frontier_points: got true, expected an integer from 1 to 64",
+    ),
+    "not a number": (
+        SOLVE,
+        "backend: glpk\ngap: .nan\n",
+        "conf/solve/glpk.yaml:2:1: solve.gap: got nan, expected a number >= 0 and < 1",
+    ),
+    "infinite": (
+        SOLVE,
+        "backend: glpk\nmemory_budget_gb: .inf\n",
+        "conf/solve/glpk.yaml:2:1: solve.memory_budget_gb: got inf, expected a number > 0 and <= 1000000 or null",
+    ),
+    "word for a boolean": (
+        "conf/data/synthetic_tokens.yaml",
+        "dataset: {_target_: a.b}\nshuffle: yes\n",
+        "conf/data/synthetic_tokens.yaml:2:1: data.shuffle: got 'yes', expected true or false",
+    ),
+    "number for a text": (
+        SOLVE,
+        "backend: glpk\nglpsol: 3\n",
+        "conf/solve/glpk.yaml:2:1: solve.glpsol: got 3, expected text or null; put it in quotes",
+    ),
+    "null": (
+        SOLVE,
+        "backend: glpk\ngap:\n",
+        "conf/solve/glpk.yaml:2:1: solve.gap: got null, expected a number >= 0 and < 1",
+    ),
+    "scalar for a mapping": (
+        "conf/cluster/local_cpu.yaml",
+        "source: probe\ndevices: 2\nprobe: 3\n",
+        "conf/cluster/local_cpu.yaml:3:1: cluster.probe: got 3, expected a mapping",
+    ),
+    "size of a dim": (
+        "conf/model/gpt_small.yaml",
+        "module: {_target_: a.b}\nbatch:\n  x:\n    dtype: int64\n    shape: [16, 0]\n",
+        "conf/model/gpt_small.yaml:5:17: model.batch.x.shape[1]: got 0, expected an integer >= 1",
+    ),
+    "no dims": (
+        "conf/model/gpt_small.yaml",
+        "module: {_target_: a.b}\nbatch:\n  x: {dtype: int64, shape: []}\n",
+        "conf/model/gpt_small.yaml:3:21: model.batch.x.shape: got nothing in it,"
+        " expected a non-empty list of integers >= 1",
+    ),
+    "no tensors": (
+        "conf/model/gpt_small.yaml",
+        "module: {_target_: a.b}\nbatch: {}\n",
+        "conf/model/gpt_small.yaml:2:1: model.batch: got nothing in it,"
+        " expected a non-empty mapping from a name to a mapping",
+    ),
+    "tensor's name": (
+        "conf/model/gpt_small.yaml",
+        "module: {_target_: a.b}\nbatch:\n  input ids: {dtype: int64, shape: [1]}\n",
+        "conf/model/gpt_small.yaml:3:3: model.batch.input ids: is not an argument name; use letters, digits and '_'",
+    ),
+    "no target": (
+        "conf/train/adamw.yaml",
+        "steps: 1\nseed: 0\noptimizer:\n  lr: 1\n",
+        "conf/train/adamw.yaml:3:1: train.optimizer._target_: mandatory key is missing;"
+        " give the dotted name of what is called",
+    ),
+    "target's form": (
+        "conf/train/adamw.yaml",
+        "steps: 1\nseed: 0\noptimizer:\n  _target_: AdamW\n",
+        "conf/train/adamw.yaml:4:3: train.optimizer._target_: got 'AdamW',"
+        " expected a dotted importable name such as torch.optim.AdamW",
+    ),
+    "nested target's form": (
+        "conf/train/adamw.yaml",
+        "steps: 1\nseed: 0\noptimizer:\n  _target_: a.b\n  inner: [{_target_: c}]\n",
+        "conf/train/adamw.yaml:5:12: train.optimizer.inner[0]._target_: got 'c',"
+        " expected a dotted importable name such as torch.optim.AdamW",
+    ),
+    "argument's name": (
+        "conf/train/adamw.yaml",
+        "steps: 1\nseed: 0\noptimizer:\n  _target_: a.b\n  _partial_: true\n",
+        "conf/train/adamw.yaml:5:3: train.optimizer._partial_: unknown key; allowed: _target_ and keyword arguments",
+    ),
+    "argument not finite": (
+        "conf/train/adamw.yaml",
+        "steps: 1\nseed: 0\noptimizer:\n  _target_: a.b\n  betas: [0.9, .inf]\n",
+        "conf/train/adamw.yaml:5:16: train.optimizer.betas[1]: got inf, expected a finite number",
+    ),
+    "incomplete preset": (
+        "conf/cluster/local_cpu.yaml",
+        "devices: 2\nsource: preset\npreset: {matmul_gflops: 5, latency_us: 0}\n",
+        "conf/cluster/local_cpu.yaml:2:1: cluster.source: 'preset' needs memory_gb, preset.memory_gbytes_per_s,"
+        " preset.link_gbytes_per_s; give a number, or set `source: probe` to measure",
+    ),
+}
+
+
+@pytest.mark.parametrize(("file", "content", "line"), VALUES.values(), ids=VALUES.keys())
+def test_wrong_keys_and_values(project: Path, file: str, content: str, line: str) -> None:
+    assert refusal(project, file, content) == line
+
+
+# ---- mistakes in the text of a file
+
+TEXTS = {
+    "empty": ("", ":1:1: the file is empty; write `key: value` lines"),
+    "only a comment": ("# later\n", ":1:1: the file is empty; write `key: value` lines"),
+    "a list": ("- backend: glpk\n", ":1:1: the top level must be a mapping; write `key: value` lines"),
+    "a number": ("\n3\n", ":2:1: the top level must be a mapping; write `key: value` lines"),
+    "duplicate key": (
+        "backend: glpk\ngap: 0\nbackend: highs\n",
+        ":3:1: solve.backend: duplicate key, first on line 1; keep one of them",
+    ),
+    "key not text": ("backend: glpk\n3: 4\n", ":2:1: solve: key '3' is not text; put it in quotes"),
+    "key a list": ("? [a]\n: 4\n", ":1:3: solve: key a list or mapping is not text; put it in quotes"),
+    "tab": (
+        "backend: glpk\n\tgap: 0\n",
+        ":2:1: bad YAML: found character '\\t' that cannot start any token; indent with spaces, not tabs",
+    ),
+    "open bracket": ("backend: [glpk\n", ":2:1: bad YAML: expected ',' or ']', but got '<stream end>'"),
+    "two documents": ("a: 1\n---\nb: 2\n", ":2:1: bad YAML: but found another document"),
+    "not UTF-8": (b"backend: glpk\n# \xe9\n", ":2:3: byte 0xe9 is not UTF-8; save it as UTF-8"),
+    "control character": (b"backend: glpk\n\x00", ":2:1: bad YAML: character 0 is not allowed"),
+    "escape out of range": ('backend: "\\UFFFFFFFF"\n', None),
+    "surrogate": ('backend: "\\uD800"\n', ":1:10: solve.backend: the text has a character that is not allowed"),
+    "alias": (
+        "backend: &a glpk\nglpsol: *a\n",
+        ":1:10: solve.glpsol: YAML aliases are not allowed; write the value out",
+    ),
+    "endless alias": (
+        "backend: &a [*a]\n",
+        ":1:10: solve.backend[0]: YAML aliases are not allowed; write the value out",
+    ),
+    "tag": (
+        "backend: !!python/name:os.system\n",
+        ":1:10: solve.backend: YAML tag 'tag:yaml.org,2002:python/name:os.system' is not allowed; remove the tag",
+    ),
+    "wrong tag": ("backend: glpk\ngap: !!int x\n", ":2:6: solve.gap: 'x' cannot be read as int"),
+    "too many digits": (f"gap: {'9' * 5000}\n", f":1:6: solve.gap: '{'9' * 56}... cannot be read as int"),
+    "deep": (f"gap: {'[' * 50}{']' * 50}\n", ":1:46: solve.gap: nested deeper than 40 levels"),
+    "deeper": ("gap: " + "[" * 5000, ": bad YAML: nested too deeply"),
+    "large": ("#" * 2**19, ": is larger than 256 KiB"),
+    "interpolation to nothing": (
+        "backend: ${programme}\n",
+        ":1:1: solve.backend: Interpolation key 'programme' not found; an interpolation is ${key.in.this.file}",
+    ),
+    "interpolation to itself": (
+        "backend: ${backend}\n",
+        ":1:1: solve.backend: Recursive interpolation detected; an interpolation is ${key.in.this.file}",
+    ),
+    "open interpolation": (
+        "backend: ${back\n",
+        ":1:1: solve.backend: no viable alternative at input '${back'; an interpolation is ${key.in.this.file}",
+    ),
+    "nested interpolations": (
+        f"backend: '{'${' * 600}a{'}' * 600}'\n",
+        ":1:1: '${...}' is nested too deeply; write the value out",
+    ),
+    "environment": (
+        "backend: ${oc.env:HOME}\n",
+        ":1:1: solve.backend: resolver in '${oc.env:HOME}' is not allowed; DVC cannot see its value change",
+    ),
+    "interpolation to a wrong value": (
+        "backend: glpk\ntime_limit_s: ${backend}\n",
+        ":2:1: solve.time_limit_s: got 'glpk', expected a number > 0 and <= 10000000",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "rest"), TEXTS.values(), ids=TEXTS.keys())
+def test_wrong_text(project: Path, content: str | bytes, rest: str | None) -> None:
+    line = refusal(project, SOLVE, content)
+    if rest is None:  # Python's own words, which may change
+        assert line.startswith(f"{SOLVE}: bad YAML: ")
+    else:
+        assert line == SOLVE + rest
+
+
+# ---- mistakes in the choice of files
+
+CHOSEN = {
+    "no such file": (
+        "solve: cplex",
+        "conf/config.yaml:7:1: solve: there is no conf/solve/cplex.yaml; choose one of: glpk, highs",
+    ),
+    "no such file, near": (
+        "solve: high",
+        "conf/config.yaml:7:1: solve: there is no conf/solve/high.yaml;"
+        " did you mean 'highs'? choose one of: glpk, highs",
+    ),
+    "path": (
+        "solve: ../solve/glpk",
+        "conf/config.yaml:7:1: solve: got '../solve/glpk', expected a name without folders or '.yaml'",
+    ),
+    "number": (
+        "solve: 3",
+        "conf/config.yaml:7:1: solve: got 3, expected the name of a file in the group's folder; put it in quotes",
+    ),
+    "interpolation": (
+        "solve: ${model}",
+        "conf/config.yaml:7:1: solve: '${...}' is not allowed here; DVC reads this value as it stands: write it out",
+    ),
+    "missing": (
+        "# solve",
+        "conf/config.yaml:1:1: solve: mandatory key is missing; give the name of a file in the group's folder",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "line"), CHOSEN.values(), ids=CHOSEN.keys())
+def test_wrong_choices(project: Path, text: str, line: str) -> None:
+    assert refusal(project, MAIN, CHOICES.replace("solve: glpk\n", "code: x\n") + text) == line
+
+
+def failure(root: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(root)
+    return str(caught.value)
+
+
+def test_no_project_here(tmp_path: Path) -> None:
+    assert failure(tmp_path) == "conf/config.yaml: there is no such file; run from the project's folder"
+
+
+def test_folder_instead_of_file(project: Path) -> None:
+    (project / MAIN).unlink()
+    (project / MAIN).mkdir()
+    assert failure(project) == "conf/config.yaml: is not a file"
+
+
+def test_group_without_folder_or_files(project: Path) -> None:
+    shutil.rmtree(project / "conf/solve")
+    assert failure(project) == "conf/solve: cannot be listed: No such file or directory"
+    (project / "conf/solve").mkdir()
+    assert failure(project) == "conf/config.yaml:8:1: solve: there is no conf/solve/glpk.yaml; add one"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_file_and_folder(project: Path) -> None:
+    (project / SOLVE).chmod(0)
+    assert failure(project) == "conf/solve/glpk.yaml: cannot be read: Permission denied"
+    (project / "conf/solve").chmod(0)
+    try:
+        assert failure(project) == "conf/solve: cannot be listed: Permission denied"
+    finally:
+        (project / "conf/solve").chmod(0o755)
+
+
+def test_errors_of_the_system_are_one_line(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *arguments: object, **named: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        assert failure(project) == "conf/config.yaml: cannot be read: Permission denied"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", refuse)
+        assert failure(project) == "conf/model: cannot be listed: Permission denied"

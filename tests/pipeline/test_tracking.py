@@ -1,0 +1,399 @@
+"""Tracking against a real SQLite store: one run per execution, and nothing lost or doubled when things break."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipeline import tracker as tracking
+from pipeline import tracking as sender
+from pipeline.errors import ShardwrightError
+from pipeline.tracker import Point, StageRecord, Tracker, sync, ui_command
+
+LOG = logging.getLogger("test")
+ROOT = Path(__file__).resolve().parents[2]
+DEAD = "http://127.0.0.1:9"
+
+
+@dataclass(frozen=True)
+class Settings:
+    enabled: bool = True
+    uri: str | None = None
+    experiment: str = "shardwright"
+    run_name: str | None = None
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory):
+    """An SQLite store with its tables and no run: creating one takes seconds, copying it none."""
+    root = tmp_path_factory.mktemp("empty")
+    sender.connect(sender.Store.of(root, Settings()))
+    return root / "runs" / "mlflow.db"
+
+
+@pytest.fixture
+def root(tmp_path, empty_store):
+    folder = tmp_path / "a project, 100%"
+    (folder / "runs").mkdir(parents=True)
+    shutil.copyfile(empty_store, folder / "runs" / "mlflow.db")
+    return folder
+
+
+def client(root):
+    return sender.connect(sender.Store.of(root, Settings()))
+
+
+def runs(root):
+    mlflow = client(root)
+    experiment = mlflow.get_experiment_by_name("shardwright")
+    return mlflow.search_runs([experiment.experiment_id]) if experiment else []
+
+
+def history(root, run, key):
+    return [(metric.step, metric.value) for metric in client(root).get_metric_history(run.info.run_id, key)]
+
+
+def tracker(root, execution="one", **settings):
+    return Tracker(root, Settings(**settings), LOG, label="gpt_small", execution=execution)
+
+
+def series(count, **more):
+    return tuple(Point(step, {"loss": 1.0 / (step + 1), **more}, 1000.0 + step) for step in range(count))
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_run_content(root, tmp_path, caplog):
+    plan = tmp_path / "plan.json"
+    plan.write_text("{}")
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    (pictures / "a.svg").write_text("<svg/>")
+    entry = StageRecord(
+        "solve",
+        params={
+            "solver": "glpk",
+            "tied": True,
+            "bound": None,
+            "text": "x" * 7000,
+            "empty": "",
+            "weird[0]": 1,
+            "weird(0)": 2,
+        },
+        figures={
+            "objective": 1.5,
+            "layers": 4,
+            "bytes[0]": 3,
+            "huge": 10**400,
+            "nan": float("nan"),
+            "reason": "optimal",
+        },
+        artifacts=(plan, pictures),
+        series=series(1001, other=2.0),
+        started=100.0,
+        ended=200.0,
+    )
+    one = tracker(root)
+    one.stage(entry)
+    [run] = runs(root)
+    params, metrics, tags = run.data.params, run.data.metrics, run.data.tags
+    assert params.pop("solve.text").endswith("[cut, 7000 characters]")
+    assert params.pop("solve.weird_0_") == "1"
+    assert [value for key, value in params.items() if key.startswith("solve.weird_0_-")] == ["2"]
+    assert params["solve.solver"] == "glpk" and params["solve.tied"] == "true" and params["solve.bound"] == "null"
+    assert metrics["solve/objective"] == 1.5 and metrics["solve/bytes_0_"] == 3 and metrics["solve/layers"] == 4
+    assert metrics["solve/huge"] > 1e300
+    assert tags["stage.solve"] == "executed" and tags["solve/reason"] == "optimal"
+    assert tags["shardwright.execution"] == "one"
+    assert history(root, run, "solve/loss") == [(step, 1.0 / (step + 1)) for step in range(1001)]
+    assert run.info.run_name.startswith("gpt_small-20")
+    assert (run.info.status, run.info.start_time, run.info.end_time) == ("FINISHED", 100_000, 200_000)
+    files = [file.path for file in client(root).list_artifacts(run.info.run_id, "solve")]
+    assert files == ["solve/pictures", "solve/plan.json"]
+    assert (root / "runs" / "mlartifacts" / run.info.run_id / "artifacts" / "solve" / "pictures" / "a.svg").exists()
+    assert not list((root / "runs" / "tracking" / "one" / "artifacts").iterdir())
+    assert one.run_url().endswith(
+        f"/#/experiments/{run.info.experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+    )
+    assert "make ui" in one.run_url() and not warnings(caplog)
+
+
+def test_one_run_per_execution_with_cached_stages(root):
+    trace, profile = (StageRecord(name, params={"seed": 1}, figures={"time": 0.5}) for name in ("trace", "profile"))
+    tracker(root).stage(StageRecord("solve"), [trace, profile])
+    tracker(root).stage(StageRecord("train"), [trace, profile, StageRecord("solve", params={"never": 1})])
+    tracker(root, "two", run_name="mine").stage(StageRecord("trace"))
+    second, first = runs(root)
+    stages = {key: value for key, value in first.data.tags.items() if key.startswith("stage.")}
+    assert stages == {
+        "stage.trace": "cached", "stage.profile": "cached", "stage.solve": "executed", "stage.train": "executed"
+    }  # fmt: skip
+    assert first.data.params == {"trace.seed": "1", "profile.seed": "1"}
+    assert history(root, first, "trace/time") == [(0, 0.5)]
+    assert second.info.run_name == "mine"
+
+
+def test_stage_run_again_with_other_params(root, caplog):
+    one = tracker(root)
+    one.stage(StageRecord("solve", params={"gap": 0.1}, figures={"objective": 2.0}, ended=10.0))
+    one.stage(StageRecord("solve", params={"gap": 0.2, "new": 1}, figures={"objective": 1.0}, ended=20.0))
+    [run] = runs(root)
+    assert run.data.params == {"solve.gap": "0.1", "solve.new": "1"}
+    assert run.data.tags["changed.solve.gap"] == "0.2"
+    assert run.data.metrics == {"solve/objective": 1.0} and not warnings(caplog)
+
+
+def test_failure_and_finish(root):
+    one = tracker(root)
+    one.failed("solve", "conf/solve.yaml:3: no plan fits")
+    [run] = runs(root)
+    assert run.info.status == "FAILED" and run.data.tags["stage.solve"] == "failed"
+    assert run.data.tags["stage.solve.error"] == "conf/solve.yaml:3: no plan fits"
+    one.finish("KILLED")
+    assert runs(root)[0].info.status == "KILLED"
+    one.stage(StageRecord("solve"))
+    assert runs(root)[0].info.status == "FINISHED"
+
+
+def test_live_points_arrive_while_training_runs(root, monkeypatch):
+    monkeypatch.setattr(tracking, "LIVE_S", 0.05)
+    one = tracker(root)
+    with one.live("train") as live:
+        live.log(0, {"loss": 2.0})
+        deadline = time.monotonic() + 60
+        while not runs(root) or not runs(root)[0].data.metrics:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert runs(root)[0].info.status == "RUNNING"
+        for step in range(1, 1500):
+            live.log(step, {"loss": float(step), "rate[0]": 0.1})
+    one.stage(StageRecord("train", figures={"time": 1.0}))
+    [run] = runs(root)
+    assert run.info.status == "FINISHED" and run.data.metrics["train/rate_0_"] == 0.1
+    assert history(root, run, "train/loss") == [(0, 2.0)] + [(step, float(step)) for step in range(1, 1500)]
+    assert one._spool.live_files() == [] and sync(root, Settings(), LOG) == (0, 0)
+
+
+def test_disabled_does_nothing(root):
+    one = tracker(root, enabled=False)
+    with one.live("train") as live:
+        live.log(0, {"loss": 1.0})
+    one.stage(StageRecord("train"))
+    one.finish("FINISHED")
+    assert one.flush() and one.run_url() is None
+    assert not (root / "runs" / "tracking").exists()
+
+
+def bad_stores(root):
+    (root / "folder.db").mkdir()
+    (root / "corrupt.db").write_bytes(b"SQLite format 3\x00" + os.urandom(4000))
+    (root / "text.db").write_text("hello " * 100)
+    return [
+        DEAD,
+        "nonsense://me:secret@host",
+        "sqlite:///folder.db",
+        "sqlite:///corrupt.db",
+        "sqlite:///text.db",
+        "sqlite:///text.db/below.db",
+        "plain/folder",
+        "postgresql://me:secret@127.0.0.1:9/runs",
+    ]
+
+
+def test_bad_store_is_told_once_and_sync_sends_later(root, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(tracking, "RETRY_S", 0.0)  # told once even where it is tried, and fails, again
+    file = tmp_path / "plan.json"
+    file.write_text("then")
+    for index, uri in enumerate(bad_stores(root)):
+        caplog.clear()
+        began = time.monotonic()
+        for stage in ("trace", "solve"):  # each stage is a process of its own: nothing is shared but the disk
+            tracker(root, f"e{index}", uri=uri).stage(StageRecord(stage, figures={"time": 1.0}, artifacts=(file,)))
+        assert len(warnings(caplog)) == 1, uri
+        assert "python -m stages sync" in caplog.text and "secret" not in caplog.text
+        assert len(warnings(caplog)[0].splitlines()) == 1 and time.monotonic() - began < 30
+    count = index + 1
+    file.write_text("now")
+    caplog.clear()
+    assert sync(root, Settings(uri=DEAD), LOG) == (0, count)
+    assert len(warnings(caplog)) == 1
+    assert sync(root, Settings(), LOG) == (count, 0)
+    assert sync(root, Settings(), LOG) == (0, 0)
+    assert len(runs(root)) == count
+    for run in runs(root):
+        assert history(root, run, "trace/time") == history(root, run, "solve/time") == [(0, 1.0)]
+        assert Path(client(root).download_artifacts(run.info.run_id, "solve/plan.json")).read_text() == "then"
+        assert run.info.status == "FINISHED"
+
+
+def test_silent_server_costs_a_bounded_time_once(root, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        began = time.monotonic()
+        tracker(root, uri=uri).stage(StageRecord("trace"))
+        first = time.monotonic() - began
+        tracker(root, uri=uri).stage(StageRecord("solve"))
+    assert len(warnings(caplog)) == 1
+    assert first < 20 and time.monotonic() - began - first < 5
+
+
+def test_live_never_waits_for_the_store(root, monkeypatch, caplog):
+    monkeypatch.setattr(tracking, "LIVE_S", 0.01)
+    one = tracker(root, uri=DEAD)
+    with one.live("train") as live:
+        began = time.monotonic()
+        for step in range(1000):
+            live.log(step, {"loss": float(step)})
+        assert time.monotonic() - began < 5
+    one.stage(StageRecord("train"))
+    assert len(warnings(caplog)) == 1
+    assert sync(root, Settings(), LOG) == (1, 0)
+    [run] = runs(root)
+    assert history(root, run, "train/loss") == [(step, float(step)) for step in range(1000)]
+
+
+KILLED = """
+import logging, os, signal, sys
+from pathlib import Path
+from mlflow.tracking import MlflowClient
+from pipeline.tracker import Point, StageRecord, Tracker
+sys.path.insert(0, {tests!r})
+from test_tracking import Settings, series
+
+def deadly(method, count, after):
+    whole, calls = getattr(MlflowClient, method), [0]
+    def call(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == count and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = whole(*args, **kwargs)
+        if calls[0] == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(MlflowClient, method, call)
+
+root = Path({root!r})
+tracker = Tracker(root, Settings(), logging.getLogger(), execution="one")
+live = tracker.live("train")
+for step in range(50):
+    live.log(step, {{"loss": 1.0}})
+deadly({method!r}, {count}, {after})
+files = (root / "f.txt",)
+tracker.stage(StageRecord("solve", params={{"a": 1}}, figures={{"time": 2.0}}, artifacts=files, series=series(2000)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "count", "after"),
+    [("create_run", 1, True), ("log_artifact", 1, True), ("log_batch", 3, False), ("log_batch", 3, True)],
+)
+def test_killed_while_sending(root, method, count, after):
+    (root / "f.txt").write_text("x")
+    script = KILLED.format(root=str(root), tests=str(Path(__file__).parent), method=method, count=count, after=after)
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert sync(root, Settings(), LOG) == (1, 0)
+    assert sync(root, Settings(), LOG) == (0, 0)
+    [run] = runs(root)
+    assert run.data.params == {"solve.a": "1"}
+    assert history(root, run, "solve/time") == [(0, 2.0)]
+    assert history(root, run, "solve/loss") == [(step, 1.0 / (step + 1)) for step in range(2000)]
+    assert history(root, run, "train/loss") == [(step, 1.0) for step in range(50)]
+    assert [file.path for file in client(root).list_artifacts(run.info.run_id, "solve")] == ["solve/f.txt"]
+    assert run.info.status == "KILLED"  # training never told its end
+
+
+def test_lost_state_and_lost_run(root, caplog):
+    one = tracker(root)
+    one.stage(StageRecord("trace", params={"a": 1}, figures={"time": 1.0}))
+    (one._spool.folder / "state.json").write_text("{")
+    one.stage(StageRecord("solve"))
+    [run] = runs(root)
+    assert history(root, run, "trace/time") == [(0, 1.0)] and len(warnings(caplog)) == 1
+    client(root).delete_run(run.info.run_id)
+    one.stage(StageRecord("train"))
+    [again] = runs(root)
+    assert again.info.run_id != run.info.run_id and again.data.params == {"trace.a": "1"}
+
+
+def test_store_changed_between_stages(root):
+    tracker(root).stage(StageRecord("trace", figures={"time": 1.0}))
+    other = "sqlite:///other/mlflow.db"
+    (root / "other").mkdir()
+    shutil.copyfile(root / "runs" / "mlflow.db", root / "other" / "mlflow.db")
+    mlflow = sender.connect(sender.Store.of(root, Settings(uri=other)))
+    mlflow.delete_run(runs(root)[0].info.run_id)
+    tracker(root, uri=other).stage(StageRecord("solve"))
+    [run] = mlflow.search_runs([runs(root)[0].info.experiment_id])
+    assert run.data.tags["stage.trace"] == run.data.tags["stage.solve"] == "executed"
+
+
+def test_two_senders_do_not_double(root):
+    tracker(root, uri=DEAD).stage(StageRecord("trace", series=series(3000)))
+    threads = [threading.Thread(target=sync, args=(root, Settings(), LOG)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [run] = runs(root)
+    assert len(history(root, run, "trace/loss")) == 3000
+
+
+def test_spool_that_cannot_be_written_is_told_once(root, caplog):
+    (root / "runs" / "tracking").write_text("in the way")
+    one = tracker(root)
+    with one.live("train") as live:
+        live.log(0, {"loss": 1.0})
+    one.stage(StageRecord("train"))
+    one.finish("FINISHED")
+    assert len(warnings(caplog)) == 1
+
+
+def test_refused_record_does_not_hold_up_the_others(root, caplog, monkeypatch):
+    monkeypatch.setattr(sender, "_key", lambda text: text)  # let MLflow see a name it refuses
+    one = tracker(root)
+    one.stage(StageRecord("trace", params={"bad[0]": 1}))
+    monkeypatch.undo()
+    state = one._spool.state()
+    one._spool.save(type(state)(**{**vars(state), "retry_after": 0.0}))
+    one.stage(StageRecord("solve"))
+    [run] = runs(root)
+    assert run.data.tags["stage.solve"] == "executed" and run.data.params == {"trace.bad_0_": "1"}
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_new_store_is_created_quietly(tmp_path):
+    script = (
+        "import logging, sys; from pathlib import Path; logging.basicConfig(level=logging.INFO)\n"
+        "from test_tracking import Settings; from pipeline.tracker import StageRecord, Tracker\n"
+        "assert 'mlflow' not in sys.modules\n"
+        "Tracker(Path('.'), Settings(), logging.getLogger(), execution='one').stage(StageRecord('trace'))\n"
+    )
+    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert len(runs(tmp_path)) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+
+
+def test_ui_command(root):
+    command = ui_command(root, Settings())
+    assert command[:2] == ["env", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false"]
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    assert command[command.index("--backend-store-uri") + 1] == f"sqlite:///{root / 'runs' / 'mlflow.db'}"
+    with pytest.raises(ShardwrightError, match=r"open http://127\.0\.0\.1:9"):
+        ui_command(root, Settings(uri=DEAD))
