@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 PARENT = "SHARDWRIGHT_PARENT"
+_EXCEPTION = re.compile(r"(?:\[\w+\]:\s*)?[\w.]*(?:Error|Exception)(?::.*)?")  # the last line of a traceback
 
 
 class LaunchFailed(Exception):
@@ -41,6 +45,8 @@ def run_ranks(
                 _stop(process)
         if process.returncode:
             raise LaunchFailed(_reason(work))
+        if not (work / "result.json").exists():
+            raise LaunchFailed("the ranks ended without a result")
         result: dict[str, Any] = json.loads((work / "result.json").read_text())
         return result
 
@@ -70,26 +76,35 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, work: Path, poll: Ca
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the launcher and its ranks where they still run."""
+    """Ends the launcher and its ranks where they still run; ranks lie in sessions of their own."""
     if process.poll() is not None:
         return
+    try:
+        ranks = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        ranks = []
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)
             process.wait(timeout=5)
-            return
+            break
         except ProcessLookupError:
-            return
+            break
         except subprocess.TimeoutExpired:
+            continue
+    for rank in ranks:
+        try:
+            rank.kill()
+        except psutil.NoSuchProcess:
             continue
 
 
 def _reason(work: Path) -> str:
-    """What the first failing rank wrote, or the end of the log."""
-    for path in sorted(work.glob("error-*.txt")):
+    """What the first rank to fail wrote (the others only notice that it is gone), or an exception of the log."""
+    for path in sorted(work.glob("error-*.txt"), key=lambda path: (path.stat().st_mtime_ns, path.name)):
         return path.read_text().strip()
     lines = (work / "log.txt").read_text(errors="replace").strip().splitlines()
-    errors = [line.strip() for line in lines if "Error" in line and "torch.distributed" not in line]
+    errors = [line.strip() for line in lines if "torch.distributed" not in line and _EXCEPTION.fullmatch(line.strip())]
     return errors[0] if errors else (lines[-1].strip() if lines else "a rank died without a word")
 
 
@@ -109,12 +124,11 @@ def follow_parent() -> None:
 
 def _alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
+    except psutil.AccessDenied:
         return True
-    return True
 
 
 def report_error(work: Path, rank: int, text: str) -> None:

@@ -72,7 +72,7 @@ def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, l
     add_code_path(root, config.code)
     digests = {key: config.digest(key) for key in _all_keys()}
     found = _read(stage, root, digests, accept_edited=config.train.accept_edited_module)
-    tracker = Tracker(root, config.tracking, log)
+    tracker = Tracker(root, config.tracking, log, label=config.choices["model"])
     started = time.perf_counter()
     log.info(f"{_reading(stage)}")
     try:
@@ -156,7 +156,7 @@ def _record(
     error: str = "",
 ) -> StageRecord:
     params = {f"{key}.{name}": value for key in stage.config for name, value in _flat(config.plain(key)).items()}
-    return StageRecord(stage.name, status, params, dict(figures), files, error=error)
+    return StageRecord(stage.name, status, params, dict(figures), files, error=error or None)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -228,6 +228,13 @@ def sync(root: Path, settings: Settings, log: logging.Logger | None = None) -> S
     return Synced(sent, left)
 
 
+def latest_run_url(root: Path, settings: Settings) -> str | None:
+    """Where the user sees the newest run that has been sent; None where there is none."""
+    log = logging.getLogger(__name__)
+    urls = (Tracker(root, settings, log, execution=name).run_url() for name in reversed(list(executions(root))))
+    return next((url for url in urls if url), None) if settings.enabled else None
+
+
 def run_url(store: Store, experiment_id: str) -> str:
     path = CHART_PATH.format(id=experiment_id)
     if store.is_server:

@@ -45,7 +45,9 @@ def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Checks the configuration, runs `dvc repro`, prints the summary."""
     check(root, arguments, log)
     loud = {QUIET: ["--quiet"], VERBOSE: ["--verbose"]}.get(arguments.verbosity, [])
-    done = subprocess.run([sys.executable, "-m", "dvc", "repro", *loud, *arguments.targets], cwd=root)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # for `python` in dvc.yaml
+    command = [sys.executable, "-m", "dvc", "repro", *loud, *arguments.targets]
+    done = subprocess.run(command, cwd=root, env={**os.environ, "PATH": path})
     if done.returncode:
         raise RunFailed("the pipeline stopped", where="dvc repro", remedy="see the message of the stage above")
     return summary(root, arguments, log)

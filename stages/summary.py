@@ -10,6 +10,7 @@ from pipeline.config import load_config
 from pipeline.ir.plan import Plan
 from pipeline.ir.report import Report
 from pipeline.stage import STAGES
+from pipeline.tracker import latest_run_url
 
 
 def summarise(root: Path) -> str:
@@ -53,7 +54,7 @@ def summarise(root: Path) -> str:
             "artifacts",
             *places,
             f"MLflow store  {store if config.tracking.enabled else 'tracking is off'}",
-            "MLflow UI     make ui",
+            f"MLflow UI     {latest_run_url(root, config.tracking) or '`make ui`'}",
         ]
     )
 

@@ -94,9 +94,10 @@ class Args:
 
     @staticmethod
     def from_json(data: Any) -> Args:
-        return Args(
-            tuple(_decode(a) for a in data["positional"]), tuple((k, _decode(v)) for k, v in data["named"].items())
-        )
+        match data:
+            case {"positional": list(positional), "named": dict(named)} if len(data) == 2:
+                return Args(tuple(_decode(a) for a in positional), tuple((k, _decode(v)) for k, v in named.items()))
+        raise ValueError("expected an object of positional and named arguments")
 
 
 @dataclass(frozen=True)
@@ -166,12 +167,14 @@ class OpGraph:
     def from_json(data: Any) -> OpGraph:
         from pipeline.ir.codec import decode
 
-        values = [decode(Value, v, "values") for v in data["values"]]
+        if not isinstance(data, dict):
+            raise ValueError("expected an object")
+        values = decode(tuple[Value, ...], data["values"], "values")
         return OpGraph(
             values={v.name: v for v in values},
             ops=decode(tuple[Op, ...], data["ops"], "ops"),
-            output=data["output"],
-            prologue=tuple(data["prologue"]),
+            output=decode(str, data["output"], "output"),
+            prologue=decode(tuple[str, ...], data["prologue"], "prologue"),
             chain=decode(tuple[Link, ...], data["chain"], "chain"),
         )
 
@@ -196,8 +199,12 @@ def _encode(arg: Arg) -> Any:
 
 def _decode(data: Any) -> Arg:
     if isinstance(data, dict):
-        (kind, content), *rest = data.items()
-        if rest or kind not in ("ref", "torch", "float"):
-            raise ValueError(f"unknown argument {data!r}")
-        return Ref(content) if kind == "ref" else Torch(*content) if kind == "torch" else float(content)
+        match data:
+            case {"ref": str(name)} if len(data) == 1:
+                return Ref(name)
+            case {"torch": [str(kind), str(name)]} if len(data) == 1:
+                return Torch(kind, name)
+            case {"float": str(number)} if len(data) == 1:
+                return float(number)
+        raise ValueError(f"unknown argument {data!r}")
     return tuple(_decode(a) for a in data) if isinstance(data, list) else data

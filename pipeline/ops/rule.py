@@ -108,7 +108,8 @@ def reshaped(name: str) -> Callable[[Rendered], str]:
     """Prints `x.name(local shape)`: the sizes in the graph are those of the unsplit tensor."""
 
     def render(r: Rendered) -> str:
-        return f"{r.positional[0]}.{name}({', '.join(str(n) for n in r.local_output)})"
+        sizes = ", ".join(str(n) for n in r.local_output) or "()"
+        return f"{r.positional[0]}.{name}({sizes})"
 
     return render
 

@@ -23,6 +23,16 @@ def _t(view: OpView) -> str:
     return permuted(list(range(len(view.output.shape)))[::-1])
 
 
+def _squeeze(view: OpView) -> str:
+    """A dim that is not of size one stays; split into pieces of size one it would go, so it is not split."""
+    if view.inputs[0].shape != view.output.shape:
+        return reshape(view)
+    rank = len(view.output.shape)
+    stays = view.constant(1, "dim", 0) % max(rank, 1)
+    names = " ".join(f"d{i}" + ("^" if i == stays else "") for i in range(rank))
+    return f"{names} -> {names}"
+
+
 def _expand(view: OpView) -> str:
     """Dims that grow are new in the output; their gradient is a sum, so they are not split here."""
     before, after = view.inputs[0].shape, view.output.shape
@@ -40,7 +50,7 @@ RULES = [
     OpRule("aten.reshape.default", reshape, reshaped("reshape"), linear=((0,),), is_view=True, needs_order=True),
     OpRule("aten.flatten.using_ints", reshape, method("flatten"), linear=((0,),), is_view=True, needs_order=True),
     OpRule("aten.unsqueeze.default", reshape, method("unsqueeze"), linear=((0,),), is_view=True),
-    OpRule("aten.squeeze.dim", reshape, method("squeeze"), linear=((0,),), is_view=True),
+    OpRule("aten.squeeze.dim", _squeeze, method("squeeze"), linear=((0,),), is_view=True),
     OpRule("aten.transpose.int", _transpose, method("transpose"), linear=((0,),), is_view=True, permutes=True),
     OpRule("aten.permute.default", _permute, method("permute"), linear=((0,),), is_view=True, permutes=True),
     OpRule("aten.t.default", _t, method("t"), linear=((0,),), is_view=True, permutes=True),

@@ -3,26 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def measure_peak(work: Callable[[], None], resident: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes of the resident tensors plus the most that `work` had allocated at any moment."""
+    """Bytes alive at the worst moment of `work`, what was resident before it included."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         work()
         return int(torch.cuda.max_memory_allocated(device))
-    before = storage_bytes(resident)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with _Tally(resident) as tally:
         work()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return before + peak
+    return int(tally.peak)
+
+
+class _Tally(TorchDispatchMode):
+    """Weighs the storages that are alive after each op.
+
+    The profiler's memory events would be cheaper, but they miss what a communication thread frees. What a kernel
+    allocates and frees within itself is not seen here.
+    """
+
+    def __init__(self, resident: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        for tensor in resident:
+            self._add(tensor)
+        self._weigh()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        self._weigh()
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
+        self.alive.setdefault(reference.cdata, (reference, storage.nbytes()))
+
+    def _weigh(self) -> None:
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -12,7 +12,8 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Alternative, Frontier, Plan, Prediction, Region, Sharding
 from pipeline.ir.profile import Profile
 from pipeline.lowering import lower
-from stages.checkpoint import rotor
+from stages.checkpoint import rotor, schedule
+from stages.checkpoint.chain import Chain, discretise
 from stages.checkpoint.linearize import linearize
 from stages.checkpoint.simulate import simulate
 
@@ -46,33 +47,33 @@ def evaluate(
         regions = (Region(0, 0, False, ()),) if need <= room else None
         return Candidate(number, sharding, price, regions, loss.forward + loss.backward, price.resident_bytes + need)
     try:
-        schedule = _schedule(chain, room, settings)
+        best = _schedule(chain, room, settings)
     except rotor.InfeasibleBudget as refusal:
         return Candidate(number, sharding, price, None, 0.0, price.resident_bytes + refusal.tightest)
-    outcome = simulate(chain, schedule.sequence)
+    outcome = simulate(chain, best.sequence)
     peak = price.resident_bytes + int(outcome.peak)
     fits = peak <= frontier.budget_bytes
-    return Candidate(number, sharding, price, _regions(schedule.regions) if fits else None, outcome.time, peak)
+    return Candidate(number, sharding, price, _regions(best.regions) if fits else None, outcome.time, peak)
 
 
-def _schedule(chain: rotor.Chain, room: int, settings: Checkpoint) -> rotor.Schedule:
+def _schedule(chain: Chain, room: int, settings: Checkpoint) -> schedule.Schedule:
     """What the user asked for. Keeping everything is tried first: rounding to slots may hide that it fits."""
     if settings.recompute is Recompute.full:
-        return rotor.full_recompute(chain.length)
-    everything = rotor.no_recompute(chain.length)
+        return schedule.full_recompute(chain.length)
+    everything = schedule.no_recompute(chain.length)
     if settings.recompute is Recompute.off or simulate(chain, everything.sequence).peak <= room:
         return everything
     least = rotor.tightest(chain)
     if room < least.memory:
         raise rotor.InfeasibleBudget(max(room, 0), least)
     slots = max(500, settings.slots_per_link * (chain.length + 1))
-    return rotor.schedule(rotor.solve(rotor.discretise(chain, room, slots)))
+    return rotor.schedule(rotor.solve(discretise(chain, room, slots)))
 
 
-def _regions(region: rotor.Region) -> tuple[Region, ...]:
+def _regions(region: schedule.Region) -> tuple[Region, ...]:
     return tuple(
         Region(step.link, step.link, False, ())
-        if isinstance(step, rotor.Keep)
+        if isinstance(step, schedule.Keep)
         else Region(step.first, step.last, True, _regions(step))
         for step in region.steps
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.cost.step import StepPrice
-from stages.checkpoint.rotor import Chain
+from stages.checkpoint.chain import Chain
 
 
 def linearize(price: StepPrice) -> Chain | None:

@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from pipeline.errors import ShardwrightError
-from stages.checkpoint.rotor import Chain, Kind, Op
+from stages.checkpoint.chain import Chain
+from stages.checkpoint.schedule import Kind, Op
 
 
 class InvalidSequence(ShardwrightError):

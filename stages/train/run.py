@@ -112,13 +112,14 @@ def make_report(measured: dict, plan: Plan, config: Config, edited: bool) -> Rep
 
 
 def figures(report: Report) -> dict[str, float | int | str]:
+    """None has the name of a series of `Follower`: in the tracked run they would be one metric."""
     return {
         "final_loss": report.losses[-1],
         "first_loss": report.losses[0],
-        "step_ms": round(report.median_step_seconds * 1e3, 4),
+        "median_step_ms": round(report.median_step_seconds * 1e3, 4),
         "predicted_step_ms": round(report.predicted_step_seconds * 1e3, 4),
         "step_ratio": round(report.median_step_seconds / report.predicted_step_seconds, 4),
-        "samples_per_second": round(report.samples_per_second, 2),
+        "median_samples_per_second": round(report.samples_per_second, 2),
         "peak_mb": round(max(report.peak_bytes) / 1e6, 3),
         "predicted_peak_mb": round(report.predicted_peak_bytes / 1e6, 3),
         "peak_ratio": round(max(report.peak_bytes) / report.predicted_peak_bytes, 4),

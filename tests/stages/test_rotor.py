@@ -11,25 +11,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from stages.checkpoint.rotor import (
-    Chain,
-    ChainError,
-    InfeasibleBudget,
-    Keep,
-    Kind,
-    Op,
-    Option,
-    Region,
-    Schedule,
-    default_slots,
-    discretise,
-    flatten,
-    full_recompute,
-    no_recompute,
-    schedule,
-    solve,
-    tightest,
-)
+from stages.checkpoint.chain import Chain, ChainError, Option, default_slots, discretise
+from stages.checkpoint.rotor import InfeasibleBudget, schedule, solve, tightest
+from stages.checkpoint.schedule import Keep, Kind, Op, Region, Schedule, flatten, full_recompute, no_recompute
 from stages.checkpoint.simulate import InvalidSequence, apply, simulate, start
 
 

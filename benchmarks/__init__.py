@@ -1,0 +1,1 @@
+"""Performance bars, each one command: `python -m benchmarks.NAME` prints a table and, last, one JSON object."""

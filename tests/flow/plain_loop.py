@@ -1,0 +1,60 @@
+"""The training that the pipeline must reproduce, in plain PyTorch on one process: prints one loss a line.
+
+Reads the configuration's YAML itself and knows nothing of plans, so a mistake of ours cannot hide in both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import torch
+from ruamel.yaml import YAML
+
+
+def make(settings, *leading):
+    module, name = settings["_target_"].rsplit(".", 1)
+    arguments = {key: value for key, value in settings.items() if key != "_target_"}
+    return getattr(importlib.import_module(module), name)(*leading, **arguments)
+
+
+def read(group, root):
+    yaml = YAML(typ="safe")  # 1.2, as DVC reads it: 1e-3 is a number
+    choice = yaml.load(root / "conf/config.yaml")[group]
+    return yaml.load(root / f"conf/{group}/{choice}.yaml")
+
+
+def order(length, shuffle, seed, epoch):
+    if not shuffle:
+        return list(range(length))
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+
+
+def samples(data, length):
+    epoch = 0
+    while True:
+        yield from order(length, data.get("shuffle", False), data.get("seed", 0), epoch)
+        epoch += 1
+
+
+def main(root, steps):
+    model_settings, data, train = (read(group, root) for group in ("model", "data", "train"))
+    torch.manual_seed(train["seed"])
+    model = make(model_settings["module"]).train()
+    dataset = make(data["dataset"])
+    optimizer = make(train["optimizer"], model.parameters())
+    size = next(iter(model_settings["batch"].values()))["shape"][0]
+    indices = samples(data, len(dataset))
+    for _ in range(steps):
+        rows = [dataset[next(indices)] for _ in range(size)]
+        batch = {name: torch.stack([row[name] for row in rows]) for name in model_settings["batch"]}
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+
+
+if __name__ == "__main__":
+    main(Path.cwd(), int(sys.argv[1]))

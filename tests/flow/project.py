@@ -1,0 +1,270 @@
+"""A copy of the project in a folder of its own, and the commands a user runs there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from pipeline import artifacts
+from pipeline.config import load_config
+
+SOURCE = Path(__file__).parents[2]
+STAGES = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen", "train")
+MARK = "SHARDWRIGHT_TEST"  # in the environment of every process we start, so that leftovers are found
+
+TINY: dict[str, dict[str, Any]] = {
+    "model": {
+        "module": {
+            "_target_": "pipeline.models.gpt.build",
+            "vocab_size": 32,
+            "context": 8,
+            "width": 16,
+            "layers": 2,
+            "heads": 2,
+        },
+        "batch": {
+            "input_ids": {"shape": [12, 8], "dtype": "int64"},
+            "labels": {"shape": [12, 8], "dtype": "int64"},
+        },
+    },
+    "data": {
+        "dataset": {
+            "_target_": "pipeline.models.data.TokenSequences",
+            "vocab_size": 32,
+            "length": 8,
+            "samples": 20,  # fewer than two steps need: the second step begins the second epoch
+            "seed": 3,
+        },
+        "shuffle": True,
+        "seed": 5,
+    },
+    "cluster": {
+        "source": "preset",
+        "devices": 2,
+        "memory_gb": 4,
+        "preset": {
+            "matmul_gflops": 50,
+            "memory_gbytes_per_s": 10,
+            "launch_us": 10,
+            "latency_us": 50,
+            "link_gbytes_per_s": 2,
+        },
+    },
+    "solve": {"backend": "highs", "gap": 1e-4, "frontier_points": 2},
+    "checkpoint": {"recompute": "optimal", "slots_per_link": 10},
+    "train": {"steps": 4, "seed": 1, "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-2}},
+}
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended; `stages` are those that dvc says it ran, in order."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.err
+
+    @property
+    def stages(self) -> list[str]:
+        return re.findall(r"Running stage '(\w+)'", self.text)
+
+    @property
+    def from_cache(self) -> list[str]:
+        return re.findall(r"Stage '(\w+)' is cached", self.text)
+
+    def ok(self) -> Done:
+        assert self.status == 0, self.text
+        return self
+
+    def refused(self) -> str:
+        """The one line of a user's mistake, where that and nothing more is told."""
+        assert self.status == 2, self.text
+        assert "Traceback" not in self.text, self.text
+        lines = [line for line in self.err.splitlines() if not line.startswith("[")]
+        assert len(lines) == 1 and lines[0].startswith("error: "), self.text
+        return lines[0]
+
+
+class Project:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    # -- making -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def copy(cls, root: Path) -> Project:
+        """The source tree's files, without what git ignores; one commit, as after `git clone`."""
+        listed = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+        names = subprocess.run(listed, cwd=SOURCE, capture_output=True, check=True, text=True).stdout.split("\0")
+        for name in filter(None, names):
+            if name != "dvc.lock" and (SOURCE / name).is_file():
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(SOURCE / name, root / name)
+        project = cls(root)
+        project.git("init", "--quiet")
+        project.git("config", "user.name", "test")
+        project.git("config", "user.email", "test@example.invalid")
+        project.commit()
+        return project
+
+    @classmethod
+    def tiny(cls, root: Path, *, tracking: bool = False, **changes: Mapping[str, Any]) -> Project:
+        """A copy that trains a very small model, chosen as `tiny` in every group, without tracking."""
+        project = cls.copy(root)
+        for group, content in TINY.items():
+            project.write_yaml(f"conf/{group}/tiny.yaml", content | dict(changes.get(group, {})))
+        project.choose(**dict.fromkeys(TINY, "tiny"))
+        project.edit("conf/config.yaml", "enabled: true", f"enabled: {str(tracking).lower()}")
+        project.commit()
+        return project
+
+    def git(self, *arguments: str) -> str:
+        done = subprocess.run(("git", *arguments), cwd=self.root, capture_output=True, check=True, text=True)
+        return done.stdout
+
+    def commit(self) -> None:
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--allow-empty", "--message", "test")
+
+    # -- conf/ --------------------------------------------------------------------------------------------------------
+
+    def edit(self, file: str, old: str, new: str) -> None:
+        path = self.root / file
+        text = path.read_text()
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file}"
+        path.write_text(text.replace(old, new))
+
+    def write_yaml(self, file: str, content: Mapping[str, Any]) -> None:
+        path = self.root / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(dict(content), sort_keys=False))
+
+    def choose(self, **choices: str) -> None:
+        path = self.root / "conf/config.yaml"
+        text = path.read_text()
+        for group, name in choices.items():
+            text, count = re.subn(rf"(?m)^{group}: \S+", f"{group}: {name}", text)
+            assert count == 1, group
+        path.write_text(text)
+
+    @contextmanager
+    def with_file(self, file: str, content: bytes) -> Iterator[None]:
+        path = self.root / file
+        before = path.read_bytes()
+        path.write_bytes(content)
+        try:
+            yield
+        finally:
+            path.write_bytes(before)
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def environment(self) -> dict[str, str]:
+        """`python` in dvc.yaml is this interpreter; what the caller set for itself does not reach the stages."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDWRIGHT", "MLFLOW", "DVC", "PYTHON"))}
+        path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
+        return {**kept, "PATH": path, "PYTHONUNBUFFERED": "1", MARK: str(self.root)}
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        command = [sys.executable, "-m", *arguments]
+        return subprocess.Popen(command, cwd=self.root, env=self.environment(), text=True, **pipes)
+
+    def run(self, *arguments: str, timeout: float = 240) -> Done:
+        process = self.start(*arguments)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            self.end_all()
+            process.communicate()
+            raise
+        return Done(process.returncode, out, err)
+
+    def stages(self, *arguments: str) -> Done:
+        return self.run("stages", *arguments)
+
+    def repro(self, *arguments: str) -> Done:
+        return self.run("dvc", "repro", *arguments)
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    def processes(self) -> list[psutil.Process]:
+        """Every live process that was started here, orphans too."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == str(self.root):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def all_gone(self, within: float = 8.0) -> list[list[str]]:
+        """The command lines of what still runs after that many seconds."""
+        deadline = time.monotonic() + within
+        while left := self.processes():
+            if time.monotonic() > deadline:
+                return [_command_line(process) for process in left]
+            time.sleep(0.1)
+        return []
+
+    def end_all(self) -> None:
+        for process in self.processes():
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+    # -- runs/ --------------------------------------------------------------------------------------------------------
+
+    def load(self, kind: str) -> Any:
+        return artifacts.load(kind, self.root).body
+
+    def snapshot(self) -> dict[str, str]:
+        """Every file under runs/ with the digest of its content."""
+        files = sorted(path for path in (self.root / "runs").rglob("*") if path.is_file())
+        return {str(path.relative_to(self.root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+    def plain_losses(self, steps: int) -> list[float]:
+        """What the configured model, data and optimizer give in a plain loop; `python` of its own: fresh imports."""
+        code = [str((self.root / load_config(self.root).code).resolve()), str(self.root)]
+        script = Path(__file__).with_name("plain_loop.py")
+        done = subprocess.run(
+            [sys.executable, str(script), str(steps)],
+            cwd=self.root,
+            env=self.environment() | {"PYTHONPATH": os.pathsep.join(code)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return [float(line) for line in done.stdout.split()]
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def worst_difference(found: list[float] | tuple[float, ...], wanted: list[float]) -> float:
+    """The largest relative difference of two series of the same length."""
+    assert len(found) == len(wanted)
+    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))

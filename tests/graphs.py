@@ -1,0 +1,129 @@
+"""Small traced models, clusters and frontiers that several tests share; each is made once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from pipeline.config import Backend, Checkpoint, Preset, Recompute, Solve
+from pipeline.config import Cluster as ClusterSettings
+from pipeline.config.schema import ClusterSource
+from pipeline.ir.cluster import Cluster
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Frontier, Plan
+from pipeline.ir.profile import Profile
+from pipeline.ir.verify import verify_graph
+from pipeline.models.gpt import GPT
+from pipeline.models.mlp import MLP
+from stages.checkpoint.choose import choose, evaluate
+from stages.cluster.run import from_preset
+from stages.profile.run import profile_graph
+from stages.solve.frontier import Solution, Sweep
+from stages.solve.problem import Choices, Problem, build
+from stages.solve.run import _point, to_sharding
+from stages.trace.chain import find_chain
+from stages.trace.export import export_loss
+from stages.trace.lower import lower
+
+SILENT = logging.getLogger("tests.silent")
+SILENT.addHandler(logging.NullHandler())
+SILENT.propagate = False
+
+
+def trace(model: nn.Module, batch: dict[str, torch.Tensor]) -> OpGraph:
+    """What the stage does, without its configuration."""
+    graph = find_chain(lower(export_loss(model.train(), batch), model, tuple(batch)))
+    verify_graph(graph)
+    return graph
+
+
+def gpt(layers: int = 2, tie: bool = False) -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocab_size=40, context=8, width=16, layers=layers, heads=2, tie=tie)
+
+
+def gpt_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(40, (4, 9), generator=generator)
+    return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def mlp() -> MLP:
+    torch.manual_seed(0)
+    return MLP(features=12, width=32, classes=6, depth=3)
+
+
+def mlp_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "inputs": torch.randn(8, 12, generator=generator),
+        "targets": torch.randint(6, (8,), generator=generator),
+    }
+
+
+@functools.cache
+def gpt_graph(layers: int = 2, tie: bool = False) -> OpGraph:
+    return trace(gpt(layers, tie), gpt_batch())
+
+
+@functools.cache
+def mlp_graph() -> OpGraph:
+    return trace(mlp(), mlp_batch())
+
+
+GRAPHS = {"gpt": gpt_graph, "gpt_tied": lambda: gpt_graph(tie=True), "mlp": mlp_graph}
+
+
+@functools.cache
+def profile_of(name: str) -> Profile:
+    return profile_graph(GRAPHS[name]())
+
+
+def preset(devices: int = 2, **figures: float) -> Cluster:
+    """A laptop's figures; tiny models need tiny launches, or nothing else would count."""
+    known = {
+        "matmul_gflops": 50,
+        "memory_gbytes_per_s": 10,
+        "launch_us": 0.01,
+        "latency_us": 0.05,
+        "link_gbytes_per_s": 2,
+    }
+    settings = ClusterSettings(
+        source=ClusterSource.preset, devices=devices, memory_gb=4, preset=Preset(**{**known, **figures})
+    )
+    return from_preset(settings)
+
+
+def solve_settings(backend: str = "highs", **changes: object) -> Solve:
+    return Solve(**{"backend": Backend(backend), "gap": 1e-9, "frontier_points": 6, **changes})
+
+
+@functools.cache
+def solved(name: str, devices: int = 2, copies: float = 2.0) -> tuple[Problem, Choices, tuple[Solution, ...]]:
+    problem, choices = build(GRAPHS[name](), profile_of(name), preset(devices), copies)
+    sweep = Sweep(problem, solve_settings(), "conf/solve/test.yaml", SILENT)
+    return problem, choices, tuple(sweep.frontier(float("inf"), lambda done, note="": None))
+
+
+@functools.cache
+def frontier_of(name: str, devices: int = 2) -> Frontier:
+    graph, profile, cluster = GRAPHS[name](), profile_of(name), preset(devices)
+    _, choices, solutions = solved(name, devices)
+    points = [_point(graph, profile, cluster, 2.0, to_sharding(graph, choices, s.picked), s) for s in solutions]
+    return Frontier(cluster.memory_bytes, 2.0, tuple(points))
+
+
+def plan_of(
+    name: str, devices: int = 2, budget: int | None = None, recompute: str = "optimal", points: slice = slice(None)
+) -> Plan:
+    """The plan that the checkpoint stage would choose of the frontier's points, within a budget in bytes."""
+    frontier = frontier_of(name, devices)
+    frontier = replace(frontier, points=frontier.points[points], budget_bytes=budget or frontier.budget_bytes)
+    graph, profile, cluster = GRAPHS[name](), profile_of(name), preset(devices)
+    settings = Checkpoint(recompute=Recompute(recompute))
+    candidates = [evaluate(graph, profile, cluster, frontier, i, settings) for i in range(len(frontier.points))]
+    return choose(candidates, cluster, frontier, "conf/solve/test.yaml: memory_budget_gb")

@@ -1,0 +1,173 @@
+"""Ranks end in bounded time, say in one line why, and leave no process behind, however the run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.launch import LaunchFailed, _reason, report_error, run_ranks
+
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+from pipeline.launch import follow_parent, report_error
+
+work = Path(sys.argv[1])
+job = json.loads((work / "job.json").read_text())
+rank = int(os.environ["RANK"])
+(Path(job["notes"]) / f"{rank}.pid").write_text(str(os.getpid()))
+follow_parent()
+mode = job["mode"]
+if mode == "report" and rank == 0:
+    (work / "result.json").write_text(json.dumps({"threads": os.environ["OMP_NUM_THREADS"], "got": job["payload"]}))
+elif mode == "fail":  # rank 1 is the cause, rank 0 only notices
+    time.sleep(0.0 if rank else 0.3)
+    report_error(work, rank, "ValueError: the\\ncause" if rank else "RuntimeError: a peer is gone")
+    sys.exit(1)
+elif mode == "raise":
+    raise ValueError("nobody reported this")
+elif mode == "hang":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def notes(tmp_path, monkeypatch):
+    """Where ranks write their process ids; the module they run is on the import path."""
+    (tmp_path / "a_rank.py").write_text(RANK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for pid in pids(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def pids(notes: Path) -> list[int]:
+    return [int(text) for path in notes.glob("*.pid") if (text := path.read_text())]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def no_process_left(notes: Path, within: float = 5.0) -> None:
+    deadline = time.monotonic() + within
+    left = []
+    while time.monotonic() < deadline:
+        children = [c for c in psutil.Process().children(recursive=True) if alive(c.pid)]
+        left = [*(pid for pid in pids(notes) if alive(pid)), *(c.pid for c in children)]
+        if not left:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"still running: {left}")
+
+
+def run(notes: Path, mode: str, timeout: float = 60, **more):
+    return run_ranks("a_rank", {"mode": mode, "notes": str(notes), "payload": [1, "ü"]}, 2, timeout, **more)
+
+
+def test_the_result_comes_back(notes, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    folders = []
+    found = run(notes, "report", poll=folders.append)
+    assert found == {"threads": str(max(1, (os.cpu_count() or 1) // 2)), "got": [1, "ü"]}
+    assert len(pids(notes)) == 2
+    assert len(set(folders)) == 1 and not folders[0].exists()
+    no_process_left(notes)
+
+
+def test_the_reason_is_that_of_the_rank_that_failed_first(notes):
+    with pytest.raises(LaunchFailed) as failure:
+        run(notes, "fail")
+    assert str(failure.value) == "ValueError: the cause"
+    no_process_left(notes)
+
+
+def test_a_failure_that_nobody_reported_is_found_in_the_log(notes):
+    with pytest.raises(LaunchFailed, match="^ValueError: nobody reported this$"):
+        run(notes, "raise")
+    no_process_left(notes)
+
+
+def test_ranks_that_end_without_a_result(notes):
+    with pytest.raises(LaunchFailed, match="without a result"):
+        run(notes, "nothing")
+
+
+def test_the_time_runs_out_though_the_ranks_will_not_end(notes):
+    def both_there(work):
+        if len(pids(notes)) == 2:
+            raise LaunchFailed("stopped by the test")
+
+    started = time.monotonic()
+    with pytest.raises(LaunchFailed, match="stopped by the test"):
+        run(notes, "hang", poll=both_there)
+    no_process_left(notes)
+    assert time.monotonic() - started < 40
+
+
+def test_the_time_limit_is_told(notes):
+    started = time.monotonic()
+    with pytest.raises(LaunchFailed, match=r"it did not finish within 0\.5 s"):
+        run(notes, "hang", timeout=0.5)
+    assert time.monotonic() - started < 20
+    no_process_left(notes)
+
+
+def test_a_killed_parent_takes_its_ranks_along(notes):
+    """Also while nobody has taken note of its end: a zombie counts as gone."""
+    script = f"""
+import sys
+sys.path[:0] = {[str(notes), str(Path(__file__).parents[2])]!r}
+from pipeline.launch import run_ranks
+run_ranks("a_rank", {{"mode": "hang", "notes": {str(notes)!r}, "payload": 1}}, 2, 120)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 40
+        while len(pids(notes)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        launchers = [c.pid for c in psutil.Process(parent.pid).children(recursive=True)]
+        assert len(pids(notes)) == 2 and launchers
+        os.kill(parent.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 15
+        while any(alive(pid) for pid in (*pids(notes), *launchers)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [pid for pid in (*pids(notes), *launchers) if alive(pid)] == []
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        ("", "a rank died without a word"),
+        ("line one\nlast line\n", "last line"),
+        ("Traceback\n  KeyError: 'x'\ntorch.distributed.elastic ChildFailedError\nend", "KeyError: 'x'"),
+        (b"\xff\xfe broken\n", "\ufffd\ufffd broken"),
+    ],
+)
+def test_the_reason_from_a_log(tmp_path, log, told):
+    (tmp_path / "log.txt").write_bytes(log if isinstance(log, bytes) else log.encode())
+    assert _reason(tmp_path) == told
+
+
+def test_the_first_report_wins(tmp_path):
+    (tmp_path / "log.txt").write_text("TypeError: in the log")
+    report_error(tmp_path, 1, "first\n  of two")
+    time.sleep(0.02)
+    report_error(tmp_path, 0, "second")
+    assert _reason(tmp_path) == "first of two"
