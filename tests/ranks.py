@@ -21,7 +21,8 @@ COLLECTIVE_S = 20
 
 def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 120) -> list[Any]:
     """Calls `function(*arguments)` on that many ranks of the axis `d0`; the function must be importable."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo"])  # imported once for all ranks of all tests
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]

@@ -134,7 +134,7 @@ def check_sums() -> None:
     for sizes in ({}, TINY, {"first_mb": 1e-4, "bucket_mb": 3e-4}):
         params = parameters(3, 5, 7, 2)
         sums = GradientSum(params, AXIS, **sizes)
-        assert [p for b in sums.buckets for p in b.parameters][0] is params[-1], "backward finishes the last one first"
+        assert sums.buckets[0].parameters[0] is params[-1], "backward finishes the last parameter first"
         for _ in range(2):
             weights = torch.randn(ranks, 4, dtype=torch.float64)
             sums.start()

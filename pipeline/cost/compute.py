@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.ir.cluster import Compute
+from pipeline.ir.cluster import Compute, PerElement
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Strategy
@@ -33,11 +33,14 @@ def op_seconds(
         return Seconds(compute.launch, compute.launch_backward if backward else 0.0)
     share = _share(graph, op, strategy, sizes)
     moved = sum(local_bytes(graph, v, s, sizes) for v, s in _tensors(graph, op, strategy))
-    forward = _roofline(cost.flops_forward * share, moved, compute) + compute.launch
+    calibrated = compute.ops.get(graph.op(op).target, PerElement(0.0, 0.0))
+    elements = share * max(t.numel for t in graph.types((*graph.op(op).inputs, *graph.op(op).outputs)))
+    forward = max(_roofline(cost.flops_forward * share, moved, compute), calibrated.forward * elements) + compute.launch
     if not backward:
         return Seconds(forward, 0.0)
     again = moved * cost.bytes_backward / max(1, cost.bytes_forward)
-    return Seconds(forward, _roofline(cost.flops_backward * share, again, compute) + compute.launch_backward)
+    undone = max(_roofline(cost.flops_backward * share, again, compute), calibrated.backward * elements)
+    return Seconds(forward, undone + compute.launch_backward)
 
 
 def _roofline(flops: float, moved: float, compute: Compute) -> float:
@@ -59,5 +62,11 @@ def _tensors(graph: OpGraph, op: str, strategy: Strategy) -> list[tuple[str, Lay
 
 
 def optimizer_seconds(nbytes: float, copies: float, compute: Compute) -> float:
-    """One optimizer step over that many bytes of parameters: reads and writes each of its tensors once or twice."""
-    return nbytes * (3 + 2 * copies) / compute.memory_rate + compute.launch
+    """An optimizer step for one parameter of that many bytes: reads and writes its tensors once or twice."""
+    rate = compute.optimizer_rate or compute.memory_rate
+    return optimizer_bytes(nbytes, copies) / rate + max(compute.optimizer_launch, compute.launch)
+
+
+def optimizer_bytes(nbytes: float, copies: float) -> float:
+    """The parameter is read and written, its gradient read, each state tensor read and written."""
+    return nbytes * (3 + 2 * copies)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -33,11 +33,22 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class PerElement:
+    """Seconds for each element of an op's largest tensor: for ops that are bound by arithmetic, not by memory."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
 class Compute:
     matmul: Curve  # FLOP/s by FLOPs of one call
     memory_rate: float  # bytes/s of element-wise work
     launch: float  # seconds that any op costs
     launch_backward: float
+    ops: dict[str, PerElement] = field(default_factory=dict)  # by op; one that is missing is bound by memory
+    optimizer_launch: float = 0.0  # seconds of an optimizer step for each parameter
+    optimizer_rate: float | None = None  # bytes/s that an optimizer step moves; None is `memory_rate`
 
 
 @dataclass(frozen=True)

@@ -33,5 +33,6 @@ RULES = [
     OpRule(
         "aten.scaled_dot_product_attention.default", _attention, call("F.scaled_dot_product_attention"),
         saves_inputs=(0, 1, 2), saves_output=True, extra_saved=_row_sums, flops=_flops, backward_factor=2.5,
+        keeps_order=True,
     ),
 ]  # fmt: skip

@@ -27,18 +27,18 @@ def _matmul(view: OpView) -> str:
 RULES = [
     OpRule(
         "aten.linear.default", "* k+, n k+, n -> * n", call("F.linear"),
-        linear=((0,), (1,)), addends=(2,), saves_inputs=(0, 1), flops=_linear_flops,
+        linear=((0,), (1,)), addends=(2,), saves_inputs=(0, 1), crosswise=True, flops=_linear_flops,
     ),
     OpRule(
         "aten.mm.default", "m k+, k+ n -> m n", call("torch.mm"),
-        linear=((0,), (1,)), saves_inputs=(0, 1), flops=_product_flops,
+        linear=((0,), (1,)), saves_inputs=(0, 1), crosswise=True, flops=_product_flops,
     ),
     OpRule(
         "aten.bmm.default", "b m k+, b k+ n -> b m n", call("torch.bmm"),
-        linear=((0,), (1,)), saves_inputs=(0, 1), flops=_product_flops,
+        linear=((0,), (1,)), saves_inputs=(0, 1), crosswise=True, flops=_product_flops,
     ),
     OpRule(
         "aten.matmul.default", _matmul, call("torch.matmul"),
-        linear=((0,), (1,)), saves_inputs=(0, 1), flops=_product_flops,
+        linear=((0,), (1,)), saves_inputs=(0, 1), crosswise=True, flops=_product_flops,
     ),
 ]  # fmt: skip

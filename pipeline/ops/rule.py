@@ -68,6 +68,7 @@ class OpRule:
     linear: tuple[tuple[int, ...], ...] = ()
     addends: tuple[int, ...] = ()
     saves_inputs: tuple[int, ...] = ()
+    crosswise: bool = False  # each of `saves_inputs` is kept just for the gradients of the others
     saves_output: bool = False
     extra_saved: Callable[[OpView], int] = no_bytes
     flops: Flops = no_flops
@@ -75,6 +76,7 @@ class OpRule:
     is_view: bool = False  # writes no memory: shares its first input's
     permutes: bool = False  # a view that changes the order of dims in memory
     needs_order: bool = False  # a view only while no permutation lies between it and the memory; else a copy
+    keeps_order: bool = False  # new memory, in which dims lie in the order in which the first input's do
     split_body: Callable[[OpView, str], str] | None = None  # the local form when that letter is split, or ""
 
     def line(self, view: OpView) -> str:

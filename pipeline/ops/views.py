@@ -46,7 +46,8 @@ def _expand(view: OpView) -> str:
 
 
 RULES = [
-    OpRule("aten.view.default", reshape, reshaped("view"), linear=((0,),), is_view=True),
+    # A conversion may leave a tensor in another order in memory than the unsplit one: `view` would refuse that one.
+    OpRule("aten.view.default", reshape, reshaped("reshape"), linear=((0,),), is_view=True),
     OpRule("aten.reshape.default", reshape, reshaped("reshape"), linear=((0,),), is_view=True, needs_order=True),
     OpRule("aten.flatten.using_ints", reshape, method("flatten"), linear=((0,),), is_view=True, needs_order=True),
     OpRule("aten.unsqueeze.default", reshape, method("unsqueeze"), linear=((0,),), is_view=True),

@@ -14,12 +14,26 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from pipeline.cost.compute import optimizer_bytes
 from pipeline.launch import follow_parent, report_error
 from pipeline.runtime.collectives import all_gather_into, reduce_scatter_from
 
 MATMUL_SIDES = (32, 64, 128, 256, 384)
 COPY_ELEMENTS = (1 << 14, 1 << 17, 1 << 20, 1 << 22)
 SMALLEST_MESSAGE = 1024
+OPTIMIZER_ELEMENTS = (1 << 8, 1 << 14, 1 << 17)
+ROWS, COLUMNS = 128, 512  # of the tensor on which ops bound by arithmetic are timed
+OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "aten.gelu.default": F.gelu,
+    "aten.silu.default": F.silu,
+    "aten.tanh.default": torch.tanh,
+    "aten.sigmoid.default": torch.sigmoid,
+    "aten.exp.default": torch.exp,
+    "aten.softmax.int": lambda x: torch.softmax(x, -1),
+    "aten.log_softmax.int": lambda x: torch.log_softmax(x, -1),
+    "aten.layer_norm.default": lambda x: F.layer_norm(x, (COLUMNS,)),
+    "aten.cross_entropy_loss.default": lambda x: F.cross_entropy(x, torch.arange(ROWS)),
+}
 
 
 def main(work: Path) -> None:
@@ -46,6 +60,8 @@ def measure(job: dict) -> dict:
         "copy": [_copy(n, repeats) for n in COPY_ELEMENTS],
         "launch": _launch(repeats),
         "launch_backward": _launch_backward(repeats),
+        "ops": {name: _op(function, repeats) for name, function in OPS.items()},
+        "optimizer": [_optimizer(n, repeats) for n in OPTIMIZER_ELEMENTS],
         "collectives": _collectives(job["max_message_bytes"], repeats) if dist.get_world_size() > 1 else {},
     }
 
@@ -75,6 +91,23 @@ def _matmul(side: int, repeats: int) -> dict[str, float]:
 def _copy(elements: int, repeats: int) -> dict[str, float]:
     a, b = torch.randn(elements), torch.randn(elements)
     return {"bytes": 12.0 * elements, "seconds": timed(lambda: a + b, repeats, max(1, (1 << 18) // elements))}
+
+
+def _op(function: Callable[[torch.Tensor], torch.Tensor], repeats: int) -> dict[str, float]:
+    """Seconds for each element, forward and backward."""
+    x = torch.randn(ROWS, COLUMNS, requires_grad=True)
+    gradient = torch.ones_like(function(x))
+    forward = timed(lambda: function(x), repeats)
+    both = timed(lambda: torch.autograd.grad(function(x), x, gradient), repeats)
+    return {"forward": forward / x.numel(), "backward": max(both - forward, 0.0) / x.numel()}
+
+
+def _optimizer(elements: int, repeats: int) -> dict[str, float]:
+    """A step of AdamW on one parameter, which keeps two tensors of its size."""
+    parameter = torch.nn.Parameter(torch.ones(elements))
+    parameter.grad = torch.ones(elements)
+    optimizer = torch.optim.AdamW([parameter])
+    return {"bytes": optimizer_bytes(4.0 * elements, 2), "seconds": timed(optimizer.step, repeats, 5)}
 
 
 def _launch(repeats: int) -> float:

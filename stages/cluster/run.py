@@ -5,11 +5,11 @@ from __future__ import annotations
 from pipeline.config import Cluster as Settings
 from pipeline.config import ClusterSource, Config
 from pipeline.errors import ClusterError
-from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
+from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost, PerElement
 from pipeline.launch import LaunchFailed, run_ranks
 from pipeline.log import Log
 from pipeline.stage import Inputs, Result
-from stages.cluster.fit import fit_links, least_squares_line
+from stages.cluster.fit import FASTEST, fit_links, least_squares_line
 
 AXIS = "d0"
 
@@ -54,7 +54,7 @@ def from_preset(settings: Settings) -> Cluster:
 def ring_links(size: int, latency: float, bandwidth: float) -> dict[str, LinkCost]:
     """Ring algorithms: an all-reduce sends 2 (n-1)/n of the tensor over each link, the others (n-1)/n of it."""
     if size == 1:
-        return {name: LinkCost(0.0, 1e15) for name in COLLECTIVES}
+        return {name: LinkCost(0.0, FASTEST) for name in COLLECTIVES}
     share = (size - 1) / size
     steps = size - 1
     rounds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1 / size}
@@ -89,4 +89,13 @@ def measure(settings: Settings, choice: str, log: Log) -> Cluster:
 def _compute(found: dict) -> Compute:
     sizes, rates = zip(*((m["flops"], m["flops"] / m["seconds"]) for m in found["matmul"]), strict=True)
     _, seconds_per_byte = least_squares_line([(m["bytes"], m["seconds"]) for m in found["copy"]])
-    return Compute(Curve(sizes, rates), 1 / seconds_per_byte, found["launch"], found["launch_backward"])
+    optimizer_launch, optimizer_per_byte = least_squares_line([(m["bytes"], m["seconds"]) for m in found["optimizer"]])
+    return Compute(
+        matmul=Curve(sizes, rates),
+        memory_rate=1 / seconds_per_byte,
+        launch=found["launch"],
+        launch_backward=found["launch_backward"],
+        ops={name: PerElement(**seconds) for name, seconds in found["ops"].items()},
+        optimizer_launch=optimizer_launch,
+        optimizer_rate=1 / optimizer_per_byte,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import re
 from dataclasses import dataclass
 
 from pipeline import runtime_names
@@ -15,7 +16,7 @@ from pipeline.ops.rule import Rendered, call
 from pipeline.ops.table import rule_of
 
 WIDTH = 108  # of a line inside a method, so that the text keeps to 120 columns
-RESERVED = {"F", "p", "torch", "x", "DEVICE", *runtime_names.NAMES}
+RESERVED = {"F", "float", "p", "self", "torch", "x", "DEVICE", *runtime_names.NAMES}
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,20 @@ class Names:
         self.taken = set(RESERVED)
 
     def give(self, tensor: Tensor, name: str) -> str:
-        base = f"{name}_" if keyword.iskeyword(name) or name in RESERVED else name
-        unique, count = base, 0
-        while unique in self.taken:
-            count += 1
-            unique = f"{base}_{count}"
-        self.taken.add(unique)
-        self.known[tensor] = unique
-        return unique
+        self.known[tensor] = free_name(name, self.taken)
+        return self.known[tensor]
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """The name as an identifier that is not taken yet, which it then is."""
+    base = re.sub(r"\W", "_", name)
+    base = f"{base}_" if keyword.iskeyword(base) or base in RESERVED or not base.isidentifier() else base
+    found, count = base, 0
+    while found in taken or not found.isidentifier():
+        count += 1
+        found = f"{base}_{count}"
+    taken.add(found)
+    return found
 
 
 class BlockWriter:
@@ -109,7 +116,7 @@ class BlockWriter:
     def _convert(self, step: Convert) -> None:
         source = self._name(step.source)
         value = self.graph.values[step.source.value]
-        base = value.origin.rpartition(".")[2] if value.role is Role.PARAMETER else source
+        base = value.origin.rpartition(".")[2] if value.role in (Role.PARAMETER, Role.BUFFER) else source
         target = self.names.give(step.target, f"{base}_{suffix(step.target.layout)}")
         text = convert_text(source, step, self.mesh)
         self.used.add(text.partition("(")[0])
@@ -122,6 +129,8 @@ class BlockWriter:
         self.used.update(name for name in runtime_names.LOSSES if text.startswith(f"{name}("))
         base = op.target.split(".")[1]
         targets = ", ".join(self.names.give(tensor, base) for tensor in step.outputs)
+        if len(op.outputs) == 1 and op.outputs != (op.name,):  # a list of one result
+            targets = f"({targets},)"
         self.lines += statement(f"{targets} = {text}", self._remark(step.outputs[0]))
 
     def _heading(self, module: str, source: str) -> None:

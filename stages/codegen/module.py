@@ -10,7 +10,7 @@ from pipeline.ir.names import pattern
 from pipeline.ir.plan import Plan, Region
 from pipeline.ir.program import Program, Tensor
 from pipeline.lowering import home_layouts
-from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh
+from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, free_name
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def write_module(graph: OpGraph, plan: Plan, program: Program) -> str:
     mesh = Mesh(plan.axes)
     before = _prologue(graph, plan, program, mesh)
     blocks = _blocks(graph, plan, program, mesh, before)
-    functions = _function_names(blocks)
+    functions = _function_names(blocks, set(before.names.values()))
     scopes = _scope_names(blocks)
     callers = [Caller(functions[_text_of(b)], scopes[b.prefix], b) for b in blocks]
     used = set(before.used).union(*(b.used for b in blocks))
@@ -54,10 +54,17 @@ class Prologue:
 def _prologue(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh) -> Prologue:
     """What `forward` does before the chain; its names are what the blocks take as common values."""
     home = home_layouts(graph, plan.sharding)
-    inputs = {Tensor(v.name, home[v.name]): v.name for v in graph.of_role(Role.INPUT)}
+    inputs = {Tensor(name, home[name]): own for name, own in _input_names(graph).items()}
     writer = BlockWriter(graph, plan.sharding, mesh, "", inputs)
     block = writer.write((*program.prologue, *program.shared), None, next(iter(inputs)))
     return Prologue(block.lines, writer.names.known, block.used, block.reads_parameters)
+
+
+def _input_names(graph: OpGraph) -> dict[str, str]:
+    """Input -> its name in the program: its own, unless the program has that name for something else."""
+    names = [v.name for v in graph.of_role(Role.INPUT)]
+    taken = RESERVED.union(names)
+    return {name: free_name(name, taken) if name in RESERVED else name for name in names}
 
 
 def _blocks(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh, before: Prologue) -> list[Block]:
@@ -95,19 +102,20 @@ def _text_of(block: Block) -> str:
     return "\n".join((block.signature, *block.lines, block.result))
 
 
-def _function_names(blocks: list[Block]) -> dict[str, str]:
+def _function_names(blocks: list[Block], variables: set[str]) -> dict[str, str]:
     """Block text -> name: the module's, without numbers; with a letter where one module has several functions."""
+    taken = RESERVED | variables | {"Program", "Tensor", "MESH", "INPUTS", "PARAMETERS"}
     by_base: dict[str, list[str]] = {}
     for block in blocks:
         base = "_".join(part for part in block.prefix.split(".") if part and not part.isdigit()) or "model"
-        base = f"{base}_block" if base in RESERVED else base
+        base = f"{base}_block" if base in taken else base
         texts = by_base.setdefault(base, [])
         if _text_of(block) not in texts:
             texts.append(_text_of(block))
     names = {}
     for base, texts in by_base.items():
         for number, text in enumerate(texts):
-            names[text] = base if len(texts) == 1 else f"{base}_{_letters(number)}"
+            names[text] = free_name(base if len(texts) == 1 else f"{base}_{_letters(number)}", taken)
     return names
 
 
@@ -117,7 +125,8 @@ def _letters(number: int) -> str:
 
 
 def _scope_names(blocks: list[Block]) -> dict[str, str]:
-    return {b.prefix: b.prefix.replace(".", "_") or "whole" for b in blocks}
+    taken = {"forward", "tensors"}
+    return {prefix: free_name(prefix or "whole", taken) for prefix in dict.fromkeys(b.prefix for b in blocks)}
 
 
 def _distinct(blocks: list[Block], functions: dict[str, str]) -> dict[str, Block]:
@@ -179,8 +188,11 @@ def _class(graph: OpGraph, plan: Plan, before: Prologue, callers: list[Caller], 
     lines = ["class Program:", "    def __init__(self, tensors: dict[str, Tensor]) -> None:"]
     lines += ["        self.tensors = tensors"] if before.reads_parameters or not prefixes else []
     lines += [f'        self.{scopes[prefix]} = scope(tensors, "{prefix}")' for prefix in prefixes]
-    inputs = ", ".join(f"{v.name}: Tensor" for v in graph.of_role(Role.INPUT))
+    names = _input_names(graph)
+    plain = all(name == own for name, own in names.items())
+    inputs = ", ".join(f"{name}: Tensor" for name in names) if plain else "**batch: Tensor"
     lines += ["", f"    def forward(self, {inputs}) -> Tensor:"]
+    lines += [] if plain else [f'        {own} = batch["{name}"]' for name, own in names.items()]
     lines += ["        p = self.tensors"] if before.reads_parameters else []
     lines += [f"        {line}" for line in before.lines]
     methods: list[str] = []

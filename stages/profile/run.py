@@ -41,15 +41,37 @@ def profile_graph(graph: OpGraph) -> Profile:
 def find_storage(graph: OpGraph) -> dict[str, str]:
     """The value whose memory each value shares. A reshape of permuted memory is a copy, any other view is free."""
     storage = {name: name for name in graph.values}
-    permuted: set[str] = set()
+    permuted: dict[str, Order] = {}
     for op in graph.ops:
         rule = rule_of(op)
-        if rule is None or not rule.is_view or (rule.needs_order and op.inputs[0] in permuted):
+        if rule is None or not op.inputs or not (rule.is_view or rule.keeps_order):
             continue
-        storage[op.outputs[0]] = storage[op.inputs[0]]
-        if rule.permutes or op.inputs[0] in permuted:
-            permuted.add(op.outputs[0])
+        source, target = op.inputs[0], op.outputs[0]
+        if rule.is_view and rule.needs_order and source in permuted:
+            continue
+        if rule.is_view:
+            storage[target] = storage[source]
+        order = _order(rule, view_op(graph, op), permuted.get(source, IN_ORDER))
+        if order != IN_ORDER:
+            permuted[target] = order
     return storage
+
+
+Order = tuple[int, ...] | None  # the dims of a tensor, outermost in memory first; None is some other order
+IN_ORDER: Order = ()
+
+
+def _order(rule: OpRule, view: OpView, before: Order) -> Order:
+    """How the dims of an op's output lie in memory, where its first input's lie as `before`."""
+    rank = len(view.output.shape)
+    if before is None or (before == IN_ORDER and not rule.permutes):
+        return before
+    if rule.permutes:
+        left, right = (side.split() for side in rule.line(view).split("->"))
+        after = tuple(right.index(left[dim]) for dim in before or range(rank))
+        return IN_ORDER if after == tuple(range(rank)) else after
+    same = rule.keeps_order and len(view.inputs[0].shape) == rank
+    return before if same else None
 
 
 def op_cost(view: OpView, rule: OpRule | None, storage: dict[str, str]) -> OpCost:
@@ -61,7 +83,7 @@ def op_cost(view: OpView, rule: OpRule | None, storage: dict[str, str]) -> OpCos
     if rule is None:
         saves = (*names, *outputs)
     else:
-        saves = (*(names[i] for i in rule.saves_inputs if i < len(names)), *(outputs if rule.saves_output else ()))
+        saves = (*_kept_inputs(view, rule), *(outputs if rule.saves_output else ()))
     return OpCost(
         flops_forward=flops,
         flops_backward=flops * rule.backward_factor if rule and differentiable else 0.0,
@@ -71,6 +93,13 @@ def op_cost(view: OpView, rule: OpRule | None, storage: dict[str, str]) -> OpCos
         extra_saved=rule.extra_saved(view) if rule and differentiable else 0,
         free=storage[outputs[0]] != outputs[0],
     )
+
+
+def _kept_inputs(view: OpView, rule: OpRule) -> tuple[str, ...]:
+    places = [i for i in rule.saves_inputs if i < len(view.inputs)]
+    if rule.crosswise:
+        places = [i for i in places if any(view.input_grads[j] for j in places if j != i)]
+    return tuple(view.op.inputs[i] for i in places)
 
 
 def _saved_bytes(graph: OpGraph, ops: dict[str, OpCost], storage: dict[str, str]) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 import torch
@@ -44,8 +47,7 @@ def pick_loss(output: Any) -> Tensor:
 
 
 def export_loss(model: nn.Module, batch: dict[str, Tensor]) -> ExportedProgram:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # export warns of its own internals
+    with _quiet():
         try:
             return torch.export.export(LossOnly(model), (), batch, strict=False)
         except TraceError:
@@ -56,6 +58,20 @@ def export_loss(model: nn.Module, batch: dict[str, Tensor]) -> ExportedProgram:
                 where=user_line(error) or "conf/model: module",
                 remedy="make forward() free of branches on tensor values and check the batch's names and shapes",
             ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Export warns of its own internals, and prints the graph so far when it fails: the user gets our one line."""
+    torch_log = logging.getLogger("torch")
+    level = torch_log.level
+    torch_log.setLevel(logging.CRITICAL)
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            torch_log.setLevel(level)
 
 
 def _first_line(error: BaseException) -> str:

@@ -292,7 +292,7 @@ def test_a_line_that_does_not_fit_the_op_is_refused(line: str) -> None:
 
 WRONG = {
     "the bias enters once per rank": ("aten.linear.default", {"addends": ()}, (t(4, 12), t(6, 12), t(6))),
-    "the normalised dim is split": ("aten.layer_norm.default", {"dims": "* n, n, n -> * n"}, (t(6, 12), (12,), t(12), t(12))),
+    "the normalised dim is split": ("aten.layer_norm.default", {"dims": "* n, n -> * n"}, (t(6, 12), (12,), t(12))),
     "the softmax dim is split": ("aten.softmax.int", {"dims": broadcast}, (t(6, 12), 1)),
     "a curve is called linear": ("aten.tanh.default", {"linear": ((0,),)}, (t(12),)),
     "a product is called linear in both": ("aten.mul.Tensor", {"linear": ((0, 1),)}, (t(12), t(12))),

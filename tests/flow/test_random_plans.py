@@ -1,0 +1,112 @@
+"""Any valid sharding, with any recompute, is the same step: loss and every gradient equal those of the module.
+
+Strategies, storage and recompute are drawn at random for each op; the written program runs on real ranks in float64.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.ir.graph import Role
+from pipeline.ir.plan import Plan
+from tests import plans
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.flow
+
+SEEDS = {
+    2: {"gpt": 7, "tied": 6, "mlp": 4, "odd": 8, "names": 5},
+    3: {"gpt": 3, "tied": 3, "mlp": 1, "odd": 3, "names": 2},
+}
+RANDOM = [(n, f"{model}-{seed}") for n, counts in SEEDS.items() for model, c in counts.items() for seed in range(c)]
+FORCED = [(n, f"{model}-{kind}") for n in SEEDS for model in ("gpt", "tied") for kind in plans.FORCED]
+
+
+def plan_named(name: str, ranks: int) -> Plan:
+    model, _, kind = name.partition("-")
+    graph = plans.graph_of(model)
+    if kind in plans.FORCED:
+        return plans.FORCED[kind](graph, ranks)
+    return plans.random_plan(graph, ranks, seed=1000 * ranks + int(kind))
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Writes all programs for a number of ranks and runs them in one group of processes."""
+    found: dict[int, list[dict[str, str]]] = {}
+
+    def of(ranks: int) -> list[dict[str, str]]:
+        if ranks not in found:
+            folder: Path = tmp_path_factory.mktemp(f"plans_{ranks}_")
+            for model in plans.MODELS:
+                plans.save_truth(model, folder / f"{model}.truth")
+            for n, name in [*RANDOM, *FORCED]:
+                if n == ranks:
+                    _, source = plans.lowered(name.partition("-")[0], plan_named(name, ranks))
+                    (folder / f"{name}.py").write_text(source)
+            found[ranks] = run_ranks(ranks, plans.run_programs, str(folder))
+        return found[ranks]
+
+    return of
+
+
+@pytest.mark.parametrize(("ranks", "name"), [*RANDOM, *FORCED])
+def test_a_plan_trains_as_the_module_does(outcomes, ranks: int, name: str) -> None:
+    for rank, errors in enumerate(outcomes(ranks)):
+        assert not errors[name], f"rank {rank}:\n{errors[name]}"
+
+
+def test_random_plans_use_every_conversion_and_nested_recompute() -> None:
+    """What the random plans are worth: all of the table occurs in them."""
+    from pipeline.cost.conversions import TABLE
+
+    seen, nested = set(), 0
+    for ranks, name in RANDOM:
+        plan = plan_named(name, ranks)
+        program, _ = plans.lowered(name.partition("-")[0], plan)
+        seen |= {"".join(c for c in pair if c in "RBSP") for pair in plans.conversions_in(program)}
+        nested += any(inner.recompute for region in plan.regions for inner in region.inner)
+    assert seen == set(TABLE)
+    assert nested >= 5
+
+
+# ---- plans that have a name
+
+
+def summed(name: str) -> bool:
+    model, _, kind = name.partition("-")
+    graph = plans.graph_of(model)
+    program, _ = plans.lowered(model, plans.FORCED[kind](graph, 2))
+    return set(program.reduced) == {v.name for v in graph.of_role(Role.PARAMETER)}
+
+
+def conversions(name: str) -> list[str]:
+    model, _, kind = name.partition("-")
+    program, _ = plans.lowered(model, plans.FORCED[kind](plans.graph_of(model), 2))
+    return plans.conversions_in(program)
+
+
+@pytest.mark.parametrize("model", ["gpt", "tied"])
+def test_data_parallel_only_sums_gradients_and_the_loss(model: str) -> None:
+    assert conversions(f"{model}-data_parallel") == ["P -> R"]
+    assert summed(f"{model}-data_parallel")
+
+
+def test_zero_gathers_each_parameter_once() -> None:
+    graph = plans.graph_of("gpt")
+    found = conversions("gpt-zero")
+    assert found[-1] == "P -> R"
+    assert len(found) == 1 + len(list(graph.of_role(Role.PARAMETER)))
+    assert all(pair.endswith("-> B") and pair.startswith("S(") for pair in found[:-1])
+    assert len(conversions("tied-zero")) == len(found) - 1, "the tied parameter is gathered once for both its uses"
+
+
+def test_megatron_sums_twice_per_layer_each_way() -> None:
+    found = conversions("gpt-megatron")
+    layers = plans.GPT["layers"]
+    assert found.count("P -> R") == 2 * layers
+    assert found.count("R -> B") == 2 * layers
+    assert found.count("R -> P") == 2 * layers, "the biases of out and down enter once"
+    assert len(found) == 6 * layers

@@ -1,0 +1,314 @@
+"""Plans drawn at random, written as programs and run on real ranks against the unsplit module."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.layout import B, Layout, R, S
+from pipeline.ir.names import look_up
+from pipeline.ir.plan import Plan, Prediction, Region, Sharding, Strategy
+from pipeline.ir.program import Convert, Program
+from pipeline.ir.verify import verify_graph
+from pipeline.lowering import lower
+from pipeline.models import gpt, mlp
+from pipeline.ops.dims import strategies
+from pipeline.ops.rule import view_op
+from pipeline.ops.table import rule_of
+from pipeline.runtime.mesh import set_mesh
+from pipeline.runtime.parameters import GradientSum, piece_of
+from stages.codegen.module import write_module
+from stages.trace.chain import find_chain
+from stages.trace.export import export_loss
+from stages.trace.lower import lower as to_ops
+from stages.train.worker import load_program
+from tests.ranks import AXIS
+
+NEAR = 1e-9
+
+
+# ---- modules: sizes divide by 2 and by 3, and one or the other by neither
+
+
+class Odd(nn.Module):
+    """Ops without a rule, ops of several results, buffers, and parameters that are frozen, unused or read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+        self.scale = nn.Parameter(torch.rand(6, 1))
+        self.unused = nn.Parameter(torch.rand(4))
+        self.frozen = nn.Parameter(torch.rand(12), requires_grad=False)
+        self.register_buffer("curve", torch.rand(6, 12))
+
+    def forward(self, inputs: Tensor, weights: Tensor) -> Tensor:
+        h = torch.cumsum(self.inner(inputs), 2) * 0.3  # b s w
+        left, right = h.split(6, dim=2)
+        h = torch.cat((left.tanh() * self.scale, right + self.scale), 2) + self.frozen
+        h = torch.relu(h.transpose(0, 1)).transpose(0, 1).view(6, 36, 2)  # contiguous again, unless it was converted
+        h = h.reshape(6, 6, 12) * torch.softmax(self.curve * 2.0, 1)
+        h = h - h.mean() + torch.logsumexp(h, dim=2, keepdim=True)
+        (h,) = h.split(12, dim=2)
+        h, scale = torch.broadcast_tensors(h, self.scale)
+        return F.mse_loss(h * scale, inputs) + (h * weights.unsqueeze(1)).sum() * 0.01
+
+
+class Names(nn.Module):
+    """Names of inputs and modules that generated code uses for itself, or that fall together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(6, 12)
+        self.a = nn.ModuleDict({"b": nn.Linear(12, 12), "not-a-name": nn.Linear(12, 12)})
+        self.a_b = nn.Linear(12, 12)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.LayerNorm(12)) for _ in range(2)])
+        self.layers_a = nn.Linear(12, 12)
+        self.forward_ = nn.Linear(12, 12)
+        self.tensors = nn.Linear(12, 12)
+        self.mask = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor, tokens: Tensor, mask: Tensor, p: Tensor) -> Tensor:
+        y = self.tokens(tokens) + x.exp()
+        for module in (self.a["b"], self.a_b, *self.layers, self.layers_a, self.tensors, self.forward_, self.mask):
+            y = torch.tanh(module(y)) * mask
+        y = self.a["not-a-name"](y) * p.transpose(0, 1)
+        return F.mse_loss(y, x)
+
+
+GPT = {"vocab_size": 12, "context": 6, "width": 12, "layers": 2, "heads": 6}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": lambda: gpt.build(**GPT),
+    "tied": lambda: gpt.build(**GPT, tie=True),
+    "mlp": lambda: mlp.build(features=12, width=6, classes=4, depth=2),
+    "odd": Odd,
+    "names": Names,
+}
+
+
+def batch_of(model: str) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    if model in ("gpt", "tied"):
+        ids, labels = torch.randint(12, (6, 6)), torch.randint(12, (6, 6))
+        labels[:2, :5] = -100  # so the ranks hold different numbers of targets
+        return {"input_ids": ids, "labels": labels}
+    if model == "mlp":
+        return {"inputs": torch.randn(12, 12).double(), "targets": torch.randint(4, (12,))}
+    inputs = torch.randn(6, 6, 12).double()
+    if model == "odd":
+        return {"inputs": inputs, "weights": torch.randn(6, 12).double()}
+    return {"x": inputs, "tokens": torch.randint(6, (6, 6)), "mask": torch.rand(6, 12).double(),
+            "p": torch.rand(6, 6, 1).double()}  # fmt: skip
+
+
+@cache
+def module_of(model: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[model]().double().train()
+
+
+@cache
+def graph_of(model: str) -> OpGraph:
+    module, batch = module_of(model), batch_of(model)
+    graph = find_chain(to_ops(export_loss(module, batch), module, tuple(batch)))
+    verify_graph(graph)
+    return graph
+
+
+# ---- plans
+
+
+def plan_of(sharding: Sharding, regions: tuple[Region, ...], ranks: int) -> Plan:
+    return Plan(((AXIS, ranks),), "cpu", 0, sharding, regions, Prediction(*[0] * 7), ())
+
+
+def options_of(graph: OpGraph, ranks: int) -> dict[str, tuple[Strategy, ...]]:
+    return {op.name: strategies(rule_of(op), view_op(graph, op), ranks) for op in graph.ops}
+
+
+def splits(shape: tuple[int, ...], ranks: int) -> list[Layout]:
+    return [Layout((S(d),)) for d, size in enumerate(shape) if size and size % ranks == 0]
+
+
+def random_plan(graph: OpGraph, ranks: int, seed: int) -> Plan:
+    """Any strategy for any op; each plan likes some states more than others, so that runs of equal ones occur."""
+    draw = random.Random(seed)
+    liking = {kind: draw.choice([0.1, 1.0, 5.0]) for kind in "RBSP"}
+
+    def weight(layout: Layout) -> float:
+        return liking[layout.states[0].kind]
+
+    picked = {
+        name: draw.choices(options, [weight(s.outputs[0]) for s in options])[0]
+        for name, options in options_of(graph, ranks).items()
+    }
+
+    def source(shape: tuple[int, ...]) -> Layout:
+        choices = [Layout((R,)), *splits(shape, ranks)]
+        return draw.choices(choices, [weight(c) for c in choices])[0]
+
+    storage = {v.origin: source(v.type.shape) for v in graph.of_role(Role.PARAMETER)}
+    inputs = {v.name: source(v.type.shape) for v in graph.of_role(Role.INPUT)}
+    regions = random_regions(0, len(graph.chain) - 1, draw, draw.randint(0, 3))
+    return plan_of(Sharding(picked, storage, inputs), regions, ranks)
+
+
+def random_regions(first: int, last: int, draw: random.Random, depth: int, inner: bool = False) -> tuple[Region, ...]:
+    """Links one by one, and regions that recompute, nested up to a depth."""
+    found = []
+    while first <= last:
+        end = draw.randint(first, last)
+        whole = inner and not found and end == last  # a region that is its only inner region is one region
+        if depth and not whole and draw.random() < 0.6:
+            found.append(Region(first, end, True, random_regions(first, end, draw, depth - 1, inner=True)))
+            first = end + 1
+        else:
+            found.append(Region(first, first, False, ()))
+            first += 1
+    return tuple(found)
+
+
+def follow(
+    graph: OpGraph, ranks: int, read: Callable[[str], Layout], inputs: dict[str, Layout], storage: dict[str, Layout]
+) -> Plan:
+    """Each op in the strategy that takes most of its inputs as they come; `read` says how parameters come."""
+    comes = {**inputs, **{v.name: Layout((R,)) for v in graph.of_role(Role.BUFFER)}}
+    comes |= {v.name: read(v.origin) for v in graph.of_role(Role.PARAMETER)}
+    picked = {}
+    for op in graph.ops:
+        options = strategies(rule_of(op), view_op(graph, op), ranks)
+        fits = [sum(comes[n] == i for n, i in zip(op.inputs, s.inputs, strict=True)) for s in options]
+        picked[op.name] = options[fits.index(max(fits))]
+        comes |= dict(zip(op.outputs, picked[op.name].outputs, strict=True))
+    links = tuple(Region(i, i, False, ()) for i in range(len(graph.chain)))
+    return plan_of(Sharding(picked, storage, inputs), links, ranks)
+
+
+def data_parallel(graph: OpGraph, ranks: int) -> Plan:
+    inputs = {v.name: Layout((S(0),)) for v in graph.of_role(Role.INPUT)}
+    storage = {v.origin: Layout((R,)) for v in graph.of_role(Role.PARAMETER)}
+    return follow(graph, ranks, lambda name: Layout((B,)), inputs, storage)
+
+
+def zero(graph: OpGraph, ranks: int) -> Plan:
+    """As data parallel, with every parameter stored in pieces of its last dim that divides."""
+    inputs = {v.name: Layout((S(0),)) for v in graph.of_role(Role.INPUT)}
+    storage = {v.origin: splits(v.type.shape, ranks)[-1] for v in graph.of_role(Role.PARAMETER)}
+    return follow(graph, ranks, lambda name: Layout((B,)), inputs, storage)
+
+
+def megatron(graph: OpGraph, ranks: int) -> Plan:
+    """Query, key, value and up by columns, out and down by rows; the rest replicated."""
+
+    def stored(name: str) -> Layout:
+        module, kind = name.split(".")[-2:]
+        if module in ("query", "key", "value", "up"):
+            return Layout((S(0),))
+        return Layout((S(1),)) if module in ("out", "down") and kind == "weight" else Layout((R,))
+
+    inputs = {v.name: Layout((R,)) for v in graph.of_role(Role.INPUT)}
+    storage = {v.origin: stored(v.origin) for v in graph.of_role(Role.PARAMETER)}
+    return follow(graph, ranks, stored, inputs, storage)
+
+
+FORCED = {"data_parallel": data_parallel, "zero": zero, "megatron": megatron}
+
+
+def lowered(model: str, plan: Plan) -> tuple[Program, str]:
+    graph = graph_of(model)
+    program = lower(graph, plan.sharding)
+    return program, write_module(graph, plan, program)
+
+
+# ---- running them
+
+
+def save_truth(model: str, path: Path) -> None:
+    """The module's tensors, a batch, and the loss and gradients of the unsplit step."""
+    module, batch = module_of(model), batch_of(model)
+    module.zero_grad()
+    loss = module(**batch)
+    loss.backward()
+    named = dict(module.named_parameters())
+    torch.save(
+        {
+            "parameters": {n: p.detach() for n, p in named.items() if p.requires_grad},
+            "constants": {**dict(module.named_buffers()), **{n: p for n, p in named.items() if not p.requires_grad}},
+            "batch": batch,
+            "loss": loss.detach(),
+            "gradients": {n: p.grad for n, p in named.items() if p.grad is not None},
+        },
+        path,
+    )
+
+
+def run_programs(folder: str) -> dict[str, str]:
+    """On a rank: every program in the folder -> what is wrong with it, or ''."""
+    truths = {path.stem: torch.load(path) for path in Path(folder).glob("*.truth")}
+    errors = {}
+    for path in sorted(Path(folder).glob("*.py")):
+        try:
+            _run(path, truths[path.name.partition("-")[0]])
+            errors[path.stem] = ""
+        except Exception:  # shown by the test of that plan
+            errors[path.stem] = traceback.format_exc()
+    return errors
+
+
+def _run(path: Path, truth: dict) -> None:
+    program = load_program(str(path))
+    set_mesh(program.MESH)
+    axes = list(program.MESH)
+    entries = {name: look_up(program.PARAMETERS, name) for name in truth["parameters"]}
+    layouts = {name: Layout.parse(entry[0]) for name, entry in entries.items()}
+    held = {n: nn.Parameter(piece_of(p, layouts[n], axes)) for n, p in truth["parameters"].items()}
+    batch = {n: piece_of(b, Layout.parse(program.INPUTS[n]), axes) for n, b in truth["batch"].items()}
+    sums = GradientSum([p for n, p in held.items() if entries[n][1] == "summed"], axes[0])
+    floor = 1e-3 * float(max(g.norm() for g in truth["gradients"].values()))
+    step = program.Program({**truth["constants"], **held})
+    for _ in range(2):  # a second step finds what the first left behind
+        sums.start()
+        for name, entry in entries.items():
+            if entry[1] == "complete":
+                held[name].grad = None
+        loss = step.forward(**batch)
+        loss.backward()
+        sums.wait()
+        _compare("loss", loss.detach(), truth["loss"], 0.0)
+        for name, parameter in held.items():
+            expected = truth["gradients"].get(name)
+            if expected is None:
+                assert parameter.grad is None or not parameter.grad.any(), f"{name} has a gradient"
+            else:
+                assert parameter.grad is not None, f"{name} has no gradient"
+                _compare(name, _whole(parameter.grad, layouts[name]), expected, floor)
+
+
+def _whole(piece: Tensor, layout: Layout) -> Tensor:
+    (state,) = layout.states
+    if state.kind != "S":
+        return piece
+    everyone = [torch.empty_like(piece) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, piece.contiguous())
+    return torch.cat(everyone, state.dim)
+
+
+def _compare(name: str, found: Tensor, expected: Tensor, floor: float) -> None:
+    """Relative to its own size, or to the floor: the gradient of a key's bias is nothing but rounding."""
+    assert found.shape == expected.shape, f"{name}: {tuple(found.shape)}, expected {tuple(expected.shape)}"
+    error = (found - expected).norm() / max(float(expected.norm()), floor)
+    assert error < NEAR, f"{name} differs by {error:.1e} of its size"
+
+
+def conversions_in(program: Program) -> list[str]:
+    """`R -> B` for each conversion, in order."""
+    steps = [*program.prologue, *program.shared, *(step for link in program.links for step in link)]
+    return [f"{step.source.layout} -> {step.target.layout}" for step in steps if isinstance(step, Convert)]

@@ -1,0 +1,138 @@
+"""The machine as seconds and bytes: fits that recover known lines, presets by formula, and one real probe."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipeline.config import Cluster as Settings
+from pipeline.config import ClusterSource, Preset, Probe
+from pipeline.errors import ClusterError
+from pipeline.ir.cluster import COLLECTIVES, Curve
+from pipeline.ir.codec import decode, encode
+from stages.cluster.fit import FASTEST, fit_links, least_squares_line
+from stages.cluster.run import figures, from_preset, measure, ring_links
+from tests.graphs import SILENT
+
+SIZES = [1024 * 8**i for i in range(5)]
+
+
+@pytest.mark.parametrize(("offset", "slope"), [(50e-6, 1e-9), (1e-3, 1e-12), (1e-7, 1e-8), (5.0, 2.0)])
+def test_the_line_is_recovered(offset, slope):
+    found = least_squares_line([(x, offset + slope * x) for x in SIZES])
+    if slope * SIZES[-1] > offset / 50:
+        assert found == pytest.approx((offset, slope), rel=1e-6)
+    else:  # the slope is lost in the offset: it is kept at a hundredth of the longest time
+        assert found[0] == pytest.approx(offset, rel=0.02)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_line_is_recovered_from_noise(seed):
+    noise = random.Random(seed)
+    points = [(x, (50e-6 + 1e-9 * x) * noise.uniform(0.95, 1.05)) for x in SIZES for _ in range(4)]
+    offset, slope = least_squares_line(points)
+    assert offset == pytest.approx(50e-6, rel=0.1) and slope == pytest.approx(1e-9, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [(1024, 1e-4)],
+        [(1024, 1e-4), (1024, 2e-4)],
+        [(1024, 3e-4), (8192, 2e-4), (65536, 1e-4)],  # falls
+        [(1024, 1e-9), (8192, 1e-3)],
+        [(1024, 1e-4), (8192, 1e-4)],
+    ],
+)
+def test_both_are_positive_whatever_is_measured(points):
+    offset, slope = least_squares_line(points)
+    assert offset > 0 and slope > 0
+
+
+def test_links_are_fitted_one_by_one():
+    measured = {
+        name: [{"bytes": float(x), "seconds": (n + 1) * (1e-5 + 1e-9 * x)} for x in SIZES]
+        for n, name in enumerate(COLLECTIVES)
+    }
+    for n, (name, link) in enumerate(fit_links(measured).items()):
+        assert name == COLLECTIVES[n]
+        assert link.latency == pytest.approx((n + 1) * 1e-5) and link.bandwidth == pytest.approx(1e9 / (n + 1))
+
+
+def test_an_axis_of_one_rank_costs_nothing():
+    for links in (fit_links({}), ring_links(1, 1.0, 1.0)):
+        assert set(links) == set(COLLECTIVES)
+        assert all((link.latency, link.bandwidth) == (0.0, FASTEST) for link in links.values())
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_ring_links(size):
+    latency, bandwidth, nbytes = 1e-5, 1e9, 1e6
+    links = ring_links(size, latency, bandwidth)
+    step = latency + nbytes / size / bandwidth  # one message of the ring: a piece of the tensor
+    assert set(links) == set(COLLECTIVES)
+    assert links["all_reduce"].seconds(nbytes) == pytest.approx(2 * (size - 1) * step)
+    assert links["all_gather"].seconds(nbytes) == pytest.approx((size - 1) * step)
+    assert links["reduce_scatter"].seconds(nbytes) == pytest.approx((size - 1) * step)
+    to_each = latency + nbytes / size**2 / bandwidth
+    assert links["all_to_all"].seconds(nbytes) == pytest.approx((size - 1) * to_each)
+
+
+def settings(**changes) -> Settings:
+    figures_ = Preset(matmul_gflops=50, memory_gbytes_per_s=10, launch_us=10, latency_us=50, link_gbytes_per_s=2)
+    return Settings(**{"source": ClusterSource.preset, "devices": 2, "memory_gb": 4, "preset": figures_, **changes})
+
+
+def test_a_preset():
+    cluster = from_preset(settings(devices=4))
+    assert (cluster.source, cluster.devices, cluster.sizes) == ("preset", 4, (4,))
+    assert cluster.memory_bytes == 4_000_000_000
+    assert cluster.compute.matmul.at(1e9) == 50e9 and cluster.compute.memory_rate == 10e9
+    assert cluster.compute.launch == pytest.approx(10e-6)
+    assert cluster.axes[0].links == ring_links(4, 50e-6, 2e9)
+    assert figures(cluster)["matmul_gflops"] == 50
+    assert decode(type(cluster), encode(cluster)) == cluster
+
+
+def test_a_curve_is_interpolated_and_constant_outside():
+    curve = Curve((10.0, 20.0), (1.0, 3.0))
+    assert [curve.at(x) for x in (0, 10, 15, 20, 99)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(("sizes", "rates"), [((), ()), ((1.0,), ()), ((2.0, 1.0), (1.0, 1.0)), ((1.0,), (0.0,))])
+def test_a_curve_that_is_none(sizes, rates):
+    with pytest.raises(ValueError, match="a curve needs"):
+        Curve(sizes, rates)
+
+
+@pytest.mark.flow
+def test_a_real_probe_of_two_ranks():
+    probe = settings(source=ClusterSource.probe, memory_gb=None, probe=Probe(max_message_mb=0.1, repeats=3))
+    cluster = measure(probe, "local_cpu", SILENT)
+    assert (cluster.source, cluster.devices, cluster.sizes) == ("probe", 2, (2,))
+    assert cluster.memory_bytes > 1e6
+    compute = cluster.compute
+    assert min(compute.matmul.rates) > 1e6 and compute.memory_rate > 1e6
+    assert 0 < compute.launch < 1 and 0 < compute.launch_backward < 1
+    assert set(cluster.axes[0].links) == set(COLLECTIVES)
+    assert all(link.latency > 0 and link.bandwidth > 0 for link in cluster.axes[0].links.values())
+    assert all(value > 0 for value in figures(cluster).values())
+    assert decode(type(cluster), encode(cluster)) == cluster
+
+
+@pytest.mark.flow
+def test_a_probe_of_one_rank_with_memory_given():
+    probe = settings(source=ClusterSource.probe, devices=1, memory_gb=2, probe=Probe(repeats=3))
+    cluster = measure(probe, "single_cpu", SILENT)
+    assert cluster.memory_bytes == 2_000_000_000 and cluster.sizes == (1,)
+    assert cluster.axes[0].links["all_reduce"].seconds(1e9) < 1e-5
+
+
+def test_a_probe_that_takes_too_long_names_its_file():
+    probe = settings(source=ClusterSource.probe, probe=Probe(timeout_s=0.2))
+    with pytest.raises(ClusterError) as refusal:
+        measure(probe, "local_cpu", SILENT)
+    line = refusal.value.line()
+    assert line.startswith("conf/cluster/local_cpu.yaml: the probe failed: it did not finish within 0.2 s; ")
+    assert "probe.timeout_s" in line
