@@ -108,6 +108,7 @@ class Op:
     outputs: tuple[str, ...]
     module: str  # qualified name of the module that called it
     source: str  # file and line of the user's code
+    mutates: tuple[str, ...] = ()  # buffers that it changes in place (batch-norm statistics)
 
     @property
     def inputs(self) -> tuple[str, ...]:

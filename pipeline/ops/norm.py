@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.ops.rule import OpRule, OpView, call
+from pipeline.ops.shapes import nothing_split
 
 
 def _layer_norm(view: OpView) -> str:
@@ -27,7 +28,16 @@ def _softmax(view: OpView) -> str:
     return f"{names} -> {names}"
 
 
+def _batch_statistics(view: OpView) -> int:
+    """Mean and reciprocal deviation of every channel, in float32."""
+    return 2 * 4 * view.inputs[0].shape[1]
+
+
 RULES = [
+    OpRule(
+        "aten.batch_norm.default", nothing_split, call("F.batch_norm", drop=(8,)),
+        saves_inputs=(0, 1), extra_saved=_batch_statistics, mutates=(3, 4),
+    ),
     OpRule(
         "aten.layer_norm.default", _layer_norm, call("F.layer_norm", drop=(5,)),
         saves_inputs=(0, 1), extra_saved=_statistics,

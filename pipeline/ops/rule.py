@@ -77,6 +77,7 @@ class OpRule:
     permutes: bool = False  # a view that changes the order of dims in memory
     needs_order: bool = False  # a view only while no permutation lies between it and the memory; else a copy
     keeps_order: bool = False  # new memory, in which dims lie in the order in which the first input's do
+    mutates: tuple[int, ...] = ()  # tensor inputs that it changes in place although its name does not say so
     split_body: Callable[[OpView, str], str] | None = None  # the local form when that letter is split, or ""
 
     def line(self, view: OpView) -> str:

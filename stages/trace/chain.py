@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pipeline.ir.graph import Arg, Link, Op, OpGraph, Ref, Role, Value
 from pipeline.ops.table import rule_of
-from stages.trace.lower import Ops
+from stages.trace.lower import Ops, is_random
 
 
 def find_chain(graph: Ops) -> OpGraph:
@@ -21,12 +21,12 @@ def find_chain(graph: Ops) -> OpGraph:
 
 
 def _separate(graph: Ops) -> tuple[list[Op], list[Op]]:
-    """Ops that read no parameter, directly or through others, and the rest."""
+    """Ops that read no parameter, directly or through others, and the rest; random ops keep their place there."""
     prologue: list[Op] = []
     carries: list[Op] = []
     tainted = {name for name, value in graph.values.items() if value.role is Role.PARAMETER}
     for op in graph.ops:
-        if tainted.intersection(op.inputs):
+        if tainted.intersection(op.inputs) or is_random(op):
             tainted.update(op.outputs)
             carries.append(op)
         else:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from pipeline.errors import TraceError
+from stages.trace.certain import CertainBranches
 from stages.trace.source import user_line
 
 
@@ -47,7 +48,7 @@ def pick_loss(output: Any) -> Tensor:
 
 
 def export_loss(model: nn.Module, batch: dict[str, Tensor]) -> ExportedProgram:
-    with _quiet():
+    with _quiet(), CertainBranches():
         try:
             return torch.export.export(LossOnly(model), (), batch, strict=False)
         except TraceError:

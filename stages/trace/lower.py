@@ -1,4 +1,8 @@
-"""From torch's exported program to our values and ops."""
+"""From torch's exported program to our values and ops.
+
+What export leaves behind goes on the way: metadata asserts, casts and views that change nothing, zero dropouts,
+wrappers around regions without gradient, and in-place ops (see mutation.py).
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,20 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from pipeline.errors import TraceError
 from pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
+from pipeline.ops.table import table
+from stages.trace.mutation import Mutations
 from stages.trace.source import op_line
 
 _PREFIX = "model."  # of LossOnly
-_ASSERTS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg")
+_ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
+_SAME_SHAPE_IS_SAME = ("alias", "view", "reshape", "flatten", "expand", "slice", "squeeze", "_unsafe_view", "unflatten")
+LARGEST_CONSTANT = 4096
+CONSTANT = "shardwright.tensor.default"  # an op of ours: `torch.tensor(numbers)`
+_CASTS = ("to", "type_as", "_to_copy")
 
 
 @dataclass(frozen=True)
@@ -31,89 +41,189 @@ class Ops:
 
 def lower(program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...]) -> Ops:
     lowering = _Lowering(program, model)
-    for node in program.graph.nodes:
-        if node.op == "call_function":
-            lowering.add(node)
-    return _without_dead_ops(lowering.finish(inputs))
+    lowering.run(program.graph_module, grad=True)
+    return without_dead_ops(lowering.finish(inputs))
 
 
 class _Lowering:
     def __init__(self, program: ExportedProgram, model: nn.Module) -> None:
+        self.program = program
         self.values: dict[str, Value] = {}
         self.ops: list[Op] = []
-        self.names: dict[str, str | tuple[str, ...]] = {}  # torch's node -> our value, or an op's several values
-        self.program = program
+        self.names: dict[Node, str | tuple[str, ...]] = {}  # torch's node -> our value, or an op's several values
+        self.taken: set[str] = set()
+        self.mutations = Mutations(lambda name: self.values[name].type, self._emit)
+        self.nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
         self._placeholders(model)
+
+    # -- values -------------------------------------------------------------------------------------------------------
 
     def _placeholders(self, model: nn.Module) -> None:
         canonical = _canonical_names(model)
         trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-        nodes = {n.name: n for n in self.program.graph.nodes if n.op == "placeholder"}
         for spec in self.program.graph_signature.input_specs:
-            name = spec.arg.name
+            node = self.nodes[spec.arg.name]
             if spec.kind is InputKind.USER_INPUT:
-                self._value(name, nodes[name], Role.INPUT, name, grad=False)
-                continue
-            if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
-                raise TraceError(
-                    f"the model builds the constant tensor {spec.target!r} in forward()",
-                    where="conf/model: module",
-                    remedy="register it as a buffer in __init__",
-                )
-            origin = canonical[spec.target.removeprefix(_PREFIX)]
-            role = Role.PARAMETER if origin in trainable else Role.BUFFER
-            self._value(name, nodes[name], role, origin, grad=role is Role.PARAMETER)
+                self._source(node, Role.INPUT, node.name, grad=False)
+            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                origin = canonical[spec.target.removeprefix(_PREFIX)]
+                role = Role.PARAMETER if origin in trainable else Role.BUFFER
+                self._source(node, role, origin, grad=role is Role.PARAMETER)
+            elif spec.kind is InputKind.CONSTANT_TENSOR:
+                self._constant(node, self.program.constants[spec.target])
 
-    def _value(self, name: str, node: Node, role: Role, origin: str, grad: bool) -> None:
+    def _source(self, node: Node, role: Role, origin: str, grad: bool) -> None:
         """Adds the value, or finds the one of the same parameter: tied weights are one parameter with two uses."""
         same = next((v for v in self.values.values() if role is not Role.INPUT and v.origin == origin), None)
         if same is None:
-            self.values[name] = Value(name, _type(node.meta["val"]), role, origin, grad)
-        self.names[name] = same.name if same else name
+            self.values[node.name] = Value(node.name, _type(node.meta["val"]), role, origin, grad)
+            self.taken.add(node.name)
+        self.names[node] = same.name if same else node.name
 
-    def add(self, node: Node) -> None:
-        target = _target(node)
-        if target in _ASSERTS:
-            return
-        if target == "aten.broadcast_tensors.default" and _broadcasts_nothing(node):  # every call of F.mse_loss
-            self.names[node.name] = tuple(self.names[a.name] for a in node.args[0])  # type: ignore[union-attr,misc]
-            return
-        if node.target is operator.getitem:
-            whole = self.names[node.args[0].name]  # type: ignore[union-attr]
-            self.names[node.name] = whole[node.args[1]]  # type: ignore[index]
-            return
-        if not target.startswith("aten.") or node.target._schema.is_mutable:  # type: ignore[union-attr]
+    def _constant(self, node: Node, tensor: torch.Tensor) -> None:
+        """A tensor that forward() makes out of numbers, as the op that makes it."""
+        if tensor.numel() > LARGEST_CONSTANT:
             raise TraceError(
-                f"the op {target} is not supported yet (module {_module(node)!r})",
-                where=op_line(node.meta.get("stack_trace")),
-                remedy="write it with out-of-place tensor operations",
+                f"forward() makes a constant of {tensor.numel()} numbers",
+                where="conf/model: module",
+                remedy="register it as a buffer in __init__",
             )
-        args = Args(tuple(self._arg(a) for a in node.args), tuple((k, self._arg(v)) for k, v in node.kwargs.items()))
-        outputs = self._outputs(node, args)
-        source = op_line(node.meta.get("stack_trace"))
-        self.ops.append(Op(node.name, target, args, outputs, _module(node), source))
+        name = self._name(node.name)
+        self.values[name] = Value(name, _type(tensor), Role.RESULT, name, False)
+        numbers = _nested(tensor.tolist())
+        dtype = Torch("dtype", str(tensor.dtype).removeprefix("torch."))
+        args = Args((numbers,), (("dtype", dtype), ("device", Torch("device", "any"))))
+        self.ops.append(Op(name, CONSTANT, args, (name,), "", ""))
+        self.names[node] = name
 
-    def _outputs(self, node: Node, args: Args) -> tuple[str, ...]:
+    def _name(self, wanted: str) -> str:
+        name, count = wanted, 0
+        while name in self.taken:
+            count += 1
+            name = f"{wanted}_{count}"
+        self.taken.add(name)
+        return name
+
+    # -- nodes --------------------------------------------------------------------------------------------------------
+
+    def run(self, module: GraphModule, grad: bool) -> Any:
+        """Lowers the nodes of a graph; `grad` is False inside a region without gradient. Returns its output."""
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                self._call(node, module, grad)
+            elif node.op == "output":
+                return node.args[0]
+        return None
+
+    def _call(self, node: Node, module: GraphModule, grad: bool) -> None:
+        kind = _kind(node)
+        if node.target is operator.getitem:
+            whole = self.names[node.args[0]]  # type: ignore[index]
+            self.names[node] = whole[node.args[1]]  # type: ignore[index, assignment]
+        elif kind == "wrap_with_set_grad_enabled":
+            self._inline(node, module, grad)
+        elif kind in _ASSERTS:
+            return
+        elif not hasattr(node.target, "_schema"):
+            raise self._unsupported(node)
+        elif (same := self._same_as(node, kind)) is not None:
+            self.names[node] = same
+        elif node.target._schema.is_mutable:
+            self._in_place(node, grad)
+        else:
+            self._add(node, str(node.target), grad)
+
+    def _inline(self, node: Node, module: GraphModule, grad: bool) -> None:
+        enabled, body, *operands = node.args
+        inner = getattr(module, body.target)  # type: ignore[union-attr]
+        for placeholder, operand in zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True):
+            self.names[placeholder] = self.names[operand]  # type: ignore[index]
+        output = self.run(inner, grad and bool(enabled))
+        self.names[node] = tuple(self.names[n] for n in output)
+
+    def _same_as(self, node: Node, kind: str) -> str | None:
+        """The value that the node's result is, where the op does nothing."""
+        first = node.args[0] if node.args else None
+        if not isinstance(first, Node) or not isinstance(self.names.get(first), str):
+            return None
+        before, after = first.meta["val"], node.meta["val"]
+        nothing = (
+            kind == "lift_fresh_copy"
+            or (kind in _SAME_SHAPE_IS_SAME and before.shape == after.shape)
+            or (kind in _CASTS and before.dtype == after.dtype)
+            or (kind == "contiguous" and before.is_contiguous())
+            or (kind in ("dropout", "feature_dropout") and (node.args[1] == 0 or not node.args[2]))
+        )
+        return str(self.names[first]) if nothing else None
+
+    def _in_place(self, node: Node, grad: bool) -> None:
+        """A buffer is really changed; anything else becomes a new value that takes the old one's place."""
+        written = self.names[node.args[0]]  # type: ignore[index]
+        if not isinstance(written, str):
+            raise self._unsupported(node)
+        value = self.values[written]
+        if value.role is Role.BUFFER:
+            self._add(node, str(node.target), grad, mutates=(written,))
+            return
+        plain = _out_of_place(str(node.target))
+        if value.role is not Role.RESULT or plain is None or not self.mutations.can_change(written):
+            raise self._unsupported(node)
+        content = self._add(node, plain, grad)
+        self.node, self.grad = node, grad
+        self.mutations.change(written, content)
+        self.names[node] = written
+
+    def _emit(self, target: str, args: Args, type_: TensorType, like: str) -> str:
+        """An op that no node of torch's graph stands for: it undoes or repeats a view."""
+        name = self._name(f"{like}_{target.split('.')[1]}")
+        grad = self.grad and any(self.values[read].grad for read in args.refs())
+        self.values[name] = Value(name, type_, Role.RESULT, name, grad)
+        source = op_line(self.node.meta.get("stack_trace"))
+        self.ops.append(Op(name, target, args, (name,), _module(self.node), source))
+        return name
+
+    def _add(self, node: Node, target: str, grad: bool, mutates: tuple[str, ...] = ()) -> str:
+        self.node, self.grad = node, grad
+        args = Args(tuple(self._arg(a) for a in node.args), tuple((k, self._arg(v)) for k, v in node.kwargs.items()))
+        rule = table().get(target)
+        if rule is not None and rule.mutates:
+            read = args.refs()
+            mutates = tuple(read[i] for i in rule.mutates if i < len(read))
+        outputs = self._outputs(node, args, grad and target != "aten.detach.default")
+        source = op_line(node.meta.get("stack_trace"))
+        self.ops.append(Op(self.values[outputs[0]].origin, target, args, outputs, _module(node), source, mutates))
+        if _is_view(node) and target == str(node.target):
+            for output in outputs:
+                self.mutations.note_view(output, args.refs()[0], target, args)
+        return outputs[0]
+
+    def _outputs(self, node: Node, args: Args, grad: bool) -> tuple[str, ...]:
         results = node.meta["val"]
         many = isinstance(results, tuple | list)
-        names = tuple(f"{node.name}_{i}" for i in range(len(results))) if many else (node.name,)
-        reads_gradient = any(self.values[name].grad for name in args.refs()) and _target(node) != "aten.detach.default"
+        wanted = [f"{node.name}_{i}" for i in range(len(results))] if many else [node.name]
+        names = tuple(self._name(name) for name in wanted)
+        writer = self._name(node.name) if many else names[0]
+        reads_gradient = grad and any(self.values[name].grad for name in args.refs())
         for name, result in zip(names, results if many else (results,), strict=True):
-            grad = reads_gradient and result.dtype.is_floating_point
-            self.values[name] = Value(name, _type(result), Role.RESULT, node.name, grad)
-        self.names[node.name] = names if many else node.name
+            if not isinstance(result, torch.Tensor):
+                raise self._unsupported(node, "its result is not a tensor")
+            carries = reads_gradient and result.dtype.is_floating_point
+            self.values[name] = Value(name, _type(result), Role.RESULT, writer, carries)
+        self.names[node] = names if many else names[0]
         return names
 
     def _arg(self, arg: Any) -> Arg:
         if isinstance(arg, Node):
-            name = self.names[arg.name]
-            return tuple(Ref(n) for n in name) if isinstance(name, tuple) else Ref(name)
+            name = self.names[arg]
+            if isinstance(name, tuple):
+                return tuple(Ref(self.mutations.fresh(n)) for n in name)
+            return Ref(self.mutations.fresh(name))
         if isinstance(arg, tuple | list):
             return tuple(self._arg(a) for a in arg)
         if isinstance(arg, torch.dtype | torch.layout | torch.memory_format):
             return Torch(type(arg).__name__, str(arg).removeprefix("torch."))
         if isinstance(arg, torch.device):
-            return Torch("device", arg.type)
+            return Torch("device", "any")
         if arg is None or isinstance(arg, bool | int | float | str):
             return arg
         raise TraceError(f"an argument of type {type(arg).__name__} is not supported", where="conf/model: module")
@@ -123,19 +233,27 @@ class _Lowering:
         missing = [name for name in inputs if name not in self.values]
         if missing:
             raise TraceError(f"export merged the inputs {missing}", where="conf/model: batch", remedy="name each once")
-        (loss,) = (spec.arg.name for spec in self.program.graph_signature.output_specs)
-        output = self.names[loss]
-        if not isinstance(output, str) or not self.values[output].grad:
+        (output,) = next(n for n in self.program.graph.nodes if n.op == "output").args[0]
+        loss = self.names[output]
+        loss = self.mutations.fresh(loss) if isinstance(loss, str) else loss
+        if not isinstance(loss, str) or not self.values[loss].grad:
             raise TraceError(
                 "the loss depends on no trainable parameter",
                 where="conf/model: module",
                 remedy="return a loss that is computed from the parameters",
             )
-        return Ops(self.values, tuple(self.ops), output)
+        return Ops(self.values, tuple(self.ops), loss)
+
+    def _unsupported(self, node: Node, why: str = "") -> TraceError:
+        return TraceError(
+            f"the op {node.target} is not supported{': ' + why if why else ''} (module {_module(node)!r})",
+            where=op_line(node.meta.get("stack_trace")) or "conf/model: module",
+            remedy="write it with out-of-place tensor operations",
+        )
 
 
-def _broadcasts_nothing(node: Node) -> bool:
-    return all(a.meta["val"].shape == v.shape for a, v in zip(node.args[0], node.meta["val"], strict=True))
+def _nested(numbers: Any) -> Arg:
+    return tuple(_nested(n) for n in numbers) if isinstance(numbers, list) else numbers
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
@@ -155,8 +273,28 @@ def _type(tensor: torch.Tensor) -> TensorType:
         raise TraceError(str(error), where="conf/model: module") from error
 
 
-def _target(node: Node) -> str:
-    return str(node.target)
+def _kind(node: Node) -> str:
+    """`aten.linear.default` -> `linear`; the name of anything that is not an op."""
+    if hasattr(node.target, "_schema"):
+        return str(node.target).split(".")[1]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _is_view(node: Node) -> bool:
+    """Whether the result shares the memory of the first argument."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    shared = arguments[0].alias_info if arguments else None
+    return shared is not None and not shared.is_write and isinstance(node.args[0], Node)
+
+
+def _out_of_place(target: str) -> str | None:
+    """`aten.add_.Tensor` -> `aten.add.Tensor`, where there is such an op."""
+    namespace, name, overload = target.split(".")
+    plain = name.removesuffix("_")
+    if plain == "copy":
+        return "aten.copy.default"
+    packet = getattr(torch.ops.aten, plain, None) if namespace == "aten" and plain != name else None
+    return f"aten.{plain}.{overload}" if packet is not None and overload in packet.overloads() else None
 
 
 def _module(node: Node) -> str:
@@ -164,12 +302,19 @@ def _module(node: Node) -> str:
     return stack[-1][0].removeprefix("model").removeprefix(".") if stack else ""
 
 
-def _without_dead_ops(graph: Ops) -> Ops:
-    """Keeps what the loss needs, and every input."""
+def is_random(op: Op) -> bool:
+    """Whether the op draws random numbers: left out or moved, it would change what the others draw."""
+    namespace, name, overload = op.target.split(".")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if namespace == "aten" else None
+    return packet is not None and torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags
+
+
+def without_dead_ops(graph: Ops) -> Ops:
+    """Keeps what the loss needs, what changes a buffer or draws random numbers, and every input and parameter."""
     needed = {graph.output}
     kept = []
     for op in reversed(graph.ops):
-        if needed.intersection(op.outputs):
+        if op.mutates or is_random(op) or needed.intersection(op.outputs):
             kept.append(op)
             needed.update(op.inputs)
     alive = {n for op in kept for n in op.outputs} | needed

@@ -6,17 +6,19 @@ from pipeline.config import Config
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.verify import verify_graph
 from pipeline.stage import Inputs, Result
-from stages.trace.build import build_model, sample_batch
+from stages.trace.build import build_model, fake_mode, sample_batch
 from stages.trace.chain import find_chain
 from stages.trace.export import export_loss
 from stages.trace.lower import lower
+from stages.trace.simplify import simplify
 
 
 def run(inputs: Inputs, config: Config) -> Result:
-    model = build_model(config)
-    batch = sample_batch(config.model.batch)
+    mode = fake_mode()
+    model = build_model(config, mode)
+    batch = sample_batch(config.model.batch, mode)
     program = export_loss(model, batch)
-    ops = lower(program, model, tuple(batch))
+    ops = simplify(lower(program, model, tuple(batch)))
     graph = find_chain(ops)
     verify_graph(graph)
     return Result(graph, figures(graph))
