@@ -75,11 +75,11 @@ def example(target: str, *args, **named) -> Example:
         return tuple(argument(a) for a in arg) if isinstance(arg, tuple) else arg
 
     op = Op("it", target, Args(tuple(map(argument, args)), tuple((k, argument(v)) for k, v in named.items())),
-            ("out",), "", "")  # fmt: skip
+            ("it",), "", "")  # fmt: skip
     output = run_unsplit(op, tuple(tensors))
     grad = output.is_floating_point() and any(v.grad for v in values.values())
-    values["out"] = Value("out", _type(output), Role.RESULT, "it", grad)
-    return Example(OpGraph(values, (op,), "out", (), ()), tuple(tensors), output)
+    values["it"] = Value("it", _type(output), Role.RESULT, "it", grad)
+    return Example(OpGraph(values, (op,), "it", (), ()), tuple(tensors), output)
 
 
 def _type(tensor: torch.Tensor) -> TensorType:
@@ -106,7 +106,7 @@ def run_unsplit(op: Op, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
 def run_on_rank(it: Example, strategy: Strategy, ranks: int, tensors: list[torch.Tensor]) -> torch.Tensor:
     """The generated line on one rank's tensors. The two losses that talk to other ranks are worked out from afar."""
     inputs = tuple(Placed(name, layout) for name, layout in zip(it.op.inputs, strategy.inputs, strict=True))
-    outputs = (Placed("out", strategy.outputs[0]),)
+    outputs = (Placed("it", strategy.outputs[0]),)
     sharding = Sharding({"it": strategy}, {}, {})
     writer = BlockWriter(it.graph, sharding, Mesh((("d0", ranks),)), "", {i: i.value for i in inputs})
     block = writer.write((Call("it", inputs, outputs),), None, outputs[0])
@@ -139,7 +139,7 @@ def check_strategy(it: Example, strategy: Strategy, ranks: int) -> None:
     expected = run_unsplit(it.op, tuple(whole))
     found = [run_on_rank(it, strategy, ranks, [own[rank] for own in mine]) for rank in range(ranks)]
     pieces.check_values(made, [f.detach() for f in found], expected.detach(), "the output", near)
-    if not it.graph.values["out"].grad:
+    if not it.graph.values["it"].grad:
         return
     gradient = torch.randn_like(expected)
     expected.backward(gradient)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.config import Checkpoint, Recompute
 from pipeline.cost.step import StepPrice, price_step
@@ -61,12 +61,13 @@ def _schedule(chain: Chain, room: int, settings: Checkpoint) -> schedule.Schedul
     if settings.recompute is Recompute.full:
         return schedule.full_recompute(chain.length)
     everything = schedule.no_recompute(chain.length)
-    if settings.recompute is Recompute.off or simulate(chain, everything.sequence).peak <= room:
+    peak = int(simulate(chain, everything.sequence).peak)
+    if settings.recompute is Recompute.off or peak <= room:
         return everything
-    least = rotor.tightest(chain)
-    if room < least.memory:
-        raise rotor.InfeasibleBudget(max(room, 0), least)
     slots = max(500, settings.slots_per_link * (chain.length + 1))
+    if room < rotor.tightest(chain).memory or not rotor.fits(chain, slots, room):
+        least = rotor.tightest(chain, slots)  # in slots: the budget that is named must be accepted when it is set
+        raise rotor.InfeasibleBudget(max(room, 0), replace(least, memory=min(least.memory, peak)))
     return rotor.schedule(rotor.solve(discretise(chain, room, slots)))
 
 

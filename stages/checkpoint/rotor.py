@@ -145,14 +145,14 @@ def tightest(chain: Chain, slots: int | None = None, first: int = 0, last: int |
     if slots is None:
         return exact
     low, high = exact.memory - 1, max(exact.memory, 1)
-    while not _fits(chain, slots, high, first, last):
+    while not fits(chain, slots, high, first, last):
         low, high = high, 2 * high
         if high > 2**62:
             remedy = f"give at least {default_slots(chain.length)} slots"
             raise ChainError(f"{slots} slots are too few for a chain of {chain.length} links", remedy=remedy)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits(chain, slots, middle, first, last) else (middle, high)
+        low, high = (low, middle) if fits(chain, slots, middle, first, last) else (middle, high)
     return Floor(high, _floor(chain.whole(slots, high), first, last).op)
 
 
@@ -161,7 +161,9 @@ def _floor(whole: Chain, first: int, last: int) -> Floor:
     return Floor(int(floors.need[first, last] + whole.a[first]), floors.binding(first, last))
 
 
-def _fits(chain: Chain, slots: int, memory: int, first: int, last: int) -> bool:
+def fits(chain: Chain, slots: int, memory: int, first: int = 0, last: int | None = None) -> bool:
+    """Whether links first..last have a schedule in that many bytes, cut into slots."""
+    last = chain.length if last is None else last
     return _floor(chain.whole(slots, memory), first, last).memory <= slots
 
 

@@ -106,7 +106,7 @@ class BlockWriter:
     def _name(self, tensor: Tensor) -> str:
         value = self.graph.values[tensor.value]
         if tensor in self.names.known:
-            if tensor in self.common:
+            if self.common.get(tensor) == self.names.known[tensor]:
                 self.arguments[self.common[tensor]] = None
             return self.names.known[tensor]
         assert value.role in (Role.PARAMETER, Role.BUFFER), f"{tensor} is read before it is written"

@@ -93,7 +93,7 @@ class Sweep:
         """The integer program's plan within the limit, and the solver's bound of cost + price * usage."""
         small = reduce(priced(self.problem, price) if price else self.problem)
         built = build_model(small.problem, None if limit is None else limit - small.constant_usage)
-        bound = self.backend.solve(built.model, self.settings, self.where) * built.unit
+        bound = self.backend.solve(built.model, self.settings, self.where) * built.unit + small.constant_cost
         picked = small.expand(read_choices(small.problem, built.model))
         proof = Proof(self.settings.backend.value, 0.0, 0.0, 0.0, built.variables, built.constraints)
         return self._solution(picked, proof), bound

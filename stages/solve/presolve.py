@@ -32,6 +32,7 @@ class Reduced:
     choices: tuple[tuple[int, ...], ...]  # per node of the whole: which choices are left
     folded: tuple[_Folded, ...]
     constant_usage: float  # of the eliminated nodes
+    constant_cost: float  # of eliminated nodes that had no neighbour left to pass it on to
 
     def expand(self, picked: tuple[int, ...]) -> tuple[int, ...]:
         """The choices of the whole problem behind those of the small one."""
@@ -58,6 +59,7 @@ class _Work:
         self.folded: list[_Folded] = []
         self.gone: set[int] = set()
         self.constant_usage = 0.0
+        self.constant_cost = 0.0
         for edge in problem.edges:
             self._add_edge(edge.first, edge.second, edge.costs)
 
@@ -135,6 +137,8 @@ class _Work:
             j, k = neighbours
             rows, columns = range(len(self.costs[j])), range(len(self.costs[k]))
             self._add_edge(j, k, tuple(tuple(value[a, b] for b in columns) for a in rows))
+        else:
+            self.constant_cost += value[()]
 
     def finish(self) -> Reduced:
         kept = tuple(i for i in range(len(self.costs)) if i not in self.gone)
@@ -142,5 +146,10 @@ class _Work:
         nodes = tuple(Node(self.names[i], tuple(self.costs[i]), tuple(self.usages[i])) for i in kept)
         edges = tuple(Edge(number[i], number[j], matrix) for i in kept for j, matrix in self.edges[i].items() if i < j)
         return Reduced(
-            Problem(nodes, edges), kept, tuple(map(tuple, self.choices)), tuple(self.folded), self.constant_usage
+            Problem(nodes, edges),
+            kept,
+            tuple(map(tuple, self.choices)),
+            tuple(self.folded),
+            self.constant_usage,
+            self.constant_cost,
         )

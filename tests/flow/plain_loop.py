@@ -50,7 +50,8 @@ def main(root, steps):
         rows = [dataset[next(indices)] for _ in range(size)]
         batch = {name: torch.stack([row[name] for row in rows]) for name in model_settings["batch"]}
         optimizer.zero_grad()
-        loss = model(**batch)
+        output = model(**batch)
+        loss = output["loss"] if isinstance(output, dict) else output
         loss.backward()
         optimizer.step()
         print(repr(loss.item()))

@@ -105,6 +105,7 @@ class Done:
 class Project:
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.temporary = root.parent / f"{root.name}-tmp"  # of the processes started here
 
     # -- making -------------------------------------------------------------------------------------------------------
 
@@ -180,12 +181,18 @@ class Project:
         """`python` in dvc.yaml is this interpreter; what the caller set for itself does not reach the stages."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDWRIGHT", "MLFLOW", "DVC", "PYTHON"))}
         path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
-        return {**kept, "PATH": path, "PYTHONUNBUFFERED": "1", MARK: str(self.root)}
+        self.temporary.mkdir(exist_ok=True)
+        own = {"PATH": path, "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1", MARK: str(self.root)}
+        return {**kept, **own}
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        command = [sys.executable, "-m", *arguments]
-        return subprocess.Popen(command, cwd=self.root, env=self.environment(), text=True, **pipes)
+    def start(self, *arguments: str, to: Path | None = None) -> subprocess.Popen[str]:
+        """`python -m ...`, with pipes for what it says, or a file for all of it."""
+        command, environment = [sys.executable, "-m", *arguments], self.environment()
+        options: dict[str, Any] = {"cwd": self.root, "env": environment, "stdin": subprocess.DEVNULL, "text": True}
+        if to is None:
+            return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+        with to.open("w") as file:
+            return subprocess.Popen(command, stdout=file, stderr=file, **options)
 
     def run(self, *arguments: str, timeout: float = 240) -> Done:
         process = self.start(*arguments)

@@ -32,6 +32,26 @@ def plan_named(name: str, ranks: int) -> Plan:
     return plans.random_plan(graph, ranks, seed=1000 * ranks + int(kind))
 
 
+WRONG = {
+    "gradient_not_summed": ("data_parallel", '("R", "summed")', '("R", "complete")'),
+    "gradient_too_large": ("megatron", " all_reduce(", " all_reduce_both("),
+    "bias_on_every_rank": ("megatron", " mask(", " sum_gradient("),
+    "mean_of_means": ("zero", "mean_cross_entropy(", "own_mean("),
+}
+
+
+def wrong_programs(ranks: int) -> dict[str, str]:
+    """Programs that differ in one conversion from a right one."""
+    found = {}
+    for fault, (kind, right, wrong) in WRONG.items():
+        _, source = plans.lowered("gpt", plan_named(f"gpt-{kind}", ranks))
+        assert right in source
+        source = source.replace(right, wrong).replace("import all", "import all_reduce_both, sum_gradient, all")
+        own_mean = "def own_mean(x, y, axis):\n    return F.cross_entropy(x, y) / MESH[axis]\n"
+        found[f"gpt-wrong_{fault}"] = f"{source}\n\n{own_mean}"
+    return found
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """Writes all programs for a number of ranks and runs them in one group of processes."""
@@ -46,6 +66,8 @@ def outcomes(tmp_path_factory):
                 if n == ranks:
                     _, source = plans.lowered(name.partition("-")[0], plan_named(name, ranks))
                     (folder / f"{name}.py").write_text(source)
+            for name, source in wrong_programs(ranks).items():
+                (folder / f"{name}.py").write_text(source)
             found[ranks] = run_ranks(ranks, plans.run_programs, str(folder))
         return found[ranks]
 
@@ -56,6 +78,19 @@ def outcomes(tmp_path_factory):
 def test_a_plan_trains_as_the_module_does(outcomes, ranks: int, name: str) -> None:
     for rank, errors in enumerate(outcomes(ranks)):
         assert not errors[name], f"rank {rank}:\n{errors[name]}"
+
+
+@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize("ranks", SEEDS)
+def test_a_wrong_program_is_seen(outcomes, ranks: int, fault: str) -> None:
+    errors = [found[f"gpt-wrong_{fault}"] for found in outcomes(ranks)]
+    assert all("of its size" in error for error in errors), errors
+
+
+@pytest.mark.parametrize("model", plans.MODELS)
+def test_a_plan_for_one_rank(model: str, tmp_path: Path) -> None:
+    _, source = plans.lowered(model, plans.random_plan(plans.graph_of(model), 1, seed=7))
+    plans.run_alone(model, source, tmp_path)
 
 
 def test_random_plans_use_every_conversion_and_nested_recompute() -> None:

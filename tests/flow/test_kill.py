@@ -1,0 +1,167 @@
+"""`kill -9` at any moment: no artifact is half written, nothing stays running, and the next `dvc repro` succeeds."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline import artifacts
+from pipeline.artifacts import KINDS
+from pipeline.errors import ArtifactError
+from pipeline.stage import STAGES as SPECS
+from tests.flow.conftest import Maker
+from tests.flow.project import STAGES, Project
+
+pytestmark = pytest.mark.flow
+KILLS = 30
+AT_WRITING = len(STAGES)  # of these, one a stage at the moment its artifact appears
+START_S = 60.0
+
+
+class Victim:
+    """A project that has run once, and how long each of its stages lived."""
+
+    def __init__(self, project: Project) -> None:
+        self.project = project
+        self.output = project.temporary / "output.txt"
+        starts: dict[str, float] = {}
+        process = project.start("dvc", "repro", to=self.output)
+        while process.poll() is None:
+            for stage in re.findall(r"Running stage '(\w+)'", self.output.read_text()):
+                starts.setdefault(stage, time.monotonic())
+            time.sleep(0.02)
+        assert process.returncode == 0, self.output.read_text()
+        assert set(starts) == set(STAGES)
+        ends = [*list(starts.values())[1:], time.monotonic()]
+        self.lifetimes = {stage: end - start for (stage, start), end in zip(starts.items(), ends, strict=True)}
+
+    def start(self, stage: str) -> tuple[subprocess.Popen[str], psutil.Process]:
+        """dvc, forced to run that stage alone, and the process of the stage."""
+        dvc = self.project.start("dvc", "repro", "--force", "--single-item", stage, to=self.output)
+        return dvc, find(dvc, lambda line: line[-3:] == ["-m", "stages", stage])
+
+    def after(self, dvc: subprocess.Popen[str], stage: str) -> None:
+        """What must hold after a kill."""
+        self.wait(dvc)
+        for kind in KINDS:
+            try:
+                artifacts.load(kind, self.project.root)
+            except ArtifactError as error:
+                assert "\n" not in error.line()
+        assert self.project.all_gone(within=30) == []
+        done = self.project.repro(stage).ok()
+        assert SPECS[stage].writes in self.loadable(), done.text
+
+    def wait(self, dvc: subprocess.Popen[str]) -> None:
+        try:
+            dvc.wait(timeout=START_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"dvc waits for a stage that was killed: {self.output.read_text()}")
+
+    def loadable(self) -> set[str]:
+        found = set()
+        for kind in KINDS:
+            try:
+                artifacts.load(kind, self.project.root)
+            except ArtifactError:
+                continue
+            found.add(kind)
+        return found
+
+
+def find(above: subprocess.Popen[str], wanted: Callable[[list[str]], bool]) -> psutil.Process:
+    """The first process below whose command line is wanted."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        try:
+            for process in psutil.Process(above.pid).children(recursive=True):
+                if wanted(process.cmdline()):
+                    return process
+        except psutil.Error:
+            pass
+        if above.poll() is not None:
+            break
+        time.sleep(0.005)
+    raise AssertionError(f"no such process below {above.args}")
+
+
+@pytest.fixture(scope="module")
+def victim(make_project: Maker) -> Victim:
+    return Victim(make_project(tiny=True))
+
+
+def kill(process: psutil.Process) -> bool:
+    """Whether it was alive."""
+    try:
+        alive = process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        process.kill()
+    except psutil.NoSuchProcess:
+        return False
+    return alive
+
+
+def test_stages_killed_while_they_work(victim: Victim) -> None:
+    chance = random.Random(20)
+    kills = 0
+    for number in range(2 * KILLS):
+        if kills == KILLS - AT_WRITING:
+            break
+        stage = chance.choice(STAGES)
+        delay = chance.uniform(0, victim.lifetimes[stage])
+        dvc, process = victim.start(stage)
+        time.sleep(delay)
+        kills += kill(process)
+        victim.after(dvc, stage)
+        assert number < 2 * KILLS - 1, f"{kills} kills only"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_killed_as_its_artifact_appears(victim: Victim, stage: str) -> None:
+    folder = KINDS[SPECS[stage].writes].path(victim.project.root).parent
+    dvc, process = victim.start(stage)
+    deadline = time.monotonic() + START_S
+    while not _written(folder) and time.monotonic() < deadline and dvc.poll() is None:
+        pass
+    kill(process)
+    victim.after(dvc, stage)
+
+
+def _written(folder: Path) -> bool:
+    """dvc removes what a stage makes before it runs it: any file, the temporary one too, is new."""
+    try:
+        return any(folder.iterdir())
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("stage", ["trace", "codegen", "train"])
+def test_dvc_killed(victim: Victim, stage: str) -> None:
+    """The stage ends by itself and dvc's own locks do not stand in the way."""
+    dvc, _ = victim.start(stage)
+    time.sleep(random.Random(stage).uniform(0, victim.lifetimes[stage] / 2))
+    dvc.kill()
+    victim.after(dvc, stage)
+
+
+def test_torchrun_killed(victim: Victim) -> None:
+    dvc, _ = victim.start("train")
+    rank = find(dvc, lambda line: "stages.train.worker" in line and "torch.distributed.run" not in line)
+    launcher = find(dvc, lambda line: "torch.distributed.run" in line)
+    time.sleep(1.0)
+    assert kill(launcher)
+    victim.after(dvc, "train")
+    assert not rank.is_running()
+
+
+def test_all_stages_run_again(victim: Victim) -> None:
+    """Not from the cache: what the kills left behind is in nobody's way."""
+    assert sorted(victim.project.repro("--force").ok().stages) == sorted(STAGES)
+    names = [path.name for path in (victim.project.root / "runs").rglob("*.tmp")]
+    assert names == []

@@ -1,0 +1,226 @@
+"""Prices by hand: an op's roofline, conversions, the buckets, what a link holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipeline.cost.compute import Seconds, op_seconds, optimizer_bytes, optimizer_seconds
+from pipeline.cost.conversions import TABLE, conversion, conversion_seconds
+from pipeline.cost.step import BUCKET_BYTES, gradient_sum_seconds, price_step, resident_bytes
+from pipeline.ir.cluster import COLLECTIVES, Curve, PerElement
+from pipeline.ir.graph import Role
+from pipeline.ir.layout import B, Layout, P, R, S
+from pipeline.ir.plan import Sharding, Strategy
+from pipeline.lowering import lower
+from pipeline.ops.dims import strategies
+from pipeline.ops.rule import view_op
+from pipeline.ops.table import rule_of
+from tests.graphs import GRAPHS, frontier_of, gpt_graph, mlp_graph, preset, profile_of
+
+COMPUTE = preset().compute
+AXIS = preset(2).axes[0]
+
+
+def whole(*layouts: str) -> tuple[Layout, ...]:
+    return tuple(Layout.parse(text) for text in layouts)
+
+
+def everywhere(graph, name: str) -> Sharding:
+    """The strategy of that name for every op that has it, else the replicated one; parameters and inputs to fit."""
+    chosen = {}
+    for op in graph.ops:
+        options = {s.name: s for s in strategies(rule_of(op), view_op(graph, op), 2)}
+        chosen[op.name] = options.get(name, options["R"])
+    return Sharding(
+        chosen,
+        {v.origin: Layout((R,)) for v in graph.of_role(Role.PARAMETER)},
+        {v.name: Layout((R,)) for v in graph.of_role(Role.INPUT)},
+    )
+
+
+def data_parallel() -> Sharding:
+    """The MLP with its batch split: what one would write by hand."""
+    graph = mlp_graph()
+    chosen = {}
+    for op in graph.ops:
+        options = strategies(rule_of(op), view_op(graph, op), 2)
+        (chosen[op.name],) = (s for s in options if str(s.inputs[0]) == "S(0)" and str(s.outputs[0]) in ("S(0)", "P"))
+    return Sharding(
+        chosen,
+        {v.origin: Layout((R,)) for v in graph.of_role(Role.PARAMETER)},
+        {v.name: Layout((S(0),)) for v in graph.of_role(Role.INPUT)},
+    )
+
+
+def price(name: str, sharding: Sharding, devices: int = 2, copies: float = 2.0, **figures):
+    graph = GRAPHS[name]()
+    cluster = preset(devices, **figures)
+    return price_step(graph, profile_of(name), cluster, sharding, lower(graph, sharding), copies)
+
+
+# ------------------------------------------------------------------------------------------------------------ ops
+
+
+def first_linear():
+    graph = mlp_graph()
+    op = graph.ops[0]
+    return graph, op.name, profile_of("mlp").ops[op.name]
+
+
+def test_the_seconds_of_a_linear_layer():
+    graph, name, cost = first_linear()
+    strategy = Strategy("R", whole("R", "R", "R"), whole("R"))
+    moved = 4 * (8 * 12 + 32 * 12 + 32 + 8 * 32)
+    flops = 2 * 8 * 12 * 32
+    forward = max(flops / 50e9, moved / 10e9) + COMPUTE.launch
+    backward = max(2 * flops / 50e9, 2 * moved / 10e9) + COMPUTE.launch_backward
+    assert op_seconds(graph, name, cost, strategy, COMPUTE, (2,)) == Seconds(
+        pytest.approx(forward), pytest.approx(backward)
+    )
+    slow = replace(COMPUTE, matmul=Curve((1.0,), (1e6,)))
+    assert op_seconds(graph, name, cost, strategy, slow, (2,)).forward == pytest.approx(flops / 1e6 + COMPUTE.launch)
+
+
+def test_a_split_divides_the_work():
+    graph, name, cost = first_linear()
+    slow = replace(COMPUTE, matmul=Curve((1.0,), (1e6,)), launch=0.0, launch_backward=0.0)
+    strategy = Strategy("R", whole("R", "R", "R"), whole("R"))
+    alone = op_seconds(graph, name, cost, strategy, slow, (2,))
+    for split in (("S(0)", "B", "B", "S(0)"), ("R", "S(0)", "S(0)", "S(1)"), ("S(1)", "S(1)", "P", "P")):
+        *inputs, output = whole(*split)
+        shared = op_seconds(graph, name, cost, Strategy("x", tuple(inputs), (output,)), slow, (2,))
+        assert shared.total == pytest.approx(alone.total / 2)
+
+
+def test_a_view_costs_its_launch():
+    graph, profile = gpt_graph(), profile_of("gpt")
+    view = next(op for op in graph.ops if op.target == "aten.view.default")
+    strategy = Strategy("R", whole("R"), whole("R"))
+    assert op_seconds(graph, view.name, profile.ops[view.name], strategy, COMPUTE, (2,)) == Seconds(
+        COMPUTE.launch, COMPUTE.launch_backward
+    )
+
+
+def test_what_has_no_gradient_has_no_backward():
+    graph, profile = gpt_graph(), profile_of("gpt")
+    for name in graph.prologue:
+        options = strategies(rule_of(graph.op(name)), view_op(graph, graph.op(name)), 2)
+        assert op_seconds(graph, name, profile.ops[name], options[0], COMPUTE, (2,)).backward == 0.0
+
+
+def test_a_calibrated_op_is_bound_by_its_arithmetic():
+    graph, profile = gpt_graph(), profile_of("gpt")
+    gelu = next(op for op in graph.ops if op.target == "aten.gelu.default")
+    slow = replace(COMPUTE, ops={"aten.gelu.default": PerElement(1e-3, 2e-3)})
+    elements = graph.values[gelu.outputs[0]].type.numel
+    for layout, share in (("R", 1), ("S(0)", 2)):
+        strategy = Strategy("x", whole(layout), whole(layout))
+        found = op_seconds(graph, gelu.name, profile.ops[gelu.name], strategy, slow, (2,))
+        assert found.forward == pytest.approx(1e-3 * elements / share + slow.launch)
+        assert found.backward == pytest.approx(2e-3 * elements / share + slow.launch_backward)
+
+
+def test_the_optimizer():
+    assert optimizer_bytes(100, 2) == 700 and optimizer_bytes(100, 0) == 300
+    assert optimizer_seconds(1e6, 2, COMPUTE) == pytest.approx(7e6 / 10e9 + COMPUTE.launch)
+    measured = replace(COMPUTE, optimizer_rate=1e9, optimizer_launch=1e-3)
+    assert optimizer_seconds(1e6, 2, measured) == pytest.approx(7e-3 + 1e-3)
+    assert resident_bytes(100, 2) == 400 and resident_bytes(100, 0) == 200
+
+
+# -------------------------------------------------------------------------------------------------- conversions
+
+
+def test_every_pair_of_states_has_a_conversion():
+    kinds = (R, B, P, S(0))
+    pairs = {a.kind + b.kind for a in kinds for b in kinds if a != b} | {"SS"}
+    assert pairs == set(TABLE)
+    assert len({entry.function for entry in TABLE.values()}) == len(TABLE)
+    steps = {step for entry in TABLE.values() for step in (entry.forward, entry.backward)}
+    assert steps <= {*COLLECTIVES, "", "slice", "mask", "pad"}
+
+
+@pytest.mark.parametrize("pair", TABLE)
+def test_the_seconds_of_a_conversion(pair):
+    source, target = (S(dim) if kind == "S" else {"R": R, "B": B, "P": P}[kind] for dim, kind in enumerate(pair))
+    nbytes = 1_000_000
+    found = conversion_seconds(source, target, nbytes, True, AXIS, COMPUTE)
+
+    def seconds(step):
+        if step in COLLECTIVES:
+            return AXIS.links[step].seconds(nbytes)
+        return COMPUTE.launch + nbytes / COMPUTE.memory_rate if step else 0.0
+
+    entry = conversion(source, target)
+    assert found == Seconds(seconds(entry.forward), seconds(entry.backward))
+    assert conversion_seconds(source, target, nbytes, False, AXIS, COMPUTE) == Seconds(found.forward, 0.0)
+    assert conversion_seconds(source, source, nbytes, True, AXIS, COMPUTE) == Seconds(0.0, 0.0)
+
+
+def test_a_gradients_share_of_the_buckets():
+    link = AXIS.links["all_reduce"]
+    small, large = 1e6, 100e6
+    assert gradient_sum_seconds(small, AXIS) == pytest.approx(small / link.bandwidth + link.latency * small / 25e6)
+    assert gradient_sum_seconds(large, AXIS) == pytest.approx(large / link.bandwidth + link.latency)
+    assert gradient_sum_seconds(large, preset(1).axes[0]) == 0.0
+    assert BUCKET_BYTES == 25e6
+
+
+# ------------------------------------------------------------------------------------------------- whole steps
+
+
+def test_data_parallel_by_hand():
+    graph, sharding = mlp_graph(), data_parallel()
+    program = lower(graph, sharding)
+    assert len(program.reduced) == 8 and not program.shared
+    found = price("mlp", sharding)
+    parameters = [v.type.nbytes for v in graph.of_role(Role.PARAMETER)]
+    assert found.gradient_sum == pytest.approx(sum(gradient_sum_seconds(n, AXIS) for n in parameters))
+    assert found.resident_bytes == 4 * sum(parameters)
+    assert found.optimizer == pytest.approx(sum(optimizer_seconds(n, 2.0, COMPUTE) for n in parameters))
+    (loss,) = (link for link in found.links if link.communication.total)  # P -> R of the loss
+    assert loss.communication == Seconds(AXIS.links["all_reduce"].seconds(4), 0.0)
+    assert found.seconds == pytest.approx(
+        sum(link.forward + link.backward for link in found.links) + found.gradient_sum + found.optimizer
+    )
+    assert found.communication == pytest.approx(loss.communication.total + found.gradient_sum)
+
+
+def test_what_the_links_of_a_data_parallel_mlp_hold():
+    graph = mlp_graph()
+    split, alone = price("mlp", data_parallel()), price("mlp", everywhere(graph, "R"))
+    for index, (half, full) in enumerate(zip(split.links, alone.links, strict=True)):
+        last = index == len(split.links) - 1
+        assert half.input_bytes == full.input_bytes / 2
+        assert half.memory.kept >= half.memory.output > 0
+        assert half.memory.forward_peak >= half.memory.kept >= 0 and half.memory.backward_extra >= 0
+        if not last:
+            assert half.memory.output == full.memory.output / 2
+            assert half.memory.kept == full.memory.kept / 2
+    # a linear layer and a relu of width 32, half of 8 rows, keep just their outputs
+    assert [link.memory.kept for link in split.links[:6]] == [4 * 4 * 32] * 6
+
+
+def test_a_replicated_plan_costs_the_same_on_any_number_of_ranks():
+    graph = gpt_graph()
+    one = price("gpt", everywhere(graph, "R"), 1)
+    two = price("gpt", everywhere(graph, "R"), 2)
+    assert one.seconds == pytest.approx(two.seconds) and one.resident_bytes == two.resident_bytes
+    assert two.communication == 0.0
+
+
+def test_a_slower_machine_takes_longer_everywhere():
+    sharding = frontier_of("gpt").points[0].sharding
+    base = price("gpt", sharding).seconds
+    for figure, worse in (
+        ("matmul_gflops", 0.001), ("memory_gbytes_per_s", 1), ("launch_us", 1), ("latency_us", 5),
+        ("link_gbytes_per_s", 0.2),
+    ):  # fmt: skip
+        assert price("gpt", sharding, **{figure: worse}).seconds > base, figure
+
+
+def test_an_optimizer_that_keeps_less_needs_less():
+    sharding = data_parallel()
+    assert price("mlp", sharding, copies=0.0).resident_bytes == price("mlp", sharding).resident_bytes / 2

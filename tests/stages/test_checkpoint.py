@@ -1,0 +1,222 @@
+"""From a frontier and a budget to one plan: keep everything, then recompute, then a refusal that names what fits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from pipeline.config import Checkpoint, Recompute
+from pipeline.cost.step import price_step
+from pipeline.errors import SolveError
+from pipeline.ir.plan import Frontier, Plan, Region
+from pipeline.lowering import lower
+from stages.checkpoint.choose import choose, evaluate
+from stages.checkpoint.describe import describe
+from stages.checkpoint.linearize import linearize
+from stages.checkpoint.run import figures
+from tests.graphs import GRAPHS, frontier_of, plan_of, preset, profile_of
+
+WHERE = "conf/solve/test.yaml: memory_budget_gb"
+NAMES = ("gpt", "mlp", "gpt_tied")
+
+
+def candidate(name: str, point: int, budget: int, recompute: str = "optimal"):
+    frontier = replace(frontier_of(name), budget_bytes=budget)
+    settings = Checkpoint(recompute=Recompute(recompute))
+    return evaluate(GRAPHS[name](), profile_of(name), preset(), frontier, point, settings)
+
+
+def leaves(regions: tuple[Region, ...]) -> list[int]:
+    found = []
+    for region in regions:
+        assert region.first <= region.last
+        inner = leaves(region.inner) if region.recompute else [region.first]
+        if region.recompute:
+            assert inner == list(range(region.first, region.last + 1))
+        else:
+            assert region.first == region.last and not region.inner
+        found += inner
+    return found
+
+
+def covers(name: str, plan: Plan) -> None:
+    assert leaves(plan.regions) == list(range(len(GRAPHS[name]().chain)))
+    last = plan.regions[-1]
+    assert not last.recompute and last.first == len(GRAPHS[name]().chain) - 1  # the loss is never recomputed
+
+
+def recomputes(regions: tuple[Region, ...]) -> bool:
+    return any(region.recompute for region in regions)
+
+
+def named_budget(line: str) -> int:
+    return round(float(re.search(r"tightest feasible budget is (\S+) GB", line)[1]) * 1e9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shrinking_budgets(name):
+    """No recompute, then recompute, then a refusal; time never falls as the budget does."""
+    loose = plan_of(name)
+    covers(name, loose)
+    assert not recomputes(loose.regions)
+    assert loose.prediction.recompute_seconds == pytest.approx(0, abs=1e-15)
+    seen, seconds, budget = [], loose.prediction.step_seconds, loose.prediction.peak_bytes
+    step = max(1, (loose.prediction.peak_bytes - loose.prediction.resident_bytes) // 25)
+    while True:
+        try:
+            plan = plan_of(name, budget=budget)
+        except SolveError as refusal:
+            assert "tightest feasible budget" in refusal.line() and WHERE in refusal.line()
+            break
+        covers(name, plan)
+        assert plan.prediction.peak_bytes <= budget == plan.budget_bytes
+        assert plan.prediction.step_seconds >= seconds * 0.97  # slots are rounded: nearly monotone
+        seconds = plan.prediction.step_seconds
+        seen.append(recomputes(plan.regions))
+        budget -= step
+    assert seen[0] is False and seen[-1] is True
+    assert seen == sorted(seen) or any(seen)
+    assert budget > loose.prediction.resident_bytes / 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tightest_budget_that_is_named_is_accepted(name):
+    """To the byte, for every plan of the frontier; one byte less is refused with the same number."""
+    for point in range(len(frontier_of(name).points)):
+        refused = candidate(name, point, 1)
+        assert refused.regions is None
+        accepted = candidate(name, point, refused.peak_bytes)
+        assert accepted.regions is not None and accepted.peak_bytes <= refused.peak_bytes
+        less = candidate(name, point, refused.peak_bytes - 1)
+        assert less.regions is None and less.peak_bytes == refused.peak_bytes
+
+
+@pytest.mark.parametrize("recompute", ["optimal", "full", "off"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_budget_in_the_message_is_accepted(name, recompute):
+    with pytest.raises(SolveError) as refusal:
+        plan_of(name, budget=1000, recompute=recompute)
+    line = refusal.value.line()
+    assert "no plan fits 1e-06 GB" in line and "\n" not in line and "gradients and optimizer state" in line
+    plan = plan_of(name, budget=named_budget(line), recompute=recompute)
+    assert plan.prediction.peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_off_recomputes_nothing_and_full_everything(name):
+    off, full, optimal = (plan_of(name, recompute=how) for how in ("off", "full", "optimal"))
+    links = len(GRAPHS[name]().chain)
+    covers(name, off)
+    covers(name, full)
+    assert off.regions == tuple(Region(i, i, False, ()) for i in range(links))
+    assert off.prediction == optimal.prediction  # everything fits: the best is to keep it
+    recomputed = {i for region in full.regions if region.recompute for i in leaves((region,))}
+    assert recomputed == set(range(links - 1))
+    assert full.prediction.recompute_seconds > 0
+    assert full.prediction.step_seconds > off.prediction.step_seconds
+    assert full.prediction.peak_bytes < off.prediction.peak_bytes
+
+
+def test_off_is_refused_where_recompute_would_fit():
+    budget = candidate("gpt", 0, 1).peak_bytes
+    assert plan_of("gpt", budget=budget, points=slice(1)).regions
+    with pytest.raises(SolveError, match="tightest feasible budget"):
+        plan_of("gpt", budget=budget, points=slice(1), recompute="off")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_prediction_adds_up(name):
+    for budget in (None, candidate(name, 0, 1).peak_bytes):
+        predicted = plan_of(name, budget=budget).prediction
+        parts = (
+            predicted.compute_seconds
+            + predicted.communication_seconds
+            + predicted.recompute_seconds
+            + predicted.optimizer_seconds
+        )
+        assert predicted.step_seconds == pytest.approx(parts, rel=1e-9)
+        assert predicted.resident_bytes < predicted.peak_bytes
+
+
+def test_without_recompute_the_plan_is_as_fast_as_the_frontier_says():
+    for name in NAMES:
+        fastest = frontier_of(name).points[0]
+        assert plan_of(name).prediction.step_seconds == pytest.approx(fastest.seconds, rel=1e-9)
+
+
+def test_the_best_of_all_plans_is_chosen_and_the_others_are_told():
+    frontier = frontier_of("gpt")
+    budget = candidate("gpt", 0, 1).peak_bytes - 200
+    plan = plan_of("gpt", budget=budget)
+    assert [a.point for a in plan.alternatives] == list(range(len(frontier.points)))
+    assert plan.alternatives[0].seconds is None and plan.alternatives[0].peak_bytes > budget
+    fitting = [a for a in plan.alternatives if a.seconds is not None]
+    assert plan.prediction.step_seconds == min(a.seconds for a in fitting)
+    assert all(a.peak_bytes <= budget for a in fitting)
+
+
+def test_a_budget_below_what_stays_resident():
+    frontier = frontier_of("mlp")
+    least = min(point.resident_bytes for point in frontier.points)
+    found = candidate("mlp", 0, least // 2)
+    assert found.regions is None and found.peak_bytes > least
+
+
+def test_a_model_of_one_link():
+    """Nothing to choose: it fits or it does not."""
+    import torch
+    from torch import nn
+
+    from stages.profile.run import profile_graph
+    from stages.solve.frontier import Sweep
+    from stages.solve.problem import build, to_sharding
+    from stages.solve.run import _point
+    from tests.graphs import SILENT, solve_settings, trace
+
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x):
+            return (self.weight * x).sum() + self.weight.sum() if False else torch.sum(self.weight)
+
+    graph = trace(One(), {"x": torch.zeros(4, 4)})
+    assert len(graph.chain) == 1
+    profile, cluster = profile_graph(graph), preset(1)
+    problem, choices = build(graph, profile, cluster, 0.0)
+    solution = Sweep(problem, solve_settings(), WHERE, SILENT).fastest()
+    point = _point(graph, profile, cluster, 0.0, to_sharding(graph, choices, solution.picked), solution)
+    price = price_step(graph, profile, cluster, point.sharding, lower(graph, point.sharding), 0.0)
+    assert linearize(price) is None
+    settings = Checkpoint(recompute=Recompute.optimal)
+    for budget, fits in ((10**6, True), (100, False)):
+        frontier = Frontier(budget, 0.0, (point,))
+        found = evaluate(graph, profile, cluster, frontier, 0, settings)
+        if fits:
+            assert choose([found], cluster, frontier, WHERE).regions == (Region(0, 0, False, ()),)
+        else:
+            with pytest.raises(SolveError, match="no plan fits"):
+                choose([found], cluster, frontier, WHERE)
+
+
+def test_the_chain_in_numbers():
+    frontier = frontier_of("gpt")
+    graph, sharding = GRAPHS["gpt"](), frontier.points[0].sharding
+    price = price_step(graph, profile_of("gpt"), preset(), sharding, lower(graph, sharding), 2.0)
+    chain = linearize(price)
+    assert chain.length == len(graph.chain) - 1
+    assert chain.a[0] == 0  # the first link reads inputs, which stay where they are
+    assert sum(chain.f) + sum(chain.b) == pytest.approx(sum(link.forward + link.backward for link in price.links))
+    assert all(kept >= out for kept, out in zip(chain.saved, chain.a[1:], strict=True))
+
+
+def test_a_plan_in_one_line():
+    plan = plan_of("gpt")
+    line = describe(GRAPHS["gpt"](), plan)
+    assert "\n" not in line and "2 ranks" in line and "no recompute" in line and "ms a step" in line
+    tight = plan_of("gpt", budget=candidate("gpt", 0, 1).peak_bytes)
+    assert re.search(r"\d+ recompute regions", describe(GRAPHS["gpt"](), tight))
+    assert figures(tight)["recompute_regions"] >= 1 and figures(plan)["recompute_regions"] == 0
