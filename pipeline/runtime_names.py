@@ -5,5 +5,5 @@ from __future__ import annotations
 from pipeline.cost.conversions import TABLE
 
 CONVERSIONS = tuple(sorted({entry.function for entry in TABLE.values()}))
-LOSSES = ("mean_cross_entropy", "mean_of_pieces")
-NAMES = (*CONVERSIONS, *LOSSES, "recompute", "scope")
+BODIES = ("batch_norm", "mean_cross_entropy", "mean_of_pieces")  # local forms of ops
+NAMES = (*CONVERSIONS, *BODIES, "recompute", "scope")

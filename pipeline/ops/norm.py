@@ -35,7 +35,7 @@ def _batch_statistics(view: OpView) -> int:
 
 RULES = [
     OpRule(
-        "aten.batch_norm.default", nothing_split, call("F.batch_norm", drop=(8,)),
+        "aten.batch_norm.default", nothing_split, call("batch_norm", drop=(8,)),
         saves_inputs=(0, 1), extra_saved=_batch_statistics, mutates=(3, 4),
     ),
     OpRule(

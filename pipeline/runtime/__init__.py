@@ -16,6 +16,7 @@ from pipeline.runtime.collectives import (
     sum_gradient,
 )
 from pipeline.runtime.losses import mean_cross_entropy, mean_of_pieces
+from pipeline.runtime.norms import batch_norm
 from pipeline.runtime.parameters import scope
 from pipeline.runtime.recompute import recompute
 
@@ -24,6 +25,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_both",
     "all_to_all",
+    "batch_norm",
     "gather",
     "mask",
     "mask_both",

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+_replaying = False
+
 
 def recompute(region: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Runs the region; regions may be nested."""
-    result: Tensor = checkpoint(region, *arguments, use_reentrant=False)
+    result: Tensor = checkpoint(region, *arguments, use_reentrant=False, context_fn=_contexts)
     return result
+
+
+def replaying() -> bool:
+    """Whether this is the second run of a region: what changes state (batch-norm statistics) must not do so again."""
+    return _replaying
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _replay()
+
+
+@contextmanager
+def _replay() -> Iterator[None]:
+    global _replaying
+    before, _replaying = _replaying, True
+    try:
+        yield
+    finally:
+        _replaying = before

@@ -126,7 +126,7 @@ class BlockWriter:
         op = self.graph.op(step.op)
         self._heading(relative(op.module, self.prefix), op.source)
         text = self._op_text(step)
-        self.used.update(name for name in runtime_names.LOSSES if text.startswith(f"{name}("))
+        self.used.update(name for name in runtime_names.BODIES if text.startswith(f"{name}("))
         base = op.target.split(".")[1]
         targets = ", ".join(self.names.give(tensor, base) for tensor in step.outputs)
         if len(op.outputs) == 1 and op.outputs != (op.name,):  # a list of one result

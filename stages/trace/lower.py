@@ -27,6 +27,7 @@ _ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_c
 _SAME_SHAPE_IS_SAME = ("alias", "view", "reshape", "flatten", "expand", "slice", "squeeze", "_unsafe_view", "unflatten")
 LARGEST_CONSTANT = 4096
 CONSTANT = "shardwright.tensor.default"  # an op of ours: `torch.tensor(numbers)`
+COPY = "aten.copy.default"
 _CASTS = ("to", "type_as", "_to_copy")
 
 
@@ -168,10 +169,20 @@ class _Lowering:
         plain = _out_of_place(str(node.target))
         if value.role is not Role.RESULT or plain is None or not self.mutations.can_change(written):
             raise self._unsupported(node)
-        content = self._add(node, plain, grad)
         self.node, self.grad = node, grad
+        content = self._copied(node, value.type) if plain == COPY else self._add(node, plain, grad)
         self.mutations.change(written, content)
         self.names[node] = written
+
+    def _copied(self, node: Node, type_: TensorType) -> str:
+        """`a.copy_(b)`: b in the shape and type of a."""
+        content = self._arg(node.args[1]).value
+        if self.values[content].type.dtype != type_.dtype:
+            cast = replace(self.values[content].type, dtype=type_.dtype)
+            content = self._emit("aten.to.dtype", Args((Ref(content), Torch("dtype", type_.dtype))), cast, content)
+        if self.values[content].type.shape != type_.shape:
+            content = self._emit("aten.expand.default", Args((Ref(content), type_.shape)), type_, content)
+        return content
 
     def _emit(self, target: str, args: Args, type_: TensorType, like: str) -> str:
         """An op that no node of torch's graph stands for: it undoes or repeats a view."""
@@ -291,8 +302,6 @@ def _out_of_place(target: str) -> str | None:
     """`aten.add_.Tensor` -> `aten.add.Tensor`, where there is such an op."""
     namespace, name, overload = target.split(".")
     plain = name.removesuffix("_")
-    if plain == "copy":
-        return "aten.copy.default"
     packet = getattr(torch.ops.aten, plain, None) if namespace == "aten" and plain != name else None
     return f"aten.{plain}.{overload}" if packet is not None and overload in packet.overloads() else None
 

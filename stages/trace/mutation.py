@@ -90,8 +90,8 @@ def _inverse(view: _View, parent: TensorType, whole: str, part: str) -> tuple[st
         return f"aten.{kind}_scatter.default", Args((Ref(whole), Ref(part), *rest), view.args.named)
     if kind in _RESHAPES:
         return "aten.reshape.default", Args((Ref(part), parent.shape))
-    if kind == "transpose":
-        return "aten.transpose.int", Args((Ref(part), *rest))
+    if kind in ("transpose", "t"):
+        return view.target, Args((Ref(part), *rest))
     if kind == "permute":
         order = rest[0]
         return "aten.permute.default", Args((Ref(part), tuple(order.index(i) for i in range(len(order)))))

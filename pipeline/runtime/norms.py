@@ -1,0 +1,24 @@
+"""Normalisation that keeps statistics."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.runtime.recompute import replaying
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """Batch norm, whose running statistics change once a step, also where a recompute region runs it twice."""
+    if training and replaying():
+        running_mean = running_var = None  # in training the result does not depend on them
+    return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)

@@ -1,0 +1,35 @@
+"""Runs an OpGraph as it stands: the graph alone must be the model."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.ir.graph import OpGraph, Ref, Role, Torch
+
+
+def run_graph(graph: OpGraph, module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss, with the module's own parameters and buffers."""
+    named = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    known = {
+        v.name: batch[v.name] if v.role is Role.INPUT else named[v.origin]
+        for v in graph.values.values()
+        if v.role is not Role.RESULT
+    }
+
+    def real(arg):
+        if isinstance(arg, Ref):
+            return known[arg.value]
+        if isinstance(arg, Torch):
+            return torch.device("cpu") if arg.kind == "device" else getattr(torch, arg.name)
+        return [real(a) for a in arg] if isinstance(arg, tuple) else arg
+
+    for op in graph.ops:
+        namespace, name, overload = op.target.split(".")
+        named_args = {k: real(v) for k, v in op.args.named}
+        if namespace == "shardwright":
+            results = torch.tensor(real(op.args.positional[0]), dtype=named_args["dtype"])
+        else:
+            function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+            results = function(*(real(a) for a in op.args.positional), **named_args)
+        known |= dict(zip(op.outputs, [results] if isinstance(results, torch.Tensor) else results, strict=True))
+    return known[graph.output]

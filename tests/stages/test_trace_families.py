@@ -1,0 +1,162 @@
+"""Models as their authors wrote them: the graph alone gives the same loss and gradients, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+
+from pipeline.errors import TraceError
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.verify import verify_graph
+from stages.trace.build import fake_mode, to_fake
+from stages.trace.chain import find_chain
+from stages.trace.export import export_loss, pick_loss
+from stages.trace.lower import lower
+from stages.trace.simplify import simplify
+from tests.families import FAMILIES
+from tests.interpreter import run_graph
+
+
+def trace(build, batch) -> OpGraph:
+    mode = fake_mode()
+    with torch.device("meta"):
+        model = build()
+    to_fake(model.train(), mode)
+    with mode:
+        fakes = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in batch.items()}
+    graph = find_chain(simplify(lower(export_loss(model, fakes), model, tuple(fakes))))
+    verify_graph(graph)
+    return graph
+
+
+# With grouped KV heads these take another path when they are exported (the heads are repeated before attention, not
+# inside of it): the sums are the same, their order is not.
+REPEATED_HEADS = ("llama", "qwen2", "mixtral")
+
+
+def check_equal(graph: OpGraph, model: nn.Module, batch, tolerance: float = 0.0) -> None:
+    """Loss, gradients and buffers after one step, with the same random numbers, to the last bit."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(1)
+    loss = pick_loss(model(**batch))
+    loss.backward()
+    torch.manual_seed(1)
+    again = run_graph(graph, other, batch)
+    again.backward()
+    torch.testing.assert_close(again, loss, rtol=tolerance, atol=tolerance)
+    for (name, ours), theirs in zip(other.named_parameters(), model.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance, msg=name)
+    for (name, ours), theirs in zip(other.named_buffers(), model.buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda build: build.__name__)
+def family(request):
+    build = request.param
+    return build, FAMILIES[build], trace(build, FAMILIES[build])
+
+
+def test_the_graph_alone_is_the_model(family):
+    build, batch, graph = family
+    torch.manual_seed(0)
+    check_equal(graph, build().train(), batch, tolerance=1e-6 if build.__name__ in REPEATED_HEADS else 0.0)
+
+
+def test_nothing_of_export_is_left(family):
+    _, _, graph = family
+    kinds = {op.target.split(".")[1] for op in graph.ops}
+    assert not kinds & {"_assert_tensor_metadata", "alias", "lift_fresh_copy", "copy_", "wrap_with_set_grad_enabled"}
+    assert all(op.mutates for op in graph.ops if op.target.split(".")[1].endswith("_"))
+
+
+def test_equal_layers_have_equal_numbers(family):
+    build, _, graph = family
+    numbers = [link.block for link in graph.chain]
+    if build.__name__ != "swin":  # its two stages have layers of different sizes
+        assert len(set(numbers)) < len(numbers), numbers
+
+
+def test_causal_attention_has_no_mask(family):
+    build, _, graph = family
+    attention = [op for op in graph.ops if op.target == "aten.scaled_dot_product_attention.default"]
+    masked = [op.args.get(3, "attn_mask", None) is not None for op in attention]
+    causal = [bool(op.args.get(5, "is_causal", False)) for op in attention]
+    wanted = {
+        "gpt2": (False, True), "llama": (False, True), "qwen2": (False, True), "mixtral": (False, True),
+        "opt": (False, True), "bert": (False, False), "vit": (False, False),
+    }.get(build.__name__)  # fmt: skip
+    if wanted:
+        assert attention and set(zip(masked, causal, strict=True)) == {wanted}
+
+
+def test_a_hundred_billion_parameters_cost_no_memory():
+    import transformers as hf
+
+    sizes = {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 26, "num_attention_heads": 128}
+    config = hf.LlamaConfig(**sizes, vocab_size=128256, use_cache=False)
+    batch = {name: torch.zeros(1, 8, dtype=torch.int64) for name in ("input_ids", "labels")}
+    graph = trace(lambda: hf.LlamaForCausalLM(config), batch)
+    assert sum(v.type.numel for v in graph.of_role(Role.PARAMETER)) > 100e9
+
+
+class InPlace(nn.Module):
+    """Every way in which a tensor can be changed behind another's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count.add_(1)
+        y = self.layer(x)
+        y.mul_(2)
+        rows, first = y.view(2, -1), y[:, :4]
+        rows[0].relu_()
+        z = torch.zeros_like(y)
+        z[:, 1:] = y[:, :-1]
+        z[:, 0] = 3.0
+        flipped = z.t()
+        flipped[0].add_(1)
+        table = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        table += 1
+        return (z * y).mean() + first.sum() + rows.exp().sum() + table.sum() * y.mean() + flipped.pow(2).sum()
+
+
+def test_in_place_changes_are_seen_by_every_view():
+    batch = {"x": torch.randn(4, 8)}
+    check_equal(trace(InPlace, batch), InPlace(), batch)
+
+
+class Branch(nn.Module):
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.probability = probability
+
+    def forward(self, x):
+        y = self.layer(x)
+        if torch.rand([]) < self.probability:
+            y = y * 2
+        if torch.rand(()) >= 1.0:
+            y = y * 3
+        return F.dropout(y, 0.5).mean()
+
+
+@pytest.mark.parametrize("probability", [0.0, 1.0])
+def test_a_branch_that_is_certain_is_followed(probability):
+    batch = {"x": torch.randn(4, 4)}
+    check_equal(trace(lambda: Branch(probability), batch), Branch(probability), batch)
+
+
+def test_a_branch_that_is_not_certain_is_refused_with_its_line():
+    with pytest.raises(TraceError, match=r"test_trace_families\.py:\d+: the model cannot be exported"):
+        trace(lambda: Branch(0.5), {"x": torch.randn(4, 4)})
