@@ -30,7 +30,7 @@ class Ops:
 
 
 def lower(program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...]) -> Ops:
-    lowering = _Lowering(program, model)
+    lowering = _Lowering(program, model, inputs)
     for node in program.graph.nodes:
         if node.op == "call_function":
             lowering.add(node)
@@ -38,21 +38,24 @@ def lower(program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...]) -
 
 
 class _Lowering:
-    def __init__(self, program: ExportedProgram, model: nn.Module) -> None:
+    def __init__(self, program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...]) -> None:
         self.values: dict[str, Value] = {}
         self.ops: list[Op] = []
         self.names: dict[str, str | tuple[str, ...]] = {}  # torch's node -> our value, or an op's several values
         self.program = program
-        self._placeholders(model)
+        self._placeholders(model, inputs)
 
-    def _placeholders(self, model: nn.Module) -> None:
+    def _placeholders(self, model: nn.Module, inputs: tuple[str, ...]) -> None:
         canonical = _canonical_names(model)
         trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         nodes = {n.name: n for n in self.program.graph.nodes if n.op == "placeholder"}
+        given = _given_names(self.program, inputs)
         for spec in self.program.graph_signature.input_specs:
             name = spec.arg.name
             if spec.kind is InputKind.USER_INPUT:
-                self._value(name, nodes[name], Role.INPUT, name, grad=False)
+                own = given.get(name, name)
+                self.values[own] = Value(own, _type(nodes[name].meta["val"]), Role.INPUT, own, grad=False)
+                self.names[name] = own
                 continue
             if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
                 raise TraceError(
@@ -66,7 +69,7 @@ class _Lowering:
 
     def _value(self, name: str, node: Node, role: Role, origin: str, grad: bool) -> None:
         """Adds the value, or finds the one of the same parameter: tied weights are one parameter with two uses."""
-        same = next((v for v in self.values.values() if role is not Role.INPUT and v.origin == origin), None)
+        same = next((v for v in self.values.values() if v.role is not Role.INPUT and v.origin == origin), None)
         if same is None:
             self.values[name] = Value(name, _type(node.meta["val"]), role, origin, grad)
         self.names[name] = same.name if same else name
@@ -136,6 +139,14 @@ class _Lowering:
 
 def _broadcasts_nothing(node: Node) -> bool:
     return all(a.meta["val"].shape == v.shape for a, v in zip(node.args[0], node.meta["val"], strict=True))
+
+
+def _given_names(program: ExportedProgram, inputs: tuple[str, ...]) -> dict[str, str]:
+    """Export writes the names of inputs in small letters: its name -> the user's, for those that it changed."""
+    found = program.graph_signature.user_inputs
+    changed = [name for name in found if name not in inputs]
+    lost = [name for name in inputs if name not in found]
+    return dict(zip(changed, lost, strict=True)) if len(changed) == len(lost) else {}
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
