@@ -81,5 +81,7 @@ def add_code_path(root: Path, code: str) -> None:
             remedy="name the folder or file that holds your model's source",
         )
     folder = path if path.is_dir() else path.parent
-    if not folder.is_relative_to(root.resolve()) and str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    if not folder.is_relative_to(root.resolve()):
+        sys.dont_write_bytecode = True  # .dvcignore does not reach there: a __pycache__ of ours would look like an edit
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))

@@ -22,7 +22,9 @@ _EXCEPTION = re.compile(r"(?:\[\w+\]:\s*)?[\w.]*(?:Error|Exception)(?::.*)?")  #
 
 
 class LaunchFailed(Exception):
-    """A rank failed or the time ran out; the text is for the user."""
+    """A rank failed or the time ran out; the text is for the user, `log` is all that the ranks wrote."""
+
+    log = ""
 
 
 def run_ranks(
@@ -41,10 +43,15 @@ def run_ranks(
             )
             try:
                 _wait(process, timeout, work, poll)
+            except LaunchFailed as error:
+                error.log = _log(work)
+                raise
             finally:
                 _stop(process)
         if process.returncode:
-            raise LaunchFailed(_reason(work))
+            failure = LaunchFailed(_reason(work))
+            failure.log = _log(work)
+            raise failure
         if not (work / "result.json").exists():
             raise LaunchFailed("the ranks ended without a result")
         result: dict[str, Any] = json.loads((work / "result.json").read_text())
@@ -60,7 +67,8 @@ def _environment(ranks: int) -> dict[str, str]:
     """One share of the cores for each rank; the import path of this process, so that the user's code is found."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     paths = os.pathsep.join(dict.fromkeys(p for p in sys.path if p))
-    return {"OMP_NUM_THREADS": threads, **os.environ, PARENT: str(os.getpid()), "PYTHONPATH": paths}
+    bytecode = {"PYTHONDONTWRITEBYTECODE": "1"} if sys.dont_write_bytecode else {}
+    return {"OMP_NUM_THREADS": threads, **os.environ, PARENT: str(os.getpid()), "PYTHONPATH": paths, **bytecode}
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float, work: Path, poll: Callable[[Path], None] | None) -> None:
@@ -103,9 +111,13 @@ def _reason(work: Path) -> str:
     """What the first rank to fail wrote (the others only notice that it is gone), or an exception of the log."""
     for path in sorted(work.glob("error-*.txt"), key=lambda path: (path.stat().st_mtime_ns, path.name)):
         return path.read_text().strip()
-    lines = (work / "log.txt").read_text(errors="replace").strip().splitlines()
+    lines = _log(work).splitlines()
     errors = [line.strip() for line in lines if "torch.distributed" not in line and _EXCEPTION.fullmatch(line.strip())]
     return errors[0] if errors else (lines[-1].strip() if lines else "a rank died without a word")
+
+
+def _log(work: Path) -> str:
+    return (work / "log.txt").read_text(errors="replace").strip()
 
 
 def follow_parent() -> None:

@@ -75,6 +75,8 @@ def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, l
     tracker = Tracker(root, config.tracking, log, label=config.choices["model"])
     started = time.perf_counter()
     log.info(f"{_reading(stage)}")
+    for kind, artifact in found.items():
+        log.debug("%s is %s", KINDS[kind].file, artifact.digest)
     try:
         result = run(Inputs(root, found, log, tracker), config)
     except ShardwrightError as error:

@@ -79,6 +79,7 @@ class BlockWriter:
         self.graph, self.sharding, self.mesh, self.prefix = graph, sharding, mesh, prefix
         self.common = common  # tensors made before the chain, by the caller's names
         self.names = Names()
+        self.readers = graph.consumers()
         self.arguments: dict[str, None] = {}
         self.reads_parameters = False
         self.used: set[str] = set()
@@ -128,10 +129,15 @@ class BlockWriter:
         text = self._op_text(step)
         self.used.update(name for name in runtime_names.BODIES if text.startswith(f"{name}("))
         base = op.target.split(".")[1]
-        targets = ", ".join(self.names.give(tensor, base) for tensor in step.outputs)
+        targets = ", ".join(self.names.give(tensor, self._marked(base, tensor, step)) for tensor in step.outputs)
         if len(op.outputs) == 1 and op.outputs != (op.name,):  # a list of one result
             targets = f"({targets},)"
         self.lines += statement(f"{targets} = {text}", self._remark(step.outputs[0]))
+
+    def _marked(self, name: str, tensor: Tensor, step: Call) -> str:
+        """One of several results that nobody reads begins with an underscore."""
+        unread = len(step.outputs) > 1 and not self.readers[tensor.value] and tensor.value != self.graph.output
+        return f"_{name}" if unread else name
 
     def _heading(self, module: str, source: str) -> None:
         title = f"# {module or 'here'}" + (f" ({source})" if source else "")
@@ -159,14 +165,14 @@ class BlockWriter:
         return rule.render(rendered)
 
 
-def statement(text: str, remark: str) -> list[str]:
+def statement(text: str, remark: str = "") -> list[str]:
     """One line with its layout behind it; where that is too long, the arguments on lines of their own."""
     if len(text) + len(remark) + 2 <= WIDTH or "(" not in text:
-        return [f"{text}  {remark}"]
+        return [f"{text}  {remark}".rstrip()]
     head, inside = text[: text.index("(") + 1], text[text.index("(") + 1 : text.rindex(")")]
     tail = text[text.rindex(")") :]
     rows = [inside] if len(inside) + 4 <= WIDTH else [f"{argument}," for argument in _arguments(inside)]
-    return [head, *(f"    {row}" for row in rows), f"{tail}  {remark}"]
+    return [head, *(f"    {row}" for row in rows), f"{tail}  {remark}".rstrip()]
 
 
 def _arguments(text: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from dataclasses import dataclass
 
@@ -10,7 +11,9 @@ from pipeline.ir.names import pattern
 from pipeline.ir.plan import Plan, Region
 from pipeline.ir.program import Program, Tensor
 from pipeline.lowering import home_layouts
-from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, free_name
+from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, free_name, statement
+
+LINE = 120  # the longest that the text has
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,12 @@ def write_module(graph: OpGraph, plan: Plan, program: Program) -> str:
     used = set(before.used).union(*(b.used for b in blocks))
     used |= {"recompute"} if any(r.recompute for r in plan.regions) else set()
     parts = [
-        _header(graph, plan, program, used | {"scope"}),
         *(_function(name, block) for name, block in _distinct(blocks, functions).items()),
         _class(graph, plan, before, callers, scopes),
     ]
-    return "\n\n\n".join(parts) + "\n"
+    functional = any(re.search(r"\bF\.", part) for part in parts)
+    header = _header(graph, plan, program, used | {"scope"}, functional)
+    return "\n\n\n".join([header, *parts]) + "\n"
 
 
 @dataclass(frozen=True)
@@ -136,10 +140,23 @@ def _distinct(blocks: list[Block], functions: dict[str, str]) -> dict[str, Block
     return found
 
 
-def _header(graph: OpGraph, plan: Plan, program: Program, used: set[str]) -> str:
+def _one_or_many(start: str, items: list[str], end: str) -> str:
+    """The items behind one another, or each on a line of its own where that is too long."""
+    line = f"{start}{', '.join(items)}{end}"
+    rows = "".join(f"    {item},\n" for item in items)
+    return line if len(line) <= LINE else f"{start}\n{rows}{end}"
+
+
+def _runtime_import(used: set[str]) -> str:
+    line = f"from pipeline.runtime import {', '.join(sorted(used))}"
+    return line if len(line) <= LINE else _one_or_many("from pipeline.runtime import (", sorted(used), ")")
+
+
+def _header(graph: OpGraph, plan: Plan, program: Program, used: set[str], functional: bool) -> str:
     mesh = ", ".join(f"{name}={size}" for name, size in plan.axes)
     rows = "\n".join(f'    "{name}": {entry},' for name, entry in _parameters(graph, plan, program).items())
-    inputs = ", ".join(f'"{name}": "{layout}"' for name, layout in plan.sharding.inputs.items())
+    inputs = [f'"{name}": "{layout}"' for name, layout in plan.sharding.inputs.items()]
+    functions = "import torch.nn.functional as F\n" if functional else ""
     return f'''"""The training program for the mesh {mesh}, written from runs/checkpoint/plan.json.
 
 Each line's layout stands behind it with the shape of one rank's piece: R replicated, B replicated with a partial
@@ -150,14 +167,13 @@ set `accept_edited_module: true` in your conf/train file and run `python -m stag
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+{functions}from torch import Tensor
 
-from pipeline.runtime import {", ".join(sorted(used))}
+{_runtime_import(used)}
 
 DEVICE = torch.device("{plan.device}")
 MESH = {{{", ".join(f'"{name}": {size}' for name, size in plan.axes)}}}
-INPUTS = {{{inputs}}}
+{_one_or_many("INPUTS = {", inputs, "}")}
 # How each parameter is stored, and whether its gradient is summed over the ranks during backward or complete as it is;
 # `*` stands for a number.
 PARAMETERS = {{
@@ -179,19 +195,20 @@ def _parameters(graph: OpGraph, plan: Plan, program: Program) -> dict[str, str]:
 
 
 def _function(name: str, block: Block) -> str:
-    body = "\n".join(f"    {line}" for line in (*block.lines, f"return {block.result}"))
-    return f"def {name}({block.signature}) -> Tensor:\n{body}"
+    body = (f"    {line}" for line in (*block.lines, f"return {block.result}"))
+    return "\n".join([*statement(f"def {name}({block.signature}) -> Tensor:"), *body])
 
 
 def _class(graph: OpGraph, plan: Plan, before: Prologue, callers: list[Caller], scopes: dict[str, str]) -> str:
     prefixes = sorted({c.block.prefix for c in callers if c.block.reads_parameters}, key=list(scopes).index)
     lines = ["class Program:", "    def __init__(self, tensors: dict[str, Tensor]) -> None:"]
     lines += ["        self.tensors = tensors"] if before.reads_parameters or not prefixes else []
-    lines += [f'        self.{scopes[prefix]} = scope(tensors, "{prefix}")' for prefix in prefixes]
+    for prefix in prefixes:
+        lines += _indented(statement(f'self.{scopes[prefix]} = scope(tensors, "{prefix}")'), 8)
     names = _input_names(graph)
     plain = all(name == own for name, own in names.items())
     inputs = ", ".join(f"{name}: Tensor" for name in names) if plain else "**batch: Tensor"
-    lines += ["", f"    def forward(self, {inputs}) -> Tensor:"]
+    lines += ["", *_indented(statement(f"def forward(self, {inputs}) -> Tensor:"), 4)]
     lines += [] if plain else [f'        {own} = batch["{name}"]' for name, own in names.items()]
     lines += ["        p = self.tensors"] if before.reads_parameters else []
     lines += [f"        {line}" for line in before.lines]
@@ -201,20 +218,25 @@ def _class(graph: OpGraph, plan: Plan, before: Prologue, callers: list[Caller], 
     return "\n".join(lines)
 
 
+def _indented(lines: list[str], columns: int) -> list[str]:
+    return [f"{' ' * columns}{line}" for line in lines]
+
+
 def _region_lines(regions: tuple[Region, ...], callers: list[Caller], methods: list[str]) -> list[str]:
     lines = []
     for region in regions:
         if not region.recompute:
             caller = callers[region.first]
-            where = f"  # {caller.block.prefix}" if caller.block.prefix else ""
-            lines.append(f"x = {caller.function}({', '.join(caller.arguments())}){where}")
+            where = f"# {caller.block.prefix}" if caller.block.prefix else ""
+            lines += statement(f"x = {caller.function}({', '.join(caller.arguments())})", where)
             continue
         inside = callers[region.first : region.last + 1]
         common = list(dict.fromkeys(name for caller in inside for name in caller.block.common))
         arguments = [*(["x"] if inside[0].block.takes_x else []), *common]
         name = f"links_{region.first}_to_{region.last}"
-        lines.append(f"x = recompute({', '.join([f'self.{name}', *arguments])})")
+        lines += statement(f"x = recompute({', '.join([f'self.{name}', *arguments])})")
         body = _region_lines(region.inner, callers, methods)
-        methods += ["", f"    def {name}(self, {', '.join(f'{a}: Tensor' for a in arguments)}) -> Tensor:"]
+        signature = f"def {name}({', '.join(['self', *(f'{a}: Tensor' for a in arguments)])}) -> Tensor:"
+        methods += ["", *_indented(statement(signature), 4)]
         methods += [*(f"        {line}" for line in body), "        return x"]
     return lines

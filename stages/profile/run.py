@@ -76,14 +76,11 @@ def _order(rule: OpRule, view: OpView, before: Order) -> Order:
 
 def op_cost(view: OpView, rule: OpRule | None, storage: dict[str, str]) -> OpCost:
     """An op without a rule is priced as moving its tensors once, and as keeping all of them for backward."""
-    names, outputs = view.op.inputs, view.op.outputs
+    outputs = view.op.outputs
     moved = sum(t.nbytes for t in (*view.inputs, *view.outputs))
     flops = rule.flops(view) if rule else 0.0
     differentiable = any(view.input_grads)
-    if rule is None:
-        saves = (*names, *outputs)
-    else:
-        saves = (*_kept_inputs(view, rule), *(outputs if rule.saves_output else ()))
+    saves = (*_kept_inputs(view, rule), *(outputs if rule is None or rule.saves_output else ()))
     return OpCost(
         flops_forward=flops,
         flops_backward=flops * rule.backward_factor if rule and differentiable else 0.0,
@@ -95,7 +92,9 @@ def op_cost(view: OpView, rule: OpRule | None, storage: dict[str, str]) -> OpCos
     )
 
 
-def _kept_inputs(view: OpView, rule: OpRule) -> tuple[str, ...]:
+def _kept_inputs(view: OpView, rule: OpRule | None) -> tuple[str, ...]:
+    if rule is None:
+        return view.op.inputs
     places = [i for i in rule.saves_inputs if i < len(view.inputs)]
     if rule.crosswise:
         places = [i for i in places if any(view.input_grads[j] for j in places if j != i)]

@@ -41,13 +41,13 @@ class Ops:
 
 
 def lower(program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...]) -> Ops:
-    lowering = _Lowering(program, model)
+    lowering = _Lowering(program, model, inputs)
     lowering.run(program.graph_module, grad=True)
     return without_dead_ops(lowering.finish(inputs))
 
 
 class _Lowering:
-    def __init__(self, program: ExportedProgram, model: nn.Module) -> None:
+    def __init__(self, program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...]) -> None:
         self.program = program
         self.values: dict[str, Value] = {}
         self.ops: list[Op] = []
@@ -55,17 +55,21 @@ class _Lowering:
         self.taken: set[str] = set()
         self.mutations = Mutations(lambda name: self.values[name].type, self._emit)
         self.nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-        self._placeholders(model)
+        self._placeholders(model, inputs)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
-    def _placeholders(self, model: nn.Module) -> None:
+    def _placeholders(self, model: nn.Module, inputs: tuple[str, ...]) -> None:
+        given = _given_names(self.program, inputs)
         canonical = _canonical_names(model)
         trainable = {name for name, p in model.named_parameters() if p.requires_grad}
         for spec in self.program.graph_signature.input_specs:
             node = self.nodes[spec.arg.name]
             if spec.kind is InputKind.USER_INPUT:
-                self._source(node, Role.INPUT, node.name, grad=False)
+                name = given.get(node.name, node.name)
+                self.values[name] = Value(name, _type(node.meta["val"]), Role.INPUT, name, grad=False)
+                self.taken.add(name)
+                self.names[node] = name
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                 origin = canonical[spec.target.removeprefix(_PREFIX)]
                 role = Role.PARAMETER if origin in trainable else Role.BUFFER
@@ -75,7 +79,7 @@ class _Lowering:
 
     def _source(self, node: Node, role: Role, origin: str, grad: bool) -> None:
         """Adds the value, or finds the one of the same parameter: tied weights are one parameter with two uses."""
-        same = next((v for v in self.values.values() if role is not Role.INPUT and v.origin == origin), None)
+        same = next((v for v in self.values.values() if v.role is not Role.INPUT and v.origin == origin), None)
         if same is None:
             self.values[node.name] = Value(node.name, _type(node.meta["val"]), role, origin, grad)
             self.taken.add(node.name)
@@ -127,6 +131,8 @@ class _Lowering:
             return
         elif not hasattr(node.target, "_schema"):
             raise self._unsupported(node)
+        elif kind == "broadcast_tensors" and _broadcasts_nothing(node):  # every call of F.mse_loss
+            self.names[node] = tuple(self.names[a] for a in node.args[0])  # type: ignore[union-attr,misc,index]
         elif (same := self._same_as(node, kind)) is not None:
             self.names[node] = same
         elif node.target._schema.is_mutable:
@@ -204,8 +210,9 @@ class _Lowering:
         source = op_line(node.meta.get("stack_trace"))
         self.ops.append(Op(self.values[outputs[0]].origin, target, args, outputs, _module(node), source, mutates))
         if _is_view(node) and target == str(node.target):
+            parent = str(self.names[node.args[0]])  # type: ignore[index]
             for output in outputs:
-                self.mutations.note_view(output, args.refs()[0], target, args)
+                self.mutations.note_view(output, parent, target, args, many=len(outputs) > 1)
         return outputs[0]
 
     def _outputs(self, node: Node, args: Args, grad: bool) -> tuple[str, ...]:
@@ -261,6 +268,18 @@ class _Lowering:
             where=op_line(node.meta.get("stack_trace")) or "conf/model: module",
             remedy="write it with out-of-place tensor operations",
         )
+
+
+def _broadcasts_nothing(node: Node) -> bool:
+    return all(a.meta["val"].shape == v.shape for a, v in zip(node.args[0], node.meta["val"], strict=True))
+
+
+def _given_names(program: ExportedProgram, inputs: tuple[str, ...]) -> dict[str, str]:
+    """Export writes the names of inputs in small letters: its name -> the user's, for those that it changed."""
+    found = program.graph_signature.user_inputs
+    changed = [name for name in found if name not in inputs]
+    lost = [name for name in inputs if name not in found]
+    return dict(zip(changed, lost, strict=True)) if len(changed) == len(lost) else {}
 
 
 def _nested(numbers: Any) -> Arg:

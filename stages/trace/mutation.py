@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipeline.errors import TraceError
 from pipeline.ir.graph import Arg, Args, Ref, TensorType
 
 Emit = Callable[[str, Args, TensorType, str], str]  # (target, arguments, type, name to follow) -> new value
@@ -23,6 +24,7 @@ class _View:
     parent: str
     target: str
     args: Args
+    many: bool  # one of several results: it is not made again
 
 
 class Mutations:
@@ -33,8 +35,8 @@ class Mutations:
         self.changes: dict[str, int] = {}  # owner -> how often it was changed
         self.seen: dict[str, int] = {}  # view -> how often its owner had been changed when it was made
 
-    def note_view(self, name: str, parent: str, target: str, args: Args) -> None:
-        self.views[name] = _View(parent, target, args)
+    def note_view(self, name: str, parent: str, target: str, args: Args, many: bool) -> None:
+        self.views[name] = _View(parent, target, args, many)
         self.seen[name] = self.changes.get(self._owner(name), 0)
 
     def _owner(self, name: str) -> str:
@@ -50,6 +52,12 @@ class Mutations:
         if self.seen[name] == self.changes.get(owner, 0):
             return self.latest.get(name, name)
         view = self.views[name]
+        if view.many:
+            raise TraceError(
+                f"{view.target} gives pieces of a tensor that is changed in place afterwards",
+                where="conf/model: module",
+                remedy="change it with an out-of-place operation",
+            )
         again = self.emit(view.target, _with_first(view.args, self.fresh(view.parent)), self.types(name), name)
         self.seen[name] = self.changes[owner]
         self.views[again], self.seen[again] = view, self.changes[owner]
@@ -84,7 +92,7 @@ def _with_first(args: Args, name: str) -> Args:
 
 def _inverse(view: _View, parent: TensorType, whole: str, part: str) -> tuple[str, Args] | None:
     """The op that writes the content of a view back into its parent."""
-    kind = view.target.split(".")[1]
+    kind = "" if view.many else view.target.split(".")[1]
     rest: tuple[Arg, ...] = view.args.positional[1:]
     if kind in ("slice", "select"):
         return f"aten.{kind}_scatter.default", Args((Ref(whole), Ref(part), *rest), view.args.named)

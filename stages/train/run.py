@@ -42,6 +42,8 @@ def launch(inputs: Inputs, config: Config, plan: Plan) -> dict:
             follow = Follower(live, advance, _batch_size(config))
             return run_ranks("stages.train.worker", make_job(inputs, config), ranks, config.train.timeout_s, follow)
     except LaunchFailed as error:
+        for line in error.log.splitlines():
+            inputs.log.debug(line)
         raise TrainError(
             f"training failed: {error}",
             where=f"conf/train/{config.choices['train']}.yaml",

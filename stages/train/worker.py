@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
@@ -51,10 +50,10 @@ def main(work: Path) -> None:
 
 
 def load_program(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("shardwright_program", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    """Always from its source: no bytecode beside it under runs/ that could be older than the plan."""
+    module = ModuleType("shardwright_program")
+    module.__file__ = path
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), module.__dict__)
     return module
 
 

@@ -93,10 +93,10 @@ class Done:
         assert self.status == 0, self.text
         return self
 
-    def refused(self) -> str:
-        """The one line of a user's mistake, where that and nothing more is told."""
+    def refused(self, *, details: bool = False) -> str:
+        """The one line of a user's mistake, where that is told beside the stage's own lines; `details`: with -v."""
         assert self.status == 2, self.text
-        assert "Traceback" not in self.text, self.text
+        assert details or "Traceback" not in self.text, self.text
         lines = [line for line in self.err.splitlines() if not line.startswith("[")]
         assert len(lines) == 1 and lines[0].startswith("error: "), self.text
         return lines[0]
@@ -256,7 +256,7 @@ class Project:
         done = subprocess.run(
             [sys.executable, str(script), str(steps)],
             cwd=self.root,
-            env=self.environment() | {"PYTHONPATH": os.pathsep.join(code)},
+            env=self.environment() | {"PYTHONPATH": os.pathsep.join(code), "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             text=True,
         )

@@ -62,6 +62,7 @@ def test_editing_the_users_file_runs_trace_again(project: Project) -> None:
         assert any("relu" in op.target for op in project.load("graph").ops)
     done = project.repro().ok()
     assert (done.stages, done.from_cache) == ([], ["trace"])
+    assert not (net(project).parent / "__pycache__").exists()
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,14 @@ def test_a_code_folder_that_is_not_there(project: Project) -> None:
     with edited(project.root / "conf/config.yaml", "code: ../own_model", "code: ../no_model"):
         for command in ("check", "trace", "run"):
             assert "../no_model" in project.stages(command).refused()
+
+
+def test_details_of_a_failing_rank(project: Project) -> None:
+    """The message tells to look with -v: there the rank's own traceback is."""
+    with edited(net(project), "phase = 2 * math.pi", "phase = 1 / (index - index) * math.pi"):
+        done = project.stages("train", "-v")
+    assert "ZeroDivisionError" in done.refused(details=True)
+    assert re.search(r"^\[train\] .*net\.py\", line \d+", done.err, re.MULTILINE), done.err
 
 
 def refused(project: Project, stage: str, told: list[str]) -> None:

@@ -96,7 +96,7 @@ def test_the_reason_is_that_of_the_rank_that_failed_first(notes):
 
 
 def test_a_failure_that_nobody_reported_is_found_in_the_log(notes):
-    with pytest.raises(LaunchFailed, match="^ValueError: nobody reported this$"):
+    with pytest.raises(LaunchFailed, match=r"^ValueError: nobody reported this$"):
         run(notes, "raise")
     no_process_left(notes)
 

@@ -77,8 +77,7 @@ def test_shrinking_budgets(name):
         seen.append(recomputes(plan.regions))
         budget -= step
     assert seen[0] is False and seen[-1] is True
-    assert seen == sorted(seen) or any(seen)
-    assert budget > loose.prediction.resident_bytes / 2
+    assert budget > min(point.resident_bytes for point in frontier_of(name).points)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -181,7 +180,7 @@ def test_a_model_of_one_link():
             self.weight = nn.Parameter(torch.ones(4, 4))
 
         def forward(self, x):
-            return (self.weight * x).sum() + self.weight.sum() if False else torch.sum(self.weight)
+            return torch.sum(self.weight)
 
     graph = trace(One(), {"x": torch.zeros(4, 4)})
     assert len(graph.chain) == 1
