@@ -28,6 +28,7 @@ from stages.solve.run import _point, to_sharding
 from stages.trace.chain import find_chain
 from stages.trace.export import export_loss
 from stages.trace.lower import lower
+from stages.trace.simplify import simplify
 
 SILENT = logging.getLogger("tests.silent")
 SILENT.addHandler(logging.NullHandler())
@@ -36,7 +37,7 @@ SILENT.propagate = False
 
 def trace(model: nn.Module, batch: dict[str, torch.Tensor]) -> OpGraph:
     """What the stage does, without its configuration."""
-    graph = find_chain(lower(export_loss(model.train(), batch), model, tuple(batch)))
+    graph = find_chain(simplify(lower(export_loss(model.train(), batch), model, tuple(batch))))
     verify_graph(graph)
     return graph
 

@@ -31,5 +31,9 @@ def run_graph(graph: OpGraph, module: torch.nn.Module, batch: dict[str, torch.Te
         else:
             function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
             results = function(*(real(a) for a in op.args.positional), **named_args)
-        known |= dict(zip(op.outputs, [results] if isinstance(results, torch.Tensor) else results, strict=True))
+        for name, result in zip(op.outputs, [results] if isinstance(results, torch.Tensor) else results, strict=True):
+            kind = graph.values[name].type
+            assert (tuple(result.shape), str(result.dtype)) == (kind.shape, f"torch.{kind.dtype}"), name
+            assert result.requires_grad or not graph.values[name].grad, name
+            known[name] = result
     return known[graph.output]

@@ -145,8 +145,19 @@ class _Lowering:
         inner = getattr(module, body.target)  # type: ignore[union-attr]
         for placeholder, operand in zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True):
             self.names[placeholder] = self.names[operand]  # type: ignore[index]
+        before = len(self.ops)
         output = self.run(inner, grad and bool(enabled))
         self.names[node] = tuple(self.names[n] for n in output)
+        if grad and not enabled:
+            self.node, self.grad = node, False
+            self.names[node] = tuple(self._detached(str(name), before) for name in self.names[node])
+
+    def _detached(self, name: str, first: int) -> str:
+        """A result of a region without gradient: cut off from what the region read, where that has a gradient."""
+        inside = self.ops[first:]
+        if not any(self.values[read].grad for op in inside for read in op.inputs):
+            return name
+        return self._emit("aten.detach.default", Args((Ref(name),)), self.values[name].type, name)
 
     def _same_as(self, node: Node, kind: str) -> str | None:
         """The value that the node's result is, where the op does nothing."""
@@ -206,7 +217,7 @@ class _Lowering:
         if rule is not None and rule.mutates:
             read = args.refs()
             mutates = tuple(read[i] for i in rule.mutates if i < len(read))
-        outputs = self._outputs(node, args, grad and target != "aten.detach.default")
+        outputs = self._outputs(node, args, grad and not _reads_only_the_shape(target))
         source = op_line(node.meta.get("stack_trace"))
         self.ops.append(Op(self.values[outputs[0]].origin, target, args, outputs, _module(node), source, mutates))
         if _is_view(node) and target == str(node.target):
@@ -315,6 +326,12 @@ def _is_view(node: Node) -> bool:
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     shared = arguments[0].alias_info if arguments else None
     return shared is not None and not shared.is_write and isinstance(node.args[0], Node)
+
+
+def _reads_only_the_shape(target: str) -> bool:
+    """Whether no gradient flows through: `detach`, `zeros_like`, `new_ones`."""
+    kind = target.split(".")[1]
+    return kind == "detach" or kind.endswith("_like") or kind.startswith("new_")
 
 
 def _out_of_place(target: str) -> str | None:
