@@ -16,6 +16,7 @@ from pipeline.ir.program import Call
 from pipeline.ir.program import Tensor as Placed
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import OpRule, OpView, view_op
+from pipeline.runtime import batch_norm
 from stages.codegen.block import BlockWriter, Mesh
 from tests import pieces
 
@@ -119,6 +120,7 @@ def run_on_rank(it: Example, strategy: Strategy, ranks: int, tensors: list[torch
         "torch": torch,
         "F": F,
         "DEVICE": torch.device("cpu"),
+        "batch_norm": batch_norm,
         "mean_of_pieces": lambda mean, axis: mean / ranks,
         "mean_cross_entropy": mean_cross_entropy,
         **{i.value: tensor for i, tensor in zip(inputs, tensors, strict=True)},

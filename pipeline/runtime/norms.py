@@ -19,6 +19,6 @@ def batch_norm(
     eps: float,
 ) -> Tensor:
     """Batch norm, whose running statistics change once a step, also where a recompute region runs it twice."""
-    if training and replaying():
-        running_mean = running_var = None  # in training the result does not depend on them
+    if training and replaying() and running_mean is not None and running_var is not None:
+        running_mean, running_var = running_mean.clone(), running_var.clone()  # these take the change
     return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)

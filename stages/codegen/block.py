@@ -136,7 +136,7 @@ class BlockWriter:
 
     def _marked(self, name: str, tensor: Tensor, step: Call) -> str:
         """One of several results that nobody reads begins with an underscore."""
-        unread = len(step.outputs) > 1 and not self.readers[tensor.value] and tensor.value != self.graph.output
+        unread = not self.readers[tensor.value] and tensor.value != self.graph.output
         return f"_{name}" if unread else name
 
     def _heading(self, module: str, source: str) -> None:

@@ -108,6 +108,10 @@ EXAMPLES = {
         (t(12), t(12, 4)),
         (t(1, 4, 6), t(12, 6, 4)),
     ],
+    "aten.batch_norm.default": [
+        (t(6, 4), t(4), t(4), t(4, grad=False), t(4, grad=False), True, 0.1, 1e-5, False),
+        (t(2, 3, 5), None, None, None, None, True, 0.1, 1e-5, False),
+    ],
     "aten.layer_norm.default": [
         (t(12, 4), (4,), t(4), t(4), 1e-5, False),
         (t(4, 6, 12), (12,)),
@@ -163,7 +167,8 @@ def build(target: str, args: tuple) -> Example:
 
 
 def test_every_rule_has_examples() -> None:
-    assert set(EXAMPLES) == set(table()), "a rule without examples, or examples without a rule"
+    ours = {"shardwright.tensor.default"}  # not an op of torch: see test_codegen.py
+    assert set(EXAMPLES) == set(table()) - ours, "a rule without examples, or examples without a rule"
     assert all(EXAMPLES.values())
 
 
@@ -175,7 +180,12 @@ def test_every_strategy_equals_the_unsplit_op(target: str, number: int) -> None:
         assert names[0] == "R"
 
 
-@pytest.mark.parametrize("target", sorted(set(table()) - {"aten.arange.default", "aten.arange.start"}))
+WHOLE = {  # nothing to split, or statistics that live on every rank
+    "aten.arange.default", "aten.arange.start", "aten.batch_norm.default", "shardwright.tensor.default",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", sorted(set(table()) - WHOLE))
 def test_every_rule_splits_something(target: str) -> None:
     """A rule that only ever runs whole is not needed: an op without a rule does that."""
     found = [strategies(table()[target], build(target, args).view, 2) for args in EXAMPLES[target]]

@@ -153,6 +153,20 @@ class Unknown(nn.Module):
         return torch.cumsum(best, 0).mean() + hidden.mean() + smooth.to(torch.float64).mean().float()
 
 
+class Stateful(nn.Module):
+    """Statistics that change as it runs, changes in place, and a tensor made of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        y = self.norm(self.first(x))
+        y += 1
+        y[:, 0] = 0.5
+        return self.last(y * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])).square().mean()
+
+
 class ALongNameOfAModelThatSomebodyLikes(nn.Module):
     """Lines that would be longer than 120 columns."""
 
@@ -186,6 +200,7 @@ def odd(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         "bare": lambda: (Bare(), x()),
         "frozen": lambda: (Frozen(), x()),
         "unknown": lambda: (Unknown(), x(mask=torch.tensor([[True, False] * 3] * 4))),
+        "stateful": lambda: (Stateful(), x()),
         "long": lambda: (ALongNameOfAModelThatSomebodyLikes(), long),
         "gpt": lambda: (gpt(), gpt_batch()),
         "gpt_tied": lambda: (gpt(tie=True), gpt_batch()),
@@ -193,7 +208,7 @@ def odd(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     }[name]()
 
 
-ODD = ("names", "autoencoder", "bare", "frozen", "unknown", "long")
+ODD = ("names", "autoencoder", "bare", "frozen", "unknown", "stateful", "long")
 
 
 @cache
@@ -354,6 +369,20 @@ def test_on_one_rank_the_program_is_the_model(name, regions):
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     again = torch.autograd.grad(found, parameters)
     torch.testing.assert_close(again, gradients, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("regions", [kept, nested], ids=["kept", "nested"])
+def test_statistics_change_once_a_step(regions):
+    """A recompute region runs batch norm twice, its running statistics move as if it ran once."""
+    model, batch = odd("stateful")
+    graph = odd_graph("stateful")
+    program = load(write(graph, plan_for(graph, uniform(graph, 1), 1, regions(graph))))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for _ in range(2):
+        program["Program"]({**dict(model.named_parameters()), **buffers}).forward(**batch).backward()
+        model(**batch)
+    assert buffers["norm.num_batches_tracked"] == 2
+    torch.testing.assert_close(buffers, dict(model.named_buffers()), rtol=0, atol=0)
 
 
 # -------------------------------------------------------------------------------------------------- statements
