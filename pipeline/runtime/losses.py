@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,11 +15,11 @@ def mean_cross_entropy(
 ) -> Tensor:
     """Divides by the count of valid targets of all ranks: a mean of means is wrong where the counts differ."""
     group = axis_of(axis)
-    valid = (target != ignore_index).sum().to(logits.dtype)
+    valid = (target != ignore_index).sum().to(torch.float64)  # exact, whatever the logits' type
     if group.size > 1:
         dist.all_reduce(valid, group=group.group)
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    return F.cross_entropy(logits, target, reduction="sum", **options) / valid  # type: ignore[arg-type]
+    return F.cross_entropy(logits, target, reduction="sum", **options) / valid.to(logits.dtype)  # type: ignore[arg-type]
 
 
 def mean_of_pieces(mean: Tensor, axis: str) -> Tensor:

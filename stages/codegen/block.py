@@ -129,15 +129,17 @@ class BlockWriter:
         text = self._op_text(step)
         self.used.update(name for name in runtime_names.BODIES if text.startswith(f"{name}("))
         base = op.target.split(".")[1]
-        targets = ", ".join(self.names.give(tensor, self._marked(base, tensor, step)) for tensor in step.outputs)
+        if not any(self._is_read(tensor) for tensor in step.outputs):  # it changes a buffer, or draws random numbers
+            self.lines += statement(text, self._remark(step.outputs[0]))
+            return
+        names = (base if self._is_read(tensor) else f"_{base}" for tensor in step.outputs)
+        targets = ", ".join(self.names.give(t, name) for t, name in zip(step.outputs, names, strict=True))
         if len(op.outputs) == 1 and op.outputs != (op.name,):  # a list of one result
             targets = f"({targets},)"
         self.lines += statement(f"{targets} = {text}", self._remark(step.outputs[0]))
 
-    def _marked(self, name: str, tensor: Tensor, step: Call) -> str:
-        """One of several results that nobody reads begins with an underscore."""
-        unread = not self.readers[tensor.value] and tensor.value != self.graph.output
-        return f"_{name}" if unread else name
+    def _is_read(self, tensor: Tensor) -> bool:
+        return bool(self.readers[tensor.value]) or tensor.value == self.graph.output
 
     def _heading(self, module: str, source: str) -> None:
         title = f"# {module or 'here'}" + (f" ({source})" if source else "")
