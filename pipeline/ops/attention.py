@@ -1,6 +1,7 @@
 """Scaled dot-product attention as one op.
 
-Shape letters: b batch, h heads, q queries, k keys, e head dim of queries and keys, v head dim of values.
+Shape letters: b batch, h heads (of keys and values), r queries' heads for each of them, q queries, k keys, e head dim
+of queries and keys, v head dim of values.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from pipeline.ops.shapes import nothing_split
 
 
 def _attention(view: OpView) -> str:
-    """Batch and heads may be split; a mask, dropout or grouped heads need care that this rule does not take yet."""
+    """Batch and heads may be split; a mask or dropout needs care that this rule does not take yet."""
+    if view.constant(7, "enable_gqa", False) and len(view.inputs) == 3 and view.constant(4, "dropout_p", 0.0) == 0.0:
+        return "b (h r) q^ e^, b h k^ e^, b h k^ v^ -> b (h r) q^ v^"
     plain = len(view.inputs) == 3 and len(view.output.shape) == 4 and view.constant(4, "dropout_p", 0.0) == 0.0
     if plain and view.inputs[0].shape[:2] == view.inputs[1].shape[:2] == view.inputs[2].shape[:2]:
         return "b h q^ e^, b h k^ e^, b h k^ v^ -> b h q^ v^"

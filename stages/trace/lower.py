@@ -40,15 +40,17 @@ class Ops:
     output: str
 
 
-def lower(program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...]) -> Ops:
-    lowering = _Lowering(program, model, inputs)
+def lower(program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...], *, keep_casts: bool = False) -> Ops:
+    """`keep_casts` leaves casts that change nothing in place: under autocast they would."""
+    lowering = _Lowering(program, model, inputs, keep_casts)
     lowering.run(program.graph_module, grad=True)
     return without_dead_ops(lowering.finish(inputs))
 
 
 class _Lowering:
-    def __init__(self, program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...]) -> None:
+    def __init__(self, program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...], keep_casts: bool) -> None:
         self.program = program
+        self.keep_casts = keep_casts
         self.values: dict[str, Value] = {}
         self.ops: list[Op] = []
         self.names: dict[Node, str | tuple[str, ...]] = {}  # torch's node -> our value, or an op's several values
@@ -168,7 +170,7 @@ class _Lowering:
         nothing = (
             kind == "lift_fresh_copy"
             or (kind in _SAME_SHAPE_IS_SAME and before.shape == after.shape)
-            or (kind in _CASTS and before.dtype == after.dtype)
+            or (kind in _CASTS and before.dtype == after.dtype and not self.keep_casts)
             or (kind == "contiguous" and before.is_contiguous())
             or (kind in ("dropout", "feature_dropout") and (node.args[1] == 0 or not node.args[2]))
         )

@@ -1,8 +1,9 @@
-"""Masks that are constants: computed here, once, so that attention is seen for what it is.
+"""Attention as the model means it: without constant masks, and with grouped heads.
 
 A model that is exported builds its attention mask out of position indices, batch by batch, and hands the whole of it to
 attention. Where the mask depends on nothing but constants, it is computed; if it is the lower triangle, the op is
-causal attention without a mask, and if it hides nothing, attention without a mask. What only served it falls away.
+causal attention without a mask, and if it hides nothing, attention without a mask. What only served it falls away. Key
+and value heads that were repeated for the mask's sake are not: attention takes them as they are (`enable_gqa`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ HIDDEN = -1e4  # an additive mask at most this large hides a position
 
 def simplify(graph: Ops) -> Ops:
     constants = _Constants(graph)
-    ops = tuple(_without_mask(op, constants) if op.target == ATTENTION else op for op in graph.ops)
+    repeated = _Repeated(graph)
+    ops = tuple(repeated.grouped(_without_mask(op, constants)) if op.target == ATTENTION else op for op in graph.ops)
     return without_dead_ops(replace(graph, ops=ops))
 
 
@@ -49,6 +51,35 @@ def _with(op: Op, causal: bool) -> Op:
     dropout = op.args.get(MASK + 1, "dropout_p", 0.0)
     named = tuple((k, v) for k, v in op.args.named if k not in ("attn_mask", "dropout_p", "is_causal"))
     return replace(op, args=Args((*positional, None, dropout, causal), named))
+
+
+class _Repeated:
+    """Keys and values whose heads are repeated before attention, which can do that itself where it has no mask."""
+
+    def __init__(self, graph: Ops) -> None:
+        self.writers = {name: op for op in graph.ops for name in op.outputs}
+        self.values = graph.values
+
+    def grouped(self, op: Op) -> Op:
+        if op.args.get(MASK, "attn_mask", None) is not None or op.args.get(7, "enable_gqa", False):
+            return op
+        query, key, value = (self.values[name].type.shape for name in op.inputs[:3])
+        sources = [self._source(name) for name in op.inputs[1:3]]
+        if len(query) != 4 or key[1] != query[1] or value[1] != query[1] or None in sources:
+            return op
+        positional = (op.args.positional[0], *(Ref(str(name)) for name in sources), *op.args.positional[3:])
+        return replace(op, args=Args(positional, (*op.args.named, ("enable_gqa", True))))
+
+    def _source(self, name: str) -> str | None:
+        """`k` of `k[:, :, None].expand(b, h, r, s, d).reshape(b, h * r, s, d)`"""
+        for kind in ("reshape", "expand", "unsqueeze"):
+            op = self.writers.get(name)
+            if op is None or op.target.split(".")[1] not in (kind, "view" if kind == "reshape" else kind):
+                return None
+            if kind == "unsqueeze" and op.args.positional[1] not in (2, -3):
+                return None
+            name = op.inputs[0]
+        return name
 
 
 class _Constants:

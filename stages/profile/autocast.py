@@ -1,0 +1,72 @@
+"""Autocast as CUDA does it, spelled out: which ops run in the low precision, which in float32, which in the widest.
+
+The lists are those of torch's documentation of autocast op eligibility.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+
+def _names(*lines: str) -> frozenset[str]:
+    return frozenset(name for line in lines for name in line.split())
+
+
+LOW = _names(
+    "__matmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul multi_dot conv1d conv2d conv3d conv_transpose1d",
+    "conv_transpose2d conv_transpose3d convolution linear matmul mm mv prelu scaled_dot_product_attention",
+)
+FULL = _names(
+    "acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cdist cosine_similarity cumprod cumsum dist",
+    "erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log_softmax log1p log2",
+    "margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss norm normalize pdist",
+    "poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum",
+    "renorm tan triplet_margin_loss",
+)
+WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot cat stack")
+
+
+class Autocast:
+    """Casts an op's tensors as autocast would: of a parameter once, of anything else each time it is read."""
+
+    def __init__(self, parameters: Iterable[Tensor], low: torch.dtype = torch.bfloat16) -> None:
+        self.low = low
+        self.parameters = {id(p) for p in parameters}
+        self.cache: dict[int, Tensor] = {}
+
+    def arguments(self, target: str, args: Any) -> Any:
+        kind = target.split(".")[1]
+        if kind in LOW:
+            return tree_map(lambda a: self._cast(a, self.low), args)
+        if kind in FULL:
+            return tree_map(lambda a: self._cast(a, torch.float32), args)
+        if kind in WIDEST:
+            found = [a.dtype for a in torch.utils._pytree.tree_leaves(args) if _is_float(a)]
+            widest = torch.float32 if torch.float32 in found else self.low
+            return tree_map(lambda a: self._cast(a, widest), args)
+        return args
+
+    def cross_entropy(self, logits: Tensor, target: Tensor, *rest: Any, **named: Any) -> Tensor:
+        """Its log-softmax runs in the logits' own precision, its negative log likelihood in float32."""
+        weight, reduction, ignore = (*rest, None, 1, -100)[:3] if rest else (None, 1, -100)
+        log = torch.log_softmax(logits, 1).float()
+        return torch.ops.aten.nll_loss_nd(log, target, named.get("weight", weight), named.get("reduction", reduction),
+                                          named.get("ignore_index", ignore))  # fmt: skip
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if not _is_float(value) or value.dtype in (dtype, torch.float64):
+            return value
+        if id(value) in self.parameters and dtype == self.low:
+            if id(value) not in self.cache:
+                self.cache[id(value)] = value.to(dtype)
+            return self.cache[id(value)]
+        return value.to(dtype)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
