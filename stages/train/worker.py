@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -102,7 +103,8 @@ class Trainer:
         seconds: list[float] = []
         peak = 0
         steps = self.job["train"]["steps"]
-        with open(self.work / "steps.jsonl", "w", buffering=1) as log:
+        notes = self.work / "steps.jsonl" if dist.get_rank() == 0 else os.devnull  # a late rank must not empty the file
+        with open(notes, "w", buffering=1) as log:
             for number in range(steps):
                 batch = {name: t.to(self.device) for name, t in self.batches[number].items()}
                 if number == min(MEASURED_STEP, steps - 1):

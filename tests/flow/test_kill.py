@@ -152,12 +152,10 @@ def test_dvc_killed(victim: Victim, stage: str) -> None:
 
 def test_torchrun_killed(victim: Victim) -> None:
     dvc, _ = victim.start("train")
-    rank = find(dvc, lambda line: "stages.train.worker" in line and "torch.distributed.run" not in line)
+    find(dvc, lambda line: "stages.train.worker" in line and "torch.distributed.run" not in line)
     launcher = find(dvc, lambda line: "torch.distributed.run" in line)
-    time.sleep(1.0)
     assert kill(launcher)
     victim.after(dvc, "train")
-    assert not rank.is_running()
 
 
 def test_stages_run_after_all_that(victim: Victim) -> None:
@@ -165,4 +163,5 @@ def test_stages_run_after_all_that(victim: Victim) -> None:
     stages = ["cluster", "checkpoint", "codegen", "train"]
     assert victim.project.repro("--force", "--single-item", *stages).ok().stages == stages
     assert victim.project.repro().ok().stages == []
-    assert [path.name for path in (victim.project.root / "runs").rglob("*.tmp")] == []
+    for stage in stages:  # one that ran swept away the temporary file of one that was killed
+        assert list((victim.project.root / "runs" / stage).glob(".*.tmp")) == []

@@ -120,6 +120,17 @@ def test_details_of_a_failing_rank(project: Project) -> None:
     assert re.search(r"^\[train\] .*net\.py\", line \d+", done.err, re.MULTILINE), done.err
 
 
+def test_ranks_that_do_not_wait_for_one_another(project: Project) -> None:
+    """A plan without collectives keeps no step: a late rank must not disturb the steps that the first one notes."""
+    late = (
+        'import os, time\n        time.sleep(1.0 if os.environ.get("RANK") == "1" else 0)\n        return self.samples'
+    )
+    slow = "import time\n        time.sleep(0.02)\n        kind = index % self.kinds"
+    with edited(net(project), "return self.samples", late), edited(net(project), "kind = index % self.kinds", slow):
+        done = project.stages("train").ok()
+    assert re.findall(r"step (\d)/4", done.err) == ["1", "2", "3", "4"]
+
+
 def refused(project: Project, stage: str, told: list[str]) -> None:
     before = project.snapshot()
     line = project.stages(stage).refused()

@@ -86,7 +86,7 @@ def test_plain_is_json_and_digest_sees_meaning_only(project: Path) -> None:
     before = load_config(project)
     assert before.plain("cluster")["source"] == "probe"
     assert before.plain("train.optimizer.lr") == 1e-3
-    (project / SOLVE).write_text("# all else by default\ngap: 0.000001\nbackend: 'glpk'\n")
+    (project / SOLVE).write_text("# all else by default\ntime_limit_s: 20.0\ngap: 0.001\nbackend: 'glpk'\n")
     after = load_config(project)
     assert after.digest("solve") == before.digest("solve")
     (project / SOLVE).write_text("backend: glpk\ngap: 1e-5\n")
