@@ -65,4 +65,33 @@ _CUDA: dict[str, Callable[..., Any]] = {
     "aten.batch_norm.default": _batch_norm,
 }
 
-LOWERED = {"cuda": _CUDA}  # device -> op -> what it runs instead
+
+def _attention_on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention where it can run: four dims and no dropout; else plain matrix products."""
+    if dropout_p or q.dim() != 4 or enable_gqa or (attn_mask is not None and attn_mask.requires_grad):
+        found = aten._scaled_dot_product_attention_math(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return found[0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(attn_mask.logical_not(), float("-inf"))
+    found = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )
+    return found[0]
+
+
+LOWERED = {  # device -> op -> what it runs instead
+    "cuda": _CUDA,
+    "cpu": {"aten.scaled_dot_product_attention.default": _attention_on_cpu},
+}

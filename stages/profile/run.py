@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipeline.config import Config
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import OpCost, Profile
+from pipeline.log import Log
 from pipeline.ops.rule import OpRule, OpView, view_op
 from pipeline.ops.table import rule_of
 from pipeline.stage import Inputs, Result
@@ -22,7 +23,22 @@ def run(inputs: Inputs, config: Config) -> Result:
         "saved_bytes": profile.saved_bytes,
         "ops_without_rule": len(unknown),
     }
-    return Result(profile, figures)
+    return Result(profile, {**figures, **step_figures(inputs["graph"], inputs.log)})
+
+
+def step_figures(graph: OpGraph, log: Log) -> dict[str, float | int | str]:
+    """What the unsplit step would hold on one device beyond what stays between steps, kernel by kernel."""
+    from stages.profile.step import profile_step
+
+    try:
+        step = profile_step(graph, "cpu", "native")
+    except (NotImplementedError, RuntimeError) as error:  # an op that needs values cannot run without memory
+        log.info("the unsplit step cannot be simulated: %s", str(error).splitlines()[0])
+        return {}
+    return {
+        "unsplit_peak_mb": round((step.memory.peak - step.memory.resident) / 1e6, 3),
+        "kernels": len(step.prologue) + sum(len(link.forward) + len(link.backward) for link in step.links),
+    }
 
 
 def profile_graph(graph: OpGraph) -> Profile:

@@ -91,10 +91,11 @@ class _Runner:
     def _call(self, op: Op, local: dict[str, Tensor], autocast: Autocast | None) -> list[Tensor]:
         positional = [self._real(a, local) for a in op.args.positional]
         named = {k: self._real(v, local) for k, v in op.args.named if k != "pin_memory"}
+        if op.target.startswith("shardwright."):
+            kind = self.graph.values[op.outputs[0]].type
+            return [meta(kind.shape, kind.dtype)]
         if autocast:
             positional, named = autocast.arguments(op.target, (positional, named))
-        if op.target.startswith("shardwright."):
-            return [meta(self.graph.values[op.outputs[0]].type.shape, self.graph.values[op.outputs[0]].type.dtype)]
         if autocast and op.target == CROSS_ENTROPY:
             return [autocast.cross_entropy(*positional, **named)]
         function = self.lowered.get(op.target) or _overload(op.target)
@@ -218,6 +219,7 @@ def _compose(graph: OpGraph, links: list[LinkStep], resident: int) -> StepMemory
             live -= 0 if held[-1] else before.output
     after_forward = backward_peak = live
     live += rounded(4)  # the gradient of the loss
+    counted: set[str] = set()  # parameters whose gradient is there already: tied weights have one
     for number in reversed(range(len(links))):
         link = links[number]
         backward_peak = max(backward_peak, live + link.backward_peak)
@@ -226,6 +228,14 @@ def _compose(graph: OpGraph, links: list[LinkStep], resident: int) -> StepMemory
         if before and held[number - 1] and not before.keeps_output:
             gone += before.output
         arrived = links[number + 1].input_gradient if number < len(links) - 1 else rounded(4)
-        live += link.parameter_gradients + link.input_gradient - gone - arrived
+        twice = counted.intersection(own := _parameters(graph, number))
+        counted |= own
+        added = link.parameter_gradients - sum(rounded(graph.values[name].type.nbytes) for name in twice)
+        live += added + link.input_gradient - gone - arrived
     parameters = sum(rounded(v.type.nbytes) for v in graph.of_role(Role.PARAMETER))
     return StepMemory(resident, after_forward, forward_peak, backward_peak, live, live + parameters)
+
+
+def _parameters(graph: OpGraph, number: int) -> set[str]:
+    read = {name for op in graph.chain[number].ops for name in graph.op(op).inputs}
+    return {name for name in read if graph.values[name].role is Role.PARAMETER}
