@@ -1,8 +1,8 @@
 """The symbolic step against measured ones: `python -m benchmarks.profile_accuracy --truth FILE`.
 
 FILE has the form that `benchmarks.measure_steps` writes. Every row is traced and profiled here, without its GPU, and
-its memory is compared with the measured one: resident, after forward, peak of the forward and of the backward pass, peak
-of the step. Nothing is fitted per model; `--workspace` is what the card's libraries hold (cuBLAS on an H200: 72 MB).
+its memory is compared with the measured one: resident, after forward, peak of the forward and of the backward pass,
+and of the step. Nothing is fitted per model; `--workspace` is what the libraries of the card hold (on an H200 72 MB).
 """
 
 from __future__ import annotations
