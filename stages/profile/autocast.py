@@ -51,13 +51,6 @@ class Autocast:
             return tree_map(lambda a: self._cast(a, widest), args)
         return args
 
-    def cross_entropy(self, logits: Tensor, target: Tensor, *rest: Any, **named: Any) -> Tensor:
-        """Its log-softmax runs in the logits' own precision, its negative log likelihood in float32."""
-        weight, reduction, ignore = (*rest, None, 1, -100)[:3] if rest else (None, 1, -100)
-        log = torch.log_softmax(logits, 1).float()
-        return torch.ops.aten.nll_loss_nd(log, target, named.get("weight", weight), named.get("reduction", reduction),
-                                          named.get("ignore_index", ignore))  # fmt: skip
-
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if not _is_float(value) or value.dtype in (dtype, torch.float64):
             return value
@@ -66,6 +59,24 @@ class Autocast:
                 self.cache[id(value)] = value.to(dtype)
             return self.cache[id(value)]
         return value.to(dtype)
+
+
+def _cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Not cast as a whole: log-softmax runs in the logits' own precision, the likelihood in float32."""
+    log = torch.log_softmax(logits, 1).float()
+    result: Tensor = torch.ops.aten.nll_loss_nd(log, target, weight, reduction, ignore_index)
+    return result - label_smoothing * log.mean() if label_smoothing else result
+
+
+# Composites of which autocast sees the parts: op -> what runs instead.
+COMPOSITES = {"aten.cross_entropy_loss.default": _cross_entropy}
 
 
 def _is_float(value: Any) -> bool:

@@ -19,11 +19,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
-from stages.profile.autocast import Autocast
+from stages.profile.autocast import COMPOSITES, Autocast
 from stages.profile.device import LOWERED
 from stages.profile.symbolic import Kernel, Watch, rounded
-
-CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 
 
 @dataclass(frozen=True)
@@ -81,14 +79,14 @@ class _Runner:
         names = [self.graph.op(name) for name in ops]
         last = {read: number for number, op in enumerate(names) for read in op.inputs}
         for number, op in enumerate(names):
-            results = self._call(op, local, autocast)
+            results = self.call(op, local, autocast)
             local.update(zip(op.outputs, results, strict=True))
             del results
             for read in set(op.inputs):
                 if last[read] == number and read in local:
                     del local[read]
 
-    def _call(self, op: Op, local: dict[str, Tensor], autocast: Autocast | None) -> list[Tensor]:
+    def call(self, op: Op, local: dict[str, Tensor], autocast: Autocast | None) -> list[Tensor]:
         positional = [self._real(a, local) for a in op.args.positional]
         named = {k: self._real(v, local) for k, v in op.args.named if k != "pin_memory"}
         if op.target.startswith("shardwright."):
@@ -96,9 +94,8 @@ class _Runner:
             return [meta(kind.shape, kind.dtype)]
         if autocast:
             positional, named = autocast.arguments(op.target, (positional, named))
-        if autocast and op.target == CROSS_ENTROPY:
-            return [autocast.cross_entropy(*positional, **named)]
-        function = self.lowered.get(op.target) or _overload(op.target)
+        parts = COMPOSITES.get(op.target) if autocast else None
+        function = parts or self.lowered.get(op.target) or _overload(op.target)
         result = function(*positional, **named)
         return [result] if isinstance(result, Tensor) else list(result)
 
@@ -145,7 +142,7 @@ def _run_prologue(runner: _Runner) -> tuple[Kernel, ...]:
     with Watch() as watch:
         for name in runner.graph.prologue:
             op = runner.graph.op(name)
-            results = runner._call(op, local, None)
+            results = runner.call(op, local, None)
             local.update(zip(op.outputs, results, strict=True))
     runner.known.update({name: tensor for name, tensor in local.items() if name in wanted})
     return tuple(watch.kernels)

@@ -78,6 +78,26 @@ def test_half_precision_and_autocast_hold_less_on_a_gpu():
     assert mixed.after_forward < full.after_forward and mixed.resident == full.resident
 
 
+class Loss(nn.Module):
+    """A loss with all its arguments, some by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 6)
+        self.register_buffer("weight", torch.ones(6))
+
+    def forward(self, x, y):
+        loss = torch.ops.aten.cross_entropy_loss(self.layer(x), y, self.weight)
+        return loss + nn.functional.cross_entropy(self.layer(x), y, ignore_index=2, label_smoothing=0.1)
+
+
+def test_under_autocast_the_likelihood_runs_in_float32():
+    graph = trace(Loss(), {"x": torch.randn(64, 8), "y": torch.randint(6, (64,))})
+    kernels = [k for link in profile_step(graph, "cuda", "amp").links for k in link.forward]
+    assert [k.dtype for k in kernels if "_log_softmax" in k.name] == ["bfloat16", "bfloat16"]
+    assert [k.dtype for k in kernels if "nll_loss" in k.name] == ["float32", "float32"]
+
+
 def test_attention_on_a_gpu_keeps_no_matrix_of_scores():
     model = GPT(vocab_size=100, context=512, width=32, layers=1, heads=4)
     graph = trace(model, {name: torch.randint(100, (1, 512)) for name in ("input_ids", "labels")})
