@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 from pipeline.errors import TraceError
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.verify import verify_graph
+from stages.profile.step import profile_step
 from stages.trace.build import fake_mode, to_fake
 from stages.trace.chain import find_chain
 from stages.trace.export import export_loss, pick_loss
@@ -90,6 +91,17 @@ def test_causal_attention_has_no_mask(family):
     }.get(build.__name__)  # fmt: skip
     if wanted:
         assert attention and set(zip(masked, causal, strict=True)) == {wanted}
+
+
+@pytest.mark.parametrize(("device", "precision"), [("cpu", "native"), ("cuda", "native"), ("cuda", "amp")])
+def test_the_step_is_simulated_without_memory(family, device, precision):
+    build, _, graph = family
+    if build.__name__ == "mixtral":  # the backward of its grouped product reads how many tokens each expert got
+        with pytest.raises(NotImplementedError, match="meta tensor"):
+            profile_step(graph, device, precision)
+        return
+    memory = profile_step(graph, device, precision).memory
+    assert memory.resident < memory.after_forward < memory.peak
 
 
 def test_a_hundred_billion_parameters_cost_no_memory():
