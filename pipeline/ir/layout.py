@@ -17,31 +17,42 @@ from functools import lru_cache
 
 @dataclass(frozen=True, order=True)
 class State:
+    """`S(1:3)` splits a factor of dim 1: the dim is three equal parts, one after another, and each of them is split.
+
+    Axes that split the same factor are ordered, outermost first: as in the mesh, an axis with a prime after those
+    without (`S(0)'` lies inside `S(0)`).
+    """
+
     kind: str
     dim: int = -1  # the split dim; -1 for the states that have none
+    outer: int = 1  # in how many equal parts the dim lies, each of which is split
+    after: int = 0  # primes
 
     def __post_init__(self) -> None:
         if self.kind not in ("R", "B", "S", "P"):
             raise ValueError(f"unknown state {self.kind!r}: use R, B, S(dim) or P")
         if (self.kind == "S") != (self.dim >= 0):
             raise ValueError(f"state {self.kind} with dim {self.dim}: S needs a dim, the others have none")
+        if self.outer < 1 or self.after < 0 or (self.kind != "S" and (self.outer, self.after) != (1, 0)):
+            raise ValueError(f"state {self.kind} with {self.outer} parts and {self.after} primes: only S has them")
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.kind == "S" else self.kind
+        parts = f":{self.outer}" if self.outer > 1 else ""
+        return f"S({self.dim}{parts})" + "'" * self.after if self.kind == "S" else self.kind
 
     @staticmethod
     def parse(text: str) -> State:
-        found = re.fullmatch(r"\s*(?:([RBP])|S\((\d+)\))\s*", text)
+        found = re.fullmatch(r"\s*(?:([RBP])|S\((\d+)(?::(\d+))?\)('*))\s*", text)
         if not found:
-            raise ValueError(f"cannot read the state {text!r}: use R, B, S(dim) or P")
-        return State(found[1]) if found[1] else State("S", int(found[2]))
+            raise ValueError(f"cannot read the state {text!r}: use R, B, S(dim), S(dim:parts) or P")
+        return State(found[1]) if found[1] else State("S", int(found[2]), int(found[3] or 1), len(found[4]))
 
 
 R, B, P = State("R"), State("B"), State("P")
 
 
-def S(dim: int) -> State:
-    return State("S", dim)
+def S(dim: int, outer: int = 1, after: int = 0) -> State:
+    return State("S", dim, outer, after)
 
 
 @dataclass(frozen=True, order=True)
