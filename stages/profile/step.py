@@ -1,238 +1,287 @@
-"""The memory and the kernels of a whole training step, link by link.
+"""The memory and the time of a whole training step, put together from its distinct links.
 
-Every distinct link is run once on meta tensors (symbolic.py); a deep model costs no more than a shallow one. Then the
-links are put together: what link i keeps stays until its backward, its input goes after it unless something kept it,
-and gradients appear as links are undone.
-
-    forward    peak_i = live + forward_i       live += kept_i, less the input if nobody kept it
-    backward   peak_i = live + backward_i      live += gradients_i - kept_i, less the gradient that came in
+Every distinct link is run once on meta tensors (`link.py`); a deep model costs no more than a shallow one. Then the
+storages of all links are laid on one line of time: forward through the chain, backward through it, optimizer. What a
+link writes lives until the last of those that read it has let go of it; a gradient of an activation lives until the
+link that wrote the activation has gone backward; parameters' gradients live until the step ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
-from stages.profile.autocast import COMPOSITES, Autocast
-from stages.profile.device import LOWERED
-from stages.profile.symbolic import Kernel, Watch, rounded
+from pipeline.cost.kernels import Card, Part, kernel_seconds, queue_seconds
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.profile import Kernel
+from stages.profile.link import Ends, LinkRun, Runner, link_ends
+from stages.profile.optimizer import Build, OptimizerRun, run_optimizer
+from stages.profile.symbolic import rounded
+
+PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
+ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "inputs and buffers"
+CLASSES = (PARAMETERS, STATE, OTHER, GRADIENTS, ACTIVATIONS, TEMPORARIES)
 
 
-@dataclass(frozen=True)
-class LinkStep:
-    """One link, run alone. Sizes in bytes, peaks above what was there when its pass began."""
+@dataclass
+class Life:
+    """A piece of memory from one kernel of the step until before another."""
 
-    forward_peak: int
-    kept: int  # after forward, its output included
-    output: int
-    keeps_input: bool  # something in it needs its input for backward
-    keeps_output: bool
-    backward_peak: int
-    parameter_gradients: int
-    input_gradient: int
-    forward: tuple[Kernel, ...]
-    backward: tuple[Kernel, ...]
+    size: int
+    kind: str
+    module: str
+    born: int
+    died: int
 
 
 @dataclass(frozen=True)
 class StepMemory:
     resident: int
     after_forward: int
-    forward_peak: int
     backward_peak: int
     after_backward: int
     optimizer_peak: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes alive at each kernel of the step; the first `forward` kernels are the forward pass."""
+
+    lives: tuple[Life, ...]
+    forward: int
+    backward: int
+    optimizer: int
 
     @property
-    def peak(self) -> int:
-        return max(self.forward_peak, self.backward_peak, self.optimizer_peak)
+    def length(self) -> int:
+        return self.forward + self.backward + self.optimizer
+
+    def curve(self, kind: str | None = None) -> list[int]:
+        """Bytes alive at each kernel, of one class or of all."""
+        change = [0] * (self.length + 1)
+        for life in self.lives:
+            if kind in (None, life.kind):
+                change[min(life.born, self.length)] += life.size
+                change[min(life.died, self.length)] -= life.size
+        found, total = [], 0
+        for step in change[:-1]:
+            total += step
+            found.append(total)
+        return found
+
+    def alive(self, moment: int) -> Iterator[Life]:
+        return (life for life in self.lives if life.born <= moment < life.died)
 
 
 @dataclass(frozen=True)
 class StepProfile:
     memory: StepMemory
-    links: tuple[LinkStep, ...]
+    timeline: Timeline
+    runs: tuple[LinkRun, ...]  # one per link of the chain; equal links share one
+    ends: tuple[Ends, ...]
     prologue: tuple[Kernel, ...]
+    optimizer: OptimizerRun
+
+    @property
+    def kernels(self) -> int:
+        return len(self.prologue) + self.timeline.length
 
 
-class _Runner:
-    """Runs the ops of a graph on meta tensors, as the device and the precision would have them."""
-
-    def __init__(self, graph: OpGraph, device: str, precision: str) -> None:
-        self.graph = graph
-        self.lowered: Mapping[str, Callable[..., Any]] = LOWERED.get(device, {})
-        self.precision = precision
-        self.known: dict[str, Tensor] = {}
-        for value in graph.values.values():
-            if value.role is not Role.RESULT:
-                self.known[value.name] = meta(value.type.shape, value.type.dtype, value.role is Role.PARAMETER)
-        self.parameters = [self.known[value.name] for value in graph.of_role(Role.PARAMETER)]
-
-    def run(self, ops: tuple[str, ...], local: dict[str, Tensor], autocast: Autocast | None) -> None:
-        """Adds the results to `local`; what is not read again goes at once, as it does in a module's forward."""
-        names = [self.graph.op(name) for name in ops]
-        last = {read: number for number, op in enumerate(names) for read in op.inputs}
-        for number, op in enumerate(names):
-            results = self.call(op, local, autocast)
-            local.update(zip(op.outputs, results, strict=True))
-            del results
-            for read in set(op.inputs):
-                if last[read] == number and read in local:
-                    del local[read]
-
-    def call(self, op: Op, local: dict[str, Tensor], autocast: Autocast | None) -> list[Tensor]:
-        positional = [self._real(a, local) for a in op.args.positional]
-        named = {k: self._real(v, local) for k, v in op.args.named if k != "pin_memory"}
-        if op.target.startswith("shardwright."):
-            kind = self.graph.values[op.outputs[0]].type
-            return [meta(kind.shape, kind.dtype)]
-        if autocast:
-            positional, named = autocast.arguments(op.target, (positional, named))
-        parts = COMPOSITES.get(op.target) if autocast else None
-        function = parts or self.lowered.get(op.target) or _overload(op.target)
-        result = function(*positional, **named)
-        return [result] if isinstance(result, Tensor) else list(result)
-
-    def _real(self, arg: Arg, local: dict[str, Tensor]) -> Any:
-        if isinstance(arg, Ref):
-            return local[arg.value] if arg.value in local else self.known[arg.value]
-        if isinstance(arg, Torch):
-            return torch.device("meta") if arg.kind == "device" else getattr(torch, arg.name)
-        return [self._real(a, local) for a in arg] if isinstance(arg, tuple) else arg
-
-
-def meta(shape: tuple[int, ...], dtype: str, grad: bool = False) -> Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta").requires_grad_(grad)
-
-
-def _overload(target: str) -> Callable[..., Any]:
-    namespace, name, overload = target.split(".")
-    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    return found
+def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters)
 
 
 def profile_step(
-    graph: OpGraph, device: str, precision: str, optimizer_copies: float = 2.0, workspace: int = 0
+    graph: OpGraph, device: str, precision: str, optimizer: Build = adamw, workspace: int = 0
 ) -> StepProfile:
-    """`precision` is `native` (the graph's own types) or `amp`."""
-    runner = _Runner(graph, device, precision)
-    prologue = _run_prologue(runner)
-    links: list[LinkStep] = []
-    known: dict[object, tuple[LinkStep, torch.dtype]] = {}
-    entry = None
-    for link in graph.chain:
-        key = (link.block, entry)
-        if key not in known:
-            known[key] = _run_link(runner, link.ops, link.input, link.output, entry)
-        step, entry = known[key]
-        links.append(step)
-    resident = _resident(graph, optimizer_copies) + workspace
-    return StepProfile(_compose(graph, links, resident), tuple(links), prologue)
+    """`precision` is `native` (the graph's own types) or `amp`; `workspace` is what the device's libraries hold."""
+    runner = Runner(graph, device, precision)
+    prologue = runner.run_prologue()
+    ends = link_ends(graph)
+    runs: list[LinkRun] = []
+    distinct: dict[object, LinkRun] = {}
+    types: dict[str, torch.dtype] = {}
+    for link, end in zip(graph.chain, ends, strict=True):
+        entering = tuple(types[name] for name in end.reads)
+        key = (link.block, entering)
+        if key not in distinct:
+            distinct[key] = runner.run_link(link.ops, end, entering)
+        runs.append(distinct[key])
+        types.update(zip(end.writes, runs[-1].types, strict=True))
+    parameters = {value.name: runner.known[value.name] for value in graph.of_role(Role.PARAMETER)}
+    step = run_optimizer(optimizer, parameters, foreach=device == "cuda")
+    timeline = _Composer(graph, runs, ends, step, workspace).timeline()
+    return StepProfile(_summary(timeline), timeline, tuple(runs), ends, prologue, step)
 
 
-def _run_prologue(runner: _Runner) -> tuple[Kernel, ...]:
-    local: dict[str, Tensor] = {}
-    wanted = {read for link in runner.graph.chain for name in link.ops for read in runner.graph.op(name).inputs}
-    with Watch() as watch:
-        for name in runner.graph.prologue:
-            op = runner.graph.op(name)
-            results = runner.call(op, local, None)
-            local.update(zip(op.outputs, results, strict=True))
-    runner.known.update({name: tensor for name, tensor in local.items() if name in wanted})
-    return tuple(watch.kernels)
+class _Composer:
+    """Lays the storages of all links on the step's line of time."""
+
+    def __init__(
+        self, graph: OpGraph, runs: list[LinkRun], ends: tuple[Ends, ...], optimizer: OptimizerRun, workspace: int
+    ) -> None:
+        self.graph, self.runs, self.ends, self.step, self.workspace = graph, runs, ends, optimizer, workspace
+        self.forward_at: list[int] = []
+        count = 0
+        for run in runs:
+            self.forward_at.append(count)
+            count += len(run.forward)
+        self.forward = count
+        backward_at: list[int] = []
+        for run in reversed(runs):
+            backward_at.append(count)
+            count += len(run.backward)
+        self.backward_at = backward_at[::-1]
+        self.backward_end = count
+        self.end = count + len(optimizer.kernels)
+        self.first: dict[int, int] = {}  # a run -> the link that it was made for
+        for number, run in enumerate(runs):
+            self.first.setdefault(id(run), number)
+        self.lives: list[Life] = []
+        self.values: dict[str, Life | None] = {}  # activations that cross links
+        self.gradients: dict[str, Life] = {}  # of those
+        self.of_parameters: set[str] = set()  # whose gradient is there already: tied weights have one
+
+    def timeline(self) -> Timeline:
+        self._resident()
+        placed = [self._forward(number) for number in range(len(self.runs))]
+        for number in reversed(range(len(self.runs))):
+            self._backward(number, placed[number])
+        for storage in self.step.storages:
+            died = self.end if storage.died is None else self.backward_end + storage.died
+            self._add(storage.size, TEMPORARIES, "optimizer", self.backward_end + storage.born, died)
+        sizes = (self.forward, self.backward_end - self.forward, self.end - self.backward_end)
+        return Timeline(tuple(life for life in self.lives if life.size), *sizes)
+
+    def _add(self, size: int, kind: str, module: str, born: int, died: int) -> Life:
+        self.lives.append(Life(size, kind, module, born, died))
+        return self.lives[-1]
+
+    def _resident(self) -> None:
+        for value in self.graph.of_role(Role.PARAMETER):
+            owner = value.origin.rpartition(".")[0]
+            self._add(rounded(value.type.nbytes), PARAMETERS, owner, 0, self.end)
+            self._add(self.step.state.get(value.name, 0), STATE, owner, 0, self.end)
+        for role in (Role.BUFFER, Role.INPUT):
+            for value in self.graph.of_role(role):
+                self._add(rounded(value.type.nbytes), OTHER, value.origin.rpartition(".")[0], 0, self.end)
+        self._add(self.workspace, OTHER, "libraries", 0, self.end)
+
+    def _modules(self, number: int) -> dict[str, str]:
+        """The module of each op: a link that was run for an equal one names the ops of that one."""
+        first = self.first[id(self.runs[number])]
+        ops = zip(self.graph.chain[first].ops, self.graph.chain[number].ops, strict=True)
+        return {there: self.graph.op(here).module for there, here in ops}
+
+    def _forward(self, number: int) -> list[Life | None]:
+        run, ends, start = self.runs[number], self.ends[number], self.forward_at[number]
+        count, back = len(run.forward), self.backward_at[number]
+        modules = self._modules(number)
+        entered = dict(zip(run.reads, ends.reads, strict=True))
+        placed: list[Life | None] = []
+        for place, storage in enumerate(run.storages):
+            if storage.born >= count and place not in run.reads:
+                placed.append(None)  # of the backward pass
+                continue
+            gone = count if storage.died is None else storage.died
+            kept = gone > count  # for the link's own backward
+            died = back + gone - count if kept else start + min(count, gone)
+            if place in entered:
+                life = self.values[entered[place]]
+                if life is not None:
+                    life.died = max(life.died, died)
+                    life.kind = ACTIVATIONS if kept else life.kind
+            else:
+                module = modules.get(storage.op, "")
+                kind = ACTIVATIONS if kept or place in run.writes else TEMPORARIES
+                life = self._add(storage.size, kind, module, start + storage.born, died)
+            placed.append(life)
+        for place, name in zip(run.writes, ends.writes, strict=True):
+            self.values[name] = None if place is None else placed[place]
+        return placed
+
+    def _backward(self, number: int, placed: list[Life | None]) -> None:
+        run, ends, start = self.runs[number], self.ends[number], self.backward_at[number]
+        count, end = len(run.forward), start + len(run.backward)
+        modules = self._modules(number)
+        arrived = dict(zip(run.write_gradients, ends.writes, strict=True))
+        parameters = dict(zip(run.parameter_gradients, ends.parameters, strict=True))
+        leaving = dict(zip(run.read_gradients, ends.reads, strict=True))
+        for place, storage in enumerate(run.storages):
+            if placed[place] is not None or storage.born < count:
+                continue
+            if place in arrived:
+                life = self.gradients.get(arrived[place])
+                if life is None:  # the gradient of the loss
+                    life = self._add(storage.size, TEMPORARIES, "", start, end)
+                life.died = end
+            else:
+                died = end if storage.died is None else start + storage.died - count
+                module = modules.get(storage.op, "")
+                life = self._add(storage.size, TEMPORARIES, module, start + storage.born - count, died)
+            placed[place] = life
+            if place in parameters:
+                self._keep_gradient(parameters[place], life)
+            if place in leaving:
+                self._pass_gradient(leaving[place], life)
+
+    def _keep_gradient(self, name: str, life: Life) -> None:
+        if name not in self.of_parameters:
+            self.of_parameters.add(name)
+            life.kind, life.died = GRADIENTS, self.end
+
+    def _pass_gradient(self, name: str, life: Life) -> None:
+        """The first gradient of an activation stays until its writer has it; further ones are added to it."""
+        if name not in self.gradients:
+            self.gradients[name] = life
+            life.died = self.end  # until the writer's backward says better
 
 
-def _run_link(
-    runner: _Runner, ops: tuple[str, ...], entry: str | None, exit_: str, dtype: torch.dtype | None
-) -> tuple[LinkStep, torch.dtype]:
-    graph = runner.graph
-    local: dict[str, Tensor] = {}
-    inputs: list[Tensor] = []
-    if entry is not None:
-        shape = graph.values[entry].type.shape
-        local[entry] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        inputs.append(local[entry])
-    used = dict.fromkeys(read for name in ops for read in graph.op(name).inputs)
-    inputs += [runner.known[n] for n in used if n in runner.known and graph.values[n].role is Role.PARAMETER]
-    saved: set[int] = set()
+def _summary(timeline: Timeline) -> StepMemory:
+    curve = timeline.curve()
+    forward, backward = timeline.forward, timeline.forward + timeline.backward
+    kept = sum(life.size for life in timeline.lives if life.born < forward and life.died > forward)
+    after = sum(life.size for life in timeline.lives if life.died >= backward and life.born < backward and _stays(life))
+    resident = sum(life.size for life in timeline.lives if life.born == 0 and life.kind in (PARAMETERS, STATE, OTHER))
+    backward_peak = max(curve[forward:backward], default=resident)
+    optimizer_peak = max(curve[backward:], default=after)
+    return StepMemory(resident, kept, backward_peak, after, optimizer_peak, max(curve, default=resident))
 
-    def pack(tensor: Tensor) -> Tensor:
-        saved.add(_storage(tensor))
-        return tensor
 
-    watch = Watch([*runner.known.values(), *inputs])
-    with watch:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            runner.run(ops, local, Autocast(runner.parameters) if runner.precision == "amp" else None)
-        y = local.pop(exit_)
-        local.clear()
-        kept, forward_peak, count = watch.weigh(), watch.peak, len(watch.kernels)
-        gradient = torch.empty_like(y)
-        watch.ignore(gradient)
-        watch.peak = 0
-        found = torch.autograd.grad(y, inputs, gradient, allow_unused=True)
-    sizes = [rounded(g.untyped_storage().nbytes()) if g is not None else 0 for g in found]
-    of_input = sizes[0] if entry is not None else 0
-    step = LinkStep(
-        forward_peak=forward_peak,
-        kept=kept,
-        output=rounded(y.untyped_storage().nbytes()) if _storage(y) not in watch.foreign else 0,
-        keeps_input=entry is not None and _storage(inputs[0]) in saved,
-        keeps_output=_storage(y) in saved,
-        backward_peak=max(0, watch.peak - kept),
-        parameter_gradients=sum(sizes) - of_input,
-        input_gradient=of_input,
-        forward=tuple(watch.kernels[:count]),
-        backward=tuple(watch.kernels[count:]),
+def _stays(life: Life) -> bool:
+    return life.kind in (PARAMETERS, STATE, OTHER, GRADIENTS)
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    forward: float
+    backward: float
+    optimizer: float
+
+    @property
+    def step(self) -> float:
+        return self.forward + self.backward + self.optimizer
+
+
+def step_seconds(graph: OpGraph, profile: StepProfile, card: Card) -> StepSeconds:
+    """The step on a card, issued by a host that starts with an empty queue."""
+    known: dict[int, tuple[Part, Part]] = {}
+    parts: list[tuple[Part, Part]] = []
+    for link, run in zip(graph.chain, profile.runs, strict=True):
+        if id(run) not in known:
+            forward = tuple(kernel_seconds(k, card) for k in run.forward)
+            backward = tuple(kernel_seconds(k, card) for k in run.backward)
+            pace = card.host.kernel + card.host.op * len(link.ops) / max(1, len(forward))
+            known[id(run)] = (Part(forward, pace), Part(backward, card.host.backward_kernel))
+        parts.append(known[id(run)])
+    prologue = Part(tuple(kernel_seconds(k, card) for k in profile.prologue), card.host.kernel + card.host.op)
+    kernels = profile.optimizer.kernels
+    updated = sum(1 for _ in graph.of_role(Role.PARAMETER))
+    optimizer = Part(
+        tuple(kernel_seconds(k, card) for k in kernels), card.host.parameter * updated / max(1, len(kernels))
     )
-    return step, y.dtype
-
-
-def _storage(tensor: Tensor) -> int:
-    return StorageWeakRef(tensor.untyped_storage()).cdata
-
-
-def _resident(graph: OpGraph, optimizer_copies: float) -> int:
-    parameters = sum(rounded(v.type.nbytes) for v in graph.of_role(Role.PARAMETER))
-    others = sum(rounded(v.type.nbytes) for role in (Role.BUFFER, Role.INPUT) for v in graph.of_role(role))
-    return round(parameters * (1 + optimizer_copies)) + others
-
-
-def _compose(graph: OpGraph, links: list[LinkStep], resident: int) -> StepMemory:
-    live = forward_peak = resident
-    held: list[bool] = []  # whether the output of each link outlives the forward of the next one
-    for number, link in enumerate(links):
-        forward_peak = max(forward_peak, live + link.forward_peak)
-        live += link.kept
-        if number:
-            before = links[number - 1]
-            held.append(link.keeps_input or before.keeps_output)
-            live -= 0 if held[-1] else before.output
-    after_forward = backward_peak = live
-    live += rounded(4)  # the gradient of the loss
-    counted: set[str] = set()  # parameters whose gradient is there already: tied weights have one
-    for number in reversed(range(len(links))):
-        link = links[number]
-        backward_peak = max(backward_peak, live + link.backward_peak)
-        gone = link.kept - (0 if link.keeps_output or number == len(links) - 1 else link.output)
-        before = links[number - 1] if number else None
-        if before and held[number - 1] and not before.keeps_output:
-            gone += before.output
-        arrived = links[number + 1].input_gradient if number < len(links) - 1 else rounded(4)
-        twice = counted.intersection(own := _parameters(graph, number))
-        counted |= own
-        added = link.parameter_gradients - sum(rounded(graph.values[name].type.nbytes) for name in twice)
-        live += added + link.input_gradient - gone - arrived
-    parameters = sum(rounded(v.type.nbytes) for v in graph.of_role(Role.PARAMETER))
-    return StepMemory(resident, after_forward, forward_peak, backward_peak, live, live + parameters)
-
-
-def _parameters(graph: OpGraph, number: int) -> set[str]:
-    read = {name for op in graph.chain[number].ops for name in graph.op(op).inputs}
-    return {name for name in read if graph.values[name].role is Role.PARAMETER}
+    phases = ([prologue, *(forward for forward, _ in parts)], [backward for _, backward in reversed(parts)], [optimizer])
+    return StepSeconds(*queue_seconds(phases))

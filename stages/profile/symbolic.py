@@ -2,13 +2,15 @@
 
 A link of the chain is run forwards and backwards on meta tensors, with autograd as it is, on the ops that the planned
 device would use (`device.py`) in the planned precision (`autocast.py`). A dispatch mode sees each kernel of both
-passes, and weighs the storages that are alive after it, rounded as the caching allocator rounds them.
+passes, and when each storage appears and goes, sized as the caching allocator rounds them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
+from math import gcd
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from pipeline.cost.kernels import ATTENTION, PRODUCTS
+from pipeline.ir.profile import Kernel
+
 ALLOCATION = 512  # bytes; the caching allocator rounds every tensor up to a multiple
 
 
@@ -24,69 +29,110 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // ALLOCATION) * ALLOCATION
 
 
-@dataclass(frozen=True)
-class Kernel:
-    name: str
-    flops: float
-    nbytes: int  # read and written
-    dtype: str  # of its largest tensor
+@dataclass
+class Storage:
+    """Alive from the kernel of number `born` until just before that of number `died` (None: to the end)."""
+
+    size: int
+    born: int
+    op: str  # of the graph, whose kernel made it
+    died: int | None = None
+    value: str = ""  # the first value of the graph that lies in it
+
+
+def storage_key(tensor: Tensor) -> int:
+    return StorageWeakRef(tensor.untyped_storage()).cdata
 
 
 class Watch(TorchDispatchMode):
-    """Records kernels and the bytes alive; tensors made before it are known only if they are given to it."""
+    """Records kernels and storages. Memory that was there before is known only if it is given to it."""
 
     def __init__(self, present: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.total = 0
-        self.peak = 0
         self.kernels: list[Kernel] = []
-        self.foreign = {StorageWeakRef(t.untyped_storage()).cdata for t in present}
+        self.storages: list[Storage] = []
+        self.op = ""  # of the graph: what runs now belongs to it
+        self.present = {storage_key(t) for t in present}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        fresh = [t for t in outputs if self._add(t)]
-        if fresh or _writes(func):
-            self._record(func, args, kwargs or {}, result, outputs)
-        self.weigh()
+        self.sweep()
+        fresh = [t for t in outputs if self.add(t)]
+        if (fresh or func._schema.is_mutable) and not _only_allocates(func):
+            self.kernels.append(_kernel(func, args, kwargs or {}, result, outputs, self.op))
         return result
 
-    def _add(self, tensor: Tensor) -> bool:
-        storage = tensor.untyped_storage()
-        reference = StorageWeakRef(storage)
-        known = self.alive.get(reference.cdata)
-        if reference.cdata in self.foreign or (known is not None and not known[0].expired()):
+    def add(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory is new."""
+        reference = StorageWeakRef(tensor.untyped_storage())
+        if reference.cdata in self.present or reference.cdata in self._alive:
             return False
-        if known is not None:
-            self.total -= known[1]
-        size = rounded(storage.nbytes())
-        self.alive[reference.cdata] = (reference, size)
-        self.total += size
+        self._alive[reference.cdata] = (reference, len(self.storages))
+        self.storages.append(Storage(rounded(tensor.untyped_storage().nbytes()), len(self.kernels), self.op))
         return True
 
-    def ignore(self, tensor: Tensor) -> None:
-        """From now on the tensor's memory does not count."""
-        key = StorageWeakRef(tensor.untyped_storage()).cdata
-        self.foreign.add(key)
-        if key in self.alive:
-            self.total -= self.alive.pop(key)[1]
+    def find(self, tensor: Tensor) -> int | None:
+        """The number of the storage behind a tensor; None for what was present before."""
+        found = self._alive.get(storage_key(tensor))
+        return found[1] if found else None
 
-    def weigh(self) -> int:
-        dead = [key for key, (reference, _) in self.alive.items() if reference.expired()]
-        self.peak = max(self.peak, self.total - sum(self.alive[key][1] for key in dead))
-        for key in dead:
-            self.total -= self.alive.pop(key)[1]
-        return self.total
-
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor]) -> None:
-        tensors = [*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), *outputs]
-        moved = sum(t.numel() * t.element_size() for t in tensors)
-        counter: Callable[..., Any] | None = flop_registry.get(func.overloadpacket)
-        flops = float(counter(*args, **kwargs, out_val=result)) if counter else 0.0
-        largest = max(tensors, key=Tensor.numel)
-        self.kernels.append(Kernel(str(func.overloadpacket), flops, moved, str(largest.dtype).removeprefix("torch.")))
+    def sweep(self) -> None:
+        """Notes which storages have gone."""
+        for key in [key for key, (reference, _) in self._alive.items() if reference.expired()]:
+            self.storages[self._alive.pop(key)[1]].died = len(self.kernels)
 
 
-def _writes(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
+def _only_allocates(func: Any) -> bool:
+    return str(func.overloadpacket).removeprefix("aten.").startswith(("empty", "new_empty"))
+
+
+def _kernel(func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor], op: str) -> Kernel:
+    name = str(func.overloadpacket).removeprefix("aten.")
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    counter: Callable[..., Any] | None = flop_registry.get(func.overloadpacket)
+    largest = max((*inputs, *outputs), key=Tensor.numel)
+    changed = [] if outputs else _mutated(func, args)
+    plain = Kernel(
+        name=name,
+        flops=float(counter(*args, **kwargs, out_val=result)) if counter else 0.0,
+        read=sum(_touched(t) for t in inputs),
+        written=sum(_touched(t) for t in (*outputs, *changed)),
+        dtype=str(largest.dtype).removeprefix("torch."),
+        shapes=tuple(tuple(t.shape) for t in (*inputs, *outputs)),
+        op=op,
+        scattered=not all(_in_order(t) for t in inputs),
+    )
+    details: dict[str, Any] = {}
+    if name in PRODUCTS:
+        matrices = [t for t in (*inputs, *outputs) if t.dim() >= 2]
+        details["leading"] = reduce(gcd, (max(t.stride()[-2:]) for t in matrices), 0)
+        details["transposed"] = "".join("n" if t.stride(-1) == 1 else "t" for t in matrices[:2])
+        rows = outputs[0].numel() // max(1, outputs[0].shape[-1])
+        if not plain.flops and len(inputs) > 1:  # a grouped product: every row meets one of the matrices
+            details["flops"] = 2.0 * rows * outputs[0].shape[-1] * inputs[0].shape[-1]
+    if name in ATTENTION:
+        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        details["causal"], details["dropout"] = bool(given.get("is_causal")), bool(given.get("dropout_p"))
+    return Kernel(**(vars(plain) | details)) if details else plain
+
+
+def _mutated(func: Any, args: Any) -> list[Tensor]:
+    """What an op that returns nothing writes."""
+    places = zip(func._schema.arguments, args, strict=False)
+    written = [value for argument, value in places if argument.alias_info is not None and argument.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
+
+
+def _touched(tensor: Tensor) -> int:
+    """The bytes of memory behind a tensor: a dim that is only repeated is there once."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride else 1
+    return elements * tensor.element_size()
+
+
+def _in_order(tensor: Tensor) -> bool:
+    """Whether elements lie one after another as the dims do, or are repeated."""
+    return bool(tensor.is_contiguous()) or any(not stride for stride in tensor.stride())

@@ -2,8 +2,10 @@
 
 A model that is exported builds its attention mask out of position indices, batch by batch, and hands the whole of it to
 attention. Where the mask depends on nothing but constants, it is computed; if it is the lower triangle, the op is
-causal attention without a mask, and if it hides nothing, attention without a mask. What only served it falls away. Key
-and value heads that were repeated for the mask's sake are not: attention takes them as they are (`enable_gqa`).
+causal attention without a mask, and if it hides nothing, attention without a mask. A bias under such a mask (T5) is not
+repeated for every sample of the batch, and is taken as it is where the mask hides nothing. What only served them falls
+away. Key and value heads that were repeated for the mask's sake are not: attention takes them as they are
+(`enable_gqa`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pipeline.ir.graph import Arg, Args, Op, Ref, Torch
 from stages.trace.lower import Ops, is_random, without_dead_ops
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
+WHERE, EXPAND = "aten.where.ScalarOther", "aten.expand.default"
 MASK, CAUSAL = 3, 5  # positions of attn_mask and is_causal
 LARGEST_MASK = 1 << 30  # elements
 HIDDEN = -1e4  # an additive mask at most this large hides a position
@@ -24,9 +27,35 @@ HIDDEN = -1e4  # an additive mask at most this large hides a position
 
 def simplify(graph: Ops) -> Ops:
     constants = _Constants(graph)
+    graph = _small_biases(graph, constants)
     repeated = _Repeated(graph)
     ops = tuple(repeated.grouped(_without_mask(op, constants)) if op.target == ATTENTION else op for op in graph.ops)
     return without_dead_ops(replace(graph, ops=ops))
+
+
+def _small_biases(graph: Ops, constants: _Constants) -> Ops:
+    """`where(mask, bias, hidden)` as a mask of attention: without the batch dim that only repeats it."""
+    readers: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        for name in op.inputs:
+            readers.setdefault(name, []).append(op)
+    values = dict(graph.values)
+    ops = []
+    for op in graph.ops:
+        if op.target == WHERE and all(_is_mask_of(r, op.outputs[0]) for r in readers.get(op.outputs[0], [])):
+            source = constants.without_batch(op.inputs[0])
+            bias = values[op.inputs[1]].type
+            if source is not None and len(bias.shape) == 4 and bias.shape[0] == 1:
+                op = replace(op, args=replace(op.args, positional=(Ref(source), *op.args.positional[1:])))
+                before = values[op.outputs[0]]
+                shape = (1, *before.type.shape[1:])
+                values[before.name] = replace(before, type=replace(before.type, shape=shape))
+        ops.append(op)
+    return replace(graph, ops=tuple(ops), values=values)
+
+
+def _is_mask_of(op: Op, name: str) -> bool:
+    return op.target == ATTENTION and op.args.get(MASK, "attn_mask", None) == Ref(name) and op.inputs.count(name) == 1
 
 
 def _without_mask(op: Op, constants: _Constants) -> Op:
@@ -35,7 +64,8 @@ def _without_mask(op: Op, constants: _Constants) -> Op:
         return op
     found = constants.value(mask.value)
     if found is None:
-        return op
+        bias = constants.bare_bias(mask.value)
+        return op if bias is None else _with(op, causal=False, mask=Ref(bias))
     shown = found if found.dtype == torch.bool else found == 0
     if found.dtype != torch.bool and not bool((shown | (found <= HIDDEN)).all()):
         return op  # a bias, not a mask
@@ -46,11 +76,11 @@ def _without_mask(op: Op, constants: _Constants) -> Op:
     return op
 
 
-def _with(op: Op, causal: bool) -> Op:
+def _with(op: Op, causal: bool, mask: Ref | None = None) -> Op:
     positional = list(op.args.positional[:MASK])
     dropout = op.args.get(MASK + 1, "dropout_p", 0.0)
     named = tuple((k, v) for k, v in op.args.named if k not in ("attn_mask", "dropout_p", "is_causal"))
-    return replace(op, args=Args((*positional, None, dropout, causal), named))
+    return replace(op, args=Args((*positional, mask, dropout, causal), named))
 
 
 class _Repeated:
@@ -98,6 +128,20 @@ class _Constants:
                 results = self._run(op)
                 self.known |= dict(zip(op.outputs, results, strict=True))
         return self.known[name]
+
+    def without_batch(self, name: str) -> str | None:
+        """What a constant is, but for a first dim that only repeats it."""
+        op = self.writers.get(name)
+        if op is None or op.target != EXPAND or self.value(op.inputs[0]) is None:
+            return None
+        before, after = self.values[op.inputs[0]].type.shape, self.values[name].type.shape
+        return op.inputs[0] if len(before) == len(after) and before[0] == 1 else None
+
+    def bare_bias(self, name: str) -> str | None:
+        """`bias` of `where(mask, bias, hidden)` where the mask hides nothing."""
+        op = self.writers.get(name)
+        mask = self.value(op.inputs[0]) if op is not None and op.target == WHERE else None
+        return op.inputs[1] if op is not None and mask is not None and bool(mask.all()) else None
 
     def _is_computable(self, op: Op) -> bool:
         if is_random(op) or op.mutates or not op.target.startswith("aten."):

@@ -1,0 +1,224 @@
+"""One link of the chain, run alone on meta tensors: its kernels, and the life of every storage it makes.
+
+Activations that enter are tensors of their own, so that it shows when the link lets go of them; what leaves is let go
+between the passes, so that it shows whether the link's own backward needs it. The gradients of what leaves are there
+when backward begins and stay to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
+from pipeline.ir.profile import Kernel
+from stages.profile.autocast import COMPOSITES, Autocast
+from stages.profile.device import LOWERED
+from stages.profile.symbolic import Storage, Watch, storage_key
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a link shares with others, by name, in order of first use: equal links have them in the same order."""
+
+    reads: tuple[str, ...]  # activations of earlier links
+    writes: tuple[str, ...]  # activations that later links read, or the loss
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LinkRun:
+    """Numbers of storages are places in `storages`; None stands for memory that was there before."""
+
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    storages: tuple[Storage, ...]
+    reads: tuple[int | None, ...]
+    writes: tuple[int | None, ...]
+    read_gradients: tuple[int | None, ...]
+    write_gradients: tuple[int | None, ...]
+    parameter_gradients: tuple[int | None, ...]
+    saved: Mapping[str, tuple[int | str, ...]]  # op -> storages it keeps for backward; a name for what was there
+    types: tuple[torch.dtype, ...]  # of what it writes
+
+
+class Runner:
+    """Runs the ops of a graph on meta tensors, as the device and the precision would have them."""
+
+    def __init__(self, graph: OpGraph, device: str, precision: str) -> None:
+        self.graph = graph
+        self.lowered: Mapping[str, Callable[..., Any]] = LOWERED.get(device, {})
+        self.precision = precision
+        self.known: dict[str, Tensor] = {}
+        for value in graph.values.values():
+            if value.role is not Role.RESULT:
+                self.known[value.name] = meta(value.type.shape, value.type.dtype, value.role is Role.PARAMETER)
+        self.parameters = [self.known[value.name] for value in graph.of_role(Role.PARAMETER)]
+
+    def autocast(self) -> Autocast | None:
+        return Autocast(self.parameters) if self.precision == "amp" else None
+
+    def run_prologue(self) -> tuple[Kernel, ...]:
+        """What depends on no parameter is computed once and stays for the links that read it."""
+        wanted = {read for link in self.graph.chain for name in link.ops for read in self.graph.op(name).inputs}
+        local: dict[str, Tensor] = {}
+        with Watch() as watch:
+            for name in self.graph.prologue:
+                op = self.graph.op(name)
+                local.update(zip(op.outputs, self.call(op, local, None), strict=True))
+        self.known.update({name: tensor for name, tensor in local.items() if name in wanted})
+        return tuple(watch.kernels)
+
+    def run_link(self, ops: tuple[str, ...], ends: Ends, types: tuple[torch.dtype, ...]) -> LinkRun:
+        values = self.graph.values
+        leaves = [
+            torch.empty(values[name].type.shape, dtype=dtype, device="meta", requires_grad=values[name].grad)
+            for name, dtype in zip(ends.reads, types, strict=True)
+        ]
+        local = {name: leaf.clone() for name, leaf in zip(ends.reads, leaves, strict=True)}
+        parameters = [self.known[name] for name in ends.parameters]
+        watch = Watch([*self.known.values(), *leaves])
+        reads = [_known_number(watch, local[name]) for name in ends.reads]
+        saved: dict[str, list[int | str]] = {}
+        names = {storage_key(tensor): name for name, tensor in self.known.items()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            number = watch.find(tensor)
+            where = names.get(storage_key(tensor)) if number is None else number
+            if where is not None:
+                saved.setdefault(watch.op, []).append(where)
+            return tensor
+
+        with watch:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                self._run(ops, local, watch, set(ends.writes))
+            outputs = [local.pop(name) for name in ends.writes]
+            local.clear()
+            writes = [watch.find(y) for y in outputs]
+            kinds = tuple(y.dtype for y in outputs)
+            forward = len(watch.kernels)
+            edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs if y.requires_grad]
+            gradients = [torch.empty_like(y) if y.requires_grad else None for y in outputs]
+            incoming = [None if g is None else _known_number(watch, g) for g in gradients]
+            outputs.clear()
+            wanted = [leaf for leaf in leaves if leaf.requires_grad] + parameters
+            given = [g for g in gradients if g is not None]
+            watch.op = ""
+            watch.sweep()
+            found = torch.autograd.grad(edges, wanted, given, allow_unused=True) if edges and wanted else ()
+            watch.sweep()
+            numbers = iter([None if g is None else watch.find(g) for g in found])
+        return LinkRun(
+            forward=tuple(watch.kernels[:forward]),
+            backward=tuple(watch.kernels[forward:]),
+            storages=tuple(watch.storages),
+            reads=tuple(reads),
+            writes=tuple(writes),
+            read_gradients=tuple(next(numbers, None) if leaf.requires_grad else None for leaf in leaves),
+            write_gradients=tuple(incoming),
+            parameter_gradients=tuple(next(numbers, None) for _ in parameters),
+            saved={op: tuple(dict.fromkeys(kept)) for op, kept in saved.items()},
+            types=kinds,
+        )
+
+    def _run(self, ops: tuple[str, ...], local: dict[str, Tensor], watch: Watch, stays: set[str]) -> None:
+        """Adds the results to `local`; what is not read again goes at once, as it does in a module's forward."""
+        autocast = self.autocast()
+        calls = [self.graph.op(name) for name in ops]
+        last = {read: number for number, op in enumerate(calls) for read in op.inputs}
+        for number, op in enumerate(calls):
+            watch.op = op.name
+            before = [t.grad_fn for name in op.inputs if (t := local.get(name)) is not None and t.grad_fn is not None]
+            results = self.call(op, local, autocast)
+            _mark_backward(results, before, op.name, watch)
+            for name, tensor in zip(op.outputs, results, strict=True):
+                place = watch.find(tensor)
+                if place is not None and not watch.storages[place].value:
+                    watch.storages[place].value = name
+            local.update(zip(op.outputs, results, strict=True))
+            del results, before
+            for read in set(op.inputs) | set(op.outputs):
+                if last.get(read, number) == number and read in local and read not in stays:
+                    del local[read]
+
+    def call(self, op: Op, local: dict[str, Tensor], autocast: Autocast | None) -> list[Tensor]:
+        positional = [self._real(a, local) for a in op.args.positional]
+        named = {k: self._real(v, local) for k, v in op.args.named if k != "pin_memory"}
+        if op.target.startswith("shardwright."):
+            kind = self.graph.values[op.outputs[0]].type
+            return [meta(kind.shape, kind.dtype)]
+        if autocast:
+            positional, named = autocast.arguments(op.target, (positional, named))
+        parts = COMPOSITES.get(op.target) if autocast else None
+        function = parts or self.lowered.get(op.target) or _overload(op.target)
+        result = function(*positional, **named)
+        return [result] if isinstance(result, Tensor) else list(result)
+
+    def _real(self, arg: Arg, local: dict[str, Tensor]) -> Any:
+        if isinstance(arg, Ref):
+            return local[arg.value] if arg.value in local else self.known[arg.value]
+        if isinstance(arg, Torch):
+            return torch.device("meta") if arg.kind == "device" else getattr(torch, arg.name)
+        return [self._real(a, local) for a in arg] if isinstance(arg, tuple) else arg
+
+
+def link_ends(graph: OpGraph) -> tuple[Ends, ...]:
+    """What each link of the chain reads and writes beyond itself."""
+    common = {name for name, value in graph.values.items() if value.role is not Role.RESULT}
+    common.update(out for name in graph.prologue for out in graph.op(name).outputs)
+    written: list[dict[str, None]] = []
+    reads: list[tuple[str, ...]] = []
+    parameters: list[tuple[str, ...]] = []
+    for link in graph.chain:
+        own = {out: None for name in link.ops for out in graph.op(name).outputs}
+        used = tuple(dict.fromkeys(read for name in link.ops for read in graph.op(name).inputs))
+        reads.append(tuple(read for read in used if read not in own and read not in common))
+        parameters.append(tuple(read for read in used if read in common and _is_parameter(graph, read)))
+        written.append(own)
+    later = {graph.output}
+    writes: list[tuple[str, ...]] = []
+    for own, read in zip(reversed(written), reversed(reads), strict=True):
+        writes.append(tuple(name for name in own if name in later))
+        later |= set(read)
+    return tuple(Ends(*ends) for ends in zip(reads, reversed(writes), parameters, strict=True))
+
+
+def _is_parameter(graph: OpGraph, name: str) -> bool:
+    return graph.values[name].role is Role.PARAMETER
+
+
+def _known_number(watch: Watch, tensor: Tensor) -> int | None:
+    watch.add(tensor)
+    return watch.find(tensor)
+
+
+def _mark_backward(results: list[Tensor], before: list[Any], op: str, watch: Watch) -> None:
+    """The backward nodes that an op has made say, when they run, that they are the op's."""
+
+    def begin(_: Any) -> None:
+        watch.op = op
+
+    stop = {id(node) for node in before}
+    nodes = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if id(node) in stop or node.name().endswith("AccumulateGrad"):
+            continue
+        stop.add(id(node))
+        before.append(node)  # so that its identity stays its own while we look
+        node.register_prehook(begin)
+        nodes += [following for following, _ in node.next_functions if following is not None]
+
+
+def meta(shape: tuple[int, ...], dtype: str, grad: bool = False) -> Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta").requires_grad_(grad)
+
+
+def _overload(target: str) -> Callable[..., Any]:
+    namespace, name, overload = target.split(".")
+    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    return found
