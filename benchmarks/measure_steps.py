@@ -63,8 +63,13 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     rows = json.loads(arguments.rows.read_text())["rows"] if arguments.rows else list(default_rows())
-    result: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "transformers": importlib.import_module("transformers").__version__, "calibration": calibrate(), "rows": []}
+    result: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformers": importlib.import_module("transformers").__version__,
+        "calibration": calibrate(),
+        "rows": [],
+    }
     for row in rows:
         try:
             row["measured"] = measure(row)

@@ -57,7 +57,9 @@ def main() -> int:
     rows = [row for row in truth["rows"] if "measured" in row]
     found: list[tuple[dict[str, Any], Found]] = []
     print("predicted / measured: memory in MB, time in ms")
-    print(f"{'model':15}{'mode':6}" + "".join(f"{name:>22}" for name in (*MEMORY, *SECONDS)) + f"{'took':>7}  MemTracker")
+    print(
+        f"{'model':15}{'mode':6}" + "".join(f"{name:>22}" for name in (*MEMORY, *SECONDS)) + f"{'took':>7}  MemTracker"
+    )
     for row in rows:
         try:
             one = profile_row(row, card, int(arguments.workspace))

@@ -34,7 +34,7 @@ STAGES = {
     stage.name: stage
     for stage in (
         Stage("trace", (), "graph", ("model",)),
-        Stage("profile", ("graph",), "profile", ()),
+        Stage("profile", ("graph",), "profile", ("model.precision", "cluster.device", "train.optimizer")),
         Stage("cluster", (), "cluster", ("cluster",)),
         Stage("solve", ("graph", "profile", "cluster"), "frontier", ("solve", "train.optimizer")),
         Stage("checkpoint", ("graph", "profile", "cluster", "frontier"), "plan", ("checkpoint",)),

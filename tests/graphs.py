@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeline.config import Backend, Checkpoint, Preset, Recompute, Solve
 from pipeline.config import Cluster as ClusterSettings
-from pipeline.config.schema import ClusterSource
+from pipeline.config.schema import ClusterSource, Device
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Plan
@@ -94,7 +94,11 @@ def preset(devices: int = 2, **figures: float) -> Cluster:
         "link_gbytes_per_s": 2,
     }
     settings = ClusterSettings(
-        source=ClusterSource.preset, devices=devices, memory_gb=4, preset=Preset(**{**known, **figures})
+        source=ClusterSource.preset,
+        device=Device.cpu,
+        devices=devices,
+        memory_gb=4,
+        preset=Preset(**{**known, **figures}),
     )
     return from_preset(settings)
 

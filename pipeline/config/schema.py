@@ -118,11 +118,22 @@ class TensorSpec:
     dtype: DType = setting("Element type.")
 
 
+class Precision(StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    amp = "amp"
+
+
 @dataclass(frozen=True)
 class Model:
     module: dict[str, Any] = setting("What builds the `torch.nn.Module`, and its arguments.", form=Form.TARGET)
     batch: dict[str, TensorSpec] = setting(
         "Tensors of one training step by the argument name of the model's `forward`.", form=Form.BY_NAME
+    )
+    precision: Precision = setting(
+        "`fp32`: types as the model has them; `bf16`: weights and float inputs in bfloat16; `amp`: float32 weights"
+        " under bfloat16 autocast.",
+        Precision.fp32,
     )
 
 
@@ -144,6 +155,11 @@ class Data:
 class ClusterSource(StrEnum):
     probe = "probe"
     preset = "preset"
+
+
+class Device(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 @dataclass
@@ -176,6 +192,7 @@ class Preset:
 @dataclass(frozen=True)
 class Cluster:
     source: ClusterSource = setting("Measure the devices (`probe`) or take the figures below (`preset`).")
+    device: Device = setting("Kind of device that is profiled and planned for, whatever this machine has.")
     devices: int = setting("Number of devices (on CPU: processes).", at_least=1, at_most=65536)
     memory_gb: float | None = setting(
         "Memory of one device, in GB; null is measured (`probe` only).", None, above=0, at_most=LARGEST_GB

@@ -32,15 +32,23 @@ def op_seconds(
     if cost.free:
         return Seconds(compute.launch, compute.launch_backward if backward else 0.0)
     share = _share(graph, op, strategy, sizes)
-    moved = sum(local_bytes(graph, v, s, sizes) for v, s in _tensors(graph, op, strategy))
+    kept = _local_part(graph, op, strategy, sizes)
     calibrated = compute.ops.get(graph.op(op).target, PerElement(0.0, 0.0))
     elements = share * max(t.numel for t in graph.types((*graph.op(op).inputs, *graph.op(op).outputs)))
-    forward = max(_roofline(cost.flops_forward * share, moved, compute), calibrated.forward * elements) + compute.launch
+    done = _roofline(cost.flops_forward * share, cost.bytes_forward * kept, compute)
+    forward = max(done, calibrated.forward * elements) + compute.launch * max(1, cost.kernels_forward)
     if not backward:
         return Seconds(forward, 0.0)
-    again = moved * cost.bytes_backward / max(1, cost.bytes_forward)
-    undone = max(_roofline(cost.flops_backward * share, again, compute), calibrated.backward * elements)
-    return Seconds(forward, undone + compute.launch_backward)
+    done = _roofline(cost.flops_backward * share, cost.bytes_backward * kept, compute)
+    undone = max(done, calibrated.backward * elements) + compute.launch_backward * max(1, cost.kernels_backward)
+    return Seconds(forward, undone)
+
+
+def _local_part(graph: OpGraph, op: str, strategy: Strategy, sizes: tuple[int, ...]) -> float:
+    """The part of the op's tensors that one rank holds."""
+    tensors = _tensors(graph, op, strategy)
+    whole = sum(graph.values[value].type.nbytes for value, _ in tensors)
+    return sum(local_bytes(graph, value, layout, sizes) for value, layout in tensors) / max(1, whole)
 
 
 def _roofline(flops: float, moved: float, compute: Compute) -> float:

@@ -80,6 +80,7 @@ def link_memory(
     for step in steps:
         storage.add(step)
     kept_by = [_kept(graph, profile, sharding, step, storage, sizes) for step in steps]
+    needs = [_temporaries(profile, sharding, step, sizes) for step in steps]
     exit_ = storage.find(output)
     kept = {exit_: storage.size(exit_)}
     for held in kept_by:
@@ -87,9 +88,10 @@ def link_memory(
     return LinkMemory(
         output=storage.size(exit_),
         kept=sum(kept.values()),
-        forward_peak=_forward_peak(steps, storage, kept),
-        dropped_peak=_forward_peak(steps, storage, {exit_: storage.size(exit_)}),
-        backward_extra=_backward_extra(graph, steps, storage, kept_by, kept, output),
+        forward_peak=_forward_peak(steps, storage, kept) + max((t.forward for t in needs), default=0),
+        dropped_peak=_forward_peak(steps, storage, {exit_: storage.size(exit_)})
+        + max((t.forward for t in needs), default=0),
+        backward_extra=_backward_extra(graph, steps, storage, kept_by, kept, output, needs),
     )
 
 
@@ -105,10 +107,27 @@ def _kept(
         if tensor.value in cost.saves and storage.size(tensor):
             kept[storage.find(tensor)] = storage.size(tensor)
     if cost.extra_saved:
-        layouts = (*sharding.strategies[step.op].inputs, *sharding.strategies[step.op].outputs)
         private = Tensor(f"{step.op}:extra", Layout(()))
-        kept[private] = cost.extra_saved // max(layout.pieces(sizes) for layout in layouts)
+        kept[private] = cost.extra_saved // _pieces(sharding, step.op, sizes)
     return kept
+
+
+def _pieces(sharding: Sharding, op: str, sizes: tuple[int, ...]) -> int:
+    strategy = sharding.strategies[op]
+    return max((layout.pieces(sizes) for layout in (*strategy.inputs, *strategy.outputs)), default=1)
+
+
+@dataclass(frozen=True)
+class _Temporaries:
+    forward: int = 0
+    backward: int = 0
+
+
+def _temporaries(profile: Profile, sharding: Sharding, step: Step, sizes: tuple[int, ...]) -> _Temporaries:
+    if isinstance(step, Convert):
+        return _Temporaries()
+    cost, pieces = profile.ops[step.op], _pieces(sharding, step.op, sizes)
+    return _Temporaries(cost.temporary_forward // pieces, cost.temporary_backward // pieces)
 
 
 def _forward_peak(steps: tuple[Step, ...], storage: _Storage, kept: dict[Tensor, int]) -> int:
@@ -125,6 +144,7 @@ def _backward_extra(
     kept_by: list[dict[Tensor, int]],
     kept: dict[Tensor, int],
     output: Tensor,
+    needs: list[_Temporaries],
 ) -> int:
     """Walks the link backwards: gradients appear as ops are undone, what was kept goes when no earlier op needs it."""
     needed_until: dict[Tensor, int] = {}
@@ -140,7 +160,7 @@ def _backward_extra(
         for tensor in _read(step):
             if graph.values[tensor.value].grad:
                 gradients.setdefault(tensor, local_bytes(graph, tensor.value, tensor.layout, storage.sizes))
-        peak = max(peak, sum(held.values()) + sum(gradients.values()))
+        peak = max(peak, sum(held.values()) + sum(gradients.values()) + needs[index].backward)
         for tensor in _written(step):
             gradients.pop(tensor, None)
         held = {t: n for t, n in held.items() if needed_until.get(t, len(steps)) < index}

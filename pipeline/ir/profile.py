@@ -30,14 +30,63 @@ class OpCost:
     bytes_forward: int  # read and written
     bytes_backward: int
     saves: tuple[str, ...]  # values kept for backward, by identity
-    extra_saved: int  # bytes kept that are no value of the graph (row statistics, masks)
+    extra_saved: int  # bytes kept that are no value of the graph (row statistics, masks, cast copies)
     free: bool  # a view: no kernel runs
+    kernels_forward: int = 1
+    kernels_backward: int = 1
+    temporary_forward: int = 0  # most bytes alive while it runs that are gone when it is done
+    temporary_backward: int = 0
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of the memory that is alive at the step's peak."""
+
+    name: str  # a class of memory, or a module
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """The unsplit step on one device: what its memory does from kernel to kernel."""
+
+    resident_bytes: int
+    after_forward_bytes: int
+    peak_bytes: int
+    peak_in: str  # forward, backward or optimizer
+    peak_module: str  # whose kernel runs at the peak
+    peak_by_class: tuple[Share, ...]
+    peak_by_module: tuple[Share, ...]  # largest first
+    kernels: tuple[int, ...]  # of forward, backward and optimizer
+    moments: tuple[int, ...]  # numbers of kernels at which the curves are sampled, each at the most of its stretch
+    curves: dict[str, tuple[int, ...]]  # class of memory -> bytes alive at those moments
+
+
+@dataclass(frozen=True)
+class LinkKernels:
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Every kernel of the unsplit step: those of equal links once."""
+
+    prologue: tuple[Kernel, ...]
+    links: tuple[LinkKernels, ...]
+    chain: tuple[int, ...]  # for each link of the graph's chain, its place in `links`
+    optimizer: tuple[Kernel, ...]
 
 
 @dataclass(frozen=True)
 class Profile:
+    device: str  # that it is made for
+    precision: str
+    source: str  # symbolic: the step was run without memory; table: from the op table, where that cannot be done
     ops: dict[str, OpCost]
     storage: dict[str, str]  # value -> the value whose memory it shares (itself, unless it is a view)
     parameters: int
     parameter_bytes: int
     saved_bytes: int  # of one step, each storage counted once
+    step: Step | None = None
+    kernels: Kernels | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config import Cluster as Settings
-from pipeline.config import ClusterSource, Config
+from pipeline.config import ClusterSource, Config, Device
 from pipeline.errors import ClusterError
 from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost, PerElement
 from pipeline.launch import LaunchFailed, run_ranks
@@ -41,7 +41,7 @@ def from_preset(settings: Settings) -> Cluster:
     bandwidth = preset.link_gbytes_per_s * 1e9
     return Cluster(
         source="preset",
-        device="cpu",
+        device=settings.device.value,
         devices=settings.devices,
         memory_bytes=round(settings.memory_gb * 1e9),
         compute=Compute(
@@ -65,6 +65,12 @@ def ring_links(size: int, latency: float, bandwidth: float) -> dict[str, LinkCos
 
 def measure(settings: Settings, choice: str, log: Log) -> Cluster:
     """Starts the probe on the real ranks and fits what it measured."""
+    if settings.device is Device.cuda:
+        raise ClusterError(
+            "GPUs cannot be measured yet",
+            where=f"conf/cluster/{choice}.yaml: device",
+            remedy="use `source: preset` with the card's figures, or `device: cpu`",
+        )
     job = {"max_message_bytes": settings.probe.max_message_mb * 1e6, "repeats": settings.probe.repeats}
     log.info("measuring %d ranks", settings.devices)
     try:
@@ -78,7 +84,7 @@ def measure(settings: Settings, choice: str, log: Log) -> Cluster:
     memory = settings.memory_gb * 1e9 if settings.memory_gb else found["memory_bytes"]
     return Cluster(
         source="probe",
-        device="cpu",
+        device=settings.device.value,
         devices=settings.devices,
         memory_bytes=round(memory),
         compute=_compute(found),

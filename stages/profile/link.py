@@ -43,6 +43,7 @@ class LinkRun:
     write_gradients: tuple[int | None, ...]
     parameter_gradients: tuple[int | None, ...]
     saved: Mapping[str, tuple[int | str, ...]]  # op -> storages it keeps for backward; a name for what was there
+    places: Mapping[str, tuple[int | str | None, ...]]  # op -> where its inputs, then its outputs lie
     types: tuple[torch.dtype, ...]  # of what it writes
 
 
@@ -69,6 +70,7 @@ class Runner:
         with Watch() as watch:
             for name in self.graph.prologue:
                 op = self.graph.op(name)
+                watch.op = name
                 local.update(zip(op.outputs, self.call(op, local, None), strict=True))
         self.known.update({name: tensor for name, tensor in local.items() if name in wanted})
         return tuple(watch.kernels)
@@ -84,18 +86,24 @@ class Runner:
         watch = Watch([*self.known.values(), *leaves])
         reads = [_known_number(watch, local[name]) for name in ends.reads]
         saved: dict[str, list[int | str]] = {}
+        places: dict[str, tuple[int | str | None, ...]] = {}
         names = {storage_key(tensor): name for name, tensor in self.known.items()}
 
-        def pack(tensor: Tensor) -> Tensor:
+        def place(tensor: Tensor) -> int | str | None:
             number = watch.find(tensor)
-            where = names.get(storage_key(tensor)) if number is None else number
-            if where is not None:
+            return names.get(storage_key(tensor)) if number is None else number
+
+        def pack(tensor: Tensor) -> Tensor:
+            if (where := place(tensor)) is not None:
                 saved.setdefault(watch.op, []).append(where)
             return tensor
 
+        def note(op: Op, inputs: list[Tensor], results: list[Tensor]) -> None:
+            places[op.name] = tuple(place(t) for t in (*inputs, *results))
+
         with watch:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                self._run(ops, local, watch, set(ends.writes))
+                self._run(ops, local, watch, set(ends.writes), note)
             outputs = [local.pop(name) for name in ends.writes]
             local.clear()
             writes = [watch.find(y) for y in outputs]
@@ -122,25 +130,30 @@ class Runner:
             write_gradients=tuple(incoming),
             parameter_gradients=tuple(next(numbers, None) for _ in parameters),
             saved={op: tuple(dict.fromkeys(kept)) for op, kept in saved.items()},
+            places=places,
             types=kinds,
         )
 
-    def _run(self, ops: tuple[str, ...], local: dict[str, Tensor], watch: Watch, stays: set[str]) -> None:
+    def _run(
+        self, ops: tuple[str, ...], local: dict[str, Tensor], watch: Watch, stays: set[str], note: Callable[..., None]
+    ) -> None:
         """Adds the results to `local`; what is not read again goes at once, as it does in a module's forward."""
         autocast = self.autocast()
         calls = [self.graph.op(name) for name in ops]
         last = {read: number for number, op in enumerate(calls) for read in op.inputs}
         for number, op in enumerate(calls):
             watch.op = op.name
-            before = [t.grad_fn for name in op.inputs if (t := local.get(name)) is not None and t.grad_fn is not None]
+            inputs = [local[name] if name in local else self.known[name] for name in op.inputs]
+            before = [t.grad_fn for t in inputs if t.grad_fn is not None]
             results = self.call(op, local, autocast)
             _mark_backward(results, before, op.name, watch)
+            note(op, inputs, results)
             for name, tensor in zip(op.outputs, results, strict=True):
                 place = watch.find(tensor)
                 if place is not None and not watch.storages[place].value:
                     watch.storages[place].value = name
             local.update(zip(op.outputs, results, strict=True))
-            del results, before
+            del inputs, results, before
             for read in set(op.inputs) | set(op.outputs):
                 if last.get(read, number) == number and read in local and read not in stays:
                     del local[read]

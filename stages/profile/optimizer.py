@@ -37,8 +37,14 @@ def run_optimizer(build: Build, parameters: dict[str, torch.Tensor], foreach: bo
     for parameter in own.values():
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
-    kept = {name: [t for t in _tensors(optimizer.state[p].values()) if t.device.type == "meta"] for name, p in own.items()}
-    present = [*own.values(), *(p.grad for p in own.values() if p.grad is not None), *(t for ts in kept.values() for t in ts)]
+    kept = {
+        name: [t for t in _tensors(optimizer.state[p].values()) if t.device.type == "meta"] for name, p in own.items()
+    }
+    present = [
+        *own.values(),
+        *(p.grad for p in own.values() if p.grad is not None),
+        *(t for ts in kept.values() for t in ts),
+    ]
     with Watch(present) as watch:
         optimizer.step()
         watch.sweep()

@@ -1,51 +1,103 @@
-"""Symbolic profile: what every op costs, from its types alone. Nothing is executed."""
+"""Symbolic profile: what every op costs, and what the unsplit step does to a device's memory. Nothing is executed."""
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+
 from pipeline.config import Config
+from pipeline.files import write_atomic
+from pipeline.instantiate import instantiate
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import OpCost, Profile
 from pipeline.log import Log
 from pipeline.ops.rule import OpRule, OpView, view_op
 from pipeline.ops.table import rule_of
 from pipeline.stage import Inputs, Result
+from stages.profile.costs import all_kernels, op_costs
+from stages.profile.optimizer import Build
+from stages.profile.picture import describe, draw, draw_nothing, table
+from stages.profile.step import profile_step
+
+PICTURE, MODULES = "runs/profile/memory.png", "runs/profile/modules.md"
 
 
 def run(inputs: Inputs, config: Config) -> Result:
-    profile = profile_graph(inputs["graph"])
-    unknown = sorted({op.target for op in inputs["graph"].ops if rule_of(op) is None})
+    graph: OpGraph = inputs["graph"]
+    device, precision = config.cluster.device.value, config.model.precision.value
+    where = f"conf/train/{config.choices['train']}.yaml: optimizer"
+    build = functools.partial(instantiate, config.train.optimizer, where)
+    profile, why = make_profile(graph, device, precision, build, inputs.log)
+    files = write_pictures(inputs.root, profile, why, config.choices["model"])
+    unknown = sorted({op.target for op in graph.ops if rule_of(op) is None})
     for target in unknown:
         inputs.log.debug("%s has no rule: it runs replicated", target)
-    figures = {
+    return Result(profile, figures(profile, len(unknown)), files)
+
+
+def make_profile(graph: OpGraph, device: str, precision: str, build: Build, log: Log) -> tuple[Profile, str]:
+    """The profile, and why it is only the table's where the step cannot be run without memory."""
+    from_table = profile_graph(graph, device, precision)
+    try:
+        step = profile_step(graph, device, "amp" if precision == "amp" else "native", build)
+    except (NotImplementedError, RuntimeError) as error:  # an op that needs values cannot run without memory
+        why = str(error).splitlines()[0]
+        log.info("the unsplit step cannot be simulated, costs are those of the op table: %s", why)
+        return from_table, why
+    costs = op_costs(graph, step)
+    profile = Profile(
+        device=device,
+        precision=precision,
+        source="symbolic",
+        ops=costs,
+        storage=from_table.storage,
+        parameters=from_table.parameters,
+        parameter_bytes=from_table.parameter_bytes,
+        saved_bytes=_saved_bytes(graph, costs, from_table.storage),
+        step=describe(graph, step),
+        kernels=all_kernels(step),
+    )
+    return profile, ""
+
+
+def write_pictures(root: Path, profile: Profile, why: str, model: str) -> tuple[Path, Path]:
+    """The memory of the step as a picture, and its peak as a table."""
+    step = profile.step
+    title = f"{model}, unsplit, {profile.precision} on {profile.device}"
+    picture = draw(step, title) if step else draw_nothing(title, why)
+    text = table(step) if step else f"The unsplit step cannot be simulated: {why}\n"
+    for name, content in ((PICTURE, picture), (MODULES, text.encode())):
+        write_atomic(root / name, content)
+    return root / PICTURE, root / MODULES
+
+
+def figures(profile: Profile, unknown: int) -> dict[str, float | int | str]:
+    found: dict[str, float | int | str] = {
         "forward_gflops": round(sum(c.flops_forward for c in profile.ops.values()) / 1e9, 6),
         "backward_gflops": round(sum(c.flops_backward for c in profile.ops.values()) / 1e9, 6),
         "parameter_bytes": profile.parameter_bytes,
         "saved_bytes": profile.saved_bytes,
-        "ops_without_rule": len(unknown),
+        "ops_without_rule": unknown,
+        "source": profile.source,
     }
-    return Result(profile, {**figures, **step_figures(inputs["graph"], inputs.log)})
+    if profile.step:
+        found |= {
+            "unsplit_peak_mb": round(profile.step.peak_bytes / 1e6, 3),
+            "unsplit_peak_in": profile.step.peak_in,
+            "kernels": sum(profile.step.kernels),
+        }
+    return found
 
 
-def step_figures(graph: OpGraph, log: Log) -> dict[str, float | int | str]:
-    """What the unsplit step would hold on one device beyond what stays between steps, kernel by kernel."""
-    from stages.profile.step import profile_step
-
-    try:
-        step = profile_step(graph, "cpu", "native")
-    except (NotImplementedError, RuntimeError) as error:  # an op that needs values cannot run without memory
-        log.info("the unsplit step cannot be simulated: %s", str(error).splitlines()[0])
-        return {}
-    return {
-        "unsplit_peak_mb": round((step.memory.peak - step.memory.resident) / 1e6, 3),
-        "kernels": len(step.prologue) + sum(len(link.forward) + len(link.backward) for link in step.links),
-    }
-
-
-def profile_graph(graph: OpGraph) -> Profile:
+def profile_graph(graph: OpGraph, device: str = "cpu", precision: str = "fp32") -> Profile:
+    """Costs as the op table has them: for graphs that cannot be run on tensors without memory."""
     storage = find_storage(graph)
     ops = {op.name: op_cost(view_op(graph, op), rule_of(op), storage) for op in graph.ops}
     parameters = list(graph.of_role(Role.PARAMETER))
     return Profile(
+        device=device,
+        precision=precision,
+        source="table",
         ops=ops,
         storage=storage,
         parameters=sum(p.type.numel for p in parameters),

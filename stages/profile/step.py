@@ -283,5 +283,9 @@ def step_seconds(graph: OpGraph, profile: StepProfile, card: Card) -> StepSecond
     optimizer = Part(
         tuple(kernel_seconds(k, card) for k in kernels), card.host.parameter * updated / max(1, len(kernels))
     )
-    phases = ([prologue, *(forward for forward, _ in parts)], [backward for _, backward in reversed(parts)], [optimizer])
+    phases = (
+        [prologue, *(forward for forward, _ in parts)],
+        [backward for _, backward in reversed(parts)],
+        [optimizer],
+    )
     return StepSeconds(*queue_seconds(phases))

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from pipeline.cost.kernels import ATTENTION, PRODUCTS
 from pipeline.ir.profile import Kernel
 
+PICKS = ("embedding", "index_select", "index", "gather", "take")  # read what they write, not the whole table
 ALLOCATION = 512  # bytes; the caching allocator rounds every tensor up to a multiple
 
 
@@ -115,6 +116,11 @@ def _kernel(func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor
     if name in ATTENTION:
         given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
         details["causal"], details["dropout"] = bool(given.get("is_causal")), bool(given.get("dropout_p"))
+        details["flops"] = plain.flops * (
+            0.5 if details["causal"] else 1.0
+        )  # the counter takes every pair of positions
+    if name in PICKS:
+        details["read"] = plain.written + sum(_touched(t) for t in inputs if not t.is_floating_point())
     return Kernel(**(vars(plain) | details)) if details else plain
 
 

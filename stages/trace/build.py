@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.config import Config, TensorSpec
+from pipeline.config import Config, Precision, TensorSpec
 from pipeline.errors import TraceError
 from pipeline.instantiate import TargetError, instantiate
 
@@ -25,7 +25,8 @@ def fake_mode() -> FakeTensorMode:
 
 def build_model(config: Config, mode: FakeTensorMode) -> nn.Module:
     where = f"conf/model/{config.choices['model']}.yaml: module"
-    return to_fake(build_module(config.model.module, where), mode).train()
+    model = build_module(config.model.module, where)
+    return to_fake(model.bfloat16() if config.model.precision is Precision.bf16 else model, mode).train()
 
 
 def build_module(settings: Mapping[str, Any], where: str) -> nn.Module:
@@ -69,9 +70,15 @@ def _fake(tensor: Tensor) -> Tensor:
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def sample_batch(specs: Mapping[str, TensorSpec], mode: FakeTensorMode) -> dict[str, Tensor]:
+def sample_batch(
+    specs: Mapping[str, TensorSpec], mode: FakeTensorMode, precision: Precision = Precision.fp32
+) -> dict[str, Tensor]:
     """Fake tensors of the right types; no two inputs share memory."""
     with mode:
-        return {
-            name: torch.empty(tuple(spec.shape), dtype=getattr(torch, spec.dtype.value)) for name, spec in specs.items()
-        }
+        return {name: torch.empty(tuple(spec.shape), dtype=_dtype(spec, precision)) for name, spec in specs.items()}
+
+
+def _dtype(spec: TensorSpec, precision: Precision) -> torch.dtype:
+    """In bf16 floating inputs are cast before the step."""
+    dtype: torch.dtype = getattr(torch, spec.dtype.value)
+    return torch.bfloat16 if precision is Precision.bf16 and dtype.is_floating_point else dtype

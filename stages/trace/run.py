@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config import Config
+from pipeline.config import Config, Precision
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.verify import verify_graph
 from pipeline.stage import Inputs, Result
@@ -16,9 +16,9 @@ from stages.trace.simplify import simplify
 def run(inputs: Inputs, config: Config) -> Result:
     mode = fake_mode()
     model = build_model(config, mode)
-    batch = sample_batch(config.model.batch, mode)
+    batch = sample_batch(config.model.batch, mode, config.model.precision)
     program = export_loss(model, batch)
-    ops = simplify(lower(program, model, tuple(batch)))
+    ops = simplify(lower(program, model, tuple(batch), keep_casts=config.model.precision is Precision.amp))
     graph = find_chain(ops)
     verify_graph(graph)
     return Result(graph, figures(graph))

@@ -65,6 +65,7 @@ class Trainer:
         set_mesh(program.MESH)
         self.device = program.DEVICE
         self.axes = list(program.MESH)
+        self.precision: str = job["model"]["precision"]
         self.table: Mapping[str, tuple[str, str]] = program.PARAMETERS
         self.tensors = self._tensors()
         self.parameters = {name: t for name, t in self.tensors.items() if isinstance(t, nn.Parameter)}
@@ -88,6 +89,8 @@ class Trainer:
         """The seeded model's own initial values, of which each rank keeps its pieces."""
         torch.manual_seed(self.job["train"]["seed"])
         model = instantiate(self.job["model"]["module"], f"{self.job['where']['model']}: module").train()
+        if self.precision == "bf16":
+            model = model.bfloat16()
         tensors: dict[str, Tensor] = {name: buffer.to(self.device) for name, buffer in model.named_buffers()}
         for name, parameter in model.named_parameters():
             layout, _ = self._entry(name)
@@ -98,6 +101,10 @@ class Trainer:
                 tensors[name] = parameter.detach().to(self.device)
         return tensors
 
+    def _input(self, tensor: Tensor) -> Tensor:
+        half = self.precision == "bf16" and tensor.is_floating_point()
+        return tensor.to(self.device, torch.bfloat16 if half else None)
+
     def train(self) -> dict[str, Any]:
         losses: list[float] = []
         seconds: list[float] = []
@@ -106,7 +113,7 @@ class Trainer:
         notes = self.work / "steps.jsonl" if dist.get_rank() == 0 else os.devnull  # a late rank must not empty the file
         with open(notes, "w", buffering=1) as log:
             for number in range(steps):
-                batch = {name: t.to(self.device) for name, t in self.batches[number].items()}
+                batch = {name: self._input(t) for name, t in self.batches[number].items()}
                 if number == min(MEASURED_STEP, steps - 1):
                     peak = self._measure(batch, losses, seconds)
                 else:
@@ -142,7 +149,8 @@ class Trainer:
         self.sums.start()
         for name in self.complete:
             self.parameters[name].grad = None
-        loss = self.program.forward(**batch)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "amp"):
+            loss = self.program.forward(**batch)
         loss.backward()
         self.sums.wait()
         self.optimizer.step()

@@ -86,11 +86,11 @@ def test_settings_of_every_form(project: Path) -> None:
 
 
 def test_file_that_lacks_the_section_gets_it(project: Path) -> None:
-    (project / "conf/cluster/local_cpu.yaml").write_text("source: probe  # measured\ndevices: 2\n")
+    (project / "conf/cluster/local_cpu.yaml").write_text("source: probe  # measured\ndevice: cpu\ndevices: 2\n")
     write(project, "cluster.probe.repeats=5")
     assert apply_experiment(project, "mine") == ["conf/cluster/local_cpu.yaml: probe.repeats: default -> 5"]
     text = (project / "conf/cluster/local_cpu.yaml").read_text()
-    assert text == "source: probe  # measured\ndevices: 2\nprobe:\n  repeats: 5\n"
+    assert text == "source: probe  # measured\ndevice: cpu\ndevices: 2\nprobe:\n  repeats: 5\n"
 
 
 def test_links_and_modes_survive(project: Path) -> None:

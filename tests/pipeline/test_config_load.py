@@ -129,8 +129,8 @@ VALUES = {
     ),
     "unknown nested key": (
         "conf/cluster/local_cpu.yaml",
-        "source: probe\ndevices: 2\nprobe:\n  repeat: 3\n",
-        "conf/cluster/local_cpu.yaml:4:3: cluster.probe.repeat: unknown key; did you mean 'repeats'?",
+        "source: probe\ndevice: cpu\ndevices: 2\nprobe:\n  repeat: 3\n",
+        "conf/cluster/local_cpu.yaml:5:3: cluster.probe.repeat: unknown key; did you mean 'repeats'?",
     ),
     "unknown key in config.yaml": (
         MAIN,
@@ -210,8 +210,8 @@ VALUES = {
     ),
     "scalar for a mapping": (
         "conf/cluster/local_cpu.yaml",
-        "source: probe\ndevices: 2\nprobe: 3\n",
-        "conf/cluster/local_cpu.yaml:3:1: cluster.probe: got 3, expected a mapping",
+        "source: probe\ndevice: cpu\ndevices: 2\nprobe: 3\n",
+        "conf/cluster/local_cpu.yaml:4:1: cluster.probe: got 3, expected a mapping",
     ),
     "size of a dim": (
         "conf/model/gpt_small.yaml",
@@ -265,8 +265,8 @@ VALUES = {
     ),
     "incomplete preset": (
         "conf/cluster/local_cpu.yaml",
-        "devices: 2\nsource: preset\npreset: {matmul_gflops: 5, latency_us: 0}\n",
-        "conf/cluster/local_cpu.yaml:2:1: cluster.source: 'preset' needs memory_gb, preset.memory_gbytes_per_s,"
+        "device: cpu\ndevices: 2\nsource: preset\npreset: {matmul_gflops: 5, latency_us: 0}\n",
+        "conf/cluster/local_cpu.yaml:3:1: cluster.source: 'preset' needs memory_gb, preset.memory_gbytes_per_s,"
         " preset.link_gbytes_per_s; give a number, or set `source: probe` to measure",
     ),
 }

@@ -95,11 +95,7 @@ def test_causal_attention_has_no_mask(family):
 
 @pytest.mark.parametrize(("device", "precision"), [("cpu", "native"), ("cuda", "native"), ("cuda", "amp")])
 def test_the_step_is_simulated_without_memory(family, device, precision):
-    build, _, graph = family
-    if build.__name__ == "mixtral":  # the backward of its grouped product reads how many tokens each expert got
-        with pytest.raises(NotImplementedError, match="meta tensor"):
-            profile_step(graph, device, precision)
-        return
+    _, _, graph = family
     memory = profile_step(graph, device, precision).memory
     assert memory.resident < memory.after_forward < memory.peak
 

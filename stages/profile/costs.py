@@ -1,0 +1,98 @@
+"""What each op costs, read from the links that were run: equal links cost the same, op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pipeline.ir.graph import Op, OpGraph
+from pipeline.ir.profile import Kernel, Kernels, LinkKernels, OpCost
+from stages.profile.link import LinkRun
+from stages.profile.step import StepProfile
+from stages.profile.symbolic import Storage
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """An op's cost, with the values it keeps as places among its inputs and outputs."""
+
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    keeps: tuple[int, ...]
+    extra_saved: int
+    temporary_forward: int
+    temporary_backward: int
+
+    def of(self, op: Op) -> OpCost:
+        tensors = (*op.inputs, *op.outputs)
+        return OpCost(
+            flops_forward=sum(k.flops for k in self.forward),
+            flops_backward=sum(k.flops for k in self.backward),
+            bytes_forward=sum(k.read + k.written for k in self.forward),
+            bytes_backward=sum(k.read + k.written for k in self.backward),
+            saves=tuple(dict.fromkeys(tensors[i] for i in self.keeps)),
+            extra_saved=self.extra_saved,
+            free=not self.forward,
+            kernels_forward=len(self.forward),
+            kernels_backward=len(self.backward),
+            temporary_forward=self.temporary_forward,
+            temporary_backward=self.temporary_backward,
+        )
+
+
+def op_costs(graph: OpGraph, step: StepProfile) -> dict[str, OpCost]:
+    costs: dict[str, OpCost] = {}
+    for name in graph.prologue:
+        kernels = tuple(k for k in step.prologue if k.op == name)
+        costs[name] = _Cost(kernels, (), (), 0, 0, 0).of(graph.op(name))
+    known: dict[int, list[_Cost]] = {}
+    for link, run in zip(graph.chain, step.runs, strict=True):
+        if id(run) not in known:  # this is the link that was run
+            known[id(run)] = _link_costs(link.ops, run)
+        costs |= {name: cost.of(graph.op(name)) for name, cost in zip(link.ops, known[id(run)], strict=True)}
+    return costs
+
+
+def _link_costs(ops: tuple[str, ...], run: LinkRun) -> list[_Cost]:
+    counted: set[int] = set()  # private memory that an op before has answered for
+    costs = []
+    for name in ops:
+        places, saved = run.places[name], set(run.saved.get(name, ()))
+        keeps = tuple(i for i, place in enumerate(places) if place is not None and place in saved)
+        private = {s for s in saved if isinstance(s, int) and s not in places and not run.storages[s].value} - counted
+        counted |= private
+        costs.append(
+            _Cost(
+                forward=tuple(k for k in run.forward if k.op == name),
+                backward=tuple(k for k in run.backward if k.op == name),
+                keeps=keeps,
+                extra_saved=sum(run.storages[s].size for s in private),
+                temporary_forward=_temporary(run.forward, 0, run.storages, name),
+                temporary_backward=_temporary(run.backward, len(run.forward), run.storages, name),
+            )
+        )
+    return costs
+
+
+def _temporary(kernels: tuple[Kernel, ...], start: int, storages: tuple[Storage, ...], op: str) -> int:
+    """The most of its own making that is alive during an op's kernels, less what is left after the last of them."""
+    moments = [start + number for number, kernel in enumerate(kernels) if kernel.op == op]
+    own = [s for s in storages if s.op == op and start <= s.born < start + len(kernels)]
+    if not moments or not own:
+        return 0
+    left = _alive(own, lambda s: s.died is None or s.died > moments[-1] + 1)
+    return max(_alive(own, lambda s, t=t: s.born <= t and (s.died is None or s.died > t)) for t in moments) - left
+
+
+def _alive(storages: Iterable[Storage], is_alive: Callable[[Storage], bool]) -> int:
+    return sum(s.size for s in storages if is_alive(s))
+
+
+def all_kernels(step: StepProfile) -> Kernels:
+    places: dict[int, int] = {}
+    links = []
+    for run in step.runs:
+        if id(run) not in places:
+            places[id(run)] = len(links)
+            links.append(LinkKernels(run.forward, run.backward))
+    return Kernels(step.prologue, tuple(links), tuple(places[id(run)] for run in step.runs), step.optimizer.kernels)

@@ -1,0 +1,140 @@
+"""The step's memory as figures for the artifact, as a picture and as a table of modules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from io import BytesIO
+from typing import Any
+
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.profile import Share, Step
+from stages.profile.step import CLASSES, StepProfile
+
+SAMPLES = 400  # of the curves: more than a screen shows
+TOP_MODULES = 30
+OPTIMIZER_WIDTH = 0.15  # of the passes' width
+COLORS = {
+    "parameters": "#3b6ea5", "optimizer state": "#7aa6d2", "inputs and buffers": "#b0b7c0",
+    "gradients": "#c97b3d", "activations": "#5c9e6f", "temporaries": "#b5544d",
+}  # fmt: skip
+
+
+def describe(graph: OpGraph, profile: StepProfile) -> Step:
+    timeline = profile.timeline
+    curve = timeline.curve()
+    peak = max(range(len(curve)), key=curve.__getitem__)
+    by_class: Counter[str] = Counter()
+    by_module: Counter[str] = Counter()
+    for life in timeline.alive(peak):
+        by_class[life.kind] += life.size
+        by_module[life.module or "(the step)"] += life.size
+    phase, module = _where(graph, profile, peak)
+    moments = _moments(curve)
+    return Step(
+        resident_bytes=profile.memory.resident,
+        after_forward_bytes=profile.memory.after_forward,
+        peak_bytes=curve[peak],
+        peak_in=phase,
+        peak_module=module,
+        peak_by_class=tuple(Share(kind, by_class[kind]) for kind in CLASSES),
+        peak_by_module=tuple(Share(name, size) for name, size in _top(by_module)),
+        kernels=(timeline.forward, timeline.backward, timeline.optimizer),
+        moments=moments,
+        curves={kind: tuple(of_kind[m] for m in moments) for kind in CLASSES for of_kind in [timeline.curve(kind)]},
+    )
+
+
+def _top(sizes: Counter[str]) -> list[tuple[str, int]]:
+    """The largest modules; equal ones by name, so that the same step gives the same table."""
+    ordered = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+    rest = sum(size for _, size in ordered[TOP_MODULES:])
+    return ordered[:TOP_MODULES] + ([("all others", rest)] if rest else [])
+
+
+def _moments(curve: list[int]) -> tuple[int, ...]:
+    """One moment for each stretch of kernels: that of the most memory."""
+    stretch = max(1, -(-len(curve) // SAMPLES))
+    starts = range(0, len(curve), stretch)
+    return tuple(max(range(start, min(start + stretch, len(curve))), key=curve.__getitem__) for start in starts)
+
+
+def _where(graph: OpGraph, profile: StepProfile, moment: int) -> tuple[str, str]:
+    """The pass in which a kernel runs, and the module that runs it."""
+    timeline = profile.timeline
+    if moment >= timeline.forward + timeline.backward:
+        return "optimizer", "optimizer"
+    backward = moment >= timeline.forward
+    chain = list(zip(graph.chain, profile.runs, strict=True))
+    first: dict[int, Any] = {}
+    for link, run in chain:
+        first.setdefault(id(run), link)
+    left = moment - timeline.forward if backward else moment
+    for link, run in reversed(chain) if backward else chain:
+        kernels = run.backward if backward else run.forward
+        if left < len(kernels):
+            names = dict(zip(first[id(run)].ops, link.ops, strict=True))
+            op = names.get(kernels[left].op)
+            return "backward" if backward else "forward", graph.op(op).module if op else ""
+        left -= len(kernels)
+    raise AssertionError("the moment lies in the step")
+
+
+def draw(step: Step, title: str) -> bytes:
+    """A stacked picture of the classes of memory over the kernels of the step, as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    axes = figure.add_subplot()
+    names = [name for name in CLASSES if any(step.curves[name])]
+    heights = [[size / 1e6 for size in step.curves[name]] for name in names]
+    forward, backward, optimizer = step.kernels
+    shown = [_place(moment, step) for moment in step.moments]
+    axes.stackplot(shown, heights, labels=names, colors=[COLORS[name] for name in names], linewidth=0)
+    for place in (forward, forward + backward):
+        axes.axvline(place, color="black", linewidth=0.6, linestyle=":")
+    top = axes.get_ylim()[1]
+    for place, name in ((0, "forward"), (forward, "backward"), (forward + backward, "optimizer")):
+        axes.text(place, top, f" {name}", va="top", fontsize=8)
+    total = [sum(column) for column in zip(*heights, strict=True)]
+    at = max(range(len(total)), key=total.__getitem__)
+    axes.plot([shown[at]], [total[at]], marker="v", color="black", markersize=5)
+    where = f" in {step.peak_module}" if step.peak_module else ""
+    axes.set_title(f"{title}: peak {step.peak_bytes / 1e6:,.1f} MB in {step.peak_in}{where}", fontsize=10)
+    axes.set_xlim(0, _place(forward + backward + optimizer, step))
+    axes.set_xticks([])
+    axes.set_xlabel(f"kernels: {forward} forward, {backward} backward, {optimizer} in the optimizer (drawn narrower)")
+    axes.set_ylabel("MB")
+    axes.legend(loc="lower right", fontsize=8)
+    return _png(figure)
+
+
+def _place(moment: int, step: Step) -> float:
+    """Where a kernel is drawn: an optimizer that goes from parameter to parameter must not crowd out the passes."""
+    passes = step.kernels[0] + step.kernels[1]
+    narrowed = min(1.0, OPTIMIZER_WIDTH * passes / max(1, step.kernels[2]))
+    return moment if moment <= passes else passes + (moment - passes) * narrowed
+
+
+def draw_nothing(title: str, why: str) -> bytes:
+    """A picture that says why there is none."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 2))
+    figure.text(0.02, 0.5, f"{title}: not simulated\n{why[:120]}", fontsize=9)
+    return _png(figure)
+
+
+def _png(figure: Any) -> bytes:
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def table(step: Step) -> str:
+    """What is alive at the peak, as Markdown."""
+    lines = [f"Peak {step.peak_bytes / 1e6:.3f} MB in {step.peak_in} ({step.peak_module or 'the step'}).", ""]
+    for heading, shares in (("class of memory", step.peak_by_class), ("module", step.peak_by_module)):
+        lines += [f"| {heading} | MB at the peak | share |", "|---|---:|---:|"]
+        lines += [f"| {s.name} | {s.nbytes / 1e6:.3f} | {100 * s.nbytes / step.peak_bytes:.1f}% |" for s in shares]
+        lines.append("")
+    return "\n".join(lines)
