@@ -58,6 +58,7 @@ class Runner:
         for value in graph.values.values():
             if value.role is not Role.RESULT:
                 self.known[value.name] = meta(value.type.shape, value.type.dtype, value.role is Role.PARAMETER)
+        self.names: dict[int, str] = {}  # of the memory behind what is known
         self.parameters = [self.known[value.name] for value in graph.of_role(Role.PARAMETER)]
 
     def autocast(self) -> Autocast | None:
@@ -73,6 +74,7 @@ class Runner:
                 watch.op = name
                 local.update(zip(op.outputs, self.call(op, local, None), strict=True))
         self.known.update({name: tensor for name, tensor in local.items() if name in wanted})
+        self.names = {storage_key(tensor): name for name, tensor in self.known.items()}
         return tuple(watch.kernels)
 
     def run_link(self, ops: tuple[str, ...], ends: Ends, types: tuple[torch.dtype, ...]) -> LinkRun:
@@ -83,15 +85,14 @@ class Runner:
         ]
         local = {name: leaf.clone() for name, leaf in zip(ends.reads, leaves, strict=True)}
         parameters = [self.known[name] for name in ends.parameters]
-        watch = Watch([*self.known.values(), *leaves])
+        watch = Watch(leaves, self.names)
         reads = [_known_number(watch, local[name]) for name in ends.reads]
         saved: dict[str, list[int | str]] = {}
         places: dict[str, tuple[int | str | None, ...]] = {}
-        names = {storage_key(tensor): name for name, tensor in self.known.items()}
 
         def place(tensor: Tensor) -> int | str | None:
             number = watch.find(tensor)
-            return names.get(storage_key(tensor)) if number is None else number
+            return self.names.get(storage_key(tensor)) if number is None else number
 
         def pack(tensor: Tensor) -> Tensor:
             if (where := place(tensor)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,32 +24,72 @@ class OptimizerRun:
 
 
 def run_optimizer(build: Build, parameters: dict[str, torch.Tensor], foreach: bool) -> OptimizerRun:
-    """One step that makes the state, then the one that is watched.
+    """The step for all parameters, put together from one step for each type of them.
 
-    On a GPU an optimizer treats all parameters together (`foreach`) unless it was told otherwise; on tensors without
-    memory it has to be told.
+    On a GPU an optimizer treats all parameters together (`foreach`) unless it was told otherwise: one kernel moves them
+    all. Elsewhere it goes from one to the next.
     """
-    own = {name: torch.nn.Parameter(torch.empty_like(p, device="meta")) for name, p in parameters.items()}
-    optimizer = build(list(own.values()))
+    types: dict[tuple[object, ...], list[str]] = {}
+    for name, parameter in parameters.items():
+        types.setdefault((tuple(parameter.shape), parameter.dtype), []).append(name)
+    alone = {names[0]: _run_one(build, parameters[names[0]], foreach) for names in types.values()}
+    first = {name: names[0] for names in types.values() for name in names}
+    state = {name: alone[first[name]].nbytes for name in parameters}
+    together = foreach and len({tuple(k.name for k in one.kernels) for one in alone.values()}) == 1
+    if together:
+        counts = {names[0]: len(names) for names in types.values()}
+        kernels, storages = _together([(alone[name], count) for name, count in counts.items()])
+    else:
+        kernels, storages = _one_after_another([alone[first[name]] for name in parameters])
+    return OptimizerRun(state, kernels, storages)
+
+
+@dataclass(frozen=True)
+class _One:
+    nbytes: int  # of its state
+    kernels: tuple[Kernel, ...]
+    storages: tuple[Storage, ...]
+
+
+def _run_one(build: Build, like: torch.Tensor, foreach: bool) -> _One:
+    """One step that makes the state, then the one that is watched."""
+    parameter = torch.nn.Parameter(torch.empty_like(like, device="meta"))
+    optimizer = build([parameter])
     for group in optimizer.param_groups if foreach else ():
         if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True
-    for parameter in own.values():
-        parameter.grad = torch.empty_like(parameter)
+            group["foreach"] = True  # on tensors without memory it has to be told
+    parameter.grad = torch.empty_like(parameter)
     optimizer.step()
-    kept = {
-        name: [t for t in _tensors(optimizer.state[p].values()) if t.device.type == "meta"] for name, p in own.items()
-    }
-    present = [
-        *own.values(),
-        *(p.grad for p in own.values() if p.grad is not None),
-        *(t for ts in kept.values() for t in ts),
-    ]
-    with Watch(present) as watch:
+    kept = [t for t in _tensors(optimizer.state[parameter].values()) if t.device.type == "meta"]
+    with Watch([parameter, parameter.grad, *kept]) as watch:
         optimizer.step()
         watch.sweep()
-    state = {name: sum(rounded(t.untyped_storage().nbytes()) for t in tensors) for name, tensors in kept.items()}
-    return OptimizerRun(state, tuple(watch.kernels), tuple(watch.storages))
+    nbytes = sum(rounded(t.untyped_storage().nbytes()) for t in kept)
+    return _One(nbytes, tuple(watch.kernels), tuple(watch.storages))
+
+
+def _together(types: list[tuple[_One, int]]) -> tuple[tuple[Kernel, ...], tuple[Storage, ...]]:
+    """Kernels that each treat all parameters: every type counts as often as it is there."""
+    kernels = []
+    for same in zip(*(one.kernels for one, _ in types), strict=True):
+        largest = max(same, key=lambda kernel: kernel.read)
+        counted = list(zip(same, (count for _, count in types), strict=True))
+        read, written = (sum(getattr(k, field) * count for k, count in counted) for field in ("read", "written"))
+        kernels.append(replace(largest, read=read, written=written))
+    storages = [replace(s, size=s.size * count) for one, count in types for s in one.storages]
+    return tuple(kernels), tuple(storages)
+
+
+def _one_after_another(parameters: list[_One]) -> tuple[tuple[Kernel, ...], tuple[Storage, ...]]:
+    kernels: list[Kernel] = []
+    storages: list[Storage] = []
+    for one in parameters:
+        start, end = len(kernels), len(kernels) + len(one.kernels)
+        kernels += one.kernels
+        for s in one.storages:
+            died = end if s.died is None else start + s.died
+            storages.append(replace(s, born=start + s.born, died=died))
+    return tuple(kernels), tuple(storages)
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ passes, and when each storage appears and goes, sized as the caching allocator r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import reduce
 from math import gcd
@@ -48,12 +48,14 @@ def storage_key(tensor: Tensor) -> int:
 class Watch(TorchDispatchMode):
     """Records kernels and storages. Memory that was there before is known only if it is given to it."""
 
-    def __init__(self, present: Iterable[Tensor] = ()) -> None:
+    def __init__(self, present: Iterable[Tensor] = (), known: Container[int] = ()) -> None:
+        """`known` are the keys of further memory that is present."""
         super().__init__()
         self.kernels: list[Kernel] = []
         self.storages: list[Storage] = []
         self.op = ""  # of the graph: what runs now belongs to it
         self.present = {storage_key(t) for t in present}
+        self.known = known
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,9 +70,10 @@ class Watch(TorchDispatchMode):
     def add(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory is new."""
         reference = StorageWeakRef(tensor.untyped_storage())
-        if reference.cdata in self.present or reference.cdata in self._alive:
+        key = reference.cdata
+        if key in self._alive or key in self.present or key in self.known:
             return False
-        self._alive[reference.cdata] = (reference, len(self.storages))
+        self._alive[key] = (reference, len(self.storages))
         self.storages.append(Storage(rounded(tensor.untyped_storage().nbytes()), len(self.kernels), self.op))
         return True
 
