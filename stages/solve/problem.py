@@ -2,8 +2,9 @@
 
 Nodes: one per parameter (its storage layouts), per input of the step (its layouts), per op (its strategies), and one
 yes/no node per (tensor, layout) copy of a tensor that several ops read: so a conversion that three ops share is made
-and paid once. Edges: from whoever makes a tensor to whoever reads it, priced by the conversion between the layout it
-is made in and the layout it is read in; a reader that wants a copy which is absent is forbidden.
+and paid once. As in the lowered program, a parameter is converted once for all its readers, another tensor once per
+link. Edges: from whoever makes a tensor to whoever reads it, priced by the conversion between the layout it is made in
+and the layout it is read in; a reader that wants a copy which is absent is forbidden.
 
 Memory: what a parameter keeps (value, gradient, optimizer state) and what backward needs. All of it is alive when the
 forward pass ends, so one row bounds it.
@@ -191,7 +192,7 @@ def _first_keepers(graph: OpGraph, profile: Profile) -> dict[str, str]:
 
 
 def _sharing(readers: list[Op], links: dict[str, int]) -> list[list[Op]]:
-    """The readers that share the copies of a value: those of one link each, or all where no links are given."""
+    """The readers that share the copies of a value: those in the same link; all, where no links are given."""
     groups: dict[int | None, list[Op]] = {}
     for op in readers:
         groups.setdefault(links.get(op.name), []).append(op)
@@ -215,7 +216,8 @@ def build(graph: OpGraph, profile: Profile, cluster: Cluster, optimizer_copies: 
         builder.op(op, options[op.name])
     links = {name: number for number, link in enumerate(graph.chain) for name in link.ops}
     for value in graph.values.values():
-        for readers in _sharing(builder.readers[value.name], links if value.name in graph.common else {}):
+        shared = value.role is Role.PARAMETER
+        for readers in _sharing(builder.readers[value.name], {} if shared else links):
             builder.connect(value, [(op, options[op.name]) for op in readers])
     _want_loss(builder, graph)
     problem = Problem(tuple(builder.nodes), tuple(builder.edges))
