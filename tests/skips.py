@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor, nn
+
+from pipeline.ir.graph import Args, Op, Ref, Role, TensorType, Value
+from stages.trace.lower import Ops, without_dead_ops
 
 WIDTH, LENGTH, SAMPLES = 12, 6, 6
 
@@ -96,3 +102,75 @@ def sequences() -> dict[str, Tensor]:
 
 def images(side: int = 24) -> dict[str, Tensor]:
     return {"images": torch.randn(SAMPLES, 1, side, side, generator=torch.Generator().manual_seed(1))}
+
+
+# ---- graphs drawn at random
+
+
+Step = tuple[str, int, int]  # an op, and how far back the values lie that it reads
+KINDS = ["linear", "linear", "linear", "tanh", "add", "gt", "where"]
+NEAR = [0, 0, 0, 0, 0, 1, 2]  # mostly what was written last, so that long paths occur
+STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NEAR), st.integers(0, 30)), max_size=40)
+SIZE = 4
+
+
+def random_ops(steps: list[Step]) -> Ops:
+    """Each step reads any of the values before it, the input among them; what nobody reads is added up to the loss."""
+    return _Drawing().run(steps)
+
+
+class _Drawing:
+    def __init__(self) -> None:
+        square = TensorType((SIZE, SIZE), "float64")
+        self.values = {"inputs": Value("inputs", square, Role.INPUT, "inputs", False)}
+        self.ops: list[Op] = []
+        self.known, self.masks, self.unread = ["inputs"], [], dict.fromkeys(["inputs"])
+
+    def run(self, steps: list[Step]) -> Ops:
+        first = self._linear("inputs")
+        for kind, near, far in steps:
+            a, b = (self.known[-1 - back % len(self.known)] for back in (near, far))
+            if kind == "linear":
+                self._linear(a)
+            elif kind == "gt":
+                self.masks.append(self._add("aten.gt.Scalar", (Ref(a), 0.0), "bool"))
+            elif kind == "where" and self.masks:
+                self._add("aten.where.self", (Ref(self.masks[-1 - near % len(self.masks)]), Ref(a), Ref(b)))
+            elif kind == "tanh":
+                self._add("aten.tanh.default", (Ref(a),))
+            else:
+                self._add("aten.add.Tensor", (Ref(a), Ref(b)))
+        total = first
+        for name in [name for name in self.unread if name != first]:
+            total = self._add("aten.add.Tensor", (Ref(total), Ref(name)))
+        loss = self._add("aten.mean.default", (Ref(total),), shape=())
+        return without_dead_ops(Ops(self.values, tuple(self.ops), loss))
+
+    def _linear(self, name: str) -> str:
+        weight = f"w{len(self.values)}"
+        self.values[weight] = Value(weight, self.values["inputs"].type, Role.PARAMETER, weight, True)
+        return self._add("aten.linear.default", (Ref(name), Ref(weight)))
+
+    def _add(self, target: str, args: tuple, dtype: str = "float64", shape: tuple[int, ...] = (SIZE, SIZE)) -> str:
+        op = Op(f"{target.split('.')[1]}_{len(self.ops)}", target, Args(args), (), "", "")
+        grad = dtype != "bool" and any(self.values[name].grad for name in op.inputs)
+        self.values[op.name] = Value(op.name, TensorType(shape, dtype), Role.RESULT, op.name, grad)
+        self.ops.append(replace(op, outputs=(op.name,)))
+        for name in op.inputs:
+            self.unread.pop(name, None)
+        if dtype != "bool":
+            self.known.append(op.name)
+            self.unread[op.name] = None
+        return op.name
+
+
+class Weights(nn.Module):
+    """The parameters of a graph that was drawn, by their names there."""
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        for value in ops.values.values():
+            if value.role is Role.PARAMETER:
+                numbers = torch.randn(value.type.shape, generator=generator, dtype=torch.float64)
+                self.register_parameter(value.name, nn.Parameter(numbers))
