@@ -31,7 +31,7 @@ class LinkMemory:
     forward_peak: int  # when everything backward needs is kept
     dropped_peak: int  # when nothing is kept but the output
     backward_extra: int  # gradients alive inside the link beyond `kept` and the gradients at its two ends
-    common: int = 0  # the common values that it writes, and their gradients
+    common: int  # the common values that it writes, and their gradients
 
 
 class _Storage:

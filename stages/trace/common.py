@@ -8,6 +8,7 @@ output, a position bias that every layer adds, or a skip of a U-Net outlives tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from pipeline.ir.graph import Op
@@ -29,18 +30,20 @@ def find_common(ops: Sequence[Op]) -> set[str]:
         for name in op.outputs
         if (last := last_read.get(name, i)) > i
         and before[last] - before[i + 1] > LONGEST_RESIDUAL  # fewer at all are fewer in a row
-        and products_in_a_row(ops[i + 1 : last]) > LONGEST_RESIDUAL
+        and products_in_a_row(ops[i + 1 : last], enough=LONGEST_RESIDUAL + 1) > LONGEST_RESIDUAL
     }
 
 
-def products_in_a_row(ops: Sequence[Op]) -> int:
-    """The most products on one path through these ops."""
+def products_in_a_row(ops: Sequence[Op], enough: float = math.inf) -> int:
+    """The most products on one path through these ops, or as many as are enough."""
     rows: dict[str, int] = {}
     longest = 0
     for op in ops:
         row = max((rows.get(name, 0) for name in op.inputs), default=0) + _is_product(op)
         rows |= dict.fromkeys(op.outputs, row)
         longest = max(longest, row)
+        if longest >= enough:
+            break
     return longest
 
 
