@@ -42,7 +42,7 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("graph", "trace", "graph.json", OpGraph),
+        Kind("graph", "trace", "graph.json", OpGraph, version=2),
         Kind("profile", "profile", "profile.json", Profile),
         Kind("cluster", "cluster", "cluster.json", Cluster),
         Kind("frontier", "solve", "frontier.json", Frontier),

@@ -1,8 +1,10 @@
 """From a graph and a sharding to the sharded program: the same for what is priced and for what is printed.
 
 A tensor that several ops read in one layout is converted once, just before the first of them. Every link makes its own
-copies, so that a recompute region repeats what belongs to it and nothing crosses a cut but the activation. A replicated
-parameter that all its ops read as `B` is not converted: the step sums its gradient over the ranks once (this is DDP).
+copies, so that a recompute region repeats what belongs to it and nothing crosses a cut but the activation and the
+common values; these cross it in the layout they are written in, and are converted by each link that reads them. A
+replicated parameter that all its ops read as `B` is not converted: the step sums its gradient over the ranks once
+(this is DDP).
 """
 
 from __future__ import annotations

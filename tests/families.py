@@ -40,10 +40,10 @@ def qwen2():
     return hf.Qwen2ForCausalLM(hf.Qwen2Config(**DECODER))
 
 
-def t5():
-    sizes = {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 64, "vocab_size": WORDS}
+def t5(layers=2, **more):
+    sizes = {"d_model": 32, "num_layers": layers, "num_heads": 4, "d_kv": 8, "d_ff": 64, "vocab_size": WORDS}
     return hf.T5ForConditionalGeneration(
-        hf.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, use_cache=False)
+        hf.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, use_cache=False, **more)
     )
 
 

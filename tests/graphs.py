@@ -29,6 +29,7 @@ from stages.trace.chain import find_chain
 from stages.trace.export import export_loss
 from stages.trace.lower import lower
 from stages.trace.simplify import simplify
+from tests.skips import Ladder, Shared, sequences
 
 SILENT = logging.getLogger("tests.silent")
 SILENT.addHandler(logging.NullHandler())
@@ -76,7 +77,25 @@ def mlp_graph() -> OpGraph:
     return trace(mlp(), mlp_batch())
 
 
-GRAPHS = {"gpt": gpt_graph, "gpt_tied": lambda: gpt_graph(tie=True), "mlp": mlp_graph}
+@functools.cache
+def ladder_graph() -> OpGraph:
+    torch.manual_seed(0)
+    return trace(Ladder(), sequences())
+
+
+@functools.cache
+def shared_graph() -> OpGraph:
+    torch.manual_seed(0)
+    return trace(Shared(), sequences())
+
+
+GRAPHS = {
+    "gpt": gpt_graph,
+    "gpt_tied": lambda: gpt_graph(tie=True),
+    "mlp": mlp_graph,
+    "ladder": ladder_graph,
+    "shared": shared_graph,
+}
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from pipeline.ir.program import Tensor as Placed
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import OpRule, OpView, view_op
 from pipeline.runtime import batch_norm
-from stages.codegen.block import BlockWriter, Mesh
+from stages.codegen.block import BlockWriter, Mesh, Outside
 from tests import pieces
 
 
@@ -109,7 +109,8 @@ def run_on_rank(it: Example, strategy: Strategy, ranks: int, tensors: list[torch
     inputs = tuple(Placed(name, layout) for name, layout in zip(it.op.inputs, strategy.inputs, strict=True))
     outputs = (Placed("it", strategy.outputs[0]),)
     sharding = Sharding({"it": strategy}, {}, {})
-    writer = BlockWriter(it.graph, sharding, Mesh((("d0", ranks),)), "", {i: i.value for i in inputs})
+    outside = {tensor: Outside(tensor.value, tensor.value) for tensor in inputs}
+    writer = BlockWriter(it.graph, sharding, Mesh((("d0", ranks),)), "", outside)
     block = writer.write((Call("it", inputs, outputs),), None, outputs[0])
 
     def mean_cross_entropy(logits, target, axis, **options):
@@ -126,7 +127,7 @@ def run_on_rank(it: Example, strategy: Strategy, ranks: int, tensors: list[torch
         **{i.value: tensor for i, tensor in zip(inputs, tensors, strict=True)},
     }
     exec("\n".join(block.lines), names)
-    return names[block.result]
+    return names[block.result[0]]
 
 
 def check_strategy(it: Example, strategy: Strategy, ranks: int) -> None:

@@ -31,6 +31,7 @@ from stages.trace.chain import find_chain
 from stages.trace.export import export_loss
 from stages.trace.lower import lower as to_ops
 from stages.train.worker import load_program
+from tests import skips
 from tests.ranks import AXIS
 
 NEAR = 1e-9
@@ -91,7 +92,26 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: mlp.build(features=12, width=6, classes=4, depth=2),
     "odd": Odd,
     "names": Names,
+    "ladder": skips.Ladder,
+    "shared": skips.Shared,
+    "unet": skips.UNet,
 }
+
+
+class T5(nn.Module):
+    """Hugging Face's, which is an optional dependency; it returns its loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from tests.families import t5
+
+        self.model = t5(dropout_rate=0.0)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, labels=labels).loss
+
+
+OPTIONAL: dict[str, Callable[[], nn.Module]] = {"t5": T5}
 
 
 def batch_of(model: str) -> dict[str, Tensor]:
@@ -100,6 +120,13 @@ def batch_of(model: str) -> dict[str, Tensor]:
         ids, labels = torch.randint(12, (6, 6)), torch.randint(12, (6, 6))
         labels[:2, :5] = -100  # so the ranks hold different numbers of targets
         return {"input_ids": ids, "labels": labels}
+    if model == "t5":
+        from tests.families import tokens
+
+        return tokens()
+    if model in ("ladder", "shared", "unet"):
+        batch = skips.images() if model == "unet" else skips.sequences()
+        return {name: tensor.double() for name, tensor in batch.items()}
     if model == "mlp":
         return {"inputs": torch.randn(12, 12).double(), "targets": torch.randint(4, (12,))}
     inputs = torch.randn(6, 6, 12).double()
@@ -112,7 +139,7 @@ def batch_of(model: str) -> dict[str, Tensor]:
 @cache
 def module_of(model: str) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[model]().double().train()
+    return {**MODELS, **OPTIONAL}[model]().double().train()
 
 
 @cache

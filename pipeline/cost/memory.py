@@ -1,7 +1,12 @@
 """Bytes that a link of the sharded program holds: for backward, at its forward peak and at its backward peak.
 
 Two tensors share memory where one is a view of the other, or where a conversion does nothing in the forward pass.
-Parameters, inputs and other common values are resident and not counted here; a gathered copy of a parameter is.
+Parameters, inputs and results of the prologue are resident and not counted here; a gathered copy of a parameter is.
+
+A common value (an activation that later links read) and its gradient are counted once, on their own, by the link that
+writes it, and nowhere else: not in what any link keeps, nor in its peaks. They are alive from the forward of their
+link to its backward; counted as if they were there all the time, this is an upper bound. It holds under recompute too:
+a region that writes the value again does so when every later reader is undone and the first copy gone.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from dataclasses import dataclass
 
 from pipeline.cost.compute import local_bytes
 from pipeline.cost.conversions import conversion
-from pipeline.ir.graph import OpGraph
+from pipeline.ir.graph import Link, OpGraph
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
@@ -26,6 +31,7 @@ class LinkMemory:
     forward_peak: int  # when everything backward needs is kept
     dropped_peak: int  # when nothing is kept but the output
     backward_extra: int  # gradients alive inside the link beyond `kept` and the gradients at its two ends
+    common: int  # the common values that it writes, and their gradients
 
 
 class _Storage:
@@ -72,6 +78,7 @@ def link_memory(
     graph: OpGraph,
     profile: Profile,
     sharding: Sharding,
+    link: Link,
     steps: tuple[Step, ...],
     output: Tensor,
     sizes: tuple[int, ...],
@@ -79,20 +86,37 @@ def link_memory(
     storage = _Storage(graph, profile, sizes)
     for step in steps:
         storage.add(step)
-    kept_by = [_kept(graph, profile, sharding, step, storage, sizes) for step in steps]
     needs = [_temporaries(profile, sharding, step, sizes) for step in steps]
+    common = [t for step in steps if isinstance(step, Call) for t in step.outputs if t.value in link.common]
+    common_bytes = _common_bytes(graph, common, storage, link.input)
     exit_ = storage.find(output)
+    for tensor in common:
+        if (owner := storage.find(tensor)) != exit_:  # where the output is a view of it, Rotor counts that memory too
+            storage.bytes.pop(owner, None)
+    kept_by = [_kept(graph, profile, sharding, step, storage, sizes) for step in steps]
     kept = {exit_: storage.size(exit_)}
     for held in kept_by:
         kept |= held
+    most = max((need.forward for need in needs), default=0)
     return LinkMemory(
         output=storage.size(exit_),
         kept=sum(kept.values()),
-        forward_peak=_forward_peak(steps, storage, kept) + max((t.forward for t in needs), default=0),
-        dropped_peak=_forward_peak(steps, storage, {exit_: storage.size(exit_)})
-        + max((t.forward for t in needs), default=0),
-        backward_extra=_backward_extra(graph, steps, storage, kept_by, kept, output, needs),
+        forward_peak=_forward_peak(steps, storage, kept) + most,
+        dropped_peak=_forward_peak(steps, storage, {exit_: storage.size(exit_)}) + most,
+        backward_extra=_backward_extra(graph, steps, storage, kept_by, kept, output, needs, graph.reads_common(link)),
+        common=common_bytes,
     )
+
+
+def _common_bytes(graph: OpGraph, common: list[Tensor], storage: _Storage, entry: str | None) -> int:
+    """Each piece of memory once; a view of a parameter, or of another link's common value, needs none."""
+    total = sum(storage.size(owner) for owner in dict.fromkeys(storage.find(t) for t in common))
+    for tensor in common:
+        own = local_bytes(graph, tensor.value, tensor.layout, storage.sizes)
+        of_entry = storage.find(tensor).value == entry and not storage.size(tensor)
+        total += own if of_entry else 0  # the link before lets go of that memory, a view of it is still there
+        total += own if graph.values[tensor.value].grad else 0
+    return total
 
 
 def _kept(
@@ -145,8 +169,13 @@ def _backward_extra(
     kept: dict[Tensor, int],
     output: Tensor,
     needs: list[_Temporaries],
+    carried: tuple[str, ...],
 ) -> int:
-    """Walks the link backwards: gradients appear as ops are undone, what was kept goes when no earlier op needs it."""
+    """Walks the link backwards: gradients appear as ops are undone, what was kept goes when no earlier op needs it.
+
+    Gradients at the link's input and of its parameters are counted elsewhere. So are those of the common values that it
+    reads, but the link's own share lies beside what has come together so far.
+    """
     needed_until: dict[Tensor, int] = {}
     for index in reversed(range(len(steps))):
         for owner in kept_by[index]:
@@ -164,7 +193,7 @@ def _backward_extra(
         for tensor in _written(step):
             gradients.pop(tensor, None)
         held = {t: n for t, n in held.items() if needed_until.get(t, len(steps)) < index}
-    ends = sum(gradients.values()) + storage.size(output)
+    ends = sum(n for tensor, n in gradients.items() if tensor.value not in carried) + storage.size(output)
     return max(0, peak - start - ends)
 
 

@@ -42,6 +42,16 @@ class StepPrice:
     resident_bytes: int
 
     @property
+    def common_bytes(self) -> int:
+        """Of the activations that many links read, with their gradients."""
+        return sum(link.memory.common for link in self.links)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What is there whatever is recomputed."""
+        return self.resident_bytes + self.common_bytes
+
+    @property
     def seconds(self) -> float:
         chain = sum(link.forward + link.backward for link in self.links)
         return chain + self.outside.total + self.gradient_sum + self.optimizer
@@ -74,7 +84,7 @@ def price_step(
         last = index == len(program.links) - 1
         exit_ = program.loss if last else Tensor(link.output, home[link.output])
         compute, communication = _seconds(graph, profile, cluster, sharding, steps)
-        memory = link_memory(graph, profile, sharding, steps, exit_, cluster.sizes)
+        memory = link_memory(graph, profile, sharding, link, steps, exit_, cluster.sizes)
         entry = graph.values[link.input].type.nbytes // home[link.input].pieces(cluster.sizes) if link.input else 0
         links.append(LinkPrice(compute, communication, memory, entry))
     before = [_seconds(graph, profile, cluster, sharding, steps) for steps in (program.prologue, program.shared)]

@@ -1,7 +1,8 @@
 """The exported forward graph: values, ops, and the chain of links that the graph falls into.
 
 A value is a tensor with a role; an op reads and writes values. Ops that read no parameter (position indices, masks,
-reshaped labels) form the prologue; the others form the chain: between two links just one activation is alive.
+reshaped labels) form the prologue; the others form the chain: between two links just one activation is alive, beside
+the common values, which many links read (an encoder's output in every decoder layer, a long skip).
 """
 
 from __future__ import annotations
@@ -117,12 +118,13 @@ class Op:
 
 @dataclass(frozen=True)
 class Link:
-    """A piece of the chain: reads one activation (the first link none) and writes one."""
+    """A piece of the chain: reads one activation (the first link none) and writes one, beside common values."""
 
     ops: tuple[str, ...]
     input: str | None
     output: str
     block: int  # links of equal structure have equal numbers
+    common: tuple[str, ...] = ()  # what it writes of these, in the order of writing; any later link may read them
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,12 @@ class OpGraph:
     prologue: tuple[str, ...]  # ops that depend on no parameter, in order
     chain: tuple[Link, ...]
     _ops: dict[str, Op] = field(init=False, repr=False, compare=False)
+    _common: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_ops", {op.name: op for op in self.ops})
+        common = {name: number for number, link in enumerate(self.chain) for name in link.common}
+        object.__setattr__(self, "_common", common)
 
     def op(self, name: str) -> Op:
         return self._ops[name]
@@ -152,6 +157,16 @@ class OpGraph:
             for name in dict.fromkeys(op.inputs):
                 users[name].append(op)
         return users
+
+    @property
+    def common(self) -> dict[str, int]:
+        """Each common value -> the number of the link that writes it."""
+        return self._common
+
+    def reads_common(self, link: Link) -> tuple[str, ...]:
+        """The common values of earlier links that a link reads, in the order of reading."""
+        read = dict.fromkeys(name for op in link.ops for name in self.op(op).inputs)
+        return tuple(name for name in read if name in self._common and name not in link.common)
 
     def to_json(self) -> Any:
         from pipeline.ir.codec import encode

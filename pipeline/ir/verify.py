@@ -37,8 +37,8 @@ def _chain_covers_ops(graph: OpGraph) -> Iterator[str]:
 
 
 def _links_read_one_activation(graph: OpGraph) -> Iterator[str]:
-    common = {v.name for v in graph.values.values() if v.role is not Role.RESULT}
-    common.update(out for name in graph.prologue for out in graph.op(name).outputs)
+    known = {v.name for v in graph.values.values() if v.role is not Role.RESULT}
+    known.update(out for name in graph.prologue for out in graph.op(name).outputs)
     for index, link in enumerate(graph.chain):
         before = graph.chain[index - 1].output if index else None
         if link.input != before:
@@ -46,8 +46,23 @@ def _links_read_one_activation(graph: OpGraph) -> Iterator[str]:
         written = {out for name in link.ops for out in graph.op(name).outputs}
         for name in link.ops:
             for read in graph.op(name).inputs:
-                if read not in common and read not in written and read != link.input:
+                if read not in known and read not in written and read != link.input:
                     yield f"link {index} reads {read} of an earlier link"
+        known.update(link.common)
+
+
+def _common_values_are_carried(graph: OpGraph) -> Iterator[str]:
+    """A common value is written by its link, and a later one reads it; a link's output is carried without that."""
+    last_read = {read: i for i, link in enumerate(graph.chain) for name in link.ops for read in graph.op(name).inputs}
+    for index, link in enumerate(graph.chain):
+        written = [out for name in link.ops for out in graph.op(name).outputs]
+        if list(link.common) != [name for name in written if name in link.common]:
+            yield f"link {index} does not write its common values {', '.join(link.common)}, once each and in this order"
+        for name in link.common:
+            if name == link.output:
+                yield f"link {index} has its output {name} as a common value"
+            if last_read.get(name, -1) <= index:
+                yield f"no link after link {index} reads its common value {name}"
 
 
 RULES: dict[str, Callable[[OpGraph], Iterator[str]]] = {
@@ -55,6 +70,7 @@ RULES: dict[str, Callable[[OpGraph], Iterator[str]]] = {
     "read after written": _reads_before_writes,
     "chain covers the ops": _chain_covers_ops,
     "links read one activation": _links_read_one_activation,
+    "common values are carried": _common_values_are_carried,
 }
 
 

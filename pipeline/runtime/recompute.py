@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 _replaying = False
+Result = TypeVar("Result")  # a tensor, or several
 
 
-def recompute(region: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def recompute(region: Callable[..., Result], *arguments: Any) -> Result:
     """Runs the region; regions may be nested."""
-    result: Tensor = checkpoint(region, *arguments, use_reentrant=False, context_fn=_contexts)
+    result: Result = checkpoint(region, *arguments, use_reentrant=False, context_fn=_contexts)
     return result
 
 

@@ -39,19 +39,19 @@ def evaluate(
 ) -> Candidate:
     sharding = frontier.points[number].sharding
     price = price_step(graph, profile, cluster, sharding, lower(graph, sharding), frontier.optimizer_copies)
-    room = frontier.budget_bytes - price.resident_bytes
+    room = frontier.budget_bytes - price.fixed_bytes
     chain = linearize(price)
     if chain is None:
         loss = price.links[0]
         need = loss.memory.kept + loss.memory.backward_extra
         regions = (Region(0, 0, False, ()),) if need <= room else None
-        return Candidate(number, sharding, price, regions, loss.forward + loss.backward, price.resident_bytes + need)
+        return Candidate(number, sharding, price, regions, loss.forward + loss.backward, price.fixed_bytes + need)
     try:
         best = _schedule(chain, room, settings)
     except rotor.InfeasibleBudget as refusal:
-        return Candidate(number, sharding, price, None, 0.0, price.resident_bytes + refusal.tightest)
+        return Candidate(number, sharding, price, None, 0.0, price.fixed_bytes + refusal.tightest)
     outcome = simulate(chain, best.sequence)
-    peak = price.resident_bytes + int(outcome.peak)
+    peak = price.fixed_bytes + int(outcome.peak)
     fits = peak <= frontier.budget_bytes
     return Candidate(number, sharding, price, _regions(best.regions) if fits else None, outcome.time, peak)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from pipeline.cost.step import StepPrice
 from stages.checkpoint.chain import Chain
 
@@ -13,7 +15,7 @@ def linearize(price: StepPrice) -> Chain | None:
         return None
     return Chain(
         a=(*(link.input_bytes for link in links), loss.input_bytes),
-        saved=tuple(max(link.memory.kept, link.memory.output) for link in links),
+        saved=tuple(max(link.memory.kept, after.input_bytes) for link, after in pairwise(price.links)),
         f=tuple(link.forward for link in links),
         b=(*(link.backward for link in links), loss.forward + loss.backward),
         ft=tuple(max(0, link.memory.forward_peak - link.memory.kept) for link in links),

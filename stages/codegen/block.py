@@ -34,10 +34,11 @@ class Block:
 
     prefix: str  # module whose parameters it reads
     takes_x: bool
-    common: tuple[str, ...]  # names of common values, as the caller knows them
+    common: dict[str, str]  # what it reads beside x: its own name -> the caller's
     reads_parameters: bool
     lines: tuple[str, ...]
-    result: str
+    result: tuple[str, ...]  # x and the common values that it writes, by its own names
+    writes: tuple[str, ...]  # the latter by the caller's names
     used: frozenset[str]  # names of runtime functions
 
     @property
@@ -45,7 +46,11 @@ class Block:
         arguments = ["x: Tensor"] if self.takes_x else []
         arguments += [f"{name}: Tensor" for name in self.common]
         arguments += ["p: dict[str, Tensor]"] if self.reads_parameters else []
-        return ", ".join(arguments)
+        return f"({', '.join(arguments)}) -> {returned(len(self.result))}"
+
+
+def returned(count: int) -> str:
+    return "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
 
 
 class Names:
@@ -72,43 +77,64 @@ def free_name(name: str, taken: set[str]) -> str:
     return found
 
 
+@dataclass(frozen=True)
+class Outside:
+    """A tensor that the caller has: under which name, and what a block would like to call it.
+
+    Blocks that do the same to different tensors have equal texts only if they call them the same.
+    """
+
+    name: str
+    inside: str
+
+
 class BlockWriter:
     """Writes the lines of one link."""
 
-    def __init__(self, graph: OpGraph, sharding: Sharding, mesh: Mesh, prefix: str, common: dict[Tensor, str]) -> None:
+    def __init__(
+        self, graph: OpGraph, sharding: Sharding, mesh: Mesh, prefix: str, outside: dict[Tensor, Outside]
+    ) -> None:
         self.graph, self.sharding, self.mesh, self.prefix = graph, sharding, mesh, prefix
-        self.common = common  # tensors made before the chain, by the caller's names
+        self.outside = outside
         self.names = Names()
         self.readers = graph.consumers()
-        self.arguments: dict[str, None] = {}
+        self.arguments: dict[str, str] = {}
         self.reads_parameters = False
         self.used: set[str] = set()
         self.lines: list[str] = []
         self._group = ""
 
-    def write(self, steps: tuple[Step, ...], entry: Tensor | None, exit_: Tensor) -> Block:
+    def write(
+        self, steps: tuple[Step, ...], entry: Tensor | None, exit_: Tensor, common: tuple[Tensor, ...] = ()
+    ) -> Block:
         if entry is not None:
             self.names.known[entry] = "x"
-        for tensor, name in self.common.items():
-            self.names.known[tensor] = name
-            self.names.taken.add(name)
+        self._name_what_is_read(steps)
         for step in steps:
             self._convert(step) if isinstance(step, Convert) else self._call(step)
         return Block(
             self.prefix,
             entry is not None,
-            tuple(self.arguments),
+            self.arguments,
             self.reads_parameters,
             tuple(self.lines),
-            self._name(exit_),
+            tuple(self._name(tensor) for tensor in (exit_, *common)),
+            tuple(self.outside[tensor].name for tensor in common),
             frozenset(self.used),
         )
+
+    def _name_what_is_read(self, steps: tuple[Step, ...]) -> None:
+        """Arguments have their names before anything else has."""
+        written = {tensor for step in steps if isinstance(step, Call) for tensor in step.outputs}
+        for step in steps:
+            for tensor in step.inputs if isinstance(step, Call) else (step.source,):
+                if tensor in self.outside and tensor not in written and tensor not in self.names.known:
+                    name = self.names.give(tensor, self.outside[tensor].inside)
+                    self.arguments[name] = self.outside[tensor].name
 
     def _name(self, tensor: Tensor) -> str:
         value = self.graph.values[tensor.value]
         if tensor in self.names.known:
-            if self.common.get(tensor) == self.names.known[tensor]:
-                self.arguments[self.common[tensor]] = None
             return self.names.known[tensor]
         assert value.role in (Role.PARAMETER, Role.BUFFER), f"{tensor} is read before it is written"
         self.reads_parameters = True

@@ -6,12 +6,12 @@ import re
 import string
 from dataclasses import dataclass
 
-from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ir.names import pattern
 from pipeline.ir.plan import Plan, Region
 from pipeline.ir.program import Program, Tensor
 from pipeline.lowering import home_layouts
-from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, free_name, statement
+from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, Outside, free_name, returned, statement
 
 LINE = 120  # the longest that the text has
 
@@ -26,14 +26,15 @@ class Caller:
 
     def arguments(self) -> list[str]:
         own = ["x"] if self.block.takes_x else []
-        return [*own, *self.block.common, *([f"self.{self.scope}"] if self.block.reads_parameters else [])]
+        return [*own, *self.block.common.values(), *([f"self.{self.scope}"] if self.block.reads_parameters else [])]
 
 
 def write_module(graph: OpGraph, plan: Plan, program: Program) -> str:
     mesh = Mesh(plan.axes)
     before = _prologue(graph, plan, program, mesh)
-    blocks = _blocks(graph, plan, program, mesh, before)
-    functions = _function_names(blocks, set(before.names.values()))
+    outside = _outside(graph, plan, before)
+    blocks = _blocks(graph, plan, program, mesh, outside)
+    functions = _function_names(blocks, {known.name for known in outside.values()})
     scopes = _scope_names(blocks)
     callers = [Caller(functions[_text_of(b)], scopes[b.prefix], b) for b in blocks]
     used = set(before.used).union(*(b.used for b in blocks))
@@ -56,10 +57,12 @@ class Prologue:
 
 
 def _prologue(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh) -> Prologue:
-    """What `forward` does before the chain; its names are what the blocks take as common values."""
+    """What `forward` does before the chain; blocks take its results, and the inputs, by their names there."""
     home = home_layouts(graph, plan.sharding)
     inputs = {Tensor(name, home[name]): own for name, own in _input_names(graph).items()}
-    writer = BlockWriter(graph, plan.sharding, mesh, "", inputs)
+    writer = BlockWriter(graph, plan.sharding, mesh, "", {})
+    for tensor, name in inputs.items():
+        writer.names.give(tensor, name)
     block = writer.write((*program.prologue, *program.shared), None, next(iter(inputs)))
     return Prologue(block.lines, writer.names.known, block.used, block.reads_parameters)
 
@@ -71,15 +74,34 @@ def _input_names(graph: OpGraph) -> dict[str, str]:
     return {name: free_name(name, taken) if name in RESERVED else name for name in names}
 
 
-def _blocks(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh, before: Prologue) -> list[Block]:
+def _outside(graph: OpGraph, plan: Plan, before: Prologue) -> dict[Tensor, Outside]:
+    """What blocks may read beside x and parameters: what is made before the chain, and the common values."""
+    home = home_layouts(graph, plan.sharding)
+    found = {tensor: Outside(name, name) for tensor, name in before.names.items()}
+    taken = RESERVED.union(before.names.values())
+    for name in graph.common:
+        base = _common_name(graph.op(graph.values[name].origin))
+        found[Tensor(name, home[name])] = Outside(free_name(base, taken), base)
+    return found
+
+
+def _common_name(op: Op) -> str:
+    """After its op, and the nearest module that has another name: `encoder_dropout`, `down_relu`."""
+    kind = op.target.split(".")[1]
+    parts = [part for part in op.module.split(".") if part and not part.isdigit() and part != kind]
+    return "_".join([*parts[-1:], kind])
+
+
+def _blocks(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh, outside: dict[Tensor, Outside]) -> list[Block]:
     home = home_layouts(graph, plan.sharding)
     blocks = []
     for index, (link, steps) in enumerate(zip(graph.chain, program.links, strict=True)):
         entry = Tensor(link.input, home[link.input]) if link.input else None
         last = index == len(graph.chain) - 1
         exit_ = program.loss if last else Tensor(link.output, home[link.output])
-        prefix = _prefix(graph, index)
-        blocks.append(BlockWriter(graph, plan.sharding, mesh, prefix, before.names).write(steps, entry, exit_))
+        common = tuple(Tensor(name, home[name]) for name in link.common)
+        writer = BlockWriter(graph, plan.sharding, mesh, _prefix(graph, index), outside)
+        blocks.append(writer.write(steps, entry, exit_, common))
     return blocks
 
 
@@ -103,7 +125,7 @@ def _common(paths: list[list[str]]) -> list[str]:
 
 
 def _text_of(block: Block) -> str:
-    return "\n".join((block.signature, *block.lines, block.result))
+    return "\n".join((block.signature, *block.lines, *block.result))
 
 
 def _function_names(blocks: list[Block], variables: set[str]) -> dict[str, str]:
@@ -195,8 +217,8 @@ def _parameters(graph: OpGraph, plan: Plan, program: Program) -> dict[str, str]:
 
 
 def _function(name: str, block: Block) -> str:
-    body = (f"    {line}" for line in (*block.lines, f"return {block.result}"))
-    return "\n".join([*statement(f"def {name}({block.signature}) -> Tensor:"), *body])
+    body = (f"    {line}" for line in (*block.lines, f"return {', '.join(block.result)}"))
+    return "\n".join([*statement(f"def {name}{block.signature}:"), *body])
 
 
 def _class(graph: OpGraph, plan: Plan, before: Prologue, callers: list[Caller], scopes: dict[str, str]) -> str:
@@ -228,15 +250,24 @@ def _region_lines(regions: tuple[Region, ...], callers: list[Caller], methods: l
         if not region.recompute:
             caller = callers[region.first]
             where = f"# {caller.block.prefix}" if caller.block.prefix else ""
-            lines += statement(f"x = {caller.function}({', '.join(caller.arguments())})", where)
+            targets = ", ".join(["x", *caller.block.writes])
+            lines += statement(f"{targets} = {caller.function}({', '.join(caller.arguments())})", where)
             continue
-        inside = callers[region.first : region.last + 1]
-        common = list(dict.fromkeys(name for caller in inside for name in caller.block.common))
-        arguments = [*(["x"] if inside[0].block.takes_x else []), *common]
+        arguments, results = _ends(region, callers)
         name = f"links_{region.first}_to_{region.last}"
-        lines += statement(f"x = recompute({', '.join([f'self.{name}', *arguments])})")
+        lines += statement(f"{', '.join(results)} = recompute({', '.join([f'self.{name}', *arguments])})")
         body = _region_lines(region.inner, callers, methods)
-        signature = f"def {name}({', '.join(['self', *(f'{a}: Tensor' for a in arguments)])}) -> Tensor:"
-        methods += ["", *_indented(statement(signature), 4)]
-        methods += [*(f"        {line}" for line in body), "        return x"]
+        parameters = ", ".join(["self", *(f"{a}: Tensor" for a in arguments)])
+        methods += ["", *_indented(statement(f"def {name}({parameters}) -> {returned(len(results))}:"), 4)]
+        methods += [*(f"        {line}" for line in body), f"        return {', '.join(results)}"]
     return lines
+
+
+def _ends(region: Region, callers: list[Caller]) -> tuple[list[str], list[str]]:
+    """What a region takes: x and what its links read of others. What it returns: x and what later links read of it."""
+    inside = callers[region.first : region.last + 1]
+    written = [name for caller in inside for name in caller.block.writes]
+    read = dict.fromkeys(name for caller in inside for name in caller.block.common.values())
+    later = {name for caller in callers[region.last + 1 :] for name in caller.block.common.values()}
+    arguments = [*(["x"] if inside[0].block.takes_x else []), *(name for name in read if name not in written)]
+    return arguments, ["x", *(name for name in written if name in later)]

@@ -2,8 +2,9 @@
 
 Nodes: one per parameter (its storage layouts), per input of the step (its layouts), per op (its strategies), and one
 yes/no node per (tensor, layout) copy of a tensor that several ops read: so a conversion that three ops share is made
-and paid once. Edges: from whoever makes a tensor to whoever reads it, priced by the conversion between the layout it
-is made in and the layout it is read in; a reader that wants a copy which is absent is forbidden.
+and paid once. As in the lowered program, a parameter is converted once for all its readers, another tensor once per
+link. Edges: from whoever makes a tensor to whoever reads it, priced by the conversion between the layout it is made in
+and the layout it is read in; a reader that wants a copy which is absent is forbidden.
 
 Memory: what a parameter keeps (value, gradient, optimizer state) and what backward needs. All of it is alive when the
 forward pass ends, so one row bounds it.
@@ -121,11 +122,21 @@ class _Builder:
         cost = self.profile.ops[op.name]
         layouts = (*strategy.inputs, *strategy.outputs)
         kept = cost.extra_saved / max((layout.pieces(self.sizes) for layout in layouts), default=1)
+        kept += self._common_bytes(op, strategy)
         tensors = [*zip(op.outputs, strategy.outputs, strict=True), *zip(op.inputs, strategy.inputs, strict=True)]
         for name, layout in dict(tensors).items():
             if name in cost.saves and self._answers_for(op, name):
                 kept += local_bytes(self.graph, name, layout, self.sizes)
         return kept
+
+    def _common_bytes(self, op: Op, strategy: Strategy) -> float:
+        """What many links read is there until its op is undone, with its gradient."""
+        total = 0.0
+        for name, layout in zip(op.outputs, strategy.outputs, strict=True):
+            if name in self.graph.common:
+                own = self.graph.values[self.profile.storage[name]].role is Role.RESULT
+                total += local_bytes(self.graph, name, layout, self.sizes) * (own + self.graph.values[name].grad)
+        return total
 
     def _answers_for(self, op: Op, name: str) -> bool:
         """One op answers for each piece of memory that backward needs: the first that keeps it."""
@@ -141,7 +152,7 @@ class _Builder:
             return
         layouts = sorted({layout for reader in wanted for w in reader for layout in w})
         for layout in layouts:
-            copy = self.add(f"{value.name}@{layout}", [0.0, 0.0], [0.0, 0.0])
+            copy = self.add(f"{value.name}@{layout} for {readers[0][0].name}", [0.0, 0.0], [0.0, 0.0])
             costs = tuple((0.0, self.made(value, n, layout)) for n in range(len(made)))
             self.edges.append(Edge(self.maker[value.name], copy, costs))
             for (op, _), reader in zip(readers, wanted, strict=True):
@@ -169,14 +180,23 @@ class _Builder:
 
 
 def _first_keepers(graph: OpGraph, profile: Profile) -> dict[str, str]:
-    """Each activation's memory that backward needs -> the first op that keeps it."""
+    """Each activation's memory that backward needs, beside the common values -> the first op that keeps it."""
     keepers: dict[str, str] = {}
+    common = {profile.storage[name] for name in graph.common}
     for op in graph.ops:
         for name in profile.ops[op.name].saves:
             root = profile.storage[name]
-            if graph.values[root].role is Role.RESULT:
+            if graph.values[root].role is Role.RESULT and root not in common:
                 keepers.setdefault(root, op.name)
     return keepers
+
+
+def _sharing(readers: list[Op], links: dict[str, int]) -> list[list[Op]]:
+    """The readers that share the copies of a value: those in the same link; all, where no links are given."""
+    groups: dict[int | None, list[Op]] = {}
+    for op in readers:
+        groups.setdefault(links.get(op.name), []).append(op)
+    return list(groups.values())
 
 
 def _wanted(op: Op, strategy: Strategy, value: str) -> set[Layout]:
@@ -194,8 +214,10 @@ def build(graph: OpGraph, profile: Profile, cluster: Cluster, optimizer_copies: 
             builder.source(value, _source_layouts(value, size))
     for op in graph.ops:
         builder.op(op, options[op.name])
+    links = {name: number for number, link in enumerate(graph.chain) for name in link.ops}
     for value in graph.values.values():
-        if readers := builder.readers[value.name]:
+        shared = value.role is Role.PARAMETER
+        for readers in _sharing(builder.readers[value.name], {} if shared else links):
             builder.connect(value, [(op, options[op.name]) for op in readers])
     _want_loss(builder, graph)
     problem = Problem(tuple(builder.nodes), tuple(builder.edges))

@@ -61,7 +61,7 @@ def _point(
 ) -> FrontierPoint:
     program = lower(graph, sharding)
     price = price_step(graph, profile, cluster, sharding, program, copies)
-    peak = price.resident_bytes + sum(link.memory.kept for link in price.links)
+    peak = price.fixed_bytes + sum(link.memory.kept for link in price.links)
     return FrontierPoint(sharding, price.seconds, price.resident_bytes, peak, solution.proof)
 
 

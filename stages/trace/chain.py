@@ -1,21 +1,25 @@
 """The chain of cut points, and which links are equal.
 
-Ops that read no parameter (indices, masks, labels) form the prologue: their results, the inputs and the parameters
-are common values that any link may read. After each other op, count the activations that a later op still reads:
-where there is just one, the graph is cut. A link of nothing but views stays with the link before it.
+Ops that read no parameter (indices, masks, labels) form the prologue: any link may read their results, the inputs and
+the parameters. After each other op, count the activations that a later op still reads, without the common values
+(common.py), which are carried past the cuts: where there is just one, the graph is cut. A link of nothing but views
+stays with the link before it.
 """
 
 from __future__ import annotations
 
 from pipeline.ir.graph import Arg, Link, Op, OpGraph, Ref, Role, Value
 from pipeline.ops.table import rule_of
+from stages.trace.common import find_common
 from stages.trace.lower import Ops, is_random
+
+Piece = tuple[list[Op], str | None, str]  # the ops of a link, what it reads and what it writes
 
 
 def find_chain(graph: Ops) -> OpGraph:
     values = graph.values
     prologue, carries = _separate(graph)
-    links = _cut(carries, values, graph.output)
+    links = _cut(carries, values, graph.output, find_common(carries))
     ops = (*prologue, *carries)
     return OpGraph(values, ops, graph.output, tuple(op.name for op in prologue), _numbered(links, values))
 
@@ -34,16 +38,16 @@ def _separate(graph: Ops) -> tuple[list[Op], list[Op]]:
     return prologue, carries
 
 
-def _cut(ops: list[Op], values: dict[str, Value], output: str) -> list[tuple[list[Op], str | None, str]]:
+def _cut(ops: list[Op], values: dict[str, Value], output: str, common: set[str]) -> list[Piece]:
     last_read = {name: i for i, op in enumerate(ops) for name in op.inputs}
     last_read[output] = len(ops)
     alive: set[str] = set()
-    links: list[tuple[list[Op], str | None, str]] = []
+    links: list[Piece] = []
     current: list[Op] = []
     entry: str | None = None
     for i, op in enumerate(ops):
         current.append(op)
-        alive.update(op.outputs)
+        alive.update(name for name in op.outputs if name not in common)
         alive = {name for name in alive if last_read.get(name, -1) > i}
         if len(alive) == 1 and values[next(iter(alive))].grad and entry not in alive:
             (exit_,) = alive
@@ -61,16 +65,23 @@ def _is_view(op: Op) -> bool:
     return rule is not None and rule.is_view
 
 
-def _numbered(links: list[tuple[list[Op], str | None, str]], values: dict[str, Value]) -> tuple[Link, ...]:
+def _numbered(links: list[Piece], values: dict[str, Value]) -> tuple[Link, ...]:
     numbers: dict[object, int] = {}
     chain = []
-    for ops, entry, exit_ in links:
-        number = numbers.setdefault(_signature(ops, entry, exit_, values), len(numbers))
-        chain.append(Link(tuple(op.name for op in ops), entry, exit_, number))
+    last_read = {name: i for i, (ops, _, _) in enumerate(links) for op in ops for name in op.inputs}
+    carried: set[str] = set()
+    for index, (ops, entry, exit_) in enumerate(links):
+        written = (name for op in ops for name in op.outputs)
+        common = tuple(name for name in written if last_read.get(name, index) > index and name != exit_)
+        carried.update(common)
+        number = numbers.setdefault(_signature(ops, entry, (exit_, *common), values, carried), len(numbers))
+        chain.append(Link(tuple(op.name for op in ops), entry, exit_, number, common))
     return tuple(chain)
 
 
-def _signature(ops: list[Op], entry: str | None, exit_: str, values: dict[str, Value]) -> object:
+def _signature(
+    ops: list[Op], entry: str | None, results: tuple[str, ...], values: dict[str, Value], common: set[str]
+) -> object:
     """Equal for links that do the same to tensors of the same types, whatever their names."""
     numbers: dict[str, int] = {}
 
@@ -78,7 +89,8 @@ def _signature(ops: list[Op], entry: str | None, exit_: str, values: dict[str, V
         value = values[name]
         number = numbers.setdefault(name, len(numbers))
         identity = name if value.role is Role.INPUT else value.role.value
-        return number, (value.type, identity, name == entry)
+        carried = value.grad if name in common else None
+        return number, (value.type, identity, name == entry, carried)
 
     def plain(arg: Arg) -> object:
         if isinstance(arg, Ref):
@@ -90,4 +102,4 @@ def _signature(ops: list[Op], entry: str | None, exit_: str, values: dict[str, V
          tuple(seen(o) for o in op.outputs))
         for op in ops
     )  # fmt: skip
-    return calls, seen(exit_)
+    return calls, tuple(seen(name) for name in results)

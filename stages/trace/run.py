@@ -30,4 +30,5 @@ def figures(graph: OpGraph) -> dict[str, float | int | str]:
         "parameters": sum(v.type.numel for v in graph.of_role(Role.PARAMETER)),
         "links": len(graph.chain),
         "distinct_blocks": len({link.block for link in graph.chain}),
+        "common_values": len(graph.common),
     }

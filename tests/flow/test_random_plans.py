@@ -17,8 +17,8 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.flow
 
 SEEDS = {
-    2: {"gpt": 7, "tied": 6, "mlp": 4, "odd": 8, "names": 5},
-    3: {"gpt": 3, "tied": 3, "mlp": 1, "odd": 3, "names": 2},
+    2: {"gpt": 7, "tied": 6, "mlp": 4, "odd": 8, "names": 5, "ladder": 5, "shared": 6, "unet": 3},
+    3: {"gpt": 3, "tied": 3, "mlp": 1, "odd": 3, "names": 2, "ladder": 2, "shared": 3, "unet": 1},
 }
 RANDOM = [(n, f"{model}-{seed}") for n, counts in SEEDS.items() for model, c in counts.items() for seed in range(c)]
 FORCED = [(n, f"{model}-{kind}") for n in SEEDS for model in ("gpt", "tied") for kind in plans.FORCED]

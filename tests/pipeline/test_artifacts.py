@@ -239,6 +239,8 @@ def sealed(data) -> None:
         ("graph", lambda b: b["ops"].reverse(), "read after written"),
         ("graph", lambda b: b.update(output="nothing"), "is never written"),
         ("graph", lambda b: b["chain"][0]["ops"].pop(), "chain covers the ops"),
+        ("graph", lambda b: b["chain"][0]["common"].append("nothing"), "common values are carried"),
+        ("graph", lambda b: b["chain"][0].pop("common"), "missing ['common']"),
         ("graph", lambda b: b["values"].pop(), "writes"),
         ("graph", lambda b: b["values"][0]["type"].update(dtype="float3"), "unsupported dtype"),
         ("graph", lambda b: b.pop("values"), "values"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from pipeline.cost.compute import Seconds, op_seconds, optimizer_bytes, optimizer_seconds
 from pipeline.cost.conversions import TABLE, conversion, conversion_seconds
@@ -17,7 +19,19 @@ from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import view_op
 from pipeline.ops.table import rule_of
-from tests.graphs import GRAPHS, frontier_of, gpt_graph, mlp_graph, preset, profile_of
+from stages.profile.run import profile_graph
+from tests.graphs import (
+    GRAPHS,
+    frontier_of,
+    gpt_graph,
+    ladder_graph,
+    mlp_graph,
+    preset,
+    profile_of,
+    shared_graph,
+    trace,
+)
+from tests.skips import LENGTH, SAMPLES, WIDTH
 
 COMPUTE = preset().compute
 AXIS = preset(2).axes[0]
@@ -201,6 +215,78 @@ def test_what_the_links_of_a_data_parallel_mlp_hold():
             assert half.memory.kept == full.memory.kept / 2
     # a linear layer and a relu of width 32, half of 8 rows, keep just their outputs
     assert [link.memory.kept for link in split.links[:6]] == [4 * 4 * 32] * 6
+
+
+# ------------------------------------------------------------------------------------------------- common values
+
+ACTIVATION = 4 * SAMPLES * LENGTH * WIDTH
+
+
+def test_a_rung_is_counted_once_with_its_gradient():
+    graph = ladder_graph()
+    found = price("ladder", everywhere(graph, "R"))
+    writes = [bool(link.common) for link in graph.chain]
+    assert [link.memory.common for link in found.links] == [2 * ACTIVATION * w for w in writes]
+    assert found.common_bytes == 2 * ACTIVATION * 3
+    assert found.fixed_bytes == found.resident_bytes + found.common_bytes
+    for link, held in zip(graph.chain, found.links, strict=True):
+        if link.common:  # tanh and linear: the result of tanh, which backward needs, is not counted again
+            assert held.memory.kept == held.memory.output == held.memory.forward_peak == ACTIVATION
+        if graph.reads_common(link):  # an addition: its share of the rung's gradient is made beside the one there is
+            assert held.memory.kept == ACTIVATION and held.memory.backward_extra == ACTIVATION
+
+
+def test_a_split_rung_takes_a_piece_on_each_rank():
+    graph = ladder_graph()
+    assert price("ladder", everywhere(graph, "R")).common_bytes == 2 * ACTIVATION * 3
+    options = {op.name: strategies(rule_of(op), view_op(graph, op), 2) for op in graph.ops}
+    split = {n: next((s for s in o if str(s.outputs[0]) == "S(0)"), o[0]) for n, o in options.items()}
+    sharding = replace(everywhere(graph, "R"), strategies=split)
+    assert price("ladder", sharding).common_bytes == ACTIVATION * 3
+
+
+def test_a_common_value_without_a_gradient_has_none():
+    graph = shared_graph()
+    bias, gate = 4 * LENGTH * LENGTH, SAMPLES * LENGTH * WIDTH
+    assert price("shared", everywhere(graph, "R")).common_bytes == 2 * ACTIVATION + 2 * bias + gate
+
+
+class Views(nn.Module):
+    """A square of each kind is read again at the end: of a parameter, of a link's input, and under its output."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Parameter(torch.rand(6, 6))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        if self.kind == "parameter":
+            skip = self.table.t()
+        elif self.kind == "input":
+            skip = x.t()
+        else:
+            skip = torch.relu(x)
+            x = skip.t()
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return (x + skip).mean()
+
+
+@pytest.mark.parametrize(("kind", "pieces"), [("parameter", 1), ("input", 2), ("output", 2)])
+def test_a_common_value_may_share_memory(kind, pieces):
+    """Gradient and value; the memory of a parameter is there anyway. A view of it as output counts as any output."""
+    graph = trace(Views(kind), {"x": torch.randn(6, 6)})
+    sharding = everywhere(graph, "R")
+    found = price_step(graph, profile_graph(graph), preset(1), sharding, lower(graph, sharding), 0.0)
+    assert len(graph.common) == 1
+    assert found.common_bytes == pieces * 4 * 6 * 6
+    (writer,) = (held for link, held in zip(graph.chain, found.links, strict=True) if link.common)
+    assert writer.memory.output == writer.memory.kept == 4 * 6 * 6
+
+
+# ----------------------------------------------------------------------------------------------------- machines
 
 
 def test_a_replicated_plan_costs_the_same_on_any_number_of_ranks():

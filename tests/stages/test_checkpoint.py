@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from pipeline.config import Checkpoint, Recompute
 from pipeline.cost.step import price_step
 from pipeline.errors import SolveError
-from pipeline.ir.plan import Frontier, Plan, Region
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.layout import Layout, R
+from pipeline.ir.plan import Frontier, FrontierPoint, Plan, Proof, Region, Sharding
 from pipeline.lowering import lower
+from pipeline.ops.dims import strategies
+from pipeline.ops.rule import view_op
+from pipeline.ops.table import rule_of
+from pipeline.runtime.memory import measure_peak, storage_bytes
+from stages.checkpoint import rotor
 from stages.checkpoint.choose import choose, evaluate
 from stages.checkpoint.describe import describe
 from stages.checkpoint.linearize import linearize
 from stages.checkpoint.run import figures
-from tests.graphs import GRAPHS, frontier_of, plan_of, preset, profile_of
+from stages.checkpoint.schedule import no_recompute
+from stages.checkpoint.simulate import simulate
+from stages.codegen.module import write_module
+from stages.profile.run import profile_graph
+from tests.graphs import GRAPHS, frontier_of, plan_of, preset, profile_of, trace
+from tests.skips import Ladder, sequences
 
 WHERE = "conf/solve/test.yaml: memory_budget_gb"
-NAMES = ("gpt", "mlp", "gpt_tied")
+NAMES = tuple(GRAPHS)
 
 
 def candidate(name: str, point: int, budget: int, recompute: str = "optimal"):
@@ -165,14 +180,10 @@ def test_a_budget_below_what_stays_resident():
 
 def test_a_model_of_one_link():
     """Nothing to choose: it fits or it does not."""
-    import torch
-    from torch import nn
-
-    from stages.profile.run import profile_graph
     from stages.solve.frontier import Sweep
     from stages.solve.problem import build, to_sharding
     from stages.solve.run import _point
-    from tests.graphs import SILENT, solve_settings, trace
+    from tests.graphs import SILENT, solve_settings
 
     class One(nn.Module):
         def __init__(self):
@@ -210,6 +221,61 @@ def test_the_chain_in_numbers():
     assert chain.a[0] == 0  # the first link reads inputs, which stay where they are
     assert sum(chain.f) + sum(chain.b) == pytest.approx(sum(link.forward + link.backward for link in price.links))
     assert all(kept >= out for kept, out in zip(chain.saved, chain.a[1:], strict=True))
+
+
+def test_common_values_are_beside_every_schedule():
+    """A budget that ends between what any schedule needs with and without them is refused."""
+    frontier = frontier_of("ladder")
+    graph, sharding = GRAPHS["ladder"](), frontier.points[0].sharding
+    price = price_step(graph, profile_of("ladder"), preset(), sharding, lower(graph, sharding), 2.0)
+    least = candidate("ladder", 0, 1).peak_bytes
+    assert price.common_bytes > 0
+    assert candidate("ladder", 0, least).regions is not None
+    assert candidate("ladder", 0, least - price.common_bytes // 2).regions is None
+    full = candidate("ladder", 0, frontier.budget_bytes, "full")
+    assert full.peak_bytes > price.resident_bytes + price.common_bytes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 1.0])
+def test_a_ladder_holds_no_more_than_predicted(share):
+    """The generated step, measured, under the schedule that Rotor finds for a budget."""
+    torch.manual_seed(0)
+    model, batch = Ladder(rungs=12), sequences()
+    graph = trace(model, batch)
+    sharding, profile, cluster = replicated(graph), profile_graph(graph), preset(1)
+    price = price_step(graph, profile, cluster, sharding, lower(graph, sharding), 0.0)
+    chain = linearize(price)
+    least, most = rotor.tightest(chain, 500).memory, simulate(chain, no_recompute(chain.length).sequence).peak
+    budget = price.fixed_bytes + math.ceil(least + share * (most - least))
+    frontier = Frontier(budget, 0.0, (FrontierPoint(sharding, 0.0, 0, 0, Proof("none", 0.0, 0.0, 0.0, 0, 0)),))
+    found = evaluate(graph, profile, cluster, frontier, 0, Checkpoint())
+    plan = choose([found], cluster, frontier, WHERE)
+    assert recomputes(plan.regions) is (share < 1)
+    held = measured(graph, plan, model, batch)
+    assert 0.4 * (plan.prediction.peak_bytes - price.resident_bytes) < held
+    assert held <= plan.prediction.peak_bytes - price.resident_bytes
+
+
+def replicated(graph: OpGraph) -> Sharding:
+    chosen = {op.name: strategies(rule_of(op), view_op(graph, op), 1)[0] for op in graph.ops}
+    whole = Layout((R,))
+    return Sharding(
+        chosen,
+        {v.origin: whole for v in graph.of_role(Role.PARAMETER)},
+        {v.name: whole for v in graph.of_role(Role.INPUT)},
+    )
+
+
+def measured(graph: OpGraph, plan: Plan, model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    """Bytes that a step holds at its worst, beyond parameters, their gradients and the batch."""
+    namespace: dict = {}
+    exec(write_module(graph, plan, lower(graph, plan.sharding)), namespace)
+    program = namespace["Program"](dict(model.named_parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    there = [*model.parameters(), *(p.grad for p in model.parameters()), *batch.values()]
+    work = measure_peak(lambda: program.forward(**batch).backward(), there, torch.device("cpu"))
+    return work - storage_bytes(there)
 
 
 def test_a_plan_in_one_line():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import random
 import re
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from pipeline.ir.graph import OpGraph, Role
@@ -25,7 +28,24 @@ from pipeline.ops.table import rule_of
 from pipeline.runtime_names import NAMES
 from stages.codegen.block import statement
 from stages.codegen.module import write_module
-from tests.graphs import GRAPHS, frontier_of, gpt, gpt_batch, gpt_graph, mlp, mlp_batch, mlp_graph, plan_of, trace
+from stages.trace.chain import find_chain
+from tests.graphs import (
+    GRAPHS,
+    frontier_of,
+    gpt,
+    gpt_batch,
+    gpt_graph,
+    ladder_graph,
+    mlp,
+    mlp_batch,
+    mlp_graph,
+    plan_of,
+    shared_graph,
+    trace,
+)
+from tests.interpreter import run_graph
+from tests.plans import random_regions
+from tests.skips import SIZE, STEPS, Ladder, Shared, UNet, Weights, images, random_ops, sequences
 
 RULES = "E,F,I,UP,B,RUF"
 
@@ -51,6 +71,37 @@ def nested(graph: OpGraph) -> tuple[Region, ...]:
         return kept(graph)
     inner = (Region(0, 0, False, ()), Region(1, last - 1, True, tuple(Region(i, i, False, ()) for i in range(1, last))))
     return (Region(0, last - 1, True, inner), Region(last, last, False, ()))
+
+
+def everything(graph: OpGraph) -> tuple[Region, ...]:
+    """Every link but the loss in a region of its own."""
+    last = len(graph.chain) - 1
+    own = tuple(Region(i, i, True, (Region(i, i, False, ()),)) for i in range(last))
+    return (*own, Region(last, last, False, ()))
+
+
+def threes(graph: OpGraph) -> tuple[Region, ...]:
+    """Three links in each region, the last two of them in one inside it."""
+    last = len(graph.chain) - 1
+    regions = []
+    for first in range(0, last, 3):
+        end = min(first + 2, last - 1)
+        links = tuple(Region(i, i, False, ()) for i in range(first, end + 1))
+        inner = (links[0], Region(first + 1, end, True, links[1:])) if end > first else links
+        regions.append(Region(first, end, True, inner))
+    return (*regions, Region(last, last, False, ()))
+
+
+def deep(graph: OpGraph) -> tuple[Region, ...]:
+    """A region for every link: it holds the region of the link before."""
+    last = len(graph.chain) - 1
+    inner: tuple[Region, ...] = ()
+    for i in range(last):
+        inner = (Region(0, i, True, (*inner, Region(i, i, False, ()))),)
+    return (*inner, Region(last, last, False, ()))
+
+
+SCHEDULES = {"kept": kept, "nested": nested, "everything": everything, "threes": threes, "deep": deep}
 
 
 def plan_for(graph: OpGraph, sharding: Sharding, devices: int, regions=None) -> Plan:
@@ -205,10 +256,15 @@ def odd(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         "gpt": lambda: (gpt(), gpt_batch()),
         "gpt_tied": lambda: (gpt(tie=True), gpt_batch()),
         "mlp": lambda: (mlp(), mlp_batch()),
+        "ladder": lambda: (Ladder(), sequences()),
+        "shared": lambda: (Shared(), sequences()),
+        "ladder_dropout": lambda: (Ladder(dropout=0.3), sequences()),
+        "shared_dropout": lambda: (Shared(dropout=0.3), sequences()),
+        "unet": lambda: (UNet(), images()),
     }[name]()
 
 
-ODD = ("names", "autoencoder", "bare", "frozen", "unknown", "stateful", "long")
+ODD = ("names", "autoencoder", "bare", "frozen", "unknown", "stateful", "long", "unet")
 
 
 @cache
@@ -219,7 +275,7 @@ def odd_graph(name: str) -> OpGraph:
 # ------------------------------------------------------------------------------------------------------- bytes
 
 
-@pytest.mark.parametrize("name", ["gpt", "mlp", "gpt_tied"])
+@pytest.mark.parametrize("name", GRAPHS)
 def test_the_same_plan_gives_the_same_bytes(name):
     graph, plan = GRAPHS[name](), plan_of(name)
     assert write(graph, plan) == write(graph, plan) == write(trace(*odd(name)), plan_of(name))
@@ -297,6 +353,41 @@ def test_each_block_is_called_with_its_own_parameters():
     assert all(f"self.{scope.replace('.', '_')}" in arguments for _, arguments, scope in calls)
 
 
+def test_common_values_are_returned_beside_x_and_passed_on():
+    graph = shared_graph()
+    text = write(graph, plan_for(graph, uniform(graph, 1), 1))
+    forward = text[text.index("def forward") :]
+    assert "        x, tanh, exp, gt = model_a(x, inputs, self.whole)\n" in forward
+    for n in range(3):
+        assert f"        x = layers(x, tanh, exp, gt, self.layers_{n})  # layers.{n}\n" in forward
+    assert (
+        "def model_a(x: Tensor, inputs: Tensor, p: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:" in text
+    )
+    assert functions(text) == ["encoder", "model_a", "layers", "model_b"]
+
+
+def test_links_that_read_different_skips_share_a_function():
+    graph = ladder_graph()
+    text = write(graph, plan_for(graph, uniform(graph, 1), 1))
+    calls = re.findall(r"^        x = (\w+)\(x, (tanh\w*)\)$", text, re.M)
+    assert [skip for _, skip in calls] == ["tanh_2", "tanh_1", "tanh"]
+    assert len({function for function, _ in calls}) == 1
+
+
+def test_a_region_takes_what_it_reads_and_returns_what_is_read_after_it():
+    graph = shared_graph()
+    inner = (Region(1, 2, True, tuple(Region(i, i, False, ()) for i in (1, 2))), Region(3, 3, False, ()))
+    outer = Region(1, 3, True, inner)
+    text = write(graph, plan_for(graph, uniform(graph, 1), 1, (kept(graph)[0], outer, *kept(graph)[4:])))
+    assert "        x, tanh, exp, gt = recompute(self.links_1_to_3, x, inputs)\n" in text
+    assert "    def links_1_to_3(self, x: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:\n" in text
+    assert "        x, tanh, exp, gt = recompute(self.links_1_to_2, x, inputs)\n" in text
+    readers = write(graph, plan_for(graph, uniform(graph, 1), 1, (*kept(graph)[:2], *everything(graph)[2:])))
+    assert "        x = recompute(self.links_2_to_2, x, tanh, exp, gt)\n" in readers
+    whole = write(graph, plan_for(graph, uniform(graph, 1), 1, nested(graph)))
+    assert "        x = recompute(self.links_0_to_4, inputs)\n" in whole  # written and read inside
+
+
 def test_a_layer_that_is_split_otherwise_has_functions_of_its_own():
     graph = gpt_graph(2)
     sharding = other_first_layer(graph)
@@ -354,21 +445,73 @@ def test_inputs_and_mesh_are_told():
 # --------------------------------------------------------------------------------------------------- execution
 
 
-@pytest.mark.parametrize("regions", [kept, nested], ids=["kept", "nested"])
-@pytest.mark.parametrize("name", ["gpt", "gpt_tied", "mlp", *ODD])
-def test_on_one_rank_the_program_is_the_model(name, regions):
-    """No conversion is needed: loss and gradients are those of the user's module, with regions and without."""
-    model, batch = odd(name)
-    graph = odd_graph(name)
-    program = load(write(graph, plan_for(graph, uniform(graph, 1), 1, regions(graph))))
+def check_program(model: nn.Module, batch: dict, graph: OpGraph, regions: tuple[Region, ...]) -> None:
+    """Loss and gradients are those of the user's module, with the same random numbers; sums may be in another order."""
+    program = load(write(graph, plan_for(graph, uniform(graph, 1), 1, regions)))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     parameters = [p for p in model.parameters() if p.requires_grad]
+    torch.manual_seed(3)
     wanted = model(**batch)
     gradients = torch.autograd.grad(wanted, parameters)
+    torch.manual_seed(3)
     found = program["Program"](tensors).forward(**batch)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     again = torch.autograd.grad(found, parameters)
-    torch.testing.assert_close(again, gradients, rtol=1e-6, atol=1e-7)
+    exact = found.dtype == torch.float64
+    torch.testing.assert_close(again, gradients, rtol=1e-10 if exact else 1e-6, atol=1e-12 if exact else 1e-7)
+
+
+@pytest.mark.parametrize("regions", SCHEDULES)
+@pytest.mark.parametrize("name", ["gpt", "gpt_tied", "mlp", "ladder", "shared", *ODD])
+def test_on_one_rank_the_program_is_the_model(name, regions):
+    """No conversion is needed."""
+    graph = odd_graph(name)
+    check_program(*odd(name), graph, SCHEDULES[regions](graph))
+
+
+@pytest.mark.parametrize("regions", SCHEDULES)
+@pytest.mark.parametrize("name", ["ladder_dropout", "shared_dropout"])
+def test_recompute_draws_the_same_random_numbers(name, regions):
+    graph = odd_graph(name)
+    assert graph.common and sum(op.target == "aten.dropout.default" for op in graph.ops) > 2
+    check_program(*odd(name), graph, SCHEDULES[regions](graph))
+
+
+@cache
+def t5() -> tuple[nn.Module, dict[str, torch.Tensor], OpGraph]:
+    """In double precision, so that the order of a sum does not show."""
+    pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    from tests.plans import T5, batch_of
+
+    torch.manual_seed(0)
+    model, batch = T5().double().train(), batch_of("t5")
+    return model, batch, trace(model, batch)
+
+
+@pytest.mark.parametrize("regions", SCHEDULES)
+def test_t5_under_recompute(regions):
+    model, batch, graph = t5()
+    check_program(model, batch, graph, SCHEDULES[regions](graph))
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS, st.integers(0, 1000))
+def test_any_graph_under_any_recompute(steps, seed):
+    """Skips of any length from anywhere to anywhere, regions around any of them."""
+    ops = random_ops(steps)
+    graph = find_chain(ops)
+    draw = random.Random(seed)
+    regions = random_regions(0, len(graph.chain) - 1, draw, draw.randint(0, 3))
+    model = Weights(ops)
+    batch = {"inputs": torch.randn(SIZE, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
+    program = load(write(graph, plan_for(graph, uniform(graph, 1), 1, regions)))
+    wanted = run_graph(graph, model, batch)
+    found = program["Program"](dict(model.named_parameters())).forward(**batch)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(wanted, parameters, allow_unused=True, materialize_grads=True)
+    again = torch.autograd.grad(found, parameters, allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(again, gradients, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("regions", [kept, nested], ids=["kept", "nested"])

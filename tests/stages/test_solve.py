@@ -222,7 +222,7 @@ def test_both_backends_agree_on_a_real_model():
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("name", ["gpt", "mlp", "gpt_tied"])
+@pytest.mark.parametrize("name", GRAPHS)
 def test_the_objective_is_the_price_of_the_program(name, devices):
     """The problem's costs and the lowered program are priced apart; they agree at every point of the frontier."""
     _, _, points = solved(name, devices)

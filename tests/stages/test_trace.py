@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import operator
+import random
 from collections import UserDict
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -11,6 +13,7 @@ from functools import reduce
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
 from torch import nn
 
 from pipeline.config import DType, TensorSpec
@@ -18,10 +21,13 @@ from pipeline.errors import TraceError
 from pipeline.ir.graph import Op, OpGraph, Ref, Role, Value
 from pipeline.ir.verify import RULES, InvalidGraph, verify_graph
 from stages.trace.build import fake_mode, sample_batch
+from stages.trace.chain import find_chain
+from stages.trace.common import LONGEST_RESIDUAL, products_in_a_row
 from stages.trace.export import pick_loss
 from stages.trace.run import figures
-from tests.graphs import gpt, gpt_batch, gpt_graph, mlp, mlp_batch, mlp_graph, trace
+from tests.graphs import gpt, gpt_batch, gpt_graph, ladder_graph, mlp, mlp_batch, mlp_graph, shared_graph, trace
 from tests.interpreter import run_graph
+from tests.skips import KINDS, NEAR, STEPS, UNet, images, random_ops
 
 X = {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(0))}
 
@@ -410,6 +416,111 @@ def test_a_skip_connection_is_not_cut():
     ]
 
 
+@pytest.mark.parametrize(("products", "carried"), [(6, False), (7, True)])
+def test_a_skip_past_more_than_six_products_is_carried(products, carried):
+    graph = trace(Skip(1 + products), X)
+    assert bool(graph.common) is carried
+    if carried:
+        assert [targets(graph, link.ops) for link in graph.chain] == [
+            ["linear", "linear"], *[["tanh"], ["linear"]] * (products - 1), ["tanh"], ["add"], ["mean"],
+        ]  # fmt: skip
+        assert [graph.reads_common(link) for link in graph.chain][-2:] == [graph.chain[0].common, ()]
+
+
+def test_products_side_by_side_do_not_make_a_skip_long():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.start, self.experts = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(20))
+
+        def forward(self, x):
+            x = self.start(x)
+            return (x + sum(expert(x) for expert in self.experts)).mean()
+
+    graph = trace(Experts(), X)
+    assert not graph.common and len(graph.chain) == 3
+
+
+def test_rungs_of_one_size_are_equal_links():
+    graph = ladder_graph()
+    found = [(targets(graph, link.ops), link.block, len(link.common), len(graph.reads_common(link)))
+             for link in graph.chain]  # fmt: skip
+    inside = ["linear", "tanh"] * 3 + ["add"] + ["linear", "tanh", "add"] * 2  # rungs of up to six products
+    assert found == [
+        (["linear"], 0, 0, 0), *[(["tanh", "linear"], 1, 1, 0)] * 3, (["tanh"], 2, 0, 0), (inside, 3, 0, 0),
+        *[(["linear"], 4, 0, 0), (["tanh"], 2, 0, 0), (["add"], 5, 0, 1)] * 3, (["mse_loss"], 6, 0, 0),
+    ]  # fmt: skip
+    read = [name for link in graph.chain for name in graph.reads_common(link)]
+    assert read == list(graph.common)[::-1]
+
+
+def test_layers_that_read_the_same_values_are_equal_links():
+    graph = shared_graph()
+    assert [link.block for link in graph.chain] == [0, 1, 2, 2, 2, 3]
+    common = graph.chain[1].common
+    assert [targets(graph, (name,)) for name in common] == [["tanh"], ["exp"], ["gt"]]
+    assert [graph.values[name].grad for name in common] == [True, True, False]
+    assert [graph.reads_common(link) for link in graph.chain] == [(), (), common, common, common, ()]
+
+
+def test_a_common_value_is_not_taken_for_one_of_the_prologue():
+    """Two layers do the same, one to a mask that the batch gives and one to a mask that an activation gives."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(10))
+
+        def forward(self, x):
+            start = self.layers[0](x)
+            given, own, y = x > 0, start > 0, start
+            for layer in self.layers[1:]:
+                y = torch.where(given, layer(y), 0.5)
+            return torch.where(own, y, 0.5).mean()
+
+    graph = trace(Net(), X)
+    (own,) = graph.common
+    where = [link.block for link in graph.chain if targets(graph, link.ops) == ["where"]]
+    assert len(where) == 10 and len(set(where[:-1])) == 1 and where[-1] not in where[:-1]
+    assert graph.reads_common(next(link for link in graph.chain if link.block == where[-1])) == (own,)
+
+
+def test_a_unet_falls_into_its_levels():
+    graph = trace(UNet(), images())
+    writers = [number for number, link in enumerate(graph.chain) if link.common]
+    readers = [number for number, link in enumerate(graph.chain) if graph.reads_common(link)]
+    assert [targets(graph, graph.chain[n].ops) for n in writers] == [["relu", "max_pool2d"]] * 2
+    assert [targets(graph, graph.chain[n].ops) for n in readers] == [["cat"]] * 2
+    assert len(graph.chain) > 30 and max(len(link.ops) for link in graph.chain) == 8  # the lowest level is one link
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_the_chain_of_any_graph(steps):
+    ops = random_ops(steps)
+    graph = find_chain(ops)
+    verify_graph(graph)
+    assert sorted(op.name for op in graph.ops) == sorted(op.name for op in ops.ops)
+    assert OpGraph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
+    order = [op.name for op in graph.ops]
+    for name in graph.common:
+        last = max(order.index(op.name) for op in graph.consumers()[name])
+        assert products_in_a_row(graph.ops[order.index(name) + 1 : last]) > LONGEST_RESIDUAL
+    kinds = {}
+    for link in graph.chain:
+        shape = (targets(graph, link.ops), len(link.common), len(graph.reads_common(link)))
+        assert kinds.setdefault(link.block, shape) == shape
+
+
+def test_random_graphs_have_common_values():
+    """What the test above is worth."""
+    draw = random.Random(0)
+    drawn = [[(draw.choice(KINDS), draw.choice(NEAR), draw.randint(0, 30)) for _ in range(40)] for _ in range(30)]
+    graphs = [find_chain(random_ops(steps)) for steps in drawn]
+    assert sum(len(graph.common) > 1 and len(graph.chain) > 4 for graph in graphs) > 10
+    assert any(not graph.values[name].grad for graph in graphs for name in graph.common)
+
+
 def test_equal_links_need_equal_constants_and_equal_sharing():
     class Net(nn.Module):
         def __init__(self):
@@ -492,6 +603,15 @@ BROKEN = {
         lambda g: relinked(g, 0, input=g.chain[0].output),
         lambda g: relinked(g, 1, input=None),
         lambda g: replace(g, ops=(*g.ops[:4], reading(g.ops[4], 0, g.ops[0].outputs[0]), *g.ops[5:])),
+        lambda g: relinked(ladder_graph(), 1, common=()),
+    ],
+    "common values are carried": [
+        lambda g: relinked(g, 1, common=(g.chain[0].output,)),  # another link writes it
+        lambda g: relinked(g, 0, common=(g.chain[0].output,)),  # it is carried already
+        lambda g: relinked(g, 0, common=("nothing",)),
+        lambda g: relinked(ladder_graph(), -1, common=(ladder_graph().output,)),  # nobody reads it
+        lambda g: relinked(shared_graph(), 1, common=shared_graph().chain[1].common[::-1]),
+        lambda g: relinked(shared_graph(), 1, common=shared_graph().chain[1].common * 2),
     ],
 }
 

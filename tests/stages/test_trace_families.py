@@ -18,9 +18,9 @@ from stages.profile.step import profile_step
 from stages.trace.build import fake_mode, to_fake
 from stages.trace.chain import find_chain
 from stages.trace.export import export_loss, pick_loss
-from stages.trace.lower import lower
+from stages.trace.lower import Ops, lower
 from stages.trace.simplify import simplify
-from tests.families import FAMILIES
+from tests.families import FAMILIES, t5, tokens
 from tests.interpreter import run_graph
 
 
@@ -78,6 +78,39 @@ def test_equal_layers_have_equal_numbers(family):
     numbers = [link.block for link in graph.chain]
     if build.__name__ != "swin":  # its two stages have layers of different sizes
         assert len(set(numbers)) < len(numbers), numbers
+
+
+def test_only_long_skips_change_the_chain(family, monkeypatch):
+    """A residual is no common value: without these, every chain but T5's is the same."""
+    build, _, graph = family
+    monkeypatch.setattr("stages.trace.chain.find_common", lambda ops: set())
+    before = find_chain(Ops(graph.values, graph.ops, graph.output))
+    if build.__name__ == "t5":
+        assert graph.common and len(before.chain) < len(graph.chain)
+    else:
+        assert before == graph and not graph.common
+
+
+def test_every_layer_of_t5_is_a_link():
+    layers = 4
+    graph = trace(lambda: t5(layers), tokens())
+    pieces = [graph.op(link.ops[0]).module for link in graph.chain if len(link.ops) > 5]
+    first = [f"{side}.block.{n}.layer.{k}.layer_norm" for side, parts in (("encoder", 2), ("decoder", 3))
+             for n in range(layers) for k in range(parts)]  # fmt: skip
+    assert pieces == first
+    blocks = {name: link.block for name, link in zip(first, (x for x in graph.chain if len(x.ops) > 5), strict=True)}
+
+    def of(side, piece, start=0):
+        return {blocks[f"{side}.block.{n}.layer.{piece}.layer_norm"] for n in range(start, layers)}
+
+    for side in ("encoder", "decoder"):
+        assert len(of(side, 0, start=1)) == 1 and len(of(side, 0)) == 2  # the first makes the position bias
+    assert len(of("decoder", 1)) == 1 and len(of("decoder", 2) | of("encoder", 1)) == 1
+    # the encoder's output, and a position bias on each side
+    reads = [
+        len({n for n, link in enumerate(graph.chain) if name in graph.reads_common(link)}) for name in graph.common
+    ]
+    assert reads == [layers - 1, layers, layers - 1]
 
 
 def test_causal_attention_has_no_mask(family):
