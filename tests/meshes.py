@@ -219,8 +219,12 @@ def run_threads(function: Callable[[At], object], axes: tuple[Axis, ...]) -> dic
             for meeting in meetings.values():
                 meeting.barrier.abort()
 
-    patches = {"dist": Simulated, "all_gather_into": Simulated.all_gather, "reduce_scatter_from": Simulated.reduce_scatter,
-               "axis_of": lambda name: OWN.axes[name]}  # fmt: skip
+    patches = {
+        "dist": Simulated,
+        "all_gather_into": Simulated.all_gather,
+        "reduce_scatter_from": Simulated.reduce_scatter,
+        "axis_of": lambda name: OWN.axes[name],
+    }
     with mock.patch.multiple(collectives, **patches):
         threads = [threading.Thread(target=run, args=(at,)) for at in places]
         for thread in threads:

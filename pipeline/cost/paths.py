@@ -6,8 +6,8 @@ what remains is at least, axis by axis, the cheapest way between the two kinds o
 the tensor. Of equally cheap paths the one with fewest steps is taken, then the first in the order of nodes.
 
 Between source and target a layout may use the dims that these split and one more that they do not, on which an axis can
-wait for its place: another such dim would cost the same. On a dim, an axis may take the outermost digit, the one inside
-another axis there, or one where an axis of the source or the target begins or ends.
+wait for its place: another such dim would cost the same. On a dim, an axis may take the outermost or the innermost
+digit, the one next to it, or one where an axis of the source or the target begins or ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 from pipeline.cost.compute import Seconds
@@ -38,7 +39,7 @@ class Path:
 
     @property
     def steps(self) -> tuple[tuple[Layout, Layout], ...]:
-        return tuple(zip(self.layouts, self.layouts[1:], strict=False))
+        return tuple(pairwise(self.layouts))
 
 
 def cheapest_path(
@@ -75,7 +76,7 @@ class Paths:
         """These steps with their price."""
         forward = backward = moved = 0.0
         peak = 0
-        for before, after in zip(layouts, layouts[1:], strict=False):
+        for before, after in pairwise(layouts):
             seconds, sent = self.step(before, after, nbytes, grad)
             forward, backward, moved = forward + seconds.forward, backward + seconds.backward, moved + sent
             held = [nbytes // layout.pieces(self.sizes) for layout in (before, after)]
@@ -139,14 +140,15 @@ class _Search:
         dims = {place.dim for place, _ in taken}
         found = set()
         for dim in (*dims, *self._waiting(axis, shape, dims)):
-            edges = {p.outside for p, _ in taken if p.dim == dim} | {p.outside * n for p, n in taken if p.dim == dim}
-            inside = (n for a, n in enumerate(self.sizes) if a != axis)
-            found |= {Place(dim, o) for o in {1, *edges, *inside} if shape[dim] % (o * size) == 0}
+            edges = [o for p, n in taken if p.dim == dim for o in (p.outside, p.outside * n)]
+            others = [1, *(n for a, n in enumerate(self.sizes) if a != axis)]
+            innermost = [shape[dim] // (size * n) for n in others]
+            found |= {Place(dim, o) for o in (*edges, *others, *innermost) if o and shape[dim] % (o * size) == 0}
         return (*WHOLE, *sorted(found))
 
     def _waiting(self, axis: int, shape: tuple[int, ...], dims: set[int]) -> list[int]:
         """A dim that neither end splits: one with room for all axes, else for this one."""
-        free = [dim for dim, size in enumerate(shape) if dim not in dims and size] if len(self.sizes) > 1 and dims else []
+        free = [dim for dim, size in enumerate(shape) if dim not in dims and size]
         room = [dim for dim in free if shape[dim] % prod(self.sizes) == 0]
         return [*room, *(dim for dim in free if shape[dim] % self.sizes[axis] == 0)][:1]
 

@@ -15,8 +15,8 @@ one another from there, outermost first. So on axes of sizes 2 and 4:
     S(0)',S(0)    the other order: (4 2 2)
     S(0),S(0:8)   a dim of 64 is (2 4 4 2), say 8 sequences of 8 tokens: axis 0 splits the sequences, axis 1 the tokens
 
-An axis with a smaller `o` is applied first; for a later one the dim already lies in fewer parts, `o` divided by what the
-earlier ones took. A layout fits a shape where all the digits divide.
+An axis with a smaller `o` is applied first; for a later one the dim lies in fewer parts by then, `o` divided by what
+the earlier ones took. A layout fits a shape where all the digits divide.
 """
 
 from __future__ import annotations
