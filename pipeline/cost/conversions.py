@@ -1,21 +1,21 @@
 """What it takes to bring a tensor from one state to another on one axis: the conversion table.
 
-| from -> to     | function        | forward        | backward                   | known as                             |
-|----------------|-----------------|----------------|----------------------------|--------------------------------------|
-| `R -> B`       | sum_gradient    | nothing        | all-reduce                 | Megatron's f; for a weight, DDP      |
-| `P -> R`       | all_reduce      | all-reduce     | nothing                    | Megatron's g                         |
-| `S -> B`       | all_gather      | all-gather     | reduce-scatter             | sequence parallelism; a weight: ZeRO |
-| `S -> B`       | regather        | all-gather     | all-gather, reduce-scatter | ZeRO-3: the shard alone is kept      |
-| `S -> R`       | gather          | all-gather     | slice                      |                                      |
-| `P -> S`       | reduce_scatter  | reduce-scatter | all-gather                 | sequence parallelism                 |
-| `P -> B`       | all_reduce_both | all-reduce     | all-reduce                 |                                      |
-| `R -> S`       | shard           | slice          | all-gather                 |                                      |
-| `S(a) -> S(b)` | all_to_all      | all-to-all     | all-to-all                 |                                      |
-| `R -> P`       | mask            | mask           | nothing                    | local                                |
-| `B -> R`       | mask_gradient   | nothing        | mask                       | local                                |
-| `B -> S`       | narrow          | slice          | zero-pad                   | local                                |
-| `S -> P`       | pad             | zero-pad       | slice                      | local                                |
-| `B -> P`       | mask_both       | mask           | mask                       | local                                |
+| from -> to     | function        | forward        | backward                   | known as                            |
+|----------------|-----------------|----------------|----------------------------|-------------------------------------|
+| `R -> B`       | sum_gradient    | nothing        | all-reduce                 | Megatron's f; for a weight, DDP     |
+| `P -> R`       | all_reduce      | all-reduce     | nothing                    | Megatron's g                        |
+| `S -> B`       | all_gather      | all-gather     | reduce-scatter             | sequence parallelism; weights: ZeRO |
+| `S -> B`       | regather        | all-gather     | all-gather, reduce-scatter | ZeRO-3: the shard alone is kept     |
+| `S -> R`       | gather          | all-gather     | slice                      |                                     |
+| `P -> S`       | reduce_scatter  | reduce-scatter | all-gather                 | sequence parallelism                |
+| `P -> B`       | all_reduce_both | all-reduce     | all-reduce                 |                                     |
+| `R -> S`       | shard           | slice          | all-gather                 |                                     |
+| `S(a) -> S(b)` | all_to_all      | all-to-all     | all-to-all                 |                                     |
+| `R -> P`       | mask            | mask           | nothing                    | local                               |
+| `B -> R`       | mask_gradient   | nothing        | mask                       | local                               |
+| `B -> S`       | narrow          | slice          | zero-pad                   | local                               |
+| `S -> P`       | pad             | zero-pad       | slice                      | local                               |
+| `B -> P`       | mask_both       | mask           | mask                       | local                               |
 
 A step changes the state on one axis. The digits that the other axes take (see pipeline.ir.layout) stay where they are:
 gathering the outer of two axes on one dim leaves the inner one on a factor, `S(0),S(0) -> R,S(0:2)`; only where the
