@@ -20,7 +20,7 @@ from pipeline import runtime
 from pipeline.cost.conversions import conversion_of, step_arguments, step_axis
 from pipeline.ir.cluster import Axis
 from pipeline.ir.layout import B, Layout, P, Place, R, S, State, at_places
-from pipeline.runtime import collectives
+from pipeline.runtime import collectives, losses
 from pipeline.runtime.mesh import MeshAxis
 from stages.cluster.run import ring_links
 from tests.pieces import FORWARD, GRADIENT
@@ -198,20 +198,25 @@ class Simulated:
 
 def run_threads(function: Callable[[At], object], axes: tuple[Axis, ...]) -> dict[At, object]:
     """Calls the function once at every place of the mesh, all at the same time."""
-    places = everywhere(tuple(axis.size for axis in axes))
-    meetings = {
-        (number, others): Meeting(axis.size)
-        for number, axis in enumerate(axes)
-        for others in {(*at[:number], *at[number + 1 :]) for at in places}
-    }
+    sizes = tuple(axis.size for axis in axes)
+    places = everywhere(sizes)
+    joint = [c for count in range(1, len(axes) + 1) for c in itertools.combinations(range(len(axes)), count)]
+    meetings: dict[tuple, Meeting] = {}
+    own: dict[At, dict[str, MeshAxis]] = {at: {} for at in places}
+    for among in joint:
+        size = prod(sizes[n] for n in among)
+        for at in places:
+            others = tuple(i for n, i in enumerate(at) if n not in among)
+            rank = 0
+            for n in among:
+                rank = rank * sizes[n] + at[n]
+            group = meetings.setdefault((among, others), Meeting(size)), rank
+            own[at]["+".join(axes[n].name for n in among)] = MeshAxis(size, rank, group)
     results: dict[At, object] = {}
     errors: list[BaseException] = []
 
     def run(at: At) -> None:
-        OWN.axes = {
-            axis.name: MeshAxis(axis.size, at[n], (meetings[n, (*at[:n], *at[n + 1 :])], at[n]))
-            for n, axis in enumerate(axes)
-        }
+        OWN.axes = own[at]
         try:
             results[at] = function(at)
         except BaseException as error:  # raised by the thread that waits
@@ -219,13 +224,14 @@ def run_threads(function: Callable[[At], object], axes: tuple[Axis, ...]) -> dic
             for meeting in meetings.values():
                 meeting.barrier.abort()
 
-    patches = {
-        "dist": Simulated,
-        "all_gather_into": Simulated.all_gather,
-        "reduce_scatter_from": Simulated.reduce_scatter,
-        "axis_of": lambda name: OWN.axes[name],
-    }
-    with mock.patch.multiple(collectives, **patches):
+    def of_thread(name: str) -> MeshAxis:
+        return OWN.axes[name]
+
+    replaced = {"all_gather_into": Simulated.all_gather, "reduce_scatter_from": Simulated.reduce_scatter}
+    with (
+        mock.patch.multiple(collectives, dist=Simulated, axis_of=of_thread, **replaced),
+        mock.patch.multiple(losses, dist=Simulated, axis_of=of_thread),
+    ):
         threads = [threading.Thread(target=run, args=(at,)) for at in places]
         for thread in threads:
             thread.start()
@@ -234,5 +240,4 @@ def run_threads(function: Callable[[At], object], axes: tuple[Axis, ...]) -> dic
     broken = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)] or errors
     if broken:
         raise broken[0]
-    assert prod(axis.size for axis in axes) == len(results)
     return results
