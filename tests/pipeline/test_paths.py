@@ -16,8 +16,10 @@ from pipeline.cost.conversions import conversion_seconds, step_arguments, step_a
 from pipeline.cost.paths import Path, Paths, cheapest_path
 from pipeline.ir.cluster import COLLECTIVES, Axis, LinkCost
 from pipeline.ir.layout import B, Layout, P, Place, R, S
+from tests import mesh_cases
 from tests.graphs import preset
 from tests.meshes import all_layouts, check_path, mesh, placed
+from tests.ranks import run_ranks
 
 COMPUTE = preset().compute
 
@@ -221,3 +223,13 @@ def test_what_a_step_s_function_is_told() -> None:
         told("S(0),S(0)", "R,S(0)", 2, 2)
     with pytest.raises(ValueError, match="changes 0 axes"):
         told("R", "R", 2)
+
+
+# ---- on real ranks
+
+
+@pytest.mark.parametrize(("sizes", "paths"), [((2, 2), 30), ((2, 3), 20), ((2, 2, 2), 10)], ids=str)
+def test_paths_on_real_ranks(sizes: tuple[int, ...], paths: int) -> None:
+    taken = run_ranks(prod(sizes), mesh_cases.run_mesh, sizes, paths)
+    assert all(found == taken[0] for found in taken), "ranks found different paths"
+    assert max(found.count("->") for found in taken[0]) >= 3
