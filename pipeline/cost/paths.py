@@ -62,6 +62,9 @@ class Paths:
         self.axes, self.compute = axes, compute
         self.sizes = tuple(axis.size for axis in axes)
         self._found: dict[tuple[Layout, Layout, tuple[int, ...], int, bool], Path] = {}
+        self._spaces: dict[tuple[tuple[tuple[Spot, ...], ...], int, bool], _Space] = {}
+        self._costs: dict[tuple[int, str, str, int, bool], int] = {}
+        self._ways: dict[tuple[int, int, bool], dict[tuple[str, str], int]] = {}
 
     def cheapest(self, source: Layout, target: Layout, shape: tuple[int, ...], nbytes: int, grad: bool) -> Path:
         key = source, target, shape, nbytes, grad
@@ -69,7 +72,9 @@ class Paths:
             for layout in (source, target):
                 if not layout.fits(shape, self.sizes):
                     raise ValueError(f"no path {source} -> {target}: {layout} does not fit {shape} on {self.sizes}")
-            self._found[key] = self.priced(_Search(self, *key).run(), nbytes, grad)
+            spots = _spots(source, target, shape, self.sizes)
+            space = self._spaces.setdefault((spots, nbytes, grad), _Space(self, spots, nbytes, grad))
+            self._found[key] = self.priced(_search(space, source, target), nbytes, grad)
         return self._found[key]
 
     def priced(self, layouts: tuple[Layout, ...], nbytes: int, grad: bool) -> Path:
@@ -92,120 +97,122 @@ class Paths:
         seconds = entry_seconds(entry, local, grad, axis, self.compute)
         return seconds, entry_bytes(entry, local, grad, axis.size)
 
+    def cost(self, axis: int, before: str, after: str, local: int, grad: bool) -> int:
+        """Femtoseconds of a step between two kinds of state, for a tensor that has so many bytes without this axis."""
+        key = axis, before, after, local, grad
+        if key not in self._costs:
+            seconds = entry_seconds(TABLE[before + after], local, grad, self.axes[axis], self.compute)
+            self._costs[key] = round(seconds.total * FEMTO)
+        return self._costs[key]
 
-class _Search:
-    def __init__(
-        self, paths: Paths, source: Layout, target: Layout, shape: tuple[int, ...], nbytes: int, grad: bool
-    ) -> None:
-        self.paths, self.sizes = paths, paths.sizes
+    def ways(self, axis: int, local: int, grad: bool) -> dict[tuple[str, str], int]:
+        """The cheapest way between two kinds of state on one axis, in any number of steps; `SS` to another place."""
+        key = axis, local, grad
+        if key not in self._ways:
+            kinds = (*WHOLE, "S")
+            away = {(a, b): self.cost(axis, a, b, local, grad) if a != b else 0 for a in kinds for b in kinds}
+            for middle in kinds:
+                for a in kinds:
+                    for b in kinds:
+                        away[a, b] = min(away[a, b], away[a, middle] + away[middle, b])
+            around = (away["S", kind] + away[kind, "S"] for kind in WHOLE)
+            self._ways[key] = away | {("S", "S"): min(self.cost(axis, "S", "S", local, grad), *around)}
+        return self._ways[key]
+
+
+class _Space:
+    """The layouts that a search may visit, and the steps between them: shared by all searches between like layouts."""
+
+    def __init__(self, paths: Paths, spots: tuple[tuple[Spot, ...], ...], nbytes: int, grad: bool) -> None:
+        self.paths, self.sizes, self.spots = paths, paths.sizes, spots
         self.nbytes, self.grad = nbytes, grad
-        self.ends = source, target
-        self.spots = [self._spots(axis, shape) for axis in range(len(self.sizes))]
-        self.kinds = [tuple(_kind(spot) for spot in spots) for spots in self.spots]
-        self.start, self.goal = (self._node(layout) for layout in self.ends)
-        self._costs: dict[tuple[int, str, str, int], int] = {}
-        self._least = [self._remaining(axis) for axis in range(len(self.sizes))]
+        self.kinds = [tuple("S" if isinstance(spot, Place) else spot for spot in own) for own in spots]
+        self._steps: dict[Node, list[tuple[Node, int]]] = {}
 
-    def run(self) -> tuple[Layout, ...]:
-        best: dict[Node, tuple[int, int]] = {self.start: (0, 0)}  # cost, steps
-        came: dict[Node, Node] = {}
-        queue = [(self._bound(self.start), 0, self.start)]
-        done: set[Node] = set()
-        while queue:
-            _, steps, node = heapq.heappop(queue)
-            if node == self.goal:
-                return self._way(came)
-            if node in done:
-                continue
-            done.add(node)
-            for after, cost in self._steps(node):
-                reached = best[node][0] + cost, steps + 1
-                if after not in best or reached < best[after]:
-                    best[after] = reached
-                    came[after] = node
-                    heapq.heappush(queue, (reached[0] + self._bound(after), steps + 1, after))
-        raise AssertionError(f"every layout reaches every other through R: {self.ends}")
-
-    def _way(self, came: dict[Node, Node]) -> tuple[Layout, ...]:
-        nodes = [self.goal]
-        while nodes[-1] != self.start:
-            nodes.append(came[nodes[-1]])
-        source, target = self.ends
-        return (source, *(self._layout(node) for node in nodes[-2:0:-1]), *([target] if len(nodes) > 1 else []))
-
-    def _spots(self, axis: int, shape: tuple[int, ...]) -> tuple[Spot, ...]:
-        """What the axis may do on the way."""
-        size = self.sizes[axis]
-        taken = [(place, self.sizes[a]) for layout in self.ends for a, place in layout.places(self.sizes).items()]
-        dims = {place.dim for place, _ in taken}
-        found = set()
-        for dim in (*dims, *self._waiting(axis, shape, dims)):
-            edges = [o for p, n in taken if p.dim == dim for o in (p.outside, p.outside * n)]
-            others = [1, *(n for a, n in enumerate(self.sizes) if a != axis)]
-            innermost = [shape[dim] // (size * n) for n in others]
-            found |= {Place(dim, o) for o in (*edges, *others, *innermost) if o and shape[dim] % (o * size) == 0}
-        return (*WHOLE, *sorted(found))
-
-    def _waiting(self, axis: int, shape: tuple[int, ...], dims: set[int]) -> list[int]:
-        """A dim that neither end splits: one with room for all axes, else for this one."""
-        free = [dim for dim, size in enumerate(shape) if dim not in dims and size]
-        room = [dim for dim in free if shape[dim] % prod(self.sizes) == 0]
-        return [*room, *(dim for dim in free if shape[dim] % self.sizes[axis] == 0)][:1]
-
-    def _node(self, layout: Layout) -> Node:
+    def node(self, layout: Layout) -> Node:
         places = layout.places(self.sizes)
         spots = (places.get(axis, state.kind) for axis, state in enumerate(layout.states))
         return tuple(self.spots[axis].index(spot) for axis, spot in enumerate(spots))
 
-    def _layout(self, node: Node) -> Layout:
+    def layout(self, node: Node) -> Layout:
         spots = [self.spots[axis][number] for axis, number in enumerate(node)]
         states = tuple(S(spot.dim) if isinstance(spot, Place) else State(spot) for spot in spots)
         return at_places(states, {a: spot for a, spot in enumerate(spots) if isinstance(spot, Place)}, self.sizes)
 
-    def _steps(self, node: Node) -> Iterator[tuple[Node, int]]:
-        split = [self.spots[axis][number] for axis, number in enumerate(node)]
+    def steps(self, node: Node) -> list[tuple[Node, int]]:
+        if node not in self._steps:
+            self._steps[node] = list(self._find_steps(node))
+        return self._steps[node]
+
+    def _find_steps(self, node: Node) -> Iterator[tuple[Node, int]]:
+        held = [self.spots[axis][number] for axis, number in enumerate(node)]
         for axis, number in enumerate(node):
-            others = [(p, self.sizes[a]) for a, p in enumerate(split) if a != axis and isinstance(p, Place)]
+            size, own = self.sizes[axis], held[axis]
+            others = [(p, self.sizes[a]) for a, p in enumerate(held) if a != axis and isinstance(p, Place)]
             local = self.nbytes // prod(size for _, size in others)
-            kind, size, own = self.kinds[axis][number], self.sizes[axis], split[axis]
+            # One place leads to another only if pieces of the one make up pieces of the other.
+            blocked = [*others, *([(own, size)] if isinstance(own, Place) else [])]
             for after, spot in enumerate(self.spots[axis]):
-                if after == number:
-                    continue
-                if isinstance(spot, Place):
-                    if isinstance(own, Place) and not spot.clear_of(size, own, size):
-                        continue  # the pieces of one do not make up pieces of the other
-                    if not all(spot.clear_of(size, place, n) for place, n in others):
-                        continue
-                cost = self._cost(axis, kind, self.kinds[axis][after], local)
-                yield (*node[:axis], after, *node[axis + 1 :]), cost
+                free = not isinstance(spot, Place) or all(spot.clear_of(size, place, n) for place, n in blocked)
+                if after != number and free:
+                    kinds = self.kinds[axis][number], self.kinds[axis][after]
+                    cost = self.paths.cost(axis, *kinds, local, self.grad)
+                    yield (*node[:axis], after, *node[axis + 1 :]), cost
 
-    def _cost(self, axis: int, before: str, after: str, local: int) -> int:
-        key = axis, before, after, local
-        if key not in self._costs:
-            entry = TABLE[before + after]
-            seconds = entry_seconds(entry, local, self.grad, self.paths.axes[axis], self.paths.compute)
-            self._costs[key] = round(seconds.total * FEMTO)
-        return self._costs[key]
-
-    def _bound(self, node: Node) -> int:
-        return sum(least[number] for least, number in zip(self._least, node, strict=True))
-
-    def _remaining(self, axis: int) -> list[int]:
+    def remaining(self, axis: int, goal: int) -> list[int]:
         """Spot -> the least that bringing the axis to its goal can cost, whatever the other axes do."""
         local = self.nbytes // (prod(self.sizes) // self.sizes[axis])
-        kinds = (*WHOLE, "S")
-        away = {(a, b): self._cost(axis, a, b, local) if a != b else 0 for a in kinds for b in kinds}
-        for middle in kinds:
-            for a in kinds:
-                for b in kinds:
-                    away[a, b] = min(away[a, b], away[a, middle] + away[middle, b])
-        goal = self.goal[axis]
-        around = min(self._cost(axis, "S", "S", local), *(away["S", k] + away[k, "S"] for k in WHOLE))
-        wanted = self.kinds[axis][goal]
-        found = [around if kind == wanted == "S" else away[kind, wanted] for kind in self.kinds[axis]]
-        found[goal] = 0
-        return found
+        ways, kinds = self.paths.ways(axis, local, self.grad), self.kinds[axis]
+        return [0 if number == goal else ways[kind, kinds[goal]] for number, kind in enumerate(kinds)]
 
 
-def _kind(spot: Spot) -> str:
-    return "S" if isinstance(spot, Place) else spot
+def _search(space: _Space, source: Layout, target: Layout) -> tuple[Layout, ...]:
+    """A* from one layout to the other."""
+    start, goal = space.node(source), space.node(target)
+    least = [space.remaining(axis, number) for axis, number in enumerate(goal)]
+    best: dict[Node, tuple[int, int]] = {start: (0, 0)}  # cost, steps
+    came: dict[Node, Node] = {}
+    queue = [(0, 0, start)]
+    done: set[Node] = set()
+    while goal not in done:
+        _, steps, node = heapq.heappop(queue)
+        if node in done:
+            continue
+        done.add(node)
+        for after, cost in space.steps(node):
+            reached = best[node][0] + cost, steps + 1
+            if after not in best or reached < best[after]:
+                best[after] = reached
+                came[after] = node
+                bound = reached[0] + sum(own[number] for own, number in zip(least, after, strict=True))
+                heapq.heappush(queue, (bound, steps + 1, after))
+    nodes = [goal]
+    while nodes[-1] != start:
+        nodes.append(came[nodes[-1]])
+    between = tuple(space.layout(node) for node in nodes[-2:0:-1])
+    return (source, *between, target) if len(nodes) > 1 else (source,)
+
+
+def _spots(
+    source: Layout, target: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[tuple[Spot, ...], ...]:
+    """What each axis may do on the way."""
+    taken = [(place, sizes[a]) for layout in (source, target) for a, place in layout.places(sizes).items()]
+    dims = {place.dim for place, _ in taken}
+    found: list[tuple[Spot, ...]] = []
+    for axis, size in enumerate(sizes):
+        others = [1, *(n for a, n in enumerate(sizes) if a != axis)]
+        places = set()
+        for dim in (*dims, *_waiting(axis, shape, dims, sizes)):
+            edges = [o for p, n in taken if p.dim == dim for o in (p.outside, p.outside * n)]
+            innermost = [shape[dim] // (size * n) for n in others]
+            places |= {Place(dim, o) for o in (*edges, *others, *innermost) if o and shape[dim] % (o * size) == 0}
+        found.append((*WHOLE, *sorted(places)))
+    return tuple(found)
+
+
+def _waiting(axis: int, shape: tuple[int, ...], dims: set[int], sizes: tuple[int, ...]) -> list[int]:
+    """A dim that neither end splits: one with room for all axes, else for this one."""
+    free = [dim for dim, size in enumerate(shape) if dim not in dims and size]
+    room = [dim for dim in free if shape[dim] % prod(sizes) == 0]
+    return [*room, *(dim for dim in free if shape[dim] % sizes[axis] == 0)][:1]

@@ -79,6 +79,7 @@ class BlockWriter:
         self.graph, self.sharding, self.mesh, self.prefix = graph, sharding, mesh, prefix
         self.common = common  # tensors made before the chain, by the caller's names
         self.names = Names()
+        self.bases: dict[str, str] = {}  # value -> what its copies are named after
         self.readers = graph.consumers()
         self.arguments: dict[str, None] = {}
         self.reads_parameters = False
@@ -117,7 +118,8 @@ class BlockWriter:
     def _convert(self, step: Convert) -> None:
         source = self._name(step.source)
         value = self.graph.values[step.source.value]
-        base = value.origin.rpartition(".")[2] if value.role in (Role.PARAMETER, Role.BUFFER) else source
+        base = self.bases.setdefault(value.name, source)
+        base = value.origin.rpartition(".")[2] if value.role in (Role.PARAMETER, Role.BUFFER) else base
         target = self.names.give(step.target, f"{base}_{suffix(step.target.layout)}")
         text = convert_text(source, step, self.mesh)
         self.used.add(text.partition("(")[0])

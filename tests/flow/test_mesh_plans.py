@@ -18,8 +18,6 @@ SEEDS = {
     (2, 1, 2): {"gpt": 1},
 }
 CASES = [(sizes, f"{m}-{seed}") for sizes, counts in SEEDS.items() for m, n in counts.items() for seed in range(n)]
-    (sizes, f"{model}-{seed}") for sizes, counts in SEEDS.items() for model, n in counts.items() for seed in range(n)
-]
 
 
 @pytest.fixture(scope="module")
