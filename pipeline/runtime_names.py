@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.cost.conversions import TABLE
+from pipeline.cost.conversions import REGATHER, TABLE
 
-CONVERSIONS = tuple(sorted({entry.function for entry in TABLE.values()}))
+CONVERSIONS = tuple(sorted({entry.function for entry in (*TABLE.values(), REGATHER)}))
 BODIES = ("batch_norm", "mean_cross_entropy", "mean_of_pieces")  # local forms of ops
-NAMES = (*CONVERSIONS, *BODIES, "recompute", "scope")
+NAMES = (*CONVERSIONS, *BODIES, "keep_shards", "recompute", "scope")

@@ -75,8 +75,8 @@ _REDUCTIONS = {
     "nll_loss_backward": Moves(0.57, reads=False),
 }  # fmt: skip
 _INDEXED = {
-    "embedding_dense_backward": Moves(0.5, once=1.1e-4), "index": Moves(0.4), "index_put": Moves(0.2, once=5e-5),
-    "_index_put_impl_": Moves(0.2, once=5e-5), "gather": Moves(0.4), "scatter": Moves(0.3), "scatter_add": Moves(0.1),
+    "embedding_dense_backward": Moves(0.5, once=1.1e-4), "index": Moves(0.4), "index_put": Moves(0.3, once=1e-5),
+    "_index_put_impl_": Moves(0.3, once=1e-5), "gather": Moves(0.4), "scatter": Moves(0.3), "scatter_add": Moves(0.1),
     "index_add": Moves(0.1), "index_select": Moves(0.4),
 }  # fmt: skip
 MOVES = {**_VIEWS_AND_CASTS, **_POINTWISE, **_REDUCTIONS, **_INDEXED}

@@ -10,7 +10,7 @@ import pipeline.ops
 from pipeline.ir.graph import Op
 from pipeline.ops.rule import OpRule
 
-_NOT_FAMILIES = {"rule", "dims", "table", "shapes"}
+_NOT_FAMILIES = {"rule", "dims", "table", "shapes", "mesh"}
 
 
 @cache

@@ -113,9 +113,9 @@ def _kernel(func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor
         matrices = [t for t in (*inputs, *outputs) if t.dim() >= 2]
         details["leading"] = reduce(gcd, (max(t.stride()[-2:]) for t in matrices), 0)
         details["transposed"] = "".join("n" if t.stride(-1) == 1 else "t" for t in matrices[:2])
-        rows = outputs[0].numel() // max(1, outputs[0].shape[-1])
         if not plain.flops and len(inputs) > 1:  # a grouped product: every row meets one of the matrices
-            details["flops"] = 2.0 * rows * outputs[0].shape[-1] * inputs[0].shape[-1]
+            rows, columns = outputs[0].shape[-2:]
+            details["flops"] = 2.0 * rows * columns * inputs[0].shape[-1]
     if name in ATTENTION:
         given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
         details["causal"], details["dropout"] = bool(given.get("is_causal")), bool(given.get("dropout_p"))
