@@ -14,7 +14,7 @@ class Strategy:
     name: str  # per axis the letter that is split, or R, B, P
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
-    body: str = ""  # a local form of the op that is not the op itself (a mean over a split dim)
+    body: str = ""  # local forms that are not the op itself (a mean over a split dim), one per axis, comma between
 
 
 @dataclass(frozen=True)

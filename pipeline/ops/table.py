@@ -10,17 +10,14 @@ import pipeline.ops
 from pipeline.ir.graph import Op
 from pipeline.ops.rule import OpRule
 
-_NOT_FAMILIES = {"rule", "dims", "table", "shapes"}
 
 
 @cache
 def table() -> dict[str, OpRule]:
     rules: dict[str, OpRule] = {}
     for module in pkgutil.iter_modules(pipeline.ops.__path__):
-        if module.name in _NOT_FAMILIES:
-            continue
         family = importlib.import_module(f"pipeline.ops.{module.name}")
-        for rule in family.RULES:
+        for rule in getattr(family, "RULES", ()):
             if rule.target in rules:
                 raise ValueError(f"{rule.target} has two rules; keep one")
             rules[rule.target] = rule
