@@ -24,15 +24,16 @@ def _convolution(view: OpView, groups: int, stride: Arg, padding: Arg, dilation:
     rank = len(kernel) - 2
     if len(image) != rank + 2 or isinstance(padding, str):
         return nothing_split(view)
+    strides = _each(stride, rank)
     apart = [
-        s == k and p == 0 and d == 1 and n % k == 0
+        s >= k and p == 0 and d == 1 and n % s == 0
         for s, k, p, d, n in zip(
-            _each(stride, rank), kernel[2:], _each(padding, rank), _each(dilation, rank), image[2:], strict=True
+            strides, kernel[2:], _each(padding, rank), _each(dilation, rank), image[2:], strict=True
         )
     ]
-    before = " ".join(f"(y{i} p{i}^)" if alone else f"i{i}^" for i, alone in enumerate(apart))
+    before = " ".join(f"(y{i} s{i}={strides[i]}^)" if alone else f"i{i}^" for i, alone in enumerate(apart))
     after = " ".join(f"y{i}" if alone else f"y{i}^" for i, alone in enumerate(apart))
-    patch = " ".join(f"p{i}^" if alone else f"k{i}^" for i, alone in enumerate(apart))
+    patch = " ".join(f"k{i}^" for i in range(rank))
     if groups == 1:
         return f"b c+ {before}, o c+ {patch}, o -> b o {after}"
     return f"b (g c+) {before}, (g o) c+ {patch}, (g o) -> b (g o) {after}"

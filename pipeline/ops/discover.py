@@ -71,9 +71,9 @@ class Trial:
         return (result,) if isinstance(result, Tensor) else tuple(result)
 
     def draw(self, seed: int) -> list[Tensor]:
-        """Random tensors; integers are valid as indices of any dim."""
+        """Random tensors; integers are valid as indices of any dim but one of size one."""
         generator = torch.Generator().manual_seed(seed)
-        least = min((n for shape in self.shapes for n in shape), default=1)
+        least = min((n for shape in self.shapes for n in shape if n > 1), default=2)
         return [
             _draw(shape, dtype, least, generator) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
@@ -252,7 +252,7 @@ def _can_be_tried(trial: Trial) -> bool:
     once, again = trial(tensors, seed=0), trial(tensors, seed=1)
     if any(not torch.equal(a, b) for a, b in zip(once, again, strict=True) if not a.isnan().any()):
         return False
-    return all(x.numel() < 2 or not bool((x == x.flatten()[0]).all()) for x in once if x.is_floating_point())
+    return all(x.numel() < 2 or not bool((x == x.flatten()[0]).all()) for x in once)
 
 
 def _candidates(trial: Trial, ranks: int, seed: int) -> Iterator[Found]:
@@ -281,6 +281,8 @@ def _states(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ran
         runs = [_run(trial, [own[rank] for own in local]) for rank in range(ranks)]
     except Exception:  # the op does not take such pieces
         return
+    if any(len(run[1]) != len(expected) for run in runs):
+        return
     outputs = [_output_state([run[1][i] for run in runs], x, ranks) for i, x in enumerate(expected)]
     if any(s is None for s in outputs):
         return
@@ -305,7 +307,7 @@ def _output_state(found: list[Tensor], whole: Tensor, ranks: int) -> State | Non
     """What the ranks' outputs are of the whole output: the whole, a piece or a summand."""
     near = _near(whole)
     values = [x.detach() for x in found]
-    if any(x.dim() != whole.dim() for x in values):
+    if values[0].dim() != whole.dim() or len({x.shape for x in values}) > 1:
         return None
     for dim in range(whole.dim()):
         if whole.shape[dim] != values[0].shape[dim]:

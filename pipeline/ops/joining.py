@@ -56,10 +56,18 @@ def _unbind(view: OpView) -> str:
 
 
 def _slice(view: OpView) -> str:
-    if view.inputs[0].shape == view.output.shape:
-        names = letters(len(view.output.shape), {dim_of(view, 1)})
-        return f"{names} -> {names}"
     return kept(view, {dim_of(view, 1)})
+
+
+def _strided(view: OpView) -> str:
+    """(input, dim, start, end, step): one of every `step` rows, `(d s) -> d`, may be split; a range may not."""
+    rank, dim = len(view.output.shape), dim_of(view, 1)
+    size = view.inputs[0].shape[dim]
+    start, end, step = view.constant(2, "start", 0) or 0, view.constant(3, "end", None), view.constant(4, "step", 1)
+    if step == 1 or not 0 <= start < step or size % step or (end is not None and end < size):
+        return _slice(view)
+    inside = " ".join(f"(d{i} s={step}^)" if i == dim else f"d{i}" for i in range(rank))
+    return f"{inside} -> {letters(rank)}"
 
 
 def _select(view: OpView) -> str:
@@ -118,7 +126,7 @@ RULES = [
     OpRule("aten.split_with_sizes.default", _split, _render_split, linear=((0,),), is_view=True),
     OpRule("aten.chunk.default", _split, method("chunk"), linear=((0,),), is_view=True),
     OpRule("aten.unbind.int", _unbind, method("unbind"), linear=((0,),), is_view=True),
-    OpRule("aten.slice.Tensor", _slice, call("torch.ops.aten.slice"), linear=((0,),), is_view=True),
+    OpRule("aten.slice.Tensor", _strided, call("torch.ops.aten.slice"), linear=((0,),), is_view=True),
     OpRule("aten.narrow.default", _slice, method("narrow"), linear=((0,),), is_view=True),
     OpRule("aten.select.int", _select, method("select"), linear=((0,),), is_view=True),
     OpRule("aten.slice_scatter.default", _slice_scatter, call("torch.slice_scatter"), linear=((0, 1),)),

@@ -59,7 +59,8 @@ def _join(state: State, pieces: list[Tensor]) -> Tensor:
 
 def _wrong(form: str, state: State, found: list[Tensor], whole: Tensor, near: float) -> str:
     if form == "piece":
-        if any(x.dim() != whole.dim() or x.shape[state.dim] % state.outer for x in found):
+        others = {tuple(n for d, n in enumerate(x.shape) if d != state.dim) for x in found}
+        if len(others) > 1 or any(x.dim() != whole.dim() or x.shape[state.dim] % state.outer for x in found):
             return f"shapes {[tuple(x.shape) for x in found]} are no pieces of {tuple(whole.shape)}"
         found = [_join(state, found)]
     elif form == "summand":
