@@ -33,6 +33,7 @@ class Form(Enum):
     TARGET = "a mapping with `_target_` (a dotted importable name) and keyword arguments"
     BY_NAME = "a non-empty mapping from a name to a mapping"
     CHOICE = "the name of a file in the group's folder"
+    DIMS = "a mapping from an op, such as mylib.scale.default, to its line of dims, such as 'b n, n -> b n'"
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,9 @@ class Model:
     module: dict[str, Any] = setting("What builds the `torch.nn.Module`, and its arguments.", form=Form.TARGET)
     batch: dict[str, TensorSpec] = setting(
         "Tensors of one training step by the argument name of the model's `forward`.", form=Form.BY_NAME
+    )
+    ops: dict[str, str] | None = setting(
+        "How ops of your own may be split: op to line of dims (`docs/how-to-add-an-op.md`).", None, form=Form.DIMS
     )
 
 
