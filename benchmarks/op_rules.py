@@ -1,8 +1,8 @@
 """How much of real models the op table covers: `python -m benchmarks.op_rules`.
 
-Traces ten model families in their usual sizes, without memory for their weights, and lists for each: its distinct ops, how
-many of them have a rule in the table, a discovered one or none (they run replicated), and the strategies of all its ops
-on one axis. Bars: every op has a rule, and none of the products, attentions, norms, losses and embeddings runs only
+Traces ten model families in their usual sizes, without memory for their weights, and lists for each: its distinct ops,
+how many of them have a rule in the table, a discovered one or none (they run replicated), and the strategies of all its
+ops on one axis. Bars: every op has a rule, and none of the products, attentions, norms, losses and embeddings runs only
 replicated. Another model: `--model-class transformers.LlamaForCausalLM --config '{"num_hidden_layers": 2}' --batch
 '{"input_ids": {"shape": [8, 128], "dtype": "int64"}, ...}'`; a class without a config takes it as arguments.
 """

@@ -42,4 +42,3 @@ def _check_fit(graph: OpGraph, where: str, given: dict[str, str]) -> None:
         except ValueError as error:
             place = f"{where}: ops.{op.target}" if op.target in given else f"register({op.target!r})"
             raise ConfigError(str(error), where=place, remedy="one name per dim of every tensor") from error
-

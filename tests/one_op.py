@@ -46,7 +46,11 @@ class Draw:
         if self.dtype == "bool":
             return torch.rand(self.shape) < 0.5
         if not self.high:
-            return torch.rand(self.shape, dtype=dtype) * 0.8 + 0.1 if self.positive else torch.randn(self.shape, dtype=dtype)
+            return (
+                torch.rand(self.shape, dtype=dtype) * 0.8 + 0.1
+                if self.positive
+                else torch.randn(self.shape, dtype=dtype)
+            )
         if self.distinct:
             return torch.stack([torch.randperm(self.high)[: self.shape[-1]] for _ in range(_rows(self.shape))]).view(
                 self.shape

@@ -192,7 +192,9 @@ def matmul(draw: Pick) -> tuple:
 
 
 def einsum(draw: Pick) -> tuple:
-    equation = draw(st.sampled_from(["bhqd,bhkd->bhqk", "bqk,bkd->bqd", "ij,jk->ki", "ab,ab->", "abc->ca", "ij,ij,i->j"]))
+    equation = draw(
+        st.sampled_from(["bhqd,bhkd->bhqk", "bqk,bkd->bqd", "ij,jk->ki", "ab,ab->", "abc->ca", "ij,ij,i->j"])
+    )
     sizes = {x: draw(SIZES) for x in "abcdhijkq"}
     return (equation, tuple(t(*(sizes[x] for x in term)) for term in equation.split("->")[0].split(",")))
 
@@ -404,7 +406,10 @@ REDUCTIONS: dict[str, Case] = {
     **{f"aten.{n}.dim": over_dim for n in ("max", "min")},
     **{f"aten.{n}.dim": lambda draw: (*softmax(draw),) for n in ("any", "all")},
     "aten.prod.dim_int": over_dim,
-    **{f"aten.{n}.correction": lambda draw: (*spread(draw), {"correction": 1, "keepdim": draw(FLAG)}) for n in ("var", "std")},
+    **{
+        f"aten.{n}.correction": lambda draw: (*spread(draw), {"correction": 1, "keepdim": draw(FLAG)})
+        for n in ("var", "std")
+    },
     **{f"aten.{n}.dim": spread for n in ("var", "std")},
     "aten.linalg_vector_norm.default": lambda draw: (lambda c: (c[0], 2, *c[1:]))(over_dims(draw)),
     "aten.cumsum.default": softmax,
@@ -527,7 +532,9 @@ def index_put(draw: Pick) -> tuple:
 def gather(draw: Pick) -> tuple:
     own = shape(draw)
     along = draw(st.integers(0, len(own) - 1))
-    picked = tuple(draw(SIZES) if i == along else draw(st.sampled_from([n, n, max(n // 2, 1)])) for i, n in enumerate(own))
+    picked = tuple(
+        draw(SIZES) if i == along else draw(st.sampled_from([n, n, max(n // 2, 1)])) for i, n in enumerate(own)
+    )
     return (t(*own), along, t(*picked, high=own[along]))
 
 
@@ -569,12 +576,31 @@ def squeezed(draw: Pick) -> tuple:
     return (t(*own), dim(draw, len(own)))
 
 
+def repeated(draw: Pick) -> tuple:
+    own = shape(draw)
+    return (t(*own), (*draw(st.sampled_from([(), (2,)])), *(draw(st.integers(1, 3)) for _ in own)))
+
+
+def repeated_in_a_row(draw: Pick) -> tuple:
+    return (t(*shape(draw)), draw(st.integers(1, 3)), draw(st.sampled_from([None, 0, -1])))
+
+
+def unflattened(draw: Pick) -> tuple:
+    sizes = (draw(SIZES), draw(SIZES))
+    return (t(draw(SIZES), sizes[0] * sizes[1], draw(SIZES)), 1, sizes)
+
+
+def rolled(draw: Pick) -> tuple:
+    own = shape(draw)
+    return (t(*own), (1,), (dim(draw, len(own)),)) if draw(FLAG) else (t(*own), (2,))
+
+
 VIEWS: dict[str, Case] = {
     "aten.view.default": reshape,
     "aten._unsafe_view.default": reshape,
     "aten.reshape.default": reshape,
     "aten.flatten.using_ints": lambda draw: (lambda s: (t(*s), draw(st.integers(0, len(s) - 1)), -1))(shape(draw)),
-    "aten.unflatten.int": lambda draw: (lambda p: (t(draw(SIZES), p[0] * p[1], draw(SIZES)), 1, p))((draw(SIZES), draw(SIZES))),
+    "aten.unflatten.int": unflattened,
     "aten.unsqueeze.default": lambda draw: (lambda s: (t(*s), draw(st.integers(0, len(s)))))(shape(draw, 0)),
     "aten.squeeze.dim": squeezed,
     "aten.squeeze.default": lambda draw: (t(*shape(draw)),),
@@ -585,8 +611,8 @@ VIEWS: dict[str, Case] = {
     "aten.t.default": lambda draw: (t(*shape(draw, 1, 2)),),
     "aten.expand.default": expand,
     "aten.expand_as.default": lambda draw: (lambda e: (e[0], t(*e[1], grad=False)))(expand(draw)),
-    "aten.repeat.default": lambda draw: (lambda s: (t(*s), (*draw(st.sampled_from([(), (2,)])), *(draw(st.integers(1, 3)) for _ in s))))(shape(draw)),
-    "aten.repeat_interleave.self_int": lambda draw: (lambda s: (t(*s), draw(st.integers(1, 3)), draw(st.sampled_from([None, 0, -1]))))(shape(draw)),
+    "aten.repeat.default": repeated,
+    "aten.repeat_interleave.self_int": repeated_in_a_row,
     "aten.cat.default": cat,
     "aten.stack.default": lambda draw: (lambda s: ((t(*s), t(*s)), draw(st.integers(0, len(s)))))(shape(draw, 0)),
     "aten.split.Tensor": equal_parts,
@@ -598,9 +624,9 @@ VIEWS: dict[str, Case] = {
     "aten.select.int": selected,
     "aten.slice_scatter.default": slice_scatter,
     "aten.select_scatter.default": select_scatter,
-    "aten.roll.default": lambda draw: (lambda s: (t(*s), (1,), (dim(draw, len(s)),)) if draw(FLAG) else (t(*s), (2,)))(shape(draw)),
+    "aten.roll.default": rolled,
     "aten.flip.default": lambda draw: (lambda s: (t(*s), some_dims(draw, len(s))))(shape(draw)),
-    "aten.pad.default": lambda draw: (*padded(draw), *draw(st.sampled_from([(), ("constant", 1.5), ("constant", 0.0)]))),
+    "aten.pad.default": lambda draw: (*padded(draw), *draw(st.sampled_from([(), ("constant", 1.5), ("constant", 0)]))),
     "aten.constant_pad_nd.default": lambda draw: (*padded(draw), *draw(st.sampled_from([(), (0,), (2.5,)]))),
     "aten.tril.default": lambda draw: (t(*shape(draw, 2, 3)), draw(st.integers(-1, 1))),
     "aten.triu.default": lambda draw: (t(*shape(draw, 2, 3)),),

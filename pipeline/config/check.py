@@ -209,7 +209,9 @@ def _check_dims(value: dict[str, Any], source: Source, key: Key) -> None:
         inner = (*key, target)
         parts = target.split(".")
         if len(parts) != 3 or not all(_is_name(part) for part in parts):
-            raise source.error(inner, "is not the name of an op", "use library.op.overload, such as mylib.scale.default")
+            raise source.error(
+                inner, "is not the name of an op", "use library.op.overload, such as mylib.scale.default"
+            )
         if not isinstance(line, str):
             raise source.error(inner, f"got {shown(line)}, expected a line of dims such as 'b n, n -> b n'")
         try:

@@ -51,8 +51,6 @@ def _body(view: OpView, letter: str) -> str:
     return "apart" if view.constant(4, "dropout_p", 0.0) else ""
 
 
-
-
 def _flops(view: OpView) -> float:
     queries, keys, values = view.inputs[:3]
     scores = float(queries.numel // queries.shape[-1] * keys.shape[-2])

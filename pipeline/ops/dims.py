@@ -4,8 +4,8 @@ Put the axis on a letter: tensors with that letter are `S`, inputs without it `B
 letter: all `R`; or all `B` (backward is linear, so the gradient may stay partial); or `P` through a group of inputs in
 which the op is linear, the other factors `B` and the other addends `P`.
 
-A letter inside a product, h in `(t h d)`, is split within each of the t parts: `S(dim:t)`. A letter whose dim another op
-takes apart, (t h d) say, may be split the same way here: the view's `factors` name t.
+A letter inside a product, h in `(t h d)`, is split within each of the t parts: `S(dim:t)`. A letter whose dim another
+op takes apart, (t h d) say, may be split the same way here: the view's `factors` name t.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def read_line(text: str, view: OpView) -> Line:
     shapes = [*zip(inside, view.inputs, strict=True), *zip(outside, view.outputs, strict=True)]
     dims = [(dim, size) for tensor, kind in shapes for dim, size in zip(tensor, kind.shape, strict=True)]
     _find_sizes(dims, sizes, text, view)
-    return Line(inside, outside, *(frozenset(marks[m]) for m in "+^!"), sizes)
+    return Line(inside, outside, frozenset(marks["+"]), frozenset(marks["^"]), frozenset(marks["!"]), sizes)
 
 
 def check_line(text: str) -> None:
@@ -106,7 +106,9 @@ def check_line(text: str) -> None:
         for token in _TOKEN.findall(tensor):
             inner = token[1:-1].split() if token.startswith("(") and token.endswith(")") else [token]
             if token != "*" and not (inner and all(_LETTER.fullmatch(x) for x in inner)):
-                raise ValueError(f"{token!r} is not a dim: use names, marked '+' or '^', and products such as '(h=8 d)'")
+                raise ValueError(
+                    f"{token!r} is not a dim: use names, marked '+' or '^', and products such as '(h=8 d)'"
+                )
 
 
 def _read_tensor(text: str, rank: int, marks: dict[str, set[str]], sizes: dict[str, int]) -> tuple[Dim, ...]:

@@ -1,9 +1,9 @@
-"""Strategies of an op that has no rule, found by trying: split random tensors, run the op on each piece, combine, compare.
+"""Strategies of an op that has no rule, found by trying: split random tensors, run the op on the pieces, compare.
 
-The op runs on small tensors: sizes shrink so that equal ones stay equal. What each input holds forward (the whole, a piece
-of a dim, a summand) is tried in all combinations; what the outputs then hold, and how the gradients come back, decides
-the states. A strategy counts when outputs and all gradients are right on two and on three ranks. Ops that are random,
-change their inputs, depend on values or fail have none: they run replicated.
+The op runs on small tensors: sizes shrink so that equal ones stay equal. What each input holds forward (the whole, a
+piece of a dim, a summand) is tried in all combinations; what the outputs then hold, and how the gradients come back,
+decides the states. A strategy counts when outputs and all gradients are right on two and on three ranks. Ops that are
+random, change their inputs, depend on values or fail have none: they run replicated.
 
 What is found is kept by the op's signature, in memory and, once `remember_in` named a folder, as JSON for later runs.
 """
@@ -74,9 +74,7 @@ class Trial:
         """Random tensors; integers are valid as indices of any dim but one of size one."""
         generator = torch.Generator().manual_seed(seed)
         least = min((n for shape in self.shapes for n in shape if n > 1), default=2)
-        return [
-            _draw(shape, dtype, least, generator) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        ]
+        return [_draw(shape, dtype, least, generator) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
 
 
 def _draw(shape: tuple[int, ...], dtype: str, least: int, generator: torch.Generator) -> Tensor:
@@ -288,7 +286,7 @@ def _states(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ran
         return
     known = [s for s in outputs if s is not None]
     carries = [x.requires_grad for x in expected]
-    for choice in ((R, B) if any(s == R and c for s, c in zip(known, carries, strict=True)) else (R,)):
+    for choice in (R, B) if any(s == R and c for s, c in zip(known, carries, strict=True)) else (R,):
         made = tuple(choice if s == R and c else s for s, c in zip(known, carries, strict=True))
         inputs = _input_states(trial, forward, made, whole, expected, runs, ranks)
         if inputs is not None:
@@ -346,7 +344,9 @@ def _input_states(
     for number, (state, grad) in enumerate(zip(forward, trial.grads, strict=True)):
         options = (R, B) if state == R and grad else (state,)
         found = [x[number] for x in local]
-        right = [s for s in options if not grad or not pieces.wrong_gradients(s, found, full[number], _near(full[number]))]
+        right = [
+            s for s in options if not grad or not pieces.wrong_gradients(s, found, full[number], _near(full[number]))
+        ]
         if not right:
             return None
         states.append(right[-1])

@@ -27,7 +27,9 @@ def _if_zero(position: int, name: str) -> Callable[[OpView], Linear]:
 
 
 def _added(name: str, symbol: str, function: str) -> OpRule:
-    return OpRule(f"aten.{name}", broadcast, infix(symbol, function), linear=((0, 1),), addends=(0, 1), keeps_order=True)
+    return OpRule(
+        f"aten.{name}", broadcast, infix(symbol, function), linear=((0, 1),), addends=(0, 1), keeps_order=True
+    )
 
 
 def _first_only(view: OpView) -> Linear:
@@ -46,8 +48,9 @@ CURVES = {
     "elu.default": "F.elu", "leaky_relu.default": "F.leaky_relu", "hardswish.default": "F.hardswish",
     "hardsigmoid.default": "F.hardsigmoid", "relu6.default": "F.relu6", "log_sigmoid.default": "F.logsigmoid",
     "pow.Tensor_Scalar": "torch.pow", "pow.Tensor_Tensor": "torch.pow", "pow.Scalar": "torch.pow",
-    "log.default": "torch.log", "log1p.default": "torch.log1p", "log2.default": "torch.log2", "abs.default": "torch.abs",
-    "sin.default": "torch.sin", "cos.default": "torch.cos", "square.default": "torch.square", "erf.default": "torch.erf",
+    "log.default": "torch.log", "log1p.default": "torch.log1p", "log2.default": "torch.log2",
+    "abs.default": "torch.abs", "sin.default": "torch.sin", "cos.default": "torch.cos",
+    "square.default": "torch.square", "erf.default": "torch.erf",
     "atan2.default": "torch.atan2", "maximum.default": "torch.maximum", "minimum.default": "torch.minimum",
     "max.other": "torch.max", "min.other": "torch.min", "clamp.default": "torch.clamp", "clamp.Tensor": "torch.clamp",
     "clamp_min.default": "torch.clamp_min", "clamp_max.default": "torch.clamp_max",

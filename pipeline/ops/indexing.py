@@ -35,7 +35,9 @@ def _index_put(view: OpView) -> str:
     at = first if together else 0
     whole = [*rest[:at], *((f"v{i}^", -1) for i in range(run)), *rest[at:]]
     own = whole[len(whole) - len(values) :]
-    named = [x if size in (n, -1) and n > 1 else f"one{i}^" for i, ((x, size), n) in enumerate(zip(own, values, strict=True))]
+    named = [
+        x if size in (n, -1) and n > 1 else f"one{i}^" for i, ((x, size), n) in enumerate(zip(own, values, strict=True))
+    ]
     fixed = [t.replace("i", "f").replace(" ", "^ ") for t in tensors]
     fixed = [f"{t}^" if t and not t.endswith("^") else t for t in fixed]
     return f"{inside}, {', '.join(fixed)}, {' '.join(named)} -> {inside}"
@@ -101,8 +103,6 @@ def _index_copy(view: OpView) -> str:
     dim, rank = dim_of(view, 1), len(view.inputs[0].shape)
     source = " ".join("i^" if k == dim else f"d{k}" for k in range(rank))
     return f"{letters(rank, {dim})}, i^, {source} -> {letters(rank, {dim})}"
-
-
 
 
 def _render_index(r: Rendered) -> str:

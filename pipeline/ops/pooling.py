@@ -18,8 +18,6 @@ def _image(count: int) -> Callable[[OpView], str]:
     return line
 
 
-
-
 def _rule(target: str, count: int, function: str, *, linear: bool, saves: tuple[int, ...] = ()) -> OpRule:
     return OpRule(
         target, _image(count), call(function), linear=((0,),) if linear else (), saves_inputs=saves,

@@ -13,7 +13,6 @@ from pipeline.ops.dims import check_line
 from pipeline.ops.rule import Dims, Flops, Linear, OpRule, Rendered, call, no_flops
 
 
-
 @cache
 def table() -> dict[str, OpRule]:
     rules: dict[str, OpRule] = {}
@@ -45,7 +44,7 @@ def register(
 ) -> None:
     """Adds a rule for an op of the user's own, such as `register("mylib.scale.default", "b n, n -> b n")`.
 
-    Without more it is priced as moving its tensors and as keeping all of them for backward. See docs/how-to-add-an-op.md.
+    Without more it is priced as moving its tensors and as keeping all of them for backward: docs/how-to-add-an-op.md.
     """
     if len(target.split(".")) != 3 or not all(part.isidentifier() for part in target.split(".")):
         raise ValueError(f"{target!r} is not the name of an op: use `library.op.overload`, such as mylib.scale.default")

@@ -1,4 +1,4 @@
-"""What the local forms of ops ask of the mesh: one axis by name, or several that split the same dim, outermost first."""
+"""What local forms of ops ask of the mesh: one axis by name, or several that split the same dim, outermost first."""
 
 from __future__ import annotations
 

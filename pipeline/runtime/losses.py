@@ -30,7 +30,7 @@ def mean_cross_entropy(
 
 
 def _weight_of(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What the mean divides by: the valid targets, or the weights of their classes; exact, whatever the logits' type."""
+    """What the mean divides by: the valid targets, or their classes' weights; exact, whatever the logits' type."""
     if target.is_floating_point():  # probabilities: the mean counts rows
         return torch.tensor(target.numel() // target.shape[1], dtype=torch.float64, device=logits.device)
     valid = target != ignore_index

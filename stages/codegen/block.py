@@ -171,7 +171,6 @@ class BlockWriter:
             return call(f"torch.ops.{op.target}")(rendered)
         return rule.render(rendered)
 
-
     def _local(self, tensor: Tensor) -> tuple[int, ...]:
         return tensor.layout.local_shape(self.graph.values[tensor.value].type.shape, self.mesh.sizes)
 

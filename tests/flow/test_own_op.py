@@ -13,7 +13,7 @@ from tests.flow.project import SOURCE, Project, worst_difference
 
 pytestmark = pytest.mark.flow
 
-NET = '''\
+NET = """\
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ class Data:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"x": torch.randn(self.width, generator=torch.Generator().manual_seed(index))}
-'''
+"""
 MODEL = {"module": {"_target_": "net.Net", "width": 24}, "batch": {"x": {"shape": [12, 24], "dtype": "float32"}}}
 SLOW = {  # devices on which splitting pays even for this model
     "source": "preset", "devices": 2, "memory_gb": 4,

@@ -286,7 +286,9 @@ WRONG = {
     "a mean of means": ("aten.cross_entropy_loss.default", {"split_body": None}, (t(12, 4), t(12, high=4))),
     "a mean that is only summed": ("aten.mean.default", {"split_body": None}, (t(12, 4),)),
     "the rows of a table are split": ("aten.embedding.default", {"split_body": None}, (t(12, 4), t(6, high=12))),
-    "a row of another rank counts": ("aten.index_select.default", {"dims": "v+ h, i -> i h"}, (t(12, 4), 0, t(6, high=6))),
+    "a row of another rank counts": (
+        "aten.index_select.default", {"dims": "v+ h, i -> i h"}, (t(12, 4), 0, t(6, high=6)),
+    ),
     "the classes of a loss are split": (
         "aten.cross_entropy_loss.default", {"split_body": lambda view, letter: ""}, (t(12, 4), t(12, high=4), None, 2),
     ),

@@ -74,7 +74,9 @@ def test_every_line_tells_the_size_of_its_letters(graphs) -> None:
 def test_a_fused_projection_is_split_by_heads(graphs) -> None:
     """GPT-2 writes q, k and v as one: the parts travel back from where they are taken apart to the weight."""
     graph = graphs["gpt2"]
-    fused = next(op for op in graph.ops if op.target == "aten.addmm.default" and graph.types(op.outputs)[0].shape[1] == 96)
+    fused = next(
+        op for op in graph.ops if op.target == "aten.addmm.default" and graph.types(op.outputs)[0].shape[1] == 96
+    )
     options = {s.name: s for s in strategies(rule_of(fused), view_op(graph, fused), 2)}
     assert [layout.states[0] for layout in options["n:3"].inputs[2:]] == [S(1, 3)]
     assert options["n:3"].outputs[0].states == (S(1, 3),)
@@ -91,7 +93,9 @@ def test_heads_run_through_attention_without_a_conversion(graphs) -> None:
         if not known:
             continue
         fitting = [
-            s for s in strategies(rule_of(op), view_op(graph, op), 2) if all(s.inputs[i].states[0] == x for i, x in known)
+            s
+            for s in strategies(rule_of(op), view_op(graph, op), 2)
+            if all(s.inputs[i].states[0] == x for i, x in known)
         ]
         assert fitting, f"{op.target} of {op.module} takes no {known}"
         at |= {name: layout.states[0] for name, layout in zip(op.outputs, fitting[0].outputs, strict=True)}

@@ -1,4 +1,4 @@
-"""Random ops on several ranks: whole values draw alike, split ones apart, and a recompute region draws again the same."""
+"""Random ops on several ranks: whole values draw alike, split ones apart, a recompute region draws the same again."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def test_attention_drops_other_scores_on_every_rank(name: str) -> None:
     shape = (4, 4, 4, 4)
     it = example("aten.scaled_dot_product_attention.default", t(*shape), t(*shape), t(*shape), None, 0.5)
     eye = torch.eye(4, dtype=torch.float64).expand(shape).clone()
-    it = Example(it.graph, (it.tensors[0][:1, :1].expand(shape).clone(), it.tensors[1][:1, :1].expand(shape).clone(), eye), ())
+    it = Example(
+        it.graph, (it.tensors[0][:1, :1].expand(shape).clone(), it.tensors[1][:1, :1].expand(shape).clone(), eye), ()
+    )
     found, after = ranks_draw(it, name, 2)
     scores = F.scaled_dot_product_attention(*it.tensors)
     held = values(S({"b0": 0, "b1": 1, "q": 2}[name]), scores, 2)
