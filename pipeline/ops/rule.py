@@ -83,8 +83,8 @@ class OpRule:
 
     `dims` is one line, such as `* k+, n k+, n -> * n`: `k+` may be split and sums, `k^` is never split, `k!` may be
     split because the local form talks to the other ranks and returns the whole; `*` stands for any leading dims,
-    `(h d)` for a dim that is a product. `linear` lists groups of inputs in which the op is linear together; `addends` are inputs
-    that must enter just once when the others are summands.
+    `(h d)` for a dim that is a product. `linear` lists groups of inputs in which the op is linear together; `addends`
+    are inputs that must enter just once when the others are summands.
     """
 
     target: str

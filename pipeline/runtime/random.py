@@ -2,8 +2,8 @@
 
 Every rank seeds the default generator alike, and an op that runs whole draws from it: so replicated values are equal
 on all ranks. An op that is split draws one number from that stream, which is again the same everywhere, and its own
-numbers from a stream seeded with it and the rank's place: different on every rank. The default stream stays in step, and as a
-recompute region restores it, the split draws are repeated too; no second stream has to be saved.
+numbers from a stream seeded with it and the rank's place: different on every rank. The default stream stays in step,
+and as a recompute region restores it, the split draws are repeated too; no second stream has to be saved.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def test_other_ways_give_strategies_too(project: Project, how: str) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("b n n -> b n", ["ops.own.soft_clip.default", "names"]),
+        ("b n n -> b n", ["ops.own.soft_clip.default", "does not fit"]),
         ("b n, n", ["ops.own.soft_clip.default", "'->'"]),
         ("b {}, n -> b n", ["ops.own.soft_clip.default", "is not a dim"]),
         ("b n, b -> b n", ["ops.own.soft_clip.default", "b is both"]),
