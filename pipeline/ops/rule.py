@@ -55,9 +55,9 @@ class Rendered:
         return self.local_outputs[0]
 
     def axes(self, body: str) -> str:
-        """The axes that ask for a local form as an argument: `"d0"`, `("d0", "d1")`, or nothing."""
-        names = [f'"{axis}"' for name, axis in self.bodies if name == body]
-        return names[0] if len(names) == 1 else f"({', '.join(names)})" if names else ""
+        """The axes that ask for a local form, as an argument: `"d0"`, `"d0+d1"`, or nothing."""
+        names = "+".join(axis for name, axis in self.bodies if name == body)
+        return f'"{names}"' if names else ""
 
     def given(self, names: tuple[str, ...]) -> dict[str, str]:
         """The arguments by name, whether given by position or by name."""

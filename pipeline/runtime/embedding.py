@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.runtime.axes import AxisNames, own_range, position
+from pipeline.runtime.axes import own_range, position
 
 
-def row_split_embedding(indices: Tensor, table: Tensor, axis: AxisNames, padding_idx: int | None = None) -> Tensor:
+def row_split_embedding(indices: Tensor, table: Tensor, axis: str, padding_idx: int | None = None) -> Tensor:
     """This rank's summand of the rows; the row `padding_idx` is read but takes no gradient."""
     first, own = own_range(table.shape[0] * position(axis)[1], axis)
     place = indices - first

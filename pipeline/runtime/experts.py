@@ -7,12 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pipeline.runtime.axes import AxisNames, own_range, position
+from pipeline.runtime.axes import own_range, position
 
 
-def expert_split(
-    product: Callable[..., Tensor], rows: Tensor, experts: Tensor, ends: Tensor, axis: AxisNames
-) -> Tensor:
+def expert_split(product: Callable[..., Tensor], rows: Tensor, experts: Tensor, ends: Tensor, axis: str) -> Tensor:
     """This rank's summand: the rows of its own experts, zeros for the others.
 
     Rows are sorted by expert, `ends` says where each expert's rows end.

@@ -12,13 +12,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.runtime.axes import AxisNames, combine, own_range, position, summed
+from pipeline.runtime.axes import combine, own_range, position
+from pipeline.runtime.collectives import all_reduce
 
 
 def mean_cross_entropy(
     logits: Tensor,
     target: Tensor,
-    axis: AxisNames,
+    axis: str,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -39,7 +40,7 @@ def _weight_of(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_ind
     return weight.to(torch.float64)[target.where(valid, 0)].where(valid, 0.0).sum()
 
 
-def mean_of_pieces(mean: Tensor, axis: AxisNames) -> Tensor:
+def mean_of_pieces(mean: Tensor, axis: str) -> Tensor:
     """A mean over this rank's piece as its summand of the mean over all pieces, which are of equal size."""
     return mean / position(axis)[1]
 
@@ -47,8 +48,8 @@ def mean_of_pieces(mean: Tensor, axis: AxisNames) -> Tensor:
 def class_split_cross_entropy(
     logits: Tensor,
     target: Tensor,
-    axis: AxisNames,
-    rows: AxisNames = "",
+    axis: str,
+    rows: str = "",
     weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
@@ -56,7 +57,7 @@ def class_split_cross_entropy(
 ) -> Tensor:
     """Cross entropy of logits whose classes (dim 1) lie on `axis`; target and class weights are whole.
 
-    `rows` names axes over which the batch is split too, for the mean.
+    `rows` is an axis over which the batch is split too, for the mean.
     """
     own = logits.shape[1]
     classes = own * position(axis)[1]
@@ -64,17 +65,17 @@ def class_split_cross_entropy(
     valid = target != ignore_index
     largest = combine(logits.amax(1), axis, dist.ReduceOp.MAX)
     shifted = logits - largest.unsqueeze(1)
-    log_sum = summed(shifted.exp().sum(1), axis).log()
+    log_sum = all_reduce(shifted.exp().sum(1), axis).log()
     place = target.where(valid, 0) - first
     mine = (place >= 0) & (place < own) & valid
     picked = shifted.gather(1, place.where(mine, 0).unsqueeze(1)).squeeze(1).where(mine, 0.0)
     scale = 1.0 if weight is None else weight[target.where(valid, 0)]
-    loss = (log_sum - summed(picked, axis)) * scale
+    loss = (log_sum - all_reduce(picked, axis)) * scale
     if label_smoothing:
         owned = logits.new_ones(own) if weight is None else weight[first : first + own]
         every = torch.tensordot(shifted, owned, dims=([1], [0]))
         total = float(classes) if weight is None else weight.sum()
-        smooth = (log_sum * total - summed(every, axis)) / classes
+        smooth = (log_sum * total - all_reduce(every, axis)) / classes
         loss = loss * (1 - label_smoothing) + smooth * label_smoothing
     loss = loss.where(valid, 0.0)
     if reduction == "none":

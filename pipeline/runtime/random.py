@@ -13,13 +13,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pipeline.runtime.axes import AxisNames, position
+from pipeline.runtime.axes import position
 
 _SEEDS = 2**62
 _SPREAD = 0x9E3779B97F4A7C15  # so that the seeds of neighbours have nothing in common
 
 
-def drawn_apart(draw: Callable[[], Tensor], axis: AxisNames) -> Tensor:
+def drawn_apart(draw: Callable[[], Tensor], axis: str) -> Tensor:
     """Runs a random op with this rank's own numbers."""
     shared = int(torch.randint(_SEEDS, ()))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
