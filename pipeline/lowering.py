@@ -1,7 +1,8 @@
 """From a graph and a sharding to the sharded program: the same for what is priced and for what is printed.
 
-A tensor that several ops read in one layout is converted once, just before the first of them. Every link makes its own
-copies, so that a recompute region repeats what belongs to it and nothing crosses a cut but the activation. A replicated
+A tensor that several ops read in one layout is converted once, just before the first of them, through the layouts that
+the sharding names; what lies on the way to another layout is not made a second time. Every link makes its own copies,
+so that a recompute region repeats what belongs to it and nothing crosses a cut but the activation. A replicated
 parameter that all its ops read as `B` is not converted: the step sums its gradient over the ranks once (this is DDP).
 """
 
@@ -9,10 +10,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
 
+from pipeline.cost.paths import Paths
+from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph, Role, Value
 from pipeline.ir.layout import B, Layout, R, replicated
-from pipeline.ir.plan import Sharding
+from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.program import Call, Convert, Program, Step, Tensor
 
 
@@ -26,7 +31,7 @@ def lower(graph: OpGraph, sharding: Sharding) -> Program:
         copies = {c.target: c.target for c in shared}
         steps = _steps(graph, sharding, link.ops, home, reduced, copies)
         if index == len(graph.chain) - 1:
-            steps += _convert(Tensor(graph.output, home[graph.output]), _loss(graph, home))
+            steps += _convert(sharding, Tensor(graph.output, home[graph.output]), _loss(graph, home), {})
         links.append(tuple(steps))
     return Program(tuple(prologue), tuple(shared), tuple(links), reduced, _loss(graph, home))
 
@@ -79,7 +84,9 @@ def _shared(graph: OpGraph, sharding: Sharding, home: dict[str, Layout], reduced
             for name, layout in zip(op.inputs, sharding.strategies[op.name].inputs, strict=True):
                 if graph.values[name].role is Role.PARAMETER and name not in reduced and layout != home[name]:
                     readers[Tensor(name, layout)].add(index)
-    return [Convert(Tensor(t.value, home[t.value]), t) for t, links in readers.items() if len(links) > 1]
+    copies: dict[Tensor, Tensor] = {}
+    several = [tensor for tensor, links in readers.items() if len(links) > 1]
+    return [s for t in several for s in _convert(sharding, Tensor(t.value, home[t.value]), t, copies)]
 
 
 def _steps(
@@ -99,8 +106,8 @@ def _steps(
             if wanted not in copies:
                 own = Tensor(name, home[name])
                 same = name in reduced or _same(graph.values[name], own.layout, layout)
+                steps += [] if same else _convert(sharding, own, wanted, copies)
                 copies[wanted] = own if same else wanted
-                steps += [] if same else _convert(own, wanted)
             inputs.append(copies[wanted])
         outputs = tuple(Tensor(n, s) for n, s in zip(op.outputs, strategy.outputs, strict=True))
         steps.append(Call(op.name, tuple(inputs), outputs))
@@ -114,5 +121,24 @@ def _same(value: Value, have: Layout, want: Layout) -> bool:
     return not value.grad and all(h == w or {h, w} == {R, B} for h, w in zip(have.states, want.states, strict=True))
 
 
-def _convert(source: Tensor, target: Tensor) -> list[Step]:
-    return [] if source == target else [Convert(source, target)]
+def _convert(sharding: Sharding, source: Tensor, target: Tensor, copies: dict[Tensor, Tensor]) -> list[Convert]:
+    """The steps from one layout to another, after the last of its layouts that is there already."""
+    if source == target:
+        return []
+    between = sharding.between(source.value, source.layout, target.layout)
+    way = [source, *(Tensor(source.value, layout) for layout in between), target]
+    there = max(i for i, tensor in enumerate(way) if i == 0 or copies.get(tensor) == tensor)
+    copies |= {tensor: tensor for tensor in way[there + 1 :]}
+    return [Convert(before, after) for before, after in pairwise(way[there:])]
+
+
+def with_paths(graph: OpGraph, sharding: Sharding, cluster: Cluster) -> Sharding:
+    """The sharding with the cheapest path for each of its conversions that takes more than one step."""
+    paths = Paths(cluster.axes, cluster.compute)
+    found = {}
+    for step in lower(graph, replace(sharding, paths={})).conversions():
+        value, ends = graph.values[step.source.value], (step.source.layout, step.target.layout)
+        path = paths.cheapest(*ends, value.type.shape, value.type.nbytes, value.grad)
+        if len(path.steps) > 1:
+            found[path_name(value.name, *ends)] = path.layouts[1:-1]
+    return replace(sharding, paths=found)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipeline.cost.conversions import TABLE
+from pipeline.cost.conversions import REGATHER, TABLE
 
-CONVERSIONS = tuple(sorted({entry.function for entry in TABLE.values()}))
+CONVERSIONS = tuple(sorted({entry.function for entry in (*TABLE.values(), REGATHER)}))
 BODIES = (  # local forms of ops
     "batch_norm",
     "class_split_cross_entropy",
@@ -14,4 +14,4 @@ BODIES = (  # local forms of ops
     "mean_of_pieces",
     "row_split_embedding",
 )
-NAMES = (*CONVERSIONS, *BODIES, "recompute", "scope")
+NAMES = (*CONVERSIONS, *BODIES, "keep_shards", "recompute", "scope")

@@ -1,20 +1,25 @@
 """What it takes to bring a tensor from one state to another on one axis: the conversion table.
 
-| from -> to     | function         | forward        | backward       | known as                                |
-|----------------|------------------|----------------|----------------|-----------------------------------------|
-| `R -> B`       | sum_gradient     | nothing        | all-reduce     | Megatron's f; for a parameter, DDP      |
-| `P -> R`       | all_reduce       | all-reduce     | nothing        | Megatron's g                            |
-| `S -> B`       | all_gather       | all-gather     | reduce-scatter | sequence parallelism; a parameter: ZeRO |
-| `S -> R`       | gather           | all-gather     | slice          |                                         |
-| `P -> S`       | reduce_scatter   | reduce-scatter | all-gather     | sequence parallelism                    |
-| `P -> B`       | all_reduce_both  | all-reduce     | all-reduce     |                                         |
-| `R -> S`       | shard            | slice          | all-gather     |                                         |
-| `S(a) -> S(b)` | all_to_all       | all-to-all     | all-to-all     |                                         |
-| `R -> P`       | mask             | mask           | nothing        | local                                   |
-| `B -> R`       | mask_gradient    | nothing        | mask           | local                                   |
-| `B -> S`       | narrow           | slice          | zero-pad       | local                                   |
-| `S -> P`       | pad              | zero-pad       | slice          | local                                   |
-| `B -> P`       | mask_both        | mask           | mask           | local                                   |
+| from -> to     | function        | forward        | backward                   | known as                            |
+|----------------|-----------------|----------------|----------------------------|-------------------------------------|
+| `R -> B`       | sum_gradient    | nothing        | all-reduce                 | Megatron's f; for a weight, DDP     |
+| `P -> R`       | all_reduce      | all-reduce     | nothing                    | Megatron's g                        |
+| `S -> B`       | all_gather      | all-gather     | reduce-scatter             | sequence parallelism; weights: ZeRO |
+| `S -> B`       | regather        | all-gather     | all-gather, reduce-scatter | ZeRO-3: the shard alone is kept     |
+| `S -> R`       | gather          | all-gather     | slice                      |                                     |
+| `P -> S`       | reduce_scatter  | reduce-scatter | all-gather                 | sequence parallelism                |
+| `P -> B`       | all_reduce_both | all-reduce     | all-reduce                 |                                     |
+| `R -> S`       | shard           | slice          | all-gather                 |                                     |
+| `S(a) -> S(b)` | all_to_all      | all-to-all     | all-to-all                 |                                     |
+| `R -> P`       | mask            | mask           | nothing                    | local                               |
+| `B -> R`       | mask_gradient   | nothing        | mask                       | local                               |
+| `B -> S`       | narrow          | slice          | zero-pad                   | local                               |
+| `S -> P`       | pad             | zero-pad       | slice                      | local                               |
+| `B -> P`       | mask_both       | mask           | mask                       | local                               |
+
+A step changes the state on one axis. The digits that the other axes take (see pipeline.ir.layout) stay where they are:
+gathering the outer of two axes on one dim leaves the inner one on a factor, `S(0),S(0) -> R,S(0:2)`; only where the
+inner one is gathered is it `S(0),S(0) -> S(0),R`. What lies between other layouts is for pipeline.cost.paths to find.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from dataclasses import dataclass
 
 from pipeline.cost.compute import Seconds
 from pipeline.ir.cluster import COLLECTIVES, Axis, Compute
-from pipeline.ir.layout import State
+from pipeline.ir.layout import Layout, State
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Conversion:
     function: str  # its name in pipeline.runtime
     forward: str  # a collective, a local move of bytes, or "" for nothing
     backward: str
+    again: str = ""  # what backward does first, to have the value once more
 
 
 TABLE = {
@@ -48,6 +54,7 @@ TABLE = {
     "SP": Conversion("pad", "pad", "slice"),
     "BP": Conversion("mask_both", "mask", "mask"),
 }
+REGATHER = Conversion("regather", "all_gather", "reduce_scatter", again="all_gather")  # `SB` that keeps the shard alone
 
 
 def conversion(source: State, target: State) -> Conversion:
@@ -55,15 +62,59 @@ def conversion(source: State, target: State) -> Conversion:
 
 
 def conversion_seconds(source: State, target: State, nbytes: int, grad: bool, axis: Axis, compute: Compute) -> Seconds:
-    """Seconds to convert a tensor of that many bytes (unsplit), and its gradient where it has one."""
+    """Seconds to convert a tensor of that many bytes (not split on this axis), and its gradient where it has one."""
     if source == target:
         return Seconds(0.0, 0.0)
-    steps = conversion(source, target)
-    backward = _step_seconds(steps.backward, nbytes, axis, compute) if grad else 0.0
-    return Seconds(_step_seconds(steps.forward, nbytes, axis, compute), backward)
+    return entry_seconds(conversion(source, target), nbytes, grad, axis, compute)
 
 
-def _step_seconds(step: str, nbytes: int, axis: Axis, compute: Compute) -> float:
-    if step in COLLECTIVES:
-        return axis.links[step].seconds(nbytes)
-    return compute.launch + nbytes / compute.memory_rate if step else 0.0
+def entry_seconds(entry: Conversion, nbytes: int, grad: bool, axis: Axis, compute: Compute) -> Seconds:
+    backward = (entry.again, entry.backward) if grad else ()
+    return Seconds(
+        _move_seconds(entry.forward, nbytes, axis, compute),
+        sum(_move_seconds(move, nbytes, axis, compute) for move in backward),
+    )
+
+
+def _move_seconds(move: str, nbytes: int, axis: Axis, compute: Compute) -> float:
+    if move in COLLECTIVES:
+        return axis.links[move].seconds(nbytes)
+    return compute.launch + nbytes / compute.memory_rate if move else 0.0
+
+
+def entry_bytes(entry: Conversion, nbytes: int, grad: bool, size: int) -> float:
+    """Bytes that a rank sends, forward and backward; the tensor has that many where it is not split on this axis."""
+    moves = (entry.forward, entry.again, entry.backward) if grad else (entry.forward,)
+    share = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1 / size}
+    return sum(share.get(move, 0.0) * nbytes * (size - 1) / size for move in moves)
+
+
+def step_axis(source: Layout, target: Layout, sizes: tuple[int, ...]) -> int:
+    """The one axis on which two layouts differ, digits of the other axes compared where they lie."""
+    before, after = source.places(sizes), target.places(sizes)
+    changed = [
+        axis
+        for axis, (old, new) in enumerate(zip(source.states, target.states, strict=True))
+        if old.kind != new.kind or before.get(axis) != after.get(axis)
+    ]
+    if len(changed) != 1:
+        raise ValueError(f"{source} -> {target} is not one step: it changes {len(changed)} axes")
+    return changed[0]
+
+
+def conversion_of(source: Layout, target: Layout, sizes: tuple[int, ...]) -> Conversion:
+    """The table's entry for one step between layouts."""
+    axis = step_axis(source, target, sizes)
+    return conversion(source.states[axis], target.states[axis])
+
+
+def step_arguments(source: Layout, target: Layout, sizes: tuple[int, ...]) -> dict[str, int]:
+    """What the step's function is told besides the tensor and the axis: dims, and parts where there are several."""
+    axis = step_axis(source, target, sizes)
+    split = [layout for layout in (source, target) if layout.states[axis].kind == "S"]
+    found = {}
+    for layout, (dim, parts) in zip(split, (("dim", "parts"), ("to", "to_parts")), strict=False):
+        found[dim] = layout.states[axis].dim
+        count = layout.parts(axis, sizes)
+        found |= {parts: count} if count > 1 else {}
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.cost.compute import local_bytes
-from pipeline.cost.conversions import conversion
+from pipeline.cost.conversions import conversion_of
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
@@ -38,7 +38,7 @@ class _Storage:
 
     def add(self, step: Step) -> None:
         if isinstance(step, Convert):
-            if _moves_bytes(step):
+            if _moves_bytes(step, self.sizes):
                 self._allocate(step.target)
             else:
                 self.owner[step.target] = self.find(step.source)
@@ -61,11 +61,8 @@ class _Storage:
         return self.bytes.get(self.find(tensor), 0)
 
 
-def _moves_bytes(step: Convert) -> bool:
-    return any(
-        s != t and conversion(s, t).forward
-        for s, t in zip(step.source.layout.states, step.target.layout.states, strict=True)
-    )
+def _moves_bytes(step: Convert, sizes: tuple[int, ...]) -> bool:
+    return conversion_of(step.source.layout, step.target.layout, sizes).forward != ""
 
 
 def link_memory(

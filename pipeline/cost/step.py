@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.cost.compute import Seconds, op_seconds, optimizer_seconds
-from pipeline.cost.conversions import conversion_seconds
 from pipeline.cost.memory import LinkMemory, link_memory
+from pipeline.cost.paths import Paths
 from pipeline.ir.cluster import Axis, Cluster
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Sharding
@@ -86,7 +86,7 @@ def price_step(
     return StepPrice(
         links=tuple(links),
         outside=outside,
-        gradient_sum=sum(gradient_sum_seconds(stored[name], cluster.axes[0]) for name in program.reduced),
+        gradient_sum=sum(gradient_sum_seconds(stored[n], axis) for n in program.reduced for axis in cluster.axes),
         optimizer=sum(optimizer_seconds(n, optimizer_copies, cluster.compute) for n in stored.values()),
         resident_bytes=round(sum(resident_bytes(n, optimizer_copies) for n in stored.values()))
         + sum(v.type.nbytes for v in graph.of_role(Role.BUFFER)),
@@ -113,7 +113,5 @@ def _call_seconds(graph: OpGraph, profile: Profile, cluster: Cluster, sharding: 
 
 def convert_seconds(graph: OpGraph, cluster: Cluster, step: Convert) -> Seconds:
     value = graph.values[step.source.value]
-    pairs = zip(step.source.layout.states, step.target.layout.states, cluster.axes, strict=True)
-    return _total(
-        [conversion_seconds(s, t, value.type.nbytes, value.grad, axis, cluster.compute) for s, t, axis in pairs]
-    )
+    paths = Paths(cluster.axes, cluster.compute)
+    return paths.step(step.source.layout, step.target.layout, value.type.nbytes, value.grad)[0]

@@ -6,11 +6,23 @@
 | `B`    | replicated         | partial (summands) |
 | `S(d)` | split on dim d     | split on dim d     |
 | `P`    | partial (summands) | replicated         |
+
+Several axes may split one dim. Read the dim as digits, outermost first: an axis takes away one digit, of its own size.
+`S(d:o)` says that the digits outside that one multiply to `o`; axes that say the same `o` take the digits that follow
+one another from there, outermost first. So on axes of sizes 2 and 4:
+
+    S(0),S(0)     a dim of 16 is (2 4 2): axis 0 takes the 2, axis 1 the 4
+    S(0)',S(0)    the other order: (4 2 2)
+    S(0),S(0:8)   a dim of 64 is (2 4 4 2), say 8 sequences of 8 tokens: axis 0 splits the sequences, axis 1 the tokens
+
+An axis with a smaller `o` is applied first; for a later one the dim lies in fewer parts by then, `o` divided by what
+the earlier ones took. A layout fits a shape where all the digits divide.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,10 +68,42 @@ def S(dim: int, outer: int = 1, after: int = 0) -> State:
 
 
 @dataclass(frozen=True, order=True)
+class Place:
+    """The digit of a dim that an axis takes: the digits outside it multiply to `outside`."""
+
+    dim: int
+    outside: int
+
+    def clear_of(self, size: int, other: Place, other_size: int) -> bool:
+        """Whether axes of these sizes may take both digits: of different dims, or one wholly inside the other."""
+        inside, other_inside = self.outside * size, other.outside * other_size
+        return self.dim != other.dim or self.outside % other_inside == 0 or other.outside % inside == 0
+
+
+@dataclass(frozen=True)
+class Split:
+    """What one axis does to the piece that the axes before it left: the dim lies in `parts`, each of which is split."""
+
+    axis: int
+    dim: int
+    parts: int
+
+
+Run = tuple[int, int]  # start, length
+
+
+@dataclass(frozen=True, order=True)
 class Layout:
-    """The state on every axis of the mesh, in the mesh's order; printed as `S(0),R`."""
+    """The state on every axis of the mesh, in the mesh's order; printed as `S(0),R`.
+
+    Primes that say no more than the order of the mesh are dropped: equal orders are equal layouts.
+    """
 
     states: tuple[State, ...]
+
+    def __post_init__(self) -> None:
+        if any(s.after for s in self.states):
+            object.__setattr__(self, "states", _fewest_primes(self.states))
 
     def __str__(self) -> str:
         return ",".join(str(s) for s in self.states)
@@ -67,7 +111,7 @@ class Layout:
     @staticmethod
     @lru_cache(maxsize=4096)
     def parse(text: str) -> Layout:
-        return Layout(tuple(State.parse(part) for part in text.split(",") if part.strip()))
+        return Layout(tuple(State.parse(part) for part in text.split(",")) if text.strip() else ())
 
     def to_json(self) -> str:
         return str(self)
@@ -78,14 +122,41 @@ class Layout:
             raise ValueError(f"expected a layout such as 'S(0)', found {data!r}")
         return Layout.parse(data)
 
+    def places(self, sizes: tuple[int, ...]) -> dict[int, Place]:
+        """Axis -> the digit it takes, outermost first; the digits of one dim must follow one another."""
+        return dict(_places(self.states, sizes))
+
+    def splits(self, sizes: tuple[int, ...]) -> tuple[Split, ...]:
+        """The layout as splits of one axis after another, each of the piece that those before it left."""
+        taken: dict[int, int] = {}
+        found = []
+        for axis, place in _places(self.states, sizes):
+            before = taken.get(place.dim, 1)
+            found.append(Split(axis, place.dim, place.outside // before))
+            taken[place.dim] = before * sizes[axis]
+        return tuple(found)
+
+    def parts(self, axis: int, sizes: tuple[int, ...]) -> int:
+        """In how many parts the dim lies that the axis splits, on a rank where the other axes have split it."""
+        return next(split.parts for split in self.splits(sizes) if split.axis == axis)
+
+    def fits(self, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+        """Whether every split divides; a dim without elements is not split."""
+        try:
+            self.local_shape(shape, sizes)
+        except (ValueError, IndexError):
+            return False
+        return all(shape[split.dim] > 0 for split in self.splits(sizes))
+
     def local_shape(self, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one rank's piece; every split must divide."""
         local = list(shape)
-        for state, size in zip(self.states, sizes, strict=True):
-            if state.kind == "S":
-                if local[state.dim] % size:
-                    raise ValueError(f"dim {state.dim} of {shape} does not divide by {size}")
-                local[state.dim] //= size
+        for split in self.splits(sizes):
+            size = sizes[split.axis]
+            if local[split.dim] % (split.parts * size):
+                parts = f" in {split.parts} parts" if split.parts > 1 else ""
+                raise ValueError(f"dim {split.dim} of {shape} does not divide by {size}{parts}")
+            local[split.dim] //= size
         return tuple(local)
 
     def pieces(self, sizes: tuple[int, ...]) -> int:
@@ -94,6 +165,111 @@ class Layout:
         for state, size in zip(self.states, sizes, strict=True):
             count *= size if state.kind == "S" else 1
         return count
+
+    def runs(
+        self, shape: tuple[int, ...], sizes: tuple[int, ...], rank: tuple[int, ...]
+    ) -> tuple[tuple[Run, ...], ...]:
+        """What the rank at that place of the mesh holds of the unsplit tensor: for each dim, runs of indices in order.
+
+        The piece is their product: the elements whose index is in a run of every dim.
+        """
+        self.local_shape(shape, sizes)  # refuses what does not divide
+        held: list[tuple[Run, ...]] = [((0, size),) for size in shape]
+        for split in self.splits(sizes):
+            held[split.dim] = _piece(held[split.dim], split.parts, sizes[split.axis], rank[split.axis])
+        return tuple(held)
+
+    def normal(self, sizes: tuple[int, ...]) -> Layout:
+        """The one way to write this layout on a mesh of these sizes: `S(0),S(0:2)` is `S(0),S(0)` if axis 0 has 2."""
+        return at_places(self.states, self.places(sizes), sizes)
+
+    def nested(self, state: State, sizes: tuple[int, ...]) -> Layout | None:
+        """This layout with one more axis, of the last of the sizes, in a state that is said of the local piece.
+
+        None where the axis would cut across the parts that lie on a rank: that is no layout.
+        """
+        own = sizes[: len(self.states)]
+        if state.kind != "S":
+            return Layout((*self.states, state))
+        outside, size = state.outer, sizes[-1]
+        for split in self.splits(own):
+            if split.dim != state.dim:
+                continue
+            if state.outer >= split.parts:  # inside what that axis took
+                if state.outer % split.parts:
+                    return None
+                outside *= own[split.axis]
+            elif split.parts % (state.outer * size):
+                return None
+        places = self.places(own) | {len(own): Place(state.dim, outside)}
+        return at_places((*self.states, state), places, sizes)
+
+
+@lru_cache(maxsize=65536)
+def _places(states: tuple[State, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, Place], ...]:
+    """Each splitting axis with its place, dim by dim, outermost first."""
+    split = [axis for axis, (state, _) in enumerate(zip(states, sizes, strict=True)) if state.kind == "S"]
+    found = []
+    last, inside = (-1, 0), 1  # the factor of the axis before, and the digits up to and with that one
+    for axis in sorted(split, key=lambda a: (states[a].dim, states[a].outer, states[a].after, a)):
+        state = states[axis]
+        inside = inside if state.dim == last[0] else 1
+        outside = inside if (state.dim, state.outer) == last else state.outer
+        if outside % inside:
+            raise ValueError(f"{Layout(states)} on {sizes}: {state} cuts across what the axes outside it split")
+        found.append((axis, Place(state.dim, outside)))
+        last, inside = (state.dim, state.outer), outside * sizes[axis]
+    return tuple(found)
+
+
+def at_places(states: tuple[State, ...], places: Mapping[int, Place], sizes: tuple[int, ...]) -> Layout:
+    """The layout with these states, splitting axes at these places: in as few factors and primes as can say it."""
+    written = list(states)
+    last, inside, outer, before, primes = -1, 1, 1, -1, 0
+    for axis in sorted(places, key=lambda a: (places[a], sizes[a] > 1, a)):
+        place = places[axis]
+        if place.dim != last or place.outside != inside:
+            outer, primes = place.outside, 0
+        elif axis < before:
+            primes += 1
+        written[axis] = S(place.dim, outer, primes)
+        last, inside, before = place.dim, place.outside * sizes[axis], axis
+    return Layout(tuple(written))
+
+
+def _fewest_primes(states: tuple[State, ...]) -> tuple[State, ...]:
+    written = list(states)
+    last, before, primes = (-1, 0), -1, 0
+    split = [axis for axis, state in enumerate(states) if state.kind == "S"]
+    for axis in sorted(split, key=lambda a: (states[a].dim, states[a].outer, states[a].after, a)):
+        factor = (states[axis].dim, states[axis].outer)
+        primes = 0 if factor != last else primes + (axis < before)
+        written[axis] = S(*factor, primes)
+        last, before = factor, axis
+    return tuple(written)
+
+
+def _piece(runs: tuple[Run, ...], parts: int, size: int, own: int) -> tuple[Run, ...]:
+    """Of each of `parts` equal parts of what the runs hold, piece number `own` of `size`."""
+    length = sum(length for _, length in runs) // (parts * size)
+    found: list[Run] = []
+    for part in range(parts):
+        for start, count in _between(runs, (part * size + own) * length, length):
+            if found and sum(found[-1]) == start:
+                found[-1] = (found[-1][0], found[-1][1] + count)
+            else:
+                found.append((start, count))
+    return tuple(found)
+
+
+def _between(runs: tuple[Run, ...], first: int, length: int) -> Iterator[Run]:
+    """The elements first .. first + length of what the runs hold one after another."""
+    passed = 0
+    for start, count in runs:
+        low, high = max(first, passed), min(first + length, passed + count)
+        if low < high:
+            yield start + low - passed, high - low
+        passed += count
 
 
 def replicated(axes: int) -> Layout:

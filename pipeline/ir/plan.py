@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.ir.layout import Layout
 
@@ -14,16 +14,25 @@ class Strategy:
     name: str  # per axis the letter that is split, or R, B, P
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
-    body: str = ""  # local forms that are not the op itself (a mean over a split dim), one per axis, comma between
+    body: str = ""  # per axis a local form of the op that is not the op itself (a mean over a split dim), or nothing
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """One strategy per op, one storage layout per parameter, one layout per input of the step."""
+    """One strategy per op, one storage layout per parameter, one layout per input of the step, and the ways between."""
 
     strategies: dict[str, Strategy]
     storage: dict[str, Layout]
     inputs: dict[str, Layout]
+    paths: dict[str, tuple[Layout, ...]] = field(default_factory=dict)  # `value: source -> target` -> what lies between
+
+    def between(self, value: str, source: Layout, target: Layout) -> tuple[Layout, ...]:
+        """The layouts that a value passes through; none where one step leads from the source to the target."""
+        return self.paths.get(path_name(value, source, target), ())
+
+
+def path_name(value: str, source: Layout, target: Layout) -> str:
+    return f"{value}: {source} -> {target}"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.ir.layout import Layout
@@ -17,6 +18,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Convert:
+    """One step of the conversion table."""
+
     source: Tensor
     target: Tensor
 
@@ -38,3 +41,7 @@ class Program:
     links: tuple[tuple[Step, ...], ...]
     reduced: tuple[str, ...]  # replicated parameters whose gradients the step sums over the ranks at its end
     loss: Tensor
+
+    def conversions(self) -> Iterator[Convert]:
+        for steps in (self.prologue, self.shared, *self.links):
+            yield from (step for step in steps if isinstance(step, Convert))

@@ -2,10 +2,14 @@
 
 torch's own functional collectives pair an all-reduce with an all-reduce, which makes the gradient of `P -> R` too
 large by the number of ranks; so each pair of the table is written out here.
+
+`parts` says in how many equal parts the dim lies on a rank, each of which is split: 1, or more where the axis splits an
+inner factor of the dim.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -56,22 +60,38 @@ def _sum(axis: MeshAxis) -> Move:
     return move
 
 
-def _join(axis: MeshAxis, dim: int) -> Move:
+def _pieces(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
+    """The pieces of each rank, stacked on a new first dim."""
+    if parts == 1:
+        return torch.stack(x.chunk(size, dim))
+    digits = x.unflatten(dim, (parts, size, x.shape[dim] // (parts * size)))
+    return digits.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
+
+
+def _joined(pieces: Tensor, dim: int, parts: int) -> Tensor:
+    """The whole of such pieces."""
+    if parts > 1:
+        digits = pieces.unflatten(dim + 1, (parts, pieces.shape[dim + 1] // parts))
+        return digits.movedim(0, dim + 1).flatten(dim, dim + 2)
+    return pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(), dim)
+
+
+def _join(axis: MeshAxis, dim: int, parts: int) -> Move:
     def move(x: Tensor) -> Tensor:
         if axis.size == 1:
             return x
         pieces = x.new_empty((axis.size, *x.shape))
         all_gather_into(pieces.view(-1), x.contiguous().view(-1), group=axis.group)
-        return pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(), dim)
+        return _joined(pieces, dim, parts)
 
     return move
 
 
-def _sum_and_split(axis: MeshAxis, dim: int) -> Move:
+def _sum_and_split(axis: MeshAxis, dim: int, parts: int) -> Move:
     def move(x: Tensor) -> Tensor:
         if axis.size == 1:
             return x
-        pieces = torch.stack(x.chunk(axis.size, dim))
+        pieces = _pieces(x, axis.size, dim, parts)
         own = torch.empty_like(pieces[0])
         reduce_scatter_from(own.view(-1), pieces.view(-1), group=axis.group)
         return own
@@ -79,17 +99,24 @@ def _sum_and_split(axis: MeshAxis, dim: int) -> Move:
     return move
 
 
-def _own_piece(axis: MeshAxis, dim: int) -> Move:
-    return lambda x: x.chunk(axis.size, dim)[axis.rank].contiguous()
+def _own_piece(axis: MeshAxis, dim: int, parts: int) -> Move:
+    return lambda x: piece(x, axis, dim, parts).contiguous()
 
 
-def _in_zeros(axis: MeshAxis, dim: int) -> Move:
+def piece(x: Tensor, axis: MeshAxis, dim: int, parts: int) -> Tensor:
+    """This rank's piece of what it holds whole."""
+    if parts == 1:
+        return x.chunk(axis.size, dim)[axis.rank]
+    digits = x.unflatten(dim, (parts, axis.size, x.shape[dim] // (parts * axis.size)))
+    return digits.select(dim + 1, axis.rank).flatten(dim, dim + 1)
+
+
+def _in_zeros(axis: MeshAxis, dim: int, parts: int) -> Move:
     def move(x: Tensor) -> Tensor:
-        shape = list(x.shape)
-        shape[dim] *= axis.size
-        whole = x.new_zeros(shape)
-        whole.narrow(dim, axis.rank * x.shape[dim], x.shape[dim]).copy_(x)
-        return whole
+        length = x.shape[dim] // parts
+        whole = x.new_zeros((*x.shape[:dim], parts, axis.size, length, *x.shape[dim + 1 :]))
+        whole.select(dim + 1, axis.rank).copy_(x.unflatten(dim, (parts, length)))
+        return whole.flatten(dim, dim + 2)
 
     return move
 
@@ -98,14 +125,16 @@ def _on_first(axis: MeshAxis) -> Move:
     return lambda x: x if axis.rank == 0 else torch.zeros_like(x)
 
 
-def _exchange(axis: MeshAxis, split: int, join: int) -> Move:
+def _exchange(axis: MeshAxis, split: tuple[int, int], join: tuple[int, int]) -> Move:
+    """Splits one dim and joins another, each given with its parts."""
+
     def move(x: Tensor) -> Tensor:
         if axis.size == 1:
             return x
-        outgoing = torch.stack(x.chunk(axis.size, split))
+        outgoing = _pieces(x, axis.size, *split)
         incoming = torch.empty_like(outgoing)
         dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=axis.group)
-        return torch.cat(incoming.unbind(), join)
+        return _joined(incoming, *join)
 
     return move
 
@@ -128,39 +157,43 @@ def all_reduce_both(x: Tensor, axis: str) -> Tensor:
     return _apply(x, _sum(axis_of(axis)), _sum(axis_of(axis)))
 
 
-def all_gather(x: Tensor, axis: str, dim: int) -> Tensor:
+def all_gather(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """S(dim) -> B"""
-    return _apply(x, _join(axis_of(axis), dim), _sum_and_split(axis_of(axis), dim))
+    return _apply(x, _join(axis_of(axis), dim, parts), _sum_and_split(axis_of(axis), dim, parts))
 
 
-def gather(x: Tensor, axis: str, dim: int) -> Tensor:
+def gather(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """S(dim) -> R"""
-    return _apply(x, _join(axis_of(axis), dim), _own_piece(axis_of(axis), dim))
+    return _apply(x, _join(axis_of(axis), dim, parts), _own_piece(axis_of(axis), dim, parts))
 
 
-def reduce_scatter(x: Tensor, axis: str, dim: int) -> Tensor:
+def reduce_scatter(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """P -> S(dim)"""
-    return _apply(x, _sum_and_split(axis_of(axis), dim), _join(axis_of(axis), dim))
+    return _apply(x, _sum_and_split(axis_of(axis), dim, parts), _join(axis_of(axis), dim, parts))
 
 
-def shard(x: Tensor, axis: str, dim: int) -> Tensor:
+def shard(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """R -> S(dim)"""
-    return _apply(x, _own_piece(axis_of(axis), dim), _join(axis_of(axis), dim))
+    return _apply(x, _own_piece(axis_of(axis), dim, parts), _join(axis_of(axis), dim, parts))
 
 
-def narrow(x: Tensor, axis: str, dim: int) -> Tensor:
+def narrow(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """B -> S(dim)"""
-    return _apply(x, _own_piece(axis_of(axis), dim), _in_zeros(axis_of(axis), dim))
+    return _apply(x, _own_piece(axis_of(axis), dim, parts), _in_zeros(axis_of(axis), dim, parts))
 
 
-def pad(x: Tensor, axis: str, dim: int) -> Tensor:
+def pad(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """S(dim) -> P"""
-    return _apply(x, _in_zeros(axis_of(axis), dim), _own_piece(axis_of(axis), dim))
+    return _apply(x, _in_zeros(axis_of(axis), dim, parts), _own_piece(axis_of(axis), dim, parts))
 
 
-def all_to_all(x: Tensor, axis: str, dim: int, to: int) -> Tensor:
+def all_to_all(x: Tensor, axis: str, dim: int, to: int, parts: int = 1, to_parts: int = 1) -> Tensor:
     """S(dim) -> S(to)"""
-    return _apply(x, _exchange(axis_of(axis), to, dim), _exchange(axis_of(axis), dim, to))
+    size = axis_of(axis).size
+    # Within one dim, the inner of the two factors lies in fewer parts once the outer one is split.
+    had = dim, parts // size if dim == to and parts > to_parts else parts
+    want = to, to_parts // size if dim == to and to_parts > parts else to_parts
+    return _apply(x, _exchange(axis_of(axis), want, had), _exchange(axis_of(axis), had, want))
 
 
 def mask(x: Tensor, axis: str) -> Tensor:
@@ -176,3 +209,53 @@ def mask_gradient(x: Tensor, axis: str) -> Tensor:
 def mask_both(x: Tensor, axis: str) -> Tensor:
     """B -> P"""
     return _apply(x, _on_first(axis_of(axis)), _on_first(axis_of(axis)))
+
+
+# A gathered tensor of which backward keeps the shard alone.
+
+
+class _Shard:
+    """Stands for a gathered tensor in what backward keeps, and gathers it again when backward asks."""
+
+    def __init__(self, shard: Tensor, join: Move) -> None:
+        self.shard, self.join = shard, join
+        self.again: weakref.ref[Tensor] | None = None
+
+    def whole(self) -> Tensor:
+        alive = self.again() if self.again is not None else None
+        if alive is None:
+            alive = self.join(self.shard)
+            self.again = weakref.ref(alive)
+        return alive
+
+
+_shards: dict[int, _Shard] = {}  # by where the gathered tensor lies in memory, for as long as it lives
+
+
+def regather(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
+    """S(dim) -> B, gathered again in backward; what ops keep of it is replaced by the shard inside `keep_shards`."""
+    mesh_axis = axis_of(axis)
+    join = _join(mesh_axis, dim, parts)
+    whole = _apply(x, join, _sum_and_split(mesh_axis, dim, parts))
+    if mesh_axis.size > 1:
+        place = whole.untyped_storage().data_ptr()
+        _shards[place] = _Shard(x.detach(), join)
+        weakref.finalize(whole, _shards.pop, place, None)
+    return whole
+
+
+def keep_shards() -> Any:
+    """A context for the forward pass: of a tensor that `regather` made, backward keeps the shard, views included."""
+    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+
+
+def _pack(tensor: Tensor) -> Any:
+    shard = _shards.get(tensor.untyped_storage().data_ptr()) if _shards else None
+    return tensor if shard is None else (shard, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _unpack(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    shard, *view = kept
+    return shard.whole().as_strided(*view)

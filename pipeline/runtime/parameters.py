@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.ir.layout import Layout
+from pipeline.runtime.collectives import piece
 from pipeline.runtime.mesh import MeshAxis, axis_of
 
 
 def piece_of(tensor: Tensor, layout: Layout, axes: Iterable[str]) -> Tensor:
     """This rank's piece of an unsplit tensor."""
-    for state, name in zip(layout.states, axes, strict=True):
-        if state.kind == "S":
-            axis = axis_of(name)
-            tensor = tensor.chunk(axis.size, state.dim)[axis.rank]
+    held = [axis_of(name) for name in axes]
+    for split in layout.splits(tuple(axis.size for axis in held)):
+        tensor = piece(tensor, held[split.axis], split.dim, split.parts)
     return tensor.contiguous().clone()
 
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from pipeline import runtime_names
-from pipeline.cost.conversions import conversion
+from pipeline.cost.conversions import conversion_of, step_arguments, step_axis
 from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
@@ -79,6 +79,7 @@ class BlockWriter:
         self.graph, self.sharding, self.mesh, self.prefix = graph, sharding, mesh, prefix
         self.common = common  # tensors made before the chain, by the caller's names
         self.names = Names()
+        self.bases: dict[str, str] = {}  # value -> what its copies are named after
         self.readers = graph.consumers()
         self.arguments: dict[str, None] = {}
         self.reads_parameters = False
@@ -117,7 +118,8 @@ class BlockWriter:
     def _convert(self, step: Convert) -> None:
         source = self._name(step.source)
         value = self.graph.values[step.source.value]
-        base = value.origin.rpartition(".")[2] if value.role in (Role.PARAMETER, Role.BUFFER) else source
+        base = self.bases.setdefault(value.name, source)
+        base = value.origin.rpartition(".")[2] if value.role in (Role.PARAMETER, Role.BUFFER) else base
         target = self.names.give(step.target, f"{base}_{suffix(step.target.layout)}")
         text = convert_text(source, step, self.mesh)
         self.used.add(text.partition("(")[0])
@@ -198,18 +200,16 @@ def _arguments(text: str) -> list[str]:
 
 def convert_text(source: str, step: Convert, mesh: Mesh) -> str:
     """`all_gather(x, axis="d0", dim=1)`"""
-    pairs = zip(step.source.layout.states, step.target.layout.states, mesh.axes, strict=True)
-    changed = [(before, after, name) for before, after, (name, _) in pairs if before != after]
-    assert len(changed) == 1, f"{step} changes more than one axis"
-    before, after, name = changed[0]
-    dims = [f"dim={before.dim}" if before.kind == "S" else ""]
-    dims += [f"{'to' if before.kind == 'S' else 'dim'}={after.dim}" if after.kind == "S" else ""]
-    arguments = [source, f'axis="{name}"', *(d for d in dims if d)]
-    return f"{conversion(before, after).function}({', '.join(arguments)})"
+    ends = step.source.layout, step.target.layout
+    name, _ = mesh.axes[step_axis(*ends, mesh.sizes)]
+    told = step_arguments(*ends, mesh.sizes)
+    arguments = [source, f'axis="{name}"', *(f"{argument}={number}" for argument, number in told.items())]
+    return f"{conversion_of(*ends, mesh.sizes).function}({', '.join(arguments)})"
 
 
 def suffix(layout: Layout) -> str:
-    return "_".join(f"s{s.dim}" if s.kind == "S" else s.kind.lower() for s in layout.states)
+    """`s0_b` for `S(0),B`; parts follow an x, a prime is a p: `s1x3`, `s0p`."""
+    return "_".join(re.sub(r"[()]", "", str(s)).replace(":", "x").replace("'", "p").lower() for s in layout.states)
 
 
 def relative(name: str, prefix: str) -> str:

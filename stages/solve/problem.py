@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from pipeline.cost.compute import local_bytes, op_seconds, optimizer_seconds
-from pipeline.cost.conversions import conversion_seconds
+from pipeline.cost.paths import Paths
 from pipeline.cost.step import gradient_sum_seconds, resident_bytes
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import Op, OpGraph, Role, Value
@@ -73,6 +73,7 @@ class _Builder:
         self.copies = optimizer_copies
         self.axis = cluster.axes[0]
         self.sizes = cluster.sizes
+        self.paths = Paths(cluster.axes, cluster.compute)
         self.nodes: list[Node] = []
         self.edges: list[Edge] = []
         self.index: dict[str, int] = {}
@@ -162,10 +163,9 @@ class _Builder:
     def convert(self, value: Value, have: Layout, want: Layout) -> float:
         if have == want or (not value.grad and {have.states[0], want.states[0]} == {R, B}):
             return 0.0
-        before, after = have.states[0], want.states[0]
-        if value.role is Role.PARAMETER and (before, after) == (R, B):
+        if value.role is Role.PARAMETER and (have.states[0], want.states[0]) == (R, B):
             return gradient_sum_seconds(value.type.nbytes, self.axis)
-        return conversion_seconds(before, after, value.type.nbytes, value.grad, self.axis, self.cluster.compute).total
+        return self.paths.cheapest(have, want, value.type.shape, value.type.nbytes, value.grad).seconds.total
 
 
 def _first_keepers(graph: OpGraph, profile: Profile) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, FrontierPoint, Sharding
 from pipeline.ir.profile import Profile
 from pipeline.log import progress
-from pipeline.lowering import lower
+from pipeline.lowering import lower, with_paths
 from pipeline.ops.discover import remember_in
 from pipeline.stage import Inputs, Result
 from stages.solve.frontier import Solution, Sweep
@@ -61,6 +61,7 @@ def budget_bytes(gigabytes: float | None, cluster: Cluster, where: str) -> int:
 def _point(
     graph: OpGraph, profile: Profile, cluster: Cluster, copies: float, sharding: Sharding, solution: Solution
 ) -> FrontierPoint:
+    sharding = with_paths(graph, sharding, cluster)
     program = lower(graph, sharding)
     price = price_step(graph, profile, cluster, sharding, program, copies)
     peak = price.resident_bytes + sum(link.memory.kept for link in price.links)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pipeline.errors import TrainError
-from pipeline.ir.layout import Layout
+from pipeline.ir.layout import Layout, Run
+from pipeline.runtime.collectives import piece
 from pipeline.runtime.mesh import axis_of
 
 
@@ -70,29 +71,24 @@ class Batches:
 
     def __getitem__(self, step: int) -> dict[str, Tensor]:
         indices = sample_indices(step, self.size, self.length, self.settings["shuffle"], self.settings["seed"])
-        first, last = self._rows()
-        samples = [self.dataset[i] for i in indices[first:last]]
-        return {name: self._cut(name, torch.stack([torch.as_tensor(s[name]) for s in samples])) for name in self.specs}
+        rows = self._rows()
+        samples = [self.dataset[i] for start, count in rows for i in indices[start : start + count]]
+        stacked = {name: torch.stack([torch.as_tensor(s[name]) for s in samples]) for name in self.specs}
+        return {name: self._cut(name, tensor) for name, tensor in stacked.items()}
 
-    def _rows(self) -> tuple[int, int]:
-        """The rows of the batch that this rank needs of any input: its own where every input is split on dim 0."""
-        first, count = 0, self.size
-        for number, name in enumerate(self.axes):
-            if all(
-                layout.states[number].kind == "S" and layout.states[number].dim == 0 for layout in self.layouts.values()
-            ):
-                axis = axis_of(name)
-                count //= axis.size
-                first += axis.rank * count
-            else:
-                return 0, self.size
-        return first, first + count
+    def _rows(self) -> tuple[Run, ...]:
+        """The rows of the batch that this rank needs of any input: its own where all are split alike on dim 0."""
+        sizes = tuple(axis_of(name).size for name in self.axes)
+        rank = tuple(axis_of(name).rank for name in self.axes)
+        own = {self.layouts[name].runs(tuple(spec["shape"]), sizes, rank)[0] for name, spec in self.specs.items()}
+        return own.pop() if len(own) == 1 else ((0, self.size),)
 
     def _cut(self, name: str, rows: Tensor) -> Tensor:
-        for state, axis_name in zip(self.layouts[name].states, self.axes, strict=True):
-            axis = axis_of(axis_name)
-            if state.kind == "S" and (state.dim or len(rows) == self.size):
-                rows = rows.chunk(axis.size, state.dim)[axis.rank]
+        held = [axis_of(axis) for axis in self.axes]
+        whole = len(rows) == self.size
+        for split in self.layouts[name].splits(tuple(axis.size for axis in held)):
+            if split.dim or whole:
+                rows = piece(rows, held[split.axis], split.dim, split.parts)
         return rows.contiguous()
 
 

@@ -71,7 +71,7 @@ class Trainer:
         self.program = program.Program(self.tensors)
         self.summed = [name for name in self.parameters if self._entry(name)[1] == "summed"]
         self.complete = [name for name in self.parameters if name not in self.summed]
-        self.sums = GradientSum([self.parameters[name] for name in self.summed], self.axes[0])
+        self.sums = GradientSum([self.parameters[name] for name in self.summed], "+".join(self.axes))
         optimizer = instantiate(
             job["train"]["optimizer"], f"{job['where']['train']}: optimizer", list(self.parameters.values())
         )

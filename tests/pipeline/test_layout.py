@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.ir.layout import B, Layout, P, R, S, State, replicated, without_gradient
+from pipeline.ir.layout import B, Layout, P, Place, R, S, Split, State, replicated, without_gradient
+from tests.meshes import everywhere, placed, spots
 
-states = st.one_of(st.sampled_from([R, B, P]), st.builds(S, st.integers(0, 30)))
+states = st.one_of(
+    st.sampled_from([R, B, P]),
+    st.builds(S, st.integers(0, 30)),
+    st.builds(S, st.integers(0, 2), st.integers(1, 4), st.integers(0, 2)),
+)
 layouts = st.builds(Layout, st.lists(states, min_size=1, max_size=3).map(tuple))
 
 
@@ -50,7 +57,7 @@ def test_a_state_that_means_nothing_is_refused(kind: str, dim: int, reason: str)
         State(kind, dim)
 
 
-@pytest.mark.parametrize("text", ["S(0);R", "R B", "S(0),Q", "R,S"])
+@pytest.mark.parametrize("text", ["S(0);R", "R B", "S(0),Q", "R,S", "R,,R", "R,", ",R", ",", "S(0:)", "S(:2)", "R'"])
 def test_what_is_no_layout_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="cannot read the state"):
         Layout.parse(text)
@@ -82,14 +89,6 @@ def test_shape_and_number_of_pieces(text: str, sizes: tuple[int, ...], local: tu
     assert layout.pieces(sizes) == pieces
 
 
-@given(layouts, st.lists(st.integers(1, 4), min_size=3, max_size=3))
-def test_pieces_make_up_the_whole(layout: Layout, sizes: list[int]) -> None:
-    mesh = tuple(sizes[: len(layout.states)])
-    shape = (math.prod(mesh),) * 31
-    local = layout.local_shape(shape, mesh)
-    assert math.prod(local) * layout.pieces(mesh) == math.prod(shape)
-
-
 def test_a_split_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match=r"dim 1 of \(8, 9\) does not divide by 2"):
         Layout.parse("S(1)").local_shape((8, 9), (2,))
@@ -109,3 +108,150 @@ def test_without_a_gradient_only_the_value_counts(layout: Layout) -> None:
     assert B not in plain.states
     assert all(a == b or (a, b) == (B, R) for a, b in zip(layout.states, plain.states, strict=True))
     assert without_gradient(plain) == plain
+
+
+# ---- several axes on one dim
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("S(0)',S(0)", "S(0)',S(0)"),
+        ("S(0),S(0)'", "S(0),S(0)"),
+        ("S(0)',R", "S(0),R"),
+        ("S(0)'',S(0),S(0)'", "S(0)',S(0),S(0)"),
+        ("S(0)'',S(0)',S(0)", "S(0)'',S(0)',S(0)"),
+        ("S(0)',S(0:2)", "S(0),S(0:2)"),
+        ("S(1:2)'',S(0)',S(1:2)", "S(1:2)',S(0),S(1:2)"),
+    ],
+)
+def test_primes_are_only_written_where_they_say_more_than_the_mesh(text: str, written: str) -> None:
+    assert str(Layout.parse(text)) == written
+    assert Layout.parse(text) == Layout.parse(written)
+
+
+def test_the_order_of_axes_tells_layouts_apart() -> None:
+    assert Layout.parse("S(0)',S(0)") != Layout.parse("S(0),S(0)")
+
+
+@given(placed())
+def test_a_layout_has_one_normal_form(case) -> None:
+    shape, sizes, layout = case
+    places = layout.places(sizes)
+    assert layout.normal(sizes) == layout and layout.fits(shape, sizes)
+    assert Layout.parse(str(layout)) == layout
+    if all(size > 1 for size in sizes):  # a digit of size one has no place of its own
+        longhand = (S(places[a].dim, places[a].outside) if a in places else s for a, s in enumerate(layout.states))
+        assert Layout(tuple(longhand)).normal(sizes) == layout
+
+
+def test_the_normal_form_by_hand() -> None:
+    assert Layout.parse("S(0),S(0:2)").normal((2, 4)) == Layout.parse("S(0),S(0)")
+    assert Layout.parse("S(0),S(0:4)").normal((2, 4)) == Layout.parse("S(0),S(0:4)")
+    assert Layout.parse("S(0:4),S(0)").normal((2, 4)) == Layout.parse("S(0)',S(0)")
+
+
+def indices(runs) -> list[int]:
+    return [i for start, count in runs for i in range(start, start + count)]
+
+
+@given(placed())
+def test_the_ranks_hold_every_element_as_often_as_the_layout_says(case) -> None:
+    shape, sizes, layout = case
+    count = torch.zeros(shape, dtype=torch.int64)
+    for at in everywhere(sizes):
+        runs = layout.runs(shape, sizes, at)
+        assert tuple(len(indices(dim)) for dim in runs) == layout.local_shape(shape, sizes)
+        count[torch.meshgrid(*(torch.tensor(indices(dim)) for dim in runs), indexing="ij")] += 1
+    copies = math.prod(n for n, state in zip(sizes, layout.states, strict=True) if state.kind != "S")
+    assert (count == copies).all()
+    assert math.prod(layout.local_shape(shape, sizes)) * layout.pieces(sizes) == math.prod(shape)
+
+
+@given(placed())
+def test_a_piece_is_a_digit_of_the_index(case) -> None:
+    """The dim's indices, kept where the digit that an axis takes is the rank's number on it."""
+    shape, sizes, layout = case
+    for at in everywhere(sizes):
+        for dim, runs in enumerate(layout.runs(shape, sizes, at)):
+            index = torch.arange(shape[dim])
+            for axis, place in layout.places(sizes).items():
+                if place.dim == dim:
+                    inside = shape[dim] // (place.outside * sizes[axis])
+                    index = index[index // inside % sizes[axis] == at[axis]]
+            assert index.tolist() == indices(runs)
+            assert all(a + n < b for (a, n), (b, _) in itertools.pairwise(runs)), "runs that touch are one"
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "sizes", "rank", "runs"),
+    [
+        ("S(0)", (8,), (2,), (1,), ((4, 4),)),
+        ("S(0:3)", (12,), (2,), (1,), ((2, 2), (6, 2), (10, 2))),  # a fused qkv weight, split by heads
+        ("S(0),S(0)", (8,), (2, 2), (1, 0), ((4, 2),)),
+        ("S(0)',S(0)", (8,), (2, 2), (1, 0), ((2, 2),)),
+        ("S(0),S(0:8)", (64,), (2, 4), (1, 3), ((38, 2), (46, 2), (54, 2), (62, 2))),  # 8 sequences of 8 tokens
+        ("S(0:8),S(0)", (64,), (4, 2), (3, 1), ((38, 2), (46, 2), (54, 2), (62, 2))),
+        ("R,P", (8,), (2, 2), (1, 1), ((0, 8),)),
+    ],
+)
+def test_what_a_rank_holds(text: str, shape, sizes, rank, runs) -> None:
+    assert Layout.parse(text).runs(shape, sizes, rank) == (runs,)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "sizes", "fits"),
+    [
+        ("S(0)", (8,), (2,), True),
+        ("S(0)", (9,), (2,), False),
+        ("S(0)", (0,), (2,), False),
+        ("S(1)", (8,), (2,), False),
+        ("S(0:3)", (12,), (2,), True),
+        ("S(0:3)", (8,), (2,), False),
+        ("S(0:3)", (9,), (2,), False),
+        ("S(0),S(0)", (8,), (2, 4), True),
+        ("S(0),S(0)", (4,), (2, 4), False),
+        ("S(0),S(0:3)", (24,), (2, 2), False),  # the halves of three parts are no parts
+        ("S(0),S(0:6)", (24,), (2, 2), True),
+        ("R,P", (), (2, 2), True),
+    ],
+)
+def test_what_fits(text: str, shape, sizes, fits: bool) -> None:
+    assert Layout.parse(text).fits(shape, sizes) is fits
+
+
+def test_splits_follow_one_another() -> None:
+    layout = Layout.parse("S(0:8),S(1),S(0)")
+    assert layout.splits((4, 3, 2)) == (Split(2, 0, 1), Split(0, 0, 4), Split(1, 1, 1))
+    assert layout.parts(0, (4, 3, 2)) == 4
+    with pytest.raises(ValueError, match="cuts across"):
+        Layout.parse("S(0),S(0:3)").splits((2, 2))
+
+
+@given(placed(), st.data())
+def test_a_local_split_is_said_of_the_whole(case, data) -> None:
+    """One more axis splits what a rank holds: the nested layout says which elements those are."""
+    shape, sizes, layout = case
+    local = layout.local_shape(shape, sizes)
+    size = data.draw(st.sampled_from([1, 2, 3]))
+    spot = data.draw(st.sampled_from(spots(local, size)))
+    state = S(spot.dim, spot.outside) if isinstance(spot, Place) else spot
+    nested = layout.nested(state, (*sizes, size))
+    if nested is None:
+        assert state.kind == "S" and any(split.dim == state.dim for split in layout.splits(sizes))
+        return
+    assert nested.states[-1].kind == state.kind
+    for at in everywhere((*sizes, size)):
+        outer = layout.runs(shape, sizes, at[:-1])
+        inner = Layout((state,)).runs(local, (size,), at[-1:])
+        for dim, runs in enumerate(nested.runs(shape, (*sizes, size), at)):
+            held = indices(outer[dim])
+            assert indices(runs) == [held[i] for i in indices(inner[dim])]
+
+
+def test_a_split_across_the_parts_of_a_rank_is_no_layout() -> None:
+    """Of three parts of 4 a rank holds three of 2: half of those six is a part and a half."""
+    assert Layout.parse("S(0:3)").nested(S(0), (2, 2)) is None
+    assert Layout.parse("S(0:3)").nested(S(0, 3), (2, 2)) == Layout.parse("S(0:3),S(0:3)")
+    assert Layout.parse("S(0)").nested(S(0, 4), (2, 4)) == Layout.parse("S(0),S(0:8)")
+    assert Layout.parse("S(0:8)").nested(S(0), (4, 2)) == Layout.parse("S(0:8),S(0)")

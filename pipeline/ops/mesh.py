@@ -1,0 +1,127 @@
+"""The strategies of an op on a mesh: those of one axis after another, each on the shapes that the axes before it left.
+
+What runs on a rank is the op itself on its pieces, so it can be split again as any op can: the rule is asked once more,
+with the local shapes. The states that it answers with are said of the local pieces; `Layout.nested` says them of the
+whole tensor, or that the combination is no layout (it would cut across the parts that a rank holds).
+
+Two strategies with the same layouts run the same local op and need the same conversions: the later one is dominated
+and dropped. Two different local forms of one op do not nest: such a combination is dropped too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from pipeline.ir.graph import Arg, Args, OpGraph, Ref, Role, TensorType
+from pipeline.ir.layout import Layout
+from pipeline.ir.plan import Strategy
+from pipeline.ops.dims import strategies
+from pipeline.ops.rule import OpRule, OpView, view_op
+from pipeline.ops.table import rule_of
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All that the strategies of an op depend on: ops of equal layers have equal ones."""
+
+    target: str
+    arguments: str
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+    input_grads: tuple[bool, ...]
+    view: OpView = field(compare=False)  # an op that has it
+
+
+def signature(view: OpView) -> Signature:
+    """Arguments are compared as text: `1`, `1.0` and `True` are different constants."""
+    positional = tuple(_nameless(a) for a in view.op.args.positional)
+    named = tuple((k, _nameless(v)) for k, v in view.op.args.named)
+    text = repr(Args(positional, named))
+    return Signature(view.op.target, text, view.inputs, view.outputs, view.input_grads, view)
+
+
+def _nameless(arg: Arg) -> Arg:
+    if isinstance(arg, Ref):
+        return Ref("")
+    return tuple(_nameless(a) for a in arg) if isinstance(arg, tuple) else arg
+
+
+def graph_strategies(graph: OpGraph, sizes: tuple[int, ...]) -> dict[str, tuple[Strategy, ...]]:
+    return {op.name: op_strategies(view_op(graph, op), sizes) for op in graph.ops}
+
+
+def op_strategies(view: OpView, sizes: tuple[int, ...]) -> tuple[Strategy, ...]:
+    """Every way the op may run on a mesh of these sizes."""
+    return _strategies(signature(view), rule_of(view.op), sizes)
+
+
+@lru_cache(maxsize=4096)
+def _strategies(key: Signature, rule: OpRule | None, sizes: tuple[int, ...]) -> tuple[Strategy, ...]:
+    found = strategies(rule, key.view, sizes[0])
+    for count in range(1, len(sizes)):
+        found = _with_axis(rule, key.view, found, sizes[: count + 1])
+    return found
+
+
+def _with_axis(
+    rule: OpRule | None, view: OpView, outer: tuple[Strategy, ...], sizes: tuple[int, ...]
+) -> tuple[Strategy, ...]:
+    """The strategies on all axes but the last, each with those on the last."""
+    found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
+    local: dict[OpView, tuple[Strategy, ...]] = {}
+    for first in outer:
+        piece = _local(view, first, sizes[:-1])
+        if piece not in local:
+            local[piece] = strategies(rule, piece, sizes[-1])
+        for second in local[piece]:
+            both = _nested(first, second, sizes)
+            if both is not None:
+                found.setdefault((both.inputs, both.outputs), both)
+    return tuple(found.values())
+
+
+def _local(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> OpView:
+    """The op as one rank runs it."""
+    return replace(
+        view,
+        inputs=_pieces(view.inputs, strategy.inputs, sizes),
+        outputs=_pieces(view.outputs, strategy.outputs, sizes),
+    )
+
+
+def _pieces(
+    types: tuple[TensorType, ...], layouts: tuple[Layout, ...], sizes: tuple[int, ...]
+) -> tuple[TensorType, ...]:
+    return tuple(TensorType(x.local_shape(t.shape, sizes), t.dtype) for t, x in zip(types, layouts, strict=True))
+
+
+def _nested(first: Strategy, second: Strategy, sizes: tuple[int, ...]) -> Strategy | None:
+    bodies = {body for body in (*first.body.split(","), second.body) if body}
+    inputs = [x.nested(y.states[0], sizes) for x, y in zip(first.inputs, second.inputs, strict=True)]
+    outputs = [x.nested(y.states[0], sizes) for x, y in zip(first.outputs, second.outputs, strict=True)]
+    if len(bodies) > 1 or None in inputs or None in outputs:
+        return None
+    body = f"{first.body},{second.body}" if bodies else ""
+    return Strategy(
+        f"{first.name},{second.name}",
+        tuple(x for x in inputs if x is not None),
+        tuple(x for x in outputs if x is not None),
+        body,
+    )
+
+
+def followers(graph: OpGraph, options: dict[str, tuple[Strategy, ...]]) -> dict[str, str]:
+    """Op -> the op whose choice of layout is its own choice as well.
+
+    An op follows the op that writes its first input where the layout of that input tells its strategies apart:
+    element-wise ops and views. Given the one choice, at most one strategy takes the input as it comes.
+    """
+    writer = {name: op.name for op in graph.ops for name in op.outputs}
+    found = {}
+    for op in graph.ops:
+        if op.inputs and graph.values[op.inputs[0]].role is Role.RESULT:
+            layouts = [strategy.inputs[0] for strategy in options[op.name]]
+            if len(set(layouts)) == len(layouts):
+                found[op.name] = writer[op.inputs[0]]
+    return found

@@ -1,0 +1,47 @@
+"""Any sharding on a mesh of two or three axes is the same step: loss and gradients equal those of the module."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from tests import mesh_plans, plans
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.flow
+
+SEEDS = {
+    (2, 2): {"gpt": 5, "tied": 3, "mlp": 3, "odd": 4, "names": 3},
+    (2, 3): {"gpt": 2, "tied": 1, "mlp": 1, "odd": 2, "names": 1},
+    (2, 1, 2): {"gpt": 1},
+}
+CASES = [(sizes, f"{m}-{seed}") for sizes, counts in SEEDS.items() for m, n in counts.items() for seed in range(n)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Writes all programs for a mesh and runs them in one group of processes."""
+    found: dict[tuple[int, ...], list[dict[str, str]]] = {}
+
+    def of(sizes: tuple[int, ...]) -> list[dict[str, str]]:
+        if sizes not in found:
+            folder: Path = tmp_path_factory.mktemp("mesh_plans")
+            for model in plans.MODELS:
+                plans.save_truth(model, folder / f"{model}.truth")
+            for mesh, name in CASES:
+                if mesh == sizes:
+                    model, _, seed = name.partition("-")
+                    _, source = plans.lowered(model, mesh_plans.random_plan(model, sizes, int(seed)))
+                    (folder / f"{name}.py").write_text(source)
+            found[sizes] = run_ranks(prod(sizes), plans.run_programs, str(folder))
+        return found[sizes]
+
+    return of
+
+
+@pytest.mark.parametrize(("sizes", "name"), CASES, ids=str)
+def test_a_plan_on_a_mesh_trains_as_the_module_does(outcomes, sizes: tuple[int, ...], name: str) -> None:
+    for rank, errors in enumerate(outcomes(sizes)):
+        assert not errors[name], f"rank {rank}:\n{errors[name]}"

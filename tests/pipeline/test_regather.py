@@ -1,0 +1,112 @@
+"""Gathered parameters of which backward keeps the shard alone: what is kept, what is computed, what it costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pipeline import runtime
+from pipeline.cost.conversions import REGATHER, TABLE, entry_bytes, entry_seconds
+from pipeline.runtime import collectives
+from tests.graphs import preset
+from tests.meshes import mesh, run_threads
+
+ROWS = 4
+
+
+def layers(x: Tensor, weights: list[Tensor], gather, dim: int, alive: list[StorageWeakRef]) -> Tensor:
+    """Two layers, each with its weight gathered; each weight's memory is watched."""
+    for weight in weights:
+        whole = gather(weight, axis="d0", dim=dim)
+        alive.append(StorageWeakRef(whole.untyped_storage()))
+        x = torch.tanh(F.linear(x, whole) + whole.sum(1))  # `linear` keeps a view of it
+    return x
+
+
+def run(ranks: int, gather: str, dim: int, kept: bool) -> dict:
+    torch.manual_seed(ranks + dim)
+    whole = torch.randn(2, 6, 6, dtype=torch.float64)
+    inputs = torch.randn(ranks, ROWS, 6, dtype=torch.float64)
+
+    def rank(at):
+        shards = [w.chunk(ranks, dim)[at[0]].clone().requires_grad_() for w in whole]
+        x = inputs[at[0]].clone().requires_grad_()
+        watched: list[StorageWeakRef] = []
+        if kept:
+            with runtime.keep_shards():
+                y = layers(x, shards, getattr(runtime, gather), dim, watched)
+        else:
+            y = layers(x, shards, getattr(runtime, gather), dim, watched)
+        alive = sum(not memory.expired() for memory in watched)
+        y.sum().backward()
+        return alive, [x.grad, *(s.grad for s in shards)]
+
+    return run_threads(rank, mesh(ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_gradients_are_those_of_a_kept_copy_and_only_the_shard_is_kept(ranks: int, dim: int) -> None:
+    kept, dropped = run(ranks, "all_gather", dim, False), run(ranks, "regather", dim, True)
+    for at, (alive, gradients) in dropped.items():
+        assert alive == 0, "the gathered weights are still in memory after the forward pass"
+        assert kept[at][0] == 2
+        for found, expected in zip(gradients, kept[at][1], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert not collectives._shards
+
+
+def saved_bytes(gather: str) -> int:
+    """Bytes of all memory that autograd holds for backward, the input and the weights' own pieces aside."""
+    ranks, held = 2, {}
+
+    def rank(at):
+        shard = torch.randn(3, 6, requires_grad=True)
+        x = torch.randn(ROWS, 6, requires_grad=True)
+        own = {t.untyped_storage().data_ptr() for t in (shard, x)}
+        found: dict[int, int] = {}
+
+        def pack(tensor: Tensor):
+            packed = collectives._pack(tensor) if gather == "regather" else tensor
+            memory = (packed if isinstance(packed, Tensor) else packed[0].shard).untyped_storage()
+            if memory.data_ptr() not in own:
+                found[memory.data_ptr()] = memory.nbytes()
+            return packed
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, collectives._unpack):
+            y = F.linear(x, getattr(runtime, gather)(shard, axis="d0", dim=0))
+        held[at] = sum(found.values())
+        y.sum().backward()
+
+    run_threads(rank, mesh(ranks))
+    assert len(set(held.values())) == 1
+    return held[0,]
+
+
+def test_what_autograd_saves() -> None:
+    assert saved_bytes("all_gather") == 4 * 6 * 6
+    assert saved_bytes("regather") == 0
+
+
+def test_without_the_context_it_is_an_all_gather() -> None:
+    plain, again = run(2, "all_gather", 0, False), run(2, "regather", 0, False)
+    for at, (alive, gradients) in again.items():
+        assert alive == 2
+        assert all(torch.equal(a, b) for a, b in zip(gradients, plain[at][1], strict=True))
+
+
+def test_a_group_of_one_keeps_its_parameter() -> None:
+    ((alive, _),) = run(1, "regather", 0, True).values()
+    assert alive == 2  # the parameter itself
+
+
+def test_the_price_of_gathering_again() -> None:
+    (axis,), compute = mesh(4), preset().compute
+    once, again = (entry_seconds(entry, 1000, True, axis, compute) for entry in (TABLE["SB"], REGATHER))
+    assert again.forward == once.forward
+    assert again.backward == pytest.approx(once.backward + axis.links["all_gather"].seconds(1000))
+    assert entry_seconds(REGATHER, 1000, False, axis, compute).backward == 0.0
+    assert entry_bytes(REGATHER, 1000, True, 4) == 3 * 750 and entry_bytes(TABLE["SB"], 1000, True, 4) == 2 * 750

@@ -1,0 +1,68 @@
+"""One rank's part of a step's batch, on meshes of several axes."""
+
+from __future__ import annotations
+
+import random
+from unittest import mock
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.ir.layout import Layout
+from pipeline.runtime.mesh import MeshAxis
+from stages.train import data
+from tests.mesh_plans import stored
+from tests.meshes import everywhere, own_piece
+
+SHAPES = {"inputs": (12, 6, 4), "labels": (12, 6)}
+
+
+class Samples:
+    """Counts what is read of it."""
+
+    def __init__(self) -> None:
+        self.tensors = {name: torch.arange(torch.Size(shape).numel()).view(shape) for name, shape in SHAPES.items()}
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.read.append(index)
+        return {name: tensor[index] for name, tensor in self.tensors.items()}
+
+
+def batch_at(layouts: dict[str, Layout], sizes: tuple[int, ...], at: tuple[int, ...]) -> tuple[dict, list[int]]:
+    """The rank's batch, and the samples that were read for it."""
+    axes = {f"d{n}": MeshAxis(size, i, None) for n, (size, i) in enumerate(zip(sizes, at, strict=True))}
+    specs = {name: {"shape": list(shape), "dtype": "int64"} for name, shape in SHAPES.items()}
+    job = {"model": {"batch": specs}, "data": {"shuffle": False, "seed": 0}, "where": {"data": ""}}
+    with mock.patch.object(data, "axis_of", axes.__getitem__):
+        samples = Samples()
+        batches = data.Batches(samples, job, layouts, list(axes))
+        samples.read.clear()
+        return batches[0], samples.read
+
+
+@settings(deadline=None)
+@given(st.sampled_from([(2,), (2, 2), (2, 3), (3, 1, 2)]), st.integers(0, 10**6))
+def test_a_rank_reads_its_piece_of_every_input(sizes: tuple[int, ...], seed: int) -> None:
+    draw = random.Random(seed)
+    layouts = {name: stored(draw, shape, sizes) for name, shape in SHAPES.items()}
+    for at in everywhere(sizes):
+        batch, _ = batch_at(layouts, sizes, at)
+        for name, tensor in Samples().tensors.items():
+            assert torch.equal(batch[name], own_piece(tensor, layouts[name], sizes, at)), f"{name} in {layouts[name]}"
+            assert batch[name].is_contiguous()
+
+
+def test_only_the_rows_that_a_rank_needs_are_read() -> None:
+    def read(inputs: str, labels: str) -> list[int]:
+        return batch_at({"inputs": Layout.parse(inputs), "labels": Layout.parse(labels)}, (2, 2), (1, 0))[1]
+
+    assert read("S(0),R", "S(0),R") == read("S(0),S(1)", "S(0),R") == [6, 7, 8, 9, 10, 11]
+    assert read("S(0),S(0)", "S(0),S(0)") == [6, 7, 8]
+    assert read("S(0)',S(0)", "S(0)',S(0)") == [3, 4, 5]
+    assert read("S(0:3),R", "S(0:3),R") == [2, 3, 6, 7, 10, 11]
+    assert read("S(0),R", "R,R") == list(range(12))
