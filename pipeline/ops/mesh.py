@@ -100,7 +100,7 @@ def _nested(first: Strategy, second: Strategy, sizes: tuple[int, ...]) -> Strate
     bodies = {body for body in (*first.body.split(","), second.body) if body}
     inputs = [x.nested(y.states[0], sizes) for x, y in zip(first.inputs, second.inputs, strict=True)]
     outputs = [x.nested(y.states[0], sizes) for x, y in zip(first.outputs, second.outputs, strict=True)]
-    if len(bodies) > 1 or None in inputs or None in outputs:
+    if (len(bodies) > 1 and bodies != {"mean", "classes"}) or None in inputs or None in outputs:
         return None
     body = f"{first.body},{second.body}" if bodies else ""
     return Strategy(
