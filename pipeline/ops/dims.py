@@ -178,6 +178,17 @@ def _by_line(rule: OpRule, view: OpView, size: int) -> list[Strategy]:
     return found + [_partial(rule, view, group) for group in rule.linear_groups(view) if _is_linear(view, group)]
 
 
+def local_factors(view: OpView, strategy: Strategy, size: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The factors of the pieces that a strategy on one axis leaves: half of a dim lies in half as many parts."""
+
+    def left(letter: str, parts: tuple[int, ...]) -> tuple[int, ...]:
+        name = f"dim{letter[1:]}" if letter.startswith("*") else letter
+        split = [n // size if n % size == 0 else n for n in parts] if strategy.name == name else parts
+        return tuple(n for n in split if n > 1)
+
+    return tuple((letter, own) for letter, parts in view.factors if (own := left(letter, parts)))
+
+
 def _uniform(name: str, state: State, view: OpView) -> Strategy:
     layout = Layout((state,))
     return Strategy(name, (layout,) * len(view.inputs), (layout,) * len(view.outputs))
