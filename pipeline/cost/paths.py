@@ -7,7 +7,8 @@ the tensor. Of equally cheap paths the one with fewest steps is taken, then the 
 
 Between source and target a layout may use the dims that these split and one more that they do not, on which an axis can
 wait for its place: another such dim would cost the same. On a dim, an axis may take the outermost or the innermost
-digit, the one next to it, or one where an axis of the source or the target begins or ends.
+digit, the one next to it, or one where an axis of the source or the target begins or ends. A tensor without a gradient
+may be a mask or hold indices, which have no summands: it passes through `P` only on an axis where an end is `P`.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Paths:
             for layout in (source, target):
                 if not layout.fits(shape, self.sizes):
                     raise ValueError(f"no path {source} -> {target}: {layout} does not fit {shape} on {self.sizes}")
-            spots = _spots(source, target, shape, self.sizes)
+            spots = _spots(source, target, shape, grad, self.sizes)
             space = self._spaces.setdefault((spots, nbytes, grad), _Space(self, spots, nbytes, grad))
             self._found[key] = self.priced(_search(space, source, target), nbytes, grad)
         return self._found[key]
@@ -194,7 +195,7 @@ def _search(space: _Space, source: Layout, target: Layout) -> tuple[Layout, ...]
 
 
 def _spots(
-    source: Layout, target: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]
+    source: Layout, target: Layout, shape: tuple[int, ...], grad: bool, sizes: tuple[int, ...]
 ) -> tuple[tuple[Spot, ...], ...]:
     """What each axis may do on the way."""
     taken = [(place, sizes[a]) for layout in (source, target) for a, place in layout.places(sizes).items()]
@@ -207,7 +208,8 @@ def _spots(
             edges = [o for p, n in taken if p.dim == dim for o in (p.outside, p.outside * n)]
             innermost = [shape[dim] // (size * n) for n in others]
             places |= {Place(dim, o) for o in (*edges, *others, *innermost) if o and shape[dim] % (o * size) == 0}
-        found.append((*WHOLE, *sorted(places)))
+        ends = {source.states[axis].kind, target.states[axis].kind}
+        found.append((*(kind for kind in WHOLE if grad or kind == "R" or kind in ends), *sorted(places)))
     return tuple(found)
 
 
