@@ -178,15 +178,19 @@ def _by_line(rule: OpRule, view: OpView, size: int) -> list[Strategy]:
     return found + [_partial(rule, view, group) for group in rule.linear_groups(view) if _is_linear(view, group)]
 
 
-def local_factors(view: OpView, strategy: Strategy, size: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The factors of the pieces that a strategy on one axis leaves: half of a dim lies in half as many parts."""
+def local_factors(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The factors of the pieces that a strategy on a mesh leaves: half of a dim lies in half as many parts."""
+    found = []
+    for letter, parts in view.factors:
+        left = set(parts)
+        for name, size in zip(strategy.name.split(","), sizes, strict=True):
+            left = {n // size if name == _shown(letter) and n % size == 0 else n for n in left}
+        found.append((letter, tuple(sorted(n for n in left if n > 1))))
+    return tuple((letter, own) for letter, own in found if own)
 
-    def left(letter: str, parts: tuple[int, ...]) -> tuple[int, ...]:
-        name = f"dim{letter[1:]}" if letter.startswith("*") else letter
-        split = [n // size if n % size == 0 else n for n in parts] if strategy.name == name else parts
-        return tuple(n for n in split if n > 1)
 
-    return tuple((letter, own) for letter, parts in view.factors if (own := left(letter, parts)))
+def _shown(letter: str) -> str:
+    return f"dim{letter[1:]}" if letter.startswith("*") else letter
 
 
 def _uniform(name: str, state: State, view: OpView) -> Strategy:
@@ -213,9 +217,8 @@ def _split(rule: OpRule, view: OpView, line: Line, letter: str, factor: int, siz
         state(place, whole or (P if position in rule.addends and reduces else B))
         for position, place in enumerate(inside)
     ]
-    name = f"dim{letter[1:]}" if letter.startswith("*") else letter
     return Strategy(
-        name if factor == 1 else f"{name}:{factor}",
+        _shown(letter) if factor == 1 else f"{_shown(letter)}:{factor}",
         tuple(Layout((s,)) for s in inputs),
         tuple(Layout((state(place, whole or P),)) for place in outside),
         body,

@@ -137,11 +137,12 @@ def test_factors_are_kept_once_per_graph_and_go_with_it() -> None:
 
 
 def test_half_of_a_dim_lies_in_half_as_many_parts() -> None:
-    view = replace(example("aten.linear.default", t(8, 6), t(24, 6)).view, factors=(("n", (4, 3)), ("*0", (2,))))
+    view = replace(example("aten.linear.default", t(8, 6), t(24, 6)).view, factors=(("n", (3, 4)), ("*0", (2,))))
     options = {s.name: s for s in strategies(rule_of(view.op), view, 2)}
-    assert local_factors(view, options["n"], 2) == (("n", (2, 3)), ("*0", (2,)))
-    assert local_factors(view, options["n:3"], 2) == view.factors
-    assert local_factors(view, options["dim0"], 2) == (("n", (4, 3)),)
+    assert local_factors(view, options["n"], (2,)) == (("n", (2, 3)), ("*0", (2,)))
+    assert local_factors(view, options["n:3"], (2,)) == view.factors
+    assert local_factors(view, options["dim0"], (2,)) == (("n", (3, 4)),)
+    assert local_factors(view, replace(options["n"], name="n,n"), (2, 2)) == (("n", (3,)), ("*0", (2,)))
 
 
 # ---- rules of the user's own
