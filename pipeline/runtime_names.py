@@ -5,5 +5,13 @@ from __future__ import annotations
 from pipeline.cost.conversions import REGATHER, TABLE
 
 CONVERSIONS = tuple(sorted({entry.function for entry in (*TABLE.values(), REGATHER)}))
-BODIES = ("batch_norm", "mean_cross_entropy", "mean_of_pieces")  # local forms of ops
+BODIES = (  # local forms of ops
+    "batch_norm",
+    "class_split_cross_entropy",
+    "drawn_apart",
+    "expert_split",
+    "mean_cross_entropy",
+    "mean_of_pieces",
+    "row_split_embedding",
+)
 NAMES = (*CONVERSIONS, *BODIES, "keep_shards", "recompute", "scope")

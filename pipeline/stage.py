@@ -16,6 +16,7 @@ from pipeline.errors import ShardwrightError
 from pipeline.files import write_atomic
 from pipeline.instantiate import add_code_path
 from pipeline.log import Log
+from pipeline.own_ops import know_own_ops
 from pipeline.spool import StageRecord
 from pipeline.tracker import Tracker
 
@@ -72,6 +73,7 @@ def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, l
     add_code_path(root, config.code)
     digests = {key: config.digest(key) for key in _all_keys()}
     found = _read(stage, root, digests, accept_edited=config.train.accept_edited_module)
+    know_own_ops(config, found["graph"].body if "graph" in found else None)
     tracker = Tracker(root, config.tracking, log, label=config.choices["model"])
     started = time.perf_counter()
     log.info(f"{_reading(stage)}")

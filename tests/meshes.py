@@ -16,12 +16,14 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from pipeline import runtime
 from pipeline.cost.conversions import conversion_of, step_arguments, step_axis
 from pipeline.ir.cluster import Axis
 from pipeline.ir.layout import B, Layout, P, Place, R, S, State, at_places
-from pipeline.runtime import collectives, losses
+from pipeline.runtime import axes as runtime_axes
+from pipeline.runtime import collectives
 from pipeline.runtime.mesh import MeshAxis
 from stages.cluster.run import ring_links
 from tests.pieces import FORWARD, GRADIENT
@@ -177,9 +179,12 @@ OWN = Own()
 class Simulated:
     """torch.distributed's collectives among the threads; a group is a meeting and the rank's number in it."""
 
+    ReduceOp = ReduceOp
+
     @staticmethod
-    def all_reduce(tensor: Tensor, group) -> None:
-        tensor.copy_(torch.stack(group[0].exchange(group[1], tensor)).sum(0))
+    def all_reduce(tensor: Tensor, group, op=ReduceOp.SUM) -> None:
+        everyone = torch.stack(group[0].exchange(group[1], tensor))
+        tensor.copy_(everyone.amax(0) if op == ReduceOp.MAX else everyone.sum(0))
 
     @staticmethod
     def all_gather(output: Tensor, tensor: Tensor, group) -> None:
@@ -230,7 +235,7 @@ def run_threads(function: Callable[[At], object], axes: tuple[Axis, ...]) -> dic
     replaced = {"all_gather_into": Simulated.all_gather, "reduce_scatter_from": Simulated.reduce_scatter}
     with (
         mock.patch.multiple(collectives, dist=Simulated, axis_of=of_thread, **replaced),
-        mock.patch.multiple(losses, dist=Simulated, axis_of=of_thread),
+        mock.patch.multiple(runtime_axes, dist=Simulated, axis_of=of_thread),
     ):
         threads = [threading.Thread(target=run, args=(at,)) for at in places]
         for thread in threads:

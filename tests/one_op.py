@@ -6,19 +6,24 @@ What runs on a rank is the line that generated programs have, so the printed cal
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import CodeType
 
 import torch
 import torch.nn.functional as F
 
+from pipeline import runtime
 from pipeline.ir.graph import Args, Op, OpGraph, Ref, Role, TensorType, Torch, Value
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.program import Call
 from pipeline.ir.program import Tensor as Placed
 from pipeline.ops.dims import strategies
-from pipeline.ops.rule import OpRule, OpView, view_op
-from pipeline.runtime import batch_norm
+from pipeline.ops.rule import OpRule, OpView, plain_view
+from pipeline.ops.table import table
 from stages.codegen.block import BlockWriter, Mesh, Outside
 from tests import pieces
+from tests.simulated import AXIS, at_once, one_after_another
+
+NO_VALUES = {"empty_like", "empty"}  # what these hold is whatever memory held before
 
 
 @dataclass(frozen=True)
@@ -30,14 +35,37 @@ class Draw:
     grad: bool = True
     dtype: str = "float64"
     sometimes: int | None = None
+    values: tuple | None = None  # given instead of drawn
+    positive: bool = False  # between 0 and 1
+    distinct: bool = False  # indices without repetition
 
     def tensor(self) -> torch.Tensor:
+        dtype = getattr(torch, self.dtype)
+        if self.values is not None:
+            return torch.tensor(self.values, dtype=dtype)
+        if self.dtype == "bool":
+            return torch.rand(self.shape) < 0.5
         if not self.high:
-            return torch.randn(self.shape, dtype=getattr(torch, self.dtype))
+            return (
+                torch.rand(self.shape, dtype=dtype) * 0.8 + 0.1
+                if self.positive
+                else torch.randn(self.shape, dtype=dtype)
+            )
+        if self.distinct:
+            return torch.stack([torch.randperm(self.high)[: self.shape[-1]] for _ in range(_rows(self.shape))]).view(
+                self.shape
+            )
         drawn = torch.randint(self.high, self.shape)
         if self.sometimes is not None:
             drawn[torch.rand(self.shape) < 0.4] = self.sometimes
-        return drawn
+        return drawn if self.dtype == "float64" else drawn.to(dtype)
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape[:-1]:
+        count *= size
+    return count
 
 
 def t(*shape: int, **options) -> Draw:
@@ -50,7 +78,7 @@ class Example:
 
     graph: OpGraph
     tensors: tuple[torch.Tensor, ...]
-    output: torch.Tensor
+    outputs: tuple[torch.Tensor, ...]
 
     @property
     def op(self) -> Op:
@@ -58,7 +86,7 @@ class Example:
 
     @property
     def view(self) -> OpView:
-        return view_op(self.graph, self.op)
+        return plain_view(self.graph, self.op)
 
 
 def example(target: str, *args, **named) -> Example:
@@ -70,24 +98,33 @@ def example(target: str, *args, **named) -> Example:
     def argument(arg):
         if isinstance(arg, Draw):
             name = f"in{len(tensors)}"
-            tensors.append(arg.tensor())
-            values[name] = Value(name, _type(tensors[-1]), Role.INPUT, name, arg.grad and not arg.high)
+            tensor = arg.tensor()
+            tensors.append(tensor)
+            values[name] = Value(
+                name, _type(tensor), Role.INPUT, name, arg.grad and not arg.high and tensor.is_floating_point()
+            )
             return Ref(name)
         return tuple(argument(a) for a in arg) if isinstance(arg, tuple) else arg
 
-    op = Op("it", target, Args(tuple(map(argument, args)), tuple((k, argument(v)) for k, v in named.items())),
-            ("it",), "", "")  # fmt: skip
-    output = run_unsplit(op, tuple(tensors))
-    grad = output.is_floating_point() and any(v.grad for v in values.values())
-    values["it"] = Value("it", _type(output), Role.RESULT, "it", grad)
-    return Example(OpGraph(values, (op,), "it", (), ()), tuple(tensors), output)
+    arguments = Args(tuple(map(argument, args)), tuple((k, argument(v)) for k, v in named.items()))
+    rule = table().get(target)
+    mutated = tuple(f"in{i}" for i in rule.mutates if i < len(tensors)) if rule else ()
+    op = Op("it", target, arguments, ("it",), "", "", mutated)
+    whole = tuple(x.clone().requires_grad_(v.grad) for x, v in zip(tensors, values.values(), strict=True))
+    found = run_unsplit(op, whole)
+    outputs = tuple(found) if isinstance(found, (tuple, list)) else (found,)
+    names = ("it",) if isinstance(found, torch.Tensor) else tuple(f"it{i}" for i in range(len(outputs)))
+    op = Op("it", target, arguments, names, "", "", mutated)
+    for name, output in zip(names, outputs, strict=True):
+        values[name] = Value(name, _type(output), Role.RESULT, "it", output.requires_grad)
+    return Example(OpGraph(values, (op,), names[0], (), ()), tuple(tensors), tuple(x.detach() for x in outputs))
 
 
 def _type(tensor: torch.Tensor) -> TensorType:
     return TensorType(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def run_unsplit(op: Op, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def run_unsplit(op: Op, tensors: tuple[torch.Tensor, ...]):
     """The op itself, as torch has it."""
     order = iter(tensors)
 
@@ -95,62 +132,100 @@ def run_unsplit(op: Op, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         if isinstance(arg, Ref):
             return next(order)
         if isinstance(arg, Torch):
-            return torch.device(arg.name) if arg.kind == "device" else getattr(torch, arg.name)
+            return torch.device("cpu") if arg.kind == "device" else getattr(torch, arg.name)
         return [argument(a) for a in arg] if isinstance(arg, tuple) else arg
 
-    _, name, overload = op.target.split(".")
-    function = getattr(getattr(torch.ops.aten, name), overload)
+    namespace, name, overload = op.target.split(".")
+    function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     positional = [argument(a) for a in op.args.positional]
+    torch.manual_seed(7)  # random ops draw the same numbers whole and on each rank
     return function(*positional, **{k: argument(v) for k, v in op.args.named})
 
 
-def run_on_rank(it: Example, strategy: Strategy, ranks: int, tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The generated line on one rank's tensors. The two losses that talk to other ranks are worked out from afar."""
+@dataclass(frozen=True)
+class Printed:
+    """The lines of a generated program that run the op, and the names they give its results."""
+
+    code: CodeType
+    text: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def printed(it: Example, strategy: Strategy, ranks: int) -> Printed:
     inputs = tuple(Placed(name, layout) for name, layout in zip(it.op.inputs, strategy.inputs, strict=True))
-    outputs = (Placed("it", strategy.outputs[0]),)
+    outputs = tuple(Placed(name, layout) for name, layout in zip(it.op.outputs, strategy.outputs, strict=True))
     sharding = Sharding({"it": strategy}, {}, {})
-    outside = {tensor: Outside(tensor.value, tensor.value) for tensor in inputs}
-    writer = BlockWriter(it.graph, sharding, Mesh((("d0", ranks),)), "", outside)
-    block = writer.write((Call("it", inputs, outputs),), None, outputs[0])
+    writer = BlockWriter(it.graph, sharding, Mesh(((AXIS, ranks),)), "", {i: Outside(i.value, i.value) for i in inputs})
+    writer._is_read = lambda tensor: True  # every result is looked at here
+    writer.write((Call("it", inputs, outputs),), None, outputs[0])
+    text = "\n".join(writer.lines)
+    names = tuple(writer.names.known[o] for o in outputs)
+    return Printed(compile(text, it.op.target, "exec"), text, tuple(i.value for i in inputs), names)
 
-    def mean_cross_entropy(logits, target, axis, **options):
-        valid = (it.tensors[1] != options.get("ignore_index", -100)).sum()
-        return F.cross_entropy(logits, target, reduction="sum", **options) / valid
 
-    names = {
-        "torch": torch,
-        "F": F,
-        "DEVICE": torch.device("cpu"),
-        "batch_norm": batch_norm,
-        "mean_of_pieces": lambda mean, axis: mean / ranks,
-        "mean_cross_entropy": mean_cross_entropy,
-        **{i.value: tensor for i, tensor in zip(inputs, tensors, strict=True)},
-    }
-    exec("\n".join(block.lines), names)
-    return names[block.result[0]]
+RUNTIME = {name: getattr(runtime, name) for name in runtime.__all__}
+
+
+def run_printed(it: Printed, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    names = {"torch": torch, "F": F, "DEVICE": torch.device("cpu"), **RUNTIME}
+    names |= dict(zip(it.inputs, tensors, strict=True))
+    exec(it.code, names)
+    return [names[name] for name in it.outputs]
 
 
 def check_strategy(it: Example, strategy: Strategy, ranks: int) -> None:
     """Forward and backward on simulated ranks against the unsplit op."""
     states = [layout.states[0] for layout in strategy.inputs]
-    (made,) = strategy.outputs[0].states
-    held = [pieces.values(state, tensor, ranks) for state, tensor in zip(states, it.tensors, strict=True)]
-    wanted = [value.grad for value in (it.graph.values[name] for name in it.op.inputs)]
+    made = [layout.states[0] for layout in strategy.outputs]
+    values = it.graph.values
+    wanted = [values[name].grad for name in it.op.inputs]
+    carry = [values[name].grad for name in it.op.outputs]
+    mine = [
+        [p.requires_grad_(grad) for p in pieces.values(state, tensor, ranks)]
+        for state, tensor, grad in zip(states, it.tensors, wanted, strict=True)
+    ]
     whole = [tensor.clone().requires_grad_(grad) for tensor, grad in zip(it.tensors, wanted, strict=True)]
-    mine = [[p.requires_grad_(grad) for p in own] for own, grad in zip(held, wanted, strict=True)]
-    near = 1e-5 if torch.float32 in {x.dtype for x in (*it.tensors, it.output)} else 1e-9
-    expected = run_unsplit(it.op, tuple(whole))
-    found = [run_on_rank(it, strategy, ranks, [own[rank] for own in mine]) for rank in range(ranks)]
-    pieces.check_values(made, [f.detach() for f in found], expected.detach(), "the output", near)
-    if not it.graph.values["it"].grad:
+    found = run_unsplit(it.op, tuple(whole))
+    expected = list(found) if isinstance(found, (tuple, list)) else [found]
+    coming = [torch.randn_like(x) if grad else None for x, grad in zip(expected, carry, strict=True)]
+    arriving = [
+        pieces.gradients(state, g, ranks) if g is not None else None for state, g in zip(made, coming, strict=True)
+    ]
+    _backward(expected, coming)
+    line = printed(it, strategy, ranks)
+
+    def run(rank: int) -> list[torch.Tensor]:
+        if strategy.body in ("", "apart"):
+            torch.manual_seed(7)
+        outputs = run_printed(line, [own[rank] for own in mine])
+        _backward(outputs, [None if own is None else own[rank] for own in arriving])
+        return [output.detach() for output in outputs]
+
+    talks = strategy.body not in ("", "apart", "mean")
+    results = (at_once if talks or "cross_entropy" in line.text else one_after_another)(ranks, run)
+    near = 1e-5 if torch.float32 in {x.dtype for x in (*it.tensors, *it.outputs)} else 1e-9
+    if it.op.target.split(".")[1] in NO_VALUES:
+        expected = [torch.zeros_like(x) for x in expected]
+        results = [[torch.zeros_like(x) for x in own] for own in results]
+    if strategy.body == "apart":  # other numbers than the unsplit op's: see test_ops_random.py
         return
-    gradient = torch.randn_like(expected)
-    expected.backward(gradient)
-    for output, own in zip(found, pieces.gradients(made, gradient, ranks), strict=True):
-        output.backward(own)
+    for number, (state, output) in enumerate(zip(made, expected, strict=True)):
+        pieces.check_values(state, [own[number] for own in results], output.detach(), f"output {number}", near)
     for number, (state, own, unsplit, grad) in enumerate(zip(states, mine, whole, wanted, strict=True)):
-        if grad:
-            pieces.check_gradients(state, [p.grad for p in own], unsplit.grad, f"input {number}", near)
+        if grad and any(carry):
+            zero = torch.zeros_like
+            gradients = [zero(p) if p.grad is None else p.grad for p in own]
+            full = zero(unsplit) if unsplit.grad is None else unsplit.grad
+            pieces.check_gradients(state, gradients, full, f"input {number}", near)
+        elif it.op.inputs[number] in it.op.mutates:
+            pieces.check_values(state, own, unsplit, f"changed input {number}", near)
+
+
+def _backward(outputs: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
+    pairs = [(x, g) for x, g in zip(outputs, gradients, strict=True) if g is not None and x.requires_grad]
+    if pairs:
+        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
 
 
 def check_rule(rule: OpRule | None, it: Example, ranks: int) -> list[str]:
@@ -160,7 +235,10 @@ def check_rule(rule: OpRule | None, it: Example, ranks: int) -> list[str]:
         try:
             check_strategy(it, strategy, ranks)
         except Exception as error:
-            inputs = "; ".join(map(str, strategy.inputs))
-            text = f"{it.op.target} {[tuple(x.shape) for x in it.tensors]} on {ranks}: {strategy.name}: {inputs} -> "
-            raise AssertionError(f"{text}{strategy.outputs[0]}: {error}") from error
+            raise AssertionError(f"{describe(it, strategy)} on {ranks}: {error}") from error
     return [s.name for s in found]
+
+
+def describe(it: Example, strategy: Strategy) -> str:
+    inputs, outputs = ("; ".join(map(str, side)) for side in (strategy.inputs, strategy.outputs))
+    return f"{it.op.target} {[tuple(x.shape) for x in it.tensors]} {strategy.name}: {inputs} -> {outputs}"

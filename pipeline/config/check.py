@@ -18,6 +18,7 @@ from typing import Any
 from pipeline.config.schema import MISSING, Form, Rule, rule_of
 from pipeline.config.source import Key, Source, shown
 from pipeline.errors import ConfigError
+from pipeline.ops.dims import check_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +119,8 @@ def _check_value(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -
         _check_target(value, source, key)
     elif rule.form is Form.BY_NAME:
         _check_by_name(value, kind, rule, source, key)
+    elif rule.form is Form.DIMS:
+        _check_dims(value, source, key)
     elif kind.type is list:
         for index, item in enumerate(value):
             _check_value(item, kind_of(kind.item), rule, source, (*key, index))
@@ -199,3 +202,19 @@ def _check_by_name(value: dict[str, Any], kind: Kind, rule: Rule, source: Source
         if not _is_name(name):
             raise source.error((*key, name), "is not an argument name", "use letters, digits and '_'")
         _check_value(item, kind_of(kind.item), Rule(rule.help), source, (*key, name))
+
+
+def _check_dims(value: dict[str, Any], source: Source, key: Key) -> None:
+    for target, line in value.items():
+        inner = (*key, target)
+        parts = target.split(".")
+        if len(parts) != 3 or not all(_is_name(part) for part in parts):
+            raise source.error(
+                inner, "is not the name of an op", "use library.op.overload, such as mylib.scale.default"
+            )
+        if not isinstance(line, str):
+            raise source.error(inner, f"got {shown(line)}, expected a line of dims such as 'b n, n -> b n'")
+        try:
+            check_line(line)
+        except ValueError as error:
+            raise source.error(inner, f"got {shown(line)}: {error}") from error

@@ -53,6 +53,8 @@ def _rows(schema: type, prefix: str) -> Iterator[tuple[str, str, str, str, str]]
             yield from _rows(kind.type, f"{key}.")
         elif rule.form is Form.BY_NAME:
             yield from _rows(kind.item, f"{key}.NAME.")
+        elif rule.form is Form.DIMS:
+            yield f"`{key}.OP`", "text", "", "a line of dims", "The line of the op `library.op.overload`."
         elif rule.form is Form.TARGET:
             yield f"`{key}._target_`", "text", "required", "a dotted importable name", "What is called."
             yield f"`{key}.ARGUMENT`", "any", "", "", "A keyword argument of it."

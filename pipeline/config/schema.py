@@ -33,6 +33,7 @@ class Form(Enum):
     TARGET = "a mapping with `_target_` (a dotted importable name) and keyword arguments"
     BY_NAME = "a non-empty mapping from a name to a mapping"
     CHOICE = "the name of a file in the group's folder"
+    DIMS = "a mapping from an op, such as mylib.scale.default, to its line of dims, such as 'b n, n -> b n'"
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,9 @@ class Model:
         "`fp32`: types as the model has them; `bf16`: weights and float inputs in bfloat16; `amp`: float32 weights"
         " under bfloat16 autocast.",
         Precision.fp32,
+    )
+    ops: dict[str, str] | None = setting(
+        "How ops of your own may be split: op to line of dims (`docs/how-to-add-an-op.md`).", None, form=Form.DIMS
     )
 
 

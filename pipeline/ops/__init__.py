@@ -1,5 +1,10 @@
 """The op table: one entry per op, one file per family, found by listing this folder.
 
 A rule holds the op's line of named dims, from which its sharding strategies follow, what it costs, what it saves for
-backward, and how generated code calls it. An op without a rule runs replicated, so any exported graph can be planned.
+backward, and how generated code calls it. For an op without a rule strategies are discovered by trying (discover.py);
+where none is found it runs replicated, so any exported graph can be planned.
 """
+
+from pipeline.ops.table import register
+
+__all__ = ["register"]

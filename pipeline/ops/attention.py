@@ -6,18 +6,49 @@ of queries and keys, v head dim of values.
 
 from __future__ import annotations
 
-from pipeline.ops.rule import OpRule, OpView, call
-from pipeline.ops.shapes import nothing_split
+from pipeline.ops.rule import OpRule, OpView, apart, call
 
 
 def _attention(view: OpView) -> str:
-    """Batch and heads may be split; a mask or dropout needs care that this rule does not take yet."""
-    if view.constant(7, "enable_gqa", False) and len(view.inputs) == 3 and view.constant(4, "dropout_p", 0.0) == 0.0:
-        return "b (h r) q^ e^, b h k^ e^, b h k^ v^ -> b (h r) q^ v^"
-    plain = len(view.inputs) == 3 and len(view.output.shape) == 4 and view.constant(4, "dropout_p", 0.0) == 0.0
-    if plain and view.inputs[0].shape[:2] == view.inputs[1].shape[:2] == view.inputs[2].shape[:2]:
-        return "b h q^ e^, b h k^ e^, b h k^ v^ -> b h q^ v^"
-    return nothing_split(view)
+    """Batch, heads and queries may be split; under `is_causal` a query counts the keys before it, so queries stay.
+
+    With fewer heads of keys than of queries, `(h r)`: an axis on h splits both; an axis on r splits the queries' heads
+    inside each group, all ranks reading all keys. So more ranks than heads of keys are served exactly.
+    """
+    queries, keys, values = (t.shape for t in view.inputs[:3])
+    shape = view.output.shape
+    grouped = bool(view.constant(7, "enable_gqa", False)) and queries[-3] != keys[-3]
+    batch = [f"b{i}" for i in range(len(shape) - 2)]
+    query = "q^" if view.constant(5, "is_causal", False) else "q"
+    if grouped:
+        batch[-1] = "h"
+
+    def leading(own: tuple[int, ...], heads: str = "") -> str:
+        offset = len(shape) - len(own)
+        names = [
+            batch[offset + i] if size == shape[offset + i] and size > 1 else f"one{offset + i}^"
+            for i, size in enumerate(own[:-2])
+        ]
+        return " ".join([*names[:-1], heads] if heads else names)
+
+    whole = "(h r)" if grouped else ""
+    tensors = [
+        f"{leading(queries, whole)} {query} e^",
+        f"{leading(keys, 'h' if grouped else '')} k^ e^",
+        f"{leading(values, 'h' if grouped else '')} k^ v^",
+    ]
+    for mask in view.inputs[3:]:
+        own = mask.shape
+        padded = (1,) * (2 - len(own)) + own
+        heads = whole if grouped and len(padded) > 2 and padded[-3] == shape[-3] else ""
+        rows = query if padded[-2] == shape[-2] and padded[-2] > 1 else "onq^"
+        columns = "k^" if padded[-1] == keys[-2] else "onk^"
+        tensors.append(" ".join([leading(padded, heads), rows, columns][-len(own) if len(own) < 2 else 0 :]))
+    return f"{', '.join(tensors)} -> {leading(shape, whole)} {query} v^"
+
+
+def _body(view: OpView, letter: str) -> str:
+    return "apart" if view.constant(4, "dropout_p", 0.0) else ""
 
 
 def _flops(view: OpView) -> float:
@@ -34,8 +65,8 @@ def _row_sums(view: OpView) -> int:
 
 RULES = [
     OpRule(
-        "aten.scaled_dot_product_attention.default", _attention, call("F.scaled_dot_product_attention"),
-        saves_inputs=(0, 1, 2), saves_output=True, extra_saved=_row_sums, flops=_flops, backward_factor=2.5,
-        keeps_order=True,
+        "aten.scaled_dot_product_attention.default", _attention, apart(call("F.scaled_dot_product_attention")),
+        linear=((2,),), saves_inputs=(0, 1, 2), saves_output=True, extra_saved=_row_sums, flops=_flops,
+        backward_factor=2.5, keeps_order=True, split_body=_body, random=True,
     ),
 ]  # fmt: skip

@@ -3,6 +3,9 @@
 Put the axis on a letter: tensors with that letter are `S`, inputs without it `B`, outputs without it `P`. Put it on no
 letter: all `R`; or all `B` (backward is linear, so the gradient may stay partial); or `P` through a group of inputs in
 which the op is linear, the other factors `B` and the other addends `P`.
+
+A letter inside a product, h in `(t h d)`, is split within each of the t parts: `S(dim:t)`. A letter whose dim another
+op takes apart, (t h d) say, may be split the same way here: the view's `factors` name t.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from pipeline.ir.plan import Strategy
 from pipeline.ops.rule import OpRule, OpView
 
 _TOKEN = re.compile(r"\([^)]*\)|\S+")
-_ABSENT = -1
+_LETTER = re.compile(r"(\w+)(?:=(\d+))?([+^!]?)")
+_PLACELESS_BODIES = ("", "mean", "apart")  # local forms that do not ask which part of the dim a rank holds
 
 
 @dataclass(frozen=True)
@@ -26,36 +30,88 @@ class Dim:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a letter lies in a tensor: its dim, and in how many parts the letters before it cut that dim."""
+
+    dim: int
+    outer: int
+
+
+@dataclass(frozen=True)
 class Line:
     inputs: tuple[tuple[Dim, ...], ...]
     outputs: tuple[tuple[Dim, ...], ...]
     summed: frozenset[str]  # letters marked +
     fixed: frozenset[str]  # letters marked ^
+    whole: frozenset[str]  # letters marked !
+    sizes: dict[str, int]  # of the letters whose size can be told
 
     @property
     def letters(self) -> tuple[str, ...]:
         found = (x for tensor in (*self.outputs, *self.inputs) for dim in tensor for x in dim.letters)
         return tuple(dict.fromkeys(found))
 
+    def place(self, dims: tuple[Dim, ...], letter: str) -> Place | None:
+        """None where the tensor lacks the letter; ValueError where it cannot be split there."""
+        found = [(i, dim.letters) for i, dim in enumerate(dims) if letter in dim.letters]
+        if not found:
+            return None
+        (index, letters), *others = found
+        before = letters[: letters.index(letter)]
+        if others or letters.count(letter) > 1 or any(x not in self.sizes for x in before):
+            raise ValueError(f"{letter} has no one place")
+        outer = 1
+        for x in before:
+            outer *= self.sizes[x]
+        return Place(index, outer)
+
+    def places(self, letter: str) -> tuple[tuple[Place | None, ...], tuple[Place | None, ...]] | None:
+        """The letter's places in the inputs and in the outputs, or None where it may not be split."""
+        if letter in self.fixed or letter not in self.sizes:
+            return None
+        try:
+            inputs = tuple(self.place(dims, letter) for dims in self.inputs)
+            outputs = tuple(self.place(dims, letter) for dims in self.outputs)
+        except ValueError:
+            return None
+        reduces = letter in self.summed or letter in self.whole
+        return (inputs, outputs) if reduces or None not in outputs else None
+
 
 def read_line(text: str, view: OpView) -> Line:
     """Reads a line for the op's own ranks; inputs that the op leaves out (a missing bias) are left out of the line."""
-    summed: set[str] = set()
-    fixed: set[str] = set()
-    left, right = text.split("->")
-    tensors = left.split(",")[: len(view.inputs)]
+    marks: dict[str, set[str]] = {"+": set(), "^": set(), "!": set(), "": set()}
+    sizes: dict[str, int] = {}
+    left, arrow, right = text.partition("->")
+    tensors = left.split(",")[: len(view.inputs)] if view.inputs else []
     outputs = right.split(",")
-    if len(tensors) != len(view.inputs) or len(outputs) != len(view.outputs):
-        raise ValueError(f"line {text!r} does not fit {view.op.target} with {len(view.inputs)} inputs")
-    return Line(
-        tuple(_read_tensor(t, len(v.shape), summed, fixed) for t, v in zip(tensors, view.inputs, strict=True)),
-        tuple(_read_tensor(t, len(v.shape), summed, fixed) for t, v in zip(outputs, view.outputs, strict=True)),
-        frozenset(summed),
-        frozenset(fixed),
-    )
+    if not arrow or len(tensors) != len(view.inputs) or len(outputs) != len(view.outputs):
+        raise ValueError(
+            f"line {text!r} does not fit {view.op.target} with {len(view.inputs)} tensors in, {len(view.outputs)} out"
+        )
+    inside = tuple(_read_tensor(t, len(v.shape), marks, sizes) for t, v in zip(tensors, view.inputs, strict=True))
+    outside = tuple(_read_tensor(t, len(v.shape), marks, sizes) for t, v in zip(outputs, view.outputs, strict=True))
+    shapes = [*zip(inside, view.inputs, strict=True), *zip(outside, view.outputs, strict=True)]
+    dims = [(dim, size) for tensor, kind in shapes for dim, size in zip(tensor, kind.shape, strict=True)]
+    _find_sizes(dims, sizes, text, view)
+    return Line(inside, outside, frozenset(marks["+"]), frozenset(marks["^"]), frozenset(marks["!"]), sizes)
 
 
-def _read_tensor(text: str, rank: int, summed: set[str], fixed: set[str]) -> tuple[Dim, ...]:
+def check_line(text: str) -> None:
+    """Whether a text is a line at all, whatever op it is for."""
+    left, arrow, right = text.partition("->")
+    if not arrow or "->" in right:
+        raise ValueError("a line has one '->' between its inputs and its outputs, such as 'b n, n -> b n'")
+    for tensor in (*left.split(","), *right.split(",")):
+        for token in _TOKEN.findall(tensor):
+            inner = token[1:-1].split() if token.startswith("(") and token.endswith(")") else [token]
+            if token != "*" and not (inner and all(_LETTER.fullmatch(x) for x in inner)):
+                raise ValueError(
+                    f"{token!r} is not a dim: use names, marked '+' or '^', and products such as '(h=8 d)'"
+                )
+
+
+def _read_tensor(text: str, rank: int, marks: dict[str, set[str]], sizes: dict[str, int]) -> tuple[Dim, ...]:
     tokens = _TOKEN.findall(text)
     dims: list[Dim] = []
     for token in tokens:
@@ -64,14 +120,34 @@ def _read_tensor(text: str, rank: int, summed: set[str], fixed: set[str]) -> tup
             continue
         letters = []
         for letter in token.strip("()").split():
-            name = letter.rstrip("+^")
-            summed.update({name} if letter.endswith("+") else ())
-            fixed.update({name} if letter.endswith("^") else ())
+            found = _LETTER.fullmatch(letter)
+            if not found:
+                raise ValueError(f"{letter!r} in {text!r} is not the name of a dim")
+            name, size, mark = found.groups()
+            marks[mark].add(name)
+            sizes.update({name: int(size)} if size else {})
             letters.append(name)
         dims.append(Dim(tuple(letters)))
     if len(dims) != rank:
         raise ValueError(f"{text!r} names {len(dims)} dims, the tensor has {rank}")
     return tuple(dims)
+
+
+def _find_sizes(dims: list[tuple[Dim, int]], sizes: dict[str, int], text: str, view: OpView) -> None:
+    """Adds the size of each letter: given as `g=4`, of its own dim, or what the other letters leave of a product."""
+    for dim, size in dims:
+        if len(dim.letters) == 1 and sizes.setdefault(dim.letters[0], size) != size:
+            letter = dim.letters[0]
+            raise ValueError(f"line {text!r}: {letter} is both {sizes[letter]} and {size} in {view.op.target}")
+    products = [(dim, size) for dim, size in dims if len(dim.letters) > 1]
+    for _ in products:
+        for dim, size in products:
+            unknown = [x for x in dim.letters if x not in sizes]
+            known = 1
+            for x in dim.letters:
+                known *= sizes.get(x, 1)
+            if len(unknown) == 1 and known and size % known == 0:
+                sizes[unknown[0]] = size // known
 
 
 def strategies(rule: OpRule | None, view: OpView, size: int) -> tuple[Strategy, ...]:
@@ -80,12 +156,41 @@ def strategies(rule: OpRule | None, view: OpView, size: int) -> tuple[Strategy, 
     if size > 1:
         if any(view.input_grads):
             found.append(_uniform("B", B, view))
-        if rule is not None:
-            line = read_line(rule.line(view), view)
-            found += [s for letter in line.letters if (s := _split(rule, view, line, letter, size)) is not None]
-            found += [_partial(rule, view, group) for group in rule.linear if _is_linear(view, group)]
+        found += _discovered(view, size) if rule is None else _by_line(rule, view, size)
     distinct = {(s.inputs, s.outputs): s for s in reversed([_without_gradient(s, view) for s in found])}
     return tuple(reversed(distinct.values()))
+
+
+def _discovered(view: OpView, size: int) -> list[Strategy]:
+    from pipeline.ops.discover import discovered  # needs torch, and only ops without a rule need it
+
+    return list(discovered(view, size))
+
+
+def _by_line(rule: OpRule, view: OpView, size: int) -> list[Strategy]:
+    line = read_line(rule.line(view), view)
+    factors = dict(view.factors)
+    found = []
+    for letter in line.letters:
+        for factor in (1, *factors.get(letter, ())):
+            strategy = _split(rule, view, line, letter, factor, size)
+            found += [strategy] if strategy else []
+    return found + [_partial(rule, view, group) for group in rule.linear_groups(view) if _is_linear(view, group)]
+
+
+def local_factors(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The factors of the pieces that a strategy on a mesh leaves: half of a dim lies in half as many parts."""
+    found = []
+    for letter, parts in view.factors:
+        left = set(parts)
+        for name, size in zip(strategy.name.split(","), sizes, strict=True):
+            left = {n // size if name == _shown(letter) and n % size == 0 else n for n in left}
+        found.append((letter, tuple(sorted(n for n in left if n > 1))))
+    return tuple((letter, own) for letter, own in found if own)
+
+
+def _shown(letter: str) -> str:
+    return f"dim{letter[1:]}" if letter.startswith("*") else letter
 
 
 def _uniform(name: str, state: State, view: OpView) -> Strategy:
@@ -93,47 +198,36 @@ def _uniform(name: str, state: State, view: OpView) -> Strategy:
     return Strategy(name, (layout,) * len(view.inputs), (layout,) * len(view.outputs))
 
 
-def _split(rule: OpRule, view: OpView, line: Line, letter: str, size: int) -> Strategy | None:
+def _split(rule: OpRule, view: OpView, line: Line, letter: str, factor: int, size: int) -> Strategy | None:
     """The axis on a letter, or None where the letter may not be split or does not divide."""
-    if letter in line.fixed:
+    places = line.places(letter)
+    if places is None or not line.sizes[letter] or line.sizes[letter] % (factor * size):
         return None
-    inputs: list[State] = []
-    in_output = any(letter in dim.letters for tensor in line.outputs for dim in tensor)
-    if not in_output and letter not in line.summed:
-        return None
-    for position, (dims, tensor) in enumerate(zip(line.inputs, view.inputs, strict=True)):
-        place = _place(dims, tensor.shape, letter, size)
-        if place is None:
-            return None
-        absent = P if position in rule.addends and not in_output else B
-        inputs.append(absent if place == _ABSENT else S(place))
-    outputs: list[State] = []
-    for dims, tensor in zip(line.outputs, view.outputs, strict=True):
-        place = _place(dims, tensor.shape, letter, size)
-        if place is None or (place == _ABSENT and letter not in line.summed):
-            return None
-        outputs.append(P if place == _ABSENT else S(place))
     body = rule.body(view, letter)
+    if factor > 1 and body not in _PLACELESS_BODIES:
+        return None
+
+    def state(place: Place | None, absent: State) -> State:
+        return absent if place is None else S(place.dim, place.outer * factor)
+
+    inside, outside = places
+    reduces = all(place is None for place in outside)
+    whole = R if letter in line.whole else None
+    inputs = [
+        state(place, whole or (P if position in rule.addends and reduces else B))
+        for position, place in enumerate(inside)
+    ]
     return Strategy(
-        f"dim{letter[1:]}" if letter.startswith("*") else letter,
+        _shown(letter) if factor == 1 else f"{_shown(letter)}:{factor}",
         tuple(Layout((s,)) for s in inputs),
-        tuple(Layout((s,)) for s in outputs),
+        tuple(Layout((state(place, whole or P),)) for place in outside),
         body,
     )
 
 
-def _place(dims: tuple[Dim, ...], shape: tuple[int, ...], letter: str, size: int) -> int | None:
-    """The dim that the letter splits, _ABSENT where the tensor lacks it, None where it cannot be split there."""
-    for index, dim in enumerate(dims):
-        if letter in dim.letters:
-            outermost = dim.letters[0] == letter
-            return index if outermost and shape[index] and shape[index] % size == 0 else None
-    return _ABSENT
-
-
 def _is_linear(view: OpView, group: tuple[int, ...]) -> bool:
     """A group counts where all of it is there (x + 1 is not linear in x) and nothing is rounded to integers."""
-    if max(group) >= len(view.inputs):
+    if not group or max(group) >= len(view.inputs):
         return False
     return all(t.dtype.startswith(("float", "bfloat")) for t in (*(view.inputs[i] for i in group), *view.outputs))
 
@@ -149,7 +243,12 @@ def _without_gradient(strategy: Strategy, view: OpView) -> Strategy:
         layout if grad or layout.states[0] != B else Layout((R,))
         for layout, grad in zip(strategy.inputs, view.input_grads, strict=True)
     )
-    outputs = strategy.outputs
-    if not any(view.input_grads):
-        outputs = tuple(Layout((R,)) if o.states[0] == B else o for o in outputs)
+    outputs = tuple(
+        layout if grad or layout.states[0] != B else Layout((R,))
+        for layout, grad in zip(strategy.outputs, output_grads(view), strict=True)
+    )
     return Strategy(strategy.name, inputs, outputs, strategy.body)
+
+
+def output_grads(view: OpView) -> tuple[bool, ...]:
+    return tuple(any(view.input_grads) and t.dtype.startswith(("float", "bfloat", "complex")) for t in view.outputs)

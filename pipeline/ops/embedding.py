@@ -6,21 +6,28 @@ from pipeline.ops.rule import OpRule, OpView, Rendered
 
 
 def _embedding(view: OpView) -> str:
-    """Where gradients are divided by how often an index occurs, the indices stay whole: a piece has other counts."""
+    """The table's rows (the vocabulary) may be split: each rank looks up its own.
+
+    Where gradients are divided by how often an index occurs, the indices stay whole: a piece has other counts.
+    """
     if view.constant(3, "scale_grad_by_freq", False):
         indices = " ".join(f"i{n}^" for n in range(len(view.inputs[1].shape)))
         return f"v^ h, {indices} -> {indices} h"
-    return "v^ h, * -> * h"
+    return "v+ h, * -> * h"
 
 
 def _render(r: Rendered) -> str:
-    padding = r.named.get("padding_idx") or (r.positional[2] if len(r.positional) > 2 else "-1")
-    by_count = r.named.get("scale_grad_by_freq") or (r.positional[3] if len(r.positional) > 3 else "False")
-    extra = "" if padding == "-1" else f", padding_idx={padding}"
-    extra += "" if by_count == "False" else ", scale_grad_by_freq=True"
+    given = r.given(("weight", "indices", "padding_idx", "scale_grad_by_freq"))
+    extra = "" if given.get("padding_idx", "-1") == "-1" else f", padding_idx={given['padding_idx']}"
+    extra += "" if given.get("scale_grad_by_freq", "False") == "False" else ", scale_grad_by_freq=True"
+    if r.bodies:
+        return f"row_split_embedding({r.tensors[1]}, {r.tensors[0]}, axis={r.axes('rows')}{extra})"
     return f"F.embedding({r.tensors[1]}, {r.tensors[0]}{extra})"
 
 
 RULES = [
-    OpRule("aten.embedding.default", _embedding, _render, linear=((0,),), saves_inputs=(1,)),
-]
+    OpRule(
+        "aten.embedding.default", _embedding, _render, linear=((0,),), saves_inputs=(1,),
+        split_body=lambda view, letter: "rows" if letter == "v" else "",
+    ),
+]  # fmt: skip

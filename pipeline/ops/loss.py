@@ -1,10 +1,8 @@
-"""Reductions to the loss. A mean over a split dim divides by the true count of the whole step, not of the piece."""
+"""Losses. A mean over a split dim divides by the true count of the whole step, not of the piece."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from pipeline.ops.rule import OpRule, OpView, Rendered, call
+from pipeline.ops.rule import OpRule, OpView, Rendered
 from pipeline.ops.shapes import nothing_split
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -12,59 +10,41 @@ _REDUCTION = {"0": '"none"', "1": '"mean"', "2": '"sum"'}
 
 
 def _cross_entropy(view: OpView) -> str:
-    plain = len(view.inputs[0].shape) == 2 and len(view.inputs) == 2 and view.inputs[1].dtype.startswith("int")
-    reduction = view.constant(3, "reduction", MEAN)
-    if plain:
-        return "n c^, n -> n" if reduction == NONE else "n+ c^, n+ ->"
-    return nothing_split(view)
-
-
-def _pointwise_loss(view: OpView) -> str:
-    if view.inputs[0].shape != view.inputs[1].shape:
+    """(logits, target, weight, reduction, ...): rows sum; classes may be split where targets are indices."""
+    logits, target = view.inputs[0].shape, view.inputs[1]
+    if len(logits) < 2:
         return nothing_split(view)
-    names = [f"d{i}" for i in range(len(view.inputs[0].shape))]
-    if view.constant(2, "reduction", MEAN) == NONE:
-        return f"{' '.join(names)}, {' '.join(names)} -> {' '.join(names)}"
-    summed = " ".join(f"{n}+" for n in names)
-    return f"{summed}, {summed} ->"
+    by_index = target.dtype.startswith("int")
+    reduced = view.constant(3, "reduction", MEAN) != NONE
+    mark = "+" if reduced else ""
+    image = " ".join(f"i{i}{mark}" for i in range(len(logits) - 2))
+    classes = "c!" if by_index else "c^"
+    output = "" if reduced else f"n {image}"
+    targets = f"n{mark} {image}" if by_index else f"n{mark} {classes} {image}"
+    weight = ", w^" if len(view.inputs) > 2 else ""
+    return f"n{mark} {classes} {image}, {targets}{weight} -> {output}"
 
 
-def _reduce_all(view: OpView) -> str:
-    return f"{' '.join(f'd{i}+' for i in range(len(view.inputs[0].shape)))} ->"
-
-
-def _mean_at(position: int) -> Callable[[OpView, str], str]:
-    """The local form is a mean of the whole step where the op's reduction (at that position) is the mean."""
-    return lambda view, letter: "mean" if view.constant(position, "reduction", MEAN) == MEAN else ""
+def _cross_entropy_body(view: OpView, letter: str) -> str:
+    if letter == "c":
+        return "classes"
+    return "mean" if view.constant(3, "reduction", MEAN) == MEAN else ""
 
 
 def _render_cross_entropy(r: Rendered) -> str:
-    """`aten` takes (logits, target, weight, reduction, ignore_index, label_smoothing)."""
-    names = ("weight", "reduction", "ignore_index", "label_smoothing")
-    given = {**dict(zip(names, r.positional[2:], strict=False)), **r.named}
-    if "reduction" in given:
-        given["reduction"] = _REDUCTION[given["reduction"]]
-    if r.axis:
-        given.pop("reduction", None)
-        given.pop("weight", None)
-        given["axis"] = f'"{r.axis}"'
-    defaults = {"weight": "None", "ignore_index": "-100", "label_smoothing": "0.0", "reduction": '"mean"'}
-    extra = "".join(f", {k}={v}" for k, v in given.items() if defaults.get(k) != v)
-    function = "mean_cross_entropy" if r.axis else "F.cross_entropy"
-    return f"{function}({r.tensors[0]}, {r.tensors[1]}{extra})"
-
-
-def _render_mse(r: Rendered) -> str:
-    reduction = r.named.get("reduction") or (r.positional[2] if len(r.positional) > 2 else "1")
-    if r.axis:
-        return f'mean_of_pieces(F.mse_loss({r.tensors[0]}, {r.tensors[1]}), axis="{r.axis}")'
-    extra = "" if reduction == "1" else f", reduction={_REDUCTION[reduction]}"
-    return f"F.mse_loss({r.tensors[0]}, {r.tensors[1]}{extra})"
-
-
-def _render_mean(r: Rendered) -> str:
-    text = call("torch.mean")(r)
-    return f'mean_of_pieces({text}, axis="{r.axis}")' if r.axis else text
+    given = r.given(("input", "target", "weight", "reduction", "ignore_index", "label_smoothing"))
+    reduction = _REDUCTION[given.pop("reduction", "1")]
+    defaults = {"weight": "None", "ignore_index": "-100", "label_smoothing": "0.0", "reduction": '"mean"', "rows": ""}
+    tensors = f"{given.pop('input')}, {given.pop('target')}"
+    if classes := r.axes("classes"):
+        function, options = "class_split_cross_entropy", {"axis": classes, "rows": r.axes("mean"), **given}
+        options["reduction"] = reduction
+    elif rows := r.axes("mean"):
+        function, options = "mean_cross_entropy", {"axis": rows, **given}
+    else:
+        function, options = "F.cross_entropy", {**given, "reduction": reduction}
+    extra = "".join(f", {k}={v}" for k, v in options.items() if defaults.get(k) != v)
+    return f"{function}({tensors}{extra})"
 
 
 def _logits(view: OpView) -> int:
@@ -72,18 +52,62 @@ def _logits(view: OpView) -> int:
     return view.inputs[0].nbytes
 
 
+def _pointwise(view: OpView) -> str:
+    """Two tensors, and further ones of the same shape, compared element by element."""
+    shape = view.inputs[0].shape
+    if any(t.shape != shape for t in view.inputs):
+        return nothing_split(view)
+    mark = "" if view.output.shape == shape and shape else "+"
+    names = " ".join(f"d{i}{mark}" for i in range(len(shape)))
+    return f"{', '.join([names] * len(view.inputs))} -> {'' if mark else names}"
+
+
+def _pointwise_rule(name: str, position: int, *further: str) -> OpRule:
+    """`aten.name(input, target, ..., reduction, ...)` with the reduction at that position, as `F.name`."""
+    names = ("input", "target", *further)
+
+    def render(r: Rendered) -> str:
+        given = r.given(names)
+        reduction = _REDUCTION[given.pop("reduction", "1")]
+        tensors = f"{given.pop('input')}, {given.pop('target')}"
+        extra = "".join(f", {k}={v}" for k, v in given.items() if v != "None")
+        extra += "" if reduction == '"mean"' else f", reduction={reduction}"
+        text = f"F.{name}({tensors}{extra})"
+        return f"mean_of_pieces({text}, axis={r.axes('mean')})" if r.bodies else text
+
+    def body(view: OpView, letter: str) -> str:
+        return "mean" if view.constant(position, "reduction", MEAN) == MEAN else ""
+
+    return OpRule(f"aten.{name}.default", _pointwise, render, saves_inputs=(0, 1), split_body=body)
+
+
+def _nll(view: OpView) -> str:
+    """(log-probabilities, target, weight, reduction, ignore_index); its mean is left whole."""
+    if len(view.inputs[0].shape) < 2 or view.constant(3, "reduction", MEAN) == MEAN:
+        return nothing_split(view)
+    mark = "" if view.constant(3, "reduction", MEAN) == NONE else "+"
+    image = " ".join(f"i{i}{mark}" for i in range(len(view.inputs[0].shape) - 2))
+    weight = ", c^" if len(view.inputs) > 2 else ""
+    return f"n{mark} c^ {image}, n{mark} {image}{weight} -> {'' if mark else f'n {image}'}"
+
+
+def _render_nll(r: Rendered) -> str:
+    given = r.given(("input", "target", "weight", "reduction", "ignore_index"))
+    given["reduction"] = _REDUCTION[given.get("reduction", "1")]
+    tensors = f"{given.pop('input')}, {given.pop('target')}"
+    return f"F.nll_loss({tensors}{''.join(f', {k}={v}' for k, v in given.items())})"
+
+
 RULES = [
     OpRule(
         "aten.cross_entropy_loss.default", _cross_entropy, _render_cross_entropy,
-        saves_inputs=(1,), extra_saved=_logits, split_body=_mean_at(3),
+        saves_inputs=(1,), extra_saved=_logits, split_body=_cross_entropy_body,
     ),
-    OpRule(
-        "aten.mse_loss.default", _pointwise_loss, _render_mse,
-        saves_inputs=(0, 1), split_body=_mean_at(2),
-    ),
-    OpRule("aten.sum.default", _reduce_all, call("torch.sum"), linear=((0,),)),
-    OpRule(
-        "aten.mean.default", _reduce_all, _render_mean, linear=((0,),),
-        split_body=lambda view, letter: "mean",
-    ),
+    OpRule("aten.nll_loss_nd.default", _nll, _render_nll, linear=((0,),), saves_inputs=(1,)),
+    _pointwise_rule("mse_loss", 2, "reduction"),
+    _pointwise_rule("l1_loss", 2, "reduction"),
+    _pointwise_rule("smooth_l1_loss", 2, "reduction", "beta"),
+    _pointwise_rule("huber_loss", 2, "reduction", "delta"),
+    _pointwise_rule("binary_cross_entropy", 3, "weight", "reduction"),
+    _pointwise_rule("binary_cross_entropy_with_logits", 4, "weight", "pos_weight", "reduction"),
 ]  # fmt: skip

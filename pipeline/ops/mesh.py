@@ -16,7 +16,7 @@ from functools import lru_cache
 from pipeline.ir.graph import Arg, Args, OpGraph, Ref, Role, TensorType
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Strategy
-from pipeline.ops.dims import strategies
+from pipeline.ops.dims import local_factors, strategies
 from pipeline.ops.rule import OpRule, OpView, view_op
 from pipeline.ops.table import rule_of
 
@@ -30,6 +30,7 @@ class Signature:
     inputs: tuple[TensorType, ...]
     outputs: tuple[TensorType, ...]
     input_grads: tuple[bool, ...]
+    factors: tuple[tuple[str, tuple[int, ...]], ...]
     view: OpView = field(compare=False)  # an op that has it
 
 
@@ -38,7 +39,7 @@ def signature(view: OpView) -> Signature:
     positional = tuple(_nameless(a) for a in view.op.args.positional)
     named = tuple((k, _nameless(v)) for k, v in view.op.args.named)
     text = repr(Args(positional, named))
-    return Signature(view.op.target, text, view.inputs, view.outputs, view.input_grads, view)
+    return Signature(view.op.target, text, view.inputs, view.outputs, view.input_grads, view.factors, view)
 
 
 def _nameless(arg: Arg) -> Arg:
@@ -87,6 +88,7 @@ def _local(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> OpView:
         view,
         inputs=_pieces(view.inputs, strategy.inputs, sizes),
         outputs=_pieces(view.outputs, strategy.outputs, sizes),
+        factors=local_factors(view, strategy, sizes),
     )
 
 
@@ -100,7 +102,7 @@ def _nested(first: Strategy, second: Strategy, sizes: tuple[int, ...]) -> Strate
     bodies = {body for body in (*first.body.split(","), second.body) if body}
     inputs = [x.nested(y.states[0], sizes) for x, y in zip(first.inputs, second.inputs, strict=True)]
     outputs = [x.nested(y.states[0], sizes) for x, y in zip(first.outputs, second.outputs, strict=True)]
-    if len(bodies) > 1 or None in inputs or None in outputs:
+    if (len(bodies) > 1 and bodies != {"mean", "classes"}) or None in inputs or None in outputs:
         return None
     body = f"{first.body},{second.body}" if bodies else ""
     return Strategy(

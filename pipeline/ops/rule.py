@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.ir.graph import Arg, Op, OpGraph, TensorType
 
@@ -16,6 +16,7 @@ class OpView:
     inputs: tuple[TensorType, ...]
     outputs: tuple[TensorType, ...]
     input_grads: tuple[bool, ...]
+    factors: tuple[tuple[str, tuple[int, ...]], ...] = ()  # letter -> in how many parts the graph lets its dim lie
 
     @property
     def output(self) -> TensorType:
@@ -26,6 +27,13 @@ class OpView:
 
 
 def view_op(graph: OpGraph, op: Op) -> OpView:
+    from pipeline.ops.factors import factors_of
+
+    return replace(plain_view(graph, op), factors=factors_of(graph).get(op.name, ()))
+
+
+def plain_view(graph: OpGraph, op: Op) -> OpView:
+    """The op by itself, without what its neighbours say of its dims."""
     names = op.inputs
     return OpView(op, graph.types(names), graph.types(op.outputs), tuple(graph.values[n].grad for n in names))
 
@@ -37,11 +45,27 @@ class Rendered:
     positional: tuple[str, ...]
     named: dict[str, str]
     tensors: tuple[str, ...]
-    local_output: tuple[int, ...]  # the shape of this rank's piece of the first output
-    axis: str  # name of the mesh axis the op is split on, or ""
+    local_inputs: tuple[tuple[int, ...], ...]  # the shapes of this rank's pieces
+    local_outputs: tuple[tuple[int, ...], ...]
+    bodies: tuple[tuple[str, str], ...]  # local form of the op -> the mesh axis that asks for it
+    view: OpView
+
+    @property
+    def local_output(self) -> tuple[int, ...]:
+        return self.local_outputs[0]
+
+    def axes(self, body: str) -> str:
+        """The axes that ask for a local form, as an argument: `"d0"`, `"d0+d1"`, or nothing."""
+        names = "+".join(axis for name, axis in self.bodies if name == body)
+        return f'"{names}"' if names else ""
+
+    def given(self, names: tuple[str, ...]) -> dict[str, str]:
+        """The arguments by name, whether given by position or by name."""
+        return {**dict(zip(names, self.positional, strict=False)), **self.named}
 
 
 Dims = str | Callable[[OpView], str]
+Linear = tuple[tuple[int, ...], ...]
 Flops = Callable[[OpView], float]
 
 
@@ -57,15 +81,16 @@ def no_bytes(view: OpView) -> int:
 class OpRule:
     """One entry of the table.
 
-    `dims` is one line, such as `* k+, n k+, n -> * n`: `k+` may be split and sums, `k^` is never split, `*` stands for
-    any leading dims, `(h d)` for a dim that is a product. `linear` lists groups of inputs in which the op is linear
-    together; `addends` are inputs that must enter just once when the others are summands.
+    `dims` is one line, such as `* k+, n k+, n -> * n`: `k+` may be split and sums, `k^` is never split, `k!` may be
+    split because the local form talks to the other ranks and returns the whole; `*` stands for any leading dims,
+    `(h d)` for a dim that is a product. `linear` lists groups of inputs in which the op is linear together; `addends`
+    are inputs that must enter just once when the others are summands.
     """
 
     target: str
     dims: Dims
     render: Callable[[Rendered], str]  # prints the call in generated code
-    linear: tuple[tuple[int, ...], ...] = ()
+    linear: Linear | Callable[[OpView], Linear] = ()
     addends: tuple[int, ...] = ()
     saves_inputs: tuple[int, ...] = ()
     crosswise: bool = False  # each of `saves_inputs` is kept just for the gradients of the others
@@ -79,9 +104,13 @@ class OpRule:
     keeps_order: bool = False  # new memory, in which dims lie in the order in which the first input's do
     mutates: tuple[int, ...] = ()  # tensor inputs that it changes in place although its name does not say so
     split_body: Callable[[OpView, str], str] | None = None  # the local form when that letter is split, or ""
+    random: bool = False  # draws numbers: alike where it runs whole, apart where it is split
 
     def line(self, view: OpView) -> str:
         return self.dims if isinstance(self.dims, str) else self.dims(view)
+
+    def linear_groups(self, view: OpView) -> Linear:
+        return self.linear(view) if callable(self.linear) else self.linear
 
     def body(self, view: OpView, letter: str) -> str:
         return self.split_body(view, letter) if self.split_body else ""
@@ -95,6 +124,20 @@ def call(function: str, drop: Sequence[int] = ()) -> Callable[[Rendered], str]:
         return f"{function}({', '.join([*positional, *(f'{k}={v}' for k, v in r.named.items())])})"
 
     return render
+
+
+def apart(render: Callable[[Rendered], str]) -> Callable[[Rendered], str]:
+    """Prints a random op that is split: `drawn_apart(lambda: F.dropout(x, 0.1), axis="d0")`."""
+
+    def split(r: Rendered) -> str:
+        text = render(r)
+        return f"drawn_apart(lambda: {text}, axis={r.axes('apart')})" if r.bodies else text
+
+    return split
+
+
+def drawn(view: OpView, letter: str) -> str:
+    return "apart"
 
 
 def method(name: str) -> Callable[[Rendered], str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Collection
 
 from pipeline.ops.rule import OpView
 
 
 def broadcast(view: OpView) -> str:
     """One letter per dim of the output; an input has it where it does not broadcast there."""
+    if not view.inputs:
+        return nothing_split(view)
     shape = view.output.shape
     letters = [f"{string.ascii_lowercase[i]}" for i in range(len(shape))]
     tensors = []
@@ -19,7 +22,7 @@ def broadcast(view: OpView) -> str:
             for i, size in enumerate(tensor.shape)
         ]
         tensors.append(" ".join(names))
-    return f"{', '.join(tensors)} -> {_output(letters, shape)}"
+    return f"{', '.join(tensors)} -> {', '.join([_output(letters, shape)] * len(view.outputs))}"
 
 
 def _output(letters: list[str], shape: tuple[int, ...]) -> str:
@@ -88,8 +91,28 @@ def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[tuple
 
 def nothing_split(view: OpView) -> str:
     """The line of an op that is not split: every dim is fixed."""
-    names = [" ".join(f"t{t}d{i}^" for i in range(len(x.shape))) for t, x in enumerate((*view.inputs, view.output))]
-    return f"{', '.join(names[:-1])} -> {names[-1]}"
+    tensors = (*view.inputs, *view.outputs)
+    names = [" ".join(f"t{t}d{i}^" for i in range(len(x.shape))) for t, x in enumerate(tensors)]
+    return f"{', '.join(names[: len(view.inputs)])} -> {', '.join(names[len(view.inputs) :])}"
+
+
+def letters(rank: int, fixed: Collection[int] = (), mark: str = "^") -> str:
+    """`d0 d1^ d2`: one letter per dim, with a mark on some of them."""
+    return " ".join(f"d{i}{mark if i in fixed else ''}" for i in range(rank))
+
+
+def kept(view: OpView, fixed: Collection[int]) -> str:
+    """Tensors of one rank in and out, alike but for the fixed dims."""
+    own = range(len(view.output.shape))
+    names = [" ".join(f"t{t}d{i}^" if i in fixed else f"d{i}" for i in own) for t in range(len(view.inputs))]
+    after = [" ".join(f"o{t}d{i}^" if i in fixed else f"d{i}" for i in own) for t in range(len(view.outputs))]
+    return f"{', '.join(names)} -> {', '.join(after)}"
+
+
+def dim_of(view: OpView, position: int, name: str = "dim", default: int = 0, rank: int | None = None) -> int:
+    """A dim among the constants, counted from the front."""
+    count = len(view.inputs[0].shape) if rank is None else rank
+    return int(view.constant(position, name, default)) % max(count, 1)
 
 
 def permuted(order: list[int]) -> str:

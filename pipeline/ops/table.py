@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
-import pipeline.ops
 from pipeline.ir.graph import Op
-from pipeline.ops.rule import OpRule
-
-_NOT_FAMILIES = {"rule", "dims", "table", "shapes", "mesh"}
+from pipeline.ops.dims import check_line
+from pipeline.ops.rule import Dims, Flops, Linear, OpRule, Rendered, call, no_flops
 
 
 @cache
 def table() -> dict[str, OpRule]:
     rules: dict[str, OpRule] = {}
-    for module in pkgutil.iter_modules(pipeline.ops.__path__):
-        if module.name in _NOT_FAMILIES:
-            continue
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         family = importlib.import_module(f"pipeline.ops.{module.name}")
-        for rule in family.RULES:
+        for rule in getattr(family, "RULES", ()):
             if rule.target in rules:
                 raise ValueError(f"{rule.target} has two rules; keep one")
             rules[rule.target] = rule
@@ -28,4 +26,53 @@ def table() -> dict[str, OpRule]:
 
 
 def rule_of(op: Op) -> OpRule | None:
-    return table().get(op.target)
+    """The table's rule, or the user's; None leaves the op to discovery."""
+    return table().get(op.target) or _own.get(op.target)
+
+
+def register(
+    target: str,
+    dims: Dims,
+    *,
+    linear: Linear = (),
+    addends: tuple[int, ...] = (),
+    flops: Flops = no_flops,
+    backward_factor: float = 2.0,
+    saves_inputs: tuple[int, ...] | None = None,
+    saves_output: bool = True,
+    render: Callable[[Rendered], str] | None = None,
+) -> None:
+    """Adds a rule for an op of the user's own, such as `register("mylib.scale.default", "b n, n -> b n")`.
+
+    Without more it is priced as moving its tensors and as keeping all of them for backward: docs/how-to-add-an-op.md.
+    """
+    if len(target.split(".")) != 3 or not all(part.isidentifier() for part in target.split(".")):
+        raise ValueError(f"{target!r} is not the name of an op: use `library.op.overload`, such as mylib.scale.default")
+    if target in table():
+        raise ValueError(f"{target} has a rule already, in pipeline/ops")
+    if isinstance(dims, str):
+        check_line(dims)
+    _own[target] = OpRule(
+        target,
+        dims,
+        render or call(f"torch.ops.{target}"),
+        linear=linear,
+        addends=addends,
+        flops=flops,
+        backward_factor=backward_factor,
+        saves_inputs=_ALL if saves_inputs is None else saves_inputs,
+        saves_output=saves_output,
+    )
+
+
+def own_rules() -> dict[str, OpRule]:
+    """The rules that were registered."""
+    return dict(_own)
+
+
+def forget(target: str) -> None:
+    _own.pop(target, None)
+
+
+_own: dict[str, OpRule] = {}
+_ALL = tuple(range(64))  # inputs beyond those an op has are not looked at

@@ -17,9 +17,12 @@ from pipeline.runtime.collectives import (
     shard,
     sum_gradient,
 )
-from pipeline.runtime.losses import mean_cross_entropy, mean_of_pieces
+from pipeline.runtime.embedding import row_split_embedding
+from pipeline.runtime.experts import expert_split
+from pipeline.runtime.losses import class_split_cross_entropy, mean_cross_entropy, mean_of_pieces
 from pipeline.runtime.norms import batch_norm
 from pipeline.runtime.parameters import scope
+from pipeline.runtime.random import drawn_apart
 from pipeline.runtime.recompute import recompute
 
 __all__ = [
@@ -28,6 +31,9 @@ __all__ = [
     "all_reduce_both",
     "all_to_all",
     "batch_norm",
+    "class_split_cross_entropy",
+    "drawn_apart",
+    "expert_split",
     "gather",
     "keep_shards",
     "mask",
@@ -40,6 +46,7 @@ __all__ = [
     "recompute",
     "reduce_scatter",
     "regather",
+    "row_split_embedding",
     "scope",
     "shard",
     "sum_gradient",

@@ -1,4 +1,9 @@
-"""Means over a batch that is split: each rank returns its summand of the mean over the whole batch."""
+"""Losses whose batch or whose classes are split.
+
+Over a split batch each rank returns its summand of the loss of the whole batch. Over split classes (Megatron's
+parallel loss) the logits are never gathered: the ranks exchange one largest logit, one sum of exponentials and one
+target's logit for each row, and every rank returns the whole loss.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +12,74 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.runtime.mesh import axis_of
+from pipeline.runtime.axes import combine, own_range, position
+from pipeline.runtime.collectives import all_reduce
 
 
 def mean_cross_entropy(
-    logits: Tensor, target: Tensor, axis: str, ignore_index: int = -100, label_smoothing: float = 0.0
+    logits: Tensor,
+    target: Tensor,
+    axis: str,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Divides by the count of valid targets of all ranks: a mean of means is wrong where the counts differ."""
-    group = axis_of(axis)
-    valid = (target != ignore_index).sum().to(torch.float64)  # exact, whatever the logits' type
-    if group.size > 1:
-        dist.all_reduce(valid, group=group.group)
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    return F.cross_entropy(logits, target, reduction="sum", **options) / valid.to(logits.dtype)  # type: ignore[arg-type]
+    loss = F.cross_entropy(logits, target, weight, reduction="sum", **options)  # type: ignore[arg-type]
+    return loss / combine(_weight_of(logits, target, weight, ignore_index), axis).to(logits.dtype)
+
+
+def _weight_of(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """What the mean divides by: the valid targets, or their classes' weights; exact, whatever the logits' type."""
+    if target.is_floating_point():  # probabilities: the mean counts rows
+        return torch.tensor(target.numel() // target.shape[1], dtype=torch.float64, device=logits.device)
+    valid = target != ignore_index
+    if weight is None:
+        return valid.sum().to(torch.float64)
+    return weight.to(torch.float64)[target.where(valid, 0)].where(valid, 0.0).sum()
 
 
 def mean_of_pieces(mean: Tensor, axis: str) -> Tensor:
     """A mean over this rank's piece as its summand of the mean over all pieces, which are of equal size."""
-    return mean / axis_of(axis).size
+    return mean / position(axis)[1]
+
+
+def class_split_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    axis: str,
+    rows: str = "",
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Cross entropy of logits whose classes (dim 1) lie on `axis`; target and class weights are whole.
+
+    `rows` is an axis over which the batch is split too, for the mean.
+    """
+    own = logits.shape[1]
+    classes = own * position(axis)[1]
+    first, _ = own_range(classes, axis)
+    valid = target != ignore_index
+    largest = combine(logits.amax(1), axis, dist.ReduceOp.MAX)
+    shifted = logits - largest.unsqueeze(1)
+    log_sum = all_reduce(shifted.exp().sum(1), axis).log()
+    place = target.where(valid, 0) - first
+    mine = (place >= 0) & (place < own) & valid
+    picked = shifted.gather(1, place.where(mine, 0).unsqueeze(1)).squeeze(1).where(mine, 0.0)
+    scale = 1.0 if weight is None else weight[target.where(valid, 0)]
+    loss = (log_sum - all_reduce(picked, axis)) * scale
+    if label_smoothing:
+        owned = logits.new_ones(own) if weight is None else weight[first : first + own]
+        every = torch.tensordot(shifted, owned, dims=([1], [0]))
+        total = float(classes) if weight is None else weight.sum()
+        smooth = (log_sum * total - all_reduce(every, axis)) / classes
+        loss = loss * (1 - label_smoothing) + smooth * label_smoothing
+    loss = loss.where(valid, 0.0)
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / combine(_weight_of(logits, target, weight, ignore_index), rows).to(logits.dtype)

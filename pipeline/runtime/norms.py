@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.runtime.axes import position
+from pipeline.runtime.collectives import all_reduce_both
 from pipeline.runtime.recompute import replaying
 
 
@@ -17,8 +20,34 @@ def batch_norm(
     training: bool,
     momentum: float,
     eps: float,
+    axis: str = "",
 ) -> Tensor:
-    """Batch norm, whose running statistics change once a step, also where a recompute region runs it twice."""
+    """Batch norm, whose running statistics change once a step, also where a recompute region runs it twice.
+
+    `axis` is the one over which the batch is split: the statistics are those of the whole batch.
+    """
     if training and replaying() and running_mean is not None and running_var is not None:
         running_mean, running_var = running_mean.clone(), running_var.clone()  # these take the change
-    return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    if not training or not axis:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    mean, var, count = _statistics(x, axis)
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+    scale = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
+    shift = -mean * scale if bias is None else bias - mean * scale
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+    return x * scale.view(shape) + shift.view(shape)
+
+
+def _statistics(x: Tensor, axis: str) -> tuple[Tensor, Tensor, int]:
+    """Mean and variance of every channel over all ranks, and how many numbers they are taken from.
+
+    `P -> B`: each rank reads the whole statistics for its own piece, so their gradient is partial.
+    """
+    dims = [d for d in range(x.dim()) if d != 1]
+    count = x.numel() // x.shape[1] * position(axis)[1]
+    mean = all_reduce_both(x.sum(dims), axis) / count
+    centred = x - mean.view(1, -1, *(1,) * (x.dim() - 2))
+    return mean, all_reduce_both(centred.square().sum(dims), axis) / count, count

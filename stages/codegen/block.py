@@ -12,7 +12,7 @@ from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
 from pipeline.ir.program import Call, Convert, Step, Tensor
-from pipeline.ops.rule import Rendered, call
+from pipeline.ops.rule import Rendered, call, plain_view
 from pipeline.ops.table import rule_of
 
 WIDTH = 108  # of a line inside a method, so that the text keeps to 120 columns
@@ -155,7 +155,7 @@ class BlockWriter:
         op = self.graph.op(step.op)
         self._heading(relative(op.module, self.prefix), op.source)
         text = self._op_text(step)
-        self.used.update(name for name in runtime_names.BODIES if text.startswith(f"{name}("))
+        self.used.update(set(re.findall(r"\b(\w+)\(", text)) & set(runtime_names.BODIES))
         base = op.target.split(".")[1]
         if not any(self._is_read(tensor) for tensor in step.outputs):  # it changes a buffer, or draws random numbers
             self.lines += statement(text, self._remark(step.outputs[0]))
@@ -176,24 +176,31 @@ class BlockWriter:
             self._group = title
 
     def _remark(self, tensor: Tensor, arrow_from: Tensor | None = None) -> str:
-        local = list(tensor.layout.local_shape(self.graph.values[tensor.value].type.shape, self.mesh.sizes))
         arrow = f"{arrow_from.layout} -> " if arrow_from else ""
-        return f"# {arrow}{tensor.layout} {local}"
+        return f"# {arrow}{tensor.layout} {list(self._local(tensor))}"
 
     def _op_text(self, step: Call) -> str:
         op = self.graph.op(step.op)
         names = iter(tensors := tuple(self._name(t) for t in step.inputs))
         positional = tuple(_text(a, names) for a in op.args.positional)
         named = {k: _text(v, names) for k, v in op.args.named if k != "pin_memory"}
-        shape = self.graph.values[op.outputs[0]].type.shape
-        local = step.outputs[0].layout.local_shape(shape, self.mesh.sizes)
         bodies = self.sharding.strategies[op.name].body.split(",")
-        axis = "+".join(name for (name, _), body in zip(self.mesh.axes, bodies, strict=False) if body)
-        rendered = Rendered(positional, named, tensors, local, axis)
+        rendered = Rendered(
+            positional,
+            named,
+            tensors,
+            tuple(self._local(tensor) for tensor in step.inputs),
+            tuple(self._local(tensor) for tensor in step.outputs),
+            tuple((body, axis) for body, (axis, _) in zip(bodies, self.mesh.axes, strict=False) if body),
+            plain_view(self.graph, op),
+        )
         rule = rule_of(op)
         if rule is None:
             return call(f"torch.ops.{op.target}")(rendered)
         return rule.render(rendered)
+
+    def _local(self, tensor: Tensor) -> tuple[int, ...]:
+        return tensor.layout.local_shape(self.graph.values[tensor.value].type.shape, self.mesh.sizes)
 
 
 def statement(text: str, remark: str = "") -> list[str]:

@@ -11,6 +11,7 @@ from pipeline.ir.plan import Frontier, FrontierPoint, Sharding
 from pipeline.ir.profile import Profile
 from pipeline.log import progress
 from pipeline.lowering import lower, with_paths
+from pipeline.ops.discover import remember_in
 from pipeline.stage import Inputs, Result
 from stages.solve.frontier import Solution, Sweep
 from stages.solve.optimizer import optimizer_copies
@@ -22,6 +23,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     where = f"conf/solve/{config.choices['solve']}.yaml"
     copies = optimizer_copies(config.train.optimizer, f"conf/train/{config.choices['train']}.yaml: optimizer")
     budget = budget_bytes(config.solve.memory_budget_gb, cluster, where)
+    remember_in(inputs.root / "runs" / "ops")
     problem, choices = build(graph, profile, cluster, copies)
     with progress(inputs.log, "frontier", config.solve.frontier_points) as advance:
         solutions = Sweep(problem, config.solve, where, inputs.log).frontier(budget, advance)

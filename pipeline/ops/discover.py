@@ -1,0 +1,373 @@
+"""Strategies of an op that has no rule, found by trying: split random tensors, run the op on the pieces, compare.
+
+The op runs on small tensors: sizes shrink so that equal ones stay equal. What each input holds forward (the whole, a
+piece of a dim, a summand) is tried in all combinations; what the outputs then hold, and how the gradients come back,
+decides the states. A strategy counts when outputs and all gradients are right on two and on three ranks. Ops that are
+random, change their inputs, depend on values or fail have none: they run replicated.
+
+What is found is kept by the op's signature, in memory and, once `remember_in` named a folder, as JSON for later runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.files import write_atomic
+from pipeline.ir.graph import Arg, Ref, TensorType, Torch
+from pipeline.ir.layout import B, Layout, P, R, S, State
+from pipeline.ir.plan import Strategy
+from pipeline.ops import pieces
+from pipeline.ops.rule import OpView
+
+NAME = "discovered"
+RANKS = (2, 3)
+STEP = 6  # sizes are multiples of it, so that they divide by 2 and by 3
+MOST_TRIALS = 3000  # combinations of input states
+LARGEST = 1 << 20  # elements of an op that is tried in its own size
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A state for each input and each output."""
+
+    inputs: tuple[State, ...]
+    outputs: tuple[State, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An op on small tensors."""
+
+    function: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    grads: tuple[bool, ...]
+    arguments: tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
+
+    def __call__(self, tensors: Sequence[Tensor], seed: int = 0) -> tuple[Tensor, ...]:
+        order = iter(tensors)
+
+        def real(arg: Arg) -> Any:
+            if isinstance(arg, Ref):
+                return next(order)
+            if isinstance(arg, Torch):
+                return torch.device("cpu") if arg.kind == "device" else getattr(torch, arg.name)
+            return [real(a) for a in arg] if isinstance(arg, tuple) else arg
+
+        positional, named = self.arguments
+        torch.manual_seed(seed)
+        result = self.function(*(real(a) for a in positional), **{k: real(v) for k, v in named})
+        return (result,) if isinstance(result, Tensor) else tuple(result)
+
+    def draw(self, seed: int) -> list[Tensor]:
+        """Random tensors; integers are valid as indices of any dim but one of size one."""
+        generator = torch.Generator().manual_seed(seed)
+        least = min((n for shape in self.shapes for n in shape if n > 1), default=2)
+        return [_draw(shape, dtype, least, generator) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+
+
+def _draw(shape: tuple[int, ...], dtype: str, least: int, generator: torch.Generator) -> Tensor:
+    if dtype == "bool":
+        return torch.rand(shape, generator=generator) < 0.5
+    if dtype in _FLOATS:
+        return (torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5).to(getattr(torch, dtype))
+    return torch.randint(least, shape, generator=generator).to(getattr(torch, dtype))
+
+
+# ---- for the planner
+
+_folder: Path | None = None
+_known: dict[str, tuple[Found, ...]] = {}
+
+
+def remember_in(folder: Path | None) -> None:
+    """Where what is found is kept for later runs; None keeps it in memory only."""
+    global _folder
+    _folder = folder
+
+
+def discovered(view: OpView, size: int) -> tuple[Strategy, ...]:
+    """The strategies that were found for an op, where the op's own sizes divide by that many ranks."""
+    found = []
+    tensors = (*view.inputs, *view.outputs)
+    for number, one in enumerate(find(view)):
+        states = (*one.inputs, *one.outputs)
+        if all(s.kind != "S" or pieces.splits(s, t.shape, size) for s, t in zip(states, tensors, strict=True)):
+            inputs, outputs = (tuple(Layout((s,)) for s in side) for side in (one.inputs, one.outputs))
+            found.append(Strategy(f"{NAME} {number}", inputs, outputs))
+    return tuple(found)
+
+
+def find(view: OpView) -> tuple[Found, ...]:
+    """What holds for the op, from memory, from the folder, or by search."""
+    key = _signature(view)
+    if key not in _known:
+        place = _folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json" if _folder else None
+        kept = _read(place, key) if place else None
+        _known[key] = search(view) if kept is None else kept
+        if place and kept is None:
+            _write(place, key, _known[key])
+    return _known[key]
+
+
+def _signature(view: OpView) -> str:
+    """Equal for ops that shrink to the same trial: by their own sizes where a constant might name one of them."""
+    tensors = (*view.inputs, *view.outputs)
+    sizes = _shrunk_in_order(tensors)
+    constants = _integers((view.op.args.positional, *(v for _, v in view.op.args.named)))
+    named = any(n > 1 and n in sizes for n in constants)
+    shapes = [list(t.shape) if named else [sizes[n] for n in t.shape] for t in tensors]
+    kinds = [t.dtype for t in tensors]
+    return json.dumps([view.op.target, torch.__version__, shapes, kinds, list(view.input_grads), _constants(view)])
+
+
+def _constants(view: OpView) -> str:
+    """The constants, with tensors by number: names differ from layer to layer."""
+    numbers = itertools.count()
+
+    def plain(arg: Arg) -> object:
+        if isinstance(arg, Ref):
+            return f"tensor {next(numbers)}"
+        return [plain(a) for a in arg] if isinstance(arg, tuple) else repr(arg)
+
+    return json.dumps([plain(view.op.args.positional), {k: plain(v) for k, v in view.op.args.named}])
+
+
+def _read(place: Path, key: str) -> tuple[Found, ...] | None:
+    """What an earlier run kept; a file that cannot be read is as good as none."""
+    try:
+        data = json.loads(place.read_text())
+        sides = [tuple(tuple(State.parse(s) for s in side) for side in one) for one in data["found"]]
+        return tuple(Found(*one) for one in sides) if data["signature"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(place: Path, key: str, found: tuple[Found, ...]) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    states = [[[str(s) for s in one.inputs], [str(s) for s in one.outputs]] for one in found]
+    write_atomic(place, json.dumps({"signature": key, "found": states}, indent=1).encode())
+
+
+# ---- the search
+
+
+def search(view: OpView) -> tuple[Found, ...]:
+    """Every valid assignment of states that splits something or sums; none where the op cannot be tried."""
+    with torch.random.fork_rng(devices=[]):
+        trial = small_trial(view)
+        if trial is None or not _can_be_tried(trial):
+            return ()
+        found = dict.fromkeys(_candidates(trial, RANKS[0], seed=1))
+        return tuple(one for one in found if all(_holds(trial, one, ranks, seed=2 + ranks) for ranks in RANKS))
+
+
+def small_trial(view: OpView) -> Trial | None:
+    """The op on small tensors that it takes, with outputs as they should be; or in its own size if that is small."""
+    function = _function(view.op.target)
+    if function is None or view.op.mutates or not view.inputs:
+        return None
+    tensors = (*view.inputs, *view.outputs)
+    for shrink in (_shrunk_in_order(tensors), _shrunk_in_proportion(tensors), None):
+        if shrink is None and sum(t.numel for t in tensors) > LARGEST:
+            continue
+        sizes = shrink or {n: n for t in tensors for n in t.shape}
+        shapes = [tuple(sizes[n] for n in t.shape) for t in tensors]
+        own = (view.op.args.positional, view.op.args.named)
+        renamed = (_map(own[0], sizes), tuple((k, _map(v, sizes)) for k, v in own[1]))
+        for arguments in dict.fromkeys((own, renamed)):
+            for float_type in ("float64", "float32"):
+                dtypes = tuple(float_type if t.dtype in _FLOATS else t.dtype for t in view.inputs)
+                trial = Trial(function, tuple(shapes[: len(view.inputs)]), dtypes, view.input_grads, arguments)
+                if _gives(trial, shapes[len(view.inputs) :]):
+                    return trial
+    return None
+
+
+def _function(target: str) -> Callable[..., Any] | None:
+    """The op itself, if torch knows it here, and it neither draws random numbers nor changes its inputs."""
+    found: Any = torch.ops
+    try:
+        for part in target.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        return None
+    if torch.Tag.nondeterministic_seeded in found.tags or found._schema.is_mutable:
+        return None
+    return found  # type: ignore[no-any-return]
+
+
+def _shrunk_in_order(tensors: Sequence[TensorType]) -> dict[int, int]:
+    """Each size as a small one: one stays one, larger stays larger."""
+    sizes = sorted({n for t in tensors for n in t.shape if n > 1})
+    return {0: 0, 1: 1, **{n: STEP * (i + 1) for i, n in enumerate(sizes)}}
+
+
+def _shrunk_in_proportion(tensors: Sequence[TensorType]) -> dict[int, int]:
+    """Each size as a small one with the same ratios: three times another stays so."""
+    sizes = {n for t in tensors for n in t.shape if n > 1}
+    common = math.gcd(*sizes) if sizes else 1
+    return {0: 0, 1: 1, **{n: n // common * STEP for n in sizes}}
+
+
+def _map(arg: Arg, sizes: dict[int, int]) -> Arg:
+    if isinstance(arg, tuple):
+        return tuple(_map(a, sizes) for a in arg)
+    return sizes.get(arg, arg) if isinstance(arg, int) and not isinstance(arg, bool) and arg > 1 else arg
+
+
+def _integers(arg: Arg) -> Iterator[int]:
+    if isinstance(arg, tuple):
+        for item in arg:
+            yield from _integers(item)
+    elif isinstance(arg, int) and not isinstance(arg, bool):
+        yield arg
+
+
+def _gives(trial: Trial, shapes: Sequence[tuple[int, ...]]) -> bool:
+    if sum(math.prod(s) for s in (*trial.shapes, *shapes)) > LARGEST:
+        return False
+    try:
+        return [tuple(x.shape) for x in trial(trial.draw(0))] == list(shapes)
+    except Exception:  # whatever an op raises at sizes that it does not take
+        return False
+
+
+def _can_be_tried(trial: Trial) -> bool:
+    """Not where the same tensors give other results (random), or all results are alike: nothing could be told."""
+    tensors = trial.draw(1)
+    once, again = trial(tensors, seed=0), trial(tensors, seed=1)
+    if any(not torch.equal(a, b) for a, b in zip(once, again, strict=True) if not a.isnan().any()):
+        return False
+    return all(x.numel() < 2 or not bool((x == x.flatten()[0]).all()) for x in once)
+
+
+def _candidates(trial: Trial, ranks: int, seed: int) -> Iterator[Found]:
+    """Tries every combination of what the inputs hold forward."""
+    tensors = trial.draw(seed)
+    options = [_forms(tensor, grad, ranks) for tensor, grad in zip(tensors, trial.grads, strict=True)]
+    if math.prod(map(len, options)) > MOST_TRIALS:
+        options = [[s for s in own if s.kind != "P"] for own in options]
+    if math.prod(map(len, options)) > MOST_TRIALS:
+        return
+    for states in itertools.product(*options):
+        if any(s.kind != "R" for s in states):
+            yield from _states(trial, tensors, states, ranks)
+
+
+def _forms(tensor: Tensor, grad: bool, ranks: int) -> list[State]:
+    pieces_of = [S(d) for d, n in enumerate(tensor.shape) if n and n % ranks == 0]
+    return [R, *pieces_of, *([P] if grad and tensor.is_floating_point() else [])]
+
+
+def _states(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ranks: int) -> Iterator[Found]:
+    """The states that follow where the inputs hold this forward; `R` stands for the whole, with either gradient."""
+    try:
+        whole, expected = _run(trial, tensors)
+        local = [pieces.values(s, x, ranks) for s, x in zip(forward, tensors, strict=True)]
+        runs = [_run(trial, [own[rank] for own in local]) for rank in range(ranks)]
+    except Exception:  # the op does not take such pieces
+        return
+    if any(len(run[1]) != len(expected) for run in runs):
+        return
+    outputs = [_output_state([run[1][i] for run in runs], x, ranks) for i, x in enumerate(expected)]
+    if any(s is None for s in outputs):
+        return
+    known = [s for s in outputs if s is not None]
+    carries = [x.requires_grad for x in expected]
+    for choice in (R, B) if any(s == R and c for s, c in zip(known, carries, strict=True)) else (R,):
+        made = tuple(choice if s == R and c else s for s, c in zip(known, carries, strict=True))
+        inputs = _input_states(trial, forward, made, whole, expected, runs, ranks)
+        if inputs is not None:
+            yield Found(inputs, made)
+
+
+Run = tuple[list[Tensor], tuple[Tensor, ...]]
+
+
+def _run(trial: Trial, tensors: Sequence[Tensor]) -> Run:
+    own = [x.detach().clone().requires_grad_(grad) for x, grad in zip(tensors, trial.grads, strict=True)]
+    return own, trial(own)
+
+
+def _output_state(found: list[Tensor], whole: Tensor, ranks: int) -> State | None:
+    """What the ranks' outputs are of the whole output: the whole, a piece or a summand."""
+    near = _near(whole)
+    values = [x.detach() for x in found]
+    if values[0].dim() != whole.dim() or len({x.shape for x in values}) > 1:
+        return None
+    for dim in range(whole.dim()):
+        if whole.shape[dim] != values[0].shape[dim]:
+            state = S(dim)
+            fits = pieces.splits(state, tuple(whole.shape), ranks)
+            return state if fits and not pieces.wrong_values(state, values, whole.detach(), near) else None
+    for state in (R, P):
+        if not pieces.wrong_values(state, values, whole.detach(), near):
+            return state
+    return None
+
+
+def _input_states(
+    trial: Trial,
+    forward: tuple[State, ...],
+    made: tuple[State, ...],
+    whole: list[Tensor],
+    expected: tuple[Tensor, ...],
+    runs: list[Run],
+    ranks: int,
+) -> tuple[State, ...] | None:
+    """The states of the inputs by the gradients that come back, or None where they are wrong."""
+    if not any(x.requires_grad for x in expected):
+        return forward if all(s.kind != "P" for s in forward) else None
+    coming = [torch.randn_like(x) if x.requires_grad else None for x in expected]
+    try:
+        full = _gradients(expected, coming, whole)
+        arriving = [pieces.gradients(s, g, ranks) if g is not None else None for s, g in zip(made, coming, strict=True)]
+        local = [
+            _gradients(run[1], [None if g is None else g[rank] for g in arriving], run[0])
+            for rank, run in enumerate(runs)
+        ]
+    except Exception:  # no derivative
+        return None
+    states: list[State] = []
+    for number, (state, grad) in enumerate(zip(forward, trial.grads, strict=True)):
+        options = (R, B) if state == R and grad else (state,)
+        found = [x[number] for x in local]
+        right = [
+            s for s in options if not grad or not pieces.wrong_gradients(s, found, full[number], _near(full[number]))
+        ]
+        if not right:
+            return None
+        states.append(right[-1])
+    return tuple(states)
+
+
+def _gradients(outputs: Sequence[Tensor], coming: Sequence[Tensor | None], inputs: list[Tensor]) -> list[Tensor]:
+    pairs = [(x, g) for x, g in zip(outputs, coming, strict=True) if g is not None and x.requires_grad]
+    wanted = [x for x in inputs if x.requires_grad]
+    found = torch.autograd.grad(
+        [x for x, _ in pairs], wanted, [g for _, g in pairs], retain_graph=True, allow_unused=True
+    )
+    by_input = dict(zip(map(id, wanted), found, strict=True))
+    return [torch.zeros_like(x) if by_input.get(id(x)) is None else by_input[id(x)] for x in inputs]
+
+
+def _near(tensor: Tensor) -> float:
+    return 1e-8 if tensor.dtype == torch.float64 else 1e-4
+
+
+def _holds(trial: Trial, one: Found, ranks: int, seed: int) -> bool:
+    """The same states again, with other numbers."""
+    forward = tuple(R if s == B else s for s in one.inputs)
+    return one in set(_states(trial, trial.draw(seed), forward, ranks))

@@ -1,0 +1,131 @@
+"""Reading and writing elements by index: the indexed dims stay whole, the others follow the tensors."""
+
+from __future__ import annotations
+
+from pipeline.ir.graph import Ref
+from pipeline.ops.rule import Linear, OpRule, OpView, Rendered, call
+from pipeline.ops.shapes import dim_of, letters, nothing_split
+
+
+def _index(view: OpView) -> str:
+    """(input, indices): index tensors broadcast to one run of dims, put where the first of them stood if together."""
+    places = _indexed(view, 1)
+    if places is None:
+        return nothing_split(view)
+    run, tensors = _run(view, len(places), 1)
+    rest = [f"d{i}" for i in range(len(view.inputs[0].shape)) if i not in places]
+    inside = " ".join(f"d{i}^" if i in places else f"d{i}" for i in range(len(view.inputs[0].shape)))
+    together = places == list(range(places[0], places[0] + len(places)))
+    at = places[0] if together else 0
+    return f"{inside}, {', '.join(tensors)} -> {' '.join([*rest[:at], *run, *rest[at:]])}"
+
+
+def _index_put(view: OpView) -> str:
+    """(input, indices, values): where the values land decides, so only dims that no index names are split."""
+    places = _indexed(view, 1)
+    if places is None:
+        return nothing_split(view)
+    rank = len(view.inputs[0].shape)
+    _, tensors = _run(view, len(places), 1)
+    inside = " ".join(f"d{i}^" if i in places else f"d{i}" for i in range(rank))
+    values, first = view.inputs[1 + len(places)].shape, places[0]
+    together = places == list(range(first, first + len(places)))
+    run = max(len(t.shape) for t in view.inputs[1 : 1 + len(places)])
+    rest = [(f"d{i}", view.inputs[0].shape[i]) for i in range(rank) if i not in places]
+    at = first if together else 0
+    whole = [*rest[:at], *((f"v{i}^", -1) for i in range(run)), *rest[at:]]
+    own = whole[len(whole) - len(values) :]
+    named = [
+        x if size in (n, -1) and n > 1 else f"one{i}^" for i, ((x, size), n) in enumerate(zip(own, values, strict=True))
+    ]
+    fixed = [t.replace("i", "f").replace(" ", "^ ") for t in tensors]
+    fixed = [f"{t}^" if t and not t.endswith("^") else t for t in fixed]
+    return f"{inside}, {', '.join(fixed)}, {' '.join(named)} -> {inside}"
+
+
+def _indexed(view: OpView, position: int) -> list[int] | None:
+    """The dims that index tensors stand for; None where one is a mask, whose count is known to the values alone."""
+    given = view.constant(position, "indices", ())
+    places = [i for i, item in enumerate(given) if isinstance(item, Ref)]
+    kinds = view.inputs[1 : 1 + len(places)]
+    return places if places and all(t.dtype.startswith("int") for t in kinds) else None
+
+
+def _run(view: OpView, count: int, start: int) -> tuple[list[str], list[str]]:
+    """The dims that the index tensors broadcast to, and each of them in those letters."""
+    shapes = [t.shape for t in view.inputs[start : start + count]]
+    rank = max(map(len, shapes))
+    sizes = [max(s[len(s) - rank + i] for s in shapes if len(s) - rank + i >= 0) for i in range(rank)]
+    run = [f"i{i}" if size > 1 else f"j{i}^" for i, size in enumerate(sizes)]
+    tensors = []
+    for shape in shapes:
+        offset = rank - len(shape)
+        names = [run[offset + i] if n == sizes[offset + i] else f"one{offset + i}^" for i, n in enumerate(shape)]
+        tensors.append(" ".join(names))
+    return run, tensors
+
+
+def _gather(view: OpView) -> str:
+    """(input, dim, index): other dims pair up, where the index is as long as the input."""
+    source, index = view.inputs[0].shape, view.inputs[1].shape
+    dim = dim_of(view, 1)
+    pairs = [i != dim and a == b for i, (a, b) in enumerate(zip(source, index, strict=True))]
+    left = " ".join(f"d{i}" if same else f"s{i}^" for i, same in enumerate(pairs))
+    # Along the gathered dim each index stands for itself: split there, the input is read whole.
+    right = " ".join(f"d{i}" if same else (f"i{i}" if i == dim else f"i{i}^") for i, same in enumerate(pairs))
+    return f"{left}, {right} -> {right}"
+
+
+def _scatter(view: OpView) -> str:
+    """(input, dim, index, source or value): dims pair up where all are as long as each other."""
+    dim = dim_of(view, 1)
+    shapes = [t.shape for t in view.inputs]
+    rank = len(shapes[0])
+    pairs = [i != dim and len({s[i] for s in shapes}) == 1 for i in range(rank)]
+    tensors = [" ".join(f"d{i}" if pairs[i] else f"t{t}d{i}^" for i in range(rank)) for t in range(len(shapes))]
+    return f"{', '.join(tensors)} -> {tensors[0]}"
+
+
+def _index_select(view: OpView) -> str:
+    dim, rank = dim_of(view, 1), len(view.inputs[0].shape)
+    out = " ".join("i" if k == dim else f"d{k}" for k in range(rank))
+    return f"{letters(rank, {dim})}, i -> {out}"
+
+
+def _index_add(view: OpView) -> str:
+    """(input, dim, index, source): rows of the source may be split, each rank adds its own."""
+    dim, rank = dim_of(view, 1), len(view.inputs[0].shape)
+    source = " ".join("i+" if k == dim else f"d{k}" for k in range(rank))
+    return f"{letters(rank, {dim})}, i+, {source} -> {letters(rank, {dim})}"
+
+
+def _index_copy(view: OpView) -> str:
+    dim, rank = dim_of(view, 1), len(view.inputs[0].shape)
+    source = " ".join("i^" if k == dim else f"d{k}" for k in range(rank))
+    return f"{letters(rank, {dim})}, i^, {source} -> {letters(rank, {dim})}"
+
+
+def _render_index(r: Rendered) -> str:
+    """`x[a, :, b]`"""
+    given = r.view.constant(1, "indices", ())
+    names = iter(r.tensors[1:])
+    parts = [next(names) if isinstance(item, Ref) else ":" for item in given]
+    return f"{r.tensors[0]}[{', '.join(parts)}]"
+
+
+def _written(view: OpView) -> Linear:
+    """Writing is linear in what is there and what is written, together."""
+    return ((0, len(view.inputs) - 1),)
+
+
+RULES = [
+    OpRule("aten.index.Tensor", _index, _render_index, linear=((0,),)),
+    OpRule("aten.index_put.default", _index_put, call("torch.index_put"), linear=_written),
+    OpRule("aten.index_select.default", _index_select, call("torch.index_select"), linear=((0,),), saves_inputs=(1,)),
+    OpRule("aten.index_add.default", _index_add, call("torch.index_add"), linear=((0, 2),), addends=(0,)),
+    OpRule("aten.index_copy.default", _index_copy, call("torch.index_copy"), linear=((0, 2),)),
+    OpRule("aten.gather.default", _gather, call("torch.gather"), linear=((0,),), saves_inputs=(1,)),
+    OpRule("aten.scatter.src", _scatter, call("torch.scatter"), linear=((0, 2),), saves_inputs=(1,)),
+    OpRule("aten.scatter.value", _scatter, call("torch.scatter"), saves_inputs=(1,)),
+    OpRule("aten.scatter_add.default", _scatter, call("torch.scatter_add"), linear=((0, 2),), saves_inputs=(1,)),
+]

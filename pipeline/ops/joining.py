@@ -1,0 +1,140 @@
+"""Ops that put tensors together or take pieces of them, along dims that then stay whole."""
+
+from __future__ import annotations
+
+from pipeline.ops.rule import Linear, OpRule, OpView, Rendered, call, method
+from pipeline.ops.shapes import dim_of, kept, letters, nothing_split
+
+
+def _together(view: OpView) -> Linear:
+    return (tuple(range(len(view.inputs))),)
+
+
+def _cat(view: OpView) -> str:
+    """An empty one-dim tensor among the others is allowed by torch, and not split."""
+    if any(len(t.shape) != len(view.output.shape) for t in view.inputs):
+        return nothing_split(view)
+    return kept(view, {dim_of(view, 1)})
+
+
+def _stack(view: OpView) -> str:
+    rank = len(view.output.shape)
+    new = dim_of(view, 1, rank=rank)
+    inside = letters(rank - 1).split()
+    outside = " ".join([*inside[:new], "new^", *inside[new:]])
+    return f"{', '.join([' '.join(inside)] * len(view.inputs))} -> {outside}"
+
+
+def _parts(view: OpView, dim: int) -> str:
+    """Equal parts of a dim, `(t n) -> n, n, n`: splitting n splits every part (the heads of a fused projection)."""
+    rank = len(view.inputs[0].shape)
+    sizes = {t.shape[dim] for t in view.outputs}
+    if len(sizes) > 1:
+        return kept(view, {dim})
+    names = letters(rank).split()
+    inside = " ".join(f"(t^ {x})" if i == dim else x for i, x in enumerate(names))
+    return f"{inside} -> {', '.join([' '.join(names)] * len(view.outputs))}"
+
+
+def _split(view: OpView) -> str:
+    return _parts(view, dim_of(view, 2))
+
+
+def _render_split(r: Rendered) -> str:
+    """The sizes of the parts are those on this rank."""
+    dim = dim_of(r.view, 2)
+    sizes = [shape[dim] for shape in r.local_outputs]
+    whole = r.local_inputs[0][dim] % sizes[0] == 0 and len(set(sizes)) == 1
+    return f"{r.tensors[0]}.split({sizes[0] if whole else tuple(sizes)}, {dim})"
+
+
+def _unbind(view: OpView) -> str:
+    rank, dim = len(view.inputs[0].shape), dim_of(view, 1)
+    inside = letters(rank, {dim})
+    outside = " ".join(x for i, x in enumerate(letters(rank).split()) if i != dim)
+    return f"{inside} -> {', '.join([outside] * len(view.outputs))}"
+
+
+def _slice(view: OpView) -> str:
+    return kept(view, {dim_of(view, 1)})
+
+
+def _strided(view: OpView) -> str:
+    """(input, dim, start, end, step): one of every `step` rows, `(d s) -> d`, may be split; a range may not."""
+    rank, dim = len(view.output.shape), dim_of(view, 1)
+    size = view.inputs[0].shape[dim]
+    start, end, step = view.constant(2, "start", 0) or 0, view.constant(3, "end", None), view.constant(4, "step", 1)
+    if step == 1 or not 0 <= start < step or size % step or (end is not None and end < size):
+        return _slice(view)
+    inside = " ".join(f"(d{i} s={step}^)" if i == dim else f"d{i}" for i in range(rank))
+    return f"{inside} -> {letters(rank)}"
+
+
+def _select(view: OpView) -> str:
+    rank, dim = len(view.inputs[0].shape), dim_of(view, 1)
+    return f"{letters(rank, {dim})} -> {' '.join(x for i, x in enumerate(letters(rank).split()) if i != dim)}"
+
+
+def _slice_scatter(view: OpView) -> str:
+    return kept(view, {dim_of(view, 2)})
+
+
+def _select_scatter(view: OpView) -> str:
+    rank, dim = len(view.inputs[0].shape), dim_of(view, 2)
+    source = " ".join(x for i, x in enumerate(letters(rank).split()) if i != dim)
+    return f"{letters(rank, {dim})}, {source} -> {letters(rank, {dim})}"
+
+
+def _roll(view: OpView) -> str:
+    """Without dims the tensor is rolled as one row of numbers."""
+    rank = len(view.output.shape)
+    dims = view.constant(2, "dims", ()) or range(rank)
+    names = letters(rank, {d % rank for d in (dims if not isinstance(dims, int) else (dims,))})
+    return f"{names} -> {names}"
+
+
+def _flip(view: OpView) -> str:
+    rank = len(view.output.shape)
+    names = letters(rank, {d % rank for d in view.constant(1, "dims", ())})
+    return f"{names} -> {names}"
+
+
+def _pad(view: OpView) -> str:
+    """`pad` lists (before, after) from the last dim on; only dims that it changes stay whole."""
+    rank = len(view.output.shape)
+    widths = view.constant(1, "pad", ())
+    return kept(view, {rank - 1 - i // 2 for i, width in enumerate(widths) if width})
+
+
+def _pads_zeros(view: OpView) -> Linear:
+    if view.op.target == "aten.pad.default":
+        constant = view.constant(2, "mode", "constant") == "constant"
+        return () if constant and view.constant(3, "value", None) else ((0,),)
+    return () if view.constant(2, "value", 0) else ((0,),)
+
+
+def _triangle(view: OpView) -> str:
+    rank = len(view.output.shape)
+    names = letters(rank, {rank - 2, rank - 1})
+    return f"{names} -> {names}"
+
+
+RULES = [
+    OpRule("aten.cat.default", _cat, call("torch.cat"), linear=_together),
+    OpRule("aten.stack.default", _stack, call("torch.stack"), linear=_together),
+    OpRule("aten.split.Tensor", _split, _render_split, linear=((0,),), is_view=True),
+    OpRule("aten.split_with_sizes.default", _split, _render_split, linear=((0,),), is_view=True),
+    OpRule("aten.chunk.default", _split, method("chunk"), linear=((0,),), is_view=True),
+    OpRule("aten.unbind.int", _unbind, method("unbind"), linear=((0,),), is_view=True),
+    OpRule("aten.slice.Tensor", _strided, call("torch.ops.aten.slice"), linear=((0,),), is_view=True),
+    OpRule("aten.narrow.default", _slice, method("narrow"), linear=((0,),), is_view=True),
+    OpRule("aten.select.int", _select, method("select"), linear=((0,),), is_view=True),
+    OpRule("aten.slice_scatter.default", _slice_scatter, call("torch.slice_scatter"), linear=((0, 1),)),
+    OpRule("aten.select_scatter.default", _select_scatter, call("torch.select_scatter"), linear=((0, 1),)),
+    OpRule("aten.roll.default", _roll, call("torch.roll"), linear=((0,),)),
+    OpRule("aten.flip.default", _flip, call("torch.flip"), linear=((0,),)),
+    OpRule("aten.pad.default", _pad, call("F.pad"), linear=_pads_zeros),
+    OpRule("aten.constant_pad_nd.default", _pad, call("torch.constant_pad_nd"), linear=_pads_zeros),
+    OpRule("aten.tril.default", _triangle, call("torch.tril"), linear=((0,),)),
+    OpRule("aten.triu.default", _triangle, call("torch.triu"), linear=((0,),)),
+]

@@ -1,0 +1,28 @@
+"""Random numbers on several ranks, out of one stream that all ranks share.
+
+Every rank seeds the default generator alike, and an op that runs whole draws from it: so replicated values are equal
+on all ranks. An op that is split draws one number from that stream, which is again the same everywhere, and its own
+numbers from a stream seeded with it and the rank's place: different on every rank. The default stream stays in step,
+and as a recompute region restores it, the split draws are repeated too; no second stream has to be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pipeline.runtime.axes import position
+
+_SEEDS = 2**62
+_SPREAD = 0x9E3779B97F4A7C15  # so that the seeds of neighbours have nothing in common
+
+
+def drawn_apart(draw: Callable[[], Tensor], axis: str) -> Tensor:
+    """Runs a random op with this rank's own numbers."""
+    shared = int(torch.randint(_SEEDS, ()))
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed((shared + (position(axis)[0] + 1) * _SPREAD) % _SEEDS)
+        return draw()

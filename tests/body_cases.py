@@ -1,0 +1,116 @@
+"""Local forms of ops on a real rank, against the unsplit op."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from pipeline.runtime import (
+    batch_norm,
+    class_split_cross_entropy,
+    drawn_apart,
+    expert_split,
+    row_split_embedding,
+)
+from tests.ranks import AXIS
+
+
+def _mine(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+
+
+def _summed(x: torch.Tensor) -> torch.Tensor:
+    total = x.detach().clone()
+    dist.all_reduce(total)
+    return total
+
+
+def check_class_split_cross_entropy() -> None:
+    logits = torch.randn(6, 12, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([3, -100, 11, 0, -100, 7])
+    weight = torch.rand(12, dtype=torch.float64)
+    for options in ({}, {"label_smoothing": 0.1}, {"weight": weight, "label_smoothing": 0.3}, {"reduction": "none"}):
+        expected = F.cross_entropy(logits, target, **options)
+        (full,) = torch.autograd.grad(expected.sum(), logits)
+        own = _mine(logits.detach(), 1).requires_grad_()
+        loss = class_split_cross_entropy(own, target, AXIS, **options)
+        loss.sum().backward()
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(own.grad, _mine(full, 1))
+
+
+def check_row_split_embedding() -> None:
+    table, indices = torch.randn(12, 4, dtype=torch.float64), torch.tensor([[0, 5, 11], [5, 2, 2]])
+    whole = table.clone().requires_grad_()
+    expected = F.embedding(indices, whole, padding_idx=5)
+    expected.square().sum().backward()
+    own = _mine(table).requires_grad_()
+    rows = row_split_embedding(indices, own, AXIS, padding_idx=5)
+    torch.testing.assert_close(_summed(rows), expected)
+    rows.backward(2 * expected.detach())
+    torch.testing.assert_close(own.grad, _mine(whole.grad))
+
+
+def check_batch_norm_over_ranks() -> None:
+    x, weight, bias = (torch.randn(*s, dtype=torch.float64) for s in ((12, 3, 5), (3,), (3,)))
+    whole = [v.clone().requires_grad_() for v in (x, weight, bias)]
+    kept = [torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)]
+    expected = F.batch_norm(whole[0], kept[0], kept[1], whole[1], whole[2], True, 0.1, 1e-5)
+    expected.pow(3).sum().backward()
+    own = [_mine(x).requires_grad_(), weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+    ours = [torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)]
+    found = batch_norm(*own, *ours, True, 0.1, 1e-5, axis=AXIS)
+    found.pow(3).sum().backward()
+    torch.testing.assert_close(found, _mine(expected))
+    torch.testing.assert_close(own[0].grad, _mine(whole[0].grad))
+    torch.testing.assert_close([_summed(p.grad) for p in own[1:]], [p.grad for p in whole[1:]])
+    torch.testing.assert_close(ours, kept)
+
+
+def _grouped(rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    parts = rows.tensor_split(ends[:-1].tolist())
+    return torch.cat([part @ expert for part, expert in zip(parts, experts, strict=True)])
+
+
+def check_expert_split() -> None:
+    rows, experts = torch.randn(9, 4, dtype=torch.float64), torch.randn(6, 4, 2, dtype=torch.float64)
+    ends = torch.tensor([0, 2, 2, 7, 8, 9])
+    whole = [v.clone().requires_grad_() for v in (rows, experts)]
+    expected = _grouped(*whole, ends)
+    expected.square().sum().backward()
+    own = [rows.clone().requires_grad_(), _mine(experts).requires_grad_()]
+    found = expert_split(_grouped, *own, ends, axis=AXIS)
+    torch.testing.assert_close(_summed(found), expected)
+    found.backward(2 * expected.detach())
+    torch.testing.assert_close(_summed(own[0].grad), whole[0].grad)
+    torch.testing.assert_close(own[1].grad, _mine(whole[1].grad))
+
+
+def check_draws() -> None:
+    """Alike from the shared stream, apart where split, and alike again after that."""
+    torch.manual_seed(3)
+    for draw, equal in ((lambda: torch.rand(4), True), (lambda: drawn_apart(lambda: torch.rand(4), axis=AXIS), False)):
+        found = draw()
+        everyone = [torch.empty(4) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, found)
+        assert all(torch.equal(x, y) for x in everyone for y in everyone) == equal
+    after = torch.rand(4)
+    everyone = [torch.empty(4) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, after)
+    assert all(torch.equal(x, after) for x in everyone)
+
+
+CHECKS = {
+    "classes of a loss": check_class_split_cross_entropy,
+    "rows of a table": check_row_split_embedding,
+    "batch norm": check_batch_norm_over_ranks,
+    "experts": check_expert_split,
+    "draws": check_draws,
+}
+
+
+def run_all() -> None:
+    for check in CHECKS.values():
+        torch.manual_seed(0)
+        check()
