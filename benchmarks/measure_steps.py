@@ -23,36 +23,80 @@ import torch
 
 MODES = ("fp32", "amp", "bf16")
 WARM_UP, STEPS = 3, 6
+CLASSES = 1000  # of images
 
 
 def text(batch: int, length: int, words: int) -> dict[str, Any]:
     return {n: {"shape": [batch, length], "dtype": "int64", "high": words} for n in ("input_ids", "labels")}
 
 
-def image(batch: int, side: int, classes: int) -> dict[str, Any]:
+def image(batch: int, side: int) -> dict[str, Any]:
     return {
         "pixel_values": {"shape": [batch, 3, side, side], "dtype": "float32"},
-        "labels": {"shape": [batch], "dtype": "int64", "high": classes},
+        "labels": {"shape": [batch], "dtype": "int64", "high": CLASSES},
     }
 
 
 ROWS = [
-    ("llama-small", "LlamaForCausalLM", "LlamaConfig",
+    ("llama-small", "Llama",
      {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16,
-      "num_key_value_heads": 4, "vocab_size": 32000, "use_cache": False}, text(8, 1024, 32000)),
-    ("qwen2-small", "Qwen2ForCausalLM", "Qwen2Config",
+      "num_key_value_heads": 4, "vocab_size": 32000}, text(8, 1024, 32000)),
+    ("llama-1b", "Llama",
+     {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+      "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}, text(2, 2048, 128256)),
+    ("qwen2-small", "Qwen2",
      {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 8, "num_attention_heads": 14,
-      "num_key_value_heads": 2, "vocab_size": 32000, "use_cache": False}, text(8, 1024, 32000)),
-    ("gpt2-medium", "GPT2LMHeadModel", "GPT2Config",
-     {"n_layer": 24, "n_embd": 1024, "n_head": 16, "use_cache": False}, text(4, 1024, 50257)),
-    ("opt-125m", "OPTForCausalLM", "OPTConfig", {"use_cache": False}, text(8, 1024, 50272)),
-    ("t5-small", "T5ForConditionalGeneration", "T5Config",
-     {"decoder_start_token_id": 0, "pad_token_id": 0, "use_cache": False}, text(16, 512, 32128)),
-    ("vit-base", "ViTForImageClassification", "ViTConfig", {"num_labels": 1000}, image(64, 224, 1000)),
-    ("swin-tiny", "SwinForImageClassification", "SwinConfig", {"num_labels": 1000}, image(64, 224, 1000)),
-    ("mixtral-small", "MixtralForCausalLM", "MixtralConfig",
+      "num_key_value_heads": 2, "vocab_size": 32000}, text(8, 1024, 32000)),
+    ("qwen2-0.5b", "Qwen2",
+     {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+      "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}, text(4, 1024, 151936)),
+    ("gpt2-medium", "GPT2", {"n_layer": 24, "n_embd": 1024, "n_head": 16}, text(4, 1024, 50257)),
+    ("gpt2-large", "GPT2", {"n_layer": 36, "n_embd": 1280, "n_head": 20}, text(2, 1024, 50257)),
+    ("opt-125m", "OPT", {}, text(8, 1024, 50272)),
+    ("opt-350m", "OPT",
+     {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "ffn_dim": 4096,
+      "word_embed_proj_dim": 512, "do_layer_norm_before": False}, text(4, 1024, 50272)),
+    ("pythia-160m", "GPTNeoX",
+     {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
+      "vocab_size": 50304}, text(8, 1024, 50304)),
+    ("gpt-neo", "GPTNeo",
+     {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "attention_types": [[["global", "local"], 6]]},
+     text(4, 1024, 50257)),
+    ("gemma2", "Gemma2",
+     {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 8,
+      "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 64000}, text(4, 1024, 64000)),
+    ("phi", "Phi",
+     {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16,
+      "vocab_size": 51200}, text(4, 1024, 51200)),
+    ("mixtral-small", "Mixtral",
      {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,
-      "num_key_value_heads": 2, "vocab_size": 32000, "num_local_experts": 4, "use_cache": False}, text(8, 512, 32000)),
+      "num_key_value_heads": 2, "vocab_size": 32000, "num_local_experts": 4}, text(8, 512, 32000)),
+    ("mixtral-8x", "Mixtral",
+     {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8, "num_attention_heads": 16,
+      "num_key_value_heads": 4, "vocab_size": 32000, "num_local_experts": 8}, text(4, 1024, 32000)),
+    ("bert-large", "Bert",
+     {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+     text(16, 512, 30522)),
+    ("roberta", "Roberta", {"vocab_size": 50265, "max_position_embeddings": 514}, text(16, 512, 50265)),
+    ("distilbert", "DistilBert", {}, text(32, 512, 30522)),
+    ("t5-small", "T5", {"decoder_start_token_id": 0, "pad_token_id": 0}, text(16, 512, 32128)),
+    ("t5-base", "T5",
+     {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "decoder_start_token_id": 0, "pad_token_id": 0},
+     text(8, 512, 32128)),
+    ("bart-base", "Bart",
+     {"d_model": 768, "encoder_layers": 6, "decoder_layers": 6, "encoder_attention_heads": 12,
+      "decoder_attention_heads": 12, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072}, text(8, 512, 50265)),
+    ("vit-base", "ViT", {}, image(64, 224)),
+    ("vit-large", "ViT",
+     {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+     image(32, 224)),
+    ("deit", "DeiT", {}, image(64, 224)),
+    ("swin-tiny", "Swin", {}, image(64, 224)),
+    ("swin-base", "Swin", {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]}, image(32, 224)),
+    ("resnet18", "ResNet",
+     {"depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512], "layer_type": "basic"}, image(128, 224)),
+    ("resnet101", "ResNet", {"depths": [3, 4, 23, 3]}, image(64, 224)),
+    ("convnext", "ConvNext", {}, image(64, 224)),
 ]  # fmt: skip
 
 
@@ -81,10 +125,28 @@ def main() -> None:
 
 
 def default_rows() -> Iterator[dict[str, Any]]:
-    for name, model, config, values, batch in ROWS:
+    for name, family, values, batch in ROWS:
+        images = "pixel_values" in batch
+        config = values | (
+            {"num_labels": CLASSES}
+            if images
+            else {}
+            if family in ("Bert", "Roberta", "DistilBert")
+            else {"use_cache": False}
+        )
         for mode in MODES:
-            yield {"name": name, "mode": mode, "model_class": f"transformers.{model}",
-                   "config_class": f"transformers.{config}", "config": values, "batch": batch}  # fmt: skip
+            yield {"name": name, "mode": mode, "model_class": f"transformers.{family}{_task(family, images)}",
+                   "config_class": f"transformers.{family}Config", "config": config, "batch": batch}  # fmt: skip
+
+
+def _task(family: str, images: bool) -> str:
+    if images:
+        return "ForImageClassification"
+    if family in ("T5", "Bart"):
+        return "ForConditionalGeneration"
+    if family in ("Bert", "Roberta", "DistilBert"):
+        return "ForMaskedLM"
+    return "LMHeadModel" if family == "GPT2" else "ForCausalLM"
 
 
 def locate(name: str) -> Any:

@@ -113,6 +113,7 @@ ATTENTION_TILE = 64
 # Shares of the rate of half precision: in half precision, and in float32, which convolutions run in tf32.
 CONVOLUTIONS = {"convolution": (0.42, 0.3), "cudnn_convolution": (0.42, 0.3), "convolution_backward": (0.36, 0.22)}
 THIN = 64  # channels below which a convolution leaves the units idle in proportion
+THINNEST, THINNEST_BACKWARD = 0.07, 0.03  # what is left of the rate where each channel stands alone
 CHANNELS_LAST = 2  # passes over input and output to change the memory format and back
 
 # Seconds for each element of a channel, and the share of the memory rate for what comes on top.
@@ -187,7 +188,8 @@ def _convolution(kernel: Kernel, card: Card) -> float:
     image, weight = sorted(kernel.shapes[:3], key=prod)[-1], _weight(kernel)
     thin = min(1.0, min(weight[0], weight[1]) / THIN) if len(weight) > 1 else 1.0
     half, single = CONVOLUTIONS[kernel.name]
-    rate = card.rate("bfloat16") * (half if kernel.dtype in HALF else single) * max(thin, 0.07)
+    floor = THINNEST_BACKWARD if "backward" in kernel.name else THINNEST
+    rate = card.rate("bfloat16") * (half if kernel.dtype in HALF else single) * max(thin, floor)
     moved = (kernel.read + kernel.written) / card.memory
     if kernel.dtype not in HALF:
         return kernel.flops / rate + 0.5 * moved

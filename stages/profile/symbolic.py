@@ -122,6 +122,9 @@ def _kernel(func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor
         details["flops"] = plain.flops * (
             0.5 if details["causal"] else 1.0
         )  # the counter takes every pair of positions
+    if name == "convolution_backward":  # the counter takes every channel with every other, also of a grouped one
+        gradient, _, weight = inputs[:3]
+        details["flops"] = 2.0 * gradient.numel() * (weight.numel() // weight.shape[0]) * sum(args[-1][:2])
     if name in PICKS:
         details["read"] = plain.written + sum(_touched(t) for t in inputs if not t.is_floating_point())
     return Kernel(**(vars(plain) | details)) if details else plain
