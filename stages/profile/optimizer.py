@@ -37,9 +37,7 @@ def run_optimizer(build: Build, parameters: dict[str, torch.Tensor], foreach: bo
     for parameter in own.values():
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
-    kept = {
-        name: [t for t in _tensors(optimizer.state[p].values()) if t.device.type == "meta"] for name, p in own.items()
-    }
+    kept = {name: _tensors(optimizer.state[p].values()) for name, p in own.items()}
     present = [
         *own.values(),
         *(p.grad for p in own.values() if p.grad is not None),
@@ -48,9 +46,14 @@ def run_optimizer(build: Build, parameters: dict[str, torch.Tensor], foreach: bo
     with Watch(present) as watch:
         optimizer.step()
         watch.sweep()
-    state = {name: sum(rounded(t.untyped_storage().nbytes()) for t in tensors) for name, tensors in kept.items()}
+    state = {name: sum(map(_device_bytes, tensors)) for name, tensors in kept.items()}
     return OptimizerRun(state, tuple(watch.kernels), tuple(watch.storages))
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _device_bytes(tensor: torch.Tensor) -> int:
+    """A count of steps lies on the host."""
+    return rounded(tensor.untyped_storage().nbytes()) if tensor.device.type == "meta" else 0
