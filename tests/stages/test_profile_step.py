@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -268,13 +269,16 @@ BLOCKS = st.lists(st.tuples(st.booleans(), NAMES), min_size=1, max_size=4)
 
 
 class Random(nn.Module):
-    """Blocks in a row, some with a residual connection, between two linear layers."""
+    """Layers in a row, some within a residual connection, between two linear layers.
+
+    No module holds others in a row but the outermost: a module's caller keeps its input alive until it returns.
+    """
 
     def __init__(self, blocks: list[tuple[bool, list[str]]]) -> None:
         super().__init__()
-        layers = [nn.Sequential(*(SIMPLE[name]() for name in names)) for _, names in blocks]
-        wrapped = [Residual(layer) if skip else layer for (skip, _), layer in zip(blocks, layers, strict=True)]
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), *wrapped, nn.Linear(WIDTH, 16))
+        made = [(skip, [SIMPLE[name]() for name in names]) for skip, names in blocks]
+        inner = [[Residual(nn.Sequential(*layers))] if skip else layers for skip, layers in made]
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), *chain.from_iterable(inner), nn.Linear(WIDTH, 16))
 
     def forward(self, x, y):
         return nn.functional.cross_entropy(self.layers(x), y)
@@ -285,6 +289,7 @@ class Random(nn.Module):
 def test_the_peak_of_any_chain_is_that_of_the_real_step(blocks):
     model, batch = Random(blocks), {"x": torch.randn(ROWS, WIDTH), "y": torch.randint(16, (ROWS,))}
     profile = profile_step(trace(model, batch), "cpu", "native")
-    ours = profile.memory.backward_peak - profile.memory.resident
-    assert ours == pytest.approx(real_peak(model, batch), rel=0.03, abs=4 * ALLOCATION)
+    passes = profile.timeline.curve()[: profile.timeline.forward + profile.timeline.backward]
+    ours = max(passes) - profile.memory.resident
+    assert ours == pytest.approx(real_peak(model, batch), rel=0.02, abs=2 * ALLOCATION)
     assert all(life.born < life.died for life in profile.timeline.lives)
