@@ -46,14 +46,33 @@ class Images(nn.Module):
         return nn.functional.cross_entropy(self.head(x), labels)
 
 
+class Recurrent(nn.Module):
+    """One layer that several links read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, inputs, targets):
+        x = self.first(inputs)
+        for _ in range(4):
+            x = torch.tanh(self.layer(x))
+        return nn.functional.cross_entropy(self.head(x), targets)
+
+
 def tokens(batch: int, length: int) -> dict[str, torch.Tensor]:
     return {name: torch.randint(500, (batch, length)) for name in ("input_ids", "labels")}
+
+
+def vectors(rows: int) -> dict[str, torch.Tensor]:
+    return {"inputs": torch.randn(rows, 64), "targets": torch.randint(10, (rows,))}
 
 
 CASES = {
     "gpt": lambda: (GPT(vocab_size=500, context=64, width=64, layers=3, heads=4), tokens(8, 64)),
     "tied": lambda: (GPT(vocab_size=500, context=64, width=64, layers=2, heads=4, tie=True), tokens(8, 64)),
-    "mlp": lambda: (MLP(64, 256, 10, 4), {"inputs": torch.randn(256, 64), "targets": torch.randint(10, (256,))}),
+    "mlp": lambda: (MLP(64, 256, 10, 4), vectors(256)),
+    "recurrent": lambda: (Recurrent(), vectors(256)),
     "images": lambda: (Images(), {"images": torch.randn(8, 3, 32, 32), "labels": torch.randint(10, (8,))}),
 }
 
@@ -128,7 +147,10 @@ def test_attention_on_a_gpu_keeps_no_matrix_of_scores():
 # ------------------------------------------------------------------------------------------------------- timeline
 
 
-PROFILED = [("gpt", "cpu", "native"), ("gpt", "cuda", "amp"), ("tied", "cuda", "native"), ("images", "cuda", "native")]
+PROFILED = [
+    ("gpt", "cpu", "native"), ("gpt", "cuda", "amp"), ("tied", "cuda", "native"), ("images", "cuda", "native"),
+    ("recurrent", "cpu", "native"),
+]  # fmt: skip
 
 
 @functools.cache
