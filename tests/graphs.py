@@ -36,9 +36,10 @@ SILENT.addHandler(logging.NullHandler())
 SILENT.propagate = False
 
 
-def trace(model: nn.Module, batch: dict[str, torch.Tensor]) -> OpGraph:
+def trace(model: nn.Module, batch: dict[str, torch.Tensor], *, keep_casts: bool = False) -> OpGraph:
     """What the stage does, without its configuration."""
-    graph = find_chain(simplify(lower(export_loss(model.train(), batch), model, tuple(batch))))
+    program = export_loss(model.train(), batch)
+    graph = find_chain(simplify(lower(program, model, tuple(batch), keep_casts=keep_casts)))
     verify_graph(graph)
     return graph
 

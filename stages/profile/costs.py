@@ -75,9 +75,12 @@ def _link_costs(ops: tuple[str, ...], run: LinkRun) -> list[_Cost]:
 
 
 def _temporary(kernels: tuple[Kernel, ...], start: int, storages: tuple[Storage, ...], op: str) -> int:
-    """The most of its own making that is alive during an op's kernels, less what is left after the last of them."""
+    """The most of its own making that is alive during an op's kernels, less what is left after the last of them.
+
+    A value of the graph is no temporary: the last one of a link is let go only because the link is run alone.
+    """
     moments = [start + number for number, kernel in enumerate(kernels) if kernel.op == op]
-    own = [s for s in storages if s.op == op and start <= s.born < start + len(kernels)]
+    own = [s for s in storages if s.op == op and not s.value and start <= s.born < start + len(kernels)]
     if not moments or not own:
         return 0
     left = _alive(own, lambda s: s.died is None or s.died > moments[-1] + 1)

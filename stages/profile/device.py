@@ -102,12 +102,12 @@ def _attention_on_cpu(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Flash attention where it can run: four dims and no dropout; else plain matrix products."""
-    if dropout_p or q.dim() != 4 or enable_gqa or (attn_mask is not None and attn_mask.requires_grad):
+    mask = None if attn_mask is None else _additive(attn_mask, q.dtype)
+    if dropout_p or q.dim() != 4 or enable_gqa or (mask is not None and mask.requires_grad):
         found = aten._scaled_dot_product_attention_math(
-            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         return found[0]
-    mask = None if attn_mask is None else _additive(attn_mask, q.dtype)
     found = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)
     return found[0]
 

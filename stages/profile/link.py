@@ -68,7 +68,7 @@ class Runner:
         """What depends on no parameter is computed once and stays for the links that read it."""
         wanted = {read for link in self.graph.chain for name in link.ops for read in self.graph.op(name).inputs}
         local: dict[str, Tensor] = {}
-        with Watch() as watch:
+        with Watch(self.known.values()) as watch:
             for name in self.graph.prologue:
                 op = self.graph.op(name)
                 watch.op = name

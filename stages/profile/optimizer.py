@@ -60,12 +60,11 @@ def _run_one(build: Build, like: torch.Tensor, foreach: bool) -> _One:
             group["foreach"] = True  # on tensors without memory it has to be told
     parameter.grad = torch.empty_like(parameter)
     optimizer.step()
-    kept = [t for t in _tensors(optimizer.state[parameter].values()) if t.device.type == "meta"]
+    kept = _tensors(optimizer.state[parameter].values())
     with Watch([parameter, parameter.grad, *kept]) as watch:
         optimizer.step()
         watch.sweep()
-    nbytes = sum(rounded(t.untyped_storage().nbytes()) for t in kept)
-    return _One(nbytes, tuple(watch.kernels), tuple(watch.storages))
+    return _One(sum(map(_device_bytes, kept)), tuple(watch.kernels), tuple(watch.storages))
 
 
 def _together(types: list[tuple[_One, int]]) -> tuple[tuple[Kernel, ...], tuple[Storage, ...]]:
@@ -94,3 +93,8 @@ def _one_after_another(parameters: list[_One]) -> tuple[tuple[Kernel, ...], tupl
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _device_bytes(tensor: torch.Tensor) -> int:
+    """A count of steps lies on the host."""
+    return rounded(tensor.untyped_storage().nbytes()) if tensor.device.type == "meta" else 0

@@ -13,6 +13,7 @@ from functools import reduce
 from math import gcd
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +23,12 @@ from torch.utils.flop_counter import flop_registry
 from pipeline.cost.kernels import ATTENTION, PRODUCTS
 from pipeline.ir.profile import Kernel
 
+aten = torch.ops.aten
 PICKS = ("embedding", "index_select", "index", "gather", "take")  # read what they write, not the whole table
+ON_CPU = {  # torch counts the FLOPs of the GPU's kernels only
+    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
+}
 ALLOCATION = 512  # bytes; the caching allocator rounds every tensor up to a multiple
 
 
@@ -95,7 +101,8 @@ def _only_allocates(func: Any) -> bool:
 def _kernel(func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor], op: str) -> Kernel:
     name = str(func.overloadpacket).removeprefix("aten.")
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    counter: Callable[..., Any] | None = flop_registry.get(func.overloadpacket)
+    counted = getattr(aten, ON_CPU[name]) if name in ON_CPU else func.overloadpacket
+    counter: Callable[..., Any] | None = flop_registry.get(counted)
     largest = max((*inputs, *outputs), key=Tensor.numel)
     changed = [] if outputs else _mutated(func, args)
     plain = Kernel(
@@ -116,7 +123,7 @@ def _kernel(func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor
         if not plain.flops and len(inputs) > 1:  # a grouped product: every row meets one of the matrices
             rows, columns = outputs[0].shape[-2:]
             details["flops"] = 2.0 * rows * columns * inputs[0].shape[-1]
-    if name in ATTENTION:
+    if name in ATTENTION or name in ON_CPU:
         given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
         details["causal"], details["dropout"] = bool(given.get("is_causal")), bool(given.get("dropout_p"))
         details["flops"] = plain.flops * (

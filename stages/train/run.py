@@ -21,12 +21,27 @@ WARM_UP = 3  # steps that are left out of the median: allocators and caches fill
 
 def run(inputs: Inputs, config: Config) -> Result:
     plan: Plan = inputs["plan"]
+    check_device(plan, f"conf/cluster/{config.choices['cluster']}.yaml: device")
     edited = inputs.artifacts["module"].edited
     if edited:
         inputs.log.warning("runs/codegen/module.py was edited by hand: training with it as it is")
     measured = launch(inputs, config, plan)
     report = make_report(measured, plan, config, edited)
     return Result(report, figures(report))
+
+
+def check_device(plan: Plan, where: str) -> None:
+    """A plan may be made for devices that this machine does not have; it cannot be trained there."""
+    if plan.device != "cuda":
+        return
+    import torch  # slow to import, and only the ranks need it otherwise
+
+    if not torch.cuda.is_available():
+        raise TrainError(
+            "the plan is for GPUs, and this machine has none that torch can use",
+            where=where,
+            remedy="train on a machine with GPUs, or plan for `device: cpu`",
+        )
 
 
 def launch(inputs: Inputs, config: Config, plan: Plan) -> dict:

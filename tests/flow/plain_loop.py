@@ -38,19 +38,27 @@ def samples(data, length):
         epoch += 1
 
 
+def in_precision(tensor, precision):
+    return tensor.bfloat16() if precision == "bf16" and tensor.is_floating_point() else tensor
+
+
 def main(root, steps):
     model_settings, data, train = (read(group, root) for group in ("model", "data", "train"))
     torch.manual_seed(train["seed"])
+    precision = model_settings.get("precision", "fp32")
     model = make(model_settings["module"]).train()
+    model = model.bfloat16() if precision == "bf16" else model
     dataset = make(data["dataset"])
     optimizer = make(train["optimizer"], model.parameters())
     size = next(iter(model_settings["batch"].values()))["shape"][0]
     indices = samples(data, len(dataset))
     for _ in range(steps):
         rows = [dataset[next(indices)] for _ in range(size)]
-        batch = {name: torch.stack([row[name] for row in rows]) for name in model_settings["batch"]}
+        stacked = {name: torch.stack([row[name] for row in rows]) for name in model_settings["batch"]}
+        batch = {name: in_precision(tensor, precision) for name, tensor in stacked.items()}
         optimizer.zero_grad()
-        output = model(**batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp"):
+            output = model(**batch)
         loss = output["loss"] if isinstance(output, dict) else output
         loss.backward()
         optimizer.step()

@@ -53,6 +53,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "cluster": {
         "source": "preset",
+        "device": "cpu",
         "devices": 2,
         "memory_gb": 4,
         "preset": {

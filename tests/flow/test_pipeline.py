@@ -125,6 +125,18 @@ def test_the_run_is_tracked(default: Project) -> None:
         assert f"{name}/{KINDS[SPECS[name].writes].file}" in tracked.files(run, name)
 
 
+def test_the_profile_draws_the_step(default: Project) -> None:
+    """The picture and the table of the unsplit step's memory are under runs/ and in the tracked run."""
+    picture, modules = (default.root / "runs/profile" / name for name in ("memory.png", "modules.md"))
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert "| optimizer state |" in modules.read_text() and "| layers.3.up |" in modules.read_text()
+    tracked = Tracked(default)
+    assert {"profile/memory.png", "profile/modules.md"} <= set(tracked.files(tracked.runs[0], "profile"))
+    profile = default.load("profile")
+    assert (profile.source, profile.device, profile.precision) == ("symbolic", "cpu", "fp32")
+    assert read_summary("profile", default.root)["unsplit_peak_mb"] == round(profile.step.peak_bytes / 1e6, 3)
+
+
 def test_every_step_is_tracked(default: Project) -> None:
     tracked = Tracked(default)
     report = default.load("report")

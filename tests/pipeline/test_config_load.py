@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import Backend, ClusterSource, DType, Recompute, listing, load_config
+from pipeline.config import Backend, ClusterSource, Device, DType, Precision, Recompute, listing, load_config
 from pipeline.config.source import parse
 from pipeline.errors import ConfigError
 
@@ -42,6 +42,7 @@ def test_shipped_configuration_is_typed_and_defaulted() -> None:
     assert config.model.batch["input_ids"].dtype is DType.int64
     assert config.model.module["_target_"] == "pipeline.models.gpt.build"
     assert config.cluster.source is ClusterSource.probe and config.cluster.probe.max_message_mb == 4.0
+    assert config.cluster.device is Device.cpu and config.model.precision is Precision.fp32
     assert config.solve.backend is Backend.glpk and config.solve.memory_budget_gb is None
     assert config.train.optimizer == {"_target_": "torch.optim.AdamW", "lr": 1e-3, "weight_decay": 0.01}
     assert config.code == config.root.code == "pipeline/models"
@@ -262,6 +263,26 @@ VALUES = {
         "conf/train/adamw.yaml",
         "steps: 1\nseed: 0\noptimizer:\n  _target_: a.b\n  betas: [0.9, .inf]\n",
         "conf/train/adamw.yaml:5:16: train.optimizer.betas[1]: got inf, expected a finite number",
+    ),
+    "precision": (
+        "conf/model/gpt_small.yaml",
+        "module: {_target_: a.b}\nbatch: {x: {dtype: int64, shape: [1]}}\nprecision: fp8\n",
+        "conf/model/gpt_small.yaml:3:1: model.precision: got 'fp8', expected one of fp32, bf16, amp",
+    ),
+    "precision as a number": (
+        "conf/model/gpt_small.yaml",
+        "module: {_target_: a.b}\nbatch: {x: {dtype: int64, shape: [1]}}\nprecision: 16\n",
+        "conf/model/gpt_small.yaml:3:1: model.precision: got 16, expected one of fp32, bf16, amp",
+    ),
+    "device": (
+        "conf/cluster/local_cpu.yaml",
+        "source: probe\ndevice: mps\ndevices: 2\n",
+        "conf/cluster/local_cpu.yaml:2:1: cluster.device: got 'mps', expected one of cpu, cuda",
+    ),
+    "no device": (
+        "conf/cluster/local_cpu.yaml",
+        "source: probe\ndevices: 2\n",
+        "conf/cluster/local_cpu.yaml:1:1: cluster.device: mandatory key is missing; give one of cpu, cuda",
     ),
     "incomplete preset": (
         "conf/cluster/local_cpu.yaml",

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pipeline.config import Cluster as Settings
-from pipeline.config import ClusterSource, Preset, Probe
+from pipeline.config import ClusterSource, Device, Preset, Probe
 from pipeline.errors import ClusterError
 from pipeline.ir.cluster import COLLECTIVES, Curve
 from pipeline.ir.codec import decode, encode
@@ -81,12 +81,13 @@ def test_ring_links(size):
 
 def settings(**changes) -> Settings:
     figures_ = Preset(matmul_gflops=50, memory_gbytes_per_s=10, launch_us=10, latency_us=50, link_gbytes_per_s=2)
-    return Settings(**{"source": ClusterSource.preset, "devices": 2, "memory_gb": 4, "preset": figures_, **changes})
+    known = {"source": ClusterSource.preset, "device": Device.cpu, "devices": 2, "memory_gb": 4, "preset": figures_}
+    return Settings(**{**known, **changes})
 
 
 def test_a_preset():
     cluster = from_preset(settings(devices=4))
-    assert (cluster.source, cluster.devices, cluster.sizes) == ("preset", 4, (4,))
+    assert (cluster.source, cluster.device, cluster.devices, cluster.sizes) == ("preset", "cpu", 4, (4,))
     assert cluster.memory_bytes == 4_000_000_000
     assert cluster.compute.matmul.at(1e9) == 50e9 and cluster.compute.memory_rate == 10e9
     assert cluster.compute.launch == pytest.approx(10e-6)
@@ -136,3 +137,12 @@ def test_a_probe_that_takes_too_long_names_its_file():
     line = refusal.value.line()
     assert line.startswith("conf/cluster/local_cpu.yaml: the probe failed: it did not finish within 0.2 s; ")
     assert "probe.timeout_s" in line
+
+
+def test_gpus_are_planned_for_but_not_measured():
+    assert from_preset(settings(device=Device.cuda)).device == "cuda"
+    with pytest.raises(ClusterError) as refusal:
+        measure(settings(source=ClusterSource.probe, device=Device.cuda), "gpus", SILENT)
+    line = refusal.value.line()
+    assert line.startswith("conf/cluster/gpus.yaml: device: GPUs cannot be measured yet; ")
+    assert "source: preset" in line and "device: cpu" in line

@@ -9,6 +9,7 @@ import random
 from collections import UserDict
 from dataclasses import dataclass, replace
 from functools import reduce
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import nn
 
-from pipeline.config import DType, TensorSpec
+from pipeline.config import DType, Precision, TensorSpec, load_config
 from pipeline.errors import TraceError
 from pipeline.ir.graph import Op, OpGraph, Ref, Role, Value
 from pipeline.ir.verify import RULES, InvalidGraph, verify_graph
@@ -24,7 +25,7 @@ from stages.trace.build import fake_mode, sample_batch
 from stages.trace.chain import find_chain
 from stages.trace.common import LONGEST_RESIDUAL, products_in_a_row
 from stages.trace.export import pick_loss
-from stages.trace.run import figures
+from stages.trace.run import figures, run
 from tests.graphs import gpt, gpt_batch, gpt_graph, ladder_graph, mlp, mlp_batch, mlp_graph, shared_graph, trace
 from tests.interpreter import run_graph
 from tests.skips import KINDS, NEAR, STEPS, UNet, images, random_ops
@@ -637,3 +638,55 @@ def test_the_order_of_ops_is_that_of_prologue_and_chain():
     for graph in (gpt_graph(), mlp_graph()):
         order = [*graph.prologue, *reduce(operator.add, (link.ops for link in graph.chain))]
         assert order == [op.name for op in graph.ops]
+
+
+# ---------------------------------------------------------------------------------------------------- precision
+
+
+def traced_in(precision: Precision) -> OpGraph:
+    """A classifier with a cast of its own, through the stage."""
+    config = load_config(Path(__file__).parents[2])
+    batch = {"x": TensorSpec([4, 6], DType.float32), "y": TensorSpec([4], DType.int64)}
+    model = replace(config.model, module={"_target_": f"{__name__}.Casting"}, batch=batch, precision=precision)
+    return run(None, replace(config, model=model)).body
+
+
+class Casting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+        self.register_buffer("scale", torch.ones(5))
+
+    def forward(self, x, y):
+        return F.cross_entropy((self.layer(x) * self.scale).float(), y)
+
+
+def types_of(graph: OpGraph) -> dict[str, str]:
+    return {v.origin: v.type.dtype for v in graph.values.values() if v.role is not Role.RESULT}
+
+
+def kinds_of(graph: OpGraph) -> list[str]:
+    return [op.target.split(".")[1] for op in graph.ops]
+
+
+def test_in_float32_a_cast_to_it_falls_away():
+    graph = traced_in(Precision.fp32)
+    assert types_of(graph) == {"layer.weight": "float32", "layer.bias": "float32", "scale": "float32"} | {
+        "x": "float32",
+        "y": "int64",
+    }
+    assert kinds_of(graph) == ["linear", "mul", "cross_entropy_loss"]
+
+
+def test_in_bfloat16_weights_and_float_inputs_are_bfloat16():
+    graph = traced_in(Precision.bf16)
+    half = dict.fromkeys(("layer.weight", "layer.bias", "scale", "x"), "bfloat16")
+    assert types_of(graph) == half | {"y": "int64"}
+    assert kinds_of(graph) == ["linear", "mul", "to", "cross_entropy_loss"]
+    assert graph.values[graph.output].type.dtype == "float32"
+
+
+def test_for_autocast_weights_stay_and_casts_are_kept():
+    graph = traced_in(Precision.amp)
+    assert types_of(graph) == types_of(traced_in(Precision.fp32))
+    assert kinds_of(graph) == ["linear", "mul", "to", "cross_entropy_loss"]

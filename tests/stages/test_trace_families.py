@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -14,24 +15,25 @@ pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 from pipeline.errors import TraceError
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.verify import verify_graph
+from stages.profile.costs import op_costs
 from stages.profile.step import profile_step
 from stages.trace.build import fake_mode, to_fake
 from stages.trace.chain import find_chain
 from stages.trace.export import export_loss, pick_loss
 from stages.trace.lower import Ops, lower
 from stages.trace.simplify import simplify
-from tests.families import FAMILIES, t5, tokens
+from tests.families import FAMILIES, LENGTH, llama, t5, tokens
 from tests.interpreter import run_graph
 
 
-def trace(build, batch) -> OpGraph:
+def trace(build, batch, *, keep_casts: bool = False) -> OpGraph:
     mode = fake_mode()
     with torch.device("meta"):
         model = build()
     to_fake(model.train(), mode)
     with mode:
         fakes = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in batch.items()}
-    graph = find_chain(simplify(lower(export_loss(model, fakes), model, tuple(fakes))))
+    graph = find_chain(simplify(lower(export_loss(model, fakes), model, tuple(fakes), keep_casts=keep_casts)))
     verify_graph(graph)
     return graph
 
@@ -54,10 +56,15 @@ def check_equal(graph: OpGraph, model: nn.Module, batch) -> None:
         assert torch.equal(ours, theirs), name
 
 
+@functools.cache
+def graph_of(build) -> OpGraph:
+    return trace(build, FAMILIES[build])
+
+
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda build: build.__name__)
 def family(request):
     build = request.param
-    return build, FAMILIES[build], trace(build, FAMILIES[build])
+    return build, FAMILIES[build], graph_of(build)
 
 
 def test_the_graph_alone_is_the_model(family):
@@ -129,8 +136,38 @@ def test_causal_attention_has_no_mask(family):
 @pytest.mark.parametrize(("device", "precision"), [("cpu", "native"), ("cuda", "native"), ("cuda", "amp")])
 def test_the_step_is_simulated_without_memory(family, device, precision):
     _, _, graph = family
-    memory = profile_step(graph, device, precision).memory
-    assert memory.resident < memory.after_forward < memory.peak
+    step = profile_step(graph, device, precision)
+    assert step.memory.resident < step.memory.after_forward < step.memory.peak
+    costs = op_costs(graph, step)
+    assert set(costs) == {op.name for op in graph.ops}
+    assert sum(cost.flops_backward for cost in costs.values()) > sum(cost.flops_forward for cost in costs.values()) > 0
+
+
+def test_casts_that_change_nothing_cost_nothing():
+    """Kept for autocast, they are links without a kernel; what goes through them is one piece of memory."""
+    with_casts, without = trace(llama, FAMILIES[llama], keep_casts=True), graph_of(llama)
+    assert len(with_casts.ops) > len(without.ops)
+    ours, wanted = (profile_step(graph, "cuda", "native") for graph in (with_casts, without))
+    assert any(not run.forward for run in ours.runs)
+    assert (ours.memory, ours.kernels) == (wanted.memory, wanted.kernels)
+
+
+def test_a_bias_of_attention_is_not_repeated_for_every_sample():
+    """T5: the encoder, which hides nothing, takes the bias itself; the decoder's is masked once for all samples."""
+    graph = graph_of(t5)
+    writers = {name: op for op in graph.ops for name in op.outputs}
+    found = {}
+    for op in graph.ops:
+        if op.target == "aten.scaled_dot_product_attention.default":
+            mask = op.args.get(3, "attn_mask", None)
+            kind = writers[mask.value].target.split(".")[1] if mask else None
+            found[op.module] = (kind, graph.values[mask.value].type.shape if mask else None)
+    shape = (1, 4, LENGTH, LENGTH)
+    for layer in range(2):
+        kind, size = found[f"encoder.block.{layer}.layer.0.SelfAttention"]
+        assert kind != "where" and size == shape
+        assert found[f"decoder.block.{layer}.layer.0.SelfAttention"] == ("where", shape)
+        assert found[f"decoder.block.{layer}.layer.1.EncDecAttention"] == (None, None)
 
 
 def test_a_hundred_billion_parameters_cost_no_memory():

@@ -1,0 +1,67 @@
+"""Other precisions train as a plain loop in the same precision does; plans for GPUs are made where there are none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stages.__main__ import main
+from tests.flow import plain_loop
+from tests.flow.conftest import Maker
+from tests.flow.project import STAGES, TINY, Project, worst_difference
+
+pytestmark = [
+    pytest.mark.flow,
+    pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),  # a CPU without units for bfloat16
+]
+PLANNING = STAGES[:-1]
+
+
+@pytest.fixture
+def project(make_project: Maker, monkeypatch: pytest.MonkeyPatch) -> Project:
+    project = make_project(tiny=True)
+    monkeypatch.chdir(project.root)
+    return project
+
+
+Told = pytest.CaptureFixture[str]
+
+
+def run_stages(*names: str) -> None:
+    """In this process, where torch is imported already."""
+    for name in names:
+        assert main([name, "-q"]) == 0, name
+
+
+def plain_losses(project: Project, steps: int, capsys: Told) -> list[float]:
+    capsys.readouterr()
+    plain_loop.main(project.root, steps)
+    return [float(line) for line in capsys.readouterr().out.split()]
+
+
+@pytest.mark.parametrize("precision", ["amp", "bf16"])
+def test_two_ranks_train_as_a_plain_loop_does(project: Project, capsys: Told, precision: str) -> None:
+    full = plain_losses(project, TINY["train"]["steps"], capsys)
+    project.write_yaml("conf/model/tiny.yaml", TINY["model"] | {"precision": precision})
+    run_stages(*STAGES)
+    report = project.load("report")
+    assert project.load("profile").precision == precision and report.ranks == 2
+    wanted = plain_losses(project, report.steps, capsys)
+    assert worst_difference(report.losses, wanted) < 2 * torch.finfo(torch.bfloat16).eps
+    assert wanted != full, "the precision changes nothing"
+
+
+def test_a_plan_for_gpus_is_made_and_not_trained_without_them(project: Project, capsys: Told) -> None:
+    project.write_yaml("conf/cluster/tiny.yaml", TINY["cluster"] | {"device": "cuda"})
+    run_stages(*PLANNING)
+    assert project.load("profile").device == project.load("plan").device == "cuda"
+    assert 'torch.device("cuda")' in (project.root / "runs/codegen/module.py").read_text()
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    capsys.readouterr()
+    assert main(["train", "-q"]) == 2
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1 and told.out == ""
+    assert told.err.startswith("error: conf/cluster/tiny.yaml: device: the plan is for GPUs")
+    assert "device: cpu" in told.err
+    assert not (project.root / "runs/train/report.json").exists()

@@ -1,0 +1,120 @@
+"""An optimizer's step on tensors without memory keeps and needs what the real one does."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from pipeline.runtime.memory import measure_peak, storage_bytes
+from stages.profile.optimizer import OptimizerRun, run_optimizer
+from stages.profile.symbolic import rounded
+
+SHAPES = {"embedding": (500, 64), "up": (64, 256), "down": (256, 64), "bias": (250,)}
+optim = torch.optim
+
+
+def parameters(device: str = "meta") -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}
+
+
+def size(name: str) -> int:
+    return rounded(4 * torch.Size(SHAPES[name]).numel())
+
+
+ALL = sum(size(name) for name in SHAPES)
+
+
+def run(build, foreach: bool, **settings) -> OptimizerRun:
+    return run_optimizer(functools.partial(build, **settings), parameters(), foreach)
+
+
+def peak(run: OptimizerRun) -> int:
+    """Bytes of the step's own storages at its worst moment."""
+    moments = range(len(run.kernels) + 1)
+    return max(sum(s.size for s in run.storages if s.born <= m and (s.died is None or s.died > m)) for m in moments)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(
+    ("build", "settings", "copies"),
+    [
+        (optim.AdamW, {}, 2),
+        (optim.Adam, {}, 2),
+        (optim.AdamW, {"amsgrad": True}, 3),
+        (optim.NAdam, {}, 2),
+        (optim.SGD, {"lr": 0.1, "momentum": 0.9}, 1),
+        (optim.SGD, {"lr": 0.1}, 0),
+        (optim.Adagrad, {}, 1),
+        (optim.RMSprop, {}, 1),
+        (optim.RMSprop, {"momentum": 0.9, "centered": True}, 3),
+        (optim.Adadelta, {}, 2),
+    ],
+    ids=["adamw", "adam", "amsgrad", "nadam", "momentum", "sgd", "adagrad", "rmsprop", "centered", "adadelta"],
+)
+def test_the_state_is_so_many_copies_of_each_parameter(build, settings, copies, foreach):
+    found = run(build, foreach, **settings)
+    assert found.state == {name: copies * size(name) for name in SHAPES}
+
+
+@pytest.mark.parametrize("build", [optim.AdamW, optim.Adam])
+def test_foreach_needs_one_temporary_of_all_parameters(build):
+    assert peak(run(build, foreach=True)) == ALL
+
+
+def test_one_by_one_needs_no_more_than_the_largest_parameters():
+    """A root and a quotient of one parameter, while the quotient of the one before is still there."""
+    found = run(optim.AdamW, foreach=False)
+    assert peak(found) == size("embedding") + 2 * size("up")
+    assert not any(kernel.name.startswith("_foreach") for kernel in found.kernels)
+    assert all(storage.died is not None for storage in found.storages[:-1]), "steps are counted on the host"
+
+
+def test_many_equal_parameters_one_by_one_need_the_memory_of_three():
+    many = {f"p{i}": torch.zeros(256, 256, device="meta") for i in range(20)}
+    assert peak(run_optimizer(optim.AdamW, many, foreach=False)) == 3 * 4 * 256 * 256
+
+
+def test_the_users_word_on_foreach_counts():
+    def names(**settings):
+        found = run_optimizer(functools.partial(optim.AdamW, **settings), parameters(), foreach=True)
+        return {kernel.name for kernel in found.kernels if kernel.name.startswith("_foreach")}
+
+    assert names() and names(foreach=True) and not names(foreach=False)
+
+
+def test_an_optimizer_that_looks_at_values_is_refused():
+    """The stage then falls back to the table."""
+    with pytest.raises(RuntimeError, match="meta tensors"):
+        run(optim.Adafactor, foreach=False)
+
+
+def test_plain_sgd_needs_no_memory():
+    found = run(optim.SGD, foreach=True, lr=0.1)
+    assert peak(found) == 0 and found.kernels
+
+
+def test_more_parameters_are_no_more_foreach_kernels():
+    few, many = (
+        run_optimizer(optim.AdamW, {f"p{i}": torch.zeros(8, device="meta") for i in range(n)}, foreach=True).kernels
+        for n in (2, 20)
+    )
+    assert len([k for k in few if "foreach" in k.name]) == len([k for k in many if "foreach" in k.name])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [optim.AdamW, functools.partial(optim.AdamW, foreach=True), functools.partial(optim.SGD, lr=0.1, momentum=0.9)],
+    ids=["adamw", "foreach", "momentum"],
+)
+def test_the_peak_is_that_of_the_real_step_on_a_cpu(build):
+    real = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES.values()]
+    for parameter in real:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = build(real)
+    optimizer.step()
+    state = [t for of_one in optimizer.state.values() for t in of_one.values() if isinstance(t, torch.Tensor)]
+    held = [*real, *(p.grad for p in real), *state]
+    own = measure_peak(optimizer.step, held, torch.device("cpu")) - storage_bytes(held)
+    assert peak(run_optimizer(build, parameters(), foreach=False)) == pytest.approx(own, rel=0.02, abs=512)
