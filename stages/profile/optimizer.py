@@ -35,8 +35,8 @@ def run_optimizer(build: Build, parameters: dict[str, torch.Tensor], foreach: bo
     alone = {names[0]: _run_one(build, parameters[names[0]], foreach) for names in types.values()}
     first = {name: names[0] for names in types.values() for name in names}
     state = {name: alone[first[name]].nbytes for name in parameters}
-    together = foreach and len({tuple(k.name for k in one.kernels) for one in alone.values()}) == 1
-    if together:
+    runs = {tuple(kernel.name for kernel in one.kernels) for one in alone.values()}
+    if len(runs) == 1 and any(name.startswith("_foreach") for name in next(iter(runs))):
         counts = {names[0]: len(names) for names in types.values()}
         kernels, storages = _together([(alone[name], count) for name, count in counts.items()])
     else:
@@ -80,15 +80,17 @@ def _together(types: list[tuple[_One, int]]) -> tuple[tuple[Kernel, ...], tuple[
 
 
 def _one_after_another(parameters: list[_One]) -> tuple[tuple[Kernel, ...], tuple[Storage, ...]]:
+    """What is left at the end of one parameter's turn goes when the next one has made its own."""
     kernels: list[Kernel] = []
     storages: list[Storage] = []
     for one in parameters:
-        start, end = len(kernels), len(kernels) + len(one.kernels)
+        start, count = len(kernels), len(one.kernels)
         kernels += one.kernels
         for s in one.storages:
-            died = end if s.died is None else start + s.died
-            storages.append(replace(s, born=start + s.born, died=died))
-    return tuple(kernels), tuple(storages)
+            died = count + s.born + 1 if s.died is None or s.died >= count else s.died
+            storages.append(replace(s, born=start + s.born, died=start + died))
+    ends = (min(s.died or 0, len(kernels)) for s in storages)
+    return tuple(kernels), tuple(replace(s, died=end) for s, end in zip(storages, ends, strict=True))
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
