@@ -40,9 +40,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", {**DECODER, "num_key_value_heads": 8}, text(8, 1024, 32000)),
     "t5": ("T5ForConditionalGeneration", {"decoder_start_token_id": 0, "pad_token_id": 0, "use_cache": False},
            text(8, 512, 32128)),
-    "vit": ("ViTForImageClassification", {"num_labels": 1000}, image(8, 224, 1000)),
-    "swin": ("SwinForImageClassification", {"num_labels": 1000}, image(8, 224, 1000)),
-    "resnet": ("ResNetForImageClassification", {"num_labels": 1000}, image(8, 224, 1000)),
+    "vit": ("ViTForImageClassification", {"num_labels": 1000}, image(8, 224)),
+    "swin": ("SwinForImageClassification", {"num_labels": 1000}, image(8, 224)),
+    "resnet": ("ResNetForImageClassification", {"num_labels": 1000}, image(8, 224)),
     "mixtral": ("MixtralForCausalLM", DECODER, text(8, 512, 32000)),
     "opt": ("OPTForCausalLM", {"use_cache": False}, text(8, 1024, 50272)),
 }  # fmt: skip
