@@ -61,9 +61,9 @@ def _sum(axis: MeshAxis) -> Move:
 
 
 def _pieces(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
-    """The pieces of each rank, stacked on a new first dim."""
+    """The pieces of each rank, stacked on a new first dim, one after another in memory also for images by channel."""
     if parts == 1:
-        return torch.stack(x.chunk(size, dim))
+        return torch.stack(x.chunk(size, dim)).contiguous()
     digits = x.unflatten(dim, (parts, size, x.shape[dim] // (parts * size)))
     return digits.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
 

@@ -209,7 +209,8 @@ def build(graph: OpGraph, profile: Profile, cluster: Cluster, optimizer_copies: 
     options = {op.name: strategies(rule_of(op), view_op(graph, op), size) for op in graph.ops}
     for value in graph.values.values():
         if value.role is Role.PARAMETER:
-            builder.parameter(value, _source_layouts(value, size))
+            read = [(op, options[op.name]) for op in builder.readers[value.name]]
+            builder.parameter(value, (*_source_layouts(value, size), *_factored(value, read)))
         elif value.role is not Role.RESULT:
             builder.source(value, _source_layouts(value, size))
     for op in graph.ops:
@@ -230,6 +231,12 @@ def _source_layouts(value: Value, size: int) -> tuple[Layout, ...]:
     """Replicated, or split on a dim that divides; a buffer is always whole."""
     dims = range(len(value.type.shape)) if value.role is not Role.BUFFER and size > 1 else ()
     return (Layout((R,)), *(Layout((S(d),)) for d in dims if value.type.shape[d] and value.type.shape[d] % size == 0))
+
+
+def _factored(value: Value, readers: list[tuple[Op, tuple[Strategy, ...]]]) -> list[Layout]:
+    """Splits of a factor of a dim (a fused qkv weight, head by head) in which an op reads the parameter."""
+    read = {layout for op, options in readers for s in options for layout in _wanted(op, s, value.name)}
+    return sorted(layout for layout in read if layout.states[0].kind == "S" and layout.states[0].outer > 1)
 
 
 def _want_loss(builder: _Builder, graph: OpGraph) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import random
 from dataclasses import replace
@@ -390,3 +391,21 @@ def test_the_stage_refuses_a_budget_below_what_stays_resident():
         stage.run(inputs("mlp"), config(memory_budget_gb=1e-6))
     line = refusal.value.line()
     assert "no plan fits 1e-06 GB" in line and "optimizer state alone need" in line and "memory_budget_gb" in line
+
+
+# ------------------------------------------------------------------------------------------------ factors of a dim
+
+
+def test_a_fused_qkv_weight_is_stored_head_by_head():
+    """On fast links the fastest plan of GPT-2 is Megatron's, its fused projection split inside each of its parts."""
+    pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    from tests.plans import graph_of
+
+    graph = graph_of("gpt2")
+    problem, choices = build(graph, profile_graph(graph), preset(2, link_gbytes_per_s=500, latency_us=0.0), 2.0)
+    settings = solve_settings()
+    best = Sweep(problem, settings, "conf/solve/highs.yaml", logging.getLogger()).frontier(10**12, lambda *_: None)[0]
+    storage = to_sharding(graph, choices, best.picked).storage
+    layer = {name.rpartition("h.0.")[2]: str(layout) for name, layout in storage.items() if "h.0." in name}
+    found = {name: layer[f"{name}.weight"] for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert found == {"attn.c_attn": "S(1:3)", "attn.c_proj": "S(0)", "mlp.c_fc": "S(1)", "mlp.c_proj": "S(0)"}
