@@ -25,7 +25,7 @@ from pipeline.ir.plan import (
     Sharding,
     Strategy,
 )
-from pipeline.ir.profile import OpCost, Profile
+from pipeline.ir.profile import Kernel, Kernels, LinkKernels, OpCost, Profile, Share, Step
 from pipeline.ir.report import Report
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -80,10 +80,27 @@ alternatives = st.builds(Alternative, counts, st.none() | seconds, counts)
 plans = st.builds(
     Plan, tuples(st.tuples(names, counts)), names, counts, shardings, tuples(regions), predictions, tuples(alternatives)
 )
+kernels = st.builds(
+    Kernel, names, seconds, counts, counts, names, tuples(tuples(counts)), names, st.booleans(), counts, names,
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+shares = st.builds(Share, names, counts)
+steps = st.builds(
+    Step, counts, counts, counts, names, names, tuples(shares), tuples(shares), tuples(counts), tuples(counts),
+    tables(tuples(counts)),
+)  # fmt: skip
 profiles = st.builds(
     Profile,
-    tables(st.builds(OpCost, seconds, seconds, counts, counts, tuples(names), counts, st.booleans())),
+    names, names, names,
+    tables(st.builds(
+        OpCost, seconds, seconds, counts, counts, tuples(names), counts, st.booleans(), counts, counts, counts, counts
+    )),
     tables(names), counts, counts, counts,
+    st.none() | steps,
+    st.none() | st.builds(
+        Kernels, tuples(kernels), tuples(st.builds(LinkKernels, tuples(kernels), tuples(kernels))), tuples(counts),
+        tuples(kernels),
+    ),
 )  # fmt: skip
 positive = st.floats(1e-9, 1e18)
 curves = st.integers(1, 4).flatmap(

@@ -15,7 +15,7 @@ from pipeline.ir.program import Call
 from pipeline.ir.program import Tensor as Placed
 from pipeline.ops.mesh import _strategies, followers, graph_strategies, op_strategies, signature
 from pipeline.ops.rule import view_op
-from stages.codegen.block import BlockWriter, Mesh
+from stages.codegen.block import BlockWriter, Mesh, Outside
 from tests.graphs import gpt_graph, mlp_graph
 from tests.meshes import check, distribute, mesh, run_threads
 from tests.one_op import Example, example, run_unsplit, t
@@ -46,7 +46,8 @@ def check_on_mesh(it: Example, strategy: Strategy, sizes: tuple[int, ...]) -> No
     inputs = tuple(Placed(name, layout) for name, layout in zip(it.op.inputs, strategy.inputs, strict=True))
     output = Placed("it", strategy.outputs[0])
     named = Mesh(tuple((axis.name, axis.size) for axis in axes))
-    writer = BlockWriter(it.graph, Sharding({"it": strategy}, {}, {}), named, "", {i: i.value for i in inputs})
+    outside = {i: Outside(i.value, i.value) for i in inputs}
+    writer = BlockWriter(it.graph, Sharding({"it": strategy}, {}, {}), named, "", outside)
     block = writer.write((Call("it", inputs, (output,)),), None, output)
     wanted = [it.graph.values[name].grad for name in it.op.inputs]
     whole = [x.clone().requires_grad_(grad) for x, grad in zip(it.tensors, wanted, strict=True)]
@@ -61,8 +62,8 @@ def check_on_mesh(it: Example, strategy: Strategy, sizes: tuple[int, ...]) -> No
         names = {"torch": torch, "F": F, **{name: getattr(runtime, name) for name in runtime.__all__}}
         names |= {i.value: x for i, x in zip(inputs, own, strict=True)}
         exec("\n".join(block.lines), names)
-        names[block.result].backward(given[at])
-        return names[block.result].detach(), [x.grad for x in own]
+        names[block.result[0]].backward(given[at])
+        return names[block.result[0]].detach(), [x.grad for x in own]
 
     found = run_threads(rank, axes)
     check({at: y for at, (y, _) in found.items()}, expected.detach(), output.layout, sizes, FORWARD, "the output")
