@@ -2,8 +2,8 @@
 
 Traces ten model families in their usual sizes, without memory for their weights, and lists for each: its distinct ops,
 how many of them have a rule in the table, a discovered one or none (they run replicated), and the strategies of all its
-ops on one axis. Bars: every op has a rule, and none of the products, attentions, norms, losses and embeddings runs only
-replicated. Another model: `--model-class transformers.LlamaForCausalLM --config '{"num_hidden_layers": 2}' --batch
+ops on one axis; then the strategies of GPT-2 XL on a mesh of two axes. Bars: every op has a rule, none of the products,
+attentions, norms, losses and embeddings runs only replicated, and the mesh takes less than 5 s. Another model: `--model-class transformers.LlamaForCausalLM --config '{"num_hidden_layers": 2}' --batch
 '{"input_ids": {"shape": [8, 128], "dtype": "int64"}, ...}'`; a class without a config takes it as arguments.
 """
 
@@ -24,6 +24,7 @@ from benchmarks.measure_steps import image, locate, text
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Strategy
 from pipeline.ops.dims import strategies
+from pipeline.ops.mesh import followers, graph_strategies
 from pipeline.ops.rule import view_op
 from pipeline.ops.table import rule_of, table
 from stages.trace.build import fake_mode, to_fake
@@ -46,6 +47,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", DECODER, text(8, 512, 32000)),
     "opt": ("OPTForCausalLM", {"use_cache": False}, text(8, 1024, 50272)),
 }  # fmt: skip
+XL = {"n_layer": 48, "n_embd": 1600, "n_head": 25, "use_cache": False}
+MESH, SLOWEST_MESH = (2, 4), 5.0
 HEAVY = ("linear", "mm", "bmm", "baddbmm", "matmul", "einsum", "conv", "attention", "norm", "loss", "embedding")
 
 
@@ -76,7 +79,21 @@ def main() -> int:
     start = time.perf_counter()
     print(f"{'model':32}{'ops':>5}{'table':>7}{'discovered':>12}{'replicated':>12}{'strategies':>12}{'seconds':>9}")
     found = {name: measure(name, *row, arguments.ranks) for name, row in chosen.items()}
-    return report(list(found.values()), time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return report(list(found.values()), seconds, {} if arguments.model_class else on_a_mesh())
+
+
+def on_a_mesh() -> dict[str, float]:
+    """All strategies of all ops of GPT-2 XL on a mesh of two axes, and which ops follow another. Bar: 5 s."""
+    graph = trace("transformers.GPT2LMHeadModel", XL, text(8, 1024, 50257))
+    start = time.perf_counter()
+    options = graph_strategies(graph, MESH)
+    following = followers(graph, options)
+    seconds = time.perf_counter() - start
+    count = sum(map(len, options.values()))
+    name = f"gpt2-xl on {'x'.join(map(str, MESH))}"
+    print(f"{name:32}{len(graph.ops):5} ops, {count} strategies, {len(following)} followers in {seconds:.2f} s")
+    return {"mesh_strategies": count, "mesh_seconds": round(seconds, 2)}
 
 
 def measure(name: str, model_class: str, config: dict[str, Any], batch: dict[str, Any], ranks: int) -> Coverage:
@@ -126,7 +143,7 @@ def trace(model_class: str, config: dict[str, Any], batch: dict[str, Any]) -> Op
     return find_chain(simplify(lower(export_loss(model, tensors), model, tuple(tensors))))
 
 
-def report(found: list[Coverage], seconds: float) -> int:
+def report(found: list[Coverage], seconds: float, mesh: dict[str, float]) -> int:
     sets = [frozenset().union(*(getattr(c, name) for c in found)) for name in ("table", "discovered", "replicated")]
     heavy = frozenset().union(*(c.heavy_replicated for c in found))
     print(
@@ -137,10 +154,11 @@ def report(found: list[Coverage], seconds: float) -> int:
                 "discovered": len(sets[1]),
                 "replicated": len(sets[2]),
                 "seconds": round(seconds, 1),
+                **mesh,
             }
         )
     )
-    return 1 if heavy else 0
+    return 1 if heavy or sets[2] or mesh.get("mesh_seconds", 0.0) > SLOWEST_MESH else 0
 
 
 if __name__ == "__main__":

@@ -228,7 +228,7 @@ def test_dvc_exp_run(tiny: Project) -> None:
     assert tiny.repro().ok().stages == []  # what was, from the run cache
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("devices", [1, 3, 5, 6])
 def test_any_number_of_devices(tiny: Project, devices: int) -> None:
     with undone(tiny, "conf/cluster/tiny.yaml"):
         tiny.write_yaml("conf/cluster/tiny.yaml", TINY["cluster"] | {"devices": devices})
