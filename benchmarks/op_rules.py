@@ -3,8 +3,9 @@
 Traces ten model families in their usual sizes, without memory for their weights, and lists for each: its distinct ops,
 how many of them have a rule in the table, a discovered one or none (they run replicated), and the strategies of all its
 ops on one axis; then the strategies of GPT-2 XL on a mesh of two axes. Bars: every op has a rule, none of the products,
-attentions, norms, losses and embeddings runs only replicated, and the mesh takes less than 5 s. Another model: `--model-class transformers.LlamaForCausalLM --config '{"num_hidden_layers": 2}' --batch
-'{"input_ids": {"shape": [8, 128], "dtype": "int64"}, ...}'`; a class without a config takes it as arguments.
+attentions, norms, losses and embeddings runs only replicated, and the mesh takes less than 5 s. Another model:
+`--model-class transformers.LlamaForCausalLM --config '{"num_hidden_layers": 2}' --batch '{"input_ids": {"shape":
+[8, 128], "dtype": "int64"}, ...}'`; a class without a config takes it as arguments.
 """
 
 from __future__ import annotations

@@ -31,6 +31,14 @@ class Ends:
 
 
 @dataclass(frozen=True)
+class Form:
+    """How an activation that crosses links comes: its type may be autocast's, its order in memory a permutation's."""
+
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class LinkRun:
     """Numbers of storages are places in `storages`; None stands for memory that was there before."""
 
@@ -44,7 +52,7 @@ class LinkRun:
     parameter_gradients: tuple[int | None, ...]
     saved: Mapping[str, tuple[int | str, ...]]  # op -> storages it keeps for backward; a name for what was there
     places: Mapping[str, tuple[int | str | None, ...]]  # op -> where its inputs, then its outputs lie
-    types: tuple[torch.dtype, ...]  # of what it writes
+    forms: tuple[Form, ...]  # of what it writes
 
 
 class Runner:
@@ -77,12 +85,8 @@ class Runner:
         self.names = {storage_key(tensor): name for name, tensor in self.known.items()}
         return tuple(watch.kernels)
 
-    def run_link(self, ops: tuple[str, ...], ends: Ends, types: tuple[torch.dtype, ...]) -> LinkRun:
-        values = self.graph.values
-        leaves = [
-            torch.empty(values[name].type.shape, dtype=dtype, device="meta", requires_grad=values[name].grad)
-            for name, dtype in zip(ends.reads, types, strict=True)
-        ]
+    def run_link(self, ops: tuple[str, ...], ends: Ends, forms: tuple[Form, ...]) -> LinkRun:
+        leaves = [self._entering(name, form) for name, form in zip(ends.reads, forms, strict=True)]
         local = {name: leaf.clone() for name, leaf in zip(ends.reads, leaves, strict=True)}
         parameters = [self.known[name] for name in ends.parameters]
         watch = Watch(leaves, self.names)
@@ -108,7 +112,7 @@ class Runner:
             outputs = [local.pop(name) for name in ends.writes]
             local.clear()
             writes = [watch.find(y) for y in outputs]
-            kinds = tuple(y.dtype for y in outputs)
+            left = tuple(Form(y.dtype, y.stride()) for y in outputs)
             forward = len(watch.kernels)
             edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs if y.requires_grad]
             gradients = [torch.empty_like(y) if y.requires_grad else None for y in outputs]
@@ -132,8 +136,13 @@ class Runner:
             parameter_gradients=tuple(next(numbers, None) for _ in parameters),
             saved={op: tuple(dict.fromkeys(kept)) for op, kept in saved.items()},
             places=places,
-            types=kinds,
+            forms=left,
         )
+
+    def _entering(self, name: str, form: Form) -> Tensor:
+        value = self.graph.values[name]
+        empty = torch.empty_strided(value.type.shape, form.strides, dtype=form.dtype, device="meta")
+        return empty.requires_grad_(value.grad)
 
     def _run(
         self, ops: tuple[str, ...], local: dict[str, Tensor], watch: Watch, stays: set[str], note: Callable[..., None]

@@ -16,7 +16,7 @@ import torch
 from pipeline.cost.kernels import Card, Part, kernel_seconds, queue_seconds
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel
-from stages.profile.link import Ends, LinkRun, Runner, link_ends
+from stages.profile.link import Ends, Form, LinkRun, Runner, link_ends
 from stages.profile.optimizer import Build, OptimizerRun, run_optimizer
 from stages.profile.symbolic import rounded
 
@@ -103,14 +103,14 @@ def profile_step(
     ends = link_ends(graph)
     runs: list[LinkRun] = []
     distinct: dict[object, LinkRun] = {}
-    types: dict[str, torch.dtype] = {}
+    forms: dict[str, Form] = {}
     for link, end in zip(graph.chain, ends, strict=True):
-        entering = tuple(types[name] for name in end.reads)
+        entering = tuple(forms[name] for name in end.reads)
         key = (link.block, entering)
         if key not in distinct:
             distinct[key] = runner.run_link(link.ops, end, entering)
         runs.append(distinct[key])
-        types.update(zip(end.writes, runs[-1].types, strict=True))
+        forms.update(zip(end.writes, runs[-1].forms, strict=True))
     parameters = {value.name: runner.known[value.name] for value in graph.of_role(Role.PARAMETER)}
     step = run_optimizer(optimizer, parameters, foreach=device == "cuda")
     timeline = _Composer(graph, runs, ends, step, workspace).timeline()
