@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 
 import torch
 
@@ -270,11 +271,16 @@ def step_seconds(graph: OpGraph, profile: StepProfile, card: Card) -> StepSecond
     """The step on a card, issued by a host that starts with an empty queue."""
     known: dict[int, tuple[Part, Part]] = {}
     parts: list[tuple[Part, Part]] = []
+    before = ""
     for link, run in zip(graph.chain, profile.runs, strict=True):
+        modules = [graph.op(name).module for name in link.ops]
+        entered = _entered([before, *modules])
+        before = modules[-1]
         if id(run) not in known:
             forward = tuple(kernel_seconds(k, card) for k in run.forward)
             backward = tuple(kernel_seconds(k, card) for k in run.backward)
-            pace = card.host.kernel + card.host.op * len(link.ops) / max(1, len(forward))
+            beside = card.host.op * len(link.ops) + card.host.module * entered
+            pace = card.host.kernel + beside / max(1, len(forward))
             known[id(run)] = (Part(forward, pace), Part(backward, card.host.backward_kernel))
         parts.append(known[id(run)])
     prologue = Part(tuple(kernel_seconds(k, card) for k in profile.prologue), card.host.kernel + card.host.op)
@@ -289,3 +295,13 @@ def step_seconds(graph: OpGraph, profile: StepProfile, card: Card) -> StepSecond
         [optimizer],
     )
     return StepSeconds(*queue_seconds(phases))
+
+
+def _entered(modules: list[str]) -> int:
+    """How many modules are entered on the way from one op to the next, parents included."""
+    count = 0
+    for before, after in pairwise(modules):
+        held, wanted = before.split("."), after.split(".") if after else []
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, wanted, strict=False)))
+        count += len(wanted) - shared
+    return count
