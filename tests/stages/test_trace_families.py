@@ -133,6 +133,12 @@ def test_causal_attention_has_no_mask(family):
         assert attention and set(zip(masked, causal, strict=True)) == {wanted}
 
 
+def test_a_bias_that_was_permuted_crosses_links_as_it_lies():
+    """T5's position bias is written by one layer and read by all: no layer can give it to a fused kernel."""
+    kernels = [k.name for run in profile_step(graph_of(t5), "cuda", "native").runs for k in run.forward]
+    assert kernels.count("_safe_softmax") == 4  # the self-attention of two encoder and two decoder layers
+
+
 @pytest.mark.parametrize(("device", "precision"), [("cpu", "native"), ("cuda", "native"), ("cuda", "amp")])
 def test_the_step_is_simulated_without_memory(family, device, precision):
     _, _, graph = family
