@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from pipeline.ir.graph import OpGraph
 
 
 @dataclass(frozen=True)
@@ -88,5 +90,19 @@ class Profile:
     parameters: int
     parameter_bytes: int
     saved_bytes: int  # of one step, each storage counted once
+    types: dict[str, str] = field(
+        default_factory=dict
+    )  # dtypes of values that autocast makes others than the graph has
     step: Step | None = None
     kernels: Kernels | None = None
+
+
+def as_run(graph: OpGraph, types: dict[str, str]) -> OpGraph:
+    """The graph with the types that its values have under autocast: what is priced, not what is printed."""
+    if not types:
+        return graph
+    values = {
+        name: replace(value, type=replace(value.type, dtype=types.get(name, value.type.dtype)))
+        for name, value in graph.values.items()
+    }
+    return replace(graph, values=values)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pipeline.config import Config
 from pipeline.ir.plan import Plan
+from pipeline.ir.profile import as_run
 from pipeline.stage import Inputs, Result
 from stages.checkpoint.choose import choose, evaluate
 from stages.checkpoint.describe import describe
 
 
 def run(inputs: Inputs, config: Config) -> Result:
-    graph, profile, cluster, frontier = (inputs[kind] for kind in ("graph", "profile", "cluster", "frontier"))
+    profile, cluster, frontier = (inputs[kind] for kind in ("profile", "cluster", "frontier"))
+    graph = as_run(inputs["graph"], profile.types)
     where = f"conf/solve/{config.choices['solve']}.yaml: memory_budget_gb"
     candidates = [
         evaluate(graph, profile, cluster, frontier, i, config.checkpoint) for i in range(len(frontier.points))

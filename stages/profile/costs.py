@@ -99,3 +99,13 @@ def all_kernels(step: StepProfile) -> Kernels:
             places[id(run)] = len(links)
             links.append(LinkKernels(run.forward, run.backward))
     return Kernels(step.prologue, tuple(links), tuple(places[id(run)] for run in step.runs), step.optimizer.kernels)
+
+
+def value_types(graph: OpGraph, step: StepProfile) -> dict[str, str]:
+    """The dtypes of values that autocast makes others than the graph says."""
+    found: dict[str, str] = {}
+    first: dict[int, tuple[str, ...]] = {}
+    for link, run in zip(graph.chain, step.runs, strict=True):
+        for there, here in zip(first.setdefault(id(run), link.ops), link.ops, strict=True):
+            found |= zip(graph.op(here).outputs, run.types[there], strict=True)
+    return {name: dtype for name, dtype in found.items() if dtype != graph.values[name].type.dtype}

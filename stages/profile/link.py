@@ -53,6 +53,7 @@ class LinkRun:
     saved: Mapping[str, tuple[int | str, ...]]  # op -> storages it keeps for backward; a name for what was there
     places: Mapping[str, tuple[int | str | None, ...]]  # op -> where its inputs, then its outputs lie
     forms: tuple[Form, ...]  # of what it writes
+    types: Mapping[str, tuple[str, ...]]  # op -> dtypes of its outputs, which autocast may have changed
 
 
 class Runner:
@@ -93,6 +94,7 @@ class Runner:
         reads = [_known_number(watch, local[name]) for name in ends.reads]
         saved: dict[str, list[int | str]] = {}
         places: dict[str, tuple[int | str | None, ...]] = {}
+        types: dict[str, tuple[str, ...]] = {}
 
         def place(tensor: Tensor) -> int | str | None:
             number = watch.find(tensor)
@@ -105,6 +107,7 @@ class Runner:
 
         def note(op: Op, inputs: list[Tensor], results: list[Tensor]) -> None:
             places[op.name] = tuple(place(t) for t in (*inputs, *results))
+            types[op.name] = tuple(str(t.dtype).removeprefix("torch.") for t in results)
 
         with watch:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -137,6 +140,7 @@ class Runner:
             saved={op: tuple(dict.fromkeys(kept)) for op, kept in saved.items()},
             places=places,
             forms=left,
+            types=types,
         )
 
     def _entering(self, name: str, form: Form) -> Tensor:

@@ -9,12 +9,12 @@ from pipeline.config import Config
 from pipeline.files import write_atomic
 from pipeline.instantiate import instantiate
 from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.profile import OpCost, Profile
+from pipeline.ir.profile import OpCost, Profile, as_run
 from pipeline.log import Log
 from pipeline.ops.rule import OpRule, OpView, view_op
 from pipeline.ops.table import rule_of
 from pipeline.stage import Inputs, Result
-from stages.profile.costs import all_kernels, op_costs
+from stages.profile.costs import all_kernels, op_costs, value_types
 from stages.profile.optimizer import Build
 from stages.profile.picture import describe, draw, draw_nothing, table
 from stages.profile.step import profile_step
@@ -44,7 +44,7 @@ def make_profile(graph: OpGraph, device: str, precision: str, build: Build, log:
         why = str(error).splitlines()[0]
         log.info("the unsplit step cannot be simulated, costs are those of the op table: %s", why)
         return from_table, why
-    costs = op_costs(graph, step)
+    costs, types = op_costs(graph, step), value_types(graph, step)
     profile = Profile(
         device=device,
         precision=precision,
@@ -53,7 +53,8 @@ def make_profile(graph: OpGraph, device: str, precision: str, build: Build, log:
         storage=from_table.storage,
         parameters=from_table.parameters,
         parameter_bytes=from_table.parameter_bytes,
-        saved_bytes=_saved_bytes(graph, costs, from_table.storage),
+        saved_bytes=_saved_bytes(as_run(graph, types), costs, from_table.storage),
+        types=types,
         step=describe(graph, step),
         kernels=all_kernels(step),
     )

@@ -8,7 +8,7 @@ from pipeline.errors import SolveError
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, FrontierPoint, Sharding
-from pipeline.ir.profile import Profile
+from pipeline.ir.profile import Profile, as_run
 from pipeline.log import progress
 from pipeline.lowering import lower, with_paths
 from pipeline.ops.discover import remember_in
@@ -19,7 +19,8 @@ from stages.solve.problem import build, to_sharding
 
 
 def run(inputs: Inputs, config: Config) -> Result:
-    graph, profile, cluster = inputs["graph"], inputs["profile"], inputs["cluster"]
+    profile, cluster = inputs["profile"], inputs["cluster"]
+    graph = as_run(inputs["graph"], profile.types)
     where = f"conf/solve/{config.choices['solve']}.yaml"
     copies = optimizer_copies(config.train.optimizer, f"conf/train/{config.choices['train']}.yaml: optimizer")
     budget = budget_bytes(config.solve.memory_budget_gb, cluster, where)

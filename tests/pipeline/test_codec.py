@@ -95,7 +95,7 @@ profiles = st.builds(
     tables(st.builds(
         OpCost, seconds, seconds, counts, counts, tuples(names), counts, st.booleans(), counts, counts, counts, counts
     )),
-    tables(names), counts, counts, counts,
+    tables(names), counts, counts, counts, tables(names),
     st.none() | steps,
     st.none() | st.builds(
         Kernels, tuples(kernels), tuples(st.builds(LinkKernels, tuples(kernels), tuples(kernels))), tuples(counts),

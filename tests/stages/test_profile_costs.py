@@ -11,7 +11,7 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import OpCost
 from pipeline.models.gpt import GPT
 from pipeline.models.mlp import MLP
-from stages.profile.costs import all_kernels, op_costs
+from stages.profile.costs import all_kernels, op_costs, value_types
 from stages.profile.run import find_storage, make_profile, profile_graph
 from stages.profile.step import adamw, profile_step
 from stages.profile.symbolic import rounded
@@ -200,7 +200,8 @@ def test_plain_attention_keeps_its_scores():
         find(graph, costs_of(graph, device), "scaled_dot_product_attention") for device in ("cpu", "cuda")
     )
     heads, scores = 4 * 2 * 4 * 8 * 16, 4 * 2 * 4 * 8 * 8
-    assert cpu.extra_saved == 2 * heads + 3 * scores, "scaled queries and keys; softmax, dropout mask and their product"
+    kept = "scaled queries and keys, values in order; softmax, dropout mask and their product"
+    assert cpu.extra_saved == 3 * heads + 3 * scores, kept
     assert gpu.extra_saved < cpu.extra_saved / 4 and gpu.kernels_forward == 1
 
 
@@ -258,3 +259,19 @@ def test_a_step_that_cannot_be_simulated_is_priced_by_the_table():
     profile, why = make_profile(graph, "cpu", "fp32", torch.optim.Adafactor, SILENT)
     assert profile == profile_graph(graph) and "meta" in why
     assert profile.source == "table" and profile.step is None and profile.kernels is None
+
+
+def test_under_autocast_values_are_sized_as_they_run():
+    """The graph says float32; what is kept in bfloat16 counts half, so that a plan is not too careful."""
+    model = GPT(vocab_size=500, context=64, width=64, layers=2, heads=4)
+    batch = {name: torch.randint(500, (8, 64)) for name in ("input_ids", "labels")}
+    graph = trace(model, batch, keep_casts=True)
+    step = profile_step(graph, "cuda", "amp")
+    types = value_types(graph, step)
+    products = [op.outputs[0] for op in graph.ops if op.target == "aten.linear.default"]
+    assert products and all(types[name] == "bfloat16" for name in products)
+    assert not any(name in types for name, value in graph.values.items() if value.role is Role.PARAMETER)
+    full, mixed = (make_profile(graph, "cuda", precision, adamw, SILENT)[0] for precision in ("fp32", "amp"))
+    assert mixed.types == types and not full.types
+    kept = step.memory.after_forward - step.memory.resident
+    assert mixed.saved_bytes == pytest.approx(kept, rel=0.1) and mixed.saved_bytes < full.saved_bytes
