@@ -25,7 +25,7 @@ run: setup
 	@python -m stages run
 
 test: setup
-	@python -m pytest
+	@python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 ui: setup
 	@python -m stages ui
