@@ -218,6 +218,7 @@ class Part:
 
     kernels: tuple[float, ...]  # seconds of each on the card
     pace: float  # seconds of the host for each
+    waits: frozenset[int] = frozenset()  # numbers of kernels before which the host waits for the card
 
 
 def queue_seconds(phases: Iterable[Iterable[Part]]) -> tuple[float, ...]:
@@ -226,8 +227,8 @@ def queue_seconds(phases: Iterable[Iterable[Part]]) -> tuple[float, ...]:
     ends = [0.0]
     for phase in phases:
         for part in phase:
-            for seconds in part.kernels:
-                host += part.pace
+            for number, seconds in enumerate(part.kernels):
+                host = (max(host, card) if number in part.waits else host) + part.pace
                 card = max(card, host) + seconds
         ends.append(card)
     return tuple(after - before for before, after in pairwise(ends))

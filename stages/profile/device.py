@@ -113,18 +113,31 @@ def _attention_on_cpu(
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Each row meets one matrix of a stack; which one depends on values, what it costs does not."""
+    """Each row meets one matrix of a stack. Which one depends on values: rows are taken as shared out evenly."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return x @ weight[0]
+        return _by_group(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight = ctx.saved_tensors
-        of_one = x.t() @ gradients[0]
-        return gradients[0] @ weight[0].t(), of_one.expand(weight.shape).clone()
+        of_weight = torch.empty_like(weight)
+        groups = len(weight)
+        for rows, gradient, own in zip(
+            x.tensor_split(groups), gradients[0].tensor_split(groups), of_weight, strict=True
+        ):
+            torch.mm(rows.t(), gradient, out=own)
+        return _by_group(gradients[0], weight.transpose(1, 2)), of_weight
+
+
+def _by_group(x: Tensor, weight: Tensor) -> Tensor:
+    result = x.new_empty(len(x), weight.shape[-1])
+    groups = len(weight)
+    for rows, matrix, own in zip(x.tensor_split(groups), weight, result.tensor_split(groups), strict=True):
+        torch.mm(rows, matrix, out=own)
+    return result
 
 
 def _grouped_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
@@ -132,6 +145,8 @@ def _grouped_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return result
 
 
+# Ops of which the host reads values: it waits for the card, in both passes, before it goes on.
+HOST_WAITS = frozenset({"transformers.grouped_mm_fallback.default"})
 _ANY = {"transformers.grouped_mm_fallback.default": _grouped_product}
 
 LOWERED = {  # device -> op -> what it runs instead

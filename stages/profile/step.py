@@ -17,6 +17,7 @@ import torch
 from pipeline.cost.kernels import Card, Part, kernel_seconds, queue_seconds
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel
+from stages.profile.device import HOST_WAITS
 from stages.profile.link import Ends, Form, LinkRun, Runner, link_ends
 from stages.profile.optimizer import Build, OptimizerRun, run_optimizer
 from stages.profile.symbolic import rounded
@@ -281,7 +282,10 @@ def step_seconds(graph: OpGraph, profile: StepProfile, card: Card) -> StepSecond
             backward = tuple(kernel_seconds(k, card) for k in run.backward)
             beside = card.host.op * len(link.ops) + card.host.module * entered
             pace = card.host.kernel + beside / max(1, len(forward))
-            known[id(run)] = (Part(forward, pace), Part(backward, card.host.backward_kernel))
+            known[id(run)] = (
+                Part(forward, pace, _waits(graph, run.forward)),
+                Part(backward, card.host.backward_kernel, _waits(graph, run.backward)),
+            )
         parts.append(known[id(run)])
     prologue = Part(tuple(kernel_seconds(k, card) for k in profile.prologue), card.host.kernel + card.host.op)
     kernels = profile.optimizer.kernels
@@ -305,3 +309,12 @@ def _entered(modules: list[str]) -> int:
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, wanted, strict=False)))
         count += len(wanted) - shared
     return count
+
+
+def _waits(graph: OpGraph, kernels: tuple[Kernel, ...]) -> frozenset[int]:
+    """The first kernel of each op of which the host reads values."""
+    first: dict[str, int] = {}
+    for number, kernel in enumerate(kernels):
+        if kernel.op and graph.op(kernel.op).target in HOST_WAITS:
+            first.setdefault(kernel.op, number)
+    return frozenset(first.values())

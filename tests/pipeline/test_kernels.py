@@ -197,3 +197,9 @@ def test_neither_host_nor_card_is_outrun(phases):
     host = sum(part.pace * len(part.kernels) for part in parts)
     whole = sum(queue_seconds(phases))
     assert max(card, host) <= whole * (1 + 1e-9) and whole <= (card + host) * (1 + 1e-9)
+
+
+def test_a_host_that_waits_loses_its_lead():
+    """Four kernels of a second, issued every tenth: ahead, the card is never idle; waiting, it is, for one pace."""
+    ahead, waiting = (queue_seconds([[Part((1.0,) * 4, 0.1, waits)]])[0] for waits in (frozenset(), frozenset({2})))
+    assert ahead == pytest.approx(4.1) and waiting == pytest.approx(4.2)

@@ -160,3 +160,15 @@ def test_a_grouped_product_costs_one_product_and_its_weights_get_whole_gradients
     assert forward == 2 * 32 * 8 * 16
     assert sum(kernel.flops for kernel in watch.kernels) == 3 * forward
     assert (y.shape, of_x.shape, of_weight.shape) == ((32, 16), (32, 8), (4, 8, 16))
+
+
+def test_a_grouped_product_is_one_product_for_each_group():
+    """With rows shared out evenly it is what it stands for, gradients included."""
+    x = torch.randn(12, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True)
+    found = LOWERED["cuda"]["transformers.grouped_mm_fallback.default"](x, weight, torch.tensor([4, 8, 12]))
+    expected = torch.cat([x[4 * i : 4 * i + 4] @ weight[i] for i in range(3)])
+    gradient = torch.randn_like(expected)
+    torch.testing.assert_close(found, expected)
+    pairs = (torch.autograd.grad(y, (x, weight), gradient) for y in (found, expected))
+    torch.testing.assert_close(*pairs)

@@ -253,7 +253,7 @@ def test_memory_of_equal_links_belongs_to_modules_of_their_own():
 def test_seconds_of_phases_are_positive_and_a_faster_card_is_faster():
     graph, profile = profiled("gpt", "cuda", "amp")
     card = Card({"bfloat16": 700e12, "float32": 50e12}, 4e12)
-    idle = replace(card, host=Host(0.0, 0.0, 0.0, 0.0))
+    idle = replace(card, host=Host(0.0, 0.0, 0.0, 0.0, 0.0))
     slow, fast = step_seconds(graph, profile, card), step_seconds(graph, profile, idle)
     for seconds in (slow, fast):
         assert min(seconds.forward, seconds.backward, seconds.optimizer) > 0
