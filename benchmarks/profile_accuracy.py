@@ -24,8 +24,10 @@ import torch
 
 from benchmarks.measure_steps import locate
 from pipeline.cost.kernels import Card
+from pipeline.cost.unsplit import StepSeconds, step_seconds
 from pipeline.ir.graph import OpGraph
-from stages.profile.step import StepMemory, StepSeconds, profile_step, step_seconds
+from stages.profile.costs import all_kernels
+from stages.profile.step import StepMemory, profile_step
 from stages.trace.build import fake_mode, to_fake
 from stages.trace.chain import find_chain
 from stages.trace.export import export_loss
@@ -116,7 +118,7 @@ def profile_row(row: dict[str, Any], card: Card, workspace: int) -> Found:
     start = time.perf_counter()
     graph = trace_row(row)
     step = profile_step(graph, "cuda", "amp" if row["mode"] == "amp" else "native", workspace=workspace)
-    seconds = step_seconds(graph, step, card)
+    seconds = step_seconds(graph, all_kernels(step), card)
     return Found(step.memory, seconds, time.perf_counter() - start)
 
 

@@ -145,8 +145,6 @@ def _grouped_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return result
 
 
-# Ops of which the host reads values: it waits for the card, in both passes, before it goes on.
-HOST_WAITS = frozenset({"transformers.grouped_mm_fallback.default"})
 _ANY = {"transformers.grouped_mm_fallback.default": _grouped_product}
 
 LOWERED = {  # device -> op -> what it runs instead

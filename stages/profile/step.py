@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
 
 import torch
 
-from pipeline.cost.kernels import Card, Part, kernel_seconds, queue_seconds
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel
-from stages.profile.device import HOST_WAITS
 from stages.profile.link import Ends, Form, LinkRun, Runner, link_ends
 from stages.profile.optimizer import Build, OptimizerRun, run_optimizer
 from stages.profile.symbolic import rounded
@@ -255,66 +252,3 @@ def _summary(timeline: Timeline) -> StepMemory:
 
 def _stays(life: Life) -> bool:
     return life.kind in (PARAMETERS, STATE, OTHER, GRADIENTS)
-
-
-@dataclass(frozen=True)
-class StepSeconds:
-    forward: float
-    backward: float
-    optimizer: float
-
-    @property
-    def step(self) -> float:
-        return self.forward + self.backward + self.optimizer
-
-
-def step_seconds(graph: OpGraph, profile: StepProfile, card: Card) -> StepSeconds:
-    """The step on a card, issued by a host that starts with an empty queue."""
-    known: dict[int, tuple[Part, Part]] = {}
-    parts: list[tuple[Part, Part]] = []
-    before = ""
-    for link, run in zip(graph.chain, profile.runs, strict=True):
-        modules = [graph.op(name).module for name in link.ops]
-        entered = _entered([before, *modules])
-        before = modules[-1]
-        if id(run) not in known:
-            forward = tuple(kernel_seconds(k, card) for k in run.forward)
-            backward = tuple(kernel_seconds(k, card) for k in run.backward)
-            beside = card.host.op * len(link.ops) + card.host.module * entered
-            pace = card.host.kernel + beside / max(1, len(forward))
-            known[id(run)] = (
-                Part(forward, pace, _waits(graph, run.forward)),
-                Part(backward, card.host.backward_kernel, _waits(graph, run.backward)),
-            )
-        parts.append(known[id(run)])
-    prologue = Part(tuple(kernel_seconds(k, card) for k in profile.prologue), card.host.kernel + card.host.op)
-    kernels = profile.optimizer.kernels
-    updated = sum(1 for _ in graph.of_role(Role.PARAMETER))
-    optimizer = Part(
-        tuple(kernel_seconds(k, card) for k in kernels), card.host.parameter * updated / max(1, len(kernels))
-    )
-    phases = (
-        [prologue, *(forward for forward, _ in parts)],
-        [backward for _, backward in reversed(parts)],
-        [optimizer],
-    )
-    return StepSeconds(*queue_seconds(phases))
-
-
-def _entered(modules: list[str]) -> int:
-    """How many modules are entered on the way from one op to the next, parents included."""
-    count = 0
-    for before, after in pairwise(modules):
-        held, wanted = before.split("."), after.split(".") if after else []
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, wanted, strict=False)))
-        count += len(wanted) - shared
-    return count
-
-
-def _waits(graph: OpGraph, kernels: tuple[Kernel, ...]) -> frozenset[int]:
-    """The first kernel of each op of which the host reads values."""
-    first: dict[str, int] = {}
-    for number, kernel in enumerate(kernels):
-        if kernel.op and graph.op(kernel.op).target in HOST_WAITS:
-            first.setdefault(kernel.op, number)
-    return frozenset(first.values())

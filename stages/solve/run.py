@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeline.config import Config
 from pipeline.cost.step import price_step
+from pipeline.cost.unsplit import card_of, step_seconds
 from pipeline.errors import SolveError
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
@@ -32,7 +33,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     frontier = Frontier(budget, copies, tuple(points))
     _refuse_if_too_large(frontier, where)
     best = points[0]
-    figures = {
+    figures: dict[str, float | int | str] = {
         "points": len(points),
         "fastest_step_ms": round(best.seconds * 1e3, 4),
         "fastest_peak_mb": round(best.peak_bytes / 1e6, 3),
@@ -43,6 +44,9 @@ def run(inputs: Inputs, config: Config) -> Result:
         "worst_gap": max(p.proof.gap for p in points),
         "backend": config.solve.backend.value,
     }
+    if cluster.device == "cuda" and profile.kernels:
+        unsplit = step_seconds(graph, profile.kernels, card_of(cluster.compute))
+        figures["unsplit_step_ms"] = round(unsplit.step * 1e3, 4)
     return Result(frontier, figures)
 
 

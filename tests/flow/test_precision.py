@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pytest
 import torch
 
@@ -55,6 +56,7 @@ def test_a_plan_for_gpus_is_made_and_not_trained_without_them(project: Project, 
     project.write_yaml("conf/cluster/tiny.yaml", TINY["cluster"] | {"device": "cuda"})
     run_stages(*PLANNING)
     assert project.load("profile").device == project.load("plan").device == "cuda"
+    assert json.loads((project.root / "runs/solve/summary.json").read_text())["unsplit_step_ms"] > 0
     assert 'torch.device("cuda")' in (project.root / "runs/codegen/module.py").read_text()
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeline.cost.kernels import Card, Host, kernel_seconds
+from pipeline.cost.unsplit import step_seconds
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.models.gpt import GPT
 from pipeline.models.mlp import MLP
 from pipeline.runtime.memory import measure_peak
+from stages.profile.costs import all_kernels
 from stages.profile.step import (
     ACTIVATIONS,
     CLASSES,
@@ -28,7 +30,6 @@ from stages.profile.step import (
     TEMPORARIES,
     StepProfile,
     profile_step,
-    step_seconds,
 )
 from stages.profile.symbolic import ALLOCATION, rounded
 from tests.graphs import trace
@@ -254,7 +255,7 @@ def test_seconds_of_phases_are_positive_and_a_faster_card_is_faster():
     graph, profile = profiled("gpt", "cuda", "amp")
     card = Card({"bfloat16": 700e12, "float32": 50e12}, 4e12)
     idle = replace(card, host=Host(0.0, 0.0, 0.0, 0.0, 0.0))
-    slow, fast = step_seconds(graph, profile, card), step_seconds(graph, profile, idle)
+    slow, fast = (step_seconds(graph, all_kernels(profile), one) for one in (card, idle))
     for seconds in (slow, fast):
         assert min(seconds.forward, seconds.backward, seconds.optimizer) > 0
         assert seconds.step == seconds.forward + seconds.backward + seconds.optimizer

@@ -1,0 +1,76 @@
+"""Seconds of the whole unsplit step on a card: its kernels, issued by a host that starts with an empty queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+
+from pipeline.cost.kernels import Card, Part, kernel_seconds, queue_seconds
+from pipeline.ir.cluster import Compute
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.profile import Kernel, Kernels
+
+# Ops of which the host reads values: it waits for the card, in both passes, before it goes on.
+HOST_WAITS = frozenset({"transformers.grouped_mm_fallback.default"})
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    forward: float
+    backward: float
+    optimizer: float
+
+    @property
+    def step(self) -> float:
+        return self.forward + self.backward + self.optimizer
+
+
+def card_of(compute: Compute) -> Card:
+    """A card as a cluster describes it: one rate of products, whatever the precision, and its memory's."""
+    rate = max(compute.matmul.rates)
+    return Card({"float32": rate, "bfloat16": rate}, compute.memory_rate)
+
+
+def step_seconds(graph: OpGraph, kernels: Kernels, card: Card) -> StepSeconds:
+    parts: dict[int, tuple[Part, Part]] = {}
+    before = ""
+    for link, number in zip(graph.chain, kernels.chain, strict=True):
+        modules = [graph.op(name).module for name in link.ops]
+        beside = card.host.op * len(link.ops) + card.host.module * _entered([before, *modules])
+        before = modules[-1]
+        if number not in parts:
+            run = kernels.links[number]
+            pace = card.host.kernel + beside / max(1, len(run.forward))
+            parts[number] = (
+                Part(_priced(run.forward, card), pace, _waits(graph, run.forward)),
+                Part(_priced(run.backward, card), card.host.backward_kernel, _waits(graph, run.backward)),
+            )
+    prologue = Part(_priced(kernels.prologue, card), card.host.kernel + card.host.op)
+    updated = sum(1 for _ in graph.of_role(Role.PARAMETER))
+    pace = card.host.parameter * updated / max(1, len(kernels.optimizer))
+    forward = [prologue, *(parts[number][0] for number in kernels.chain)]
+    backward = [parts[number][1] for number in reversed(kernels.chain)]
+    return StepSeconds(*queue_seconds([forward, backward, [Part(_priced(kernels.optimizer, card), pace)]]))
+
+
+def _priced(kernels: tuple[Kernel, ...], card: Card) -> tuple[float, ...]:
+    return tuple(kernel_seconds(kernel, card) for kernel in kernels)
+
+
+def _entered(modules: list[str]) -> int:
+    """How many modules are entered on the way from one op to the next, parents included."""
+    count = 0
+    for before, after in pairwise(modules):
+        held, wanted = before.split("."), after.split(".") if after else []
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, wanted, strict=False)))
+        count += len(wanted) - shared
+    return count
+
+
+def _waits(graph: OpGraph, kernels: tuple[Kernel, ...]) -> frozenset[int]:
+    """The first kernel of each op of which the host reads values."""
+    first: dict[str, int] = {}
+    for number, kernel in enumerate(kernels):
+        if kernel.op and graph.op(kernel.op).target in HOST_WAITS:
+            first.setdefault(kernel.op, number)
+    return frozenset(first.values())
