@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -103,6 +104,11 @@ class Done:
         return lines[0]
 
 
+def _heeds_interrupts() -> None:
+    """A shell that runs the tests in the background has made them, and all they start, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Project:
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -190,6 +196,7 @@ class Project:
         """`python -m ...`, with pipes for what it says, or a file for all of it."""
         command, environment = [sys.executable, "-m", *arguments], self.environment()
         options: dict[str, Any] = {"cwd": self.root, "env": environment, "stdin": subprocess.DEVNULL, "text": True}
+        options["preexec_fn"] = _heeds_interrupts
         if to is None:
             return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
         with to.open("w") as file:
