@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 ITEM_SIZE = {
@@ -111,7 +112,7 @@ class Op:
     source: str  # file and line of the user's code
     mutates: tuple[str, ...] = ()  # buffers that it changes in place (batch-norm statistics)
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         return self.args.refs()
 

@@ -139,6 +139,7 @@ class _Composer:
         self.first: dict[int, int] = {}  # a run -> the link that it was made for
         for number, run in enumerate(runs):
             self.first.setdefault(id(run), number)
+        self.modules: dict[int, dict[str, str]] = {}
         self.lives: list[Life] = []
         self.values: dict[str, Life | None] = {}  # activations that cross links
         self.gradients: dict[str, Life] = {}  # of those
@@ -171,9 +172,12 @@ class _Composer:
 
     def _modules(self, number: int) -> dict[str, str]:
         """The module of each op: a link that was run for an equal one names the ops of that one."""
+        if number in self.modules:
+            return self.modules[number]
         first = self.first[id(self.runs[number])]
         ops = zip(self.graph.chain[first].ops, self.graph.chain[number].ops, strict=True)
-        return {there: self.graph.op(here).module for there, here in ops}
+        self.modules[number] = {there: self.graph.op(here).module for there, here in ops}
+        return self.modules[number]
 
     def _forward(self, number: int) -> list[Life | None]:
         run, ends, start = self.runs[number], self.ends[number], self.forward_at[number]
