@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -24,7 +25,7 @@ ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "inputs and buff
 CLASSES = (PARAMETERS, STATE, OTHER, GRADIENTS, ACTIVATIONS, TEMPORARIES)
 
 
-@dataclass
+@dataclass(slots=True)
 class Life:
     """A piece of memory from one kernel of the step until before another."""
 
@@ -62,14 +63,10 @@ class Timeline:
         """Bytes alive at each kernel, of one class or of all."""
         change = [0] * (self.length + 1)
         for life in self.lives:
-            if kind in (None, life.kind):
-                change[min(life.born, self.length)] += life.size
-                change[min(life.died, self.length)] -= life.size
-        found, total = [], 0
-        for step in change[:-1]:
-            total += step
-            found.append(total)
-        return found
+            if kind is None or kind == life.kind:
+                change[life.born] += life.size
+                change[life.died] -= life.size
+        return list(accumulate(change[:-1]))
 
     def alive(self, moment: int) -> Iterator[Life]:
         return (life for life in self.lives if life.born <= moment < life.died)
