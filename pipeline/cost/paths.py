@@ -14,7 +14,7 @@ may be a mask or hold indices, which have no summands: it passes through `P` onl
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -73,7 +73,7 @@ class Paths:
             for layout in (source, target):
                 if not layout.fits(shape, self.sizes):
                     raise ValueError(f"no path {source} -> {target}: {layout} does not fit {shape} on {self.sizes}")
-            spots = _spots(source, target, shape, grad, self.sizes)
+            spots = spots_between((source, target), shape, grad, self.sizes)
             space = self._spaces.setdefault((spots, nbytes, grad), _Space(self, spots, nbytes, grad))
             self._found[key] = self.priced(_search(space, source, target), nbytes, grad)
         return self._found[key]
@@ -194,11 +194,11 @@ def _search(space: _Space, source: Layout, target: Layout) -> tuple[Layout, ...]
     return (source, *between, target) if len(nodes) > 1 else (source,)
 
 
-def _spots(
-    source: Layout, target: Layout, shape: tuple[int, ...], grad: bool, sizes: tuple[int, ...]
+def spots_between(
+    ends: Sequence[Layout], shape: tuple[int, ...], grad: bool, sizes: tuple[int, ...]
 ) -> tuple[tuple[Spot, ...], ...]:
-    """What each axis may do on the way."""
-    taken = [(place, sizes[a]) for layout in (source, target) for a, place in layout.places(sizes).items()]
+    """What each axis may do on the way between these layouts."""
+    taken = {(place, sizes[a]) for layout in ends for a, place in layout.places(sizes).items()}
     dims = {place.dim for place, _ in taken}
     found: list[tuple[Spot, ...]] = []
     for axis, size in enumerate(sizes):
@@ -208,8 +208,8 @@ def _spots(
             edges = [o for p, n in taken if p.dim == dim for o in (p.outside, p.outside * n)]
             innermost = [shape[dim] // (size * n) for n in others]
             places |= {Place(dim, o) for o in (*edges, *others, *innermost) if o and shape[dim] % (o * size) == 0}
-        ends = {source.states[axis].kind, target.states[axis].kind}
-        found.append((*(kind for kind in WHOLE if grad or kind == "R" or kind in ends), *sorted(places)))
+        kinds = {layout.states[axis].kind for layout in ends}
+        found.append((*(kind for kind in WHOLE if grad or kind == "R" or kind in kinds), *sorted(places)))
     return tuple(found)
 
 

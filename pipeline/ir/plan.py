@@ -25,6 +25,8 @@ class Sharding:
     storage: dict[str, Layout]
     inputs: dict[str, Layout]
     paths: dict[str, tuple[Layout, ...]] = field(default_factory=dict)  # `value: source -> target` -> what lies between
+    state: dict[str, Layout] = field(default_factory=dict)  # of the optimizer's, where it is not the storage's (ZeRO-1)
+    regathered: tuple[str, ...] = ()  # parameters of which only the shard is kept: gathered again in backward (ZeRO-3)
 
     def between(self, value: str, source: Layout, target: Layout) -> tuple[Layout, ...]:
         """The layouts that a value passes through; none where one step leads from the source to the target."""

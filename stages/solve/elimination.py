@@ -1,95 +1,284 @@
-"""Exact minimisation of a problem without a memory row, by eliminating one node after another.
+"""Exact minimisation of a problem without a memory row, by eliminating one variable after another.
 
-A table holds a cost for every combination of choices of some nodes; at first there is one per node and one per edge.
-To eliminate a node: add up the tables that name it, and replace them by one table that holds, for every combination of
-its neighbours' choices, the least cost over its own. When all nodes are gone the least cost is known, and going back in
-the reverse order tells every choice. The work is exponential in how many neighbours a node gathers (the graph's
-tree-width), not in the number of nodes: a chain of a thousand layers is no harder than one of ten.
+A table holds a cost for every combination of choices of some variables; at first there is one per node, edge and share.
+To eliminate a variable: add up the tables that name it, and replace them by one table that holds, for every combination
+of its neighbours' choices, the least cost over its own. When all are gone the least cost is known, and going back in
+the reverse order tells every choice. The work is exponential in how many neighbours a variable gathers (the graph's
+tree-width), not in the number of nodes.
+
+The readers of a share enter it by the form they want, not by their choice: a variable of its own, tied to the reader's.
+The forms of a share are eliminated together, once the readers are gone: a kernel that knows that a form is made once
+tries only the forms which can be of use.
+
+Equal work is done once: tables are numbered by what they were made from, so the layers of a deep model, whose arrays
+are the same objects, share one elimination. Costs are whole ticks held in floats: sums are exact, in whatever order
+they are added, and infinity stays what it is.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.solve.problem import Problem
+from stages.solve.data import Array, Edge, Node, Problem, Share
+from stages.solve.kernels import least_shared, least_sums
 
-MOST_ENTRIES = 4_000_000  # of one table: beyond this the graph is too wide for elimination
+MOST_ENTRIES = 200_000_000  # of one elimination: beyond this the graph is too wide
+ENTRIES_PER_INDEX = 300  # what an index of a share's elimination is taken to cost, in entries of a plain one
+
+
+class TooWide(Exception):
+    """The graph has no order of elimination with tables that can be held."""
 
 
 @dataclass(frozen=True)
+class Prices:
+    """Seconds that a byte costs at some moments: memory as just another cost.
+
+    Nodes before `turn` pay a little less than those from there on: among plans that are equally good at these prices,
+    which of them hold more can so be told.
+    """
+
+    moments: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+    turn: int = 0
+    tilt: float = 0.0
+
+    def over(self, first: int, end: int, node: int) -> float:
+        total = sum(v for m, v in zip(self.moments, self.values, strict=True) if first <= m < end)
+        return total * (1 - self.tilt if node < self.turn else 1 + self.tilt)
+
+
+FREE = Prices()
+
+
+@dataclass(frozen=True, eq=False)
 class _Table:
-    nodes: tuple[int, ...]  # one per dim of `costs`
-    costs: NDArray[np.float64]
+    number: int
+    costs: Array
+
+
+@dataclass(frozen=True, eq=False)
+class _Factor:
+    """A table of the problem, before it has numbers; of a share, the making of its forms."""
+
+    variables: tuple[int, ...]
+    part: Node | Edge | Share | None  # None: ties a reader to the form it wants
+    wants: tuple[NDArray[np.int64], ...] = ()  # the forms that each variable after the first stands for
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """The best choice of an eliminated node for every combination of its neighbours' choices."""
-
-    node: int
+class _Step:
+    variables: tuple[int, ...]  # several: the forms of a share
     neighbours: tuple[int, ...]
-    best: NDArray[np.int64]
+    tables: tuple[int, ...]  # that name them, by their place in the list of all tables; that of the share first
 
 
-def minimise(problem: Problem, most_entries: int = MOST_ENTRIES) -> tuple[int, ...] | None:
-    """The choices of least cost, or None where the graph is too wide."""
-    sizes = [len(node.costs) for node in problem.nodes]
-    tables = [_Table((i,), np.array(node.costs)) for i, node in enumerate(problem.nodes)]
-    tables += [_Table((e.first, e.second), np.array(e.costs)) for e in problem.edges]
-    naming: list[set[int]] = [set() for _ in sizes]  # node -> tables that name it
-    for number, table in enumerate(tables):
-        for node in table.nodes:
-            naming[node].add(number)
-    left = set(range(len(sizes)))
-    answers: list[_Answer] = []
-    while left:
-        node = min(left, key=lambda n: (_entries(n, tables, naming, sizes), n))
-        if _entries(node, tables, naming, sizes) > most_entries:
-            return None
-        answers.append(_eliminate(node, tables, naming, sizes))
-        left.remove(node)
-    return _trace_back(answers, len(sizes))
+@dataclass(frozen=True)
+class Minimum:
+    value: float  # seconds, with the prices of bytes; never above the true minimum, by less than a tick per array
+    picked: tuple[int, ...]
 
 
-def _neighbours(node: int, tables: list[_Table], naming: list[set[int]]) -> tuple[int, ...]:
-    return tuple(sorted({n for number in naming[node] for n in tables[number].nodes} - {node}))
+class Elimination:
+    """The order of elimination of one problem, and what was worked out so far."""
+
+    def __init__(self, problem: Problem, tick: float = 1e-12, most_entries: int = MOST_ENTRIES) -> None:
+        self.problem, self.tick = problem, tick
+        self.sizes = [len(node.costs) for node in problem.nodes]
+        self.factors = self._factors()
+        groups = {n: f.variables[1:] for n, f in enumerate(self.factors) if isinstance(f.part, Share)}
+        self.steps = _Order(self.sizes, [f.variables for f in self.factors], groups).find(most_entries)
+        self._numbers: dict[Hashable, _Table] = {}
+        self._eliminated: dict[Hashable, tuple[_Table, NDArray[np.int32]]] = {}
+        self._kept: list[object] = []  # arrays that are told by identity must not go away
+
+    def _factors(self) -> list[_Factor]:
+        problem = self.problem
+        found = [_Factor((i,), node) for i, node in enumerate(problem.nodes)]
+        found += [_Factor((e.first, e.second), e) for e in problem.edges]
+        for share in problem.shares:
+            variables, wants = [share.maker], []
+            for reader in share.readers:
+                variables.append(len(self.sizes))
+                wants.append(np.unique(reader.wants))
+                self.sizes.append(len(wants[-1]))
+                found.append(_Factor((reader.node, variables[-1]), None, (reader.wants,)))
+            found.append(_Factor(tuple(variables), share, tuple(wants)))
+        return found
+
+    def minimise(self, prices: Prices = FREE) -> Minimum:
+        tables = [(f.variables, self._table(f, prices)) for f in self.factors]
+        answers: list[NDArray[np.int32]] = []
+        total = 0.0
+        for step in self.steps:
+            table, best = self._eliminate(step, [tables[t] for t in step.tables])
+            tables.append((step.neighbours, table))
+            answers.append(best)
+            if not step.neighbours:
+                total += float(table.costs)
+        picked = np.zeros(len(self.sizes), dtype=np.int64)
+        for step, best in zip(reversed(self.steps), reversed(answers), strict=True):
+            picked[list(step.variables)] = best[tuple(picked[n] for n in step.neighbours)]
+        return Minimum(total * self.tick, tuple(int(k) for k in picked[: len(self.problem.nodes)]))
+
+    def _table(self, factor: _Factor, prices: Prices) -> _Table:
+        part = factor.part
+        if part is None:
+            (wants,) = factor.wants
+            return self._numbered(("tie", id(wants)), lambda: _tie(wants), wants)
+        node = max(v for v in factor.variables if v < len(self.problem.nodes))
+        held = ((h, prices.over(h.first, h.end, node)) for h in part.holdings) if prices.moments else ()
+        priced = [(h.usages, price) for h, price in held if price]
+        key = (id(part.costs), tuple((id(usages), price) for usages, price in priced))
+        return self._numbered(key, lambda: self._ticks(part.costs, priced), part)
+
+    def _ticks(self, costs: Array, priced: list[tuple[Array, float]]) -> Array:
+        total = np.array(costs, dtype=float)
+        for usages, price in priced:
+            total += price * usages
+        return np.floor(total / self.tick)
+
+    def _numbered(self, key: Hashable, make: Callable[[], Array], keep: object) -> _Table:
+        if key not in self._numbers:
+            self._kept.append(keep)
+            self._numbers[key] = _Table(len(self._numbers) + len(self._eliminated), make())
+        return self._numbers[key]
+
+    def _eliminate(
+        self, step: _Step, tables: list[tuple[tuple[int, ...], _Table]]
+    ) -> tuple[_Table, NDArray[np.int32]]:
+        axes = (*step.neighbours, *step.variables)
+        place = {variable: n for n, variable in enumerate(axes)}
+        named = [(t.number, tuple(place[v] for v in names)) for names, t in tables]
+        forms = self.factors[step.tables[0]].wants if len(step.variables) > 1 else ()
+        key = (
+            tuple(self.sizes[v] for v in axes),
+            *(named if forms else sorted(named)),
+            *(f.tobytes() for f in forms),
+        )
+        if key not in self._eliminated:
+            sizes = [self.sizes[v] for v in axes]
+            placed = [(t.costs, [place[v] for v in names]) for names, t in tables]
+            least, best = _least_shared(placed, sizes, len(step.variables), forms) if forms else _least(placed, sizes)
+            number = len(self._numbers) + len(self._eliminated)
+            self._eliminated[key] = (_Table(number, least), best)
+        return self._eliminated[key]
 
 
-def _entries(node: int, tables: list[_Table], naming: list[set[int]], sizes: list[int]) -> int:
-    count = sizes[node]
-    for neighbour in _neighbours(node, tables, naming):
-        count *= sizes[neighbour]
-    return count
+def _tie(wants: NDArray[np.int64]) -> Array:
+    forms = np.unique(wants)
+    return np.where(wants[:, None] == forms[None, :], 0.0, np.inf)
 
 
-def _eliminate(node: int, tables: list[_Table], naming: list[set[int]], sizes: list[int]) -> _Answer:
-    neighbours = _neighbours(node, tables, naming)
-    axes = (*neighbours, node)
-    total = np.zeros(tuple(sizes[n] for n in axes))
-    for number in sorted(naming[node]):
-        total = total + _spread(tables[number], axes)
-        for named in tables[number].nodes:
-            if named != node:
-                naming[named].discard(number)
-    tables.append(_Table(neighbours, total.min(axis=-1)))
-    for neighbour in neighbours:
-        naming[neighbour].add(len(tables) - 1)
-    return _Answer(node, neighbours, total.argmin(axis=-1))
+def _flat(
+    tables: list[tuple[Array, list[int]]], dims: int
+) -> tuple[Array, NDArray[np.int64], NDArray[np.int64]]:
+    """Tables one after another, each with the last of its axes together in memory; starts, and strides by axis."""
+    strides = np.zeros((len(tables), dims), dtype=np.int64)
+    starts = np.zeros(len(tables), dtype=np.int64)
+    parts: list[Array] = []
+    for number, (costs, axes) in enumerate(tables):
+        starts[number] = sum(len(part) for part in parts)
+        order = sorted(range(len(axes)), key=axes.__getitem__)
+        costs = np.ascontiguousarray(costs.transpose(order))
+        parts.append(costs.reshape(-1))
+        for dim, n in enumerate(order):
+            strides[number, axes[n]] = prod(costs.shape[dim + 1 :])
+    return np.concatenate(parts), starts, strides
 
 
-def _spread(table: _Table, axes: tuple[int, ...]) -> NDArray[np.float64]:
-    """The table with one dim per axis, of size one where it does not name it."""
-    order = sorted(range(len(table.nodes)), key=lambda d: axes.index(table.nodes[d]))
-    named = [table.nodes[d] for d in order]
-    shape = [table.costs.shape[order[named.index(axis)]] if axis in named else 1 for axis in axes]
-    return table.costs.transpose(order).reshape(shape)
+def _least(tables: list[tuple[Array, list[int]]], sizes: list[int]) -> tuple[Array, NDArray[np.int32]]:
+    """The least sum over the last of the axes, and where it is; each table comes with the axes of its dims."""
+    if len(sizes) == 1:
+        total = sum((costs for costs, _ in tables), np.zeros(sizes[0]))
+        return np.array(total.min()), np.array([total.argmin()], dtype=np.int32)
+    least, best = least_sums(*_flat(tables, len(sizes)), np.array(sizes))
+    return least.reshape(sizes[:-1]), best.reshape(*sizes[:-1], 1)
 
 
-def _trace_back(answers: list[_Answer], count: int) -> tuple[int, ...]:
-    picked = [0] * count
-    for answer in reversed(answers):
-        picked[answer.node] = int(answer.best[tuple(picked[n] for n in answer.neighbours)])
-    return tuple(picked)
+def _least_shared(
+    tables: list[tuple[Array, list[int]]], sizes: list[int], readers: int, forms: tuple[NDArray[np.int64], ...]
+) -> tuple[Array, NDArray[np.int32]]:
+    """The same over all forms of a share, which stand last among the axes; the first table is that of making them."""
+    (making, (maker, *_)), *others = tables
+    around = len(sizes) - readers
+    owner = [max(axes) - around for _, axes in others]
+    known = np.zeros((readers, max(len(f) for f in forms)), dtype=np.int64)
+    for r, own in enumerate(forms):
+        known[r, : len(own)] = own
+    # A table without neighbours still varies with the form: its axis is the last, whichever reader's it is.
+    data, starts, strides = _flat(others, len(sizes))
+    least, best = least_shared(
+        data, starts, strides[:, :around].copy(), np.array(sizes[:around]), np.array(owner),
+        np.array(sizes[around:]), making, maker, known,
+    )  # fmt: skip
+    return least.reshape(sizes[:around]), best.reshape(*sizes[:around], readers)
+
+
+class _Order:
+    """Greedily the variable with the smallest table next; ties by the order of variables. The forms of a share together."""
+
+    def __init__(self, sizes: list[int], scopes: list[tuple[int, ...]], groups: dict[int, tuple[int, ...]]) -> None:
+        self.sizes, self.scopes = sizes, list(scopes)
+        self.naming: list[set[int]] = [set() for _ in sizes]
+        for number, scope in enumerate(scopes):
+            for variable in scope:
+                self.naming[variable].add(number)
+        self.share = {group[0]: number for number, group in groups.items()}  # by the form that stands for all
+        self.group = {form: group for group in groups.values() for form in group}
+        self.making: dict[int, set[int]] = {}  # maker -> its shares that are still there: it must wait for them
+        for number in groups:
+            self.making.setdefault(scopes[number][0], set()).add(number)
+
+    def around(self, variables: tuple[int, ...]) -> tuple[int, ...]:
+        found = {v for variable in variables for t in self.naming[variable] for v in self.scopes[t]}
+        return tuple(sorted(found - set(variables)))
+
+    def weight(self, unit: tuple[int, ...]) -> float:
+        """Entries of the table; infinite where it must wait: a maker, or what would tie two forms of a share together."""
+        around = self.around(unit)
+        shares = [self.group[v] for v in around if v in self.group]
+        if self.making.get(unit[0]) or len(set(shares)) < len(shares):
+            return inf
+        each = ENTRIES_PER_INDEX if unit[0] in self.group else self.sizes[unit[0]]
+        return each * prod(self.sizes[v] for v in around)
+
+    def find(self, most_entries: int) -> list[_Step]:
+        units = {v: self.group.get(v, (v,)) for v in range(len(self.sizes))}
+        weight = {unit: self.weight(unit) for unit in units.values()}
+        queue = [(w, unit) for unit, w in weight.items()]
+        heapq.heapify(queue)
+        gone: set[tuple[int, ...]] = set()
+        steps = []
+        while queue:
+            size, unit = heapq.heappop(queue)
+            if unit in gone or size != weight[unit]:
+                continue
+            if size > most_entries:
+                raise TooWide(f"{size} entries")
+            gone.add(unit)
+            steps.append(self._step(unit))
+            for neighbour in {units[v] for v in steps[-1].neighbours}:
+                weight[neighbour] = self.weight(neighbour)
+                heapq.heappush(queue, (weight[neighbour], neighbour))
+        return steps
+
+    def _step(self, unit: tuple[int, ...]) -> _Step:
+        neighbours = self.around(unit)
+        tables = sorted({t for v in unit for t in self.naming[v]})
+        if unit[0] in self.share:  # the making of the forms comes first
+            tables.sort(key=lambda t: t != self.share[unit[0]])
+            self.making[self.scopes[tables[0]][0]].discard(tables[0])
+        for table in tables:
+            for named in self.scopes[table]:
+                self.naming[named].discard(table)
+        self.scopes.append(neighbours)
+        for neighbour in neighbours:
+            self.naming[neighbour].add(len(self.scopes) - 1)
+        return _Step(unit, neighbours, tuple(tables))

@@ -1,17 +1,19 @@
 """The time/memory frontier: from the fastest plan, however large, down to the smallest one.
 
-The fastest plan is the integer program without a memory row. For the others put a price p on a byte and minimise cost +
-p usage: memory then is just another cost, and elimination answers exactly (the integer program where the graph is too
-wide for it). The answer x is the fastest plan of its own size: any plan y with usage(y) <= usage(x) has
-cost(y) >= bound(p) - p usage(x). Two neighbours on the frontier give the price at which both are worth the same; the
-plan that is best at that price lies between them, or there is none on the hull. At the user's own budget the integer
-program gets its memory row, since the best plan there need not lie on the hull; if the solver finds none in time, the
-next smaller plan of the frontier stands in, with the gap that the hull proves.
+The fastest plan is found by elimination, which is exact. For the others bytes get prices (stages/solve/bound.py): each
+round between two neighbours on the frontier asks for the bound at the memory half way between them, and the plans that
+are best at the prices on the way join the frontier. Such a plan is the fastest of its own size, or as close to it as its
+gap says: prices once tried bound the cost at any other limit too.
+
+At the user's own budget the best plan need not be one that prices can find. There the integer program is solved as
+well, where it is small enough for the solver; its plan counts if it is better, and its bound if it is higher.
 """
 
 from __future__ import annotations
 
-import importlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -19,107 +21,116 @@ from pipeline.config import Solve
 from pipeline.ir.plan import Proof
 from pipeline.log import Advance, Log
 from stages.solve.backends import NothingFound
-from stages.solve.elimination import minimise
-from stages.solve.model import build_model, read_choices
-from stages.solve.presolve import reduce
-from stages.solve.problem import Node, Problem
+from stages.solve.bound import Bounder, Seen
+from stages.solve.data import Problem
+from stages.solve.exact import solve, without_dominated
+
+MOST_VARIABLES = 6000  # of an integer program that is worth a try
+PRICED = "prices"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Solution:
     picked: tuple[int, ...]
     cost: float
-    usage: float
-    price: float  # seconds per byte at which it is the best plan
+    usage: float  # bytes at the peak
     proof: Proof
 
 
 class Sweep:
     def __init__(self, problem: Problem, settings: Solve, where: str, log: Log) -> None:
         self.problem, self.settings, self.where, self.log = problem, settings, where, log
-        self.backend = importlib.import_module(f"stages.solve.backends.{settings.backend.value}")
+        self.seconds: dict[str, float] = {}
+        with self.clock("bound"):
+            self.bounder = Bounder(problem)
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - start
 
     def frontier(self, budget: float, advance: Advance) -> list[Solution]:
         """Fastest first; plans that another beats in both time and memory are left out."""
-        found = [self.fastest()]
-        if self.settings.frontier_points > 1:
-            smallest = self.at_price(1000 * found[0].cost / max(1.0, found[0].usage))
-            found = without_beaten([*found, smallest])
-        advance(len(found))
-        exhausted: set[tuple[float, float]] = set()
-        while len(found) < self.settings.frontier_points:
-            gaps = [pair for pair in pairwise(found) if (pair[0].usage, pair[1].usage) not in exhausted]
-            if not gaps:
-                break
-            fast, small = max(gaps, key=lambda pair: pair[0].usage - pair[1].usage)
-            between = self.at_price((small.cost - fast.cost) / (fast.usage - small.usage))
-            grown = without_beaten([*found, between])
-            if len(grown) == len(found):
-                exhausted.add((fast.usage, small.usage))
-            found = grown
-            advance(len(found))
-        if found[-1].usage <= budget < found[0].usage:
-            found = without_beaten([*found, self.within(budget, found)])
+        deadline = time.monotonic() + self.settings.time_limit_s
+        with self.clock("bound"):
+            plans = [self.bounder.fastest]
+            if self.settings.frontier_points > 1:
+                plans = without_beaten([*plans, self.bounder.smallest(deadline)])
+                self._fill(plans, advance, deadline)
+                plans = self._spread(without_beaten(list(self.bounder.seen.values())))
+        found = [self._solution(plan) for plan in plans]
+        if plans[-1].peak <= budget < plans[0].peak:
+            own = self.within(budget)
+            found = [*(s for s in found if s.cost < own.cost or s.usage < own.usage), own]
         advance(self.settings.frontier_points)
-        return found
+        return sorted(found, key=lambda s: (s.cost, -s.usage))
 
-    def fastest(self) -> Solution:
-        solution, bound = self._solve(None)
-        return replace(solution, proof=_with_bound(solution.proof, bound))
+    def _fill(self, plans: list[Seen], advance: Advance, deadline: float) -> None:
+        """Halves the widest gap in memory until there are enough plans, or no gap has one inside."""
+        exhausted: set[tuple[float, float]] = set()
+        while len(plans) < self.settings.frontier_points and time.monotonic() < deadline:
+            gaps = [pair for pair in pairwise(plans) if (pair[0].peak, pair[1].peak) not in exhausted]
+            if not gaps:
+                return
+            fast, small = max(gaps, key=lambda pair: pair[0].peak - pair[1].peak)
+            self.bounder.within((fast.peak + small.peak) / 2, self.settings.gap, deadline)
+            grown = without_beaten(list(self.bounder.seen.values()))
+            if not any(small.peak < plan.peak < fast.peak for plan in grown):
+                exhausted.add((fast.peak, small.peak))
+            plans[:] = grown
+            advance(min(len(plans), self.settings.frontier_points))
 
-    def at_price(self, price: float) -> Solution:
-        """The best plan where a byte costs `price` seconds."""
-        whole = priced(self.problem, price)
-        picked = minimise(whole)
-        if picked is None:
-            solution, bound = self._solve(None, price)
-        else:
-            solution, bound = self._solution(picked, Proof("elimination", 0.0, 0.0, 0.0, 0, 0)), whole.cost(picked)
-        proof = _with_bound(solution.proof, bound - price * solution.usage)
-        return replace(solution, price=price, proof=proof)
+    def _spread(self, plans: list[Seen]) -> list[Seen]:
+        """As many as were asked for, the first and the last among them, as far apart as they come."""
+        while len(plans) > self.settings.frontier_points:
+            inner = range(1, len(plans) - 1)
+            plans.pop(min(inner, key=lambda i: plans[i - 1].peak - plans[i + 1].peak, default=1))
+        return plans
 
-    def within(self, limit: float, hull: list[Solution]) -> Solution:
-        """The best plan with the memory row at that limit; its bound is the better of the solver's and the hull's."""
-        proven = max(s.proof.bound + s.price * (s.usage - limit) for s in hull)
+    def within(self, limit: float) -> Solution:
+        """The best plan within a limit that the fastest does not keep."""
+        deadline = time.monotonic() + self.settings.time_limit_s
+        with self.clock("bound"):
+            bounded = self.bounder.within(limit, self.settings.gap, deadline)
+        best = bounded.best
+        assert best is not None, "the smallest plan fits"
+        priced = _proof(PRICED, best.cost, bounded.bound)
+        if priced.gap <= self.settings.gap:
+            return Solution(best.picked, best.cost, best.peak, priced)
+        with self.clock("exact"):
+            return self._exact(limit, best, bounded.bound, bounded.prices.moments)
+
+    def _exact(self, limit: float, best: Seen, bound: float, moments: tuple[int, ...]) -> Solution:
+        small = without_dominated(self.problem)
+        known = Solution(best.picked, best.cost, best.peak, _proof(PRICED, best.cost, bound))
+        if sum(map(len, small.kept)) > MOST_VARIABLES:
+            return known
         try:
-            solution, bound = self._solve(limit)
+            answer = solve(small.problem, limit, moments, self.settings, self.where)
         except NothingFound as nothing:
-            stand_in = next(s for s in hull if s.usage <= limit)
-            self.log.warning("%s: the next smaller plan of the frontier stands in", nothing)
-            return replace(stand_in, proof=_with_bound(stand_in.proof, proven))
-        return replace(solution, proof=_with_bound(solution.proof, max(bound, proven)))
+            self.log.warning("%s: the plan that prices found stands, with its proven gap", nothing)
+            return known
+        picked = small.expand(answer.picked)
+        held = self.problem.held(picked)
+        cost, usage = self.problem.cost(picked), float(held.max(initial=0.0))
+        if usage > limit * (1 + 1e-9) or cost > best.cost:
+            picked, cost, usage = best.picked, best.cost, best.peak
+        proof = _proof(self.settings.backend.value, cost, max(bound, answer.bound))
+        return Solution(picked, cost, usage, replace(proof, variables=answer.variables, constraints=answer.constraints))
 
-    def _solve(self, limit: float | None, price: float = 0.0) -> tuple[Solution, float]:
-        """The integer program's plan within the limit, and the solver's bound of cost + price * usage."""
-        small = reduce(priced(self.problem, price) if price else self.problem)
-        built = build_model(small.problem, None if limit is None else limit - small.constant_usage)
-        bound = self.backend.solve(built.model, self.settings, self.where) * built.unit + small.constant_cost
-        picked = small.expand(read_choices(small.problem, built.model))
-        proof = Proof(self.settings.backend.value, 0.0, 0.0, 0.0, built.variables, built.constraints)
-        return self._solution(picked, proof), bound
-
-    def _solution(self, picked: tuple[int, ...], proof: Proof) -> Solution:
-        cost = self.problem.cost(picked)
-        return Solution(picked, cost, self.problem.usage(picked), 0.0, replace(proof, objective=cost))
+    def _solution(self, plan: Seen) -> Solution:
+        return Solution(plan.picked, plan.cost, plan.peak, _proof(PRICED, plan.cost, self.bounder.bound_at(plan.peak)))
 
 
-def priced(problem: Problem, price: float) -> Problem:
-    """The same problem with memory as a cost: no choice uses memory any more."""
-    nodes = (
-        Node(n.name, tuple(c + price * u for c, u in zip(n.costs, n.usages, strict=True)), (0.0,) * len(n.costs))
-        for n in problem.nodes
-    )
-    return Problem(tuple(nodes), problem.edges)
+def _proof(backend: str, cost: float, bound: float) -> Proof:
+    bound = max(0.0, min(bound, cost))
+    return Proof(backend, cost, bound, (cost - bound) / cost if cost else 0.0, 0, 0)
 
 
-def _with_bound(proof: Proof, bound: float) -> Proof:
-    bound = max(0.0, min(bound, proof.objective))
-    return replace(proof, bound=bound, gap=(proof.objective - bound) / proof.objective if proof.objective else 0.0)
-
-
-def without_beaten(solutions: list[Solution]) -> list[Solution]:
-    kept: list[Solution] = []
-    for solution in sorted(solutions, key=lambda s: (s.cost, s.usage)):
-        if not kept or solution.usage < kept[-1].usage:
-            kept.append(solution)
+def without_beaten(plans: list[Seen]) -> list[Seen]:
+    kept: list[Seen] = []
+    for plan in sorted(plans, key=lambda s: (s.cost, s.peak)):
+        if not kept or plan.peak < kept[-1].peak:
+            kept.append(plan)
     return kept

@@ -1,0 +1,165 @@
+"""A memory limit by prices: a proven lower bound, and a plan that fits.
+
+Put a price on the bytes that are held at some moments. The least of cost + prices * (held - limit) is below the cost of
+every plan that fits, whatever the prices (Lagrange); elimination finds it exactly. Prices are raised and lowered to make
+this bound as high as possible: every plan seen so far is a plane above it, and the next prices are where the lowest of
+the planes are highest (Kelley's cutting planes). Moments enter when a plan is seen to hold too much there.
+
+At the best prices several plans are equally good, some too large and some too small. With a tilt, nodes before a turning
+point pay a little less for memory than those after it: the further the turn, the more is held. The last turn at which
+the plan fits gives one that uses the budget up to the weight of one node.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from stages.solve.data import Array, Problem
+from stages.solve.elimination import FREE, Elimination, Prices
+
+TILTS = (1e-6, 0.03, -0.03, 0.1, -0.1, 0.3, -0.3, 0.6, -0.6, 0.9, -0.9)  # small: near the bound; large: pays for changing over between layers
+MOST_ROUNDS = 60
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A plan with what it costs and holds."""
+
+    picked: tuple[int, ...]
+    cost: float
+    held: Array
+
+    @property
+    def peak(self) -> float:
+        return float(self.held.max(initial=0.0))
+
+
+@dataclass(frozen=True, eq=False)
+class Bounded:
+    best: Seen | None  # the cheapest plan seen that fits
+    bound: float  # no plan that fits costs less
+    prices: Prices
+    rounds: int
+    seen: tuple[Seen, ...]
+
+
+class Bounder:
+    """Bounds and plans of one problem at any limit: what was seen at one serves the others."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.elimination = Elimination(problem)
+        self.seen: dict[tuple[int, ...], Seen] = {}
+        self.tried: list[tuple[float, float]] = []  # the least at some prices, and what these come to for a byte
+        self.fastest = self.look(FREE)[1]
+
+    def look(self, prices: Prices) -> tuple[float, Seen]:
+        """The least of cost + prices * held, and the plan that has it."""
+        found = self.elimination.minimise(prices)
+        if not prices.tilt:
+            self.tried.append((found.value, sum(prices.values)))
+        if found.picked not in self.seen:
+            held = self.problem.held(found.picked)
+            self.seen[found.picked] = Seen(found.picked, self.problem.cost(found.picked), held)
+        return found.value, self.seen[found.picked]
+
+    def bound_at(self, limit: float) -> float:
+        """What is known of the cost of plans within that limit, whatever it was tried for."""
+        return max(least - limit * total for least, total in self.tried)
+
+    def within(self, limit: float, gap: float, deadline: float) -> Bounded:
+        """The bound at that limit, as close as the gap asks or the deadline allows, and the best plan that fits."""
+        moments = [int(self.fastest.held.argmax())] if self.fastest.peak > limit else []
+        bound, prices, rounds = self.bound_at(limit), FREE, 0
+        most = 1e3 * self.fastest.cost / max(1.0, limit)
+        while moments and rounds < MOST_ROUNDS and time.monotonic() < deadline:
+            rounds += 1
+            planes = [Plane(s.cost, tuple(float(s.held[m]) - limit for m in moments)) for s in self.seen.values()]
+            promised, values = best_prices(planes, most)
+            tried = Prices(tuple(moments), tuple(values))
+            least, plan = self.look(tried)
+            value = least - limit * sum(values)
+            if value >= bound or not prices.moments:
+                bound, prices = max(bound, value), tried
+            worst = int(plan.held.argmax())
+            fresh = plan.held[worst] > limit and worst not in moments
+            if fresh:
+                moments.append(worst)
+            elif promised - bound <= max(gap / 8, 1e-6) * max(promised, 1e-30):
+                break
+        if moments:
+            self._tilted(limit, prices, bound, gap, deadline)
+        best = self.best_within(limit)
+        return Bounded(best, min(bound, best.cost) if best else bound, prices, rounds, tuple(self.seen.values()))
+
+    def best_within(self, limit: float) -> Seen | None:
+        fits = [s for s in self.seen.values() if s.peak <= limit]
+        return min(fits, key=lambda s: (s.cost, s.picked), default=None)
+
+    def _tilted(self, limit: float, prices: Prices, bound: float, gap: float, deadline: float) -> None:
+        """Plans that take one way up to some node and another from there on, until one is close enough to the bound."""
+        for tilt in TILTS:
+            best = self.best_within(limit)
+            if best and best.cost - bound <= gap * best.cost:
+                return
+            low, high = 0, len(self.problem.nodes)  # the plan with the turn at low fits, that with the turn at high not
+            while high - low > 1 and time.monotonic() < deadline:
+                turn = (low + high) // 2
+                _, plan = self.look(Prices(prices.moments, prices.values, turn, tilt))
+                low, high = (turn, high) if (plan.peak <= limit) == (tilt > 0) else (low, turn)
+
+    def smallest(self, deadline: float) -> Seen:
+        """A plan that holds as little as memory prices can bring about: bytes dear at every moment that was a peak."""
+        price = 1e3 * self.fastest.cost / max(1.0, self.fastest.peak)
+        moments = [int(self.fastest.held.argmax())]
+        best = self.fastest
+        for _ in range(8):
+            _, plan = self.look(Prices(tuple(moments), (price / len(moments),) * len(moments)))
+            best = min(best, plan, key=lambda s: (s.peak, s.cost))
+            worst = int(plan.held.argmax())
+            if worst in moments or time.monotonic() > deadline:
+                break
+            moments.append(worst)
+        return best
+
+
+@dataclass(frozen=True)
+class Plane:
+    """What a plan costs and by how much it is over the limit at each moment that has a price."""
+
+    cost: float
+    over: tuple[float, ...]
+
+
+def best_prices(planes: list[Plane], most: float) -> tuple[float, list[float]]:
+    """Where the lowest of the planes is highest, with prices between none and the highest; and how high."""
+    if len(planes[0].over) == 1:
+        return _best_price(planes, most)
+    import highspy
+
+    program = highspy.Highs()
+    program.silent()
+    unit = most / 1000
+    height = program.addVariable(lb=-highspy.kHighsInf, ub=highspy.kHighsInf)
+    prices = [program.addVariable(lb=0, ub=1000) for _ in planes[0].over]
+    for plane in planes:
+        program.addConstr(
+            height - sum(over * unit * price for over, price in zip(plane.over, prices, strict=True)) <= plane.cost
+        )
+    program.maximize(height)
+    return float(program.val(height)), [max(0.0, float(program.val(price))) * unit for price in prices]
+
+
+def _best_price(planes: list[Plane], most: float) -> tuple[float, list[float]]:
+    """The same on a line: between two neighbours the lines cross, so only crossings and the ends can be it."""
+    costs = np.array([plane.cost for plane in planes])
+    over = np.array([plane.over[0] for plane in planes])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        crossings = (costs[:, None] - costs[None, :]) / (over[None, :] - over[:, None])
+    tried = np.unique(np.concatenate([[0.0, most], crossings[(crossings > 0) & (crossings < most)]]))
+    heights = (costs[:, None] + over[:, None] * tried[None, :]).min(axis=0)
+    at = int(heights.argmax())
+    return float(heights[at]), [float(tried[at])]
