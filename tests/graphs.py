@@ -23,7 +23,8 @@ from stages.checkpoint.choose import choose, evaluate
 from stages.cluster.run import from_preset
 from stages.profile.run import profile_graph
 from stages.solve.frontier import Solution, Sweep
-from stages.solve.problem import Choices, Problem, build
+from stages.solve.data import Problem
+from stages.solve.problem import Choices, Given, build
 from stages.solve.run import _point, to_sharding
 from stages.trace.chain import find_chain
 from stages.trace.export import export_loss
@@ -129,7 +130,8 @@ def solve_settings(backend: str = "highs", **changes: object) -> Solve:
 
 @functools.cache
 def solved(name: str, devices: int = 2, copies: float = 2.0) -> tuple[Problem, Choices, tuple[Solution, ...]]:
-    problem, choices = build(GRAPHS[name](), profile_of(name), preset(devices), copies)
+    cluster = preset(devices)
+    problem, choices = build(GRAPHS[name](), profile_of(name), Given(cluster.axes, cluster.compute, copies))
     sweep = Sweep(problem, solve_settings(), "conf/solve/test.yaml", SILENT)
     return problem, choices, tuple(sweep.frontier(float("inf"), lambda done, note="": None))
 

@@ -20,7 +20,19 @@ import numpy as np
 from stages.solve.data import Array, Problem
 from stages.solve.elimination import FREE, Elimination, Prices
 
-TILTS = (1e-6, 0.03, -0.03, 0.1, -0.1, 0.3, -0.3, 0.6, -0.6, 0.9, -0.9)  # small: near the bound; large: pays for changing over between layers
+TILTS = (
+    1e-6,
+    0.03,
+    -0.03,
+    0.1,
+    -0.1,
+    0.3,
+    -0.3,
+    0.6,
+    -0.6,
+    0.9,
+    -0.9,
+)  # small: near the bound; large: pays for changing over between layers
 MOST_ROUNDS = 60
 
 
@@ -72,7 +84,8 @@ class Bounder:
 
     def within(self, limit: float, gap: float, deadline: float) -> Bounded:
         """The bound at that limit, as close as the gap asks or the deadline allows, and the best plan that fits."""
-        moments = [int(self.fastest.held.argmax())] if self.fastest.peak > limit else []
+        over = self.fastest.peak > limit and self.problem.length > 0
+        moments = [int(self.fastest.held.argmax())] if over else []
         bound, prices, rounds = self.bound_at(limit), FREE, 0
         most = 1e3 * self.fastest.cost / max(1.0, limit)
         while moments and rounds < MOST_ROUNDS and time.monotonic() < deadline:
@@ -93,6 +106,9 @@ class Bounder:
         if moments:
             self._tilted(limit, prices, bound, gap, deadline)
         best = self.best_within(limit)
+        if best is None:
+            self.smallest(deadline)
+            best = self.best_within(limit)
         return Bounded(best, min(bound, best.cost) if best else bound, prices, rounds, tuple(self.seen.values()))
 
     def best_within(self, limit: float) -> Seen | None:
@@ -114,8 +130,10 @@ class Bounder:
     def smallest(self, deadline: float) -> Seen:
         """A plan that holds as little as memory prices can bring about: bytes dear at every moment that was a peak."""
         price = 1e3 * self.fastest.cost / max(1.0, self.fastest.peak)
-        moments = [int(self.fastest.held.argmax())]
         best = self.fastest
+        if not best.peak:
+            return best
+        moments = [int(best.held.argmax())]
         for _ in range(8):
             _, plan = self.look(Prices(tuple(moments), (price / len(moments),) * len(moments)))
             best = min(best, plan, key=lambda s: (s.peak, s.cost))

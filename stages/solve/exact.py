@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.config import Solve
+from stages.solve.backends import NothingFound
 from stages.solve.data import Edge, Holding, Node, Problem, Reader, Share
 from stages.solve.model import build_model, read_choices
 
@@ -32,6 +33,10 @@ class Exact:
 def solve(problem: Problem, limit: float | None, moments: tuple[int, ...], settings: Solve, where: str) -> Exact:
     """The optimum, or what was found in the time limit with the solver's bound. Raises NothingFound."""
     backend = importlib.import_module(f"stages.solve.backends.{settings.backend.value}")
+    if any(not np.isfinite(node.costs).any() for node in problem.nodes):
+        raise NothingFound("no plan exists: every choice of some node is forbidden", where=where)
+    if limit is not None and limit < 0:
+        raise NothingFound("no plan exists: the limit is below nothing at all", where=where)
     deadline = time.monotonic() + settings.time_limit_s
     rows = list(dict.fromkeys(moments))
     while True:
@@ -66,7 +71,9 @@ def restrict(problem: Problem, kept: tuple[tuple[int, ...], ...]) -> Reduced:
     at = [np.array(own) for own in kept]
     nodes = tuple(Node(n.name, n.costs[k], _cut(n.holdings, (k,))) for n, k in zip(problem.nodes, at, strict=True))
     edges = tuple(
-        Edge(e.first, e.second, e.costs[np.ix_(at[e.first], at[e.second])], _cut(e.holdings, (at[e.first], at[e.second])))
+        Edge(
+            e.first, e.second, e.costs[np.ix_(at[e.first], at[e.second])], _cut(e.holdings, (at[e.first], at[e.second]))
+        )
         for e in problem.edges
     )
     shares = tuple(_restricted(share, at) for share in problem.shares)

@@ -48,6 +48,8 @@ def build_model(problem: Problem, limit: float | None = None, moments: Iterable[
     )
     model.rows = pyo.ConstraintList()
     for left, right, equal in parts.rows:
+        if not left and not right:
+            continue
         ahead, behind = sum(model.x[v] for v in left), sum(model.x[v] for v in right)
         model.rows.add(ahead == behind if equal else ahead <= behind)
     unit = _unit(parts.costs)

@@ -124,7 +124,9 @@ class _Builder:
     # ---- nodes, in the order of the step: a parameter stands before the first op that reads it
 
     def leaf(self, value: Value) -> None:
-        readings = [(op, i) for op in self.moments.readers[value.name] for i, n in enumerate(op.inputs) if n == value.name]
+        readings = [
+            (op, i) for op in self.moments.readers[value.name] for i, n in enumerate(op.inputs) if n == value.name
+        ]
         wanted = {id(x): x for x in (self.inputs(self.options[op.name], i) for op, i in readings)}
         layouts = {layout for found in wanted.values() for layout in found}
         if value.role is Role.PARAMETER:
@@ -229,7 +231,11 @@ class _Builder:
         seen = set()
         for name, layouts in readings:
             root = self.profile.storage[name]
-            if name in self.profile.ops[op.name].saves and self.moments.keepers.get(root) == op.name and root not in seen:
+            if (
+                name in self.profile.ops[op.name].saves
+                and self.moments.keepers.get(root) == op.name
+                and root not in seen
+            ):
                 seen.add(root)
                 maker = self.graph.op(self.graph.values[root].origin)
                 first = self.moments.forgotten(maker, root)
@@ -240,7 +246,12 @@ class _Builder:
     # ---- what lies between a maker and its readers
 
     def connect(self, value: Value, readers: list[Op]) -> None:
-        wants = [(op, self.inputs(self.options[op.name], i)) for op in readers for i, n in enumerate(op.inputs) if n == value.name]
+        wants = [
+            (op, self.inputs(self.options[op.name], i))
+            for op in readers
+            for i, n in enumerate(op.inputs)
+            if n == value.name
+        ]
         if len(wants) == 1:
             op, layouts = wants[0]
             costs, holdings = self.reading(value, layouts, readers)
@@ -255,7 +266,9 @@ class _Builder:
         rows = [
             Reader(
                 self.index[op.name],
-                self.once(("wants", id(layouts), id(forms)), lambda x=layouts: np.array([number[layout] for layout in x])),
+                self.once(
+                    ("wants", id(layouts), id(forms)), lambda x=layouts: np.array([number[layout] for layout in x])
+                ),
             )
             for op, layouts in wants
         ]

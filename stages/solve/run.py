@@ -16,7 +16,7 @@ from pipeline.ops.discover import remember_in
 from pipeline.stage import Inputs, Result
 from stages.solve.frontier import Solution, Sweep
 from stages.solve.optimizer import optimizer_copies
-from stages.solve.problem import build, to_sharding
+from stages.solve.problem import Given, build, to_sharding
 
 
 def run(inputs: Inputs, config: Config) -> Result:
@@ -26,7 +26,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     copies = optimizer_copies(config.train.optimizer, f"conf/train/{config.choices['train']}.yaml: optimizer")
     budget = budget_bytes(config.solve.memory_budget_gb, cluster, where)
     remember_in(inputs.root / "runs" / "ops")
-    problem, choices = build(graph, profile, cluster, copies)
+    problem, choices = build(graph, profile, Given(cluster.axes, cluster.compute, copies))
     with progress(inputs.log, "frontier", config.solve.frontier_points) as advance:
         solutions = Sweep(problem, config.solve, where, inputs.log).frontier(budget, advance)
     points = [_point(graph, profile, cluster, copies, to_sharding(graph, choices, s.picked), s) for s in solutions]
