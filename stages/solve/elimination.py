@@ -51,9 +51,8 @@ class Prices:
     turn: int = 0
     tilt: float = 0.0
 
-    def over(self, first: int, end: int, node: int) -> float:
-        total = sum(v for m, v in zip(self.moments, self.values, strict=True) if first <= m < end)
-        return total * (1 - self.tilt if node < self.turn else 1 + self.tilt)
+    def tilt_of(self, node: int) -> float:
+        return 1 - self.tilt if node < self.turn else 1 + self.tilt
 
 
 FREE = Prices()
@@ -83,6 +82,15 @@ class _Step:
 
 
 @dataclass(frozen=True)
+class _Form:
+    """What a step looks like: sizes of its axes (its own variables last), where each table's dims lie, a share's forms."""
+
+    sizes: tuple[int, ...]
+    places: tuple[tuple[int, ...], ...]
+    forms: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class Minimum:
     value: float  # seconds, with the prices of bytes; never above the true minimum, by less than a tick per array
     picked: tuple[int, ...]
@@ -103,9 +111,12 @@ class Elimination:
         if best.most > most_entries:
             raise TooWide(f"{best.most} entries")
         self.steps, self.dense = best.steps, best.dense
-        self._numbers: dict[Hashable, _Table] = {}
+        self._numbers: dict[Hashable, _Table] = {}  # arrays are told by identity: the problem keeps them
         self._eliminated: dict[Hashable, tuple[_Table, NDArray[np.int32]]] = {}
-        self._kept: list[object] = []  # arrays that are told by identity must not go away
+        self._coverage: dict[tuple[int, ...], list[tuple[int, list[tuple[Array, list[int]]]]]] = {}
+        self._forms = self._find_forms()
+        self._node = [max(v for v in f.variables if v < len(problem.nodes)) for f in self.factors]
+        self._unpriced = [self._table(number, []) for number in range(len(self.factors))]
 
     def _factors(self) -> list[_Factor]:
         problem = self.problem
@@ -130,12 +141,14 @@ class Elimination:
         return found
 
     def minimise(self, prices: Prices = FREE) -> Minimum:
-        tables = [(f.variables, self._table(f, prices, n in self.dense)) for n, f in enumerate(self.factors)]
+        tables = list(self._unpriced)
+        for number, held in self._covered(prices.moments):
+            tables[number] = self._priced(number, held, prices)
         answers: list[NDArray[np.int32]] = []
         total = 0.0
-        for step in self.steps:
-            table, best = self._eliminate(step, [tables[t] for t in step.tables])
-            tables.append((step.neighbours, table))
+        for step, form in zip(self.steps, self._forms, strict=True):
+            table, best = self._eliminate(form, [tables[t] for t in step.tables])
+            tables.append(table)
             answers.append(best)
             if not step.neighbours:
                 total += float(table.costs)
@@ -144,24 +157,40 @@ class Elimination:
             picked[list(step.variables)] = best[tuple(picked[n] for n in step.neighbours)]
         return Minimum(total * self.tick, tuple(int(k) for k in picked[: len(self.problem.nodes)]))
 
-    def _table(self, factor: _Factor, prices: Prices, dense: bool) -> _Table:
-        part = factor.part
+    # ---- the tables of the problem
+
+    def _covered(self, moments: tuple[int, ...]) -> list[tuple[int, list[tuple[Array, list[int]]]]]:
+        """The factors that hold memory at these moments: which arrays, and at which of the moments."""
+        if moments not in self._coverage:
+            found = []
+            for number, factor in enumerate(self.factors):
+                holdings = factor.part.holdings if factor.part and not (factor.in_sets and factor.wants) else ()
+                held = [(h.usages, [n for n, m in enumerate(moments) if h.first <= m < h.end]) for h in holdings]
+                if held := [(usages, at) for usages, at in held if at]:
+                    found.append((number, held))
+            self._coverage[moments] = found
+        return self._coverage[moments]
+
+    def _priced(self, number: int, held: list[tuple[Array, list[int]]], prices: Prices) -> _Table:
+        tilt = prices.tilt_of(self._node[number])
+        priced = [(usages, tilt * sum(prices.values[n] for n in at)) for usages, at in held]
+        return self._table(number, [(usages, price) for usages, price in priced if price])
+
+    def _table(self, number: int, priced: list[tuple[Array, float]]) -> _Table:
+        factor, part = self.factors[number], self.factors[number].part
         if part is None:
             (wants,) = factor.wants
-            return self._numbered(("tie", id(wants)), lambda: _tie(wants), wants)
+            return self._numbered(("tie", id(wants)), lambda: _tie(wants))
         if factor.in_sets and factor.wants:
             (wants,), count = factor.wants, part.costs.shape[1]
-            return self._numbered(("in set", id(wants), count), lambda: _in_set(wants, count), wants)
-        node = max(v for v in factor.variables if v < len(self.problem.nodes))
-        held = ((h, prices.over(h.first, h.end, node)) for h in part.holdings) if prices.moments else ()
-        priced = [(h.usages, price) for h, price in held if price]
-        key = (id(part.costs), tuple((id(usages), price) for usages, price in priced))
+            return self._numbered(("in set", id(wants), count), lambda: _in_set(wants, count))
+        key = (id(part.costs), *((id(usages), price) for usages, price in priced))
         if factor.in_sets:
-            return self._numbered(("sets", *key), lambda: _by_set(self._ticks(part.costs, priced)), part)
-        if not dense:
-            return self._numbered(key, lambda: self._ticks(part.costs, priced), part)
-        forms = tuple(f.tobytes() for f in factor.wants)
-        return self._numbered((*key, forms), lambda: _spread(self._ticks(part.costs, priced), factor.wants), part)
+            return self._numbered(("sets", *key), lambda: _by_set(self._ticks(part.costs, priced)))
+        if number in self.dense:
+            forms = tuple(f.tobytes() for f in factor.wants)
+            return self._numbered((*key, forms), lambda: _spread(self._ticks(part.costs, priced), factor.wants))
+        return self._numbered(key, lambda: self._ticks(part.costs, priced))
 
     def _ticks(self, costs: Array, priced: list[tuple[Array, float]]) -> Array:
         total = np.array(costs, dtype=float)
@@ -169,26 +198,36 @@ class Elimination:
             total += price * usages
         return np.floor(total / self.tick)
 
-    def _numbered(self, key: Hashable, make: Callable[[], Array], keep: object) -> _Table:
+    def _numbered(self, key: Hashable, make: Callable[[], Array]) -> _Table:
         if key not in self._numbers:
-            self._kept.append(keep)
             self._numbers[key] = _Table(len(self._numbers) + len(self._eliminated), make())
         return self._numbers[key]
 
-    def _eliminate(self, step: _Step, tables: list[tuple[tuple[int, ...], _Table]]) -> tuple[_Table, NDArray[np.int32]]:
-        axes = (*step.neighbours, *step.variables)
-        place = {variable: n for n, variable in enumerate(axes)}
-        named = [(t.number, tuple(place[v] for v in names)) for names, t in tables]
-        forms = self.factors[step.tables[0]].wants if len(step.variables) > 1 else ()
-        key = (
-            tuple(self.sizes[v] for v in axes),
-            *(named if forms else sorted(named)),
-            *(f.tobytes() for f in forms),
-        )
+    # ---- what elimination makes of them
+
+    def _find_forms(self) -> list[_Form]:
+        """The form of every step: one object for steps that differ in the names of variables alone."""
+        scopes = [factor.variables for factor in self.factors]
+        known: dict[_Form, _Form] = {}
+        found = []
+        for step in self.steps:
+            axes = (*step.neighbours, *step.variables)
+            place = {variable: n for n, variable in enumerate(axes)}
+            forms = self.factors[step.tables[0]].wants if len(step.variables) > 1 else ()
+            form = _Form(
+                tuple(self.sizes[v] for v in axes),
+                tuple(tuple(place[v] for v in scopes[t]) for t in step.tables),
+                tuple(tuple(int(n) for n in own) for own in forms),
+            )
+            found.append(known.setdefault(form, form))
+            scopes.append(step.neighbours)
+        return found
+
+    def _eliminate(self, form: _Form, tables: list[_Table]) -> tuple[_Table, NDArray[np.int32]]:
+        key = (id(form), *(table.number for table in tables))
         if key not in self._eliminated:
-            sizes = [self.sizes[v] for v in axes]
-            placed = [(t.costs, [place[v] for v in names]) for names, t in tables]
-            least, best = _least_shared(placed, sizes, len(step.variables), forms) if forms else _least(placed, sizes)
+            placed = [(table.costs, list(places)) for table, places in zip(tables, form.places, strict=True)]
+            least, best = _least_shared(placed, form) if form.forms else _least(placed, list(form.sizes))
             number = len(self._numbers) + len(self._eliminated)
             self._eliminated[key] = (_Table(number, least), best)
         return self._eliminated[key]
@@ -252,23 +291,28 @@ def _least(tables: list[tuple[Array, list[int]]], sizes: list[int]) -> tuple[Arr
     return least.reshape(sizes[:-1]), best.reshape(*sizes[:-1], 1)
 
 
-def _least_shared(
-    tables: list[tuple[Array, list[int]]], sizes: list[int], readers: int, forms: tuple[NDArray[np.int64], ...]
-) -> tuple[Array, NDArray[np.int32]]:
+def _least_shared(tables: list[tuple[Array, list[int]]], form: _Form) -> tuple[Array, NDArray[np.int32]]:
     """The same over all forms of a share, which stand last among the axes; the first table is that of making them."""
     (making, (maker, *_)), *others = tables
-    around = len(sizes) - readers
+    readers = len(form.forms)
+    around = len(form.sizes) - readers
     owner = [max(axes) - around for _, axes in others]
-    known = np.zeros((readers, max(len(f) for f in forms)), dtype=np.int64)
-    for r, own in enumerate(forms):
+    known = np.zeros((readers, max(map(len, form.forms))), dtype=np.int64)
+    for r, own in enumerate(form.forms):
         known[r, : len(own)] = own
-    # A table without neighbours still varies with the form: its axis is the last, whichever reader's it is.
-    data, starts, strides = _flat(others, len(sizes))
+    data, starts, strides = _flat(others, len(form.sizes))
     least, best = least_shared(
-        data, starts, strides[:, :around].copy(), np.array(sizes[:around]), np.array(owner),
-        np.array(sizes[around:]), making, maker, known,
-    )  # fmt: skip
-    return least.reshape(sizes[:around]), best.reshape(*sizes[:around], readers)
+        data,
+        starts,
+        strides[:, :around].copy(),
+        np.array(form.sizes[:around]),
+        np.array(owner),
+        np.array(form.sizes[around:]),
+        making,
+        maker,
+        known,
+    )
+    return least.reshape(form.sizes[:around]), best.reshape(*form.sizes[:around], readers)
 
 
 class Rule(Enum):

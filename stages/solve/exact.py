@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,28 +68,39 @@ class Reduced:
 
 
 def restrict(problem: Problem, kept: tuple[tuple[int, ...], ...]) -> Reduced:
-    """The problem with these choices of each node alone."""
+    """The problem with these choices of each node alone. What was one array stays one array."""
     at = [np.array(own) for own in kept]
-    nodes = tuple(Node(n.name, n.costs[k], _cut(n.holdings, (k,))) for n, k in zip(problem.nodes, at, strict=True))
+    cut = _Cut()
+    nodes = tuple(Node(n.name, cut(n.costs, k), cut.all(n.holdings, k)) for n, k in zip(problem.nodes, at, strict=True))
     edges = tuple(
-        Edge(
-            e.first, e.second, e.costs[np.ix_(at[e.first], at[e.second])], _cut(e.holdings, (at[e.first], at[e.second]))
-        )
+        Edge(e.first, e.second, cut(e.costs, at[e.first], at[e.second]), cut.all(e.holdings, at[e.first], at[e.second]))
         for e in problem.edges
     )
-    shares = tuple(_restricted(share, at) for share in problem.shares)
-    return Reduced(Problem(nodes, edges, shares), kept)
+    shares = []
+    for share in problem.shares:
+        readers = tuple(Reader(r.node, cut(r.wants, at[r.node])) for r in share.readers)
+        rows, forms = at[share.maker], cut.every(share.costs.shape[1])
+        shares.append(Share(share.maker, readers, cut(share.costs, rows, forms), cut.all(share.holdings, rows, forms)))
+    return Reduced(Problem(nodes, edges, tuple(shares)), kept)
 
 
-def _restricted(share: Share, at: list[np.ndarray]) -> Share:
-    every = np.arange(share.costs.shape[1])
-    readers = tuple(Reader(r.node, r.wants[at[r.node]]) for r in share.readers)
-    rows = at[share.maker]
-    return Share(share.maker, readers, share.costs[rows], _cut(share.holdings, (rows, every)))
+class _Cut:
+    """Parts of arrays, each made once."""
 
+    def __init__(self) -> None:
+        self.made: dict[Hashable, np.ndarray] = {}
 
-def _cut(holdings: tuple[Holding, ...], at: tuple[np.ndarray, ...]) -> tuple[Holding, ...]:
-    return tuple(Holding(h.first, h.end, h.usages[np.ix_(*at)]) for h in holdings)
+    def __call__(self, table: np.ndarray, *at: np.ndarray) -> np.ndarray:
+        key = (id(table), *(own.tobytes() for own in at))
+        if key not in self.made:
+            self.made[key] = table[np.ix_(*at)]
+        return self.made[key]
+
+    def all(self, holdings: tuple[Holding, ...], *at: np.ndarray) -> tuple[Holding, ...]:
+        return tuple(Holding(h.first, h.end, self(h.usages, *at)) for h in holdings)
+
+    def every(self, count: int) -> np.ndarray:
+        return np.arange(count)
 
 
 def without_dominated(problem: Problem) -> Reduced:

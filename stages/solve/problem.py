@@ -27,7 +27,7 @@ from pipeline.cost.price_tables import conversion_table
 from pipeline.cost.step import gradient_sum_seconds
 from pipeline.ir.cluster import Axis, Compute
 from pipeline.ir.graph import Op, OpGraph, Role, Value
-from pipeline.ir.layout import B, Layout, R, replicated
+from pipeline.ir.layout import B, Layout, R, replicated, without_gradient
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.profile import Profile
 from pipeline.ops.mesh import op_strategies
@@ -124,18 +124,22 @@ class _Builder:
     # ---- nodes, in the order of the step: a parameter stands before the first op that reads it
 
     def leaf(self, value: Value) -> None:
-        readings = [
-            (op, i) for op in self.moments.readers[value.name] for i, n in enumerate(op.inputs) if n == value.name
-        ]
-        wanted = {id(x): x for x in (self.inputs(self.options[op.name], i) for op, i in readings)}
-        layouts = {layout for found in wanted.values() for layout in found}
-        if value.role is Role.PARAMETER:
-            self.parameter(value, layouts)
-        elif value.role is Role.INPUT:
-            ways = storage_choices(value.type.shape, layouts, self.sizes, shards=False)
-            self.source(value, tuple(way.layout for way in ways))
-        else:
+        readers = self.moments.readers[value.name]
+        found = [self.inputs(self.options[op.name], i) for op in readers for i in _places(op, value.name)]
+        key = ("wanted", *dict.fromkeys(map(id, found)))
+        wanted = self.once(key, lambda: frozenset(layout for layouts in found for layout in layouts))
+        if value.role is Role.BUFFER:
             self.source(value, (replicated(len(self.sizes)),))
+            return
+        shards = value.role is Role.PARAMETER and self.given.shards
+        ways = self.once(
+            ("ways", id(wanted), value.type.shape, shards),
+            lambda: storage_choices(value.type.shape, wanted, self.sizes, shards=shards),
+        )
+        if value.role is Role.PARAMETER:
+            self.parameter(value, ways)
+        else:
+            self.source(value, tuple(way.layout for way in ways))
 
     def source(self, value: Value, layouts: tuple[Layout, ...]) -> None:
         """An input or a buffer: there for the whole step."""
@@ -145,13 +149,11 @@ class _Builder:
         self.maker[value.name] = self.add(value.name, zero, [held])
         self.layouts[value.name] = layouts
 
-    def parameter(self, value: Value, wanted: set[Layout]) -> None:
-        key = ("stored", value.type, frozenset(wanted))
-        ways = self.once(key, lambda: storage_choices(value.type.shape, wanted, self.sizes, shards=self.given.shards))
+    def parameter(self, value: Value, ways: tuple[Stored, ...]) -> None:
         allowed = tuple(way for way in ways if self.given.allowed(value.name, way))
-        ways = ways if len(allowed) == len(ways) else allowed
-        layouts = self.same(tuple(way.layout for way in ways))
-        states = self.same(tuple(way.state for way in ways))
+        ways = ways if len(allowed) == len(ways) else self.once(("allowed", allowed), lambda: allowed)
+        layouts = self.once(("layouts of", id(ways)), lambda: (self.same(tuple(way.layout for way in ways)), ways))[0]
+        states = self.once(("states of", id(ways)), lambda: self.same(tuple(way.state for way in ways)))
         copies, nbytes = self.given.optimizer_copies, value.type.nbytes
         stored, state = self.split_bytes(layouts, nbytes), self.split_bytes(states, nbytes)
         seconds = self.once(
@@ -293,8 +295,11 @@ class _Builder:
     def _copied(self, value: Value, have: tuple[Layout, ...], forms: tuple[Layout, ...]) -> Array:
         """Bytes of the copy that a conversion makes; none where it does nothing in the forward pass."""
         held = np.array([value.type.nbytes // x.pieces(self.sizes) for x in forms], dtype=float)
-        alike = np.array([[_same_forward(h, w) for w in forms] for h in have])
-        return np.where(alike, 0.0, held[None, :])
+        number: dict[Layout, int] = {}
+        made, read = (
+            np.array([number.setdefault(without_gradient(x), len(number)) for x in found]) for found in (have, forms)
+        )
+        return np.where(made[:, None] == read[None, :], 0.0, held[None, :])
 
     def _reading_parameter(
         self, value: Value, forms: tuple[Layout, ...], readers: list[Op]
@@ -316,9 +321,9 @@ class _Builder:
         return costs, tuple(h for h in found if h.usages.any())
 
 
-def _same_forward(have: Layout, want: Layout) -> bool:
-    """Whether the values are the same tensor: only the gradients differ."""
-    return all(h == w or {h, w} == {R, B} for h, w in zip(have.states, want.states, strict=True))
+def _places(op: Op, value: str) -> list[int]:
+    """Where among its inputs an op reads a value."""
+    return [i for i, name in enumerate(op.inputs) if name == value]
 
 
 def _most_pieces(strategy: Strategy, sizes: tuple[int, ...]) -> int:
@@ -331,12 +336,14 @@ def _parameter_seconds(builder: _Builder, value: Value, ways: tuple[Stored, ...]
     pairs = [(i, j) for i, way in enumerate(ways) for j, form in enumerate(forms) if _goes(way, form, builder.sizes)]
     sources = {(i, j): _summed(ways[i].layout, forms[j]) for i, j in pairs}
     rows = {layout: n for n, layout in enumerate(dict.fromkeys(sources.values()))}
-    table = conversion_table(builder.paths, tuple(rows), forms, value.type.shape, value.type.nbytes, value.grad)
+    there, again = (
+        conversion_table(builder.paths, tuple(rows), forms, value.type.shape, value.type.nbytes, grad)
+        for grad in (value.grad, False)  # without a gradient it is the forward pass alone
+    )
     for (i, j), source in sources.items():
-        seconds = table[rows[source], j]
-        if ways[i].way is Way.regathered and np.isfinite(seconds):
-            path = builder.paths.cheapest(source, forms[j], value.type.shape, value.type.nbytes, value.grad)
-            seconds = (seconds + path.seconds.forward) * builder.given.micro_batches
+        seconds = there[rows[source], j]
+        if ways[i].way is Way.regathered:
+            seconds = (seconds + again[rows[source], j]) * builder.given.micro_batches
         found[i, j] = seconds + _step_seconds(builder, value, ways[i], forms[j])
     return found
 
