@@ -22,8 +22,8 @@ from pipeline.models.mlp import MLP
 from stages.checkpoint.choose import choose, evaluate
 from stages.cluster.run import from_preset
 from stages.profile.run import profile_graph
-from stages.solve.frontier import Solution, Sweep
 from stages.solve.data import Problem
+from stages.solve.frontier import Solution, Sweep
 from stages.solve.problem import Choices, Given, build
 from stages.solve.run import _point, to_sharding
 from stages.trace.chain import find_chain

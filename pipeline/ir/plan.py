@@ -42,6 +42,7 @@ class Proof:
     """How good the solver's answer is known to be."""
 
     backend: str
+    method: str  # elimination, prices (of bytes), or the integer program
     objective: float
     bound: float
     gap: float

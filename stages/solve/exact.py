@@ -1,9 +1,7 @@
-"""The integer program at a memory limit: built, solved, and given a row for every moment at which its plan holds too much.
+"""What is given to the solver: the linear program for prices, and the integer program at a memory limit.
 
-Before it, choices that cannot be in a better plan than the best one known are dropped. With the prices of bytes that
-gave the bound, a plan's cost is at least the bound plus what its worst single choice costs on top: the least over plans
-with that choice, found by elimination with all others of the node forbidden. Where that exceeds the best known cost,
-the choice is out.
+The integer program is solved again with a row for every moment at which its plan is seen to hold too much. Before it,
+choices that another of their node beats or equals everywhere are dropped: in cost, in memory, on every edge and share.
 """
 
 from __future__ import annotations
@@ -17,10 +15,23 @@ import numpy as np
 
 from pipeline.config import Solve
 from stages.solve.backends import NothingFound
+from stages.solve.bound import BestPrices
 from stages.solve.data import Edge, Holding, Node, Problem, Reader, Share
-from stages.solve.model import build_model, read_choices
+from stages.solve.model import Plane, build_model, build_prices, read_choices, read_prices
 
 MOST_ROWS = 12  # moments that are added one after another
+
+
+def best_prices(settings: Solve, where: str) -> BestPrices:
+    """The linear program for prices, solved by the backend."""
+    backend = importlib.import_module(f"stages.solve.backends.{settings.backend.value}")
+
+    def solve_prices(planes: list[Plane], most: float) -> tuple[float, list[float]]:
+        built = build_prices(planes, most)
+        backend.solve(built.model, settings, where)
+        return read_prices(built, most)
+
+    return solve_prices
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from pipeline.log import Advance, Log
 from stages.solve.backends import NothingFound
 from stages.solve.bound import Bounder, Seen
 from stages.solve.data import Problem
-from stages.solve.exact import Reduced, solve, without_dominated
+from stages.solve.exact import Reduced, best_prices, solve, without_dominated
 
 MOST_CHOICES = 5000  # of a problem in which dominated ones are looked for
 MOST_VARIABLES = 1500  # choices that may be left, for an integer program that is worth a try
-PRICED = "prices"
+ELIMINATION, PRICES, PROGRAM = "elimination", "prices", "integer program"
 
 
 class Plan(Protocol):
@@ -64,7 +64,7 @@ class Sweep:
         self.seconds: dict[str, float] = {}
         self._reduced: list[Reduced] = []
         with self.clock("bound"):
-            self.bounder = Bounder(problem)
+            self.bounder = Bounder(problem, best_prices(settings, where))
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -82,7 +82,7 @@ class Sweep:
         limits = [plan.peak for plan in plans[1:]]
         if plans[-1].peak <= budget < plans[0].peak:
             limits.append(budget)
-        fastest = _priced(self.bounder.fastest, self.bounder.fastest.cost)
+        fastest = self._solution(self.bounder.fastest, ELIMINATION, self.bounder.fastest.cost)
         found = [fastest, *(self.within(limit) for limit in limits)]
         advance(self.settings.frontier_points)
         return without_beaten(found)
@@ -119,7 +119,7 @@ class Sweep:
                 where=f"{self.where}: memory_budget_gb",
                 remedy="raise it",
             )
-        known = _priced(bounded.best, bounded.bound)
+        known = self._solution(bounded.best, PRICES, bounded.bound)
         if known.proof.gap <= self.settings.gap:
             return known
         with self.clock("exact"):
@@ -145,14 +145,12 @@ class Sweep:
         cost, peak = self.problem.cost(picked), self.problem.peak(picked)
         if peak > limit * (1 + 1e-9) or cost > known.cost:
             picked, cost, peak = known.picked, known.cost, known.peak
-        proof = _proof(self.settings.backend.value, cost, max(known.proof.bound, answer.bound))
+        proof = self._proof(PROGRAM, cost, max(known.proof.bound, answer.bound))
         return Solution(picked, cost, peak, replace(proof, variables=answer.variables, constraints=answer.constraints))
 
+    def _solution(self, plan: Seen, method: str, bound: float) -> Solution:
+        return Solution(plan.picked, plan.cost, plan.peak, self._proof(method, plan.cost, bound))
 
-def _priced(plan: Seen, bound: float) -> Solution:
-    return Solution(plan.picked, plan.cost, plan.peak, _proof(PRICED, plan.cost, bound))
-
-
-def _proof(backend: str, cost: float, bound: float) -> Proof:
-    bound = max(0.0, min(bound, cost))
-    return Proof(backend, cost, bound, (cost - bound) / cost if cost else 0.0, 0, 0)
+    def _proof(self, method: str, cost: float, bound: float) -> Proof:
+        bound = max(0.0, min(bound, cost))
+        return Proof(self.settings.backend.value, method, cost, bound, (cost - bound) / cost if cost else 0.0, 0, 0)

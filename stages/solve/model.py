@@ -13,6 +13,12 @@ Choices of a node that have equal rows in an edge's matrices (costs and bytes) f
 per pair of classes (layouts), not per pair of strategies. With the flow rows the relaxation of a tree is integral, and a
 sharding graph is nearly a tree. Rows of memory are there for the moments that are asked for: few of them ever bind.
 Seconds and bytes are scaled so that the solver's tolerances mean something.
+
+The prices of bytes for the bound (stages/solve/bound.py) come from a linear program over the plans seen so far:
+
+    maximise    h                                                                            (objective)
+    below       h <= cost_p + sum_t price_t over_pt      for every plan p                    below
+    0 <= price_t <= most
 """
 
 from __future__ import annotations
@@ -35,6 +41,38 @@ class Built:
     unit: float
     variables: int
     constraints: int
+
+
+@dataclass(frozen=True)
+class Plane:
+    """What a plan costs and by how much it is over the limit at each moment that has a price."""
+
+    cost: float
+    over: tuple[float, ...]
+
+
+def build_prices(planes: list[Plane], most: float) -> Built:
+    """The program for the best prices, in units of `most` per thousand; it minimises -h."""
+    import pyomo.environ as pyo
+
+    model = pyo.ConcreteModel()
+    unit = max(plane.cost for plane in planes) / 1000 or 1.0
+    model.h = pyo.Var()
+    model.price = pyo.Var(range(len(planes[0].over)), bounds=(0, 1000))
+    model.below = pyo.ConstraintList()
+    for plane in planes:
+        paid = sum(over * most / 1000 / unit * model.price[t] for t, over in enumerate(plane.over))
+        model.below.add(model.h - paid <= plane.cost / unit)
+    model.objective = pyo.Objective(expr=-model.h)
+    return Built(model, unit, 1 + len(planes[0].over), len(planes))
+
+
+def read_prices(built: Built, most: float) -> tuple[float, list[float]]:
+    """How high the lowest plane is at the best prices, and these."""
+    model = built.model
+    return float(model.h.value) * built.unit, [
+        max(0.0, float(p.value or 0.0)) * most / 1000 for p in model.price.values()
+    ]
 
 
 def build_model(problem: Problem, limit: float | None = None, moments: Iterable[int] = ()) -> Built:

@@ -25,7 +25,7 @@ from stages.solve import run as stage
 from stages.solve.backends import glpk
 from stages.solve.bound import Bounder
 from stages.solve.data import Node, Problem
-from stages.solve.exact import solve
+from stages.solve.exact import best_prices, solve
 from stages.solve.frontier import Sweep
 from stages.solve.optimizer import optimizer_copies
 from stages.solve.problem import Given, build, to_sharding
@@ -128,7 +128,7 @@ def test_slow_compute_and_a_fast_link_give_column_and_row():
     cluster = preset(2, matmul_gflops=0.1, latency_us=0.01, link_gbytes_per_s=2)
     profile = profile_graph(graph)
     problem, choices = build(graph, profile, Given(cluster.axes, cluster.compute, 2.0))
-    fastest = Bounder(problem).fastest
+    fastest = Bounder(problem, best_prices(solve_settings(), WHERE)).fastest
     sharding = to_sharding(graph, choices, fastest.picked)
     split = {name: str(layout) for name, layout in sharding.storage.items()}
     assert split["up.weight"] == "S(0)" and split["up.bias"] == "S(0)" and split["down.weight"] == "S(1)"
@@ -141,7 +141,7 @@ def test_slow_compute_and_a_fast_link_give_column_and_row():
 def test_small_parameters_and_large_batches_give_data_parallelism():
     graph = trace(TwoLayers(4), {"x": torch.zeros(4096, 4), "y": torch.zeros(4096, dtype=torch.int64)})
     problem, choices = problem_of(graph, preset(2, latency_us=1))
-    fastest = Bounder(problem).fastest
+    fastest = Bounder(problem, best_prices(solve_settings(), WHERE)).fastest
     sharding = to_sharding(graph, choices, fastest.picked)
     assert {str(layout) for layout in sharding.inputs.values()} == {"S(0)"}
     assert {str(layout) for layout in sharding.storage.values()} == {"R"}
@@ -257,7 +257,7 @@ def test_a_fused_qkv_weight_is_stored_head_by_head():
 
     graph = graph_of("gpt2")
     problem, choices = problem_of(graph, preset(2, link_gbytes_per_s=100, latency_us=0.01))
-    best = Bounder(problem).fastest
+    best = Bounder(problem, best_prices(solve_settings(), WHERE)).fastest
     storage = to_sharding(graph, choices, best.picked).storage
     layer = {name.rpartition("h.0.")[2]: str(layout) for name, layout in storage.items() if "h.0." in name}
     found = {name: layer[f"{name}.weight"] for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from stages.solve.backends import NothingFound
-from stages.solve.bound import Bounder, Plane, best_prices
+from stages.solve.bound import Bounder
 from stages.solve.data import Holding, Node, Problem
 from stages.solve.elimination import Elimination, Prices, TooWide
-from stages.solve.exact import restrict, solve, without_dominated
+from stages.solve.exact import best_prices, restrict, solve, without_dominated
 from stages.solve.frontier import Sweep
+from stages.solve.model import Plane
 from tests.graphs import SILENT, solve_settings
 from tests.problems import LENGTH, a_limit, best, every_plan, random_problem
 
@@ -126,7 +127,7 @@ def test_a_graph_that_is_too_wide_is_refused():
 @pytest.mark.parametrize("seed", POSSIBLE)
 def test_a_bound_is_below_every_plan_that_fits(seed):
     problem = random_problem(seed)
-    bounder = Bounder(problem)
+    bounder = Bounder(problem, best_prices(solve_settings(), WHERE))
     for limit in {a_limit(problem, seed), a_limit(problem, seed + 1)}:
         bounded = bounder.within(limit, 1e-6, time.monotonic() + 30)
         wanted = best(problem, limit)
@@ -137,13 +138,14 @@ def test_a_bound_is_below_every_plan_that_fits(seed):
             assert bounded.best.cost >= wanted - 1e-9
 
 
-def test_prices_on_a_line_and_by_the_linear_program_agree():
+@pytest.mark.parametrize("backend", ["glpk", "highs"])
+def test_the_best_prices(backend):
+    """On a line the lowest of three planes is highest where two of them cross; a moment with room to spare costs nothing."""
     planes = [Plane(1.0, (5.0,)), Plane(2.0, (1.0,)), Plane(4.0, (-3.0,))]
-    height, (price,) = best_prices(planes, 10.0)
-    twice = [Plane(p.cost, (p.over[0], -1e9)) for p in planes]
-    again, (same, nothing) = best_prices(twice, 10.0)
-    assert (height, price) == pytest.approx((again, same)) and nothing == pytest.approx(0)
-    assert (height, price) == pytest.approx((2.5, 0.5))
+    solve_prices = best_prices(solve_settings(backend), WHERE)
+    assert solve_prices(planes, 10.0) == (pytest.approx(2.5), [pytest.approx(0.5)])
+    height, prices = solve_prices([Plane(p.cost, (*p.over, -7.0)) for p in planes], 10.0)
+    assert height == pytest.approx(2.5) and prices == pytest.approx([0.5, 0.0])
 
 
 @pytest.mark.parametrize("part", range(10))
