@@ -20,18 +20,9 @@ from pipeline.models.gpt import GPT
 from pipeline.models.mlp import MLP
 from pipeline.runtime.memory import measure_peak
 from stages.profile.costs import all_kernels
-from stages.profile.step import (
-    ACTIVATIONS,
-    CLASSES,
-    GRADIENTS,
-    OTHER,
-    PARAMETERS,
-    STATE,
-    TEMPORARIES,
-    StepProfile,
-    profile_step,
-)
+from stages.profile.step import StepProfile, profile_step
 from stages.profile.symbolic import ALLOCATION, rounded
+from stages.profile.timeline import ACTIVATIONS, CLASSES, GRADIENTS, OTHER, PARAMETERS, STATE, TEMPORARIES
 from tests.graphs import trace
 
 
