@@ -52,7 +52,7 @@ def profile_step(
             distinct[key] = runner.run_link(link.ops, end, entering)
         runs.append(distinct[key])
         forms.update(zip(end.writes, runs[-1].forms, strict=True))
-    parameters = {value.name: runner.known[value.name] for value in graph.of_role(Role.PARAMETER)}
+    parameters = {value.name: value.type for value in graph.of_role(Role.PARAMETER)}
     step = run_optimizer(optimizer, parameters, foreach=device == "cuda")
     timeline = compose(graph, runs, ends, step, workspace)
     return StepProfile(summary(timeline), timeline, tuple(runs), ends, prologue, step)

@@ -18,7 +18,8 @@ from stages.profile.symbolic import rounded
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "inputs and buffers"
-CLASSES = (PARAMETERS, STATE, OTHER, GRADIENTS, ACTIVATIONS, TEMPORARIES)
+RESIDENT = (PARAMETERS, STATE, OTHER)  # from step to step
+CLASSES = (*RESIDENT, GRADIENTS, ACTIVATIONS, TEMPORARIES)
 
 
 @dataclass(slots=True)
@@ -96,7 +97,6 @@ class _Composer:
         self.first: dict[int, int] = {}  # a run -> the link that it was made for
         for number, run in enumerate(runs):
             self.first.setdefault(id(run), number)
-        self.modules: dict[int, dict[str, str]] = {}
         self.lives: list[Life] = []
         self.values: dict[str, Life | None] = {}  # activations that cross links
         self.gradients: dict[str, Life] = {}  # of those
@@ -104,18 +104,21 @@ class _Composer:
 
     def timeline(self) -> Timeline:
         self._resident()
-        placed = [self._forward(number) for number in range(len(self.runs))]
+        modules = [self._modules(number) for number in range(len(self.runs))]
+        placed = [self._forward(number, modules[number]) for number in range(len(self.runs))]
         for number in reversed(range(len(self.runs))):
-            self._backward(number, placed[number])
+            self._backward(number, modules[number], placed[number])
         for storage in self.step.storages:
             died = self.end if storage.died is None else self.backward_end + storage.died
             self._add(storage.size, TEMPORARIES, "optimizer", self.backward_end + storage.born, died)
         sizes = (self.forward, self.backward_end - self.forward, self.end - self.backward_end)
-        return Timeline(tuple(life for life in self.lives if life.size), *sizes)
+        return Timeline(tuple(self.lives), *sizes)
 
     def _add(self, size: int, kind: str, module: str, born: int, died: int) -> Life:
-        self.lives.append(Life(size, kind, module, born, died))
-        return self.lives[-1]
+        life = Life(size, kind, module, born, died)
+        if size:
+            self.lives.append(life)
+        return life
 
     def _resident(self) -> None:
         for value in self.graph.of_role(Role.PARAMETER):
@@ -129,17 +132,13 @@ class _Composer:
 
     def _modules(self, number: int) -> dict[str, str]:
         """The module of each op: a link that was run for an equal one names the ops of that one."""
-        if number in self.modules:
-            return self.modules[number]
         first = self.first[id(self.runs[number])]
         ops = zip(self.graph.chain[first].ops, self.graph.chain[number].ops, strict=True)
-        self.modules[number] = {there: self.graph.op(here).module for there, here in ops}
-        return self.modules[number]
+        return {there: self.graph.op(here).module for there, here in ops}
 
-    def _forward(self, number: int) -> list[Life | None]:
+    def _forward(self, number: int, modules: dict[str, str]) -> list[Life | None]:
         run, ends, start = self.runs[number], self.ends[number], self.forward_at[number]
         count, back = len(run.forward), self.backward_at[number]
-        modules = self._modules(number)
         entered = dict(zip(run.reads, ends.reads, strict=True))
         placed: list[Life | None] = []
         for place, storage in enumerate(run.storages):
@@ -163,10 +162,9 @@ class _Composer:
             self.values[name] = None if place is None else placed[place]
         return placed
 
-    def _backward(self, number: int, placed: list[Life | None]) -> None:
+    def _backward(self, number: int, modules: dict[str, str], placed: list[Life | None]) -> None:
         run, ends, start = self.runs[number], self.ends[number], self.backward_at[number]
         count, end = len(run.forward), start + len(run.backward)
-        modules = self._modules(number)
         arrived = dict(zip(run.write_gradients, ends.writes, strict=True))
         parameters = dict(zip(run.parameter_gradients, ends.parameters, strict=True))
         leaving = dict(zip(run.read_gradients, ends.reads, strict=True))
@@ -203,13 +201,14 @@ class _Composer:
 def summary(timeline: Timeline) -> StepMemory:
     curve = timeline.curve()
     forward, backward = timeline.forward, timeline.forward + timeline.backward
-    kept = sum(life.size for life in timeline.lives if life.born < forward and life.died > forward)
-    after = sum(life.size for life in timeline.lives if life.died >= backward and life.born < backward and _stays(life))
-    resident = sum(life.size for life in timeline.lives if life.born == 0 and life.kind in (PARAMETERS, STATE, OTHER))
+    resident = kept = after = 0
+    for life in timeline.lives:
+        if life.kind in RESIDENT and life.born == 0:
+            resident += life.size
+        if life.born < forward < life.died:
+            kept += life.size
+        if life.born < backward <= life.died and (life.kind in RESIDENT or life.kind == GRADIENTS):
+            after += life.size
     backward_peak = max(curve[forward:backward], default=resident)
     optimizer_peak = max(curve[backward:], default=after)
     return StepMemory(resident, kept, backward_peak, after, optimizer_peak, max(curve, default=resident))
-
-
-def _stays(life: Life) -> bool:
-    return life.kind in (PARAMETERS, STATE, OTHER, GRADIENTS)
