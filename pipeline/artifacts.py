@@ -43,7 +43,7 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("graph", "trace", "graph.json", OpGraph, version=2),
-        Kind("profile", "profile", "profile.json", Profile),
+        Kind("profile", "profile", "profile.json", Profile, version=2),
         Kind("cluster", "cluster", "cluster.json", Cluster),
         Kind("frontier", "solve", "frontier.json", Frontier),
         Kind("plan", "checkpoint", "plan.json", Plan),

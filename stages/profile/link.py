@@ -8,7 +8,7 @@ when backward begins and stay to its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
 from pipeline.ir.profile import Kernel
+from pipeline.ops.table import rule_of
 from stages.profile.autocast import COMPOSITES, Autocast
 from stages.profile.device import LOWERED
 from stages.profile.symbolic import Storage, Watch, storage_key
@@ -88,7 +89,7 @@ class Runner:
                 local.update(zip(op.outputs, self.call(op, local, None), strict=True))
         for name, tensor in local.items():
             self._know(name, tensor)
-        return tuple(watch.kernels)
+        return self._noted(watch.kernels)
 
     def run_link(self, ops: tuple[str, ...], ends: Ends, forms: tuple[Form, ...]) -> LinkRun:
         self._know_given(ops)
@@ -134,8 +135,8 @@ class Runner:
             watch.sweep()
             numbers = iter([None if g is None else watch.find(g) for g in found])
         return LinkRun(
-            forward=tuple(watch.kernels[:forward]),
-            backward=tuple(watch.kernels[forward:]),
+            forward=self._noted(watch.kernels[:forward]),
+            backward=self._noted(watch.kernels[forward:]),
             storages=tuple(watch.storages),
             reads=tuple(reads),
             writes=tuple(writes),
@@ -147,6 +148,12 @@ class Runner:
             forms=left,
             types=types,
         )
+
+    def _noted(self, kernels: list[Kernel]) -> tuple[Kernel, ...]:
+        """Before the first kernel of an op of which it reads values, the host waits for the card."""
+        first = {kernel.op: number for number, kernel in reversed(list(enumerate(kernels))) if kernel.op}
+        waits = {number for op, number in first.items() if _reads_values(self.graph.op(op))}
+        return tuple(replace(kernel, waits=True) if n in waits else kernel for n, kernel in enumerate(kernels))
 
     def _entering(self, name: str, form: Form) -> Tensor:
         value = self.graph.values[name]
@@ -218,6 +225,11 @@ def link_ends(graph: OpGraph) -> tuple[Ends, ...]:
         writes.append(tuple(name for name in own if name in later))
         later |= set(read)
     return tuple(Ends(*ends) for ends in zip(reads, reversed(writes), parameters, strict=True))
+
+
+def _reads_values(op: Op) -> bool:
+    rule = rule_of(op)
+    return rule is not None and rule.reads_values
 
 
 def _known_number(watch: Watch, tensor: Tensor) -> int | None:
