@@ -19,7 +19,7 @@ from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import view_op
 from pipeline.ops.table import rule_of
-from stages.profile.run import profile_graph
+from stages.profile.by_table import profile_graph
 from tests.graphs import (
     GRAPHS,
     frontier_of,

@@ -22,7 +22,7 @@ from pipeline.ir.plan import Frontier
 from pipeline.ir.program import Convert
 from pipeline.lowering import lower
 from pipeline.stage import Inputs
-from stages.profile.run import profile_graph
+from stages.profile.by_table import profile_graph
 from stages.solve import run as stage
 from stages.solve.backends import NothingFound, glpk, highs
 from stages.solve.elimination import minimise
