@@ -57,12 +57,19 @@ def _run_one(build: Build, kind: TensorType, foreach: bool) -> _One:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True  # on tensors without memory it has to be told
     parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
+    _step(optimizer)
     kept = _tensors(optimizer.state[parameter].values())
     with Watch([parameter, parameter.grad, *kept]) as watch:
-        optimizer.step()
+        _step(optimizer)
         watch.sweep()
     return _One(sum(map(_device_bytes, kept)), tuple(watch.kernels), tuple(watch.storages))
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except Exception as error:  # one that steps on real tensors looks at values here, which raises what it likes
+        raise RuntimeError(f"the optimizer cannot step on meta tensors: {error}") from error
 
 
 def _together(types: list[tuple[_One, int]]) -> tuple[tuple[Kernel, ...], tuple[Storage, ...]]:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from pipeline.config import Config
 from pipeline.files import write_atomic
-from pipeline.instantiate import instantiate
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.profile import Profile, as_run
 from pipeline.log import Log
 from pipeline.ops.table import rule_of
+from pipeline.optimizer import build_optimizer, try_optimizer
 from pipeline.stage import Inputs, Result
 from stages.profile.by_table import profile_graph, saved_bytes
 from stages.profile.costs import all_kernels, op_costs, value_types
@@ -26,7 +26,8 @@ def run(inputs: Inputs, config: Config) -> Result:
     graph: OpGraph = inputs["graph"]
     device, precision = config.cluster.device.value, config.model.precision.value
     where = f"conf/train/{config.choices['train']}.yaml: optimizer"
-    build = functools.partial(instantiate, config.train.optimizer, where)
+    try_optimizer(config.train.optimizer, where)
+    build = functools.partial(build_optimizer, config.train.optimizer, where)
     profile, why = make_profile(graph, device, precision, build, inputs.log)
     files = write_pictures(inputs.root, profile, why, config.choices["model"])
     unknown = sorted({op.target for op in graph.ops if rule_of(op) is None})
