@@ -107,6 +107,11 @@ class OpRule:
     reads_values: bool = False  # the host looks into its inputs: it waits for a GPU, in both passes, before it goes on
     random: bool = False  # draws numbers: alike where it runs whole, apart where it is split
 
+    @property
+    def is_product(self) -> bool:
+        """Matrix products, convolutions, attention: what FLOPs are counted of."""
+        return self.flops is not no_flops
+
     def line(self, view: OpView) -> str:
         return self.dims if isinstance(self.dims, str) else self.dims(view)
 
