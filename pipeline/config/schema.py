@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
@@ -46,6 +47,7 @@ class Rule:
     at_most: float | None = None
     below: float | None = None
     form: Form | None = None
+    meant: Mapping[str, str] = field(default_factory=dict)  # another word for it -> the one that is taken
 
 
 def setting(
@@ -57,9 +59,10 @@ def setting(
     at_most: float | None = None,
     below: float | None = None,
     form: Form | None = None,
+    meant: Mapping[str, str] | None = None,
 ) -> Any:
     """A documented key; without a default it is mandatory."""
-    return field(default=default, metadata={"rule": Rule(help, at_least, above, at_most, below, form)})
+    return field(default=default, metadata={"rule": Rule(help, at_least, above, at_most, below, form, meant or {})})
 
 
 def section(help: str, schema: type) -> Any:
@@ -196,7 +199,9 @@ class Preset:
 @dataclass(frozen=True)
 class Cluster:
     source: ClusterSource = setting("Measure the devices (`probe`) or take the figures below (`preset`).")
-    device: Device = setting("Kind of device that is profiled and planned for, whatever this machine has.")
+    device: Device = setting(
+        "Kind of device that is profiled and planned for, whatever this machine has.", meant={"gpu": "cuda"}
+    )
     devices: int = setting("Number of devices (on CPU: processes).", at_least=1, at_most=65536)
     memory_gb: float | None = setting(
         "Memory of one device, in GB; null is measured (`probe` only).", None, above=0, at_most=LARGEST_GB
