@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pipeline.ir.cluster import COLLECTIVES, LinkCost
-
-FASTEST = 1e15  # bytes/s that stand for "costs nothing" on an axis of one rank
+from stages.cluster.formulas import FASTEST
 
 
 def fit_links(measured: dict[str, list[dict[str, float]]]) -> dict[str, LinkCost]:

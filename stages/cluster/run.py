@@ -5,11 +5,12 @@ from __future__ import annotations
 from pipeline.config import Cluster as Settings
 from pipeline.config import ClusterSource, Config, Device
 from pipeline.errors import ClusterError
-from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost, PerElement
+from pipeline.ir.cluster import Axis, Cluster, Compute, Curve, PerElement
 from pipeline.launch import LaunchFailed, run_ranks
 from pipeline.log import Log
 from pipeline.stage import Inputs, Result
-from stages.cluster.fit import FASTEST, fit_links, least_squares_line
+from stages.cluster.fit import fit_links, least_squares_line
+from stages.cluster.formulas import ring_links
 
 AXIS = "d0"
 
@@ -49,18 +50,6 @@ def from_preset(settings: Settings) -> Cluster:
         ),
         axes=(Axis(AXIS, settings.devices, ring_links(settings.devices, preset.latency_us / 1e6, bandwidth)),),
     )
-
-
-def ring_links(size: int, latency: float, bandwidth: float) -> dict[str, LinkCost]:
-    """Ring algorithms: an all-reduce sends 2 (n-1)/n of the tensor over each link, the others (n-1)/n of it."""
-    if size == 1:
-        return {name: LinkCost(0.0, FASTEST) for name in COLLECTIVES}
-    share = (size - 1) / size
-    steps = size - 1
-    rounds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1 / size}
-    return {
-        name: LinkCost(latency * steps * max(1, rounds[name]), bandwidth / (share * rounds[name])) for name in rounds
-    }
 
 
 def measure(settings: Settings, choice: str, log: Log) -> Cluster:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -9,10 +10,11 @@ import pytest
 from pipeline.config import Cluster as Settings
 from pipeline.config import ClusterSource, Device, Preset, Probe
 from pipeline.errors import ClusterError
-from pipeline.ir.cluster import COLLECTIVES, Curve
+from pipeline.ir.cluster import COLLECTIVES, SEND, Compute, Curve, LinkCost
 from pipeline.ir.codec import decode, encode
-from stages.cluster.fit import FASTEST, fit_links, least_squares_line
-from stages.cluster.run import figures, from_preset, measure, ring_links
+from stages.cluster.fit import fit_links, least_squares_line
+from stages.cluster.formulas import FASTEST, ring_links
+from stages.cluster.run import figures, from_preset, measure
 from tests.graphs import SILENT
 
 SIZES = [1024 * 8**i for i in range(5)]
@@ -62,7 +64,7 @@ def test_links_are_fitted_one_by_one():
 
 def test_an_axis_of_one_rank_costs_nothing():
     for links in (fit_links({}), ring_links(1, 1.0, 1.0)):
-        assert set(links) == set(COLLECTIVES)
+        assert set(links) >= set(COLLECTIVES)
         assert all((link.latency, link.bandwidth) == (0.0, FASTEST) for link in links.values())
 
 
@@ -71,12 +73,37 @@ def test_ring_links(size):
     latency, bandwidth, nbytes = 1e-5, 1e9, 1e6
     links = ring_links(size, latency, bandwidth)
     step = latency + nbytes / size / bandwidth  # one message of the ring: a piece of the tensor
-    assert set(links) == set(COLLECTIVES)
+    assert set(links) == {*COLLECTIVES, SEND}
     assert links["all_reduce"].seconds(nbytes) == pytest.approx(2 * (size - 1) * step)
     assert links["all_gather"].seconds(nbytes) == pytest.approx((size - 1) * step)
     assert links["reduce_scatter"].seconds(nbytes) == pytest.approx((size - 1) * step)
     to_each = latency + nbytes / size**2 / bandwidth
     assert links["all_to_all"].seconds(nbytes) == pytest.approx((size - 1) * to_each)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 64, 100])
+def test_small_tensors_are_summed_in_a_tree(size):
+    link = ring_links(size, 1e-5, 1e9)["all_reduce"]
+    tree = 2 * math.ceil(math.log2(size)) * 1e-5
+    for nbytes in (0, 1e3, 1e4, 1e5, 1e6, 1e9):
+        ring = 2 * (size - 1) * (1e-5 + nbytes / size / 1e9)
+        assert link.seconds(nbytes) == pytest.approx(min(ring, tree + 2 * nbytes / 1e9))
+
+
+def test_a_link_of_points():
+    link = LinkCost(1.0, 10.0, ((10.0, 1.0), (20.0, 3.0)))
+    assert [link.seconds(n) for n in (0, 10, 15, 20, 30)] == [1.0, 1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(ValueError, match="do not fall"):
+        LinkCost(1.0, 10.0, ((10.0, 1.0), (20.0, 0.5)))
+    with pytest.raises(ValueError, match="positive bandwidth"):
+        LinkCost(1.0, 0.0)
+
+
+def test_a_dtype_without_a_curve_is_as_its_like_or_as_float32():
+    slow, fast = Curve((1.0,), (1.0,)), Curve((1.0,), (9.0,))
+    compute = Compute(slow, 1.0, 0.0, 0.0, matmul_by_dtype={"bfloat16": fast})
+    assert compute.matmul_of("float16") == compute.matmul_of("bfloat16") == fast
+    assert compute.matmul_of("float32") == compute.matmul_of("float64") == slow
 
 
 def settings(**changes) -> Settings:
