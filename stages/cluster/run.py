@@ -9,16 +9,18 @@ from pipeline.ir.cluster import Axis, Cluster, Compute, Curve, PerElement
 from pipeline.launch import LaunchFailed, run_ranks
 from pipeline.log import Log
 from pipeline.stage import Inputs, Result
+from stages.cluster.described import from_preset, simulate
 from stages.cluster.fit import fit_links, least_squares_line
-from stages.cluster.formulas import ring_links
 
 AXIS = "d0"
 
 
 def run(inputs: Inputs, config: Config) -> Result:
     settings = config.cluster
-    probe = settings.source is ClusterSource.probe
-    cluster = measure(settings, config.choices["cluster"], inputs.log) if probe else from_preset(settings)
+    if settings.source is ClusterSource.probe:
+        cluster = measure(settings, config.choices["cluster"], inputs.log)
+    else:
+        cluster = simulate(settings) if settings.source is ClusterSource.simulate else from_preset(settings)
     return Result(cluster, figures(cluster))
 
 
@@ -32,24 +34,6 @@ def figures(cluster: Cluster) -> dict[str, float | int | str]:
         "all_reduce_latency_us": round(link.latency * 1e6, 2),
         "all_reduce_gbytes_per_s": round(link.bandwidth / 1e9, 3),
     }
-
-
-def from_preset(settings: Settings) -> Cluster:
-    preset = settings.preset
-    assert preset.matmul_gflops and preset.memory_gbytes_per_s and settings.memory_gb  # the configuration's own check
-    assert preset.latency_us is not None and preset.link_gbytes_per_s is not None
-    launch = preset.launch_us / 1e6
-    bandwidth = preset.link_gbytes_per_s * 1e9
-    return Cluster(
-        source="preset",
-        device=settings.device.value,
-        devices=settings.devices,
-        memory_bytes=round(settings.memory_gb * 1e9),
-        compute=Compute(
-            Curve((1.0,), (preset.matmul_gflops * 1e9,)), preset.memory_gbytes_per_s * 1e9, launch, 2 * launch
-        ),
-        axes=(Axis(AXIS, settings.devices, ring_links(settings.devices, preset.latency_us / 1e6, bandwidth)),),
-    )
 
 
 def measure(settings: Settings, choice: str, log: Log) -> Cluster:
