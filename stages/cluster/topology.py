@@ -50,6 +50,17 @@ def find_groups(
     return _group(root, delays, list(hosts), top=True)
 
 
+def pair_matrices(pairs: list[dict[str, float]], count: int) -> tuple[Matrix, Matrix]:
+    """Bandwidth and latency by rank and rank."""
+    bandwidth: list[list[float | None]] = [[None] * count for _ in range(count)]
+    latency: list[list[float | None]] = [[None] * count for _ in range(count)]
+    for pair in pairs:
+        a, b = int(pair["a"]), int(pair["b"])
+        bandwidth[a][b] = bandwidth[b][a] = pair["bandwidth"]
+        latency[a][b] = latency[b][a] = pair["latency"]
+    return bandwidth, latency
+
+
 def symmetric(matrix: Matrix) -> list[list[float | None]]:
     """Each pair as the mean of what its two ends measured, on a logarithmic scale; zero stays zero."""
     count = len(matrix)
