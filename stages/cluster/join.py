@@ -31,6 +31,7 @@ def take_part(guest: Guest, devices: int, wait: float) -> None:
     except LaunchFailed as error:
         guest.failed(str(error))
         raise
+    guest.through()
 
 
 def _parser() -> argparse.ArgumentParser:

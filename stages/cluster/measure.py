@@ -71,12 +71,14 @@ def run_probe(settings: Settings, log: Log) -> dict[str, Any]:
     log.info("measuring %d ranks on %d hosts", sum(a.devices for a in arrived), len(names))
     meeting.start({"job": job, "nodes": len(names), "hosts": names, "torchrun": (names[0], probe.port + 1)})
     try:
-        return run_ranks("stages.cluster.probe", job, settings.devices, probe.timeout_s, meeting.listen, node)
+        found = run_ranks("stages.cluster.probe", job, settings.devices, probe.timeout_s, meeting.listen, node)
     except LaunchFailed as error:
         reason = LaunchFailed(meeting.explain(str(error)))
         reason.log = error.log
         meeting.stop(str(reason))
         raise reason from error
+    meeting.part()
+    return found
 
 
 def join_command(settings: Settings) -> str:

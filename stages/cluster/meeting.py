@@ -27,6 +27,7 @@ from pipeline.launch import LaunchFailed
 BEAT_S = 1.0
 SILENT_S = 15.0
 LAST_WORDS_S = 3.0  # after a failure here, for the reason to arrive from elsewhere
+PART_S = 10.0
 LOCAL = "127.0.0.1"
 
 
@@ -84,6 +85,7 @@ class Meeting:
 
     def _refuse(self, reason: str) -> None:
         self.store.set("go", json.dumps({"error": reason}))
+        self.part()
         raise LaunchFailed(reason)
 
     def start(self, word: dict[str, Any]) -> None:
@@ -92,6 +94,14 @@ class Meeting:
     def stop(self, reason: str) -> None:
         """Tells the other hosts that it is over, and why."""
         self.store.set("stop", reason)
+        self.part()
+
+    def part(self) -> None:
+        """Stays until those who came are through, since the store ends with this process; but not for ever."""
+        deadline = time.monotonic() + PART_S
+        for host in self.others:
+            if _peek(self.store, f"arrival/{host}"):
+                _get(self.store, f"through/{host}", deadline)
 
     def listen(self, _: Path | None = None) -> None:
         """LaunchFailed where a host has given up or a rank that had spoken is silent for too long."""
@@ -149,11 +159,15 @@ class Guest:
 
     def wait(self, timeout: float) -> dict[str, Any]:
         """The word to start."""
-        text = _get(self.store, "go", time.monotonic() + timeout)
+        try:
+            text = _get(self.store, "go", time.monotonic() + timeout)
+        except RuntimeError as error:
+            raise LaunchFailed("the first host is gone") from error
         if text is None:
             raise LaunchFailed(f"the first host did not start within {timeout:g} s")
         word: dict[str, Any] = json.loads(text)
         if "error" in word:
+            self.through()
             raise LaunchFailed(word["error"])
         return word
 
@@ -165,9 +179,13 @@ class Guest:
         if reason:
             raise LaunchFailed(reason)
 
+    def through(self) -> None:
+        self.store.set(f"through/{self.host}", "")
+
     def failed(self, reason: str) -> None:
         try:
             self.store.set(f"failed/{self.host}", on_host(reason, self.host))
+            self.through()
         except RuntimeError:
             return  # the first host is gone, and knows
 
@@ -213,7 +231,7 @@ def _get(store: Any, key: str, deadline: float) -> str | None:
 
 def on_host(reason: str, host: str) -> str:
     """Which of the hosts it was, where a launcher tells that one of its ranks died."""
-    return reason.replace(" died of", f" on host {host} died of", 1)
+    return reason if " on host " in reason else reason.replace(" died of", f" on host {host} died of", 1)
 
 
 def _first_line(error: BaseException) -> str:

@@ -77,13 +77,11 @@ def _measure_links(job: dict[str, Any], voice: Voice, clock: Clock, hosts: list[
     pairs = measure_pairs(clock, rounds, largest, PAIRS * budget)
     shapes = _axes_of(pairs, hosts) if dist.get_rank() == 0 else None
     order, strides = _from_first(shapes)
-    found = []
+    found, share = [], (1 - PAIRS) * budget / len(strides)
     for stride, size in strides:
         voice.say(f"measuring groups of {size}")
         axis = axis_groups(order, stride, size)
-        found.append(
-            {"stride": stride, "size": size, **measure_axis(clock, axis, largest, (1 - PAIRS) * budget / len(strides))}
-        )
+        found.append({"stride": stride, "size": size, **measure_axis(clock, axis, largest, share)})
     voice.say("measuring overlap")
     overlap = measure_overlap(clock, max(m["bytes"] for m in found[0]["fitted"]["all_reduce"]))
     return {"pairs": pairs, "rounds": len(rounds), "axes": found, "overlap": overlap}
