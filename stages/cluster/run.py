@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pipeline.config import ClusterSource, Config
+from pipeline.files import write_atomic
 from pipeline.ir.cluster import Cluster
 from pipeline.stage import Inputs, Result
 from stages.cluster.described import from_preset, simulate
 from stages.cluster.measure import measure
+from stages.cluster.picture import draw
+from stages.cluster.topology import partition_of
+
+PICTURE = "runs/cluster/topology.png"
 
 
 def run(inputs: Inputs, config: Config) -> Result:
@@ -15,16 +20,29 @@ def run(inputs: Inputs, config: Config) -> Result:
         cluster = measure(settings, config.choices["cluster"], inputs.log)
     else:
         cluster = simulate(settings) if settings.source is ClusterSource.simulate else from_preset(settings)
-    return Result(cluster, figures(cluster))
+    picture = inputs.root / PICTURE
+    write_atomic(picture, draw(cluster, config.choices["cluster"]))
+    return Result(cluster, figures(cluster), (picture,))
 
 
 def figures(cluster: Cluster) -> dict[str, float | int | str]:
     link = cluster.axes[0].links["all_reduce"]
-    return {
+    found: dict[str, float | int | str] = {
         "devices": cluster.devices,
         "memory_bytes": cluster.memory_bytes,
         "matmul_gflops": round(max(cluster.compute.matmul.rates) / 1e9, 3),
         "memory_gbytes_per_s": round(cluster.compute.memory_rate / 1e9, 3),
         "all_reduce_latency_us": round(link.latency * 1e6, 2),
         "all_reduce_gbytes_per_s": round(link.bandwidth / 1e9, 3),
+        "hosts": len(cluster.hosts),
+        "groups": len(partition_of(cluster.group)) if cluster.group else 0,
+        "meshes": len(cluster.meshes),
     }
+    if cluster.measured:
+        found |= {
+            "probe_seconds": round(cluster.measured.seconds, 2),
+            "probe_spread": round(cluster.measured.spread, 4),
+            "probe_fit_error": round(cluster.measured.fit_error, 4),
+            "overlap": round(cluster.measured.overlap, 3),
+        }
+    return found

@@ -202,7 +202,7 @@ def test_a_real_probe_of_two_ranks():
     assert 0 <= cluster.measured.overlap <= 1 and cluster.measured.fit_error > 0
     assert set(compute.matmul_by_dtype) == {"bfloat16"}
     assert all(link.latency > 0 and link.bandwidth > 0 for link in cluster.axes[0].links.values())
-    assert all(value > 0 for value in figures(cluster).values())
+    assert all(value > 0 for name, value in figures(cluster).items() if name != "overlap")
     assert decode(type(cluster), encode(cluster)) == cluster
 
 

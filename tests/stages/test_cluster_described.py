@@ -12,9 +12,13 @@ from pipeline.config import ClusterSource, Device, Preset, Simulate, load_config
 from pipeline.errors import ConfigError
 from pipeline.ir.cluster import COLLECTIVES, SEND
 from pipeline.ir.codec import decode, encode
+from pipeline.stage import Inputs
 from stages.cluster.described import from_preset, simulate
 from stages.cluster.formulas import ring_links
+from stages.cluster.picture import draw
+from stages.cluster.run import run
 from stages.cluster.topology import partition_of
+from tests.graphs import SILENT
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path.stem for path in (ROOT / "conf/cluster").glob("*.yaml"))
@@ -143,3 +147,21 @@ def test_a_probe_takes_the_hosts_that_join(project):
     (project / "conf/cluster/ours.yaml").write_text("source: probe\ndevice: cpu\ndevices: 2\nnodes: 2\n")
     with pytest.raises(ConfigError, match=r"name them in `probe\.hosts`"):
         choose(project, "ours")
+
+
+@pytest.mark.parametrize(
+    ("changes"),
+    [{"devices": 1}, {"devices": 3}, {"per_host": [8, 4, 1]}, {"devices": 8, "nodes": 64}],
+    ids=["one", "three", "uneven", "many"],
+)
+def test_a_picture_of_any_cluster(changes):
+    png = draw(from_preset(described(**changes)), "ours")
+    assert png.startswith(b"\x89PNG\r\n\x1a\n") and png[12:16] == b"IHDR" and len(png) > 5000
+    assert draw(from_preset(described(**changes)), "ours") == png  # the same for the same cluster
+
+
+def test_the_stage_writes_its_picture(project):
+    choose(project, "simulated")
+    made = run(Inputs(project, {}, SILENT, None), load_config(project))
+    assert made.files == (project / "runs/cluster/topology.png",) and made.files[0].stat().st_size > 5000
+    assert (made.figures["devices"], made.figures["hosts"], made.figures["groups"]) == (20, 3, 14)
