@@ -2,8 +2,8 @@
 
 Bars: on 2 gloo ranks the fitted curves are off by at most 20% (median) on message sizes that were measured in the same
 run but not fitted, and the probe takes under 20 s, its start included; of 64 simulated ranks with random nested
-bandwidths (each at least twice as fast inside as outside, each pair off by up to 10%) the true groups are found in 100 of
-100 cases. Beside it, for information, the same with normal noise of 10% and 2.5 times.
+bandwidths (each at least twice as fast inside as outside, each pair off by up to 10%) the true groups are found in 100
+of 100 cases. Beside it, for information, the same with normal noise of 10% and at least 2.5 times.
 """
 
 from __future__ import annotations
