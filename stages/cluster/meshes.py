@@ -16,7 +16,6 @@ from math import prod
 from pipeline.ir.cluster import Axis, Group, LinkCost, Mesh, Split
 from stages.cluster.formulas import NOTHING, ring_links
 
-MOST_AXES = 3
 MOST_PIECES = 64
 SAMPLES = 64  # rings of an axis that are looked at, evenly spread, where there are more
 
