@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import random
+from itertools import pairwise
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.config import Cluster as Settings
 from pipeline.config import ClusterSource, Device, Preset, Probe
 from pipeline.errors import ClusterError
-from pipeline.ir.cluster import COLLECTIVES, Curve
+from pipeline.ir.cluster import COLLECTIVES, SEND, Compute, Curve, LinkCost
 from pipeline.ir.codec import decode, encode
-from stages.cluster.fit import FASTEST, fit_links, least_squares_line
-from stages.cluster.run import figures, from_preset, measure, ring_links
+from stages.cluster.fit import fit_errors, fit_link, fit_links, least_squares_line, reduce_times
+from stages.cluster.formulas import FASTEST, ring_links
+from stages.cluster.measure import measure
+from stages.cluster.rounds import pair_rounds
+from stages.cluster.run import figures, from_preset
+from stages.cluster.topology import fill_gaps
 from tests.graphs import SILENT
 
 SIZES = [1024 * 8**i for i in range(5)]
@@ -58,11 +67,57 @@ def test_links_are_fitted_one_by_one():
     for n, (name, link) in enumerate(fit_links(measured).items()):
         assert name == COLLECTIVES[n]
         assert link.latency == pytest.approx((n + 1) * 1e-5) and link.bandwidth == pytest.approx(1e9 / (n + 1))
+        for nbytes in (1024, 3000, 1e6, 1e9):
+            assert link.seconds(nbytes) == pytest.approx((n + 1) * (1e-5 + 1e-9 * nbytes))
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-6, 10)), min_size=1, max_size=12))
+def test_fitted_seconds_never_fall(points):
+    link = fit_link(points)
+    sizes = sorted([0.0, 1e10, *(size for size, _ in points), *(1.5 * size for size, _ in points)])
+    seconds = [link.seconds(size) for size in sizes]
+    assert all(b >= a * (1 - 1e-12) for a, b in pairwise(seconds)) and seconds[0] > 0
+
+
+@pytest.mark.parametrize("slow", [3.0, 50.0])
+def test_times_that_others_disturbed_do_not_count(slow):
+    found = reduce_times([1.0, 1.01, 0.99, 1.0, slow, 1.02, slow])
+    assert found.seconds == pytest.approx(1.0, rel=0.02) and found.outliers == 2 and found.spread < 0.05
+
+
+def test_errors_are_of_sizes_that_were_not_fitted():
+    links = fit_links({"all_reduce": [{"bytes": 1.0, "seconds": 1.0}, {"bytes": 3.0, "seconds": 3.0}]})
+    assert fit_errors(links, {"all_reduce": [{"bytes": 2.0, "seconds": 4.0}]}) == pytest.approx([0.5])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16])
+def test_few_ranks_meet_each_other_once(count):
+    rounds = pair_rounds(["h"] * count)
+    pairs = [pair for part in rounds for pair in part]
+    assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    assert all(len({rank for pair in part for rank in pair}) == 2 * len(part) for part in rounds)
+    assert len(rounds) <= count
+
+
+@given(st.lists(st.integers(1, 24), min_size=1, max_size=12))
+def test_many_ranks_meet_in_few_rounds_and_all_are_connected(sizes):
+    hosts = [f"h{number}" for number, size in enumerate(sizes) for _ in range(size)]
+    count = len(hosts)
+    rounds = pair_rounds(hosts)
+    assert all(len({rank for pair in part for rank in pair}) == 2 * len(part) for part in rounds)
+    assert len(rounds) <= 16 + 3 * math.ceil(math.log2(count + 1))
+    known = [[None] * count for _ in range(count)]
+    for a, b in (pair for part in rounds for pair in part):
+        known[a][b] = known[b][a] = 10.0 if hosts[a] == hosts[b] else 1.0
+    filled = fill_gaps(known)
+    for a in range(count):
+        for b in range(count):
+            assert a == b or filled[a][b] == (10.0 if hosts[a] == hosts[b] else 1.0)
 
 
 def test_an_axis_of_one_rank_costs_nothing():
     for links in (fit_links({}), ring_links(1, 1.0, 1.0)):
-        assert set(links) == set(COLLECTIVES)
+        assert set(links) >= set(COLLECTIVES)
         assert all((link.latency, link.bandwidth) == (0.0, FASTEST) for link in links.values())
 
 
@@ -71,12 +126,37 @@ def test_ring_links(size):
     latency, bandwidth, nbytes = 1e-5, 1e9, 1e6
     links = ring_links(size, latency, bandwidth)
     step = latency + nbytes / size / bandwidth  # one message of the ring: a piece of the tensor
-    assert set(links) == set(COLLECTIVES)
+    assert set(links) == {*COLLECTIVES, SEND}
     assert links["all_reduce"].seconds(nbytes) == pytest.approx(2 * (size - 1) * step)
     assert links["all_gather"].seconds(nbytes) == pytest.approx((size - 1) * step)
     assert links["reduce_scatter"].seconds(nbytes) == pytest.approx((size - 1) * step)
     to_each = latency + nbytes / size**2 / bandwidth
     assert links["all_to_all"].seconds(nbytes) == pytest.approx((size - 1) * to_each)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 64, 100])
+def test_small_tensors_are_summed_in_a_tree(size):
+    link = ring_links(size, 1e-5, 1e9)["all_reduce"]
+    tree = 2 * math.ceil(math.log2(size)) * 1e-5
+    for nbytes in (0, 1e3, 1e4, 1e5, 1e6, 1e9):
+        ring = 2 * (size - 1) * (1e-5 + nbytes / size / 1e9)
+        assert link.seconds(nbytes) == pytest.approx(min(ring, tree + 2 * nbytes / 1e9))
+
+
+def test_a_link_of_points():
+    link = LinkCost(1.0, 10.0, ((10.0, 1.0), (20.0, 3.0)))
+    assert [link.seconds(n) for n in (0, 10, 15, 20, 30)] == [1.0, 1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(ValueError, match="do not fall"):
+        LinkCost(1.0, 10.0, ((10.0, 1.0), (20.0, 0.5)))
+    with pytest.raises(ValueError, match="positive bandwidth"):
+        LinkCost(1.0, 0.0)
+
+
+def test_a_dtype_without_a_curve_is_as_its_like_or_as_float32():
+    slow, fast = Curve((1.0,), (1.0,)), Curve((1.0,), (9.0,))
+    compute = Compute(slow, 1.0, 0.0, 0.0, matmul_by_dtype={"bfloat16": fast})
+    assert compute.matmul_of("float16") == compute.matmul_of("bfloat16") == fast
+    assert compute.matmul_of("float32") == compute.matmul_of("float64") == slow
 
 
 def settings(**changes) -> Settings:
@@ -116,9 +196,13 @@ def test_a_real_probe_of_two_ranks():
     compute = cluster.compute
     assert min(compute.matmul.rates) > 1e6 and compute.memory_rate > 1e6
     assert 0 < compute.launch < 1 and 0 < compute.launch_backward < 1
-    assert set(cluster.axes[0].links) == set(COLLECTIVES)
+    assert set(cluster.axes[0].links) == {*COLLECTIVES, SEND} and cluster.axes[0].measured
+    assert [len(host.ranks) for host in cluster.hosts] == [2] and cluster.group.kind == "host"
+    assert cluster.measured.pairs == cluster.measured.rounds == 1 and 0 < cluster.measured.seconds < 60
+    assert 0 <= cluster.measured.overlap <= 1 and cluster.measured.fit_error > 0
+    assert set(compute.matmul_by_dtype) == {"bfloat16"}
     assert all(link.latency > 0 and link.bandwidth > 0 for link in cluster.axes[0].links.values())
-    assert all(value > 0 for value in figures(cluster).values())
+    assert all(value > 0 for name, value in figures(cluster).items() if name != "overlap")
     assert decode(type(cluster), encode(cluster)) == cluster
 
 
@@ -139,10 +223,11 @@ def test_a_probe_that_takes_too_long_names_its_file():
     assert "probe.timeout_s" in line
 
 
-def test_gpus_are_planned_for_but_not_measured():
+def test_gpus_that_are_not_there_are_planned_for_but_not_measured(monkeypatch):
     assert from_preset(settings(device=Device.cuda)).device == "cuda"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ClusterError) as refusal:
         measure(settings(source=ClusterSource.probe, device=Device.cuda), "gpus", SILENT)
     line = refusal.value.line()
-    assert line.startswith("conf/cluster/gpus.yaml: device: GPUs cannot be measured yet; ")
+    assert line.startswith("conf/cluster/gpus.yaml: devices: got 2, and torch sees 1 GPUs on this machine; ")
     assert "source: preset" in line and "device: cpu" in line

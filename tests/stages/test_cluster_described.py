@@ -1,0 +1,167 @@
+"""Clusters that are described instead of measured: every shipped file, hosts of any sizes, the same artifact."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import Cluster as Settings
+from pipeline.config import ClusterSource, Device, Preset, Simulate, load_config
+from pipeline.errors import ConfigError
+from pipeline.ir.cluster import COLLECTIVES, SEND
+from pipeline.ir.codec import decode, encode
+from pipeline.stage import Inputs
+from stages.cluster.described import from_preset, simulate
+from stages.cluster.formulas import ring_links
+from stages.cluster.picture import draw
+from stages.cluster.run import run
+from stages.cluster.topology import partition_of
+from tests.graphs import SILENT
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(path.stem for path in (ROOT / "conf/cluster").glob("*.yaml"))
+FIGURES = {
+    "matmul_gflops": 1000, "half_gflops": 8000, "memory_gbytes_per_s": 500, "latency_us": 3, "link_gbytes_per_s": 100,
+    "network_latency_us": 15, "network_gbytes_per_s": 20, "network_cards": 2,
+}  # fmt: skip
+
+
+def described(source: ClusterSource = ClusterSource.preset, noise: float = 0.1, **changes) -> Settings:
+    figures = {**FIGURES, **changes.pop("figures", {})}
+    known = {"device": Device.cuda, "devices": 4, "memory_gb": 80}
+    return Settings(source=source, preset=Preset(**figures), simulate=Simulate(noise=noise), **{**known, **changes})
+
+
+@pytest.fixture
+def project(tmp_path):
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    return tmp_path
+
+
+def choose(project: Path, name: str) -> Settings:
+    path = project / "conf/config.yaml"
+    path.write_text(path.read_text().replace("cluster: local_cpu", f"cluster: {name}"))
+    return load_config(project).cluster
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_shipped_file(project, name):
+    settings = choose(project, name)
+    text = (project / f"conf/cluster/{name}.yaml").read_text()
+    assert f"`cluster: {name}`" in text and f"cluster={name}`" in text
+    if settings.source is ClusterSource.probe:
+        return
+    cluster = (simulate if settings.source is ClusterSource.simulate else from_preset)(settings)
+    assert cluster.devices == sum(settings.host_sizes) == sum(len(host.ranks) for host in cluster.hosts)
+    assert cluster.sizes == (cluster.devices,) and cluster.axes[0].name == "d0"
+    assert decode(type(cluster), encode(cluster)) == cluster
+
+
+def test_the_files_that_people_need_are_there():
+    cards = {"h200", "h100", "a100_80", "a100_40", "v100", "l4", "rtx_4090"}
+    boxes = {
+        "p3_16xlarge",
+        "dgx_a100",
+        "dgx_h100",
+        "dgx_a100_infiniband",
+        "dgx_h100_infiniband",
+        "p3_16xlarge_ethernet",
+    }
+    assert cards | boxes | {"p3_16xlarge_ethernet", "preset_cpu", "two_laptops", "simulated"} <= set(FILES)
+
+
+def test_a_users_own_file_is_found(project):
+    text = (project / "conf/cluster/dgx_a100_infiniband.yaml").read_text()
+    (project / "conf/cluster/ours.yaml").write_text(text.replace("nodes: 4", "nodes: 3"))
+    assert from_preset(choose(project, "ours")).devices == 24
+
+
+def test_hosts_on_a_network():
+    cluster = from_preset(described(nodes=3))
+    group = cluster.group
+    assert [host.ranks for host in cluster.hosts] == [tuple(range(n, n + 4)) for n in (0, 4, 8)]
+    assert (group.kind, group.bandwidth, group.uplink) == ("cluster", 10e9, 20e9)
+    assert [(m.kind, m.bandwidth, m.latency) for m in group.members] == [("host", 100e9, 3e-6)] * 3
+    by_hosts = next(mesh for mesh in cluster.meshes if mesh.sizes == (3, 4))
+    assert by_hosts.axes[0].links == ring_links(3, 15e-6, 20e9 / 4)  # four rings share the host's cards
+    assert by_hosts.axes[1].links == ring_links(4, 3e-6, 100e9)
+    assert cluster.axes[0].links == ring_links(12, 15e-6, 10e9)
+
+
+def test_figures_are_reached_in_part():
+    compute = from_preset(described(devices=1, figures={"efficiency": 0.5})).compute
+    assert compute.matmul_of("float32").at(1e9) == 500e9 and compute.matmul_of("float16").at(1e9) == 4000e9
+    assert compute.memory_rate == 250e9
+
+
+def test_islands_of_a_host_and_what_is_left():
+    cluster = from_preset(described(devices=5, figures={"island": 2, "cross_gbytes_per_s": 30}))
+    assert [(m.kind, m.ranks) for m in cluster.group.members] == [
+        ("island", (0, 1)), ("island", (2, 3)), ("device", (4,)),
+    ]  # fmt: skip
+    assert (cluster.group.kind, cluster.group.bandwidth, cluster.group.latency) == ("host", 30e9, 3e-6)
+
+
+@pytest.mark.parametrize("per_host", [[1], [1, 1], [2, 1], [3], [6], [8, 4], [5, 3, 1]])
+def test_hosts_of_any_sizes(per_host):
+    cluster = from_preset(described(per_host=per_host))
+    assert cluster.devices == sum(per_host) and cluster.meshes and set(cluster.axes[0].links) == {*COLLECTIVES, SEND}
+    assert bool(cluster.splits) == (sum(per_host) > 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("per_host", [[4, 4], [8, 2, 6], [1, 3]])
+def test_what_is_simulated_is_found_again(per_host, seed):
+    settings = described(ClusterSource.simulate, per_host=per_host)
+    settings.simulate.seed = seed
+    found, exact = simulate(settings), from_preset(settings)
+    assert partition_of(found.group) == partition_of(exact.group)
+    assert found.group.bandwidth == pytest.approx(exact.group.bandwidth, rel=0.1)
+    assert found.group.uplink == exact.group.uplink
+    assert [mesh.sizes for mesh in found.meshes] and found.source == "simulate" and found.measured.spread == 0.1
+
+
+def test_a_cluster_larger_than_pairs_can_be_drawn():
+    cluster = simulate(described(ClusterSource.simulate, devices=8, nodes=512))
+    assert cluster.devices == 4096 and len(cluster.group.members) == 512
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ("devices: 8\nnodes: 2\n", "'preset' needs preset.network_latency_us, preset.network_gbytes_per_s"),
+        ("devices: 8\nper_host: [1, 1]\n", "'preset' needs preset.network_latency_us"),
+        ("devices: 65536\nnodes: 2\n", "got 131072 devices, expected at most 65536"),
+    ],
+)
+def test_what_is_described_in_part_is_refused(project, changes, told):
+    text = (project / "conf/cluster/dgx_a100.yaml").read_text()
+    (project / "conf/cluster/ours.yaml").write_text(text.replace("devices: 8\n", changes))
+    with pytest.raises(ConfigError, match=told.replace("[", r"\[")):
+        choose(project, "ours")
+
+
+def test_a_probe_takes_the_hosts_that_join(project):
+    (project / "conf/cluster/ours.yaml").write_text("source: probe\ndevice: cpu\ndevices: 2\nnodes: 2\n")
+    with pytest.raises(ConfigError, match=r"name them in `probe\.hosts`"):
+        choose(project, "ours")
+
+
+@pytest.mark.parametrize(
+    ("changes"),
+    [{"devices": 1}, {"devices": 3}, {"per_host": [8, 4, 1]}, {"devices": 8, "nodes": 64}],
+    ids=["one", "three", "uneven", "many"],
+)
+def test_a_picture_of_any_cluster(changes):
+    png = draw(from_preset(described(**changes)), "ours")
+    assert png.startswith(b"\x89PNG\r\n\x1a\n") and png[12:16] == b"IHDR" and len(png) > 5000
+    assert draw(from_preset(described(**changes)), "ours") == png  # the same for the same cluster
+
+
+def test_the_stage_writes_its_picture(project):
+    choose(project, "simulated")
+    made = run(Inputs(project, {}, SILENT, None), load_config(project))
+    assert made.files == (project / "runs/cluster/topology.png",) and made.files[0].stat().st_size > 5000
+    assert (made.figures["devices"], made.figures["hosts"], made.figures["groups"]) == (20, 3, 14)
