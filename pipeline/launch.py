@@ -16,12 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 PARENT = "SHARDWRIGHT_PARENT"
 _EXCEPTION = re.compile(r"(?:\[\w+\]:\s*)?[\w.]*(?:Error|Exception)(?::.*)?")  # the last line of a traceback
-
-
 _DEATH = re.compile(r"rank +: (\d+) .*?\n *exitcode +: -(\d+) ", re.DOTALL)  # in the table of failures of torchrun
 
 
@@ -109,6 +105,8 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, work: Path, poll: Ca
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Ends the launcher and its ranks where they still run; ranks lie in sessions of their own."""
+    import psutil
+
     if process.poll() is not None:
         return
     try:
@@ -167,6 +165,8 @@ def follow_parent() -> None:
 
 
 def _alive(pid: int) -> bool:
+    import psutil  # here, so that ranks can be started by hand where torch is all there is
+
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

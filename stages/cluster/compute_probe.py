@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.cost.compute import optimizer_bytes
-from stages.cluster.timing import Clock, slowest
+from stages.cluster.timing import Clock, Work, slowest
 
 SIDES = {"cpu": (32, 64, 128, 256, 384), "cuda": (128, 512, 1024, 2048, 4096)}
 HALF_SIDES = {"cpu": (64, 128, 256), "cuda": (128, 512, 1024, 2048, 4096, 8192)}
@@ -28,8 +28,8 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "aten.layer_norm.default": lambda x: F.layer_norm(x, (COLUMNS,)),
     "aten.cross_entropy_loss.default": lambda x: F.cross_entropy(x, torch.arange(ROWS, device=x.device)),
 }
-LEAST_FLOPS = 2e7  # smaller products are repeated up to this, or to LONG_S
-LONG_S = 0.01
+LONG_S = 0.01  # a product that takes this long is the last of its dtype
+ENOUGH_S, MOST_CALLS = 1e-3, 200  # short work is called again and again in one measurement, up to this
 
 
 def measure_compute(clock: Clock) -> dict[str, Any]:
@@ -62,15 +62,19 @@ def _matmul(clock: Clock, side: int, dtype: torch.dtype) -> dict[str, float]:
     """A linear layer of a batch of `4 side` rows: the shape that training mostly sees."""
     x = torch.randn(4 * side, side, device=clock.device).to(dtype)
     w = torch.randn(side, side, device=clock.device).to(dtype)
-    flops = 8.0 * side**3
-    first = slowest([clock.once(lambda: F.linear(x, w))])[0]
-    inner = max(1, min(int(LEAST_FLOPS / flops), int(LONG_S / first)))
-    return {"flops": flops, "seconds": clock.seconds(lambda: F.linear(x, w), inner)}
+    return {"flops": 8.0 * side**3, "seconds": _seconds(clock, lambda: F.linear(x, w))}
 
 
 def _copy(clock: Clock, elements: int) -> dict[str, float]:
     a, b = (torch.randn(elements, device=clock.device) for _ in range(2))
-    return {"bytes": 12.0 * elements, "seconds": clock.seconds(lambda: a + b, max(1, (1 << 18) // elements))}
+    return {"bytes": 12.0 * elements, "seconds": _seconds(clock, lambda: a + b)}
+
+
+def _seconds(clock: Clock, work: Work) -> float:
+    """Of one call, where the first may load libraries and a short one drowns in what it takes to time it."""
+    work()
+    once = slowest([clock.once(work)])[0]
+    return clock.seconds(work, max(1, min(MOST_CALLS, int(ENOUGH_S / once))))
 
 
 def _op(clock: Clock, function: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:

@@ -191,11 +191,13 @@ class Guest:
 
 
 class Voice:
-    """A rank's side: says once a second what it does."""
+    """A rank's side: says once a second what it does, where someone listens."""
 
     def __init__(self, job: dict[str, Any], rank: int) -> None:
         self.rank, self.host = rank, job["host"]
         self.doing = "starting"
+        if "meeting" not in job:  # started by hand
+            return
         address, port = job["meeting"]
         self.store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=job["timeout_s"]))
         threading.Thread(target=self._speak, daemon=True, name="voice").start()

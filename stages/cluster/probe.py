@@ -1,4 +1,8 @@
-"""What one rank measures, with all ranks at work at once: `python -m stages.cluster.probe WORK` under torchrun."""
+"""What one rank measures, with all ranks at work at once: `python -m stages.cluster.probe WORK` under torchrun.
+
+WORK/job.json says what to do and WORK/result.json is what was found. It needs torch alone, so that it can be started by
+hand on a machine that has nothing else (docs/clusters.md).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -100,7 +103,10 @@ def _axes_of(pairs: list[dict[str, float]], hosts: list[str]) -> tuple[list[int]
 def _own_device(device: str) -> dict[str, Any]:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return {"device": properties.name, "memory_bytes": properties.total_memory}
+        free, _ = torch.cuda.mem_get_info()
+        return {"device": properties.name, "memory_bytes": free, "processors": properties.multi_processor_count}
+    import psutil
+
     beside = int(os.environ["LOCAL_WORLD_SIZE"])
     return {"device": platform.processor() or "cpu", "memory_bytes": psutil.virtual_memory().available // beside}
 
