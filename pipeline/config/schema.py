@@ -197,10 +197,16 @@ class Preset:
     half_gflops: float | None = setting(
         "The same in bfloat16 or float16; null is as fast as float32.", None, above=0, at_most=1e9
     )
+    bf16_gflops: float | None = setting(
+        "The same in bfloat16 where float16 is faster; null is `half_gflops`.", None, above=0, at_most=1e9
+    )
     memory_gbytes_per_s: float | None = setting(
         "Memory bandwidth of one device, in GB a second.", None, above=0, at_most=LARGEST_GB
     )
     efficiency: float = setting("Share of the figures above that programs reach.", 1.0, above=0, at_most=1)
+    processors: int | None = setting(
+        "Multiprocessors of a GPU, over which kernels are spread; null is 132.", None, at_least=1, at_most=100000
+    )
     launch_us: float = setting("Time to start one operator, in microseconds.", 10.0, at_least=0, at_most=1e6)
     latency_us: float | None = setting(
         "Time of an empty message between two devices, in microseconds.", None, at_least=0, at_most=1e6

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import prod
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SEND = "send_recv"  # from one device to one other
@@ -53,6 +54,7 @@ class Compute:
     optimizer_launch: float = 0.0  # seconds of an optimizer step for each parameter
     optimizer_rate: float | None = None  # bytes/s that an optimizer step moves; None is `memory_rate`
     matmul_by_dtype: dict[str, Curve] = field(default_factory=dict)  # of the other dtypes
+    processors: int | None = None  # of a GPU: multiprocessors, over which kernels are spread
 
     def matmul_of(self, dtype: str) -> Curve:
         """The curve of a dtype; the two half precisions stand for each other, all else is as float32."""
@@ -154,7 +156,7 @@ class Measured:
     outliers: int  # times that were left out
     spread: float  # of repeated measurements, relative to their median: the median over all
     fit_error: float  # on message sizes that were not fitted, relative: the median over all
-    overlap: float  # of computation and communication: 1 hides the shorter of the two, 0 nothing
+    overlap: float | None  # of computation and communication: 1 hides the shorter of the two, 0 nothing
 
 
 @dataclass(frozen=True)
@@ -175,3 +177,16 @@ class Cluster:
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)
+
+    def mesh_candidates(self, most_axes: int = 3) -> tuple[Mesh, ...]:
+        """The meshes to plan for, of few axes first and then the most promising first, each with its curves.
+
+        `pipeline.cost` prices with any of them: `Paths(mesh.axes, ...)`, `price_step(..., cluster.on(mesh), ...)`.
+        """
+        return tuple(mesh for mesh in self.meshes or (Mesh(self.axes),) if len(mesh.axes) <= most_axes)
+
+    def on(self, mesh: Mesh) -> Cluster:
+        """The same devices, planned for as this mesh."""
+        if prod(mesh.sizes) != self.devices:
+            raise ValueError(f"a mesh of {mesh.sizes} does not hold {self.devices} devices")
+        return replace(self, axes=mesh.axes)

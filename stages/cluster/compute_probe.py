@@ -46,6 +46,7 @@ def measure_compute(clock: Clock) -> dict[str, Any]:
         "launch_backward": _launch_backward(clock),
         "ops": {name: _op(clock, function) for name, function in OPS.items()} if on_cpu else {},
         "optimizer": [_optimizer(clock, n) for n in OPTIMIZED[device]],
+        "processors": None if on_cpu else torch.cuda.get_device_properties(device).multi_processor_count,
     }
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 from pipeline.config import Cluster as Settings
 from pipeline.ir.cluster import Cluster, Compute, Curve, Group, Host, Measured
 from stages.cluster.meshes import candidate_meshes, candidate_splits
-from stages.cluster.topology import UNLINKED, device_order, find_groups
+from stages.cluster.topology import UNLINKED, device_order, find_groups, with_uplinks
 
 MOST_SIMULATED = 256  # devices whose pairs are drawn one by one; larger clusters are grouped as they are described
 
@@ -25,9 +24,9 @@ def simulate(settings: Settings) -> Cluster:
         return _cluster(settings, described, None)
     bandwidth, latency = draw_pairs(described, settings.simulate.noise, random.Random(settings.simulate.seed))
     hosts = [host.name for host in describe_hosts(settings) for _ in host.ranks]
-    found = _with_uplinks(find_groups(bandwidth, latency, hosts), described)
+    found = with_uplinks(find_groups(bandwidth, latency, hosts), described.uplink)
     count = len(hosts)
-    measured = Measured(0.0, max(count - 1, 0), count * (count - 1) // 2, 0, settings.simulate.noise, 0.0, 0.0)
+    measured = Measured(0.0, max(count - 1, 0), count * (count - 1) // 2, 0, settings.simulate.noise, 0.0, None)
     return _cluster(settings, found, measured)
 
 
@@ -54,13 +53,14 @@ def describe_compute(settings: Settings) -> Compute:
     preset = settings.preset
     assert preset.matmul_gflops and preset.memory_gbytes_per_s
     reached = 1e9 * preset.efficiency
-    half = {"bfloat16": Curve((1.0,), (preset.half_gflops * reached,))} if preset.half_gflops else {}
+    half = {"float16": preset.half_gflops, "bfloat16": preset.bf16_gflops or preset.half_gflops}
     return Compute(
         matmul=Curve((1.0,), (preset.matmul_gflops * reached,)),
         memory_rate=preset.memory_gbytes_per_s * reached,
         launch=preset.launch_us / 1e6,
         launch_backward=2 * preset.launch_us / 1e6,
-        matmul_by_dtype=half,
+        matmul_by_dtype={dtype: Curve((1.0,), (rate * reached,)) for dtype, rate in half.items() if rate},
+        processors=preset.processors,
     )
 
 
@@ -141,11 +141,3 @@ def draw_pairs(group: Group, noise: float, draw: random.Random) -> tuple[list[li
 
     fill(group)
     return [[value * draw.uniform(1 - noise, 1 + noise) for value in row] for row in bandwidth], latency
-
-
-def _with_uplinks(found: Group, described: Group) -> Group:
-    """Uplinks are no property of pairs: they are taken over for the groups that span hosts."""
-    if found.kind not in ("switch", "cluster"):
-        return found
-    members = tuple(_with_uplinks(member, described) for member in found.members)
-    return replace(found, uplink=described.uplink, members=members)

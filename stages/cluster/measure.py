@@ -141,7 +141,7 @@ def _trust(found: dict[str, Any], measured: dict[tuple[int, int], Any]) -> Measu
         outliers=found["outliers"],
         spread=found["spread"],
         fit_error=statistics.median(errors) if errors else 0.0,
-        overlap=found.get("overlap", 0.0),
+        overlap=found.get("overlap"),
     )
 
 
@@ -157,6 +157,7 @@ def _compute(found: dict[str, Any]) -> Compute:
         optimizer_launch=optimizer_launch,
         optimizer_rate=1 / optimizer_per_byte,
         matmul_by_dtype={dtype: _curve(products) for dtype, products in found["half"].items()},
+        processors=found["processors"],
     )
 
 

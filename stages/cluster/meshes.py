@@ -2,24 +2,23 @@
 
 Devices are taken in the order of the tree (`device_order`), so neighbours are near: the inner axes of a row-major array
 run over fast links and the outer ones over slow links. The devices along an axis are linked as their lowest common
-group is, and where a member of that group has one uplink for all its devices, the rings that run beside each other
-share it.
+group is. Where a member of that group (a host) has one uplink for all its devices, the k groups of the axis that cross
+it at once get 1/k of it each: with 8 tensor-parallel ranks on a host, each of their 8 data-parallel groups gets an
+eighth. A group with m devices in the host can send through each of them, so it gets at most m times what one has.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 from pipeline.ir.cluster import Axis, Group, LinkCost, Mesh, Split
-from stages.cluster.formulas import NOTHING, ring_links
+from stages.cluster.formulas import NOTHING, Link, group_links
 
 MOST_PIECES = 64
-SAMPLES = 64  # rings of an axis that are looked at, evenly spread, where there are more
-
-Link = tuple[float, float]  # latency, bytes/s
+SAMPLES = 64  # groups of an axis that are looked at, evenly spread, where there are more
 
 
 def axis_name(number: int) -> str:
@@ -58,13 +57,14 @@ def _levels(group: Group) -> Iterator[tuple[int, ...]]:
 
 def _split(tree: _Tree, sizes: tuple[int, ...]) -> Split:
     edges = list(accumulate(sizes))[:-1]
-    latency, bandwidth = _slowest([tree.link(edge - 1, edge) for edge in edges])
+    beside = [min(pair) for pair in pairwise(sizes)]  # devices that send at once, each to one of the next piece
+    link = _slowest([tree.between(edge - 1, edge, crowd) for edge, crowd in zip(edges, beside, strict=True)])
     meshes = {}
     for size in dict.fromkeys(sizes):
         places = [edge - own for edge, own in zip(accumulate(sizes), sizes, strict=True) if own == size]
         found = [_meshes(tree, place, size) for place in (places[:1] if tree.even else places)]
         meshes[str(size)] = _worst(found)
-    return Split(sizes, LinkCost(latency, bandwidth), meshes)
+    return Split(sizes, LinkCost(link.latency, link.one), meshes)
 
 
 def _worst(places: list[tuple[Mesh, ...]]) -> tuple[Mesh, ...]:
@@ -104,17 +104,26 @@ class _Tree:
             found = inner
         return found
 
-    def link(self, first: int, last: int) -> Link:
-        group = self.common(first, last)
-        return group.latency, group.bandwidth
+    def between(self, first: int, last: int, crowd: int) -> Link:
+        """From one place to another, while `crowd` of their neighbours do the same."""
+        return self._link(self.common(first, last), crowd, 1, 2)
 
-    def ring(self, first: int, stride: int, size: int) -> Link:
-        """The link of a ring over every `stride`-th place, while the `stride - 1` rings beside it run."""
+    def along(self, first: int, stride: int, size: int) -> Link:
+        """Every `stride`-th place, while the `stride - 1` groups beside it are at work."""
         group = self.common(first, first + stride * (size - 1))
+        return self._link(group, stride, self.largest[id(group)] // stride, size)
+
+    def _link(self, group: Group, crowd: int, within: int, size: int) -> Link:
+        """`size` devices, up to `within` of them in one member of the group, while `crowd` such groups are at work."""
         if group.uplink is None or not group.members:
-            return group.latency, group.bandwidth
-        crowd = min(stride, self.largest[id(group)])
-        return group.latency, min(group.bandwidth, group.uplink / crowd)
+            return Link.alike(group.latency, group.bandwidth)
+        within = max(1, min(within, size - 1))
+        share = group.uplink / min(crowd, self.largest[id(group)])
+        around = min(share, within * group.bandwidth)
+        if within > 1:  # the ring also runs inside the members
+            around = min(around, *(member.bandwidth for member in group.members))
+        out = share / within * (size - 1) / (size - within)  # what stays in the member needs no uplink
+        return Link(group.latency, around, min(share, group.bandwidth), min(out, group.bandwidth))
 
 
 def _all(group: Group) -> Iterator[Group]:
@@ -135,7 +144,12 @@ def _shape(group: Group) -> tuple[object, ...]:
 
 
 def _slowest(links: list[Link]) -> Link:
-    return min(links, key=lambda link: (link[1], -link[0]))
+    return Link(
+        latency=max(link.latency for link in links),
+        around=min(link.around for link in links),
+        one=min(link.one for link in links),
+        each=min(link.each for link in links),
+    )
 
 
 def _meshes(tree: _Tree, start: int, count: int) -> tuple[Mesh, ...]:
@@ -166,11 +180,11 @@ def _divisors(count: int) -> list[int]:
 
 
 def _axis_links(tree: _Tree, start: int, count: int, stride: int, size: int) -> dict[str, LinkCost]:
-    rings = count // size
-    chosen = range(rings) if rings <= SAMPLES else [number * (rings - 1) // (SAMPLES - 1) for number in range(SAMPLES)]
-    firsts = [start + ring // stride * stride * size + ring % stride for ring in chosen]
-    latency, bandwidth = _slowest([tree.ring(first, stride, size) for first in firsts])
-    return ring_links(size, latency, bandwidth)
+    groups = count // size
+    sampled = groups > SAMPLES
+    chosen = [number * (groups - 1) // (SAMPLES - 1) for number in range(SAMPLES)] if sampled else range(groups)
+    firsts = [start + number // stride * stride * size + number % stride for number in chosen]
+    return group_links(size, _slowest([tree.along(first, stride, size) for first in firsts]))
 
 
 def _price(axis: Axis) -> float:

@@ -104,7 +104,7 @@ def _own_device(device: str) -> dict[str, Any]:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         free, _ = torch.cuda.mem_get_info()
-        return {"device": properties.name, "memory_bytes": free, "processors": properties.multi_processor_count}
+        return {"device": properties.name, "memory_bytes": free}
     import psutil
 
     beside = int(os.environ["LOCAL_WORLD_SIZE"])

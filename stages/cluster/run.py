@@ -43,6 +43,7 @@ def figures(cluster: Cluster) -> dict[str, float | int | str]:
             "probe_seconds": round(cluster.measured.seconds, 2),
             "probe_spread": round(cluster.measured.spread, 4),
             "probe_fit_error": round(cluster.measured.fit_error, 4),
-            "overlap": round(cluster.measured.overlap, 3),
         }
+    if cluster.measured and cluster.measured.overlap is not None:
+        found["overlap"] = round(cluster.measured.overlap, 3)
     return found

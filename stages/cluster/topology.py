@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeline.ir.cluster import Group
 
@@ -183,6 +183,14 @@ def _kind(ranks: tuple[int, ...], hosts: list[str], top: bool) -> str:
     if len(names) > 1:
         return "cluster" if top else "switch"
     return "host" if len(ranks) == hosts.count(next(iter(names))) else "island"
+
+
+def with_uplinks(group: Group, uplink: float | None) -> Group:
+    """Uplinks are no property of pairs: they are told of the groups that span hosts."""
+    if group.kind not in ("switch", "cluster"):
+        return group
+    members = tuple(with_uplinks(member, uplink) for member in group.members)
+    return replace(group, uplink=uplink if members else None, members=members)
 
 
 def device_order(group: Group) -> tuple[int, ...]:

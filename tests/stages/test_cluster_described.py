@@ -14,7 +14,7 @@ from pipeline.ir.cluster import COLLECTIVES, SEND
 from pipeline.ir.codec import decode, encode
 from pipeline.stage import Inputs
 from stages.cluster.described import from_preset, simulate
-from stages.cluster.formulas import ring_links
+from stages.cluster.formulas import Link, group_links
 from stages.cluster.picture import draw
 from stages.cluster.run import run
 from stages.cluster.topology import partition_of
@@ -85,9 +85,10 @@ def test_hosts_on_a_network():
     assert (group.kind, group.bandwidth, group.uplink) == ("cluster", 10e9, 20e9)
     assert [(m.kind, m.bandwidth, m.latency) for m in group.members] == [("host", 100e9, 3e-6)] * 3
     by_hosts = next(mesh for mesh in cluster.meshes if mesh.sizes == (3, 4))
-    assert by_hosts.axes[0].links == ring_links(3, 15e-6, 20e9 / 4)  # four rings share the host's cards
-    assert by_hosts.axes[1].links == ring_links(4, 3e-6, 100e9)
-    assert cluster.axes[0].links == ring_links(12, 15e-6, 10e9)
+    assert by_hosts.axes[0].links == group_links(3, Link.alike(15e-6, 20e9 / 4))  # four groups share the host's cards
+    assert by_hosts.axes[1].links == group_links(4, Link.alike(3e-6, 100e9))
+    out = 20e9 / 4 * 11 / 8  # of each device, of whose 11 messages 8 leave the host
+    assert cluster.axes[0].links == group_links(12, Link(15e-6, around=20e9, one=10e9, each=out))
 
 
 def test_figures_are_reached_in_part():
