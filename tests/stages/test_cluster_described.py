@@ -9,16 +9,23 @@ import pytest
 
 from pipeline.config import Cluster as Settings
 from pipeline.config import ClusterSource, Device, Preset, Simulate, load_config
+from pipeline.cost.paths import Paths
+from pipeline.cost.step import price_step
+from pipeline.cost.unsplit import card_of
 from pipeline.errors import ConfigError
 from pipeline.ir.cluster import COLLECTIVES, SEND
 from pipeline.ir.codec import decode, encode
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.layout import Layout, P, R
+from pipeline.ir.plan import Sharding, Strategy
+from pipeline.lowering import lower
 from pipeline.stage import Inputs
-from stages.cluster.described import from_preset, simulate
+from stages.cluster.described import describe_compute, from_preset, simulate
 from stages.cluster.formulas import Link, group_links
 from stages.cluster.picture import draw
 from stages.cluster.run import run
 from stages.cluster.topology import partition_of
-from tests.graphs import SILENT
+from tests.graphs import SILENT, mlp_graph, profile_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path.stem for path in (ROOT / "conf/cluster").glob("*.yaml"))
@@ -89,6 +96,73 @@ def test_hosts_on_a_network():
     assert by_hosts.axes[1].links == group_links(4, Link.alike(3e-6, 100e9))
     out = 20e9 / 4 * 11 / 8  # of each device, of whose 11 messages 8 leave the host
     assert cluster.axes[0].links == group_links(12, Link(15e-6, around=20e9, one=10e9, each=out))
+
+
+def test_each_candidate_mesh_prices_conversions_and_steps(project):
+    """What planning loops over: an all-reduce costs on each axis what that axis says, and a whole step has a price."""
+    cluster = from_preset(choose(project, "dgx_h100_infiniband"))
+    candidates = cluster.mesh_candidates()
+    assert {len(mesh.axes) for mesh in candidates} == {1, 2, 3} and candidates[0].axes == cluster.axes
+    assert [mesh.sizes for mesh in cluster.mesh_candidates(1)] == [(32,)]
+    graph = mlp_graph()
+    for mesh in candidates:
+        whole = Layout((R,) * len(mesh.axes))
+        paths = Paths(mesh.axes, cluster.compute)
+        for number, axis in enumerate(mesh.axes):
+            summed = Layout(tuple(P if place == number else R for place in range(len(mesh.axes))))
+            for nbytes in (4, 1 << 20, 1 << 30):
+                path = paths.cheapest(summed, whole, (nbytes // 4,), nbytes, True)
+                priced = paths.priced((summed, whole), nbytes, True)
+                assert priced.seconds.forward == axis.links["all_reduce"].seconds(nbytes) > 0
+                assert path.seconds.total <= priced.seconds.total
+        sharding = replicated(graph, len(mesh.axes))
+        price = price_step(graph, profile_of("mlp"), cluster.on(mesh), sharding, lower(graph, sharding), 2.0)
+        assert price.seconds > 0 and price.communication == 0
+
+
+def replicated(graph: OpGraph, axes: int) -> Sharding:
+    whole = Layout((R,) * axes)
+    return Sharding(
+        {op.name: Strategy("R", (whole,) * len(op.inputs), (whole,) * len(op.outputs)) for op in graph.ops},
+        {value.origin: whole for value in graph.of_role(Role.PARAMETER)},
+        {value.name: whole for value in graph.of_role(Role.INPUT)},
+    )
+
+
+def test_a_mesh_of_other_devices_is_refused():
+    cluster, larger = from_preset(described(devices=4)), from_preset(described(devices=8))
+    with pytest.raises(ValueError, match=r"a mesh of \(8,\) does not hold 4 devices"):
+        cluster.on(larger.meshes[0])
+
+
+def test_groups_that_cross_a_host_at_once_share_its_uplink():
+    """8 tensor-parallel ranks on each of 4 hosts behind one network card of 10 GB/s."""
+    figures = {"network_gbytes_per_s": 10, "network_cards": 1}
+    cluster = from_preset(described(devices=8, nodes=4, figures=figures))
+    by_shape = {mesh.sizes: mesh.axes for mesh in cluster.mesh_candidates()}
+    for sizes, crowd in (((4, 8), 8), ((8, 4), 4), ((16, 2), 2), ((32,), 1), ((4, 2, 4), 8), ((2, 16), 8)):
+        assert by_shape[sizes][0].links[SEND].bandwidth == 10e9 / crowd, sizes
+    assert by_shape[4, 8][0].links == group_links(4, Link.alike(15e-6, 10e9 / 8))
+    # all-to-all over all devices: of the 31 messages of each device 24 leave the host, through an eighth of its card
+    out = by_shape[32,][0].links["all_to_all"]
+    assert out.seconds(1e9) - out.latency == pytest.approx(24 * 1e9 / 32**2 / (10e9 / 8))
+    # and pieces of a pipeline: the 8 devices of a host send to the next host at once
+    splits = {split.sizes: split for split in cluster.splits}
+    assert splits[8, 8, 8, 8].link.bandwidth == 10e9 / 8 and splits[(1,) * 32].link.bandwidth == 10e9
+    assert splits[16, 16].link.bandwidth == 10e9 / 8
+
+
+def test_every_gpu_file_says_what_prices_of_kernels_need(project):
+    for name in FILES:
+        settings = choose(project, name)
+        (project / "conf/config.yaml").write_text((ROOT / "conf/config.yaml").read_text())
+        if settings.device is Device.cuda:
+            card = card_of(describe_compute(settings))
+            assert settings.preset.processors == card.processors, name
+            assert card.rate("float16") > 4 * card.rate("float32") or name in ("rtx_4090", "l4"), name
+    settings = choose(project, "v100")
+    card = card_of(describe_compute(settings))
+    assert card.rate("bfloat16") == card.rate("float32") < card.rate("float16")
 
 
 def test_figures_are_reached_in_part():
