@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.ir.cluster import COLLECTIVES, LinkCost
 from stages.cluster.formulas import NOTHING
 
 OUTLIER = 5.0  # times the median distance from the median
+RISEN = 3.0  # times the seconds of the smallest message: where the bandwidth begins to show
 
 Points = list[dict[str, float]]  # bytes and seconds
 
@@ -40,11 +41,20 @@ def fit_links(measured: Mapping[str, Points]) -> dict[str, LinkCost]:
 
 
 def fit_link(points: list[tuple[float, float]]) -> LinkCost:
-    """The measured points made to rise, and a line through all of them for what lies beyond."""
+    """The measured points made to rise; beyond them a line through all, or from the first to the last if steeper."""
     if not points:
         return NOTHING
     latency, per_byte = least_squares_line(points)
-    return LinkCost(latency, 1 / per_byte, rising(points))
+    found = rising(points)
+    (smallest, shortest), (largest, longest) = found[0], found[-1]
+    steady = (longest - shortest) / (largest - smallest) if largest > smallest else 0.0
+    return LinkCost(latency, 1 / max(per_byte, steady), found)
+
+
+def link_beyond(measured: LinkCost, formula: LinkCost) -> LinkCost:
+    """Small messages do not tell the bandwidth: where time ran out before they rose, that of the pairs holds beyond."""
+    risen = measured.points and measured.points[-1][1] > RISEN * measured.points[0][1]
+    return measured if risen else replace(measured, bandwidth=min(measured.bandwidth, formula.bandwidth))
 
 
 def rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

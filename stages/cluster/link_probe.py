@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,16 +16,16 @@ from pipeline.ir.cluster import SEND
 from pipeline.runtime.collectives import all_gather_into, reduce_scatter_from
 from stages.cluster.fit import reduce_times
 from stages.cluster.rounds import Round
+from stages.cluster.sizes import SMALLEST, ends_first
 from stages.cluster.timing import Clock, slowest
 
-SMALLEST = 1024  # bytes
-STEP = 4  # from one fitted size to the next; halfway lies one that is not fitted
-FEWEST_SIZES = 2
+FEWEST_SIZES = 3
 SMALL, OFTEN = 1 << 16, 5  # messages below this are sent so often in one measurement
 PAIR_MESSAGE = 1 << 16  # bytes of the first large message of a pair
 PAIR_GROWTH = 4
 LONG_ENOUGH_S = 0.05  # a message that takes this long tells the bandwidth, whatever small ones do
 PAIR_REPEATS = 3
+CROSSINGS = 8  # times that pairs cross at once
 
 Pair = dict[str, float]  # of two ranks `a` and `b`: latency and bandwidth
 
@@ -60,9 +61,13 @@ def _lead(clock: Clock, other: int, largest: float, budget: float) -> dict[str, 
             break
         nbytes *= PAIR_GROWTH
     _tell(other, 0, 0)
+    return {"latency": small, "bandwidth": _bandwidth(sizes, seconds)}
+
+
+def _bandwidth(sizes: list[float], seconds: list[float]) -> float:
+    """Between the two largest messages; of the largest alone where the times do not rise."""
     rise, run = seconds[-1] - seconds[-2], sizes[-1] - sizes[-2]
-    bandwidth = run / rise if rise > seconds[-1] / 10 else sizes[-1] / seconds[-1]
-    return {"latency": small, "bandwidth": bandwidth}
+    return run / rise if rise > seconds[-1] / 10 else sizes[-1] / seconds[-1]
 
 
 def _follow(clock: Clock, other: int) -> None:
@@ -96,6 +101,32 @@ def _tell(other: int, nbytes: int, repeats: int) -> None:
     dist.send(torch.tensor([nbytes, repeats]), other)
 
 
+def measure_crossing(clock: Clock, pairs: Round, bandwidth: float, largest: float) -> float:
+    """Bytes/s of each of these pairs while the first of every pair sends to the second, all at once.
+
+    Pairs that go there and back, as in `measure_pairs`, could use the two directions of a shared link in turns.
+    """
+    most = min(largest, max(PAIR_GROWTH * PAIR_MESSAGE, LONG_ENOUGH_S * bandwidth * 2 / max(2, len(pairs))))
+    sizes, seconds = [most / PAIR_GROWTH, most], []
+    for size in sizes:
+        send = functools.partial(_send_along, pairs, torch.ones(int(size), dtype=torch.uint8, device=clock.device))
+        send()
+        seconds.append(reduce_times(slowest([clock.once(send) for _ in range(CROSSINGS)])).seconds)
+    return _bandwidth(sizes, seconds)
+
+
+def _send_along(pairs: Round, message: torch.Tensor) -> None:
+    """Done when the message has arrived; a rank of no pair does nothing."""
+    rank, word = dist.get_rank(), message[:1].clone()
+    for source, target in pairs:
+        if rank == source:
+            dist.send(message, target)
+            dist.recv(word, target)
+        elif rank == target:
+            dist.recv(message, source)
+            dist.send(word, source)
+
+
 # ---- collectives
 
 
@@ -119,15 +150,15 @@ def axis_groups(order: list[int], stride: int, size: int) -> Axis:
     return own
 
 
-def measure_axis(clock: Clock, axis: Axis, largest: float, budget: float) -> dict[str, Any]:
-    """Each collective on messages from 1 KiB upwards, all groups of the axis at once; bytes are of the unsplit tensor.
+def measure_axis(clock: Clock, axis: Axis, last: int, budget: float) -> dict[str, Any]:
+    """Each collective on messages of 1 KiB to `last`, all groups of the axis at once; bytes are of the unsplit tensor.
 
     Every second size is not for the fit: it tells how good the fit is.
     """
     world = len(axis.ranks)
     works: list[tuple[str, bool, float, Callable[[], object], int]] = []
-    begun, spent, nbytes, fitted = clock.elapsed(), 0.0, SMALLEST, True
-    while nbytes <= largest or len(works) == 0:
+    begun, spent = clock.elapsed(), 0.0
+    for number, (nbytes, fitted) in enumerate(ends_first(last)):
         piece = max(1, nbytes // 4 // world)
         moves = _moves(clock, axis, piece)
         inner = OFTEN if nbytes < SMALL else 1
@@ -136,10 +167,9 @@ def measure_axis(clock: Clock, axis: Axis, largest: float, budget: float) -> dic
             move()
             cost += slowest([clock.once(move)])[0]
         spent += cost * (2 + inner * clock.repeats)
-        if spent > budget and len(works) >= 2 * FEWEST_SIZES * len(moves):
+        if spent > budget and number >= FEWEST_SIZES:
             break
         works += [(name, fitted, 4.0 * piece * world, move, inner) for name, move in moves.items()]
-        nbytes, fitted = nbytes * STEP // 2, not fitted
     seconds = clock.together([(move, inner) for *_, move, inner in works], budget - (clock.elapsed() - begun))
     found: dict[str, Any] = {"fitted": {}, "unseen": {}}
     for (name, fits, moved, _, _), taken in zip(works, seconds, strict=True):

@@ -11,12 +11,14 @@ from typing import Any
 from pipeline.config import Cluster as Settings
 from pipeline.config import Device
 from pipeline.errors import ClusterError
-from pipeline.ir.cluster import Cluster, Compute, Curve, Host, Measured, Mesh, PerElement
+from pipeline.ir.cluster import Axis, Cluster, Compute, Curve, Group, Host, LinkCost, Measured, Mesh, PerElement
 from pipeline.launch import LaunchFailed, Node, run_ranks
 from pipeline.log import Log
-from stages.cluster.fit import fit_errors, fit_links, least_squares_line
+from stages.cluster.fit import fit_errors, fit_links, least_squares_line, link_beyond
 from stages.cluster.meshes import candidate_meshes, candidate_splits
-from stages.cluster.topology import device_order, find_groups, pair_matrices
+from stages.cluster.topology import common_group, device_order, find_groups, pair_matrices, with_uplinks
+
+OWN_LINKS = 0.7  # of what a pair of hosts' devices has alone: where each has more while others cross, nothing is shared
 
 
 def measure(settings: Settings, choice: str, log: Log) -> Cluster:
@@ -92,7 +94,7 @@ def join_command(settings: Settings) -> str:
 def make_cluster(settings: Settings, found: dict[str, Any]) -> Cluster:
     ranks = found["ranks"]
     names = [rank["host"] for rank in ranks]
-    group = find_groups(*pair_matrices(found["pairs"], len(ranks)), names)
+    group = _crossing(find_groups(*pair_matrices(found["pairs"], len(ranks)), names), found["crossing"])
     memory = settings.memory_gb * 1e9 if settings.memory_gb else min(rank["memory_bytes"] for rank in ranks)
     measured = {(axis["stride"], axis["size"]): fit_links(axis["fitted"]) for axis in found["axes"]}
     meshes = tuple(_with_measured(mesh, measured) for mesh in candidate_meshes(group))
@@ -112,15 +114,28 @@ def make_cluster(settings: Settings, found: dict[str, Any]) -> Cluster:
     )
 
 
-def _with_measured(mesh: Mesh, measured: dict[tuple[int, int], Any]) -> Mesh:
+def _crossing(group: Group, found: dict[str, Any] | None) -> Group:
+    """The groups with what one pair has between two hosts, and all devices of a host together."""
+    if found is None or found["each"] > OWN_LINKS * found["alone"]:
+        return group
+    common = common_group(group, set(found["ranks"]))
+    return with_uplinks(group, found["pairs"] * found["each"], found["alone"] / common.bandwidth)
+
+
+def _with_measured(mesh: Mesh, measured: dict[tuple[int, int], dict[str, LinkCost]]) -> Mesh:
     """Measured links in the place of formulas, for the axes that were measured."""
     strides = [prod(mesh.sizes[number + 1 :]) for number in range(len(mesh.sizes))]
     return Mesh(
         tuple(
-            replace(axis, links=measured[stride, axis.size], measured=True) if (stride, axis.size) in measured else axis
+            _measured_axis(axis, measured[stride, axis.size]) if (stride, axis.size) in measured else axis
             for axis, stride in zip(mesh.axes, strides, strict=True)
         )
     )
+
+
+def _measured_axis(axis: Axis, links: dict[str, LinkCost]) -> Axis:
+    beyond = {name: link_beyond(link, axis.links[name]) for name, link in links.items()}
+    return replace(axis, links=beyond, measured=True)
 
 
 def _hosts(ranks: list[dict[str, Any]]) -> Iterator[Host]:
@@ -130,7 +145,7 @@ def _hosts(ranks: list[dict[str, Any]]) -> Iterator[Host]:
         yield Host(name, tuple(own), ranks[own[0]]["device"], memory)
 
 
-def _trust(found: dict[str, Any], measured: dict[tuple[int, int], Any]) -> Measured:
+def _trust(found: dict[str, Any], measured: dict[tuple[int, int], dict[str, LinkCost]]) -> Measured:
     errors = [
         error for axis in found["axes"] for error in fit_errors(measured[axis["stride"], axis["size"]], axis["unseen"])
     ]

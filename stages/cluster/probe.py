@@ -19,16 +19,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeline.ir.cluster import LinkCost
 from pipeline.launch import follow_parent, report_error
 from stages.cluster.compute_probe import measure_compute
-from stages.cluster.link_probe import axis_groups, measure_axis, measure_overlap, measure_pairs
+from stages.cluster.link_probe import axis_groups, measure_axis, measure_crossing, measure_overlap, measure_pairs
 from stages.cluster.meeting import Voice
 from stages.cluster.meshes import candidate_meshes
-from stages.cluster.rounds import pair_rounds
+from stages.cluster.rounds import crossing_pairs, pair_rounds
+from stages.cluster.sizes import farthest
 from stages.cluster.timing import Clock
 from stages.cluster.topology import device_order, find_groups, pair_matrices
 
+Links = dict[str, LinkCost]
+
 PAIRS = 0.3  # of the time for links; the axes share the rest
+MOST_AXES = 8  # all that the meshes of up to eight devices have
 
 
 def main(work: Path) -> None:
@@ -60,7 +65,7 @@ def measure(job: dict[str, Any], voice: Voice) -> dict[str, Any]:
     ranks = _gather({"host": job["host"], **_own_device(job["device"])})
     voice.say("measuring computation")
     found: dict[str, Any] = {"ranks": ranks, "compute": measure_compute(clock)}
-    links: dict[str, Any] = {"pairs": [], "rounds": 0, "axes": []}
+    links: dict[str, Any] = {"pairs": [], "crossing": None, "rounds": 0, "axes": []}
     if len(ranks) > 1:
         links = _measure_links(job, voice, clock, [rank["host"] for rank in ranks])
     return {
@@ -78,26 +83,41 @@ def _measure_links(job: dict[str, Any], voice: Voice, clock: Clock, hosts: list[
     voice.say("measuring pairs")
     rounds = pair_rounds(hosts)
     pairs = measure_pairs(clock, rounds, largest, PAIRS * budget)
-    shapes = _axes_of(pairs, hosts) if dist.get_rank() == 0 else None
-    order, strides = _from_first(shapes)
-    found, share = [], (1 - PAIRS) * budget / len(strides)
-    for stride, size in strides:
+    crossing = _measure_crossing(clock, hosts, min(pair["bandwidth"] for pair in pairs), largest)
+    order, axes = _from_first(_axes_of(pairs, hosts) if dist.get_rank() == 0 else None)
+    found, share = [], (1 - PAIRS) * budget / len(axes)
+    for (stride, size), links in axes.items():
         voice.say(f"measuring groups of {size}")
+        last = farthest(links, largest, share, 2 + clock.repeats)
         axis = axis_groups(order, stride, size)
-        found.append({"stride": stride, "size": size, **measure_axis(clock, axis, largest, share)})
+        found.append({"stride": stride, "size": size, **measure_axis(clock, axis, last, share)})
     voice.say("measuring overlap")
     overlap = measure_overlap(clock, max(m["bytes"] for m in found[0]["fitted"]["all_reduce"]))
-    return {"pairs": pairs, "rounds": len(rounds), "axes": found, "overlap": overlap}
+    return {"pairs": pairs, "crossing": crossing, "rounds": len(rounds), "axes": found, "overlap": overlap}
 
 
-def _axes_of(pairs: list[dict[str, float]], hosts: list[str]) -> tuple[list[int], list[tuple[int, int]]]:
-    """The order of the ranks and, as stride and size, the axes to measure: of the best mesh of one, two, three axes."""
+def _measure_crossing(clock: Clock, hosts: list[str], bandwidth: float, largest: float) -> dict[str, Any] | None:
+    """Two hosts of several devices: what a pair between them has alone, and what each has of as many as there are."""
+    pairs = crossing_pairs(hosts)
+    if len(pairs) < 2:
+        return None
+    alone, each = (measure_crossing(clock, at_once, bandwidth, largest) for at_once in (pairs[:1], pairs))
+    return {"ranks": pairs[0], "pairs": len(pairs), "alone": alone, "each": each}
+
+
+def _axes_of(pairs: list[dict[str, float]], hosts: list[str]) -> tuple[list[int], dict[tuple[int, int], Links]]:
+    """The order of the ranks, and the axes to measure: as stride and size, with what their links cost by formula.
+
+    Those of the best mesh of one, two and three axes, and of the others as far as there are not too many.
+    """
     group = find_groups(*pair_matrices(pairs, len(hosts)), hosts)
-    best = {}
-    for mesh in candidate_meshes(group):
-        best.setdefault(len(mesh.axes), mesh.sizes)
-    strides = [(prod(sizes[n + 1 :]), size) for sizes in best.values() for n, size in enumerate(sizes)]
-    return list(device_order(group) or range(len(hosts))), list(dict.fromkeys(strides))
+    meshes = candidate_meshes(group)
+    best = {len(mesh.axes): mesh for mesh in reversed(meshes)}
+    found: dict[tuple[int, int], Links] = {}
+    for mesh in (*(best[count] for count in sorted(best)), *meshes):
+        for number, axis in enumerate(mesh.axes):
+            found.setdefault((prod(mesh.sizes[number + 1 :]), axis.size), axis.links)
+    return list(device_order(group) or range(len(hosts))), dict(list(found.items())[:MOST_AXES])
 
 
 def _own_device(device: str) -> dict[str, Any]:

@@ -21,12 +21,22 @@ def pair_rounds(hosts: Sequence[str]) -> list[Round]:
     count = len(hosts)
     if count <= ALL_PAIRS:
         return tournament(list(range(count)))
-    inside = [[rank for rank in range(count) if hosts[rank] == name] for name in dict.fromkeys(hosts)]
-    local = [tournament(ranks) for ranks in inside if len(ranks) <= ALL_PAIRS]
+    local = [tournament(ranks) for ranks in _inside(hosts) if len(ranks) <= ALL_PAIRS]
     together = [tuple(pair for part in parts for pair in part) for parts in zip_longest(*local, fillvalue=())]
     seen = {pair for part in together for pair in part}
     far = (tuple(pair for pair in part if pair not in seen) for part in _distances(count))
     return [*together, *(part for part in far if part)]
+
+
+def crossing_pairs(hosts: Sequence[str]) -> Round:
+    """As many disjoint pairs as there are from one host to another, the two with most devices."""
+    first, *others = sorted(_inside(hosts), key=len, reverse=True)
+    return tuple(zip(first, others[0], strict=False)) if others else ()
+
+
+def _inside(hosts: Sequence[str]) -> list[list[int]]:
+    """The ranks of each host."""
+    return [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
 
 
 def tournament(ranks: list[int]) -> list[Round]:

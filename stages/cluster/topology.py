@@ -185,12 +185,22 @@ def _kind(ranks: tuple[int, ...], hosts: list[str], top: bool) -> str:
     return "host" if len(ranks) == hosts.count(next(iter(names))) else "island"
 
 
-def with_uplinks(group: Group, uplink: float | None) -> Group:
-    """Uplinks are no property of pairs: they are told of the groups that span hosts."""
+def with_uplinks(group: Group, uplink: float | None, faster: float = 1.0) -> Group:
+    """Uplinks are no property of pairs: they are told of the groups that span hosts.
+
+    Pairs that were measured while others crossed are `faster` alone.
+    """
     if group.kind not in ("switch", "cluster"):
         return group
-    members = tuple(with_uplinks(member, uplink) for member in group.members)
-    return replace(group, uplink=uplink if members else None, members=members)
+    members = tuple(with_uplinks(member, uplink, faster) for member in group.members)
+    shared = uplink if members else None
+    return replace(group, bandwidth=group.bandwidth * faster, uplink=shared, members=members)
+
+
+def common_group(group: Group, ranks: set[int]) -> Group:
+    """The smallest group that holds these ranks."""
+    inner = next((member for member in group.members if ranks <= set(member.ranks)), None)
+    return common_group(inner, ranks) if inner else group
 
 
 def device_order(group: Group) -> tuple[int, ...]:

@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.codec import decode
@@ -62,8 +64,11 @@ def first(settings: dict, space: str | None = None, **environment: str) -> subpr
     return start(["-c", FIRST, json.dumps(settings)], space, **environment)
 
 
-def join(place: str, host: str, space: str | None = None, wait: int = 60, **environment: str) -> subprocess.Popen[str]:
-    return start(["-m", "stages.cluster.join", place, "--host", host, "--wait", str(wait)], space, **environment)
+def join(
+    place: str, host: str, space: str | None = None, wait: int = 60, devices: int = 1, **environment: str
+) -> subprocess.Popen[str]:
+    told = ["--host", host, "--wait", str(wait), "--devices", str(devices)]
+    return start(["-m", "stages.cluster.join", place, *told], space, **environment)
 
 
 def end(processes: list[subprocess.Popen[str]], within: float = 150) -> list[tuple[int, str, str]]:
@@ -104,6 +109,26 @@ def test_four_hosts_are_found_as_they_are_linked(four_hosts):
     outer, inner = two[0].axes
     assert two[0].sizes == (2, 2) and outer.measured and inner.measured
     assert outer.links["all_reduce"].seconds(4e6) > 2 * inner.links["all_reduce"].seconds(4e6)
+
+
+def test_two_devices_share_the_wire_of_their_host(four_hosts):
+    names = [address(0), address(2)]
+    network = {"GLOO_SOCKET_IFNAME": OWN}
+    settings = {
+        "hosts": names, "port": 29631, "timeout_s": 120, "budget_s": 12, "repeats": 3, "max_message_mb": 8,
+        "devices": 2,
+    }  # fmt: skip
+    ended = end([
+        first(settings, four_hosts[0], **network),
+        join(f"{names[0]}:29631", names[1], four_hosts[2], devices=2, **network),
+    ])  # fmt: skip
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    cluster = decode(Cluster, json.loads(ended[0][1].splitlines()[-1]))
+    group = cluster.group
+    assert [member.ranks for member in group.members] == [(0, 1), (2, 3)] and group.kind == "cluster"
+    assert group.bandwidth == pytest.approx(SLOW * 1e6 / 8, rel=0.15)
+    assert group.uplink == pytest.approx(SLOW * 1e6 / 8, rel=0.15)
+    assert all(axis.measured for mesh in cluster.meshes for axis in mesh.axes)
 
 
 # ---- failures, on this machine alone
@@ -164,12 +189,17 @@ def rank_of(process: subprocess.Popen[str], rank: int, within: float = 60) -> ps
     raise AssertionError(f"rank {rank} did not start")
 
 
+def until_it_speaks(port: int, rank: int, within: float = 60) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=within))
+    store.wait([f"beat/{rank}"])
+
+
 @pytest.mark.parametrize(("sign", "told"), [(signal.SIGKILL, "died of SIGKILL"), (signal.SIGSTOP, "no longer answers")])
 def test_a_rank_that_dies_or_stops_on_another_host_is_named(sign, told):
     port = free_port()
     processes = [first(local(port, "other")), join(f"127.0.0.1:{port}", "other")]
     rank = rank_of(processes[1], 1)
-    time.sleep(4)  # until it measures
+    until_it_speaks(port, 1)
     rank.send_signal(sign)
     stopped = time.monotonic()
     ended = end(processes)

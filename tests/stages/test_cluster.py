@@ -16,11 +16,12 @@ from pipeline.config import ClusterSource, Device, Preset, Probe
 from pipeline.errors import ClusterError
 from pipeline.ir.cluster import COLLECTIVES, SEND, Compute, Curve, LinkCost
 from pipeline.ir.codec import decode, encode
-from stages.cluster.fit import fit_errors, fit_link, fit_links, least_squares_line, reduce_times
+from stages.cluster.fit import fit_errors, fit_link, fit_links, least_squares_line, link_beyond, reduce_times
 from stages.cluster.formulas import FASTEST, Link, group_links
-from stages.cluster.measure import measure
-from stages.cluster.rounds import pair_rounds
+from stages.cluster.measure import make_cluster, measure
+from stages.cluster.rounds import crossing_pairs, pair_rounds
 from stages.cluster.run import figures, from_preset
+from stages.cluster.sizes import ends_first, farthest
 from stages.cluster.topology import fill_gaps
 from tests.graphs import SILENT
 
@@ -79,6 +80,15 @@ def test_fitted_seconds_never_fall(points):
     assert all(b >= a * (1 - 1e-12) for a, b in pairwise(seconds)) and seconds[0] > 0
 
 
+def test_messages_too_small_to_tell_the_bandwidth_leave_it_to_the_pairs():
+    flat = fit_link([(1024.0, 1e-3), (4096.0, 1.1e-3), (16384.0, 1.2e-3)])
+    steep = fit_link([(1024.0, 1e-3), (1e6, 1e-2)])
+    slow = LinkCost(1e-3, 12.5e6)
+    assert flat.seconds(1e6) < 0.02 and link_beyond(flat, slow).seconds(1e6) == pytest.approx(0.08, rel=0.03)
+    assert link_beyond(flat, slow).points == flat.points
+    assert link_beyond(steep, slow) == steep and link_beyond(flat, LinkCost(0.0, 1e15)) == flat
+
+
 @pytest.mark.parametrize("slow", [3.0, 50.0])
 def test_times_that_others_disturbed_do_not_count(slow):
     found = reduce_times([1.0, 1.01, 0.99, 1.0, slow, 1.02, slow])
@@ -113,6 +123,48 @@ def test_many_ranks_meet_in_few_rounds_and_all_are_connected(sizes):
     for a in range(count):
         for b in range(count):
             assert a == b or filled[a][b] == (10.0 if hosts[a] == hosts[b] else 1.0)
+
+
+@pytest.mark.parametrize(("bandwidth", "last"), [(1e9, 1 << 20), (12.5e6, 1 << 18), (1e3, 1 << 12)])
+def test_messages_reach_as_far_as_the_time_allows(bandwidth, last):
+    links = {name: LinkCost(1e-4, bandwidth) for name in ("all_reduce", "all_gather")}
+    assert farthest(links, largest=4e6, budget=1.0, calls=9) == last
+    sizes = ends_first(last)
+    assert [size for size, _ in sizes[:2]] == [1024, last] and sizes[0][1] and sizes[1][1]
+    assert sorted(size for size, _ in sizes) == [1024 << n for n in range(len(sizes))]
+    assert [fitted for _, fitted in sorted(sizes)] == [n % 2 == 0 for n in range(len(sizes))]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "pairs"),
+    [("aabbb", ((2, 0), (3, 1))), ("abbcc", ((1, 3), (2, 4))), ("aaaa", ()), ("abcd", ((0, 1),)), ("aab", ((0, 2),))],
+)
+def test_pairs_that_cross_at_once(hosts, pairs):
+    assert crossing_pairs(hosts) == pairs
+
+
+@pytest.mark.parametrize(("each", "uplink"), [(3.125e9, 12.5e9), (12e9, None)])
+def test_an_uplink_is_what_pairs_reach_together(each, uplink):
+    """Two hosts of four; in the rounds of pairs, two crossed at once on average."""
+    hosts, alone = "aaaabbbb", 12.5e9
+    across = alone / 2 if uplink else alone
+    pairs = [
+        {"a": a, "b": b, "latency": 1e-5, "bandwidth": 100e9 if hosts[a] == hosts[b] else across}
+        for a in range(8) for b in range(a + 1, 8)
+    ]  # fmt: skip
+    crossing = {"ranks": [0, 4], "pairs": 4, "alone": alone, "each": each}
+    sizes = [{"bytes": 1e6 * n, "flops": 1e9 * n, "seconds": 1e-3 * n} for n in (1, 2)]
+    compute = {"matmul": sizes, "half": {}, "copy": sizes, "optimizer": sizes, "ops": {}, "processors": None}
+    found = {
+        "ranks": [{"host": host, "device": "cpu", "memory_bytes": 1e9} for host in hosts], "pairs": pairs,
+        "crossing": crossing, "axes": [], "compute": {**compute, "launch": 1e-6, "launch_backward": 1e-6},
+        "seconds": 1.0, "rounds": 7, "outliers": 0, "spread": 0.0,
+    }  # fmt: skip
+    cluster = make_cluster(settings(source=ClusterSource.probe), found)
+    assert cluster.group.bandwidth == pytest.approx(alone) and cluster.group.uplink == uplink
+    by_shape = {mesh.sizes: mesh.axes for mesh in cluster.meshes}
+    assert by_shape[2, 4][0].links[SEND].bandwidth == pytest.approx(uplink / 4 if uplink else alone)
+    assert cluster.measured.overlap is None and "overlap" not in figures(cluster)
 
 
 def test_an_axis_of_one_rank_costs_nothing():
