@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import random
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,6 +269,37 @@ def test_a_probe_of_one_rank_with_memory_given():
     cluster = measure(probe, "single_cpu", SILENT)
     assert cluster.memory_bytes == 2_000_000_000 and cluster.sizes == (1,)
     assert cluster.axes[0].links["all_reduce"].seconds(1e9) < 1e-5
+
+
+BARE = """
+import sys
+
+class Bare:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"omegaconf", "pyomo", "mlflow", "dvc", "yaml", "ruamel", "rich", "matplotlib"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Bare())
+"""
+
+
+@pytest.mark.flow
+def test_the_probe_by_hand_needs_torch_alone(tmp_path):
+    """As docs/clusters.md has it for a machine without the rest; one device has no links to measure."""
+    (tmp_path / "sitecustomize.py").write_text(BARE)
+    job = {"device": "cpu", "host": "here", "max_message_bytes": 1e6, "repeats": 3, "budget_s": 2, "timeout_s": 60}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--module", "stages.cluster.probe"]
+    root = Path(__file__).parents[2]
+    known = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}
+    done = subprocess.run(
+        [sys.executable, *command, str(tmp_path)], cwd=root, env=known, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "result.json").read_text())
+    cluster = make_cluster(settings(source=ClusterSource.probe, devices=1, memory_gb=None), found)
+    assert (cluster.devices, cluster.measured.overlap, cluster.measured.pairs) == (1, None, 0)
+    assert cluster.memory_bytes > 1e6 and min(cluster.compute.matmul_of("bfloat16").rates) > 0
 
 
 def test_a_probe_that_takes_too_long_names_its_file():
