@@ -254,7 +254,7 @@ class Cluster:
     devices: int = setting("Number of devices of a host (on CPU: processes).", at_least=1, at_most=MOST_DEVICES)
     nodes: int = setting("Number of hosts (`preset` and `simulate`).", 1, at_least=1, at_most=MOST_DEVICES)
     per_host: list[int] | None = setting(
-        "Devices of each host where hosts differ, such as [8, 4]: takes the place of `devices` and `nodes`.",
+        "Devices of each host where hosts differ, such as [8, 4]; `devices` is then that of the largest.",
         None,
         at_least=1,
         at_most=MOST_DEVICES,

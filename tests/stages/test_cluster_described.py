@@ -12,7 +12,6 @@ from pipeline.config import ClusterSource, Device, Preset, Simulate, load_config
 from pipeline.cost.paths import Paths
 from pipeline.cost.step import price_step
 from pipeline.cost.unsplit import card_of
-from pipeline.errors import ConfigError
 from pipeline.ir.cluster import COLLECTIVES, SEND
 from pipeline.ir.codec import decode, encode
 from pipeline.ir.graph import OpGraph, Role
@@ -20,6 +19,7 @@ from pipeline.ir.layout import Layout, P, R
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.lowering import lower
 from pipeline.stage import Inputs
+from stages.__main__ import main
 from stages.cluster.described import describe_compute, from_preset, simulate
 from stages.cluster.formulas import Link, group_links
 from stages.cluster.picture import draw
@@ -207,21 +207,51 @@ def test_a_cluster_larger_than_pairs_can_be_drawn():
     ("changes", "told"),
     [
         ("devices: 8\nnodes: 2\n", "'preset' needs preset.network_latency_us, preset.network_gbytes_per_s"),
-        ("devices: 8\nper_host: [1, 1]\n", "'preset' needs preset.network_latency_us"),
-        ("devices: 65536\nnodes: 2\n", "got 131072 devices, expected at most 65536"),
+        ("devices: 1\nper_host: [1, 1]\n", "'preset' needs preset.network_latency_us"),
+        ("devices: 65536\nnodes: 2\n", "devices: got 131072 devices, expected at most 65536"),
+        ("devices: 0\n", "devices: got 0, expected an integer from 1 to 65536"),
+        ("devices: eight\n", "devices: got 'eight', expected an integer"),
+        ("devices: 8\nhosts: 2\n", "hosts: unknown key; "),
+        ("devices: 8\nper_host: []\n", "per_host: got nothing in it, expected a non-empty list of integers"),
+        ("devices: 8\nper_host: [8, 0]\n", "per_host[1]: got 0, expected an integer from 1 to 65536"),
+        ("devices: 8\nper_host: [4, 2]\n", "devices: got 8, and the largest host of `per_host` has 4; write 4"),
+        ("devices: 8\nnodes: 3\nper_host: [8, 4]\n", "nodes: got 3, and `per_host` lists 2 hosts; leave it out"),
     ],
 )
-def test_what_is_described_in_part_is_refused(project, changes, told):
+def test_a_file_that_is_wrong_is_refused_in_one_line(project, monkeypatch, capsys, changes, told):
     text = (project / "conf/cluster/dgx_a100.yaml").read_text()
-    (project / "conf/cluster/ours.yaml").write_text(text.replace("devices: 8\n", changes))
-    with pytest.raises(ConfigError, match=told.replace("[", r"\[")):
-        choose(project, "ours")
+    refuse(project, monkeypatch, capsys, text.replace("devices: 8\n", changes), told)
 
 
-def test_a_probe_takes_the_hosts_that_join(project):
-    (project / "conf/cluster/ours.yaml").write_text("source: probe\ndevice: cpu\ndevices: 2\nnodes: 2\n")
-    with pytest.raises(ConfigError, match=r"name them in `probe\.hosts`"):
-        choose(project, "ours")
+@pytest.mark.parametrize("figure", ["link_gbytes_per_s: -300", "link_gbytes_per_s: 0", "link_gbytes_per_s: fast"])
+def test_a_bandwidth_that_is_none_is_refused_in_one_line(project, monkeypatch, capsys, figure):
+    text = (project / "conf/cluster/dgx_a100.yaml").read_text().replace("link_gbytes_per_s: 300", figure)
+    value = figure.split(": ")[1].replace("fast", "'fast'")
+    told = f"preset.link_gbytes_per_s: got {value}, expected a number > 0 and <= 1000000 or null"
+    refuse(project, monkeypatch, capsys, text, told)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("nodes: 2\n", "nodes: 'probe' counts the hosts that join; name them in `probe.hosts`"),
+        ("per_host: [2, 2]\n", "per_host: 'probe' counts the hosts that join"),
+        ("probe:\n  hosts: [a, b, a]\n", "probe.hosts: names a twice; name each host once"),
+    ],
+)
+def test_hosts_that_are_measured_are_named_once(project, monkeypatch, capsys, more, told):
+    refuse(project, monkeypatch, capsys, f"source: probe\ndevice: cpu\ndevices: 2\n{more}", told)
+
+
+def refuse(project: Path, monkeypatch, capsys, text: str, told: str) -> None:
+    (project / "conf/cluster/ours.yaml").write_text(text)
+    path = project / "conf/config.yaml"
+    path.write_text(path.read_text().replace("cluster: local_cpu", "cluster: ours"))
+    monkeypatch.chdir(project)
+    assert main(["cluster"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: conf/cluster/ours.yaml") and told in line
+    assert not (project / "runs").exists()
 
 
 @pytest.mark.parametrize(
