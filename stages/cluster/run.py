@@ -32,7 +32,7 @@ def figures(cluster: Cluster) -> dict[str, float | int | str]:
         "memory_bytes": cluster.memory_bytes,
         "matmul_gflops": round(max(cluster.compute.matmul.rates) / 1e9, 3),
         "memory_gbytes_per_s": round(cluster.compute.memory_rate / 1e9, 3),
-        "all_reduce_latency_us": round(link.latency * 1e6, 2),
+        "all_reduce_latency_us": round(link.seconds(0) * 1e6, 2),
         "all_reduce_gbytes_per_s": round(link.bandwidth / 1e9, 3),
         "hosts": len(cluster.hosts),
         "groups": len(partition_of(cluster.group)) if cluster.group else 0,
