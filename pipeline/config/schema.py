@@ -171,9 +171,9 @@ class Device(StrEnum):
 @dataclass
 class Probe:
     max_message_mb: float = setting("Largest message sent between devices, in MB.", 4.0, above=0, at_most=1024)
-    repeats: int = setting("Times each measurement is repeated; the median counts.", 7, at_least=3, at_most=1000)
+    repeats: int = setting("Times each measurement is repeated; outliers are left out.", 7, at_least=3, at_most=1000)
     budget_s: float = setting(
-        "Seconds of measuring after which no larger message is tried.", 8.0, above=0, at_most=LONGEST_S
+        "Seconds for the links: messages grow as far as it allows.", 8.0, above=0, at_most=LONGEST_S
     )
     timeout_s: float = setting("Seconds after which the probe is given up.", 60.0, above=0, at_most=LONGEST_S)
     hosts: list[str] | None = setting(

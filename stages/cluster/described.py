@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from pipeline.config import Cluster as Settings
 from pipeline.ir.cluster import Cluster, Compute, Curve, Group, Host, Measured
+from stages.cluster.formulas import FASTEST
 from stages.cluster.meshes import candidate_meshes, candidate_splits
-from stages.cluster.topology import UNLINKED, device_order, find_groups, with_uplinks
+from stages.cluster.topology import device_order, find_groups, with_uplinks
 
 MOST_SIMULATED = 256  # devices whose pairs are drawn one by one; larger clusters are grouped as they are described
 
@@ -95,7 +96,7 @@ def describe_group(settings: Settings) -> Group:
 def _host(settings: Settings, ranks: range) -> Group:
     preset = settings.preset
     if len(ranks) == 1:
-        return Group("host", tuple(ranks), UNLINKED, 0.0)
+        return Group("host", tuple(ranks), FASTEST, 0.0)
     size = min(preset.island or len(ranks), len(ranks))
     counts = [size] * (len(ranks) // size) + ([len(ranks) % size] if len(ranks) % size else [])
     islands = [_island(settings, island, len(counts) == 1) for island in _runs(tuple(counts), ranks.start)]
@@ -114,7 +115,7 @@ def _host(settings: Settings, ranks: range) -> Group:
 
 def _island(settings: Settings, ranks: range, whole: bool) -> Group:
     if len(ranks) == 1:
-        return Group("device", tuple(ranks), UNLINKED, 0.0)
+        return Group("device", tuple(ranks), FASTEST, 0.0)
     preset = settings.preset
     assert preset.link_gbytes_per_s and preset.latency_us is not None
     kind = "host" if whole else "island"

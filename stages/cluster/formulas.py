@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pipeline.ir.cluster import COLLECTIVES, SEND, LinkCost
 
-FASTEST = 1e15  # bytes/s that stand for "costs nothing" on an axis of one rank
+FASTEST = 1e15  # bytes/s that stand for "costs nothing": a device to itself
 NOTHING = LinkCost(0.0, FASTEST)
 
 

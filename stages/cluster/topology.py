@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.ir.cluster import Group
+from stages.cluster.formulas import FASTEST
 
 Matrix = Sequence[Sequence[float | None]]  # by rank and rank; None was not measured
 
 DISTINCT = 1.5  # times faster than its surroundings: what makes a group
 SIGMAS = 5.0  # of the noise of both: what it must exceed as well
 ENOUGH = 6  # pairs between the members of a group: what tells the noise
-UNLINKED = 1e15  # bytes/s that stand for "costs nothing": a device to itself
 
 
 @dataclass
@@ -161,7 +161,7 @@ def _edges(node: _Node) -> Iterator[tuple[_Node, _Node]]:
 def _group(node: _Node, delays: list[list[float | None]], hosts: list[str], top: bool = False) -> Group:
     ranks = tuple(sorted(node.ranks))
     if len(ranks) == 1:
-        return Group("host" if top and hosts else "device", ranks, UNLINKED, 0.0)
+        return Group("host" if top and hosts else "device", ranks, FASTEST, 0.0)
     members = sorted((_group(m, delays, hosts) for m in node.members), key=lambda m: m.ranks[0])
     across = [delays[i][j] for a in members for b in members if a is not b for i in a.ranks for j in b.ranks]
     seen = [delay for delay in across if delay is not None]

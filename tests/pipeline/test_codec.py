@@ -132,10 +132,13 @@ flat_groups = st.builds(Group, names, ranks, positive, seconds, st.none() | posi
 groups = flat_groups | st.builds(lambda group: replace(group, members=(group,)), flat_groups)
 clusters = st.builds(
     Cluster, names, names, counts, counts,
-    st.builds(Compute, curves, positive, seconds, seconds, matmul_by_dtype=tables(curves)), axes,
+    st.builds(
+        Compute, curves, positive, seconds, seconds, matmul_by_dtype=tables(curves), processors=st.none() | counts
+    ),
+    axes,
     tuples(st.builds(Host, names, ranks, names, counts)), st.none() | groups, ranks, meshes,
     tuples(st.builds(Split, ranks, links, tables(meshes))),
-    st.none() | st.builds(Measured, seconds, counts, counts, counts, seconds, seconds, seconds),
+    st.none() | st.builds(Measured, seconds, counts, counts, counts, seconds, seconds, st.none() | seconds),
 )  # fmt: skip
 reports = st.builds(
     Report, counts, counts, tuples(seconds), tuples(seconds), seconds, seconds, tuples(counts), seconds, counts,
