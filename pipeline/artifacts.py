@@ -44,7 +44,7 @@ KINDS = {
     for kind in (
         Kind("graph", "trace", "graph.json", OpGraph, version=2),
         Kind("profile", "profile", "profile.json", Profile, version=2),
-        Kind("cluster", "cluster", "cluster.json", Cluster),
+        Kind("cluster", "cluster", "cluster.json", Cluster, version=2),
         Kind("frontier", "solve", "frontier.json", Frontier),
         Kind("plan", "checkpoint", "plan.json", Plan),
         Kind("module", "codegen", "module.py", str),

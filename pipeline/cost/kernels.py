@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd, inf, prod
 
+from pipeline.ir.cluster import HALF
 from pipeline.ir.profile import Kernel
-
-HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,8 @@ class Card:
     host: Host = field(default_factory=Host)
 
     def rate(self, dtype: str) -> float:
-        return self.products.get("bfloat16" if dtype in HALF else dtype, self.products["float32"])
+        known = (dtype, "bfloat16") if dtype in HALF else (dtype,)
+        return next((self.products[name] for name in known if name in self.products), self.products["float32"])
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,11 @@ def _convolution(kernel: Kernel, card: Card) -> float:
     thin = min(1.0, min(weight[0], weight[1]) / THIN) if len(weight) > 1 else 1.0
     half, single = CONVOLUTIONS[kernel.name]
     floor = THINNEST_BACKWARD if "backward" in kernel.name else THINNEST
-    rate = card.rate("bfloat16") * (half if kernel.dtype in HALF else single) * max(thin, floor)
+    if kernel.dtype in HALF:
+        rate = card.rate(kernel.dtype) * half
+    else:
+        rate = max(card.rate("bfloat16") * single, card.rate(kernel.dtype) * half)
+    rate *= max(thin, floor)
     moved = (kernel.read + kernel.written) / card.memory
     if kernel.dtype not in HALF:
         return kernel.flops / rate + 0.5 * moved

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 from pipeline.cost.kernels import Card, Part, kernel_seconds, queue_seconds
-from pipeline.ir.cluster import Compute
+from pipeline.ir.cluster import HALF, Compute
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel, Kernels
 
@@ -23,9 +23,10 @@ class StepSeconds:
 
 
 def card_of(compute: Compute) -> Card:
-    """A card as a cluster describes it: one rate of products, whatever the precision, and its memory's."""
-    rate = max(compute.matmul.rates)
-    return Card({"float32": rate, "bfloat16": rate}, compute.memory_rate)
+    """A card as a cluster describes it: what large products reach in each precision, its memory, its processors."""
+    products = {dtype: max(compute.matmul_of(dtype).rates) for dtype in ("float32", *HALF)}
+    card = Card(products, compute.memory_rate)
+    return replace(card, processors=compute.processors) if compute.processors else card
 
 
 def step_seconds(graph: OpGraph, kernels: Kernels, card: Card) -> StepSeconds:
