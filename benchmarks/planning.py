@@ -68,7 +68,7 @@ def _plan(depth: int, backend: str) -> dict[str, Any]:
     from pipeline.config import Backend, Solve
     from pipeline.ir.cluster import COLLECTIVES, Axis, Compute, Curve, LinkCost
     from pipeline.models.gpt import GPT
-    from stages.profile.run import profile_graph
+    from stages.profile.by_table import profile_graph
     from stages.solve.frontier import Sweep
     from stages.solve.problem import Given, build
     from stages.trace.chain import find_chain

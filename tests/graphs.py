@@ -21,7 +21,7 @@ from pipeline.models.gpt import GPT
 from pipeline.models.mlp import MLP
 from stages.checkpoint.choose import choose, evaluate
 from stages.cluster.run import from_preset
-from stages.profile.run import profile_graph
+from stages.profile.by_table import profile_graph
 from stages.solve.data import Problem
 from stages.solve.frontier import Solution, Sweep
 from stages.solve.problem import Choices, Given, build

@@ -158,7 +158,7 @@ def _mismatch(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -> C
     what = f"got {shown(value) if value not in ({}, []) else 'nothing in it'}, expected {expected(kind, rule)}"
     remedy = None
     if isinstance(value, str) and isinstance(kind.type, type) and issubclass(kind.type, Enum):
-        near = nearest(value, list(kind.type.__members__))
+        near = rule.meant.get(value.lower()) or nearest(value, list(kind.type.__members__))
         remedy = f"did you mean '{near}'?" if near else None
     elif kind.type is str and value is not None and not isinstance(value, (dict, list, str)):
         remedy = "put it in quotes"

@@ -62,11 +62,11 @@ class StepPrice:
 
 
 def gradient_sum_seconds(nbytes: float, axis: Axis) -> float:
-    """A gradient's share of the bucketed all-reduce: its bytes, and its part of a bucket's latency."""
+    """A gradient's share of the all-reduce of a full bucket, or one of its own where it is larger."""
     if axis.size == 1:
         return 0.0
-    link = axis.links["all_reduce"]
-    return nbytes / link.bandwidth + link.latency * min(1.0, nbytes / BUCKET_BYTES)
+    whole = max(nbytes, BUCKET_BYTES)
+    return axis.links["all_reduce"].seconds(whole) * nbytes / whole
 
 
 def resident_bytes(nbytes: float, optimizer_copies: float) -> float:

@@ -22,6 +22,7 @@ from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout
 from pipeline.ir.names import look_up
 from pipeline.launch import follow_parent, report_error
+from pipeline.optimizer import build_optimizer
 from pipeline.runtime.memory import measure_peak, storage_bytes
 from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.parameters import GradientSum, piece_of
@@ -73,10 +74,8 @@ class Trainer:
         self.summed = [name for name in self.parameters if self._entry(name)[1] == "summed"]
         self.complete = [name for name in self.parameters if name not in self.summed]
         self.sums = GradientSum([self.parameters[name] for name in self.summed], "+".join(self.axes))
-        optimizer = instantiate(
-            job["train"]["optimizer"], f"{job['where']['train']}: optimizer", list(self.parameters.values())
-        )
-        self.optimizer: torch.optim.Optimizer = optimizer
+        where = f"{job['where']['train']}: optimizer"
+        self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.parameters.values()))
         layouts = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
         self.batches = Batches(dataset, job, layouts, self.axes)
