@@ -36,6 +36,7 @@ class Form(Enum):
     BY_NAME = "a non-empty mapping from a name to a mapping"
     CHOICE = "the name of a file in the group's folder"
     DIMS = "a mapping from an op, such as mylib.scale.default, to its line of dims, such as 'b n, n -> b n'"
+    LAYOUTS = "a mapping from a parameter or a module, with * and ?, to a layout such as 'S(0) on tp'"
 
 
 @dataclass(frozen=True)
@@ -289,6 +290,19 @@ class Backend(StrEnum):
     highs = "highs"
 
 
+class Search(StrEnum):
+    ilp = "ilp"
+    dp = "dp"
+    mcmc = "mcmc"
+
+
+class Only(StrEnum):
+    any = "any"
+    data = "data"
+    zero = "zero"
+    tensor = "tensor"
+
+
 @dataclass(frozen=True)
 class Solve:
     backend: Backend = setting("Program that solves the integer linear program.")
@@ -299,6 +313,21 @@ class Solve:
     gap: float = setting("Relative gap to the bound at which a plan counts as optimal.", 1e-6, at_least=0, below=1)
     frontier_points: int = setting("Plans along the time/memory frontier.", 6, at_least=1, at_most=64)
     glpsol: str | None = setting("Path of the `glpsol` program; null looks for it.", None)
+    search: Search = setting(
+        "How plans are searched for: dynamic programming with prices on memory and the integer program where that leaves"
+        " a gap (`ilp`), without the integer program (`dp`), or by random changes (`mcmc`, without a proof).",
+        Search.ilp,
+    )
+    only: Only = setting(
+        "Ways of working in parallel that a plan may mix: all (`any`), or just data parallelism, that and ZeRO, or tensor"
+        " parallelism.",
+        Only.any,
+    )
+    constraints: dict[str, Any] | None = setting(
+        "Layouts that parameters and modules must have, by name; see docs/constraints.md.", None, form=Form.LAYOUTS
+    )
+    shard_only: str | None = setting("Module that alone may be split, by name, with * and ?; null is all.", None)
+    seed: int = setting("Seed of the random search (`mcmc`).", 0, at_least=0, at_most=LARGEST_SEED)
 
 
 # ---- conf/checkpoint/*.yaml

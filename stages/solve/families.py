@@ -12,8 +12,10 @@ On one axis of the mesh, with the same costs for all:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, State
@@ -49,6 +51,16 @@ class Families:
         for name, number in index.items():
             found[number] = self._of(name, roles)
         return tuple(found) if all(found) else None
+
+    def any_of(self, name: str, roles: tuple[Parallel, ...], axes: int) -> tuple[int, ...]:
+        """The choices of a node that some assignment of these roles to the axes leaves; all, where no role is named."""
+        count = next(len(group[name]) for group in (*self._groups(), {name: (0,)}) if name in group)
+        if not roles:
+            return tuple(range(count))
+        return tuple(sorted({k for chosen in product(roles, repeat=axes) for k in self._of(name, chosen)}))
+
+    def _groups(self) -> tuple[Mapping[str, tuple[object, ...]], ...]:
+        return self.choices.storage, self.choices.inputs, self.choices.ops
 
     def _of(self, name: str, roles: tuple[Parallel, ...]) -> tuple[int, ...]:
         if name in self.choices.storage:
