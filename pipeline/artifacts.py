@@ -47,7 +47,7 @@ KINDS = {
         Kind("cluster", "cluster", "cluster.json", Cluster, version=2),
         Kind("frontier", "solve", "frontier.json", Frontier),
         Kind("plan", "checkpoint", "plan.json", Plan),
-        Kind("module", "codegen", "module.py", str),
+        Kind("module", "codegen", "module.py", str, version=2),
         Kind("report", "train", "report.json", Report),
     )
 }

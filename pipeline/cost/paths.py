@@ -20,7 +20,7 @@ from itertools import pairwise
 from math import prod
 
 from pipeline.cost.compute import Seconds
-from pipeline.cost.conversions import TABLE, conversion_of, entry_bytes, entry_seconds, step_axis
+from pipeline.cost.conversions import TABLE, conversion_of, entry_bytes, entry_seconds, made_again, step_axis
 from pipeline.ir.cluster import Axis, Compute
 from pipeline.ir.layout import Layout, Place, S, State, at_places
 
@@ -89,10 +89,13 @@ class Paths:
             peak = max(peak, sum(held) if conversion_of(before, after, self.sizes).forward else max(held))
         return Path(layouts, Seconds(forward, backward), moved, peak)
 
-    def step(self, before: Layout, after: Layout, nbytes: int, grad: bool) -> tuple[Seconds, float]:
-        """Seconds of one step, and the bytes that a rank sends."""
+    def step(
+        self, before: Layout, after: Layout, nbytes: int, grad: bool, again: bool = False
+    ) -> tuple[Seconds, float]:
+        """Seconds of one step, and the bytes that a rank sends; `again` where backward makes it once more."""
         number = step_axis(before, after, self.sizes)
         axis, entry = self.axes[number], conversion_of(before, after, self.sizes)
+        entry = made_again(entry) if again else entry
         others = (s.kind == "S" and i != number for i, s in enumerate(before.states))
         local = nbytes // prod(size for size, split in zip(self.sizes, others, strict=True) if split)
         seconds = entry_seconds(entry, local, grad, axis, self.compute)

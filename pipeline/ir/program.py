@@ -22,6 +22,7 @@ class Convert:
 
     source: Tensor
     target: Tensor
+    again: bool = False  # dropped after the link's forward pass, and made once more in its backward pass
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Program:
     prologue: tuple[Step, ...]  # what depends on no parameter
     shared: tuple[Convert, ...]  # parameters that several links read in a layout they are not stored in
     links: tuple[tuple[Step, ...], ...]
-    reduced: tuple[str, ...]  # replicated parameters whose gradients the step sums over the ranks at its end
+    reduced: dict[str, tuple[int, ...]]  # parameter -> axes over which the step sums its gradient, in buckets
     loss: Tensor
 
     def conversions(self) -> Iterator[Convert]:

@@ -10,7 +10,7 @@ from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ir.names import pattern
 from pipeline.ir.plan import Plan, Region
 from pipeline.ir.program import Program, Tensor
-from pipeline.lowering import home_layouts
+from pipeline.lowering import home_layouts, state_layouts
 from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, Outside, free_name, returned, statement
 
 LINE = 120  # the longest that the text has
@@ -39,9 +39,10 @@ def write_module(graph: OpGraph, plan: Plan, program: Program) -> str:
     callers = [Caller(functions[_text_of(b)], scopes[b.prefix], b) for b in blocks]
     used = set(before.used).union(*(b.used for b in blocks))
     used |= {"recompute"} if any(r.recompute for r in plan.regions) else set()
+    used |= {"keep_shards"} if used & {"again", "regather"} else set()
     parts = [
         *(_function(name, block) for name, block in _distinct(blocks, functions).items()),
-        _class(graph, plan, before, callers, scopes),
+        _class(graph, plan, before, callers, scopes, keeps_shards="keep_shards" in used),
     ]
     functional = any(re.search(r"\bF\.", part) for part in parts)
     header = _header(graph, plan, program, used | {"scope"}, functional)
@@ -196,8 +197,8 @@ import torch
 DEVICE = torch.device("{plan.device}")
 MESH = {{{", ".join(f'"{name}": {size}' for name, size in plan.axes)}}}
 {_one_or_many("INPUTS = {", inputs, "}")}
-# How each parameter is stored, and whether its gradient is summed over the ranks during backward or complete as it is;
-# `*` stands for a number.
+# Of each parameter: how it is stored, the axes over which its gradient is summed during backward, and how the
+# optimizer's state is stored; `*` stands for a number.
 PARAMETERS = {{
 {rows}
 }}'''
@@ -205,11 +206,11 @@ PARAMETERS = {{
 
 def _parameters(graph: OpGraph, plan: Plan, program: Program) -> dict[str, str]:
     """One row per parameter; equal rows of numbered modules are written once, with `*` for the number."""
-    summed = {graph.values[name].origin for name in program.reduced}
-    rows = {
-        name: f'("{layout}", "{"summed" if name in summed else "complete"}")'
-        for name, layout in plan.sharding.storage.items()
-    }
+    rows = {}
+    for name, state in state_layouts(graph, plan.sharding).items():
+        origin, summed = graph.values[name].origin, program.reduced.get(name, ())
+        over = "+".join(plan.axes[axis][0] for axis in summed)
+        rows[origin] = f'("{plan.sharding.storage[origin]}", "{over}", "{state}")'
     entries: dict[str, set[str]] = {}
     for name, row in rows.items():
         entries.setdefault(pattern(name), set()).add(row)
@@ -221,7 +222,9 @@ def _function(name: str, block: Block) -> str:
     return "\n".join([*statement(f"def {name}{block.signature}:"), *body])
 
 
-def _class(graph: OpGraph, plan: Plan, before: Prologue, callers: list[Caller], scopes: dict[str, str]) -> str:
+def _class(
+    graph: OpGraph, plan: Plan, before: Prologue, callers: list[Caller], scopes: dict[str, str], keeps_shards: bool
+) -> str:
     prefixes = sorted({c.block.prefix for c in callers if c.block.reads_parameters}, key=list(scopes).index)
     lines = ["class Program:", "    def __init__(self, tensors: dict[str, Tensor]) -> None:"]
     lines += ["        self.tensors = tensors"] if before.reads_parameters or not prefixes else []
@@ -235,7 +238,8 @@ def _class(graph: OpGraph, plan: Plan, before: Prologue, callers: list[Caller], 
     lines += ["        p = self.tensors"] if before.reads_parameters else []
     lines += [f"        {line}" for line in before.lines]
     methods: list[str] = []
-    lines += [f"        {line}" for line in _region_lines(plan.regions, callers, methods)]
+    lines += ["        with keep_shards():"] if keeps_shards else []
+    lines += _indented(_region_lines(plan.regions, callers, methods), 12 if keeps_shards else 8)
     lines += ["        return x", *methods]
     return "\n".join(lines)
 

@@ -24,7 +24,7 @@ import numpy as np
 from pipeline.cost.compute import op_seconds, optimizer_seconds
 from pipeline.cost.paths import Paths
 from pipeline.cost.price_tables import conversion_table
-from pipeline.cost.step import gradient_sum_seconds
+from pipeline.cost.step import update_seconds
 from pipeline.ir.cluster import Axis, Compute
 from pipeline.ir.graph import Op, OpGraph, Role, Value
 from pipeline.ir.layout import B, Layout, R, replicated, without_gradient
@@ -362,18 +362,12 @@ def _summed(have: Layout, want: Layout) -> Layout:
 
 
 def _step_seconds(builder: _Builder, value: Value, way: Stored, form: Layout) -> float:
-    """Once a step: gradients summed over the axes on which the parameter is replicated, or scattered and gathered."""
+    """Once a step: gradients summed over the axes on which the parameter is replicated, new values gathered."""
     nbytes = value.type.nbytes // way.layout.pieces(builder.sizes)
-    total = 0.0
-    for number, axis in enumerate(builder.given.axes):
-        have, want, state = (x.states[number] for x in (way.layout, form, way.state))
-        summed = (have, want) == (R, B) and value.grad
-        if have == state:
-            total += gradient_sum_seconds(nbytes, axis) if summed else 0.0
-        else:
-            total += axis.links["reduce_scatter"].seconds(nbytes) if summed else 0.0
-            total += axis.links["all_gather"].seconds(nbytes)
-    return total
+    axes = builder.given.axes
+    states = list(zip(way.layout.states, form.states, way.state.states, strict=True))
+    summed = [axes[n] for n, (have, want, _) in enumerate(states) if (have, want) == (R, B) and value.grad]
+    return update_seconds(nbytes, summed, [axes[n] for n, (have, _, state) in enumerate(states) if have != state])
 
 
 def build(graph: OpGraph, profile: Profile, given: Given) -> tuple[Problem, Choices]:

@@ -23,9 +23,10 @@ from pipeline.ir.layout import Layout
 from pipeline.ir.names import look_up
 from pipeline.launch import follow_parent, report_error
 from pipeline.optimizer import build_optimizer
+from pipeline.runtime.gradients import Gradients, Row
 from pipeline.runtime.memory import measure_peak, storage_bytes
 from pipeline.runtime.mesh import set_mesh
-from pipeline.runtime.parameters import GradientSum, piece_of
+from pipeline.runtime.parameters import piece_of
 from stages.train.data import Batches
 
 MEASURED_STEP = 1  # memory is measured on the second step: by then the optimizer state exists
@@ -67,22 +68,21 @@ class Trainer:
         self.device = program.DEVICE
         self.axes = list(program.MESH)
         self.precision: str = job["model"]["precision"]
-        self.table: Mapping[str, tuple[str, str]] = program.PARAMETERS
+        self.table: Mapping[str, Row] = program.PARAMETERS
         self.tensors = self._tensors()
         self.parameters = {name: t for name, t in self.tensors.items() if isinstance(t, nn.Parameter)}
         self.program = program.Program(self.tensors)
-        self.summed = [name for name in self.parameters if self._entry(name)[1] == "summed"]
-        self.complete = [name for name in self.parameters if name not in self.summed]
-        self.sums = GradientSum([self.parameters[name] for name in self.summed], "+".join(self.axes))
+        rows = [self._row(name) for name in self.parameters]
+        self.gradients = Gradients(self.parameters.values(), rows, self.axes)
         where = f"{job['where']['train']}: optimizer"
-        self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.parameters.values()))
+        self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.gradients.updated))
         layouts = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
         self.batches = Batches(dataset, job, layouts, self.axes)
 
-    def _entry(self, name: str) -> tuple[str, str]:
-        """How a parameter is stored, and what becomes of its gradient; ("", "") for one that is not trained."""
-        return look_up(self.table, name) or ("", "")
+    def _row(self, name: str) -> Row:
+        """How a parameter, its gradient and the optimizer's state lie; nothing for one that is not trained."""
+        return look_up(self.table, name) or ("", "", "")
 
     def _tensors(self) -> dict[str, Tensor]:
         """The seeded model's own initial values, of which each rank keeps its pieces."""
@@ -92,7 +92,7 @@ class Trainer:
             model = model.bfloat16()
         tensors: dict[str, Tensor] = {name: buffer.to(self.device) for name, buffer in model.named_buffers()}
         for name, parameter in model.named_parameters():
-            layout, _ = self._entry(name)
+            layout, *_ = self._row(name)
             if layout and parameter.requires_grad:
                 piece = piece_of(parameter.detach(), Layout.parse(layout), self.axes)
                 tensors[name] = nn.Parameter(piece.to(self.device))
@@ -145,21 +145,20 @@ class Trainer:
         seconds.append(time.perf_counter() - start)
 
     def _step(self, batch: dict[str, Tensor]) -> float:
-        self.sums.start()
-        for name in self.complete:
-            self.parameters[name].grad = None
+        self.gradients.start()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "amp"):
             loss = self.program.forward(**batch)
         loss.backward()
-        self.sums.wait()
+        self.gradients.wait()
         self.optimizer.step()
+        self.gradients.publish()
         return float(loss.detach())
 
     def _held(self) -> list[Tensor]:
         """Parameters, gradients and optimizer state: what stays between steps."""
         state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        return [*self.tensors.values(), *gradients, *state]
+        return [*self.tensors.values(), *gradients, *self.gradients.buffers(), *state]
 
     def _resident(self) -> int:
         return storage_bytes(self._held())

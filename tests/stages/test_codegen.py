@@ -6,6 +6,8 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -143,9 +145,9 @@ def other_first_layer(graph: OpGraph) -> Sharding:
 def check_parameters(graph: OpGraph, sharding: Sharding) -> dict:
     program = lower(graph, sharding)
     table = load(write_module(graph, plan_for(graph, sharding, 2), program))["PARAMETERS"]
-    summed = {graph.values[name].origin for name in program.reduced}
     for value in graph.of_role(Role.PARAMETER):
-        wanted = (str(sharding.storage[value.origin]), "summed" if value.origin in summed else "complete")
+        stored = str(sharding.storage[value.origin])
+        wanted = (stored, "d0" if value.name in program.reduced else "", str(sharding.state.get(value.origin, stored)))
         assert look_up(table, value.origin) == wanted, value.origin
     return table
 
@@ -163,6 +165,23 @@ def test_equal_layers_are_one_row_and_others_their_own():
     differing = check_parameters(graph, other_first_layer(graph))
     assert differing["layers.0.up.weight"][0] == "S(0)" and differing["layers.1.up.weight"][0] == "R"
     assert "layers.*.up.weight" not in differing and "layers.*.down.weight" in differing
+
+
+def test_states_of_the_optimizer_have_their_own_layout():
+    graph = gpt_graph(2)
+    sharding = uniform(graph, 2)
+    shards = {name: Layout((S(0),)) for name in sharding.storage}
+    table = check_parameters(graph, replace(sharding, state=shards))
+    assert table["layers.*.up.weight"] == ("R", "d0", "S(0)")
+    spare = replace(next(graph.of_role(Role.PARAMETER)), name="spare", origin="spare")
+    unread = replace(graph, values={**graph.values, "spare": spare})
+    more = replace(
+        sharding,
+        storage={**sharding.storage, "spare": Layout((R,))},
+        state={**shards, "spare": Layout((S(0),))},
+    )
+    rows = load(write(unread, plan_for(unread, more, 2)))
+    assert rows["PARAMETERS"]["spare"] == ("R", "", "R"), "nothing updates what no op reads"
 
 
 def test_inputs_and_mesh_are_told():
