@@ -209,7 +209,9 @@ def _check_by_name(value: dict[str, Any], kind: Kind, rule: Rule, source: Source
 def _check_layouts(value: dict[str, Any], source: Source, key: Key) -> None:
     for name, layout in value.items():
         if not isinstance(name, str) or not isinstance(layout, str):
-            raise source.error((*key, name), f"got {shown(layout)}, expected a layout", "write for instance 'S(0) on tp'")
+            raise source.error(
+                (*key, name), f"got {shown(layout)}, expected a layout", "write for instance 'S(0) on tp'"
+            )
 
 
 def _check_dims(value: dict[str, Any], source: Source, key: Key) -> None:

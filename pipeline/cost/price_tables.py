@@ -34,7 +34,8 @@ def conversion_table(
     least = lattice.spread(list(starts))
     row = {layout: number for number, layout in enumerate(starts)}
     columns = tuple(np.array(part) for part in zip(*(lattice.node(t) for t in targets), strict=True))
-    return least[(np.array([row[s] for s in sources])[:, None], *(c[None, :] for c in columns))] / FEMTO
+    found: Array = least[(np.array([row[s] for s in sources])[:, None], *(c[None, :] for c in columns))] / FEMTO
+    return found
 
 
 class _Lattice:

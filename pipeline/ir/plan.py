@@ -60,10 +60,20 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True)
+class Baseline:
+    """The fastest plan of a kind that has a name, on the same mesh and by the same costs."""
+
+    name: str
+    seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
 class Frontier:
     budget_bytes: int
     optimizer_copies: float  # tensors of a parameter's size that the optimizer keeps
     points: tuple[FrontierPoint, ...]  # fastest first
+    baselines: tuple[Baseline, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ class Constraint:
     def allows_stored(self, way: Stored) -> bool:
         if self.way is not None:
             return way.way is self.way and all(way.state.states[a].kind == "S" for a in self.axes)
-        return all(_same(way.layout.states[a], self.state) and _same(way.state.states[a], self.state) for a in self.axes)
+        return all(
+            _same(way.layout.states[a], self.state) and _same(way.state.states[a], self.state) for a in self.axes
+        )
 
     def allows_strategy(self, strategy: Strategy) -> bool:
         states = [x.states[a] for x in (*strategy.inputs, *strategy.outputs) for a in self.axes]
@@ -96,6 +98,11 @@ class Hand:
         self.graph, self.settings, self.where, self.axes = graph, settings, where, axes
         self.constraints = parse(settings.constraints or {}, axes, where)
         self._refuse_unknown()
+
+    @property
+    def asks(self) -> bool:
+        """Whether there is anything that the user asks for."""
+        return bool(self.constraints or self.settings.shard_only or self.settings.only is not Only.any)
 
     def _refuse_unknown(self) -> None:
         parameters = [v.origin for v in self.graph.of_role(Role.PARAMETER)]
@@ -164,7 +171,9 @@ class Hand:
         named += [f"only: {self.settings.only.value}"] if self.settings.only is not Only.any else []
         named += [f"shard_only: {self.settings.shard_only}"] if self.settings.shard_only else []
         return SolveError(
-            f"{' and '.join(named)} leave{'s' if len(named) == 1 else ''} {what}", where=self.where, remedy="drop one of them"
+            f"{' and '.join(named)} leave{'s' if len(named) == 1 else ''} {what}",
+            where=self.where,
+            remedy="drop one of them",
         )
 
 

@@ -78,6 +78,10 @@ class Reduced:
         return tuple(own.index(k) for own, k in zip(self.kept, picked, strict=True))
 
 
+def as_it_is(problem: Problem) -> Reduced:
+    return Reduced(problem, tuple(tuple(range(len(node.costs))) for node in problem.nodes))
+
+
 def restrict(problem: Problem, kept: tuple[tuple[int, ...], ...]) -> Reduced:
     """The problem with these choices of each node alone. What was one array stays one array."""
     at = [np.array(own) for own in kept]

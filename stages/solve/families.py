@@ -139,7 +139,7 @@ def _input(layouts: tuple[Layout, ...], number: int, axis: int, role: Parallel) 
     return (state.kind == "S" and state.dim == 0) if possible else state.kind == "R"
 
 
-def baselines(axes: int) -> dict[str, tuple[Parallel, ...]]:
+def named(axes: int) -> dict[str, tuple[Parallel, ...]]:
     """Name -> the role of each axis, outermost first."""
     found = {
         "DDP": (Parallel.data,) * axes,

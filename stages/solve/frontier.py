@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol, TypeVar
 
-from pipeline.config import Solve
+from pipeline.config import Search, Solve
 from pipeline.ir.plan import Proof
 from pipeline.log import Advance, Log
+from stages.solve import mcmc
 from stages.solve.backends import NothingFound
 from stages.solve.bound import Bounder, Seen
 from stages.solve.data import Problem
@@ -28,7 +29,7 @@ from stages.solve.exact import Reduced, best_prices, solve, without_dominated
 
 MOST_CHOICES = 5000  # of a problem in which dominated ones are looked for
 MOST_VARIABLES = 1500  # choices that may be left, for an integer program that is worth a try
-ELIMINATION, PRICES, PROGRAM = "elimination", "prices", "integer program"
+ELIMINATION, PRICES, PROGRAM, MCMC = "elimination", "prices", "integer program", "mcmc"
 
 
 class Plan(Protocol):
@@ -120,10 +121,19 @@ class Sweep:
                 remedy="raise it",
             )
         known = self._solution(bounded.best, PRICES, bounded.bound)
-        if known.proof.gap <= self.settings.gap:
+        if self.settings.search is Search.mcmc:
+            return self._random(limit, known, deadline)
+        if known.proof.gap <= self.settings.gap or self.settings.search is Search.dp:
             return known
         with self.clock("exact"):
             return self._exact(limit, known, bounded.prices.moments)
+
+    def _random(self, limit: float, known: Solution, deadline: float) -> Solution:
+        """What random changes make of the smallest plan; the bound is that of prices."""
+        with self.clock("mcmc"):
+            start = min((s for s in self.bounder.seen.values() if s.peak <= limit), key=lambda s: (s.peak, s.cost))
+            best = mcmc.search(self.problem, limit, start, self.settings.seed, deadline)
+        return self._solution(best, MCMC, known.proof.bound)
 
     def _small(self) -> Reduced | None:
         """The problem for the integer program; None where it would be too large."""

@@ -137,9 +137,15 @@ class _Builder:
             lambda: storage_choices(value.type.shape, wanted, self.sizes, shards=shards),
         )
         if value.role is Role.PARAMETER:
-            self.parameter(value, ways)
+            once = len({self.moments.link.get(op.name) for op in readers}) <= 1
+            self.parameter(value, ways if once else self._not_regathered(ways))
         else:
             self.source(value, tuple(way.layout for way in ways))
+
+    def _not_regathered(self, ways: tuple[Stored, ...]) -> tuple[Stored, ...]:
+        """What several links read is gathered once for all of them, or each of them would gather it twice."""
+        kept = tuple(way for way in ways if way.way is not Way.regathered)
+        return self.once(("not regathered", id(ways)), lambda: kept)
 
     def source(self, value: Value, layouts: tuple[Layout, ...]) -> None:
         """An input or a buffer: there for the whole step."""
@@ -154,11 +160,16 @@ class _Builder:
         ways = ways if len(allowed) == len(ways) else self.once(("allowed", allowed), lambda: allowed)
         layouts = self.once(("layouts of", id(ways)), lambda: (self.same(tuple(way.layout for way in ways)), ways))[0]
         states = self.once(("states of", id(ways)), lambda: self.same(tuple(way.state for way in ways)))
-        copies, nbytes = self.given.optimizer_copies, value.type.nbytes
+        copies, nbytes, axes = self.given.optimizer_copies, value.type.nbytes, self.given.axes
         stored, state = self.split_bytes(layouts, nbytes), self.split_bytes(states, nbytes)
         seconds = self.once(
-            ("optimizer", id(states), nbytes),
-            lambda: np.array([optimizer_seconds(n, copies, self.given.compute) for n in state]),
+            ("optimizer", id(ways), nbytes),
+            lambda: np.array(
+                [
+                    optimizer_seconds(owned, copies, self.given.compute) + update_seconds(n, [], _sharded(way, axes))
+                    for way, n, owned in zip(ways, stored, state, strict=True)
+                ]
+            ),
         )
         usages = self.once(("resident", id(layouts), id(states), nbytes), lambda: 2 * stored + copies * state)
         self.maker[value.name] = self.add(value.name, seconds, [Holding(0, self.moments.end, usages)])
@@ -349,11 +360,12 @@ def _parameter_seconds(builder: _Builder, value: Value, ways: tuple[Stored, ...]
 
 
 def _goes(way: Stored, form: Layout, sizes: tuple[int, ...]) -> bool:
-    """A parameter that is to be read as it lies is not gathered on any axis."""
-    if way.way in (Way.gathered, Way.regathered):
+    """A parameter that is to be read as it lies is not gathered on any axis, one to be regathered by nothing else."""
+    if way.way is Way.gathered:
         return True
-    wanted = form.places(sizes)
-    return all(wanted.get(axis) == place for axis, place in way.layout.places(sizes).items())
+    wanted, free = form.places(sizes), way.way is Way.regathered
+    places = way.layout.places(sizes).items()
+    return all(wanted.get(axis) == place or (free and form.states[axis] == B) for axis, place in places)
 
 
 def _summed(have: Layout, want: Layout) -> Layout:
@@ -362,12 +374,19 @@ def _summed(have: Layout, want: Layout) -> Layout:
 
 
 def _step_seconds(builder: _Builder, value: Value, way: Stored, form: Layout) -> float:
-    """Once a step: gradients summed over the axes on which the parameter is replicated, new values gathered."""
+    """Once a step: gradients summed over the axes on which the parameter is replicated."""
     nbytes = value.type.nbytes // way.layout.pieces(builder.sizes)
     axes = builder.given.axes
     states = list(zip(way.layout.states, form.states, way.state.states, strict=True))
     summed = [axes[n] for n, (have, want, _) in enumerate(states) if (have, want) == (R, B) and value.grad]
-    return update_seconds(nbytes, summed, [axes[n] for n, (have, _, state) in enumerate(states) if have != state])
+    split = _sharded(way, axes)
+    return update_seconds(nbytes, summed, split) - update_seconds(nbytes, [], split)
+
+
+def _sharded(way: Stored, axes: tuple[Axis, ...]) -> list[Axis]:
+    """The axes over which new values are gathered: whatever reads the parameter, once a step."""
+    pairs = zip(axes, way.layout.states, way.state.states, strict=True)
+    return [axis for axis, have, state in pairs if have != state]
 
 
 def build(graph: OpGraph, profile: Profile, given: Given) -> tuple[Problem, Choices]:

@@ -88,7 +88,7 @@ def test_the_objective_is_the_price_of_the_program(name, devices):
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
 def test_the_frontier_of_a_real_model_trades_time_for_memory(name):
     problem, _, points = solved(name)
-    assert len(points) > 2
+    assert len(points) > 1
     assert points[0].peak > points[-1].peak
     for point in points:
         assert point.proof.gap < 1e-6
@@ -248,7 +248,8 @@ def test_a_fused_qkv_weight_is_stored_head_by_head():
     from tests.plans import graph_of
 
     graph = graph_of("gpt2")
-    problem, choices = problem_of(graph, preset(2, link_gbytes_per_s=100, latency_us=0.01))
+    cluster = preset(2, link_gbytes_per_s=50, latency_us=0.001)
+    problem, choices = build(graph, profile_graph(graph), Given(cluster.axes, cluster.compute, 2.0, shards=False))
     best = Bounder(problem, best_prices(solve_settings(), WHERE)).fastest
     storage = to_sharding(graph, choices, best.picked).storage
     layer = {name.rpartition("h.0.")[2]: str(layout) for name, layout in storage.items() if "h.0." in name}
