@@ -34,7 +34,8 @@ def main(arguments: list[str]) -> int:
     depths = [int(part) for part in given.layers.split(",")]
     found = {depth: _in_process(depth, given.backend) for depth in depths}
     print(
-        f"{'layers':>6}{'nodes':>8}{'choices':>9}{'build':>8}{'solve':>8}{'together':>10}{'budget':>11}{'step':>10}{'gap':>9}  method"
+        f"{'layers':>6}{'nodes':>8}{'choices':>9}{'build':>8}{'solve':>8}{'together':>10}{'budget':>11}{'step':>10}"
+        f"{'gap':>9}  method"
     )
     for depth, row in found.items():
         print(

@@ -314,13 +314,13 @@ class Solve:
     frontier_points: int = setting("Plans along the time/memory frontier.", 6, at_least=1, at_most=64)
     glpsol: str | None = setting("Path of the `glpsol` program; null looks for it.", None)
     search: Search = setting(
-        "How plans are searched for: dynamic programming with prices on memory and the integer program where that leaves"
-        " a gap (`ilp`), without the integer program (`dp`), or by random changes (`mcmc`, without a proof).",
+        "How plans are searched for: dynamic programming with prices on memory, and the integer program where that"
+        " leaves a gap (`ilp`), without the integer program (`dp`), or by random changes (`mcmc`, without a proof).",
         Search.ilp,
     )
     only: Only = setting(
-        "Ways of working in parallel that a plan may mix: all (`any`), or just data parallelism, that and ZeRO, or tensor"
-        " parallelism.",
+        "Ways of working in parallel that a plan may mix: all (`any`), or just data parallelism, that and ZeRO, or"
+        " tensor parallelism.",
         Only.any,
     )
     constraints: dict[str, Any] | None = setting(

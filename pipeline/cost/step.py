@@ -97,7 +97,7 @@ def update_seconds(nbytes: float, summed: Sequence[Axis], split: Sequence[Axis])
 
 
 def _bucketed(collective: str, nbytes: float, axes: Sequence[Axis], held: float) -> float:
-    """Seconds for so many bytes of a parameter that fills `held` bytes of a bucket: its share of what the bucket takes."""
+    """Seconds for so many bytes of a parameter that fills `held` bytes of a bucket: its share of the bucket's."""
     link = joined_link(collective, axes)
     if link is None or not held:
         return 0.0

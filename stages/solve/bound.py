@@ -1,13 +1,14 @@
 """A memory limit by prices: a proven lower bound, and a plan that fits.
 
 Put a price on the bytes that are held at some moments. The least of cost + prices * (held - limit) is below the cost of
-every plan that fits, whatever the prices (Lagrange); elimination finds it exactly. Prices are raised and lowered to make
-this bound as high as possible: every plan seen so far is a plane above it, and the next prices are where the lowest of
-the planes are highest (Kelley's cutting planes), a small linear program for the solver. Moments enter when a plan is seen to hold too much there.
+every plan that fits, whatever the prices (Lagrange); elimination finds it exactly. Prices are raised and lowered to
+make this bound as high as possible: every plan seen so far is a plane above it, and the next prices are where the
+lowest of the planes are highest (Kelley's cutting planes), a small linear program for the solver. Moments enter when a
+plan is seen to hold too much there.
 
-At the best prices several plans are equally good, some too large and some too small. With a tilt, nodes before a turning
-point pay a little less for memory than those after it: the further the turn, the more is held. The last turn at which
-the plan fits gives one that uses the budget up to the weight of one node.
+At the best prices several plans are equally good, some too large and some too small. With a tilt, nodes before a
+turning point pay a little less for memory than those after it: the further the turn, the more is held. The last turn at
+which the plan fits gives one that uses the budget up to the weight of one node.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def without_dominated(problem: Problem) -> Reduced:
 
 
 def _undominated(table: np.ndarray, forms: list[np.ndarray]) -> tuple[int, ...]:
-    """Rows that no other row beats or equals everywhere; of equal ones the first. Rows compare where forms are equal."""
+    """Rows that no other row with equal forms beats or equals everywhere; of equal ones the first."""
     out: set[int] = set()
     for a in range(len(table)):
         for b in range(len(table)):

@@ -1,8 +1,8 @@
 """The time/memory frontier: from the fastest plan, however large, down to the smallest one.
 
 The fastest plan is found by elimination, which is exact. For the others bytes get prices (stages/solve/bound.py): the
-widest gap between two neighbours on the frontier is halved again and again, and the plans that are best at the prices on
-the way join the frontier. Such a plan is the fastest of its own size, or as close to it as its gap says.
+widest gap between two neighbours on the frontier is halved again and again, and the plans that are best at the prices
+on the way join the frontier. Such a plan is the fastest of its own size, or as close to it as its gap says.
 
 Where prices leave a gap that is larger than asked for, on the frontier and at the user's own budget, the integer
 program is solved as well if it is small enough for the solver; its plan counts if it is better, and its bound if it is

@@ -1,8 +1,8 @@
 """The search by random changes (Metropolis), on the same problem data: a check on the other searches, without a proof.
 
-One node at a time takes another choice. A change for the better is kept; one for the worse with a probability that falls
-with what it costs and with the temperature, which cools from a tenth of the step's cost per node down to nothing. Bytes
-over the limit cost as much as prices say. It starts from a plan that fits and returns the best that fits.
+One node at a time takes another choice. A change for the better is kept; one for the worse with a probability that
+falls with what it costs and with the temperature, which cools from a tenth of the step's cost per node down to nothing.
+A change that does not fit the limit is not made. It starts from a plan that fits and returns the best that it met.
 """
 
 from __future__ import annotations

@@ -4,14 +4,15 @@
     one         sum_k s_ik = 1                        for every node i                       one_choice
     flow        sum_b e_eab = sum_{k in a} s_ik       for every edge e = (i,j), class a      flow
                 sum_a e_eab = sum_{k in b} s_jk       for every edge e = (i,j), class b      flow
-    made        sum_f m_gaf <= forms * s_a, m_gaf <= sum_{k in a} s_ik   for every share g of maker i, class a, form f
+    made        m_gaf <= sum_{k in a} s_ik            for every share g of maker i, class a, form f
                 sum_{k wants f} s_jk <= sum_a m_gaf   for every reader j of share g, form f  made
     memory      sum of the bytes that the taken entries hold at moment t <= limit            memory[t]
     s, e, m in {0, 1}; e and m exist only where they are allowed.
 
-Choices of a node that have equal rows in an edge's matrices (costs and bytes) form one class: an edge needs one variable
-per pair of classes (layouts), not per pair of strategies. With the flow rows the relaxation of a tree is integral, and a
-sharding graph is nearly a tree. Rows of memory are there for the moments that are asked for: few of them ever bind.
+Choices of a node that have equal rows in an edge's matrices (costs and bytes) form one class: an edge needs one
+variable per pair of classes (layouts), not per pair of strategies. With the flow rows the relaxation of a tree is
+integral, and a sharding graph is nearly a tree. Rows of memory are there for the moments that are asked for: few of
+them ever bind.
 Seconds and bytes are scaled so that the solver's tolerances mean something.
 
 The prices of bytes for the bound (stages/solve/bound.py) come from a linear program over the plans seen so far:

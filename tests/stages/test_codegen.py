@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout, S
+from pipeline.ir.layout import Layout, R, S
 from pipeline.ir.names import look_up
 from pipeline.ir.plan import Sharding
 from pipeline.lowering import lower

@@ -101,21 +101,16 @@ def test_elimination_finds_the_optimum_at_any_prices(seed):
     elimination = Elimination(problem)
     for prices in (Prices(), Prices((1,), (0.3,)), Prices((0, 3), (0.1, 20.0))):
         found = elimination.minimise(prices)
-        wanted = min(
-            (cost + sum(v * problem.held(p)[m] for m, v in zip(prices.moments, prices.values, strict=True) if m < problem.length)
-             for p, cost, _ in every_plan(problem)),
-            default=math.inf,
-        )  # fmt: skip
+        wanted = min((cost + paid(problem, p, prices) for p, cost, _ in every_plan(problem)), default=math.inf)
         assert found.value == pytest.approx(wanted, abs=1e-9)
         assert found.value <= wanted + 1e-12
         if math.isfinite(wanted):
-            own = problem.cost(found.picked)
-            own += sum(
-                v * problem.held(found.picked)[m]
-                for m, v in zip(prices.moments, prices.values, strict=True)
-                if m < problem.length
-            )
-            assert own == pytest.approx(wanted, abs=1e-9)
+            assert problem.cost(found.picked) + paid(problem, found.picked, prices) == pytest.approx(wanted, abs=1e-9)
+
+
+def paid(problem: Problem, picked: tuple[int, ...], prices: Prices) -> float:
+    held = [*problem.held(picked), *[0.0] * LENGTH]  # past its last moment a problem holds nothing
+    return sum(value * held[moment] for moment, value in zip(prices.moments, prices.values, strict=True))
 
 
 def test_a_graph_that_is_too_wide_is_refused():
@@ -140,7 +135,7 @@ def test_a_bound_is_below_every_plan_that_fits(seed):
 
 @pytest.mark.parametrize("backend", ["glpk", "highs"])
 def test_the_best_prices(backend):
-    """On a line the lowest of three planes is highest where two of them cross; a moment with room to spare costs nothing."""
+    """On a line the lowest plane is highest where two of them cross; a moment with room to spare costs nothing."""
     planes = [Plane(1.0, (5.0,)), Plane(2.0, (1.0,)), Plane(4.0, (-3.0,))]
     solve_prices = best_prices(solve_settings(backend), WHERE)
     assert solve_prices(planes, 10.0) == (pytest.approx(2.5), [pytest.approx(0.5)])
