@@ -65,8 +65,9 @@ class Arrays:
 
 def flatten(problem: Problem, base: Floats, limit: float, constant: float) -> Arrays:
     nodes, edges = problem.nodes, problem.edges
-    finite = [n.costs.max() for n in nodes] + [e.costs[np.isfinite(e.costs)].max() for e in edges]
-    forbidden = 1000.0 * max(1.0, *map(float, finite)) if finite else 1.0
+    most = [float(n.costs.max() - n.costs.min()) for n in nodes]
+    most += [float(e.costs[np.isfinite(e.costs)].max() - e.costs.min()) for e in edges]
+    forbidden = 2.0 * sum(most) + 1.0  # more than any solution costs
     constant += sum(float(n.costs.min()) for n in nodes)
     arcs: list[list[tuple[int, int]]] = [[] for _ in nodes]
     known: dict[tuple[tuple[int, ...], bytes], int] = {}

@@ -62,6 +62,7 @@ class Searcher:
         self.sizes = np.diff(arrays.start)
         self.degrees = np.diff(arrays.arc_start)
         self.everything = np.ones(arrays.count, np.uint8)
+        self.bytes = arrays.limit or float(arrays.usage.max(initial=0.0)) or 1.0  # the scale of memory
         self.prices = np.zeros(len(arrays.base))
         self.costs = arrays.costs.copy()  # with memory at its price
         self.picked = np.zeros(arrays.count, np.int64)
@@ -169,7 +170,7 @@ class Searcher:
 
     def start(self) -> None:
         """Raise a price on all memory until a solution fits."""
-        unit = 1e-6 * (float(self.arrays.costs.max(initial=0.0)) + self._largest()) / max(self.arrays.limit, 1.0)
+        unit = 1e-6 * (float(self.arrays.costs.max(initial=0.0)) + self._largest()) / self.bytes
         for power in range(12):
             if self.finished:
                 return
@@ -200,11 +201,11 @@ class Searcher:
                 pace, stalled = 0.7 * pace, 0
             held = self.held(self.picked)
             self.note(self.picked, held)
-            over = held / max(limit, 1e-300) - 1
+            over = (held - limit) / self.bytes
             slope = np.where((self.prices > 0) | (over > 0), over, 0.0)
             target = self.cost if self.best is not None else low + abs(low)
             gain = pace * max(target - low, 1e-3 * abs(low)) / max(float(slope @ slope), 1e-12)
-            prices = np.maximum(0.0, self.prices + gain * slope / max(limit, 1e-300))
+            prices = np.maximum(0.0, self.prices + gain * slope / self.bytes)
             if number % 10 == 9:
                 self.repair(12)
             self.set_prices(prices)
@@ -228,10 +229,10 @@ class Searcher:
         up = 0.02
         for _ in range(most):
             held = self.held(self.picked)
-            over = np.maximum(held / max(limit, 1e-300) - 1, 0.0)
+            over = np.maximum((held - limit) / self.bytes, 0.0)
             if not over.any() or self.finished:
                 break
-            unit = abs(self.total(self.picked)) / max(limit, 1e-300)
+            unit = abs(self.total(self.picked)) / self.bytes
             rise = up * unit * over * (over.max() / (over @ over)) + np.where(over > 0, 0.2 * self.prices, 0.0)
             self.set_prices(self.prices + rise)
             up *= 1.6
@@ -275,7 +276,7 @@ class Searcher:
             grow_ball(int(random.integers(1 << 30)), a.arc_start, a.arc_to, self._centre(), size, free)
         plan = self.random_plan(4.5, free)
         assert self.best is not None
-        unit = max(float(self.best_prices.max(initial=0.0)), 1e-4 * (self.cost - a.constant) / max(a.limit, 1e-300))
+        unit = max(float(self.best_prices.max(initial=0.0)), 1e-4 * (self.cost - a.constant) / self.bytes)
         prices = self.best_prices * random.choice(FRACTIONS)
         held = self.held(self.best)
         picked = self.best.copy()
@@ -288,7 +289,7 @@ class Searcher:
             self.solve(plan, trial)
             held = held_after(held, *a.holdings, picked, trial)
             picked = trial
-            over = np.maximum(held / max(a.limit, 1e-300) - 1, 0.0)
+            over = np.maximum((held - a.limit) / self.bytes, 0.0)
             most = float(over.max(initial=0.0))
             if most == 0.0:
                 break
