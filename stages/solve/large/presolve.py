@@ -310,31 +310,29 @@ class _Work:
 
     def _pair(self, i: int, j: int, total: Floats) -> list[int]:
         """Node i, with the only neighbour j, becomes one node with it, if few pairs make sense."""
-        most = int(PAIR_GROWTH * total.shape[1]) + 1
-        if most > 64 and most > total.shape[1] + 8:
-            most = total.shape[1] + 8
-        pairs: list[tuple[int, int]] = []
-        usages = np.array([u for u in self.held[i].values()])  # one row per interval
-        for k in range(total.shape[1]):
-            answers = np.flatnonzero(total[:, k] < np.inf)
-            answers = answers[np.lexsort((usages[:, answers].sum(axis=0), total[answers, k]))]
-            chosen: list[int] = []
-            for a in answers:
-                if not any((usages[:, b] <= usages[:, a]).all() for b in chosen):
-                    chosen.append(int(a))
-            pairs += [(a, k) for a in chosen]
-            if len(pairs) > most:
-                return []
-        mine, theirs = np.array([a for a, _ in pairs]), np.array([k for _, k in pairs])
+        count = total.shape[1]
+        most = count + min(8, 1 + int((PAIR_GROWTH - 1) * count))
+        usages = np.array(list(self.held[i].values()))  # one row per interval
+        if len(usages) > 1:
+            return []
+        order = np.lexsort((self.costs[i], usages[0]))
+        least = np.minimum.accumulate(total[order], axis=0)
+        better = np.ones(total.shape, bool)  # than all answers that hold less
+        better[1:] = total[order][1:] < least[:-1]
+        better &= total[order] < np.inf
+        if better.sum() > most:
+            return []
+        theirs, places = np.nonzero(better.T)
+        mine = order[places]
         self.steps.append(_Step(i, (j,), self.labels[i][mine], self.labels[j][theirs]))
         self._cut(i, j)
-        self.costs[j] = self.costs[j][theirs] + (total[mine, theirs])
+        self.costs[j] = self.costs[j][theirs] + total[mine, theirs]
         for interval, u in self.held[j].items():
             self.held[j][interval] = u[theirs]
         for other, matrix in self.edges[j].items():
             self.edges[j][other] = matrix[theirs]
             self.edges[other][j] = self.edges[j][other].T
-        self.labels[j], self.spaces[j] = np.arange(len(pairs)), len(pairs)
+        self.labels[j], self.spaces[j] = np.arange(len(mine)), len(mine)
         for interval, u in self.held[i].items():
             self._hold(j, interval, u[mine])
         self.held[i], self.gone[i] = {}, True
