@@ -191,13 +191,14 @@ class Searcher:
     def raise_bound(self, until: float) -> None:
         limit = self.arrays.limit
         self.set_prices(np.zeros(len(self.prices)))
-        self._settle_messages(until)
+        now = time.monotonic()
+        self._settle_messages(now + 0.2 * (until - now))
         pace, stalled, number = 1.0, 0, 0
         while pace > 0.003 and time.monotonic() < until and not self.finished:
             before = self.bound
             low = self.pass_messages(4)
             stalled = 0 if self.bound > before + 1e-5 * abs(before) else stalled + 1
-            if stalled > 20:
+            if stalled > 12:
                 pace, stalled = 0.7 * pace, 0
             held = self.held(self.picked)
             self.note(self.picked, held)

@@ -21,7 +21,7 @@ from stages.solve.large.descent import Searcher
 from stages.solve.large.presolve import Reduced, reduce
 
 POLL = 0.05  # seconds
-SHARES = (0.35, 0.2)  # of the time for the bound, by process
+SHARES = (0.5, 0.3)  # of the time for the bound, by process
 PRESOLVE_SHARE = 0.4  # of the time, at most, before the search begins
 
 
