@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import nn
@@ -122,6 +123,13 @@ def preset(devices: int = 2, **figures: float) -> Cluster:
         preset=Preset(**{**known, **figures}),
     )
     return from_preset(settings)
+
+
+def mesh(sizes: tuple[int, ...], **figures: float) -> Cluster:
+    """The same figures on every axis of a mesh."""
+    cluster = preset(2, **figures)
+    axes = tuple(replace(cluster.axes[0], name=f"d{n}", size=size) for n, size in enumerate(sizes))
+    return replace(cluster, devices=prod(sizes), axes=axes)
 
 
 def solve_settings(backend: str = "highs", **changes: object) -> Solve:

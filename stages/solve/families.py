@@ -81,7 +81,7 @@ class Families:
     def _op(
         self, name: str, options: tuple[Strategy, ...], left: tuple[int, ...], axis: int, role: Parallel
     ) -> tuple[int, ...]:
-        """Of the strategies that are left those that the role is about, if there are any; else those without a split."""
+        """Of the strategies that are left those that the role is about; where there is none, those without a split."""
         op = self.graph.op(name)
         weights = [i for i, n in enumerate(op.inputs) if self.graph.values[n].role is Role.PARAMETER]
 
