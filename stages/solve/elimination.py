@@ -83,7 +83,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Form:
-    """What a step looks like: its axes' sizes (its own variables last), places of each table's dims, a share's forms."""
+    """A step without names: its axes' sizes (own variables last), where each table's dims lie, a share's forms."""
 
     sizes: tuple[int, ...]
     places: tuple[tuple[int, ...], ...]

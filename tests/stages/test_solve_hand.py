@@ -94,7 +94,7 @@ def test_only_one_way_of_working_in_parallel(only):
         ({"constraints": {"head.weight": "S(0) on tp"}}, "there is no axis 'tp'; the mesh has d0"),
         ({"constraints": {"head.weight": "split"}}, "cannot read 'split'; write for instance 'S(0) on tp'"),
         ({"constraints": {"head.weight": "P"}}, "P is no way to store anything"),
-        ({"constraints": {"head.weight": "S(0)", "head.*": "R"}}, "S(0) and constraints.head.*: R leave no way to store"),
+        ({"constraints": {"head.weight": "S(0)", "head.*": "R"}}, "and constraints.head.*: R leave no way to store"),
         ({"constraints": {"head.weight": "S(7)"}}, "constraints.head.weight: S(7) leaves no way to store head.weight"),
         ({"constraints": {"head.weight": "S(0)"}, "only": Only.data}, "only: data leave no way to store head.weight"),
         ({"shard_only": "encoder"}, "no parameter or module is called 'encoder'"),
