@@ -13,7 +13,7 @@ from torch import nn
 from pipeline.config import Backend, Checkpoint, Preset, Recompute, Solve
 from pipeline.config import Cluster as ClusterSettings
 from pipeline.config.schema import ClusterSource, Device
-from pipeline.ir.cluster import Cluster
+from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Plan
 from pipeline.ir.profile import Profile
@@ -25,8 +25,8 @@ from stages.cluster.run import from_preset
 from stages.profile.by_table import profile_graph
 from stages.solve.data import Problem
 from stages.solve.frontier import Solution, Sweep
-from stages.solve.problem import Choices, Given, build
-from stages.solve.run import _point, to_sharding
+from stages.solve.on_mesh import price_point
+from stages.solve.problem import Choices, Given, build, to_sharding
 from stages.trace.chain import find_chain
 from stages.trace.export import export_loss
 from stages.trace.lower import lower
@@ -148,8 +148,10 @@ def solved(name: str, devices: int = 2, copies: float = 2.0) -> tuple[Problem, C
 def frontier_of(name: str, devices: int = 2) -> Frontier:
     graph, profile, cluster = GRAPHS[name](), profile_of(name), preset(devices)
     _, choices, solutions = solved(name, devices)
-    points = [_point(graph, profile, cluster, 2.0, to_sharding(graph, choices, s.picked), s) for s in solutions]
-    return Frontier(cluster.memory_bytes, 2.0, tuple(points))
+    points = [
+        price_point(graph, profile, cluster, 2.0, to_sharding(graph, choices, s.picked), s.proof) for s in solutions
+    ]
+    return Frontier(cluster.memory_bytes, 2.0, (Mesh(cluster.axes),), tuple(points))
 
 
 def plan_of(

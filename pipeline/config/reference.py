@@ -55,6 +55,8 @@ def _rows(schema: type, prefix: str) -> Iterator[tuple[str, str, str, str, str]]
             yield from _rows(kind.item, f"{key}.NAME.")
         elif rule.form is Form.DIMS:
             yield f"`{key}.OP`", "text", "", "a line of dims", "The line of the op `library.op.overload`."
+        elif rule.form is Form.SIZES:
+            yield f"`{key}.NAME`", "integer", "", "at least 1", "Devices along the axis of that name."
         elif rule.form is Form.LAYOUTS:
             yield (
                 f"`{key}.NAME`",

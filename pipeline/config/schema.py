@@ -36,6 +36,7 @@ class Form(Enum):
     BY_NAME = "a non-empty mapping from a name to a mapping"
     CHOICE = "the name of a file in the group's folder"
     DIMS = "a mapping from an op, such as mylib.scale.default, to its line of dims, such as 'b n, n -> b n'"
+    SIZES = "a mapping from the name of an axis to its size, such as {dp: 2, tp: 4}"
     LAYOUTS = "a mapping from a parameter or a module, with * and ?, to a layout such as 'S(0) on tp'"
 
 
@@ -326,6 +327,17 @@ class Solve:
     constraints: dict[str, Any] | None = setting(
         "Layouts that parameters and modules must have, by name; see docs/constraints.md.", None, form=Form.LAYOUTS
     )
+    mesh: dict[str, Any] | None = setting(
+        "Axes of the mesh and their sizes, slow links first, such as {dp: 2, tp: 4}; null tries the candidates of the"
+        " cluster.",
+        None,
+        form=Form.SIZES,
+    )
+    most_axes: int = setting("Axes that a candidate mesh may have.", 2, at_least=1, at_most=3)
+    most_meshes: int = setting(
+        "Candidate meshes that are planned for, the most promising first.", 6, at_least=1, at_most=64
+    )
+    frontier_meshes: int = setting("Meshes of which plans are kept, the fastest first.", 3, at_least=1, at_most=64)
     shard_only: str | None = setting("Module that alone may be split, by name, with * and ?; null is all.", None)
     seed: int = setting("Seed of the random search (`mcmc`).", 0, at_least=0, at_most=LARGEST_SEED)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pipeline.ir.cluster import Mesh
 from pipeline.ir.layout import Layout
 
 
@@ -57,21 +58,24 @@ class FrontierPoint:
     resident_bytes: int  # parameters, gradients, optimizer state
     peak_bytes: int  # without recompute
     proof: Proof
+    mesh: int = 0  # of the frontier's, for which it is
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The fastest plan of a kind that has a name, on the same mesh and by the same costs."""
+    """The fastest plan of a kind that has a name, by the same costs."""
 
     name: str
     seconds: float
     peak_bytes: int
+    mesh: int  # of the frontier's
 
 
 @dataclass(frozen=True)
 class Frontier:
     budget_bytes: int
     optimizer_copies: float  # tensors of a parameter's size that the optimizer keeps
+    meshes: tuple[Mesh, ...]
     points: tuple[FrontierPoint, ...]  # fastest first
     baselines: tuple[Baseline, ...] = ()
 

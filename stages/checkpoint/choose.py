@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pipeline.config import Checkpoint, Recompute
 from pipeline.cost.step import StepPrice, price_step
 from pipeline.errors import SolveError
-from pipeline.ir.cluster import Cluster
+from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Alternative, Frontier, Plan, Prediction, Region, Sharding
 from pipeline.ir.profile import Profile
@@ -23,6 +23,7 @@ class Candidate:
     """A plan of the frontier with its recompute schedule; without one where none fits."""
 
     point: int
+    mesh: Mesh
     sharding: Sharding
     price: StepPrice
     regions: tuple[Region, ...] | None
@@ -37,7 +38,8 @@ class Candidate:
 def evaluate(
     graph: OpGraph, profile: Profile, cluster: Cluster, frontier: Frontier, number: int, settings: Checkpoint
 ) -> Candidate:
-    sharding = frontier.points[number].sharding
+    sharding, mesh = frontier.points[number].sharding, frontier.meshes[frontier.points[number].mesh]
+    cluster = cluster.on(mesh)
     price = price_step(graph, profile, cluster, sharding, lower(graph, sharding), frontier.optimizer_copies)
     room = frontier.budget_bytes - price.fixed_bytes
     chain = linearize(price)
@@ -45,15 +47,15 @@ def evaluate(
         loss = price.links[0]
         need = loss.memory.kept + loss.memory.backward_extra
         regions = (Region(0, 0, False, ()),) if need <= room else None
-        return Candidate(number, sharding, price, regions, loss.forward + loss.backward, price.fixed_bytes + need)
+        return Candidate(number, mesh, sharding, price, regions, loss.forward + loss.backward, price.fixed_bytes + need)
     try:
         best = _schedule(chain, room, settings)
     except rotor.InfeasibleBudget as refusal:
-        return Candidate(number, sharding, price, None, 0.0, price.fixed_bytes + refusal.tightest)
+        return Candidate(number, mesh, sharding, price, None, 0.0, price.fixed_bytes + refusal.tightest)
     outcome = simulate(chain, best.sequence)
     peak = price.fixed_bytes + int(outcome.peak)
     fits = peak <= frontier.budget_bytes
-    return Candidate(number, sharding, price, _regions(best.regions) if fits else None, outcome.time, peak)
+    return Candidate(number, mesh, sharding, price, _regions(best.regions) if fits else None, outcome.time, peak)
 
 
 def _schedule(chain: Chain, room: int, settings: Checkpoint) -> schedule.Schedule:
@@ -87,7 +89,7 @@ def choose(candidates: list[Candidate], cluster: Cluster, frontier: Frontier, wh
     best = min(fitting, key=lambda c: (c.step_seconds, c.peak_bytes))
     assert best.regions is not None
     return Plan(
-        axes=tuple((axis.name, axis.size) for axis in cluster.axes),
+        axes=tuple((axis.name, axis.size) for axis in best.mesh.axes),
         device=cluster.device,
         budget_bytes=frontier.budget_bytes,
         sharding=best.sharding,

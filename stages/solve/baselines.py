@@ -29,7 +29,7 @@ def baselines(graph: OpGraph, choices: Choices, problem: Problem) -> tuple[Basel
             continue
         seconds = problem.cost(picked)
         if math.isfinite(seconds):
-            found.append(Baseline(name, seconds, round(problem.peak(picked))))
+            found.append(Baseline(name, seconds, round(problem.peak(picked)), mesh=0))
     return tuple(found)
 
 
