@@ -15,6 +15,7 @@ import pytest
 from pipeline.cost.step import price_step
 from pipeline.ir.graph import Role
 from pipeline.runtime.memory import Tally
+from stages.checkpoint.describe import describe
 from tests import plans, storage_plans
 from tests.ranks import run_ranks
 from tests.stages.test_codegen import SCHEDULES, ruff
@@ -135,6 +136,14 @@ def test_beside_tensor_parallelism_only_activations_and_the_biases_of_rows_are_c
     origins = {value.origin for value in converted if value.role is Role.PARAMETER}
     rows = ("attention.out.bias", "down.bias")  # each is added once
     assert origins == {f"layers.{layer}.{row}" for layer in range(2) for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [("ddp", "37xR;"), ("zero1", "37xR (state S(0));"), ("zero2", "37xS(0);"), ("zero3", "37xS(0) (regathered);")],
+)
+def test_a_plan_in_one_line(name: str, stored: str) -> None:
+    assert f"parameters {stored}" in describe(plans.graph_of("gpt8"), plan_named("gpt8", name))
 
 
 @pytest.mark.parametrize("model", ["gpt8", "tied8"])
