@@ -36,6 +36,22 @@ def source_of(case: str) -> str:
     return plans.lowered(model, plan_named(model, name, regions))[1]
 
 
+WRONG = {  # a plan on one axis, what is right in its program, and what is not
+    "sum_forgotten": ("zero1", '("R", "d0", "S(0)")', '("R", "", "S(0)")'),
+    "gradient_not_scattered": ("zero3", " regather(", " gather("),
+}
+
+
+def wrong_programs() -> dict[str, str]:
+    found = {}
+    for fault, (name, right, wrong) in WRONG.items():
+        source = source_of(f"gpt8-{name}")
+        assert right in source
+        source = source.replace("pipeline.runtime import ", "pipeline.runtime import gather, ").replace(right, wrong)
+        found[f"gpt8-wrong_{fault}"] = source
+    return found
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """Writes all programs for a mesh and runs them in one group of processes."""
@@ -49,6 +65,8 @@ def outcomes(tmp_path_factory):
             for mesh, case in CASES:
                 if mesh == sizes:
                     (folder / f"{case}.py").write_text(source_of(case))
+            for case, source in wrong_programs().items() if sizes == (2,) else ():
+                (folder / f"{case}.py").write_text(source)
             found[sizes] = run_ranks(prod(sizes), plans.run_programs, str(folder))
         return found[sizes]
 
@@ -59,6 +77,12 @@ def outcomes(tmp_path_factory):
 def test_parameters_stored_in_any_way_train_as_the_module_does(outcomes, sizes: tuple[int, ...], case: str) -> None:
     for rank, errors in enumerate(outcomes(sizes)):
         assert not errors[case], f"rank {rank}:\n{errors[case]}"
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_program_is_seen(outcomes, fault: str) -> None:
+    errors = [found[f"gpt8-wrong_{fault}"] for found in outcomes((2,))]
+    assert all("of its size" in error for error in errors), errors
 
 
 # ---- what autograd keeps
