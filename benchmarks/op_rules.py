@@ -2,7 +2,8 @@
 
 Traces ten model families in their usual sizes, without memory for their weights, and lists for each: its distinct ops,
 how many of them have a rule in the table, a discovered one or none (they run replicated), and the strategies of all its
-ops on one axis; then the strategies of GPT-2 XL on a mesh of two axes. Bars: every op has a rule, none of the products,
+ops on one axis; then the strategies of GPT-2 XL on a mesh of two axes; last a line of JSON, with the number of `rules`
+in the table. Bars: every op has a rule, none of the products,
 attentions, norms, losses and embeddings runs only replicated, and the mesh takes less than 5 s. Another model:
 `--model-class transformers.LlamaForCausalLM --config '{"num_hidden_layers": 2}' --batch '{"input_ids": {"shape":
 [8, 128], "dtype": "int64"}, ...}'`; a class without a config takes it as arguments.
@@ -150,6 +151,7 @@ def report(found: list[Coverage], seconds: float, mesh: dict[str, float]) -> int
     print(
         json.dumps(
             {
+                "rules": len(table()),
                 "ops": sum(map(len, sets)),
                 "table": len(sets[0]),
                 "discovered": len(sets[1]),

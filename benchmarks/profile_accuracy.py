@@ -27,7 +27,8 @@ from pipeline.cost.kernels import Card
 from pipeline.cost.unsplit import StepSeconds, step_seconds
 from pipeline.ir.graph import OpGraph
 from stages.profile.costs import all_kernels
-from stages.profile.step import StepMemory, profile_step
+from stages.profile.step import profile_step
+from stages.profile.timeline import StepMemory
 from stages.trace.build import fake_mode, to_fake
 from stages.trace.chain import find_chain
 from stages.trace.export import export_loss

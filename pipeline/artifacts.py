@@ -43,8 +43,8 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("graph", "trace", "graph.json", OpGraph, version=2),
-        Kind("profile", "profile", "profile.json", Profile),
-        Kind("cluster", "cluster", "cluster.json", Cluster),
+        Kind("profile", "profile", "profile.json", Profile, version=2),
+        Kind("cluster", "cluster", "cluster.json", Cluster, version=2),
         Kind("frontier", "solve", "frontier.json", Frontier),
         Kind("plan", "checkpoint", "plan.json", Plan),
         Kind("module", "codegen", "module.py", str, version=2),

@@ -12,7 +12,7 @@ from pipeline.errors import ShardwrightError
 
 
 class TargetError(ShardwrightError):
-    """A `_target_` cannot be imported or refuses its arguments."""
+    """A `_target_` cannot be imported, refuses its arguments, or is not what is needed."""
 
 
 def locate(target: str, where: str) -> Any:

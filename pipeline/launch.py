@@ -1,4 +1,4 @@
-"""Starting `torchrun` on this machine and waiting for it, in bounded time, without leaving processes behind."""
+"""Starting `torchrun` on this machine, alone or with others, and waiting for it in bounded time, leaving no process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,23 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 PARENT = "SHARDWRIGHT_PARENT"
 _EXCEPTION = re.compile(r"(?:\[\w+\]:\s*)?[\w.]*(?:Error|Exception)(?::.*)?")  # the last line of a traceback
+_DEATH = re.compile(r"rank +: (\d+) .*?\n *exitcode +: -(\d+) ", re.DOTALL)  # in the table of failures of torchrun
+
+
+@dataclass(frozen=True)
+class Node:
+    """This machine among those that run the ranks together."""
+
+    count: int
+    number: int
+    address: str  # of the first one
+    port: int
 
 
 class LaunchFailed(Exception):
@@ -28,9 +38,14 @@ class LaunchFailed(Exception):
 
 
 def run_ranks(
-    module: str, job: dict[str, Any], ranks: int, timeout: float, poll: Callable[[Path], None] | None = None
+    module: str,
+    job: dict[str, Any],
+    ranks: int,
+    timeout: float,
+    poll: Callable[[Path], None] | None = None,
+    node: Node | None = None,
 ) -> dict[str, Any]:
-    """Runs `python -m module JOB` on that many ranks; rank 0 writes the result, a JSON object.
+    """Runs `python -m module JOB` on that many ranks of this machine; one of them writes the result, a JSON object.
 
     `poll` is called several times a second with the folder the ranks work in.
     """
@@ -38,9 +53,8 @@ def run_ranks(
         work = Path(folder)
         (work / "job.json").write_text(json.dumps(job))
         with open(work / "log.txt", "wb") as log:
-            process = subprocess.Popen(
-                _command(module, work, ranks), stdout=log, stderr=log, env=_environment(ranks), start_new_session=True
-            )
+            command = _command(module, work, ranks, node)
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=_environment(ranks), start_new_session=True)
             try:
                 _wait(process, timeout, work, poll)
             except LaunchFailed as error:
@@ -58,9 +72,15 @@ def run_ranks(
         return result
 
 
-def _command(module: str, work: Path, ranks: int) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def _command(module: str, work: Path, ranks: int, node: Node | None) -> list[str]:
+    where = ["--standalone"] if node is None else _place(node)
+    launcher = [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={ranks}"]
     return [*launcher, "--module", module, str(work)]
+
+
+def _place(node: Node) -> list[str]:
+    meet = [f"--master-addr={node.address}", f"--master-port={node.port}"]
+    return [f"--nnodes={node.count}", f"--node-rank={node.number}", *meet]
 
 
 def _environment(ranks: int) -> dict[str, str]:
@@ -85,6 +105,8 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, work: Path, poll: Ca
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Ends the launcher and its ranks where they still run; ranks lie in sessions of their own."""
+    import psutil
+
     if process.poll() is not None:
         return
     try:
@@ -108,12 +130,20 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(work: Path) -> str:
-    """What the first rank to fail wrote (the others only notice that it is gone), or an exception of the log."""
+    """Who was killed, or what the first rank to fail wrote (the others only notice), or an exception of the log."""
+    killed = [(rank, int(number)) for rank, number in _DEATH.findall(_log(work)) if int(number) != signal.SIGTERM]
+    if killed:
+        rank, number = killed[0]
+        return f"rank {rank} died of {_signal_name(number)}"
     for path in sorted(work.glob("error-*.txt"), key=lambda path: (path.stat().st_mtime_ns, path.name)):
         return path.read_text().strip()
     lines = _log(work).splitlines()
     errors = [line.strip() for line in lines if "torch.distributed" not in line and _EXCEPTION.fullmatch(line.strip())]
     return errors[0] if errors else (lines[-1].strip() if lines else "a rank died without a word")
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in {int(s) for s in signal.Signals} else f"signal {number}"
 
 
 def _log(work: Path) -> str:
@@ -135,6 +165,8 @@ def follow_parent() -> None:
 
 
 def _alive(pid: int) -> bool:
+    import psutil  # here, so that ranks can be started by hand where torch is all there is
+
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

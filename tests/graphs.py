@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import nn
@@ -21,9 +22,10 @@ from pipeline.models.gpt import GPT
 from pipeline.models.mlp import MLP
 from stages.checkpoint.choose import choose, evaluate
 from stages.cluster.run import from_preset
-from stages.profile.run import profile_graph
+from stages.profile.by_table import profile_graph
+from stages.solve.data import Problem
 from stages.solve.frontier import Solution, Sweep
-from stages.solve.problem import Choices, Problem, build
+from stages.solve.problem import Choices, Given, build
 from stages.solve.run import _point, to_sharding
 from stages.trace.chain import find_chain
 from stages.trace.export import export_loss
@@ -123,13 +125,21 @@ def preset(devices: int = 2, **figures: float) -> Cluster:
     return from_preset(settings)
 
 
+def mesh(sizes: tuple[int, ...], **figures: float) -> Cluster:
+    """The same figures on every axis of a mesh."""
+    cluster = preset(2, **figures)
+    axes = tuple(replace(cluster.axes[0], name=f"d{n}", size=size) for n, size in enumerate(sizes))
+    return replace(cluster, devices=prod(sizes), axes=axes)
+
+
 def solve_settings(backend: str = "highs", **changes: object) -> Solve:
     return Solve(**{"backend": Backend(backend), "gap": 1e-9, "frontier_points": 6, **changes})
 
 
 @functools.cache
 def solved(name: str, devices: int = 2, copies: float = 2.0) -> tuple[Problem, Choices, tuple[Solution, ...]]:
-    problem, choices = build(GRAPHS[name](), profile_of(name), preset(devices), copies)
+    cluster = preset(devices)
+    problem, choices = build(GRAPHS[name](), profile_of(name), Given(cluster.axes, cluster.compute, copies))
     sweep = Sweep(problem, solve_settings(), "conf/solve/test.yaml", SILENT)
     return problem, choices, tuple(sweep.frontier(float("inf"), lambda done, note="": None))
 

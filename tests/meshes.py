@@ -25,7 +25,7 @@ from pipeline.ir.layout import B, Layout, P, Place, R, S, State, at_places
 from pipeline.runtime import axes as runtime_axes
 from pipeline.runtime import collectives
 from pipeline.runtime.mesh import MeshAxis
-from stages.cluster.run import ring_links
+from stages.cluster.formulas import Link, group_links
 from tests.pieces import FORWARD, GRADIENT
 
 At = tuple[int, ...]
@@ -34,7 +34,7 @@ SHAPES = [(12,), (24, 12), (36, 8), (12, 5, 8), (8, 12, 36)]
 
 
 def mesh(*sizes: int, latency: float = 5e-6, bandwidth: float = 10e9) -> tuple[Axis, ...]:
-    return tuple(Axis(f"d{i}", size, ring_links(size, latency, bandwidth)) for i, size in enumerate(sizes))
+    return tuple(Axis(f"d{i}", size, group_links(size, Link.alike(latency, bandwidth))) for i, size in enumerate(sizes))
 
 
 # ---- layouts

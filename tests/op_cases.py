@@ -267,6 +267,7 @@ PRODUCTS: dict[str, Case] = {
     "aten.convolution.default": general_convolution,
     "aten.conv_transpose1d.default": transposed(1),
     "aten.conv_transpose2d.input": transposed(2),
+    "aten.conv_transpose3d.input": transposed(3),
 }
 
 # ---- attention and normalisation

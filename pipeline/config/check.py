@@ -121,6 +121,8 @@ def _check_value(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -
         _check_by_name(value, kind, rule, source, key)
     elif rule.form is Form.DIMS:
         _check_dims(value, source, key)
+    elif rule.form is Form.LAYOUTS:
+        _check_layouts(value, source, key)
     elif kind.type is list:
         for index, item in enumerate(value):
             _check_value(item, kind_of(kind.item), rule, source, (*key, index))
@@ -158,7 +160,7 @@ def _mismatch(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -> C
     what = f"got {shown(value) if value not in ({}, []) else 'nothing in it'}, expected {expected(kind, rule)}"
     remedy = None
     if isinstance(value, str) and isinstance(kind.type, type) and issubclass(kind.type, Enum):
-        near = nearest(value, list(kind.type.__members__))
+        near = rule.meant.get(value.lower()) or nearest(value, list(kind.type.__members__))
         remedy = f"did you mean '{near}'?" if near else None
     elif kind.type is str and value is not None and not isinstance(value, (dict, list, str)):
         remedy = "put it in quotes"
@@ -202,6 +204,14 @@ def _check_by_name(value: dict[str, Any], kind: Kind, rule: Rule, source: Source
         if not _is_name(name):
             raise source.error((*key, name), "is not an argument name", "use letters, digits and '_'")
         _check_value(item, kind_of(kind.item), Rule(rule.help), source, (*key, name))
+
+
+def _check_layouts(value: dict[str, Any], source: Source, key: Key) -> None:
+    for name, layout in value.items():
+        if not isinstance(name, str) or not isinstance(layout, str):
+            raise source.error(
+                (*key, name), f"got {shown(layout)}, expected a layout", "write for instance 'S(0) on tp'"
+            )
 
 
 def _check_dims(value: dict[str, Any], source: Source, key: Key) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.check import check, nearest
-from pipeline.config.schema import GROUPS, Cluster, ClusterSource, Config, Root
+from pipeline.config.schema import GROUPS, MOST_DEVICES, Cluster, ClusterSource, Config, Root
 from pipeline.config.source import Key, Source, dotted, listing, read, shown
 from pipeline.errors import ConfigError
 
@@ -117,18 +117,55 @@ def _check_interpolations(value: Any, source: Source, key: Key) -> None:
 
 
 def _check_cluster(cluster: Cluster, source: Source) -> None:
-    """A preset is complete: nothing of it is measured."""
-    if cluster.source is not ClusterSource.preset:
-        return
-    preset = cluster.preset
+    """A cluster that is measured says who takes part; one that is not measured is described in full."""
+    if cluster.source is ClusterSource.probe:
+        _check_hosts_to_measure(cluster, source)
+    else:
+        _check_hosts_described(cluster, source)
+        _check_figures(cluster, source)
+
+
+def _check_hosts_to_measure(cluster: Cluster, source: Source) -> None:
+    if cluster.nodes > 1 or cluster.per_host:
+        key = "per_host" if cluster.per_host else "nodes"
+        raise source.error((key,), "'probe' counts the hosts that join", "name them in `probe.hosts`")
+    hosts = cluster.probe.hosts or []
+    twice = next((host for number, host in enumerate(hosts) if host in hosts[:number]), None)
+    if twice is not None:
+        raise source.error(
+            ("probe", "hosts"), f"names {twice} twice", "name each host once, `devices` counts its devices"
+        )
+
+
+def _check_hosts_described(cluster: Cluster, source: Source) -> None:
+    sizes = cluster.host_sizes
+    if cluster.per_host and cluster.nodes not in (1, len(sizes)):
+        reason = f"got {cluster.nodes}, and `per_host` lists {len(sizes)} hosts"
+        raise source.error(("nodes",), reason, "leave it out, `per_host` counts the hosts")
+    if cluster.per_host and cluster.devices != max(sizes):
+        reason = f"got {cluster.devices}, and the largest host of `per_host` has {max(sizes)}"
+        raise source.error(("devices",), reason, f"write {max(sizes)}, or leave `per_host` out where hosts are alike")
+    if sum(sizes) > MOST_DEVICES:
+        raise source.error(("devices",), f"got {sum(sizes)} devices, expected at most {MOST_DEVICES}")
+
+
+def _check_figures(cluster: Cluster, source: Source) -> None:
+    preset, sizes = cluster.preset, cluster.host_sizes
+    island = preset.island or max(sizes)
     figures: dict[Key, float | None] = {
         ("memory_gb",): cluster.memory_gb,
         ("preset", "matmul_gflops"): preset.matmul_gflops,
         ("preset", "memory_gbytes_per_s"): preset.memory_gbytes_per_s,
-        ("preset", "latency_us"): preset.latency_us,
-        ("preset", "link_gbytes_per_s"): preset.link_gbytes_per_s,
     }
+    if max(sizes) > 1 and island > 1:
+        figures[("preset", "latency_us")] = preset.latency_us
+        figures[("preset", "link_gbytes_per_s")] = preset.link_gbytes_per_s
+    if max(sizes) > island:
+        figures[("preset", "cross_gbytes_per_s")] = preset.cross_gbytes_per_s
+    if len(sizes) > 1:
+        figures[("preset", "network_latency_us")] = preset.network_latency_us
+        figures[("preset", "network_gbytes_per_s")] = preset.network_gbytes_per_s
     missing = [dotted(key) for key, value in figures.items() if value is None]
     if missing:
         remedy = "give a number, or set `source: probe` to measure"
-        raise source.error(("source",), f"'preset' needs {', '.join(missing)}", remedy)
+        raise source.error(("source",), f"'{cluster.source.value}' needs {', '.join(missing)}", remedy)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
@@ -24,6 +25,7 @@ MISSING: Any = "???"  # OmegaConf's mark of a mandatory key; written out so that
 
 LONGEST_S = 1e7  # about 115 days: what operating systems accept as a timeout
 LARGEST_GB = 1e6
+MOST_DEVICES = 65536
 LARGEST_SEED = 2**63 - 1
 
 
@@ -34,6 +36,7 @@ class Form(Enum):
     BY_NAME = "a non-empty mapping from a name to a mapping"
     CHOICE = "the name of a file in the group's folder"
     DIMS = "a mapping from an op, such as mylib.scale.default, to its line of dims, such as 'b n, n -> b n'"
+    LAYOUTS = "a mapping from a parameter or a module, with * and ?, to a layout such as 'S(0) on tp'"
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Rule:
     at_most: float | None = None
     below: float | None = None
     form: Form | None = None
+    meant: Mapping[str, str] = field(default_factory=dict)  # another word for it -> the one that is taken
 
 
 def setting(
@@ -57,9 +61,10 @@ def setting(
     at_most: float | None = None,
     below: float | None = None,
     form: Form | None = None,
+    meant: Mapping[str, str] | None = None,
 ) -> Any:
     """A documented key; without a default it is mandatory."""
-    return field(default=default, metadata={"rule": Rule(help, at_least, above, at_most, below, form)})
+    return field(default=default, metadata={"rule": Rule(help, at_least, above, at_most, below, form, meant or {})})
 
 
 def section(help: str, schema: type) -> Any:
@@ -159,6 +164,7 @@ class Data:
 class ClusterSource(StrEnum):
     probe = "probe"
     preset = "preset"
+    simulate = "simulate"
 
 
 class Device(StrEnum):
@@ -169,17 +175,41 @@ class Device(StrEnum):
 @dataclass
 class Probe:
     max_message_mb: float = setting("Largest message sent between devices, in MB.", 4.0, above=0, at_most=1024)
-    repeats: int = setting("Times each measurement is repeated; the median counts.", 7, at_least=3, at_most=1000)
+    repeats: int = setting("Times each measurement is repeated; outliers are left out.", 7, at_least=3, at_most=1000)
+    budget_s: float = setting(
+        "Seconds for the links: messages grow as far as it allows.", 8.0, above=0, at_most=LONGEST_S
+    )
     timeout_s: float = setting("Seconds after which the probe is given up.", 60.0, above=0, at_most=LONGEST_S)
+    hosts: list[str] | None = setting(
+        "Addresses of the hosts, the one that runs the stage first; null is this machine alone (`docs/clusters.md`).",
+        None,
+    )
+    port: int = setting(
+        "TCP port of the first host at which the others meet; the next one is used too.",
+        29511,
+        at_least=1024,
+        at_most=65000,
+    )
+    join_s: float = setting("Seconds that hosts have to join.", 60.0, above=0, at_most=LONGEST_S)
 
 
 @dataclass
 class Preset:
     matmul_gflops: float | None = setting(
-        "Matrix multiplication on one device, in 10^9 operations a second.", None, above=0, at_most=1e9
+        "Matrix multiplication in float32 on one device, in 10^9 operations a second.", None, above=0, at_most=1e9
+    )
+    half_gflops: float | None = setting(
+        "The same in bfloat16 or float16; null is as fast as float32.", None, above=0, at_most=1e9
+    )
+    bf16_gflops: float | None = setting(
+        "The same in bfloat16 where float16 is faster; null is `half_gflops`.", None, above=0, at_most=1e9
     )
     memory_gbytes_per_s: float | None = setting(
         "Memory bandwidth of one device, in GB a second.", None, above=0, at_most=LARGEST_GB
+    )
+    efficiency: float = setting("Share of the figures above that programs reach.", 1.0, above=0, at_most=1)
+    processors: int | None = setting(
+        "Multiprocessors of a GPU, over which kernels are spread; null is 132.", None, at_least=1, at_most=100000
     )
     launch_us: float = setting("Time to start one operator, in microseconds.", 10.0, at_least=0, at_most=1e6)
     latency_us: float | None = setting(
@@ -191,20 +221,65 @@ class Preset:
         above=0,
         at_most=LARGEST_GB,
     )
+    island: int | None = setting(
+        "Devices of a host that share these links; null is all of them.", None, at_least=1, at_most=MOST_DEVICES
+    )
+    cross_latency_us: float | None = setting(
+        "Latency between islands of a host; null is `latency_us`.", None, at_least=0, at_most=1e6
+    )
+    cross_gbytes_per_s: float | None = setting(
+        "Bandwidth between islands of a host, needed where there are several.", None, above=0, at_most=LARGEST_GB
+    )
+    network_latency_us: float | None = setting(
+        "Latency between two hosts, needed where there are several.", None, at_least=0, at_most=1e6
+    )
+    network_gbytes_per_s: float | None = setting(
+        "Bandwidth of one host to the others, one direction, all its network cards together.",
+        None,
+        above=0,
+        at_most=LARGEST_GB,
+    )
+    network_cards: int = setting("Network cards of a host: a device alone uses one.", 1, at_least=1, at_most=1024)
+
+
+@dataclass
+class Simulate:
+    noise: float = setting("Spread of the simulated measurements, relative.", 0.1, at_least=0, at_most=0.2)
+    seed: int = setting("Seed of that noise.", 0, at_least=0, at_most=LARGEST_SEED)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    source: ClusterSource = setting("Measure the devices (`probe`) or take the figures below (`preset`).")
-    device: Device = setting("Kind of device that is profiled and planned for, whatever this machine has.")
-    devices: int = setting("Number of devices (on CPU: processes).", at_least=1, at_most=65536)
+    source: ClusterSource = setting(
+        "Measure the devices (`probe`), take the figures below (`preset`), or measure devices that are only imagined to"
+        " have these figures (`simulate`)."
+    )
+    device: Device = setting(
+        "Kind of device that is profiled and planned for, whatever this machine has.", meant={"gpu": "cuda"}
+    )
+    devices: int = setting("Number of devices of a host (on CPU: processes).", at_least=1, at_most=MOST_DEVICES)
+    nodes: int = setting("Number of hosts (`preset` and `simulate`).", 1, at_least=1, at_most=MOST_DEVICES)
+    per_host: list[int] | None = setting(
+        "Devices of each host where hosts differ, such as [8, 4]; `devices` is then that of the largest.",
+        None,
+        at_least=1,
+        at_most=MOST_DEVICES,
+    )
     memory_gb: float | None = setting(
         "Memory of one device, in GB; null is measured (`probe` only).", None, above=0, at_most=LARGEST_GB
     )
     probe: Probe = section("How the devices are measured; read when `source: probe`.", Probe)
     preset: Preset = section(
-        "Figures of the devices; `source: preset` needs `memory_gb` and all of these but `launch_us`.", Preset
+        "Figures of the devices; `preset` and `simulate` need `memory_gb`, `matmul_gflops`, `memory_gbytes_per_s` and,"
+        " for several devices, the links between them.",
+        Preset,
     )
+    simulate: Simulate = section("How measurements are imagined; read when `source: simulate`.", Simulate)
+
+    @property
+    def host_sizes(self) -> tuple[int, ...]:
+        """Devices of each host that is described."""
+        return tuple(self.per_host) if self.per_host else (self.devices,) * self.nodes
 
 
 # ---- conf/solve/*.yaml
@@ -213,6 +288,19 @@ class Cluster:
 class Backend(StrEnum):
     glpk = "glpk"
     highs = "highs"
+
+
+class Search(StrEnum):
+    ilp = "ilp"
+    dp = "dp"
+    mcmc = "mcmc"
+
+
+class Only(StrEnum):
+    any = "any"
+    data = "data"
+    zero = "zero"
+    tensor = "tensor"
 
 
 @dataclass(frozen=True)
@@ -225,6 +313,21 @@ class Solve:
     gap: float = setting("Relative gap to the bound at which a plan counts as optimal.", 1e-6, at_least=0, below=1)
     frontier_points: int = setting("Plans along the time/memory frontier.", 6, at_least=1, at_most=64)
     glpsol: str | None = setting("Path of the `glpsol` program; null looks for it.", None)
+    search: Search = setting(
+        "How plans are searched for: dynamic programming with prices on memory, and the integer program where that"
+        " leaves a gap (`ilp`), without the integer program (`dp`), or by random changes (`mcmc`, without a proof).",
+        Search.ilp,
+    )
+    only: Only = setting(
+        "Ways of working in parallel that a plan may mix: all (`any`), or just data parallelism, that and ZeRO, or"
+        " tensor parallelism.",
+        Only.any,
+    )
+    constraints: dict[str, Any] | None = setting(
+        "Layouts that parameters and modules must have, by name; see docs/constraints.md.", None, form=Form.LAYOUTS
+    )
+    shard_only: str | None = setting("Module that alone may be split, by name, with * and ?; null is all.", None)
+    seed: int = setting("Seed of the random search (`mcmc`).", 0, at_least=0, at_most=LARGEST_SEED)
 
 
 # ---- conf/checkpoint/*.yaml

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.ir.cluster import Compute, PerElement
+from pipeline.ir.cluster import Compute, Curve, PerElement
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Strategy
@@ -33,13 +33,14 @@ def op_seconds(
         return Seconds(compute.launch, compute.launch_backward if backward else 0.0)
     share = _share(graph, op, strategy, sizes)
     kept = _local_part(graph, op, strategy, sizes)
+    matmul = compute.matmul_of(graph.values[graph.op(op).outputs[0]].type.dtype)
     calibrated = compute.ops.get(graph.op(op).target, PerElement(0.0, 0.0))
     elements = share * max(t.numel for t in graph.types((*graph.op(op).inputs, *graph.op(op).outputs)))
-    done = _roofline(cost.flops_forward * share, cost.bytes_forward * kept, compute)
+    done = _roofline(cost.flops_forward * share, cost.bytes_forward * kept, matmul, compute.memory_rate)
     forward = max(done, calibrated.forward * elements) + compute.launch * max(1, cost.kernels_forward)
     if not backward:
         return Seconds(forward, 0.0)
-    done = _roofline(cost.flops_backward * share, cost.bytes_backward * kept, compute)
+    done = _roofline(cost.flops_backward * share, cost.bytes_backward * kept, matmul, compute.memory_rate)
     undone = max(done, calibrated.backward * elements) + compute.launch_backward * max(1, cost.kernels_backward)
     return Seconds(forward, undone)
 
@@ -51,8 +52,8 @@ def _local_part(graph: OpGraph, op: str, strategy: Strategy, sizes: tuple[int, .
     return sum(local_bytes(graph, value, layout, sizes) for value, layout in tensors) / max(1, whole)
 
 
-def _roofline(flops: float, moved: float, compute: Compute) -> float:
-    return max(flops / compute.matmul.at(flops), moved / compute.memory_rate)
+def _roofline(flops: float, moved: float, matmul: Curve, memory_rate: float) -> float:
+    return max(flops / matmul.at(flops), moved / memory_rate)
 
 
 def _share(graph: OpGraph, op: str, strategy: Strategy, sizes: tuple[int, ...]) -> float:

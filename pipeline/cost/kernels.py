@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import gcd, prod
+from math import gcd, inf, prod
 
+from pipeline.ir.cluster import HALF
 from pipeline.ir.profile import Kernel
-
-HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,8 @@ class Card:
     host: Host = field(default_factory=Host)
 
     def rate(self, dtype: str) -> float:
-        return self.products.get("bfloat16" if dtype in HALF else dtype, self.products["float32"])
+        known = (dtype, "bfloat16") if dtype in HALF else (dtype,)
+        return next((self.products[name] for name in known if name in self.products), self.products["float32"])
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ MOVES = {**_VIEWS_AND_CASTS, **_POINTWISE, **_REDUCTIONS, **_INDEXED}
 FOREACH, FOREACH_IN_HALF = Moves(0.88), Moves(0.73)
 SCATTERED = 0.6  # of the share, for a kernel that reads memory out of order
 BROADCAST = 0.78  # of the share, for one that repeats a smaller tensor along a larger one
+BROADCASTS = ("mul", "add", "sub", "div", "where", "add_", "mul_", "maximum", "minimum")  # which may do so
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "addmv", "mv")
 TILE = 128
@@ -118,10 +119,10 @@ THIN = 64  # channels below which a convolution leaves the units idle in proport
 THINNEST, THINNEST_BACKWARD = 0.07, 0.03  # what is left of the rate where each channel stands alone
 CHANNELS_LAST = 2  # passes over input and output to change the memory format and back
 
-# Seconds for each element of a channel, and the share of the memory rate for what comes on top.
+# Seconds for each element of a channel, and the share of the memory rate for what comes on top (inf: nothing does).
 BATCH_NORM = {
-    "cudnn_batch_norm": (0.45e-9, 0.9), "cudnn_batch_norm_backward": (1.5e-9, 5.0),
-    "native_batch_norm": (1.0e-9, 0.45), "native_batch_norm_backward": (1.8e-9, 5.0),
+    "cudnn_batch_norm": (0.45e-9, 0.9), "cudnn_batch_norm_backward": (1.5e-9, inf),
+    "native_batch_norm": (1.0e-9, 0.45), "native_batch_norm_backward": (1.8e-9, inf),
 }  # fmt: skip
 
 
@@ -149,10 +150,8 @@ def _moves(kernel: Kernel, card: Card) -> float:
 
 
 def _broadcasts(kernel: Kernel) -> bool:
-    if kernel.name not in ("mul", "add", "sub", "div", "where", "add_", "mul_", "maximum", "minimum"):
-        return False
     sizes = {prod(shape) for shape in kernel.shapes if shape}
-    return len(sizes) > 1
+    return kernel.name in BROADCASTS and len(sizes) > 1
 
 
 def _product(kernel: Kernel, card: Card) -> float:
@@ -187,15 +186,19 @@ def _attention(kernel: Kernel, card: Card) -> float:
 
 
 def _convolution(kernel: Kernel, card: Card) -> float:
-    image, weight = sorted(kernel.shapes[:3], key=prod)[-1], _weight(kernel)
+    weight = _weight(kernel)
     thin = min(1.0, min(weight[0], weight[1]) / THIN) if len(weight) > 1 else 1.0
     half, single = CONVOLUTIONS[kernel.name]
     floor = THINNEST_BACKWARD if "backward" in kernel.name else THINNEST
-    rate = card.rate("bfloat16") * (half if kernel.dtype in HALF else single) * max(thin, floor)
+    if kernel.dtype in HALF:
+        rate = card.rate(kernel.dtype) * half
+    else:
+        rate = max(card.rate("bfloat16") * single, card.rate(kernel.dtype) * half)
+    rate *= max(thin, floor)
     moved = (kernel.read + kernel.written) / card.memory
     if kernel.dtype not in HALF:
         return kernel.flops / rate + 0.5 * moved
-    passes = CHANNELS_LAST if any(size > 1 for size in weight[2:]) or not image else 1
+    passes = CHANNELS_LAST if any(size > 1 for size in weight[2:]) else 1
     return kernel.flops / rate + passes * moved
 
 

@@ -34,7 +34,8 @@ def conversion_table(
     least = lattice.spread(list(starts))
     row = {layout: number for number, layout in enumerate(starts)}
     columns = tuple(np.array(part) for part in zip(*(lattice.node(t) for t in targets), strict=True))
-    return least[(np.array([row[s] for s in sources])[:, None], *(c[None, :] for c in columns))] / FEMTO
+    found: Array = least[(np.array([row[s] for s in sources])[:, None], *(c[None, :] for c in columns))] / FEMTO
+    return found
 
 
 class _Lattice:
@@ -62,7 +63,9 @@ class _Lattice:
         for count in np.unique(pieces):
             found[pieces == count] = self._by_kind(axis, self.nbytes // int(count))
         own = self.spots[axis]
-        apart = np.array([[self._clear(axis, a, axis, b) or i == j for j, b in enumerate(own)] for i, a in enumerate(own)])
+        apart = np.array(
+            [[self._clear(axis, a, axis, b) or i == j for j, b in enumerate(own)] for i, a in enumerate(own)]
+        )
         found[..., ~apart] = np.inf
         for position, other in enumerate(others):
             free = np.array([[self._clear(other, b, axis, a) for a in own] for b in self.spots[other]])
@@ -74,7 +77,12 @@ class _Lattice:
         """The price of a step between any two spots of the axis, of a tensor with so many bytes without it."""
         kinds = ["S" if isinstance(spot, Place) else spot for spot in self.spots[axis]]
         known = (*WHOLE, "S")
-        price = {(a, b): float(self.paths.cost(axis, a, b, local, self.grad)) for a in known for b in known if a + b not in ("RR", "BB", "PP")}
+        price = {
+            (a, b): float(self.paths.cost(axis, a, b, local, self.grad))
+            for a in known
+            for b in known
+            if a + b not in ("RR", "BB", "PP")
+        }
         table = np.array([[price.get((a, b), 0.0) for b in kinds] for a in kinds])
         np.fill_diagonal(table, 0.0)
         return table

@@ -97,9 +97,12 @@ def update_seconds(nbytes: float, summed: Sequence[Axis], split: Sequence[Axis])
 
 
 def _bucketed(collective: str, nbytes: float, axes: Sequence[Axis], held: float) -> float:
-    """Seconds for so many bytes of a parameter that fills `held` bytes of a bucket."""
+    """Seconds for so many bytes of a parameter that fills `held` bytes of a bucket: its share of the bucket's."""
     link = joined_link(collective, axes)
-    return nbytes / link.bandwidth + link.latency * min(1.0, held / BUCKET_BYTES) if link else 0.0
+    if link is None or not held:
+        return 0.0
+    share = min(1.0, held / BUCKET_BYTES)
+    return link.seconds(nbytes / share) * share
 
 
 def resident_bytes(stored: float, state: float, optimizer_copies: float) -> float:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 from pipeline.cost.kernels import Card, Part, kernel_seconds, queue_seconds
-from pipeline.ir.cluster import Compute
+from pipeline.ir.cluster import HALF, Compute
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel, Kernels
-
-# Ops of which the host reads values: it waits for the card, in both passes, before it goes on.
-HOST_WAITS = frozenset({"transformers.grouped_mm_fallback.default"})
 
 
 @dataclass(frozen=True)
@@ -26,9 +23,10 @@ class StepSeconds:
 
 
 def card_of(compute: Compute) -> Card:
-    """A card as a cluster describes it: one rate of products, whatever the precision, and its memory's."""
-    rate = max(compute.matmul.rates)
-    return Card({"float32": rate, "bfloat16": rate}, compute.memory_rate)
+    """A card as a cluster describes it: what large products reach in each precision, its memory, its processors."""
+    products = {dtype: max(compute.matmul_of(dtype).rates) for dtype in ("float32", *HALF)}
+    card = Card(products, compute.memory_rate)
+    return replace(card, processors=compute.processors) if compute.processors else card
 
 
 def step_seconds(graph: OpGraph, kernels: Kernels, card: Card) -> StepSeconds:
@@ -41,20 +39,18 @@ def step_seconds(graph: OpGraph, kernels: Kernels, card: Card) -> StepSeconds:
         if number not in parts:
             run = kernels.links[number]
             pace = card.host.kernel + beside / max(1, len(run.forward))
-            parts[number] = (
-                Part(_priced(run.forward, card), pace, _waits(graph, run.forward)),
-                Part(_priced(run.backward, card), card.host.backward_kernel, _waits(graph, run.backward)),
-            )
-    prologue = Part(_priced(kernels.prologue, card), card.host.kernel + card.host.op)
+            parts[number] = _part(run.forward, card, pace), _part(run.backward, card, card.host.backward_kernel)
+    prologue = _part(kernels.prologue, card, card.host.kernel + card.host.op)
     updated = sum(1 for _ in graph.of_role(Role.PARAMETER))
     pace = card.host.parameter * updated / max(1, len(kernels.optimizer))
     forward = [prologue, *(parts[number][0] for number in kernels.chain)]
     backward = [parts[number][1] for number in reversed(kernels.chain)]
-    return StepSeconds(*queue_seconds([forward, backward, [Part(_priced(kernels.optimizer, card), pace)]]))
+    return StepSeconds(*queue_seconds([forward, backward, [_part(kernels.optimizer, card, pace)]]))
 
 
-def _priced(kernels: tuple[Kernel, ...], card: Card) -> tuple[float, ...]:
-    return tuple(kernel_seconds(kernel, card) for kernel in kernels)
+def _part(kernels: tuple[Kernel, ...], card: Card, pace: float) -> Part:
+    waits = frozenset(number for number, kernel in enumerate(kernels) if kernel.waits)
+    return Part(tuple(kernel_seconds(kernel, card) for kernel in kernels), pace, waits)
 
 
 def _entered(modules: list[str]) -> int:
@@ -65,12 +61,3 @@ def _entered(modules: list[str]) -> int:
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(held, wanted, strict=False)))
         count += len(wanted) - shared
     return count
-
-
-def _waits(graph: OpGraph, kernels: tuple[Kernel, ...]) -> frozenset[int]:
-    """The first kernel of each op of which the host reads values."""
-    first: dict[str, int] = {}
-    for number, kernel in enumerate(kernels):
-        if kernel.op and graph.op(kernel.op).target in HOST_WAITS:
-            first.setdefault(kernel.op, number)
-    return frozenset(first.values())

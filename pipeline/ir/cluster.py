@@ -1,11 +1,15 @@
-"""The machine in seconds and bytes: devices, mesh axes, compute rates and collective curves."""
+"""The machine in seconds and bytes: devices, how they are linked, mesh axes, compute rates and collective curves."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+SEND = "send_recv"  # from one device to one other
+HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -42,42 +46,147 @@ class PerElement:
 
 @dataclass(frozen=True)
 class Compute:
-    matmul: Curve  # FLOP/s by FLOPs of one call
+    matmul: Curve  # FLOP/s by FLOPs of one call, in float32
     memory_rate: float  # bytes/s of element-wise work
     launch: float  # seconds that any op costs
     launch_backward: float
     ops: dict[str, PerElement] = field(default_factory=dict)  # by op; one that is missing is bound by memory
     optimizer_launch: float = 0.0  # seconds of an optimizer step for each parameter
     optimizer_rate: float | None = None  # bytes/s that an optimizer step moves; None is `memory_rate`
+    matmul_by_dtype: dict[str, Curve] = field(default_factory=dict)  # of the other dtypes
+    processors: int | None = None  # of a GPU: multiprocessors, over which kernels are spread
+
+    def matmul_of(self, dtype: str) -> Curve:
+        """The curve of a dtype; the two half precisions stand for each other, all else is as float32."""
+        known = (dtype, *HALF) if dtype in HALF else (dtype,)
+        return next((self.matmul_by_dtype[name] for name in known if name in self.matmul_by_dtype), self.matmul)
 
 
 @dataclass(frozen=True)
 class LinkCost:
-    """A collective over the whole axis takes latency + bytes / bandwidth; bytes are those of the unsplit tensor."""
+    """A collective over the whole axis takes latency + bytes / bandwidth; bytes are those of the unsplit tensor.
+
+    Where `points` (bytes, seconds) are given they say more: between two of them seconds are interpolated, below the
+    first they are constant, and above the last `bandwidth` holds.
+    """
 
     latency: float
     bandwidth: float
+    points: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.latency < 0 or self.bandwidth <= 0:
+            raise ValueError("a link needs a latency that is not negative and a positive bandwidth")
+        steps = list(pairwise(self.points))
+        if any(after[0] <= before[0] or after[1] < before[1] for before, after in steps):
+            raise ValueError("a link's points need ascending bytes and seconds that do not fall")
 
     def seconds(self, nbytes: float) -> float:
-        return self.latency + nbytes / self.bandwidth
+        if not self.points:
+            return self.latency + nbytes / self.bandwidth
+        right = bisect_left(self.points, nbytes, key=lambda point: point[0])
+        if right == 0:
+            return self.points[0][1]
+        low, before = self.points[right - 1]
+        if right == len(self.points):
+            return before + (nbytes - low) / self.bandwidth
+        high, after = self.points[right]
+        return before + (after - before) * (nbytes - low) / (high - low)
 
 
 @dataclass(frozen=True)
 class Axis:
     name: str
     size: int
-    links: dict[str, LinkCost]  # one for each of COLLECTIVES
+    links: dict[str, LinkCost]  # one for each of COLLECTIVES, and SEND where it is known
+    measured: bool = False  # or by formula
 
 
 @dataclass(frozen=True)
-class Cluster:
-    source: str  # probe or preset
-    device: str  # cpu or cuda
-    devices: int
-    memory_bytes: int  # of one device
-    compute: Compute
+class Mesh:
+    """The devices as an array: in `Cluster.order`, row-major, the outermost axis (the slowest links) first."""
+
     axes: tuple[Axis, ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The devices cut into pieces for the partitions of a pipeline, one after another in `Cluster.order`."""
+
+    sizes: tuple[int, ...]  # devices of each piece
+    link: LinkCost  # between neighbours, the slowest of them
+    meshes: dict[str, tuple[Mesh, ...]]  # of a piece, by its size; as slow as the slowest piece of that size
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices of which any two in different members are linked alike; inside a member the links are faster."""
+
+    kind: str  # device, island, host, switch or cluster
+    ranks: tuple[int, ...]
+    bandwidth: float  # bytes/s from a device of one member to one of another, nothing else on the way
+    latency: float
+    uplink: float | None = None  # bytes/s out of a member, for all of its devices; None: each has links of its own
+    members: tuple[Group, ...] = ()  # none: each rank is one
+
+    def __post_init__(self) -> None:
+        if self.members and sorted(r for m in self.members for r in m.ranks) != sorted(self.ranks):
+            raise ValueError("the members of a group hold its ranks")
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    ranks: tuple[int, ...]
+    device: str  # what it calls itself
+    memory_bytes: int  # of one device
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How the figures were found, and how far they can be trusted."""
+
+    seconds: float  # that the probe took
+    rounds: int  # of pairs at once
+    pairs: int  # measured; the others follow from these
+    outliers: int  # times that were left out
+    spread: float  # of repeated measurements, relative to their median: the median over all
+    fit_error: float  # on message sizes that were not fitted, relative: the median over all
+    overlap: float | None  # of computation and communication: 1 hides the shorter of the two, 0 nothing
+
+
+@dataclass(frozen=True)
+class Cluster:
+    source: str  # probe, preset or simulate
+    device: str  # cpu or cuda
+    devices: int
+    memory_bytes: int  # of one device, the smallest
+    compute: Compute  # of one device, the slowest
+    axes: tuple[Axis, ...]  # the mesh that is planned for
+    hosts: tuple[Host, ...] = ()
+    group: Group | None = None  # all devices
+    order: tuple[int, ...] = ()  # ranks as meshes and splits count them; () is 0, 1, 2...
+    meshes: tuple[Mesh, ...] = ()  # candidates of one to three axes
+    splits: tuple[Split, ...] = ()  # candidates for pipelines
+    measured: Measured | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    def mesh_candidates(self, most_axes: int = 3) -> tuple[Mesh, ...]:
+        """The meshes to plan for, of few axes first and then the most promising first, each with its curves.
+
+        `pipeline.cost` prices with any of them: `Paths(mesh.axes, ...)`, `price_step(..., cluster.on(mesh), ...)`.
+        """
+        return tuple(mesh for mesh in self.meshes or (Mesh(self.axes),) if len(mesh.axes) <= most_axes)
+
+    def on(self, mesh: Mesh) -> Cluster:
+        """The same devices, planned for as this mesh."""
+        if prod(mesh.sizes) != self.devices:
+            raise ValueError(f"a mesh of {mesh.sizes} does not hold {self.devices} devices")
+        return replace(self, axes=mesh.axes)

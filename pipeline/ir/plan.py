@@ -42,6 +42,7 @@ class Proof:
     """How good the solver's answer is known to be."""
 
     backend: str
+    method: str  # elimination, prices (of bytes), or the integer program
     objective: float
     bound: float
     gap: float
@@ -59,10 +60,20 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True)
+class Baseline:
+    """The fastest plan of a kind that has a name, on the same mesh and by the same costs."""
+
+    name: str
+    seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
 class Frontier:
     budget_bytes: int
     optimizer_copies: float  # tensors of a parameter's size that the optimizer keeps
     points: tuple[FrontierPoint, ...]  # fastest first
+    baselines: tuple[Baseline, ...] = ()
 
 
 @dataclass(frozen=True)

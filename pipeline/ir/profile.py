@@ -23,6 +23,7 @@ class Kernel:
     transposed: str = ""  # of a product: n or t for each operand, t if it is read across
     causal: bool = False
     dropout: bool = False
+    waits: bool = False  # the host reads what the card has computed before it issues it
 
 
 @dataclass(frozen=True)

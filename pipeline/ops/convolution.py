@@ -58,7 +58,7 @@ def _general(view: OpView) -> str:
 
 
 def _transposed(view: OpView) -> str:
-    """`conv_transpose2d` takes (input, weight, bias, stride, padding, output_padding, groups, dilation)."""
+    """conv_transpose1d, 2d, 3d take (input, weight, bias, stride, padding, output_padding, groups, dilation)."""
     rank = len(view.inputs[1].shape) - 2
     if view.constant(6, "groups", 1) != 1 or len(view.inputs[0].shape) != rank + 2:
         return nothing_split(view)
@@ -107,4 +107,5 @@ RULES = [
     _rule("aten.convolution.default", _general, "torch.convolution", 8),
     _rule("aten.conv_transpose1d.default", _transposed, "F.conv_transpose1d", 6),
     _rule("aten.conv_transpose2d.input", _transposed, "F.conv_transpose2d", 6),
+    _rule("aten.conv_transpose3d.input", _transposed, "F.conv_transpose3d", 6),
 ]

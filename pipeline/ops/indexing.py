@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pipeline.ir.graph import Ref
 from pipeline.ops.rule import Linear, OpRule, OpView, Rendered, call
 from pipeline.ops.shapes import dim_of, letters, nothing_split
@@ -92,17 +94,15 @@ def _index_select(view: OpView) -> str:
     return f"{letters(rank, {dim})}, i -> {out}"
 
 
-def _index_add(view: OpView) -> str:
-    """(input, dim, index, source): rows of the source may be split, each rank adds its own."""
-    dim, rank = dim_of(view, 1), len(view.inputs[0].shape)
-    source = " ".join("i+" if k == dim else f"d{k}" for k in range(rank))
-    return f"{letters(rank, {dim})}, i+, {source} -> {letters(rank, {dim})}"
+def _index_write(row: str) -> Callable[[OpView], str]:
+    """(input, dim, index, source): `i+` where rows of the source may be split and each rank adds its own, else `i^`."""
 
+    def dims(view: OpView) -> str:
+        dim, rank = dim_of(view, 1), len(view.inputs[0].shape)
+        source = " ".join(row if k == dim else f"d{k}" for k in range(rank))
+        return f"{letters(rank, {dim})}, {row}, {source} -> {letters(rank, {dim})}"
 
-def _index_copy(view: OpView) -> str:
-    dim, rank = dim_of(view, 1), len(view.inputs[0].shape)
-    source = " ".join("i^" if k == dim else f"d{k}" for k in range(rank))
-    return f"{letters(rank, {dim})}, i^, {source} -> {letters(rank, {dim})}"
+    return dims
 
 
 def _render_index(r: Rendered) -> str:
@@ -122,8 +122,8 @@ RULES = [
     OpRule("aten.index.Tensor", _index, _render_index, linear=((0,),)),
     OpRule("aten.index_put.default", _index_put, call("torch.index_put"), linear=_written),
     OpRule("aten.index_select.default", _index_select, call("torch.index_select"), linear=((0,),), saves_inputs=(1,)),
-    OpRule("aten.index_add.default", _index_add, call("torch.index_add"), linear=((0, 2),), addends=(0,)),
-    OpRule("aten.index_copy.default", _index_copy, call("torch.index_copy"), linear=((0, 2),)),
+    OpRule("aten.index_add.default", _index_write("i+"), call("torch.index_add"), linear=((0, 2),), addends=(0,)),
+    OpRule("aten.index_copy.default", _index_write("i^"), call("torch.index_copy"), linear=((0, 2),)),
     OpRule("aten.gather.default", _gather, call("torch.gather"), linear=((0,),), saves_inputs=(1,)),
     OpRule("aten.scatter.src", _scatter, call("torch.scatter"), linear=((0, 2),), saves_inputs=(1,)),
     OpRule("aten.scatter.value", _scatter, call("torch.scatter"), saves_inputs=(1,)),

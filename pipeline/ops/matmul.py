@@ -110,10 +110,11 @@ def _grouped_line(view: OpView) -> str:
     return nothing_split(view)
 
 
-def _grouped_rule(target: str, function: str) -> OpRule:
+def _grouped_rule(target: str, function: str, reads_values: bool = False) -> OpRule:
     return OpRule(
         target, _grouped_line, _grouped(function), linear=((0,), (1,)), saves_inputs=(0, 1), crosswise=True,
         flops=_grouped_flops, split_body=lambda view, letter: "experts" if letter == "e" else "",
+        reads_values=reads_values,
     )  # fmt: skip
 
 
@@ -154,6 +155,7 @@ RULES = [
         "aten.einsum.default", _einsum, _render_einsum,
         linear=_each, saves_inputs=(0, 1), crosswise=True, flops=_einsum_flops,
     ),
-    _grouped_rule("transformers.grouped_mm_fallback.default", "torch.ops.transformers.grouped_mm_fallback"),
+    # A loop over the experts, whose rows it counts on the host.
+    _grouped_rule("transformers.grouped_mm_fallback.default", "torch.ops.transformers.grouped_mm_fallback", True),
     _grouped_rule("aten._grouped_mm.default", "torch._grouped_mm"),
 ]  # fmt: skip

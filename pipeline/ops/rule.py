@@ -104,7 +104,13 @@ class OpRule:
     keeps_order: bool = False  # new memory, in which dims lie in the order in which the first input's do
     mutates: tuple[int, ...] = ()  # tensor inputs that it changes in place although its name does not say so
     split_body: Callable[[OpView, str], str] | None = None  # the local form when that letter is split, or ""
+    reads_values: bool = False  # the host looks into its inputs: it waits for a GPU, in both passes, before it goes on
     random: bool = False  # draws numbers: alike where it runs whole, apart where it is split
+
+    @property
+    def is_product(self) -> bool:
+        """Matrix products, convolutions, attention: what FLOPs are counted of."""
+        return self.flops is not no_flops
 
     def line(self, view: OpView) -> str:
         return self.dims if isinstance(self.dims, str) else self.dims(view)

@@ -1,23 +1,84 @@
-"""Latency and bandwidth from measured times, without torch."""
+"""Latency, bandwidth and curves from measured times, without torch."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
 from pipeline.ir.cluster import COLLECTIVES, LinkCost
+from stages.cluster.formulas import NOTHING
 
-FASTEST = 1e15  # bytes/s that stand for "costs nothing" on an axis of one rank
+OUTLIER = 5.0  # times the median distance from the median
+RISEN = 3.0  # times the seconds of the smallest message: where the bandwidth begins to show
+
+Points = list[dict[str, float]]  # bytes and seconds
 
 
-def fit_links(measured: dict[str, list[dict[str, float]]]) -> dict[str, LinkCost]:
-    """One line per collective; an axis of one rank has nothing to measure and costs nothing."""
-    links = {}
-    for name in COLLECTIVES:
-        points = [(m["bytes"], m["seconds"]) for m in measured.get(name, [])]
-        if points:
-            latency, per_byte = least_squares_line(points)
-            links[name] = LinkCost(latency, 1 / per_byte)
-        else:
-            links[name] = LinkCost(0.0, FASTEST)
-    return links
+@dataclass(frozen=True)
+class Reduced:
+    """Repeated times as one."""
+
+    seconds: float
+    spread: float  # between the quarters, relative
+    outliers: int
+
+
+def reduce_times(times: Sequence[float]) -> Reduced:
+    """Nearly the shortest of what is left without outliers: other programs make times longer, never shorter."""
+    middle = statistics.median(times)
+    near = statistics.median(abs(time - middle) for time in times)
+    kept = sorted(time for time in times if time - middle <= OUTLIER * max(near, middle / 100))
+    quarter = len(kept) // 4
+    spread = (kept[-1 - quarter] - kept[quarter]) / middle if middle else 0.0
+    return Reduced(kept[len(kept) // 8], spread, len(times) - len(kept))
+
+
+def fit_links(measured: Mapping[str, Points]) -> dict[str, LinkCost]:
+    """One curve per collective; an axis of one rank has nothing to measure and costs nothing."""
+    found = {name: fit_link([(m["bytes"], m["seconds"]) for m in points]) for name, points in measured.items()}
+    return {name: NOTHING for name in COLLECTIVES} | found
+
+
+def fit_link(points: list[tuple[float, float]]) -> LinkCost:
+    """The measured points made to rise; beyond them a line through all, or from the first to the last if steeper."""
+    if not points:
+        return NOTHING
+    latency, per_byte = least_squares_line(points)
+    found = rising(points)
+    (smallest, shortest), (largest, longest) = found[0], found[-1]
+    steady = (longest - shortest) / (largest - smallest) if largest > smallest else 0.0
+    return LinkCost(latency, 1 / max(per_byte, steady), found)
+
+
+def link_beyond(measured: LinkCost, formula: LinkCost) -> LinkCost:
+    """Small messages do not tell the bandwidth: where time ran out before they rose, that of the pairs holds beyond."""
+    risen = measured.points and measured.points[-1][1] > RISEN * measured.points[0][1]
+    return measured if risen else replace(measured, bandwidth=min(measured.bandwidth, formula.bandwidth))
+
+
+def rising(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Seconds that do not fall as bytes grow: neighbours that do are given their mean (isotonic regression)."""
+    pools: list[list[tuple[float, float]]] = []
+    for point in sorted(dict(points).items()):
+        pools.append([point])
+        while len(pools) > 1 and _mean(pools[-2]) >= _mean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return tuple((nbytes, _mean(pool)) for pool in pools for nbytes, _ in pool)
+
+
+def _mean(pool: list[tuple[float, float]]) -> float:
+    return statistics.fmean(seconds for _, seconds in pool)
+
+
+def fit_errors(links: Mapping[str, LinkCost], unseen: Mapping[str, Points]) -> list[float]:
+    """Relative errors on measurements that the links were not fitted to."""
+    return [
+        abs(links[name].seconds(m["bytes"]) - m["seconds"]) / m["seconds"]
+        for name, points in unseen.items()
+        for m in points
+    ]
 
 
 def least_squares_line(points: list[tuple[float, float]]) -> tuple[float, float]:

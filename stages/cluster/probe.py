@@ -1,158 +1,147 @@
-"""What one rank measures, with all ranks at work at once: `python -m stages.cluster.probe WORK` under torchrun."""
+"""What one rank measures, with all ranks at work at once: `python -m stages.cluster.probe WORK` under torchrun.
+
+WORK/job.json says what to do and WORK/result.json is what was found. It needs torch alone, so that it can be started by
+hand on a machine that has nothing else (docs/clusters.md).
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from datetime import timedelta
+from math import prod
 from pathlib import Path
+from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from pipeline.cost.compute import optimizer_bytes
+from pipeline.ir.cluster import LinkCost
 from pipeline.launch import follow_parent, report_error
-from pipeline.runtime.collectives import all_gather_into, reduce_scatter_from
+from stages.cluster.compute_probe import measure_compute
+from stages.cluster.link_probe import axis_groups, measure_axis, measure_crossing, measure_overlap, measure_pairs
+from stages.cluster.meeting import Voice
+from stages.cluster.meshes import candidate_meshes
+from stages.cluster.rounds import crossing_pairs, pair_rounds
+from stages.cluster.sizes import farthest
+from stages.cluster.timing import Clock
+from stages.cluster.topology import device_order, find_groups, pair_matrices
 
-MATMUL_SIDES = (32, 64, 128, 256, 384)
-COPY_ELEMENTS = (1 << 14, 1 << 17, 1 << 20, 1 << 22)
-SMALLEST_MESSAGE = 1024
-OPTIMIZER_ELEMENTS = (1 << 8, 1 << 14, 1 << 17)
-ROWS, COLUMNS = 128, 512  # of the tensor on which ops bound by arithmetic are timed
-OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "aten.gelu.default": F.gelu,
-    "aten.silu.default": F.silu,
-    "aten.tanh.default": torch.tanh,
-    "aten.sigmoid.default": torch.sigmoid,
-    "aten.exp.default": torch.exp,
-    "aten.softmax.int": lambda x: torch.softmax(x, -1),
-    "aten.log_softmax.int": lambda x: torch.log_softmax(x, -1),
-    "aten.layer_norm.default": lambda x: F.layer_norm(x, (COLUMNS,)),
-    "aten.cross_entropy_loss.default": lambda x: F.cross_entropy(x, torch.arange(ROWS)),
-}
+Links = dict[str, LinkCost]
+
+PAIRS = 0.3  # of the time for links; the axes share the rest
+MOST_AXES = 8  # all that the meshes of up to eight devices have
 
 
 def main(work: Path) -> None:
     follow_parent()
-    dist.init_process_group("gloo")
+    job = json.loads((work / "job.json").read_text())
+    rank = int(os.environ["RANK"])
+    voice = Voice(job, rank)
+    cuda = job["device"] == "cuda"
     try:
-        job = json.loads((work / "job.json").read_text())
-        result = measure(job)
-        if dist.get_rank() == 0:
+        voice.say("joining the others")
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=job["timeout_s"]))
+        result = measure(job, voice)
+        if int(os.environ["LOCAL_RANK"]) == 0:  # each host has a folder of its own
             (work / "result.json").write_text(json.dumps(result))
         dist.barrier()
     except Exception as error:  # one line for the user instead of a rank's traceback
-        report_error(work, dist.get_rank(), f"{type(error).__name__}: {error}")
+        text = voice.report(f"{type(error).__name__}: {error}")
+        report_error(work, rank, text)
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def measure(job: dict) -> dict:
-    repeats = job["repeats"]
+def measure(job: dict[str, Any], voice: Voice) -> dict[str, Any]:
+    clock = Clock(job["device"], job["repeats"])
+    ranks = _gather({"host": job["host"], **_own_device(job["device"])})
+    voice.say("measuring computation")
+    found: dict[str, Any] = {"ranks": ranks, "compute": measure_compute(clock)}
+    links: dict[str, Any] = {"pairs": [], "crossing": None, "rounds": 0, "axes": []}
+    if len(ranks) > 1:
+        links = _measure_links(job, voice, clock, [rank["host"] for rank in ranks])
     return {
-        "memory_bytes": psutil.virtual_memory().available // dist.get_world_size(),
-        "matmul": [_matmul(side, repeats) for side in MATMUL_SIDES],
-        "copy": [_copy(n, repeats) for n in COPY_ELEMENTS],
-        "launch": _launch(repeats),
-        "launch_backward": _launch_backward(repeats),
-        "ops": {name: _op(function, repeats) for name, function in OPS.items()},
-        "optimizer": [_optimizer(n, repeats) for n in OPTIMIZER_ELEMENTS],
-        "collectives": _collectives(job["max_message_bytes"], repeats) if dist.get_world_size() > 1 else {},
+        **found,
+        **links,
+        "spread": statistics.median(clock.spreads),
+        "outliers": clock.outliers,
+        "seconds": clock.elapsed(),
     }
 
 
-def timed(work: Callable[[], object], repeats: int, inner: int = 1) -> float:
-    """Median seconds of one call, on the slowest rank; a first call is not counted."""
-    work()
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(inner):
-            work()
-        times.append((time.perf_counter() - start) / inner)
-    slowest = torch.tensor(statistics.median(times), dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest)
+def _measure_links(job: dict[str, Any], voice: Voice, clock: Clock, hosts: list[str]) -> dict[str, Any]:
+    budget = max(job["budget_s"] / 2, job["budget_s"] - clock.elapsed())  # computation takes what it takes
+    largest = job["max_message_bytes"]
+    voice.say("measuring pairs")
+    rounds = pair_rounds(hosts)
+    pairs = measure_pairs(clock, rounds, largest, PAIRS * budget)
+    crossing = _measure_crossing(clock, hosts, min(pair["bandwidth"] for pair in pairs), largest)
+    order, axes = _from_first(_axes_of(pairs, hosts) if dist.get_rank() == 0 else None)
+    found, share = [], (1 - PAIRS) * budget / len(axes)
+    for (stride, size), links in axes.items():
+        voice.say(f"measuring groups of {size}")
+        last = farthest(links, largest, share, 2 + clock.repeats)
+        axis = axis_groups(order, stride, size)
+        found.append({"stride": stride, "size": size, **measure_axis(clock, axis, last, share)})
+    voice.say("measuring overlap")
+    overlap = measure_overlap(clock, max(m["bytes"] for m in found[0]["fitted"]["all_reduce"]))
+    return {"pairs": pairs, "crossing": crossing, "rounds": len(rounds), "axes": found, "overlap": overlap}
 
 
-def _matmul(side: int, repeats: int) -> dict[str, float]:
-    """A linear layer of a batch of `4 side` rows: the shape that training mostly sees."""
-    x, w = torch.randn(4 * side, side), torch.randn(side, side)
-    inner = max(1, int(2e7 / (8 * side**3)))
-    return {"flops": 8.0 * side**3, "seconds": timed(lambda: F.linear(x, w), repeats, inner)}
+def _measure_crossing(clock: Clock, hosts: list[str], bandwidth: float, largest: float) -> dict[str, Any] | None:
+    """Two hosts of several devices: what a pair between them has alone, and what each has of as many as there are."""
+    pairs = crossing_pairs(hosts)
+    if len(pairs) < 2:
+        return None
+    alone, each = (measure_crossing(clock, at_once, bandwidth, largest) for at_once in (pairs[:1], pairs))
+    return {"ranks": pairs[0], "pairs": len(pairs), "alone": alone, "each": each}
 
 
-def _copy(elements: int, repeats: int) -> dict[str, float]:
-    a, b = torch.randn(elements), torch.randn(elements)
-    return {"bytes": 12.0 * elements, "seconds": timed(lambda: a + b, repeats, max(1, (1 << 18) // elements))}
+def _axes_of(pairs: list[dict[str, float]], hosts: list[str]) -> tuple[list[int], dict[tuple[int, int], Links]]:
+    """The order of the ranks, and the axes to measure: as stride and size, with what their links cost by formula.
+
+    Those of the best mesh of one, two and three axes, and of the others as far as there are not too many.
+    """
+    group = find_groups(*pair_matrices(pairs, len(hosts)), hosts)
+    meshes = candidate_meshes(group)
+    best = {len(mesh.axes): mesh for mesh in reversed(meshes)}
+    found: dict[tuple[int, int], Links] = {}
+    for mesh in (*(best[count] for count in sorted(best)), *meshes):
+        for number, axis in enumerate(mesh.axes):
+            found.setdefault((prod(mesh.sizes[number + 1 :]), axis.size), axis.links)
+    return list(device_order(group) or range(len(hosts))), dict(list(found.items())[:MOST_AXES])
 
 
-def _op(function: Callable[[torch.Tensor], torch.Tensor], repeats: int) -> dict[str, float]:
-    """Seconds for each element, forward and backward."""
-    x = torch.randn(ROWS, COLUMNS, requires_grad=True)
-    gradient = torch.ones_like(function(x))
-    forward = timed(lambda: function(x), repeats)
-    both = timed(lambda: torch.autograd.grad(function(x), x, gradient), repeats)
-    return {"forward": forward / x.numel(), "backward": max(both - forward, 0.0) / x.numel()}
+def _own_device(device: str) -> dict[str, Any]:
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        free, _ = torch.cuda.mem_get_info()
+        return {"device": properties.name, "memory_bytes": free}
+    import psutil
+
+    beside = int(os.environ["LOCAL_WORLD_SIZE"])
+    return {"device": platform.processor() or "cpu", "memory_bytes": psutil.virtual_memory().available // beside}
 
 
-def _optimizer(elements: int, repeats: int) -> dict[str, float]:
-    """A step of AdamW on one parameter, which keeps two tensors of its size."""
-    parameter = torch.nn.Parameter(torch.ones(elements))
-    parameter.grad = torch.ones(elements)
-    optimizer = torch.optim.AdamW([parameter])
-    return {"bytes": optimizer_bytes(4.0 * elements, 2), "seconds": timed(optimizer.step, repeats, 5)}
-
-
-def _launch(repeats: int) -> float:
-    x = torch.ones(1)
-    return timed(lambda: x + x, repeats, 200)
-
-
-def _launch_backward(repeats: int) -> float:
-    """What a step of the backward pass costs beyond its kernel: a chain of 64 tiny ops, forward seconds taken off."""
-    x = torch.ones(1, requires_grad=True)
-
-    def chain() -> None:
-        y = x
-        for _ in range(64):
-            y = y + y
-        y.backward()
-
-    def forward() -> None:
-        y = x
-        for _ in range(64):
-            y = y + y
-
-    whole, part = timed(chain, repeats), timed(forward, repeats)
-    return max(whole - part, part) / 64
-
-
-def _collectives(largest: float, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Each collective on messages from 1 KiB upwards; bytes are those of the unsplit tensor."""
-    world = dist.get_world_size()
-    sizes = [SMALLEST_MESSAGE]
-    while sizes[-1] * 8 <= largest:
-        sizes.append(sizes[-1] * 8)
-    found: dict[str, list[dict[str, float]]] = {}
-    for nbytes in sizes:
-        piece = max(1, nbytes // 4 // world)
-        whole, part, other = torch.ones(piece * world), torch.ones(piece), torch.ones(piece * world)
-        moves: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda whole=whole: dist.all_reduce(whole),
-            "all_gather": lambda whole=whole, part=part: all_gather_into(whole, part),
-            "reduce_scatter": lambda whole=whole, part=part: reduce_scatter_from(part, whole),
-            "all_to_all": lambda whole=whole, other=other: dist.all_to_all_single(other, whole),
-        }
-        for name, move in moves.items():
-            found.setdefault(name, []).append({"bytes": 4.0 * piece * world, "seconds": timed(move, repeats)})
+def _gather(own: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
     return found
+
+
+def _from_first(value: Any) -> Any:
+    """What rank 0 has, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
 
 
 if __name__ == "__main__":

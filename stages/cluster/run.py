@@ -2,106 +2,48 @@
 
 from __future__ import annotations
 
-from pipeline.config import Cluster as Settings
-from pipeline.config import ClusterSource, Config, Device
-from pipeline.errors import ClusterError
-from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost, PerElement
-from pipeline.launch import LaunchFailed, run_ranks
-from pipeline.log import Log
+from pipeline.config import ClusterSource, Config
+from pipeline.files import write_atomic
+from pipeline.ir.cluster import Cluster
 from pipeline.stage import Inputs, Result
-from stages.cluster.fit import FASTEST, fit_links, least_squares_line
+from stages.cluster.described import from_preset, simulate
+from stages.cluster.measure import measure
+from stages.cluster.picture import draw
+from stages.cluster.topology import partition_of
 
-AXIS = "d0"
+PICTURE = "runs/cluster/topology.png"
 
 
 def run(inputs: Inputs, config: Config) -> Result:
     settings = config.cluster
-    probe = settings.source is ClusterSource.probe
-    cluster = measure(settings, config.choices["cluster"], inputs.log) if probe else from_preset(settings)
-    return Result(cluster, figures(cluster))
+    if settings.source is ClusterSource.probe:
+        cluster = measure(settings, config.choices["cluster"], inputs.log)
+    else:
+        cluster = simulate(settings) if settings.source is ClusterSource.simulate else from_preset(settings)
+    picture = inputs.root / PICTURE
+    write_atomic(picture, draw(cluster, config.choices["cluster"]))
+    return Result(cluster, figures(cluster), (picture,))
 
 
 def figures(cluster: Cluster) -> dict[str, float | int | str]:
     link = cluster.axes[0].links["all_reduce"]
-    return {
+    found: dict[str, float | int | str] = {
         "devices": cluster.devices,
         "memory_bytes": cluster.memory_bytes,
         "matmul_gflops": round(max(cluster.compute.matmul.rates) / 1e9, 3),
         "memory_gbytes_per_s": round(cluster.compute.memory_rate / 1e9, 3),
-        "all_reduce_latency_us": round(link.latency * 1e6, 2),
+        "all_reduce_latency_us": round(link.seconds(0) * 1e6, 2),
         "all_reduce_gbytes_per_s": round(link.bandwidth / 1e9, 3),
+        "hosts": len(cluster.hosts),
+        "groups": len(partition_of(cluster.group)) if cluster.group else 0,
+        "meshes": len(cluster.meshes),
     }
-
-
-def from_preset(settings: Settings) -> Cluster:
-    preset = settings.preset
-    assert preset.matmul_gflops and preset.memory_gbytes_per_s and settings.memory_gb  # the configuration's own check
-    assert preset.latency_us is not None and preset.link_gbytes_per_s is not None
-    launch = preset.launch_us / 1e6
-    bandwidth = preset.link_gbytes_per_s * 1e9
-    return Cluster(
-        source="preset",
-        device=settings.device.value,
-        devices=settings.devices,
-        memory_bytes=round(settings.memory_gb * 1e9),
-        compute=Compute(
-            Curve((1.0,), (preset.matmul_gflops * 1e9,)), preset.memory_gbytes_per_s * 1e9, launch, 2 * launch
-        ),
-        axes=(Axis(AXIS, settings.devices, ring_links(settings.devices, preset.latency_us / 1e6, bandwidth)),),
-    )
-
-
-def ring_links(size: int, latency: float, bandwidth: float) -> dict[str, LinkCost]:
-    """Ring algorithms: an all-reduce sends 2 (n-1)/n of the tensor over each link, the others (n-1)/n of it."""
-    if size == 1:
-        return {name: LinkCost(0.0, FASTEST) for name in COLLECTIVES}
-    share = (size - 1) / size
-    steps = size - 1
-    rounds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1 / size}
-    return {
-        name: LinkCost(latency * steps * max(1, rounds[name]), bandwidth / (share * rounds[name])) for name in rounds
-    }
-
-
-def measure(settings: Settings, choice: str, log: Log) -> Cluster:
-    """Starts the probe on the real ranks and fits what it measured."""
-    if settings.device is Device.cuda:
-        raise ClusterError(
-            "GPUs cannot be measured yet",
-            where=f"conf/cluster/{choice}.yaml: device",
-            remedy="use `source: preset` with the card's figures, or `device: cpu`",
-        )
-    job = {"max_message_bytes": settings.probe.max_message_mb * 1e6, "repeats": settings.probe.repeats}
-    log.info("measuring %d ranks", settings.devices)
-    try:
-        found = run_ranks("stages.cluster.probe", job, settings.devices, settings.probe.timeout_s)
-    except LaunchFailed as error:
-        raise ClusterError(
-            f"the probe failed: {error}",
-            where=f"conf/cluster/{choice}.yaml",
-            remedy="lower `devices`, raise `probe.timeout_s`, or use `source: preset`",
-        ) from error
-    memory = settings.memory_gb * 1e9 if settings.memory_gb else found["memory_bytes"]
-    return Cluster(
-        source="probe",
-        device=settings.device.value,
-        devices=settings.devices,
-        memory_bytes=round(memory),
-        compute=_compute(found),
-        axes=(Axis(AXIS, settings.devices, fit_links(found["collectives"])),),
-    )
-
-
-def _compute(found: dict) -> Compute:
-    sizes, rates = zip(*((m["flops"], m["flops"] / m["seconds"]) for m in found["matmul"]), strict=True)
-    _, seconds_per_byte = least_squares_line([(m["bytes"], m["seconds"]) for m in found["copy"]])
-    optimizer_launch, optimizer_per_byte = least_squares_line([(m["bytes"], m["seconds"]) for m in found["optimizer"]])
-    return Compute(
-        matmul=Curve(sizes, rates),
-        memory_rate=1 / seconds_per_byte,
-        launch=found["launch"],
-        launch_backward=found["launch_backward"],
-        ops={name: PerElement(**seconds) for name, seconds in found["ops"].items()},
-        optimizer_launch=optimizer_launch,
-        optimizer_rate=1 / optimizer_per_byte,
-    )
+    if cluster.measured:
+        found |= {
+            "probe_seconds": round(cluster.measured.seconds, 2),
+            "probe_spread": round(cluster.measured.spread, 4),
+            "probe_fit_error": round(cluster.measured.fit_error, 4),
+        }
+    if cluster.measured and cluster.measured.overlap is not None:
+        found["overlap"] = round(cluster.measured.overlap, 3)
+    return found

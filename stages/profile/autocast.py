@@ -5,7 +5,6 @@ The lists are those of torch's documentation of autocast op eligibility.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,11 +31,13 @@ WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot grid_sample index_put 
 
 
 class Autocast:
-    """Casts an op's tensors as autocast would: of a parameter once, of anything else each time it is read."""
+    """Casts an op's tensors as autocast would: of a parameter once, of anything else each time it is read.
 
-    def __init__(self, parameters: Iterable[Tensor], low: torch.dtype = torch.bfloat16) -> None:
+    A parameter is, to autocast, a leaf that wants a gradient.
+    """
+
+    def __init__(self, low: torch.dtype = torch.bfloat16) -> None:
         self.low = low
-        self.parameters = {id(p) for p in parameters}
         self.cache: dict[int, Tensor] = {}
 
     def arguments(self, target: str, args: Any) -> Any:
@@ -54,7 +55,7 @@ class Autocast:
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if not _is_float(value) or value.dtype in (dtype, torch.float64):
             return value
-        if id(value) in self.parameters and dtype == self.low:
+        if value.is_leaf and value.requires_grad and dtype == self.low:
             if id(value) not in self.cache:
                 self.cache[id(value)] = value.to(dtype)
             return self.cache[id(value)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,50 +16,67 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(x, p, train)[0] if train and p else x
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+@dataclass(frozen=True)
+class Attention:
+    """The arguments of `scaled_dot_product_attention`, by the names that torch gives them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = field(default=None, kw_only=True)
+    enable_gqa: bool = field(default=False, kw_only=True)
+
+
+def _attending(run: Callable[[Attention], Tensor]) -> Callable[..., Tensor]:
+    return lambda *given, **named: run(Attention(*given, **named))
+
+
+def _attention(a: Attention) -> Tensor:
     """Flash attention where it can run: half precision and no mask, also with grouped heads; else the efficient one.
 
     The efficient one takes neither grouped heads nor a mask whose last dim does not lie together in memory (a bias that
     was permuted): then attention is plain matrix products.
     """
-    if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
-    if enable_gqa or (attn_mask is not None and attn_mask.stride(-1) != 1):
-        return _plain_attention(q, k, v, attn_mask, dropout_p, is_causal, scale)
-    if attn_mask is not None:
-        attn_mask = _additive(attn_mask, q.dtype).expand(*q.shape[:-1], k.shape[-2])
+    q, k, v, mask = a.q, a.k, a.v, a.attn_mask
+    if mask is None and q.dtype in (torch.bfloat16, torch.float16):
+        return aten._scaled_dot_product_flash_attention(q, k, v, a.dropout_p, a.is_causal, scale=a.scale)[0]
+    if a.enable_gqa or (mask is not None and mask.stride(-1) != 1):
+        return plain_attention(a)
+    if mask is not None:
+        mask = _additive(mask, q.dtype).expand(*q.shape[:-1], k.shape[-2])
     grad = q.requires_grad or k.requires_grad or v.requires_grad
-    found = aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, grad, dropout_p, is_causal, scale=scale)
-    return found[0]
+    run = aten._scaled_dot_product_efficient_attention
+    return run(q, k, v, mask, grad, a.dropout_p, a.is_causal, scale=a.scale)[0]
 
 
-def _plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
-) -> Tensor:
+def plain_attention(a: Attention) -> Tensor:
     """`_scaled_dot_product_attention_math` as a GPU runs it: half precision is computed in float32."""
-    dtype = q.dtype
+    q, k, v, mask, dtype = a.q, a.k, a.v, a.attn_mask, a.q.dtype
     if dtype in (torch.bfloat16, torch.float16):
         q, k, v = q.float(), k.float(), v.float()
-    root = (scale or q.shape[-1] ** -0.5) ** 0.5
+    root = (a.scale or q.shape[-1] ** -0.5) ** 0.5
     q = q * root
-    if is_causal:
+    if a.is_causal:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     if (groups := q.shape[-3] // k.shape[-3]) > 1:
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
     scores = q @ (k.transpose(-2, -1) * root)
     if mask is not None:
         scores.add_(_additive(mask, q.dtype))
-    return (_dropout(aten._safe_softmax(scores, -1), dropout_p, True) @ v).to(dtype)
+    return (_dropout(aten._safe_softmax(scores, -1), a.dropout_p, True) @ v).to(dtype)
+
+
+def _attention_on_cpu(a: Attention) -> Tensor:
+    """Flash attention where it can run: four dims and no dropout; else plain matrix products."""
+    mask = None if a.attn_mask is None else _additive(a.attn_mask, a.q.dtype)
+    if a.dropout_p or a.q.dim() != 4 or a.enable_gqa or (mask is not None and mask.requires_grad):
+        math = aten._scaled_dot_product_attention_math
+        return math(a.q, a.k, a.v, mask, a.dropout_p, a.is_causal, scale=a.scale, enable_gqa=a.enable_gqa)[0]
+    flash = aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(a.q, a.k, a.v, a.dropout_p, a.is_causal, attn_mask=mask, scale=a.scale)[0]
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -81,35 +99,6 @@ def _batch_norm(
     if training and weight is not None and x.dim() <= 5 and x.dtype != torch.bfloat16:
         return aten.cudnn_batch_norm(x, weight, bias, mean, var, True, momentum, eps)[0]
     return aten.native_batch_norm(x, weight, bias, mean, var, training, momentum, eps)[0]
-
-
-_CUDA: dict[str, Callable[..., Any]] = {
-    "aten.dropout.default": _dropout,
-    "aten.scaled_dot_product_attention.default": _attention,
-    "aten.batch_norm.default": _batch_norm,
-}
-
-
-def _attention_on_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Flash attention where it can run: four dims and no dropout; else plain matrix products."""
-    mask = None if attn_mask is None else _additive(attn_mask, q.dtype)
-    if dropout_p or q.dim() != 4 or enable_gqa or (mask is not None and mask.requires_grad):
-        found = aten._scaled_dot_product_attention_math(
-            q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return found[0]
-    found = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)
-    return found[0]
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -145,9 +134,14 @@ def _grouped_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return result
 
 
-_ANY = {"transformers.grouped_mm_fallback.default": _grouped_product}
+_ANY: dict[str, Callable[..., Any]] = {"transformers.grouped_mm_fallback.default": _grouped_product}
 
 LOWERED = {  # device -> op -> what it runs instead
-    "cuda": _CUDA | _ANY,
-    "cpu": _ANY | {"aten.scaled_dot_product_attention.default": _attention_on_cpu},
+    "cuda": _ANY
+    | {
+        "aten.dropout.default": _dropout,
+        "aten.scaled_dot_product_attention.default": _attending(_attention),
+        "aten.batch_norm.default": _batch_norm,
+    },
+    "cpu": _ANY | {"aten.scaled_dot_product_attention.default": _attending(_attention_on_cpu)},
 }

@@ -7,8 +7,8 @@ when backward begins and stay to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
 from pipeline.ir.profile import Kernel
+from pipeline.ops.table import rule_of
 from stages.profile.autocast import COMPOSITES, Autocast
 from stages.profile.device import LOWERED
 from stages.profile.symbolic import Storage, Watch, storage_key
@@ -63,30 +64,35 @@ class Runner:
         self.graph = graph
         self.lowered: Mapping[str, Callable[..., Any]] = LOWERED.get(device, {})
         self.precision = precision
-        self.known: dict[str, Tensor] = {}
-        for value in graph.values.values():
-            if value.role is not Role.RESULT:
-                self.known[value.name] = meta(value.type.shape, value.type.dtype, value.role is Role.PARAMETER)
+        self.known: dict[str, Tensor] = {}  # what is there before a link runs, of what those that were run read
         self.names: dict[int, str] = {}  # of the memory behind what is known
-        self.parameters = [self.known[value.name] for value in graph.of_role(Role.PARAMETER)]
 
-    def autocast(self) -> Autocast | None:
-        return Autocast(self.parameters) if self.precision == "amp" else None
+    def _know(self, name: str, tensor: Tensor) -> None:
+        self.known[name] = tensor
+        self.names[storage_key(tensor)] = name
+
+    def _know_given(self, ops: Iterable[str]) -> None:
+        """Parameters, buffers and inputs that these ops read: made outside a watch, they are nobody's kernels."""
+        for read in {read for name in ops for read in self.graph.op(name).inputs} - self.known.keys():
+            value = self.graph.values[read]
+            if value.role is not Role.RESULT:
+                self._know(read, meta(value.type.shape, value.type.dtype, value.role is Role.PARAMETER))
 
     def run_prologue(self) -> tuple[Kernel, ...]:
         """What depends on no parameter is computed once and stays for the links that read it."""
-        wanted = {read for link in self.graph.chain for name in link.ops for read in self.graph.op(name).inputs}
         local: dict[str, Tensor] = {}
+        self._know_given(self.graph.prologue)
         with Watch(self.known.values()) as watch:
             for name in self.graph.prologue:
                 op = self.graph.op(name)
                 watch.op = name
                 local.update(zip(op.outputs, self.call(op, local, None), strict=True))
-        self.known.update({name: tensor for name, tensor in local.items() if name in wanted})
-        self.names = {storage_key(tensor): name for name, tensor in self.known.items()}
-        return tuple(watch.kernels)
+        for name, tensor in local.items():
+            self._know(name, tensor)
+        return self._noted(watch.kernels)
 
     def run_link(self, ops: tuple[str, ...], ends: Ends, forms: tuple[Form, ...]) -> LinkRun:
+        self._know_given(ops)
         leaves = [self._entering(name, form) for name, form in zip(ends.reads, forms, strict=True)]
         local = {name: leaf.clone() for name, leaf in zip(ends.reads, leaves, strict=True)}
         parameters = [self.known[name] for name in ends.parameters]
@@ -129,8 +135,8 @@ class Runner:
             watch.sweep()
             numbers = iter([None if g is None else watch.find(g) for g in found])
         return LinkRun(
-            forward=tuple(watch.kernels[:forward]),
-            backward=tuple(watch.kernels[forward:]),
+            forward=self._noted(watch.kernels[:forward]),
+            backward=self._noted(watch.kernels[forward:]),
             storages=tuple(watch.storages),
             reads=tuple(reads),
             writes=tuple(writes),
@@ -143,6 +149,12 @@ class Runner:
             types=types,
         )
 
+    def _noted(self, kernels: list[Kernel]) -> tuple[Kernel, ...]:
+        """Before the first kernel of an op of which it reads values, the host waits for the card."""
+        first = {kernel.op: number for number, kernel in reversed(list(enumerate(kernels))) if kernel.op}
+        waits = {number for op, number in first.items() if _reads_values(self.graph.op(op))}
+        return tuple(replace(kernel, waits=True) if n in waits else kernel for n, kernel in enumerate(kernels))
+
     def _entering(self, name: str, form: Form) -> Tensor:
         value = self.graph.values[name]
         empty = torch.empty_strided(value.type.shape, form.strides, dtype=form.dtype, device="meta")
@@ -152,7 +164,7 @@ class Runner:
         self, ops: tuple[str, ...], local: dict[str, Tensor], watch: Watch, stays: set[str], note: Callable[..., None]
     ) -> None:
         """Adds the results to `local`; what is not read again goes at once, as it does in a module's forward."""
-        autocast = self.autocast()
+        autocast = Autocast() if self.precision == "amp" else None
         calls = [self.graph.op(name) for name in ops]
         last = {read: number for number, op in enumerate(calls) for read in op.inputs}
         for number, op in enumerate(calls):
@@ -195,17 +207,18 @@ class Runner:
 
 def link_ends(graph: OpGraph) -> tuple[Ends, ...]:
     """What each link of the chain reads and writes beyond itself."""
-    common = {name for name, value in graph.values.items() if value.role is not Role.RESULT}
-    common.update(out for name in graph.prologue for out in graph.op(name).outputs)
+    trained = {value.name for value in graph.of_role(Role.PARAMETER)}
     written: list[dict[str, None]] = []
     reads: list[tuple[str, ...]] = []
     parameters: list[tuple[str, ...]] = []
+    before: set[str] = set()
     for link in graph.chain:
-        own = {out: None for name in link.ops for out in graph.op(name).outputs}
-        used = tuple(dict.fromkeys(read for name in link.ops for read in graph.op(name).inputs))
-        reads.append(tuple(read for read in used if read not in own and read not in common))
-        parameters.append(tuple(read for read in used if read in common and _is_parameter(graph, read)))
-        written.append(own)
+        ops = [graph.op(name) for name in link.ops]
+        used = dict.fromkeys(read for op in ops for read in op.inputs)
+        reads.append(tuple(read for read in used if read in before))
+        parameters.append(tuple(read for read in used if read in trained))
+        written.append(dict.fromkeys(out for op in ops for out in op.outputs))
+        before.update(written[-1])
     later = {graph.output}
     writes: list[tuple[str, ...]] = []
     for own, read in zip(reversed(written), reversed(reads), strict=True):
@@ -214,8 +227,9 @@ def link_ends(graph: OpGraph) -> tuple[Ends, ...]:
     return tuple(Ends(*ends) for ends in zip(reads, reversed(writes), parameters, strict=True))
 
 
-def _is_parameter(graph: OpGraph, name: str) -> bool:
-    return graph.values[name].role is Role.PARAMETER
+def _reads_values(op: Op) -> bool:
+    rule = rule_of(op)
+    return rule is not None and rule.reads_values
 
 
 def _known_number(watch: Watch, tensor: Tensor) -> int | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from pipeline.ir.graph import TensorType
 from pipeline.ir.profile import Kernel
 from stages.profile.symbolic import Storage, Watch, rounded
 
@@ -23,24 +25,20 @@ class OptimizerRun:
     storages: tuple[Storage, ...]
 
 
-def run_optimizer(build: Build, parameters: dict[str, torch.Tensor], foreach: bool) -> OptimizerRun:
+def run_optimizer(build: Build, parameters: Mapping[str, TensorType], foreach: bool) -> OptimizerRun:
     """The step for all parameters, put together from one step for each type of them.
 
     On a GPU an optimizer treats all parameters together (`foreach`) unless it was told otherwise: one kernel moves them
     all. Elsewhere it goes from one to the next.
     """
-    types: dict[tuple[object, ...], list[str]] = {}
-    for name, parameter in parameters.items():
-        types.setdefault((tuple(parameter.shape), parameter.dtype), []).append(name)
-    alone = {names[0]: _run_one(build, parameters[names[0]], foreach) for names in types.values()}
-    first = {name: names[0] for names in types.values() for name in names}
-    state = {name: alone[first[name]].nbytes for name in parameters}
+    counts = Counter(parameters.values())
+    alone = {kind: _run_one(build, kind, foreach) for kind in counts}
+    state = {name: alone[kind].nbytes for name, kind in parameters.items()}
     runs = {tuple(kernel.name for kernel in one.kernels) for one in alone.values()}
     if len(runs) == 1 and any(name.startswith("_foreach") for name in next(iter(runs))):
-        counts = {names[0]: len(names) for names in types.values()}
-        kernels, storages = _together([(alone[name], count) for name, count in counts.items()])
+        kernels, storages = _together([(alone[kind], count) for kind, count in counts.items()])
     else:
-        kernels, storages = _one_after_another([alone[first[name]] for name in parameters])
+        kernels, storages = _one_after_another([alone[kind] for kind in parameters.values()])
     return OptimizerRun(state, kernels, storages)
 
 
@@ -51,20 +49,27 @@ class _One:
     storages: tuple[Storage, ...]
 
 
-def _run_one(build: Build, like: torch.Tensor, foreach: bool) -> _One:
+def _run_one(build: Build, kind: TensorType, foreach: bool) -> _One:
     """One step that makes the state, then the one that is watched."""
-    parameter = torch.nn.Parameter(torch.empty_like(like, device="meta"))
+    parameter = torch.nn.Parameter(torch.empty(kind.shape, dtype=getattr(torch, kind.dtype), device="meta"))
     optimizer = build([parameter])
     for group in optimizer.param_groups if foreach else ():
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True  # on tensors without memory it has to be told
     parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
+    _step(optimizer)
     kept = _tensors(optimizer.state[parameter].values())
     with Watch([parameter, parameter.grad, *kept]) as watch:
-        optimizer.step()
+        _step(optimizer)
         watch.sweep()
     return _One(sum(map(_device_bytes, kept)), tuple(watch.kernels), tuple(watch.storages))
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except Exception as error:  # one that steps on real tensors looks at values here, which raises what it likes
+        raise RuntimeError(f"the optimizer cannot step on meta tensors: {error}") from error
 
 
 def _together(types: list[tuple[_One, int]]) -> tuple[tuple[Kernel, ...], tuple[Storage, ...]]:

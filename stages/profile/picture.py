@@ -8,7 +8,8 @@ from typing import Any
 
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.profile import Share, Step
-from stages.profile.step import CLASSES, StepProfile
+from stages.profile.step import StepProfile
+from stages.profile.timeline import CLASSES
 
 SAMPLES = 400  # of the curves: more than a screen shows
 TOP_MODULES = 30

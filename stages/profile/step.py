@@ -1,16 +1,12 @@
 """The memory and the time of a whole training step, put together from its distinct links.
 
-Every distinct link is run once on meta tensors (`link.py`); a deep model costs no more than a shallow one. Then the
-storages of all links are laid on one line of time: forward through the chain, backward through it, optimizer. What a
-link writes lives until the last of those that read it has let go of it; a gradient of an activation lives until the
-link that wrote the activation has gone backward; parameters' gradients live until the step ends.
+Every distinct link is run once on meta tensors (`link.py`), the optimizer once for each type of parameter; a deep model
+costs no more than a shallow one. Then all of it is laid on one line of time (`timeline.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
@@ -18,58 +14,7 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel
 from stages.profile.link import Ends, Form, LinkRun, Runner, link_ends
 from stages.profile.optimizer import Build, OptimizerRun, run_optimizer
-from stages.profile.symbolic import rounded
-
-PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
-ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "inputs and buffers"
-CLASSES = (PARAMETERS, STATE, OTHER, GRADIENTS, ACTIVATIONS, TEMPORARIES)
-
-
-@dataclass(slots=True)
-class Life:
-    """A piece of memory from one kernel of the step until before another."""
-
-    size: int
-    kind: str
-    module: str
-    born: int
-    died: int
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    resident: int
-    after_forward: int
-    backward_peak: int
-    after_backward: int
-    optimizer_peak: int
-    peak: int
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Bytes alive at each kernel of the step; the first `forward` kernels are the forward pass."""
-
-    lives: tuple[Life, ...]
-    forward: int
-    backward: int
-    optimizer: int
-
-    @property
-    def length(self) -> int:
-        return self.forward + self.backward + self.optimizer
-
-    def curve(self, kind: str | None = None) -> list[int]:
-        """Bytes alive at each kernel, of one class or of all."""
-        change = [0] * (self.length + 1)
-        for life in self.lives:
-            if kind is None or kind == life.kind:
-                change[life.born] += life.size
-                change[life.died] -= life.size
-        return list(accumulate(change[:-1]))
-
-    def alive(self, moment: int) -> Iterator[Life]:
-        return (life for life in self.lives if life.born <= moment < life.died)
+from stages.profile.timeline import StepMemory, Timeline, compose, summary
 
 
 @dataclass(frozen=True)
@@ -107,149 +52,7 @@ def profile_step(
             distinct[key] = runner.run_link(link.ops, end, entering)
         runs.append(distinct[key])
         forms.update(zip(end.writes, runs[-1].forms, strict=True))
-    parameters = {value.name: runner.known[value.name] for value in graph.of_role(Role.PARAMETER)}
+    parameters = {value.name: value.type for value in graph.of_role(Role.PARAMETER)}
     step = run_optimizer(optimizer, parameters, foreach=device == "cuda")
-    timeline = _Composer(graph, runs, ends, step, workspace).timeline()
-    return StepProfile(_summary(timeline), timeline, tuple(runs), ends, prologue, step)
-
-
-class _Composer:
-    """Lays the storages of all links on the step's line of time."""
-
-    def __init__(
-        self, graph: OpGraph, runs: list[LinkRun], ends: tuple[Ends, ...], optimizer: OptimizerRun, workspace: int
-    ) -> None:
-        self.graph, self.runs, self.ends, self.step, self.workspace = graph, runs, ends, optimizer, workspace
-        self.forward_at: list[int] = []
-        count = 0
-        for run in runs:
-            self.forward_at.append(count)
-            count += len(run.forward)
-        self.forward = count
-        backward_at: list[int] = []
-        for run in reversed(runs):
-            backward_at.append(count)
-            count += len(run.backward)
-        self.backward_at = backward_at[::-1]
-        self.backward_end = count
-        self.end = count + len(optimizer.kernels)
-        self.first: dict[int, int] = {}  # a run -> the link that it was made for
-        for number, run in enumerate(runs):
-            self.first.setdefault(id(run), number)
-        self.modules: dict[int, dict[str, str]] = {}
-        self.lives: list[Life] = []
-        self.values: dict[str, Life | None] = {}  # activations that cross links
-        self.gradients: dict[str, Life] = {}  # of those
-        self.of_parameters: set[str] = set()  # whose gradient is there already: tied weights have one
-
-    def timeline(self) -> Timeline:
-        self._resident()
-        placed = [self._forward(number) for number in range(len(self.runs))]
-        for number in reversed(range(len(self.runs))):
-            self._backward(number, placed[number])
-        for storage in self.step.storages:
-            died = self.end if storage.died is None else self.backward_end + storage.died
-            self._add(storage.size, TEMPORARIES, "optimizer", self.backward_end + storage.born, died)
-        sizes = (self.forward, self.backward_end - self.forward, self.end - self.backward_end)
-        return Timeline(tuple(life for life in self.lives if life.size), *sizes)
-
-    def _add(self, size: int, kind: str, module: str, born: int, died: int) -> Life:
-        self.lives.append(Life(size, kind, module, born, died))
-        return self.lives[-1]
-
-    def _resident(self) -> None:
-        for value in self.graph.of_role(Role.PARAMETER):
-            owner = value.origin.rpartition(".")[0]
-            self._add(rounded(value.type.nbytes), PARAMETERS, owner, 0, self.end)
-            self._add(self.step.state.get(value.name, 0), STATE, owner, 0, self.end)
-        for role in (Role.BUFFER, Role.INPUT):
-            for value in self.graph.of_role(role):
-                self._add(rounded(value.type.nbytes), OTHER, value.origin.rpartition(".")[0], 0, self.end)
-        self._add(self.workspace, OTHER, "libraries", 0, self.end)
-
-    def _modules(self, number: int) -> dict[str, str]:
-        """The module of each op: a link that was run for an equal one names the ops of that one."""
-        if number in self.modules:
-            return self.modules[number]
-        first = self.first[id(self.runs[number])]
-        ops = zip(self.graph.chain[first].ops, self.graph.chain[number].ops, strict=True)
-        self.modules[number] = {there: self.graph.op(here).module for there, here in ops}
-        return self.modules[number]
-
-    def _forward(self, number: int) -> list[Life | None]:
-        run, ends, start = self.runs[number], self.ends[number], self.forward_at[number]
-        count, back = len(run.forward), self.backward_at[number]
-        modules = self._modules(number)
-        entered = dict(zip(run.reads, ends.reads, strict=True))
-        placed: list[Life | None] = []
-        for place, storage in enumerate(run.storages):
-            if storage.born >= count and place not in run.reads:
-                placed.append(None)  # of the backward pass
-                continue
-            gone = count if storage.died is None else storage.died
-            kept = gone > count  # for the link's own backward
-            died = back + gone - count if kept else start + min(count, gone)
-            if place in entered:
-                life = self.values[entered[place]]
-                if life is not None:
-                    life.died = max(life.died, died)
-                    life.kind = ACTIVATIONS if kept else life.kind
-            else:
-                module = modules.get(storage.op, "")
-                kind = ACTIVATIONS if kept or place in run.writes else TEMPORARIES
-                life = self._add(storage.size, kind, module, start + storage.born, died)
-            placed.append(life)
-        for place, name in zip(run.writes, ends.writes, strict=True):
-            self.values[name] = None if place is None else placed[place]
-        return placed
-
-    def _backward(self, number: int, placed: list[Life | None]) -> None:
-        run, ends, start = self.runs[number], self.ends[number], self.backward_at[number]
-        count, end = len(run.forward), start + len(run.backward)
-        modules = self._modules(number)
-        arrived = dict(zip(run.write_gradients, ends.writes, strict=True))
-        parameters = dict(zip(run.parameter_gradients, ends.parameters, strict=True))
-        leaving = dict(zip(run.read_gradients, ends.reads, strict=True))
-        for place, storage in enumerate(run.storages):
-            if placed[place] is not None or storage.born < count:
-                continue
-            if place in arrived:
-                life = self.gradients.get(arrived[place])
-                if life is None:  # the gradient of the loss
-                    life = self._add(storage.size, TEMPORARIES, "", start, end)
-                life.died = end
-            else:
-                died = end if storage.died is None else start + storage.died - count
-                module = modules.get(storage.op, "")
-                life = self._add(storage.size, TEMPORARIES, module, start + storage.born - count, died)
-            placed[place] = life
-            if place in parameters:
-                self._keep_gradient(parameters[place], life)
-            if place in leaving:
-                self._pass_gradient(leaving[place], life)
-
-    def _keep_gradient(self, name: str, life: Life) -> None:
-        if name not in self.of_parameters:
-            self.of_parameters.add(name)
-            life.kind, life.died = GRADIENTS, self.end
-
-    def _pass_gradient(self, name: str, life: Life) -> None:
-        """The first gradient of an activation stays until its writer has it; further ones are added to it."""
-        if name not in self.gradients:
-            self.gradients[name] = life
-            life.died = self.end  # until the writer's backward says better
-
-
-def _summary(timeline: Timeline) -> StepMemory:
-    curve = timeline.curve()
-    forward, backward = timeline.forward, timeline.forward + timeline.backward
-    kept = sum(life.size for life in timeline.lives if life.born < forward and life.died > forward)
-    after = sum(life.size for life in timeline.lives if life.died >= backward and life.born < backward and _stays(life))
-    resident = sum(life.size for life in timeline.lives if life.born == 0 and life.kind in (PARAMETERS, STATE, OTHER))
-    backward_peak = max(curve[forward:backward], default=resident)
-    optimizer_peak = max(curve[backward:], default=after)
-    return StepMemory(resident, kept, backward_peak, after, optimizer_peak, max(curve, default=resident))
-
-
-def _stays(life: Life) -> bool:
-    return life.kind in (PARAMETERS, STATE, OTHER, GRADIENTS)
+    timeline = compose(graph, runs, ends, step, workspace)
+    return StepProfile(summary(timeline), timeline, tuple(runs), ends, prologue, step)

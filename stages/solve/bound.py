@@ -1,26 +1,28 @@
 """A memory limit by prices: a proven lower bound, and a plan that fits.
 
 Put a price on the bytes that are held at some moments. The least of cost + prices * (held - limit) is below the cost of
-every plan that fits, whatever the prices (Lagrange); elimination finds it exactly. Prices are raised and lowered to make
-this bound as high as possible: every plan seen so far is a plane above it, and the next prices are where the lowest of
-the planes are highest (Kelley's cutting planes). Moments enter when a plan is seen to hold too much there.
+every plan that fits, whatever the prices (Lagrange); elimination finds it exactly. Prices are raised and lowered to
+make this bound as high as possible: every plan seen so far is a plane above it, and the next prices are where the
+lowest of the planes are highest (Kelley's cutting planes), a small linear program for the solver. Moments enter when a
+plan is seen to hold too much there.
 
-At the best prices several plans are equally good, some too large and some too small. With a tilt, nodes before a turning
-point pay a little less for memory than those after it: the further the turn, the more is held. The last turn at which
-the plan fits gives one that uses the budget up to the weight of one node.
+At the best prices several plans are equally good, some too large and some too small. With a tilt, nodes before a
+turning point pay a little less for memory than those after it: the further the turn, the more is held. The last turn at
+which the plan fits gives one that uses the budget up to the weight of one node.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
 
 from stages.solve.data import Array, Problem
 from stages.solve.elimination import FREE, Elimination, Prices
+from stages.solve.model import Plane
 
-TILTS = (1e-6, 0.03, -0.03, 0.1, -0.1, 0.3, -0.3, 0.6, -0.6, 0.9, -0.9)  # small: near the bound; large: pays for changing over between layers
+# Small ones keep the plan near the bound, large ones pay for changing over from one layout to another between layers.
+TILTS = (1e-6, 0.03, -0.03, 0.1, -0.1, 0.3, -0.3, 0.6, -0.6, 0.9, -0.9)
 MOST_ROUNDS = 60
 
 
@@ -46,11 +48,14 @@ class Bounded:
     seen: tuple[Seen, ...]
 
 
+BestPrices = Callable[[list[Plane], float], tuple[float, list[float]]]  # a linear program: see stages/solve/model.py
+
+
 class Bounder:
     """Bounds and plans of one problem at any limit: what was seen at one serves the others."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, best_prices: BestPrices) -> None:
+        self.problem, self.best_prices = problem, best_prices
         self.elimination = Elimination(problem)
         self.seen: dict[tuple[int, ...], Seen] = {}
         self.tried: list[tuple[float, float]] = []  # the least at some prices, and what these come to for a byte
@@ -72,13 +77,14 @@ class Bounder:
 
     def within(self, limit: float, gap: float, deadline: float) -> Bounded:
         """The bound at that limit, as close as the gap asks or the deadline allows, and the best plan that fits."""
-        moments = [int(self.fastest.held.argmax())] if self.fastest.peak > limit else []
+        over = self.fastest.peak > limit and self.problem.length > 0
+        moments = [int(self.fastest.held.argmax())] if over else []
         bound, prices, rounds = self.bound_at(limit), FREE, 0
         most = 1e3 * self.fastest.cost / max(1.0, limit)
         while moments and rounds < MOST_ROUNDS and time.monotonic() < deadline:
             rounds += 1
             planes = [Plane(s.cost, tuple(float(s.held[m]) - limit for m in moments)) for s in self.seen.values()]
-            promised, values = best_prices(planes, most)
+            promised, values = self.best_prices(planes, most)
             tried = Prices(tuple(moments), tuple(values))
             least, plan = self.look(tried)
             value = least - limit * sum(values)
@@ -93,6 +99,9 @@ class Bounder:
         if moments:
             self._tilted(limit, prices, bound, gap, deadline)
         best = self.best_within(limit)
+        if best is None:
+            self.smallest(deadline)
+            best = self.best_within(limit)
         return Bounded(best, min(bound, best.cost) if best else bound, prices, rounds, tuple(self.seen.values()))
 
     def best_within(self, limit: float) -> Seen | None:
@@ -114,8 +123,10 @@ class Bounder:
     def smallest(self, deadline: float) -> Seen:
         """A plan that holds as little as memory prices can bring about: bytes dear at every moment that was a peak."""
         price = 1e3 * self.fastest.cost / max(1.0, self.fastest.peak)
-        moments = [int(self.fastest.held.argmax())]
         best = self.fastest
+        if not best.peak:
+            return best
+        moments = [int(best.held.argmax())]
         for _ in range(8):
             _, plan = self.look(Prices(tuple(moments), (price / len(moments),) * len(moments)))
             best = min(best, plan, key=lambda s: (s.peak, s.cost))
@@ -124,42 +135,3 @@ class Bounder:
                 break
             moments.append(worst)
         return best
-
-
-@dataclass(frozen=True)
-class Plane:
-    """What a plan costs and by how much it is over the limit at each moment that has a price."""
-
-    cost: float
-    over: tuple[float, ...]
-
-
-def best_prices(planes: list[Plane], most: float) -> tuple[float, list[float]]:
-    """Where the lowest of the planes is highest, with prices between none and the highest; and how high."""
-    if len(planes[0].over) == 1:
-        return _best_price(planes, most)
-    import highspy
-
-    program = highspy.Highs()
-    program.silent()
-    unit = most / 1000
-    height = program.addVariable(lb=-highspy.kHighsInf, ub=highspy.kHighsInf)
-    prices = [program.addVariable(lb=0, ub=1000) for _ in planes[0].over]
-    for plane in planes:
-        program.addConstr(
-            height - sum(over * unit * price for over, price in zip(plane.over, prices, strict=True)) <= plane.cost
-        )
-    program.maximize(height)
-    return float(program.val(height)), [max(0.0, float(program.val(price))) * unit for price in prices]
-
-
-def _best_price(planes: list[Plane], most: float) -> tuple[float, list[float]]:
-    """The same on a line: between two neighbours the lines cross, so only crossings and the ends can be it."""
-    costs = np.array([plane.cost for plane in planes])
-    over = np.array([plane.over[0] for plane in planes])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        crossings = (costs[:, None] - costs[None, :]) / (over[None, :] - over[:, None])
-    tried = np.unique(np.concatenate([[0.0, most], crossings[(crossings > 0) & (crossings < most)]]))
-    heights = (costs[:, None] + over[:, None] * tried[None, :]).min(axis=0)
-    at = int(heights.argmax())
-    return float(heights[at]), [float(tried[at])]

@@ -1,24 +1,37 @@
-"""The integer program at a memory limit: built, solved, and given a row for every moment at which its plan holds too much.
+"""What is given to the solver: the linear program for prices, and the integer program at a memory limit.
 
-Before it, choices that cannot be in a better plan than the best one known are dropped. With the prices of bytes that
-gave the bound, a plan's cost is at least the bound plus what its worst single choice costs on top: the least over plans
-with that choice, found by elimination with all others of the node forbidden. Where that exceeds the best known cost,
-the choice is out.
+The integer program is solved again with a row for every moment at which its plan is seen to hold too much. Before it,
+choices that another of their node beats or equals everywhere are dropped: in cost, in memory, on every edge and share.
 """
 
 from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipeline.config import Solve
+from stages.solve.backends import NothingFound
+from stages.solve.bound import BestPrices
 from stages.solve.data import Edge, Holding, Node, Problem, Reader, Share
-from stages.solve.model import build_model, read_choices
+from stages.solve.model import Plane, build_model, build_prices, read_choices, read_prices
 
 MOST_ROWS = 12  # moments that are added one after another
+
+
+def best_prices(settings: Solve, where: str) -> BestPrices:
+    """The linear program for prices, solved by the backend."""
+    backend = importlib.import_module(f"stages.solve.backends.{settings.backend.value}")
+
+    def solve_prices(planes: list[Plane], most: float) -> tuple[float, list[float]]:
+        built = build_prices(planes, most)
+        backend.solve(built.model, settings, where)
+        return read_prices(built, most)
+
+    return solve_prices
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,10 @@ class Exact:
 def solve(problem: Problem, limit: float | None, moments: tuple[int, ...], settings: Solve, where: str) -> Exact:
     """The optimum, or what was found in the time limit with the solver's bound. Raises NothingFound."""
     backend = importlib.import_module(f"stages.solve.backends.{settings.backend.value}")
+    if any(not np.isfinite(node.costs).any() for node in problem.nodes):
+        raise NothingFound("no plan exists: every choice of some node is forbidden", where=where)
+    if limit is not None and limit < 0:
+        raise NothingFound("no plan exists: the limit is below nothing at all", where=where)
     deadline = time.monotonic() + settings.time_limit_s
     rows = list(dict.fromkeys(moments))
     while True:
@@ -61,27 +78,44 @@ class Reduced:
         return tuple(own.index(k) for own, k in zip(self.kept, picked, strict=True))
 
 
+def as_it_is(problem: Problem) -> Reduced:
+    return Reduced(problem, tuple(tuple(range(len(node.costs))) for node in problem.nodes))
+
+
 def restrict(problem: Problem, kept: tuple[tuple[int, ...], ...]) -> Reduced:
-    """The problem with these choices of each node alone."""
+    """The problem with these choices of each node alone. What was one array stays one array."""
     at = [np.array(own) for own in kept]
-    nodes = tuple(Node(n.name, n.costs[k], _cut(n.holdings, (k,))) for n, k in zip(problem.nodes, at, strict=True))
+    cut = _Cut()
+    nodes = tuple(Node(n.name, cut(n.costs, k), cut.all(n.holdings, k)) for n, k in zip(problem.nodes, at, strict=True))
     edges = tuple(
-        Edge(e.first, e.second, e.costs[np.ix_(at[e.first], at[e.second])], _cut(e.holdings, (at[e.first], at[e.second])))
+        Edge(e.first, e.second, cut(e.costs, at[e.first], at[e.second]), cut.all(e.holdings, at[e.first], at[e.second]))
         for e in problem.edges
     )
-    shares = tuple(_restricted(share, at) for share in problem.shares)
-    return Reduced(Problem(nodes, edges, shares), kept)
+    shares = []
+    for share in problem.shares:
+        readers = tuple(Reader(r.node, cut(r.wants, at[r.node])) for r in share.readers)
+        rows, forms = at[share.maker], cut.every(share.costs.shape[1])
+        shares.append(Share(share.maker, readers, cut(share.costs, rows, forms), cut.all(share.holdings, rows, forms)))
+    return Reduced(Problem(nodes, edges, tuple(shares)), kept)
 
 
-def _restricted(share: Share, at: list[np.ndarray]) -> Share:
-    every = np.arange(share.costs.shape[1])
-    readers = tuple(Reader(r.node, r.wants[at[r.node]]) for r in share.readers)
-    rows = at[share.maker]
-    return Share(share.maker, readers, share.costs[rows], _cut(share.holdings, (rows, every)))
+class _Cut:
+    """Parts of arrays, each made once."""
 
+    def __init__(self) -> None:
+        self.made: dict[Hashable, np.ndarray] = {}
 
-def _cut(holdings: tuple[Holding, ...], at: tuple[np.ndarray, ...]) -> tuple[Holding, ...]:
-    return tuple(Holding(h.first, h.end, h.usages[np.ix_(*at)]) for h in holdings)
+    def __call__(self, table: np.ndarray, *at: np.ndarray) -> np.ndarray:
+        key = (id(table), *(own.tobytes() for own in at))
+        if key not in self.made:
+            self.made[key] = table[np.ix_(*at)]
+        return self.made[key]
+
+    def all(self, holdings: tuple[Holding, ...], *at: np.ndarray) -> tuple[Holding, ...]:
+        return tuple(Holding(h.first, h.end, self(h.usages, *at)) for h in holdings)
+
+    def every(self, count: int) -> np.ndarray:
+        return np.arange(count)
 
 
 def without_dominated(problem: Problem) -> Reduced:
@@ -104,7 +138,7 @@ def without_dominated(problem: Problem) -> Reduced:
 
 
 def _undominated(table: np.ndarray, forms: list[np.ndarray]) -> tuple[int, ...]:
-    """Rows that no other row beats or equals everywhere; of equal ones the first. Rows compare where forms are equal."""
+    """Rows that no other row with equal forms beats or equals everywhere; of equal ones the first."""
     out: set[int] = set()
     for a in range(len(table)):
         for b in range(len(table)):

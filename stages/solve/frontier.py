@@ -1,12 +1,12 @@
 """The time/memory frontier: from the fastest plan, however large, down to the smallest one.
 
-The fastest plan is found by elimination, which is exact. For the others bytes get prices (stages/solve/bound.py): each
-round between two neighbours on the frontier asks for the bound at the memory half way between them, and the plans that
-are best at the prices on the way join the frontier. Such a plan is the fastest of its own size, or as close to it as its
-gap says: prices once tried bound the cost at any other limit too.
+The fastest plan is found by elimination, which is exact. For the others bytes get prices (stages/solve/bound.py): the
+widest gap between two neighbours on the frontier is halved again and again, and the plans that are best at the prices
+on the way join the frontier. Such a plan is the fastest of its own size, or as close to it as its gap says.
 
-At the user's own budget the best plan need not be one that prices can find. There the integer program is solved as
-well, where it is small enough for the solver; its plan counts if it is better, and its bound if it is higher.
+Where prices leave a gap that is larger than asked for, on the frontier and at the user's own budget, the integer
+program is solved as well if it is small enough for the solver; its plan counts if it is better, and its bound if it is
+higher.
 """
 
 from __future__ import annotations
@@ -16,24 +16,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Protocol, TypeVar
 
-from pipeline.config import Solve
+from pipeline.config import Search, Solve
 from pipeline.ir.plan import Proof
 from pipeline.log import Advance, Log
+from stages.solve import mcmc
 from stages.solve.backends import NothingFound
 from stages.solve.bound import Bounder, Seen
 from stages.solve.data import Problem
-from stages.solve.exact import solve, without_dominated
+from stages.solve.exact import Reduced, best_prices, solve, without_dominated
 
-MOST_VARIABLES = 6000  # of an integer program that is worth a try
-PRICED = "prices"
+MOST_CHOICES = 5000  # of a problem in which dominated ones are looked for
+MOST_VARIABLES = 1500  # choices that may be left, for an integer program that is worth a try
+ELIMINATION, PRICES, PROGRAM, MCMC = "elimination", "prices", "integer program", "mcmc"
 
 
-@dataclass(frozen=True, eq=False)
+class Plan(Protocol):
+    @property
+    def cost(self) -> float: ...
+    @property
+    def peak(self) -> float: ...
+
+
+P = TypeVar("P", bound=Plan)
+
+
+def without_beaten(plans: list[P]) -> list[P]:
+    """Fastest first; each holds less than those before it."""
+    kept: list[P] = []
+    for plan in sorted(plans, key=lambda s: (s.cost, s.peak)):
+        if not kept or plan.peak < kept[-1].peak:
+            kept.append(plan)
+    return kept
+
+
+@dataclass(frozen=True)
 class Solution:
     picked: tuple[int, ...]
     cost: float
-    usage: float  # bytes at the peak
+    peak: float  # bytes
     proof: Proof
 
 
@@ -41,8 +63,9 @@ class Sweep:
     def __init__(self, problem: Problem, settings: Solve, where: str, log: Log) -> None:
         self.problem, self.settings, self.where, self.log = problem, settings, where, log
         self.seconds: dict[str, float] = {}
+        self._reduced: list[Reduced] = []
         with self.clock("bound"):
-            self.bounder = Bounder(problem)
+            self.bounder = Bounder(problem, best_prices(settings, where))
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -53,58 +76,75 @@ class Sweep:
     def frontier(self, budget: float, advance: Advance) -> list[Solution]:
         """Fastest first; plans that another beats in both time and memory are left out."""
         deadline = time.monotonic() + self.settings.time_limit_s
-        with self.clock("bound"):
-            plans = [self.bounder.fastest]
-            if self.settings.frontier_points > 1:
-                plans = without_beaten([*plans, self.bounder.smallest(deadline)])
-                self._fill(plans, advance, deadline)
-                plans = self._spread(without_beaten(list(self.bounder.seen.values())))
-        found = [self._solution(plan) for plan in plans]
+        plans = [self.bounder.fastest]
+        if self.settings.frontier_points > 1:
+            with self.clock("bound"):
+                plans = self._fill(deadline, advance)
+        limits = [plan.peak for plan in plans[1:]]
         if plans[-1].peak <= budget < plans[0].peak:
-            own = self.within(budget)
-            found = [*(s for s in found if s.cost < own.cost or s.usage < own.usage), own]
+            limits.append(budget)
+        fastest = self._solution(self.bounder.fastest, ELIMINATION, self.bounder.fastest.cost)
+        found = [fastest, *(self.within(limit) for limit in limits)]
         advance(self.settings.frontier_points)
-        return sorted(found, key=lambda s: (s.cost, -s.usage))
+        return without_beaten(found)
 
-    def _fill(self, plans: list[Seen], advance: Advance, deadline: float) -> None:
+    def _fill(self, deadline: float, advance: Advance) -> list[Seen]:
         """Halves the widest gap in memory until there are enough plans, or no gap has one inside."""
+        plans = without_beaten([self.bounder.fastest, self.bounder.smallest(deadline)])
         exhausted: set[tuple[float, float]] = set()
         while len(plans) < self.settings.frontier_points and time.monotonic() < deadline:
             gaps = [pair for pair in pairwise(plans) if (pair[0].peak, pair[1].peak) not in exhausted]
             if not gaps:
-                return
+                break
             fast, small = max(gaps, key=lambda pair: pair[0].peak - pair[1].peak)
             self.bounder.within((fast.peak + small.peak) / 2, self.settings.gap, deadline)
-            grown = without_beaten(list(self.bounder.seen.values()))
-            if not any(small.peak < plan.peak < fast.peak for plan in grown):
+            plans = without_beaten(list(self.bounder.seen.values()))
+            if not any(small.peak < plan.peak < fast.peak for plan in plans):
                 exhausted.add((fast.peak, small.peak))
-            plans[:] = grown
             advance(min(len(plans), self.settings.frontier_points))
-
-    def _spread(self, plans: list[Seen]) -> list[Seen]:
-        """As many as were asked for, the first and the last among them, as far apart as they come."""
-        while len(plans) > self.settings.frontier_points:
+        while (
+            len(plans) > self.settings.frontier_points
+        ):  # the first and the last stay, the others as far apart as can be
             inner = range(1, len(plans) - 1)
             plans.pop(min(inner, key=lambda i: plans[i - 1].peak - plans[i + 1].peak, default=1))
         return plans
 
     def within(self, limit: float) -> Solution:
-        """The best plan within a limit that the fastest does not keep."""
+        """The best plan within a limit that some plan keeps."""
         deadline = time.monotonic() + self.settings.time_limit_s
         with self.clock("bound"):
             bounded = self.bounder.within(limit, self.settings.gap, deadline)
-        best = bounded.best
-        assert best is not None, "the smallest plan fits"
-        priced = _proof(PRICED, best.cost, bounded.bound)
-        if priced.gap <= self.settings.gap:
-            return Solution(best.picked, best.cost, best.peak, priced)
+        if bounded.best is None:
+            raise NothingFound(
+                f"no plan was found that holds at most {limit / 1e9:.4g} GB at every moment",
+                where=f"{self.where}: memory_budget_gb",
+                remedy="raise it",
+            )
+        known = self._solution(bounded.best, PRICES, bounded.bound)
+        if self.settings.search is Search.mcmc:
+            return self._random(limit, known, deadline)
+        if known.proof.gap <= self.settings.gap or self.settings.search is Search.dp:
+            return known
         with self.clock("exact"):
-            return self._exact(limit, best, bounded.bound, bounded.prices.moments)
+            return self._exact(limit, known, bounded.prices.moments)
 
-    def _exact(self, limit: float, best: Seen, bound: float, moments: tuple[int, ...]) -> Solution:
-        small = without_dominated(self.problem)
-        known = Solution(best.picked, best.cost, best.peak, _proof(PRICED, best.cost, bound))
-        if sum(map(len, small.kept)) > MOST_VARIABLES:
+    def _random(self, limit: float, known: Solution, deadline: float) -> Solution:
+        """What random changes make of the smallest plan; the bound is that of prices."""
+        with self.clock("mcmc"):
+            start = min((s for s in self.bounder.seen.values() if s.peak <= limit), key=lambda s: (s.peak, s.cost))
+            best = mcmc.search(self.problem, limit, start, self.settings.seed, deadline)
+        return self._solution(best, MCMC, known.proof.bound)
+
+    def _small(self) -> Reduced | None:
+        """The problem for the integer program; None where it would be too large."""
+        if not self._reduced and sum(len(node.costs) for node in self.problem.nodes) <= MOST_CHOICES:
+            self._reduced.append(without_dominated(self.problem))
+        fits = self._reduced and sum(map(len, self._reduced[0].kept)) <= MOST_VARIABLES
+        return self._reduced[0] if fits else None
+
+    def _exact(self, limit: float, known: Solution, moments: tuple[int, ...]) -> Solution:
+        small = self._small()
+        if small is None:
             return known
         try:
             answer = solve(small.problem, limit, moments, self.settings, self.where)
@@ -112,25 +152,15 @@ class Sweep:
             self.log.warning("%s: the plan that prices found stands, with its proven gap", nothing)
             return known
         picked = small.expand(answer.picked)
-        held = self.problem.held(picked)
-        cost, usage = self.problem.cost(picked), float(held.max(initial=0.0))
-        if usage > limit * (1 + 1e-9) or cost > best.cost:
-            picked, cost, usage = best.picked, best.cost, best.peak
-        proof = _proof(self.settings.backend.value, cost, max(bound, answer.bound))
-        return Solution(picked, cost, usage, replace(proof, variables=answer.variables, constraints=answer.constraints))
+        cost, peak = self.problem.cost(picked), self.problem.peak(picked)
+        if peak > limit * (1 + 1e-9) or cost > known.cost:
+            picked, cost, peak = known.picked, known.cost, known.peak
+        proof = self._proof(PROGRAM, cost, max(known.proof.bound, answer.bound))
+        return Solution(picked, cost, peak, replace(proof, variables=answer.variables, constraints=answer.constraints))
 
-    def _solution(self, plan: Seen) -> Solution:
-        return Solution(plan.picked, plan.cost, plan.peak, _proof(PRICED, plan.cost, self.bounder.bound_at(plan.peak)))
+    def _solution(self, plan: Seen, method: str, bound: float) -> Solution:
+        return Solution(plan.picked, plan.cost, plan.peak, self._proof(method, plan.cost, bound))
 
-
-def _proof(backend: str, cost: float, bound: float) -> Proof:
-    bound = max(0.0, min(bound, cost))
-    return Proof(backend, cost, bound, (cost - bound) / cost if cost else 0.0, 0, 0)
-
-
-def without_beaten(plans: list[Seen]) -> list[Seen]:
-    kept: list[Seen] = []
-    for plan in sorted(plans, key=lambda s: (s.cost, s.peak)):
-        if not kept or plan.peak < kept[-1].peak:
-            kept.append(plan)
-    return kept
+    def _proof(self, method: str, cost: float, bound: float) -> Proof:
+        bound = max(0.0, min(bound, cost))
+        return Proof(self.settings.backend.value, method, cost, bound, (cost - bound) / cost if cost else 0.0, 0, 0)

@@ -4,15 +4,22 @@
     one         sum_k s_ik = 1                        for every node i                       one_choice
     flow        sum_b e_eab = sum_{k in a} s_ik       for every edge e = (i,j), class a      flow
                 sum_a e_eab = sum_{k in b} s_jk       for every edge e = (i,j), class b      flow
-    made        sum_f m_gaf <= forms * s_a, m_gaf <= sum_{k in a} s_ik   for every share g of maker i, class a, form f
+    made        m_gaf <= sum_{k in a} s_ik            for every share g of maker i, class a, form f
                 sum_{k wants f} s_jk <= sum_a m_gaf   for every reader j of share g, form f  made
     memory      sum of the bytes that the taken entries hold at moment t <= limit            memory[t]
     s, e, m in {0, 1}; e and m exist only where they are allowed.
 
-Choices of a node that have equal rows in an edge's matrices (costs and bytes) form one class: an edge needs one variable
-per pair of classes (layouts), not per pair of strategies. With the flow rows the relaxation of a tree is integral, and a
-sharding graph is nearly a tree. Rows of memory are there for the moments that are asked for: few of them ever bind.
+Choices of a node that have equal rows in an edge's matrices (costs and bytes) form one class: an edge needs one
+variable per pair of classes (layouts), not per pair of strategies. With the flow rows the relaxation of a tree is
+integral, and a sharding graph is nearly a tree. Rows of memory are there for the moments that are asked for: few of
+them ever bind.
 Seconds and bytes are scaled so that the solver's tolerances mean something.
+
+The prices of bytes for the bound (stages/solve/bound.py) come from a linear program over the plans seen so far:
+
+    maximise    h                                                                            (objective)
+    below       h <= cost_p + sum_t price_t over_pt      for every plan p                    below
+    0 <= price_t <= most
 """
 
 from __future__ import annotations
@@ -37,6 +44,38 @@ class Built:
     constraints: int
 
 
+@dataclass(frozen=True)
+class Plane:
+    """What a plan costs and by how much it is over the limit at each moment that has a price."""
+
+    cost: float
+    over: tuple[float, ...]
+
+
+def build_prices(planes: list[Plane], most: float) -> Built:
+    """The program for the best prices, in units of `most` per thousand; it minimises -h."""
+    import pyomo.environ as pyo
+
+    model = pyo.ConcreteModel()
+    unit = max(plane.cost for plane in planes) / 1000 or 1.0
+    model.h = pyo.Var()
+    model.price = pyo.Var(range(len(planes[0].over)), bounds=(0, 1000))
+    model.below = pyo.ConstraintList()
+    for plane in planes:
+        paid = sum(over * most / 1000 / unit * model.price[t] for t, over in enumerate(plane.over))
+        model.below.add(model.h - paid <= plane.cost / unit)
+    model.objective = pyo.Objective(expr=-model.h)
+    return Built(model, unit, 1 + len(planes[0].over), len(planes))
+
+
+def read_prices(built: Built, most: float) -> tuple[float, list[float]]:
+    """How high the lowest plane is at the best prices, and these."""
+    model = built.model
+    return float(model.h.value) * built.unit, [
+        max(0.0, float(p.value or 0.0)) * most / 1000 for p in model.price.values()
+    ]
+
+
 def build_model(problem: Problem, limit: float | None = None, moments: Iterable[int] = ()) -> Built:
     import pyomo.environ as pyo
 
@@ -48,6 +87,8 @@ def build_model(problem: Problem, limit: float | None = None, moments: Iterable[
     )
     model.rows = pyo.ConstraintList()
     for left, right, equal in parts.rows:
+        if not left and not right:
+            continue
         ahead, behind = sum(model.x[v] for v in left), sum(model.x[v] for v in right)
         model.rows.add(ahead == behind if equal else ahead <= behind)
     unit = _unit(parts.costs)

@@ -24,10 +24,10 @@ import numpy as np
 from pipeline.cost.compute import op_seconds, optimizer_seconds
 from pipeline.cost.paths import Paths
 from pipeline.cost.price_tables import conversion_table
-from pipeline.cost.step import gradient_sum_seconds
+from pipeline.cost.step import update_seconds
 from pipeline.ir.cluster import Axis, Compute
 from pipeline.ir.graph import Op, OpGraph, Role, Value
-from pipeline.ir.layout import B, Layout, R, replicated
+from pipeline.ir.layout import B, Layout, R, replicated, without_gradient
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.profile import Profile
 from pipeline.ops.mesh import op_strategies
@@ -124,16 +124,28 @@ class _Builder:
     # ---- nodes, in the order of the step: a parameter stands before the first op that reads it
 
     def leaf(self, value: Value) -> None:
-        readings = [(op, i) for op in self.moments.readers[value.name] for i, n in enumerate(op.inputs) if n == value.name]
-        wanted = {id(x): x for x in (self.inputs(self.options[op.name], i) for op, i in readings)}
-        layouts = {layout for found in wanted.values() for layout in found}
-        if value.role is Role.PARAMETER:
-            self.parameter(value, layouts)
-        elif value.role is Role.INPUT:
-            ways = storage_choices(value.type.shape, layouts, self.sizes, shards=False)
-            self.source(value, tuple(way.layout for way in ways))
-        else:
+        readers = self.moments.readers[value.name]
+        found = [self.inputs(self.options[op.name], i) for op in readers for i in _places(op, value.name)]
+        key = ("wanted", *dict.fromkeys(map(id, found)))
+        wanted = self.once(key, lambda: frozenset(layout for layouts in found for layout in layouts))
+        if value.role is Role.BUFFER:
             self.source(value, (replicated(len(self.sizes)),))
+            return
+        shards = value.role is Role.PARAMETER and self.given.shards
+        ways = self.once(
+            ("ways", id(wanted), value.type.shape, shards),
+            lambda: storage_choices(value.type.shape, wanted, self.sizes, shards=shards),
+        )
+        if value.role is Role.PARAMETER:
+            once = len({self.moments.link.get(op.name) for op in readers}) <= 1
+            self.parameter(value, ways if once else self._not_regathered(ways))
+        else:
+            self.source(value, tuple(way.layout for way in ways))
+
+    def _not_regathered(self, ways: tuple[Stored, ...]) -> tuple[Stored, ...]:
+        """What several links read is gathered once for all of them, or each of them would gather it twice."""
+        kept = tuple(way for way in ways if way.way is not Way.regathered)
+        return self.once(("not regathered", id(ways)), lambda: kept)
 
     def source(self, value: Value, layouts: tuple[Layout, ...]) -> None:
         """An input or a buffer: there for the whole step."""
@@ -143,18 +155,21 @@ class _Builder:
         self.maker[value.name] = self.add(value.name, zero, [held])
         self.layouts[value.name] = layouts
 
-    def parameter(self, value: Value, wanted: set[Layout]) -> None:
-        key = ("stored", value.type, frozenset(wanted))
-        ways = self.once(key, lambda: storage_choices(value.type.shape, wanted, self.sizes, shards=self.given.shards))
+    def parameter(self, value: Value, ways: tuple[Stored, ...]) -> None:
         allowed = tuple(way for way in ways if self.given.allowed(value.name, way))
-        ways = ways if len(allowed) == len(ways) else allowed
-        layouts = self.same(tuple(way.layout for way in ways))
-        states = self.same(tuple(way.state for way in ways))
-        copies, nbytes = self.given.optimizer_copies, value.type.nbytes
+        ways = ways if len(allowed) == len(ways) else self.once(("allowed", allowed), lambda: allowed)
+        layouts = self.once(("layouts of", id(ways)), lambda: (self.same(tuple(way.layout for way in ways)), ways))[0]
+        states = self.once(("states of", id(ways)), lambda: self.same(tuple(way.state for way in ways)))
+        copies, nbytes, axes = self.given.optimizer_copies, value.type.nbytes, self.given.axes
         stored, state = self.split_bytes(layouts, nbytes), self.split_bytes(states, nbytes)
         seconds = self.once(
-            ("optimizer", id(states), nbytes),
-            lambda: np.array([optimizer_seconds(n, copies, self.given.compute) for n in state]),
+            ("optimizer", id(ways), nbytes),
+            lambda: np.array(
+                [
+                    optimizer_seconds(owned, copies, self.given.compute) + update_seconds(n, [], _sharded(way, axes))
+                    for way, n, owned in zip(ways, stored, state, strict=True)
+                ]
+            ),
         )
         usages = self.once(("resident", id(layouts), id(states), nbytes), lambda: 2 * stored + copies * state)
         self.maker[value.name] = self.add(value.name, seconds, [Holding(0, self.moments.end, usages)])
@@ -229,7 +244,11 @@ class _Builder:
         seen = set()
         for name, layouts in readings:
             root = self.profile.storage[name]
-            if name in self.profile.ops[op.name].saves and self.moments.keepers.get(root) == op.name and root not in seen:
+            if (
+                name in self.profile.ops[op.name].saves
+                and self.moments.keepers.get(root) == op.name
+                and root not in seen
+            ):
                 seen.add(root)
                 maker = self.graph.op(self.graph.values[root].origin)
                 first = self.moments.forgotten(maker, root)
@@ -240,7 +259,12 @@ class _Builder:
     # ---- what lies between a maker and its readers
 
     def connect(self, value: Value, readers: list[Op]) -> None:
-        wants = [(op, self.inputs(self.options[op.name], i)) for op in readers for i, n in enumerate(op.inputs) if n == value.name]
+        wants = [
+            (op, self.inputs(self.options[op.name], i))
+            for op in readers
+            for i, n in enumerate(op.inputs)
+            if n == value.name
+        ]
         if len(wants) == 1:
             op, layouts = wants[0]
             costs, holdings = self.reading(value, layouts, readers)
@@ -255,7 +279,9 @@ class _Builder:
         rows = [
             Reader(
                 self.index[op.name],
-                self.once(("wants", id(layouts), id(forms)), lambda x=layouts: np.array([number[layout] for layout in x])),
+                self.once(
+                    ("wants", id(layouts), id(forms)), lambda x=layouts: np.array([number[layout] for layout in x])
+                ),
             )
             for op, layouts in wants
         ]
@@ -280,8 +306,11 @@ class _Builder:
     def _copied(self, value: Value, have: tuple[Layout, ...], forms: tuple[Layout, ...]) -> Array:
         """Bytes of the copy that a conversion makes; none where it does nothing in the forward pass."""
         held = np.array([value.type.nbytes // x.pieces(self.sizes) for x in forms], dtype=float)
-        alike = np.array([[_same_forward(h, w) for w in forms] for h in have])
-        return np.where(alike, 0.0, held[None, :])
+        number: dict[Layout, int] = {}
+        made, read = (
+            np.array([number.setdefault(without_gradient(x), len(number)) for x in found]) for found in (have, forms)
+        )
+        return np.where(made[:, None] == read[None, :], 0.0, held[None, :])
 
     def _reading_parameter(
         self, value: Value, forms: tuple[Layout, ...], readers: list[Op]
@@ -303,9 +332,9 @@ class _Builder:
         return costs, tuple(h for h in found if h.usages.any())
 
 
-def _same_forward(have: Layout, want: Layout) -> bool:
-    """Whether the values are the same tensor: only the gradients differ."""
-    return all(h == w or {h, w} == {R, B} for h, w in zip(have.states, want.states, strict=True))
+def _places(op: Op, value: str) -> list[int]:
+    """Where among its inputs an op reads a value."""
+    return [i for i, name in enumerate(op.inputs) if name == value]
 
 
 def _most_pieces(strategy: Strategy, sizes: tuple[int, ...]) -> int:
@@ -318,22 +347,25 @@ def _parameter_seconds(builder: _Builder, value: Value, ways: tuple[Stored, ...]
     pairs = [(i, j) for i, way in enumerate(ways) for j, form in enumerate(forms) if _goes(way, form, builder.sizes)]
     sources = {(i, j): _summed(ways[i].layout, forms[j]) for i, j in pairs}
     rows = {layout: n for n, layout in enumerate(dict.fromkeys(sources.values()))}
-    table = conversion_table(builder.paths, tuple(rows), forms, value.type.shape, value.type.nbytes, value.grad)
+    there, again = (
+        conversion_table(builder.paths, tuple(rows), forms, value.type.shape, value.type.nbytes, grad)
+        for grad in (value.grad, False)  # without a gradient it is the forward pass alone
+    )
     for (i, j), source in sources.items():
-        seconds = table[rows[source], j]
-        if ways[i].way is Way.regathered and np.isfinite(seconds):
-            path = builder.paths.cheapest(source, forms[j], value.type.shape, value.type.nbytes, value.grad)
-            seconds = (seconds + path.seconds.forward) * builder.given.micro_batches
+        seconds = there[rows[source], j]
+        if ways[i].way is Way.regathered:
+            seconds = (seconds + again[rows[source], j]) * builder.given.micro_batches
         found[i, j] = seconds + _step_seconds(builder, value, ways[i], forms[j])
     return found
 
 
 def _goes(way: Stored, form: Layout, sizes: tuple[int, ...]) -> bool:
-    """A parameter that is to be read as it lies is not gathered on any axis."""
-    if way.way in (Way.gathered, Way.regathered):
+    """A parameter that is to be read as it lies is not gathered on any axis, one to be regathered by nothing else."""
+    if way.way is Way.gathered:
         return True
-    wanted = form.places(sizes)
-    return all(wanted.get(axis) == place for axis, place in way.layout.places(sizes).items())
+    wanted, free = form.places(sizes), way.way is Way.regathered
+    places = way.layout.places(sizes).items()
+    return all(wanted.get(axis) == place or (free and form.states[axis] == B) for axis, place in places)
 
 
 def _summed(have: Layout, want: Layout) -> Layout:
@@ -342,18 +374,19 @@ def _summed(have: Layout, want: Layout) -> Layout:
 
 
 def _step_seconds(builder: _Builder, value: Value, way: Stored, form: Layout) -> float:
-    """Once a step: gradients summed over the axes on which the parameter is replicated, or scattered and gathered."""
+    """Once a step: gradients summed over the axes on which the parameter is replicated."""
     nbytes = value.type.nbytes // way.layout.pieces(builder.sizes)
-    total = 0.0
-    for number, axis in enumerate(builder.given.axes):
-        have, want, state = (x.states[number] for x in (way.layout, form, way.state))
-        summed = (have, want) == (R, B) and value.grad
-        if have == state:
-            total += gradient_sum_seconds(nbytes, axis) if summed else 0.0
-        else:
-            total += axis.links["reduce_scatter"].seconds(nbytes) if summed else 0.0
-            total += axis.links["all_gather"].seconds(nbytes)
-    return total
+    axes = builder.given.axes
+    states = list(zip(way.layout.states, form.states, way.state.states, strict=True))
+    summed = [axes[n] for n, (have, want, _) in enumerate(states) if (have, want) == (R, B) and value.grad]
+    split = _sharded(way, axes)
+    return update_seconds(nbytes, summed, split) - update_seconds(nbytes, [], split)
+
+
+def _sharded(way: Stored, axes: tuple[Axis, ...]) -> list[Axis]:
+    """The axes over which new values are gathered: whatever reads the parameter, once a step."""
+    pairs = zip(axes, way.layout.states, way.state.states, strict=True)
+    return [axis for axis, have, state in pairs if have != state]
 
 
 def build(graph: OpGraph, profile: Profile, given: Given) -> tuple[Problem, Choices]:

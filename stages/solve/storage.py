@@ -1,11 +1,11 @@
 """How a parameter may be kept: whole, split as its ops read it, or as one of the forms of ZeRO.
 
-| way        | value on a rank       | gradient | optimizer state | to read it                                  |
-|------------|-----------------------|----------|-----------------|---------------------------------------------|
-| as it lies | as the layout says    | same     | same            | nothing; on a replicated axis its gradient is summed |
-| zero1      | as the layout says    | same     | a shard         | gradient reduce-scattered, new values gathered, once a step |
-| gathered   | a shard               | a shard  | a shard         | gathered, and the whole kept until backward |
-| regathered | a shard               | a shard  | a shard         | gathered, dropped, and gathered again for backward |
+| way        | value on a rank    | gradient | optimizer state | to read it                                           |
+|------------|--------------------|----------|-----------------|------------------------------------------------------|
+| as it lies | as the layout says | same     | same            | nothing; on a replicated axis its gradient is summed |
+| zero1      | as the layout says | same     | a shard         | gradient reduce-scattered, new values gathered, once |
+| gathered   | a shard            | a shard  | a shard         | gathered, and the whole kept until backward          |
+| regathered | a shard            | a shard  | a shard         | gathered, dropped, and gathered again for backward   |
 
 A shard is cut from what the other axes left: ZeRO is innermost.
 """

@@ -12,12 +12,9 @@ import math
 from collections.abc import Sequence
 
 from pipeline.ir.graph import Op
+from pipeline.ops.table import rule_of
 
 LONGEST_RESIDUAL = 6  # products in a row
-PRODUCTS = {
-    "linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "einsum", "_grouped_mm", "scaled_dot_product_attention",
-    "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-}  # fmt: skip
 
 
 def find_common(ops: Sequence[Op]) -> set[str]:
@@ -55,4 +52,5 @@ def _products_before(ops: Sequence[Op]) -> list[int]:
 
 
 def _is_product(op: Op) -> bool:
-    return op.target.split(".")[1] in PRODUCTS
+    rule = rule_of(op)
+    return rule is not None and rule.is_product

@@ -22,6 +22,7 @@ from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout
 from pipeline.ir.names import look_up
 from pipeline.launch import follow_parent, report_error
+from pipeline.optimizer import build_optimizer
 from pipeline.runtime.gradients import Gradients, Row
 from pipeline.runtime.memory import measure_peak, storage_bytes
 from pipeline.runtime.mesh import set_mesh
@@ -73,10 +74,8 @@ class Trainer:
         self.program = program.Program(self.tensors)
         rows = [self._row(name) for name in self.parameters]
         self.gradients = Gradients(self.parameters.values(), rows, self.axes)
-        optimizer = instantiate(
-            job["train"]["optimizer"], f"{job['where']['train']}: optimizer", self.gradients.updated
-        )
-        self.optimizer: torch.optim.Optimizer = optimizer
+        where = f"{job['where']['train']}: optimizer"
+        self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.gradients.updated))
         layouts = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
         self.batches = Batches(dataset, job, layouts, self.axes)

@@ -125,6 +125,13 @@ def test_the_run_is_tracked(default: Project) -> None:
         assert f"{name}/{KINDS[SPECS[name].writes].file}" in tracked.files(run, name)
 
 
+def test_the_cluster_is_drawn(default: Project) -> None:
+    """The picture of links and curves is under runs/ and in the tracked run."""
+    assert (default.root / "runs/cluster/topology.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    tracked = Tracked(default)
+    assert "cluster/topology.png" in tracked.files(tracked.runs[0], "cluster")
+
+
 def test_the_profile_draws_the_step(default: Project) -> None:
     """The picture and the table of the unsplit step's memory are under runs/ and in the tracked run."""
     picture, modules = (default.root / "runs/profile" / name for name in ("memory.png", "modules.md"))

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
 from tests import plans
+from tests.programs import SCHEDULES
 from tests.ranks import run_ranks
-from tests.stages.test_codegen import SCHEDULES
 
 pytestmark = pytest.mark.flow
 

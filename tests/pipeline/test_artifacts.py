@@ -268,8 +268,9 @@ def test_a_body_of_another_form_is_refused_though_its_digest_fits(made, tmp_path
 
 def test_another_version_is_told_as_such(made, tmp_path):
     save(made["cluster"], tmp_path)
-    edit(tmp_path, "cluster", lambda d: d.update(version=2))
-    assert "it has version 2, this program reads version 1" in refused("cluster", tmp_path)
+    known = KINDS["cluster"].version
+    edit(tmp_path, "cluster", lambda d: d.update(version=known + 1))
+    assert f"it has version {known + 1}, this program reads version {known}" in refused("cluster", tmp_path)
     edit(tmp_path, "cluster", lambda d: d.update(version=True))
     refused("cluster", tmp_path)
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
+from pipeline.ir.cluster import (
+    COLLECTIVES,
+    Axis,
+    Cluster,
+    Compute,
+    Curve,
+    Group,
+    Host,
+    LinkCost,
+    Measured,
+    Mesh,
+    Split,
+)
 from pipeline.ir.codec import CodecError, decode, encode
 from pipeline.ir.graph import ITEM_SIZE, Args, Link, Op, OpGraph, Ref, Role, TensorType, Torch, Value
 from pipeline.ir.layout import Layout, S, State
@@ -110,10 +122,23 @@ curves = st.integers(1, 4).flatmap(
         st.lists(positive, min_size=n, max_size=n).map(tuple),
     )
 )
-link_tables = st.fixed_dictionaries({name: st.builds(LinkCost, seconds, positive) for name in COLLECTIVES})
+points = st.lists(positive, max_size=3, unique=True).map(lambda found: tuple((n, n) for n in sorted(found)))
+links = st.builds(LinkCost, st.floats(0, 1e9), positive, points)
+link_tables = st.fixed_dictionaries({name: links for name in COLLECTIVES})
+axes = tuples(st.builds(Axis, names, counts, link_tables, st.booleans()))
+meshes = tuples(st.builds(Mesh, axes))
+ranks = st.lists(counts, max_size=3, unique=True).map(tuple)
+flat_groups = st.builds(Group, names, ranks, positive, seconds, st.none() | positive)
+groups = flat_groups | st.builds(lambda group: replace(group, members=(group,)), flat_groups)
 clusters = st.builds(
-    Cluster, names, names, counts, counts, st.builds(Compute, curves, positive, seconds, seconds),
-    tuples(st.builds(Axis, names, counts, link_tables)),
+    Cluster, names, names, counts, counts,
+    st.builds(
+        Compute, curves, positive, seconds, seconds, matmul_by_dtype=tables(curves), processors=st.none() | counts
+    ),
+    axes,
+    tuples(st.builds(Host, names, ranks, names, counts)), st.none() | groups, ranks, meshes,
+    tuples(st.builds(Split, ranks, links, tables(meshes))),
+    st.none() | st.builds(Measured, seconds, counts, counts, counts, seconds, seconds, st.none() | seconds),
 )  # fmt: skip
 reports = st.builds(
     Report, counts, counts, tuples(seconds), tuples(seconds), seconds, seconds, tuples(counts), seconds, counts,

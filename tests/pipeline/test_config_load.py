@@ -159,6 +159,11 @@ VALUES = {
         "backend: glpkk\n",
         "conf/solve/glpk.yaml:1:1: solve.backend: got 'glpkk', expected one of glpk, highs; did you mean 'glpk'?",
     ),
+    "choice, another word": (
+        "conf/cluster/local_cpu.yaml",
+        "source: probe\ndevice: gpu\ndevices: 2\n",
+        "conf/cluster/local_cpu.yaml:2:1: cluster.device: got 'gpu', expected one of cpu, cuda; did you mean 'cuda'?",
+    ),
     "choice, far": (
         SOLVE,
         "backend: 7\n",

@@ -12,15 +12,17 @@ from pipeline.cost.compute import Seconds, op_seconds, optimizer_bytes, optimize
 from pipeline.cost.conversions import TABLE, conversion, conversion_seconds
 from pipeline.cost.joined import joined_link
 from pipeline.cost.step import BUCKET_BYTES, gradient_sum_seconds, price_step, resident_bytes, update_seconds
-from pipeline.ir.cluster import COLLECTIVES, Curve, PerElement
+from pipeline.cost.unsplit import card_of
+from pipeline.ir.cluster import COLLECTIVES, Curve, LinkCost, PerElement
 from pipeline.ir.graph import Role
 from pipeline.ir.layout import B, Layout, P, R, S
 from pipeline.ir.plan import Sharding, Strategy
+from pipeline.ir.profile import as_run
 from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import view_op
 from pipeline.ops.table import rule_of
-from stages.profile.run import profile_graph
+from stages.profile.by_table import profile_graph
 from tests.graphs import (
     GRAPHS,
     frontier_of,
@@ -97,6 +99,26 @@ def test_the_seconds_of_a_linear_layer():
     )
     slow = replace(COMPUTE, matmul=Curve((1.0,), (1e6,)))
     assert op_seconds(graph, name, cost, strategy, slow, (2,)).forward == pytest.approx(flops / 1e6 + COMPUTE.launch)
+
+
+def test_an_op_runs_at_the_rate_of_its_precision():
+    """Under autocast the graph has the types that run."""
+    graph, name, cost = first_linear()
+    strategy = Strategy("R", whole("R", "R", "R"), whole("R"))
+    measured = replace(COMPUTE, matmul=Curve((1.0,), (1e6,)), matmul_by_dtype={"bfloat16": Curve((1.0,), (4e6,))})
+    cast = as_run(graph, {graph.op(name).outputs[0]: "bfloat16"})
+    single, half = (op_seconds(g, name, cost, strategy, measured, (2,)) for g in (graph, cast))
+    assert single.forward - COMPUTE.launch == pytest.approx(4 * (half.forward - COMPUTE.launch))
+    assert single.backward - COMPUTE.launch_backward == pytest.approx(4 * (half.backward - COMPUTE.launch_backward))
+
+
+def test_a_card_has_a_rate_for_each_precision():
+    curves = {"bfloat16": Curve((1.0, 2.0), (2e12, 9e12)), "float16": Curve((1.0,), (8e12,))}
+    measured = replace(COMPUTE, matmul=Curve((1.0, 2.0), (1e12, 3e12)), matmul_by_dtype=curves, processors=80)
+    card = card_of(measured)
+    assert [card.rate(dtype) for dtype in ("float32", "bfloat16", "float16", "float64")] == [3e12, 9e12, 8e12, 3e12]
+    assert (card.memory, card.processors) == (COMPUTE.memory_rate, 80)
+    assert card_of(COMPUTE).rate("bfloat16") == 50e9
 
 
 def test_a_split_divides_the_work():
@@ -181,6 +203,11 @@ def test_a_gradients_share_of_the_buckets():
     small, large = 1e6, 100e6
     assert gradient_sum_seconds(small, [AXIS]) == pytest.approx(small / link.bandwidth + link.latency * small / 25e6)
     assert gradient_sum_seconds(large, [AXIS]) == pytest.approx(large / link.bandwidth + link.latency)
+    curve = LinkCost(1.0, 1.0, ((10e6, 0.1), (25e6, 0.2), (100e6, 2.0)))  # measured: the line counts no more
+    measured = replace(AXIS, links={**AXIS.links, "all_reduce": curve})
+    assert gradient_sum_seconds(small, [measured]) == pytest.approx(0.2 / 25)
+    assert gradient_sum_seconds(large, [measured]) == pytest.approx(2.0)
+    assert conversion_seconds(P, R, 10_000_000, True, measured, COMPUTE).forward == pytest.approx(0.1)
     assert gradient_sum_seconds(large, preset(1).axes) == gradient_sum_seconds(large, []) == 0.0
     assert BUCKET_BYTES == 25e6
 

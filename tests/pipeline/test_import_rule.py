@@ -13,7 +13,7 @@ PROJECT = Path(__file__).parents[2]
 REACH_ACROSS = {"stages.__main__", "stages.commands", "stages.summary"}
 SLOW = {"omegaconf", "pyomo", "mlflow", "dvc"}
 LIGHT = ("pipeline.ir", "pipeline.ops", "pipeline.cost", "pipeline.runtime", "pipeline.lowering")
-LIGHT_FILES = ("stages.checkpoint.rotor",)
+LIGHT_FILES = ("stages.checkpoint.rotor", "stages.cluster.probe", "stages.cluster.join")
 
 
 @dataclass(frozen=True)

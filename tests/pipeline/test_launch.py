@@ -177,3 +177,13 @@ def test_the_first_report_wins(tmp_path):
     time.sleep(0.02)
     report_error(tmp_path, 0, "second")
     assert _reason(tmp_path) == "first of two"
+
+
+def test_a_death_is_told_before_what_others_made_of_it(tmp_path):
+    """torchrun's table of failures; a rank that torchrun itself ended is no cause."""
+    table = "  rank      : {} (local_rank: 0)\n  exitcode  : -{} (pid: 7)\n"
+    report_error(tmp_path, 0, "RuntimeError: connection closed by peer")
+    (tmp_path / "log.txt").write_text(table.format(0, 15) + table.format(3, 9))
+    assert _reason(tmp_path) == "rank 3 died of SIGKILL"
+    (tmp_path / "log.txt").write_text(table.format(0, 15))
+    assert _reason(tmp_path) == "RuntimeError: connection closed by peer"

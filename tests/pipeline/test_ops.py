@@ -169,7 +169,7 @@ def build(target: str, args: tuple) -> Example:
     return example(target, *positional, **last) if isinstance(last, dict) else example(target, *args)
 
 
-OURS = {"shardwright.tensor.default"}  # not an op of torch: see test_codegen.py
+OURS = {"shardwright.tensor.default"}  # not an op of torch: see tests/programs.py
 HARD = {  # rules with many forms: more draws
     "aten.batch_norm.default", "aten.conv2d.default", "aten.cross_entropy_loss.default", "aten.embedding.default",
     "aten.index.Tensor", "aten.linear.default", "aten.matmul.default", "aten.reshape.default",

@@ -29,7 +29,7 @@ from stages.checkpoint.run import figures
 from stages.checkpoint.schedule import no_recompute
 from stages.checkpoint.simulate import simulate
 from stages.codegen.module import write_module
-from stages.profile.run import profile_graph
+from stages.profile.by_table import profile_graph
 from tests.graphs import GRAPHS, frontier_of, plan_of, preset, profile_of, trace
 from tests.skips import Ladder, sequences
 

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import random
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.config import Cluster as Settings
 from pipeline.config import ClusterSource, Device, Preset, Probe
 from pipeline.errors import ClusterError
-from pipeline.ir.cluster import COLLECTIVES, Curve
+from pipeline.ir.cluster import COLLECTIVES, SEND, Compute, Curve, LinkCost
 from pipeline.ir.codec import decode, encode
-from stages.cluster.fit import FASTEST, fit_links, least_squares_line
-from stages.cluster.run import figures, from_preset, measure, ring_links
+from stages.cluster.fit import fit_errors, fit_link, fit_links, least_squares_line, link_beyond, reduce_times
+from stages.cluster.formulas import FASTEST, Link, group_links
+from stages.cluster.measure import make_cluster, measure
+from stages.cluster.rounds import crossing_pairs, pair_rounds
+from stages.cluster.run import figures, from_preset
+from stages.cluster.sizes import ends_first, farthest
+from stages.cluster.topology import fill_gaps
 from tests.graphs import SILENT
 
 SIZES = [1024 * 8**i for i in range(5)]
@@ -58,25 +73,147 @@ def test_links_are_fitted_one_by_one():
     for n, (name, link) in enumerate(fit_links(measured).items()):
         assert name == COLLECTIVES[n]
         assert link.latency == pytest.approx((n + 1) * 1e-5) and link.bandwidth == pytest.approx(1e9 / (n + 1))
+        for nbytes in (1024, 3000, 1e6, 1e9):
+            assert link.seconds(nbytes) == pytest.approx((n + 1) * (1e-5 + 1e-9 * nbytes))
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-6, 10)), min_size=1, max_size=12))
+def test_fitted_seconds_never_fall(points):
+    link = fit_link(points)
+    sizes = sorted([0.0, 1e10, *(size for size, _ in points), *(1.5 * size for size, _ in points)])
+    seconds = [link.seconds(size) for size in sizes]
+    assert all(b >= a * (1 - 1e-12) for a, b in pairwise(seconds)) and seconds[0] > 0
+
+
+def test_messages_too_small_to_tell_the_bandwidth_leave_it_to_the_pairs():
+    flat = fit_link([(1024.0, 1e-3), (4096.0, 1.1e-3), (16384.0, 1.2e-3)])
+    steep = fit_link([(1024.0, 1e-3), (1e6, 1e-2)])
+    slow = LinkCost(1e-3, 12.5e6)
+    assert flat.seconds(1e6) < 0.02 and link_beyond(flat, slow).seconds(1e6) == pytest.approx(0.08, rel=0.03)
+    assert link_beyond(flat, slow).points == flat.points
+    assert link_beyond(steep, slow) == steep and link_beyond(flat, LinkCost(0.0, 1e15)) == flat
+
+
+@pytest.mark.parametrize("slow", [3.0, 50.0])
+def test_times_that_others_disturbed_do_not_count(slow):
+    found = reduce_times([1.0, 1.01, 0.99, 1.0, slow, 1.02, slow])
+    assert found.seconds == pytest.approx(1.0, rel=0.02) and found.outliers == 2 and found.spread < 0.05
+
+
+def test_errors_are_of_sizes_that_were_not_fitted():
+    links = fit_links({"all_reduce": [{"bytes": 1.0, "seconds": 1.0}, {"bytes": 3.0, "seconds": 3.0}]})
+    assert fit_errors(links, {"all_reduce": [{"bytes": 2.0, "seconds": 4.0}]}) == pytest.approx([0.5])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16])
+def test_few_ranks_meet_each_other_once(count):
+    rounds = pair_rounds(["h"] * count)
+    pairs = [pair for part in rounds for pair in part]
+    assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    assert all(len({rank for pair in part for rank in pair}) == 2 * len(part) for part in rounds)
+    assert len(rounds) <= count
+
+
+@given(st.lists(st.integers(1, 24), min_size=1, max_size=12))
+def test_many_ranks_meet_in_few_rounds_and_all_are_connected(sizes):
+    hosts = [f"h{number}" for number, size in enumerate(sizes) for _ in range(size)]
+    count = len(hosts)
+    rounds = pair_rounds(hosts)
+    assert all(len({rank for pair in part for rank in pair}) == 2 * len(part) for part in rounds)
+    assert len(rounds) <= 16 + 3 * math.ceil(math.log2(count + 1))
+    known = [[None] * count for _ in range(count)]
+    for a, b in (pair for part in rounds for pair in part):
+        known[a][b] = known[b][a] = 10.0 if hosts[a] == hosts[b] else 1.0
+    filled = fill_gaps(known)
+    for a in range(count):
+        for b in range(count):
+            assert a == b or filled[a][b] == (10.0 if hosts[a] == hosts[b] else 1.0)
+
+
+@pytest.mark.parametrize(("bandwidth", "last"), [(1e9, 1 << 20), (12.5e6, 1 << 18), (1e3, 1 << 12)])
+def test_messages_reach_as_far_as_the_time_allows(bandwidth, last):
+    links = {name: LinkCost(1e-4, bandwidth) for name in ("all_reduce", "all_gather")}
+    assert farthest(links, largest=4e6, budget=1.0, calls=9) == last
+    sizes = ends_first(last)
+    assert [size for size, _ in sizes[:2]] == [1024, last] and sizes[0][1] and sizes[1][1]
+    assert sorted(size for size, _ in sizes) == [1024 << n for n in range(len(sizes))]
+    assert [fitted for _, fitted in sorted(sizes)] == [n % 2 == 0 for n in range(len(sizes))]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "pairs"),
+    [("aabbb", ((2, 0), (3, 1))), ("abbcc", ((1, 3), (2, 4))), ("aaaa", ()), ("abcd", ((0, 1),)), ("aab", ((0, 2),))],
+)
+def test_pairs_that_cross_at_once(hosts, pairs):
+    assert crossing_pairs(hosts) == pairs
+
+
+@pytest.mark.parametrize(("each", "uplink"), [(3.125e9, 12.5e9), (12e9, None)])
+def test_an_uplink_is_what_pairs_reach_together(each, uplink):
+    """Two hosts of four; in the rounds of pairs, two crossed at once on average."""
+    hosts, alone = "aaaabbbb", 12.5e9
+    across = alone / 2 if uplink else alone
+    pairs = [
+        {"a": a, "b": b, "latency": 1e-5, "bandwidth": 100e9 if hosts[a] == hosts[b] else across}
+        for a in range(8) for b in range(a + 1, 8)
+    ]  # fmt: skip
+    crossing = {"ranks": [0, 4], "pairs": 4, "alone": alone, "each": each}
+    sizes = [{"bytes": 1e6 * n, "flops": 1e9 * n, "seconds": 1e-3 * n} for n in (1, 2)]
+    compute = {"matmul": sizes, "half": {}, "copy": sizes, "optimizer": sizes, "ops": {}, "processors": None}
+    found = {
+        "ranks": [{"host": host, "device": "cpu", "memory_bytes": 1e9} for host in hosts], "pairs": pairs,
+        "crossing": crossing, "axes": [], "compute": {**compute, "launch": 1e-6, "launch_backward": 1e-6},
+        "seconds": 1.0, "rounds": 7, "outliers": 0, "spread": 0.0,
+    }  # fmt: skip
+    cluster = make_cluster(settings(source=ClusterSource.probe), found)
+    assert cluster.group.bandwidth == pytest.approx(alone) and cluster.group.uplink == uplink
+    by_shape = {mesh.sizes: mesh.axes for mesh in cluster.meshes}
+    assert by_shape[2, 4][0].links[SEND].bandwidth == pytest.approx(uplink / 4 if uplink else alone)
+    assert cluster.measured.overlap is None and "overlap" not in figures(cluster)
 
 
 def test_an_axis_of_one_rank_costs_nothing():
-    for links in (fit_links({}), ring_links(1, 1.0, 1.0)):
-        assert set(links) == set(COLLECTIVES)
+    for links in (fit_links({}), group_links(1, Link.alike(1.0, 1.0))):
+        assert set(links) >= set(COLLECTIVES)
         assert all((link.latency, link.bandwidth) == (0.0, FASTEST) for link in links.values())
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_ring_links(size):
     latency, bandwidth, nbytes = 1e-5, 1e9, 1e6
-    links = ring_links(size, latency, bandwidth)
+    links = group_links(size, Link.alike(latency, bandwidth))
     step = latency + nbytes / size / bandwidth  # one message of the ring: a piece of the tensor
-    assert set(links) == set(COLLECTIVES)
+    assert set(links) == {*COLLECTIVES, SEND}
     assert links["all_reduce"].seconds(nbytes) == pytest.approx(2 * (size - 1) * step)
     assert links["all_gather"].seconds(nbytes) == pytest.approx((size - 1) * step)
     assert links["reduce_scatter"].seconds(nbytes) == pytest.approx((size - 1) * step)
     to_each = latency + nbytes / size**2 / bandwidth
     assert links["all_to_all"].seconds(nbytes) == pytest.approx((size - 1) * to_each)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 64, 100])
+def test_small_tensors_are_summed_in_a_tree(size):
+    link = group_links(size, Link.alike(1e-5, 1e9))["all_reduce"]
+    tree = 2 * math.ceil(math.log2(size)) * 1e-5
+    for nbytes in (0, 1e3, 1e4, 1e5, 1e6, 1e9):
+        ring = 2 * (size - 1) * (1e-5 + nbytes / size / 1e9)
+        assert link.seconds(nbytes) == pytest.approx(min(ring, tree + 2 * nbytes / 1e9))
+
+
+def test_a_link_of_points():
+    link = LinkCost(1.0, 10.0, ((10.0, 1.0), (20.0, 3.0)))
+    assert [link.seconds(n) for n in (0, 10, 15, 20, 30)] == [1.0, 1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(ValueError, match="do not fall"):
+        LinkCost(1.0, 10.0, ((10.0, 1.0), (20.0, 0.5)))
+    with pytest.raises(ValueError, match="positive bandwidth"):
+        LinkCost(1.0, 0.0)
+
+
+def test_a_dtype_without_a_curve_is_as_its_like_or_as_float32():
+    slow, fast = Curve((1.0,), (1.0,)), Curve((1.0,), (9.0,))
+    compute = Compute(slow, 1.0, 0.0, 0.0, matmul_by_dtype={"bfloat16": fast})
+    assert compute.matmul_of("float16") == compute.matmul_of("bfloat16") == fast
+    assert compute.matmul_of("float32") == compute.matmul_of("float64") == slow
 
 
 def settings(**changes) -> Settings:
@@ -91,7 +228,7 @@ def test_a_preset():
     assert cluster.memory_bytes == 4_000_000_000
     assert cluster.compute.matmul.at(1e9) == 50e9 and cluster.compute.memory_rate == 10e9
     assert cluster.compute.launch == pytest.approx(10e-6)
-    assert cluster.axes[0].links == ring_links(4, 50e-6, 2e9)
+    assert cluster.axes[0].links == group_links(4, Link.alike(50e-6, 2e9))
     assert figures(cluster)["matmul_gflops"] == 50
     assert decode(type(cluster), encode(cluster)) == cluster
 
@@ -116,9 +253,13 @@ def test_a_real_probe_of_two_ranks():
     compute = cluster.compute
     assert min(compute.matmul.rates) > 1e6 and compute.memory_rate > 1e6
     assert 0 < compute.launch < 1 and 0 < compute.launch_backward < 1
-    assert set(cluster.axes[0].links) == set(COLLECTIVES)
+    assert set(cluster.axes[0].links) == {*COLLECTIVES, SEND} and cluster.axes[0].measured
+    assert [len(host.ranks) for host in cluster.hosts] == [2] and cluster.group.kind == "host"
+    assert cluster.measured.pairs == cluster.measured.rounds == 1 and 0 < cluster.measured.seconds < 60
+    assert 0 <= cluster.measured.overlap <= 1 and cluster.measured.fit_error > 0
+    assert set(compute.matmul_by_dtype) == {"bfloat16"}
     assert all(link.latency > 0 and link.bandwidth > 0 for link in cluster.axes[0].links.values())
-    assert all(value > 0 for value in figures(cluster).values())
+    assert all(value > 0 for name, value in figures(cluster).items() if name != "overlap")
     assert decode(type(cluster), encode(cluster)) == cluster
 
 
@@ -130,6 +271,37 @@ def test_a_probe_of_one_rank_with_memory_given():
     assert cluster.axes[0].links["all_reduce"].seconds(1e9) < 1e-5
 
 
+BARE = """
+import sys
+
+class Bare:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"omegaconf", "pyomo", "mlflow", "dvc", "yaml", "ruamel", "rich", "matplotlib"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Bare())
+"""
+
+
+@pytest.mark.flow
+def test_the_probe_by_hand_needs_torch_alone(tmp_path):
+    """As docs/clusters.md has it for a machine without the rest; one device has no links to measure."""
+    (tmp_path / "sitecustomize.py").write_text(BARE)
+    job = {"device": "cpu", "host": "here", "max_message_bytes": 1e6, "repeats": 3, "budget_s": 2, "timeout_s": 60}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--module", "stages.cluster.probe"]
+    root = Path(__file__).parents[2]
+    known = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])}
+    done = subprocess.run(
+        [sys.executable, *command, str(tmp_path)], cwd=root, env=known, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "result.json").read_text())
+    cluster = make_cluster(settings(source=ClusterSource.probe, devices=1, memory_gb=None), found)
+    assert (cluster.devices, cluster.measured.overlap, cluster.measured.pairs) == (1, None, 0)
+    assert cluster.memory_bytes > 1e6 and min(cluster.compute.matmul_of("bfloat16").rates) > 0
+
+
 def test_a_probe_that_takes_too_long_names_its_file():
     probe = settings(source=ClusterSource.probe, probe=Probe(timeout_s=0.2))
     with pytest.raises(ClusterError) as refusal:
@@ -139,10 +311,11 @@ def test_a_probe_that_takes_too_long_names_its_file():
     assert "probe.timeout_s" in line
 
 
-def test_gpus_are_planned_for_but_not_measured():
+def test_gpus_that_are_not_there_are_planned_for_but_not_measured(monkeypatch):
     assert from_preset(settings(device=Device.cuda)).device == "cuda"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ClusterError) as refusal:
         measure(settings(source=ClusterSource.probe, device=Device.cuda), "gpus", SILENT)
     line = refusal.value.line()
-    assert line.startswith("conf/cluster/gpus.yaml: device: GPUs cannot be measured yet; ")
+    assert line.startswith("conf/cluster/gpus.yaml: devices: got 2, and torch sees 1 GPUs on this machine; ")
     assert "source: preset" in line and "device: cpu" in line

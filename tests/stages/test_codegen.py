@@ -1,27 +1,21 @@
-"""The generated program: the same bytes for the same plan, clean text, one function per block, and the same loss."""
+"""The generated program: the same bytes for the same plan, clean text, one function per block."""
 
 from __future__ import annotations
 
 import ast
-import random
 import re
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
 
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R, S
 from pipeline.ir.names import look_up
-from pipeline.ir.plan import Plan, Prediction, Region, Sharding
+from pipeline.ir.plan import Sharding
 from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import view_op
@@ -29,24 +23,8 @@ from pipeline.ops.table import rule_of
 from pipeline.runtime_names import NAMES
 from stages.codegen.block import statement
 from stages.codegen.module import write_module
-from stages.trace.chain import find_chain
-from tests.graphs import (
-    GRAPHS,
-    frontier_of,
-    gpt,
-    gpt_batch,
-    gpt_graph,
-    ladder_graph,
-    mlp,
-    mlp_batch,
-    mlp_graph,
-    plan_of,
-    shared_graph,
-    trace,
-)
-from tests.interpreter import run_graph
-from tests.plans import random_regions
-from tests.skips import SIZE, STEPS, Ladder, Shared, UNet, Weights, images, random_ops, sequences
+from tests.graphs import GRAPHS, frontier_of, gpt_graph, mlp_graph, plan_of, trace
+from tests.programs import ODD, functions, load, nested, odd, odd_graph, plan_for, uniform, write
 
 RULES = "E,F,I,UP,B,RUF"
 
@@ -59,218 +37,6 @@ def ruff(folder: Path) -> str:
         text=True,
     )
     return "" if found.returncode == 0 else found.stdout + found.stderr
-
-
-def kept(graph: OpGraph) -> tuple[Region, ...]:
-    return tuple(Region(i, i, False, ()) for i in range(len(graph.chain)))
-
-
-def nested(graph: OpGraph) -> tuple[Region, ...]:
-    """All links but the loss in one region, those but the first in another inside it."""
-    last = len(graph.chain) - 1
-    if last < 2:
-        return kept(graph)
-    inner = (Region(0, 0, False, ()), Region(1, last - 1, True, tuple(Region(i, i, False, ()) for i in range(1, last))))
-    return (Region(0, last - 1, True, inner), Region(last, last, False, ()))
-
-
-def everything(graph: OpGraph) -> tuple[Region, ...]:
-    """Every link but the loss in a region of its own."""
-    last = len(graph.chain) - 1
-    own = tuple(Region(i, i, True, (Region(i, i, False, ()),)) for i in range(last))
-    return (*own, Region(last, last, False, ()))
-
-
-def threes(graph: OpGraph) -> tuple[Region, ...]:
-    """Three links in each region, the last two of them in one inside it."""
-    last = len(graph.chain) - 1
-    regions = []
-    for first in range(0, last, 3):
-        end = min(first + 2, last - 1)
-        links = tuple(Region(i, i, False, ()) for i in range(first, end + 1))
-        inner = (links[0], Region(first + 1, end, True, links[1:])) if end > first else links
-        regions.append(Region(first, end, True, inner))
-    return (*regions, Region(last, last, False, ()))
-
-
-def deep(graph: OpGraph) -> tuple[Region, ...]:
-    """A region for every link: it holds the region of the link before."""
-    last = len(graph.chain) - 1
-    inner: tuple[Region, ...] = ()
-    for i in range(last):
-        inner = (Region(0, i, True, (*inner, Region(i, i, False, ()))),)
-    return (*inner, Region(last, last, False, ()))
-
-
-SCHEDULES = {"kept": kept, "nested": nested, "everything": everything, "threes": threes, "deep": deep}
-
-
-def plan_for(graph: OpGraph, sharding: Sharding, devices: int, regions=None) -> Plan:
-    nothing = Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
-    return Plan((("d0", devices),), "cpu", 0, sharding, regions or kept(graph), nothing, ())
-
-
-def uniform(graph: OpGraph, devices: int, split: bool = True) -> Sharding:
-    """Every op splits its first dim where it can, else it is replicated."""
-    chosen = {}
-    for op in graph.ops:
-        options = strategies(rule_of(op), view_op(graph, op), devices)
-        fitting = [s for s in options if split and op.inputs and str(s.inputs[0]) == "S(0)" and s.outputs[0] != R]
-        chosen[op.name] = fitting[0] if fitting else options[0]
-    return Sharding(
-        chosen,
-        {v.origin: Layout((R,)) for v in graph.of_role(Role.PARAMETER)},
-        {v.name: Layout((R,)) for v in graph.of_role(Role.INPUT)},
-    )
-
-
-def write(graph: OpGraph, plan: Plan) -> str:
-    return write_module(graph, plan, lower(graph, plan.sharding))
-
-
-def load(text: str) -> dict:
-    namespace: dict = {}
-    exec(compile(text, "module.py", "exec"), namespace)
-    return namespace
-
-
-def functions(text: str) -> list[str]:
-    return [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-
-
-# ------------------------------------------------------------------------------------------------- odd models
-
-
-class Names(nn.Module):
-    """Inputs and modules called like the names that generated code uses itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.x, self.p, self.F, self.torch = (nn.Linear(6, 6) for _ in range(4))
-        self.recompute, self.Tensor, self.scope = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x, p, F, torch):
-        y = self.x(x) + p
-        y = self.p(y) * F
-        y = self.F(y) + self.torch(x)
-        y = self.scope(self.Tensor(self.recompute(y))).relu()
-        return (y - x).square().mean() + (y * torch).sum()
-
-
-class AutoEncoder(nn.Module):
-    """Reads its input again at the end, under the name that `forward` uses for the activation."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6))
-
-    def forward(self, x):
-        return F.mse_loss(self.layers(x), x)
-
-
-class Bare(nn.Module):
-    """No function of F, no module, no buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6, 6))
-
-    def forward(self, x):
-        return torch.tanh(x @ self.weight).sum()
-
-
-class Frozen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.base, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
-        self.base.requires_grad_(False)
-        self.register_buffer("scale", torch.tensor([2.0]))
-
-    def forward(self, x):
-        return (self.head(F.silu(self.base(x))) * self.scale).mean()
-
-
-class Unknown(nn.Module):
-    """Ops without a rule, with several results, with infinite and text arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x, mask):
-        first, second, third = self.linear(x).split(2, dim=-1)
-        best, _ = torch.max(first, dim=-1)
-        hidden = second.masked_fill(mask[:, :2], float("-inf")).logsumexp(-1).clamp(min=-10.0)
-        smooth = F.gelu(third, approximate="tanh")
-        return torch.cumsum(best, 0).mean() + hidden.mean() + smooth.to(torch.float64).mean().float()
-
-
-class Stateful(nn.Module):
-    """Statistics that change as it runs, changes in place, and a tensor made of numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
-
-    def forward(self, x):
-        y = self.norm(self.first(x))
-        y += 1
-        y[:, 0] = 0.5
-        return self.last(y * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])).square().mean()
-
-
-class ALongNameOfAModelThatSomebodyLikes(nn.Module):
-    """Lines that would be longer than 120 columns."""
-
-    def __init__(self):
-        super().__init__()
-        self.a_module_with_a_rather_long_and_descriptive_name = nn.ModuleDict(
-            {f"another_part_of_the_model_number_{n}": nn.Linear(6, 6) for n in "abc"}
-        )
-
-    def forward(self, **inputs):
-        total = sum(inputs.values())
-        for layer in self.a_module_with_a_rather_long_and_descriptive_name.values():
-            total = F.layer_norm(layer(total), (6,)) + sum(inputs.values())
-        return total.square().mean()
-
-
-def x(**more):
-    generator = torch.Generator().manual_seed(5)
-    return {"x": torch.randn(4, 6, generator=generator), **more}
-
-
-def odd(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    torch.manual_seed(2)
-    other = {
-        n: torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(["p", "F", "torch"])
-    }
-    long = {f"a_long_name_of_an_input_of_the_step_{i}": torch.randn(4, 6) for i in range(6)}
-    return {
-        "names": lambda: (Names(), x(**other)),
-        "autoencoder": lambda: (AutoEncoder(), x()),
-        "bare": lambda: (Bare(), x()),
-        "frozen": lambda: (Frozen(), x()),
-        "unknown": lambda: (Unknown(), x(mask=torch.tensor([[True, False] * 3] * 4))),
-        "stateful": lambda: (Stateful(), x()),
-        "long": lambda: (ALongNameOfAModelThatSomebodyLikes(), long),
-        "gpt": lambda: (gpt(), gpt_batch()),
-        "gpt_tied": lambda: (gpt(tie=True), gpt_batch()),
-        "mlp": lambda: (mlp(), mlp_batch()),
-        "ladder": lambda: (Ladder(), sequences()),
-        "shared": lambda: (Shared(), sequences()),
-        "ladder_dropout": lambda: (Ladder(dropout=0.3), sequences()),
-        "shared_dropout": lambda: (Shared(dropout=0.3), sequences()),
-        "unet": lambda: (UNet(), images()),
-    }[name]()
-
-
-ODD = ("names", "autoencoder", "bare", "frozen", "unknown", "stateful", "long", "unet")
-
-
-@cache
-def odd_graph(name: str) -> OpGraph:
-    return GRAPHS[name]() if name in GRAPHS else trace(*odd(name))
 
 
 # ------------------------------------------------------------------------------------------------------- bytes
@@ -354,41 +120,6 @@ def test_each_block_is_called_with_its_own_parameters():
     assert all(f"self.{scope.replace('.', '_')}" in arguments for _, arguments, scope in calls)
 
 
-def test_common_values_are_returned_beside_x_and_passed_on():
-    graph = shared_graph()
-    text = write(graph, plan_for(graph, uniform(graph, 1), 1))
-    forward = text[text.index("def forward") :]
-    assert "        x, tanh, exp, gt = model_a(x, inputs, self.whole)\n" in forward
-    for n in range(3):
-        assert f"        x = layers(x, tanh, exp, gt, self.layers_{n})  # layers.{n}\n" in forward
-    assert (
-        "def model_a(x: Tensor, inputs: Tensor, p: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:" in text
-    )
-    assert functions(text) == ["encoder", "model_a", "layers", "model_b"]
-
-
-def test_links_that_read_different_skips_share_a_function():
-    graph = ladder_graph()
-    text = write(graph, plan_for(graph, uniform(graph, 1), 1))
-    calls = re.findall(r"^        x = (\w+)\(x, (tanh\w*)\)$", text, re.M)
-    assert [skip for _, skip in calls] == ["tanh_2", "tanh_1", "tanh"]
-    assert len({function for function, _ in calls}) == 1
-
-
-def test_a_region_takes_what_it_reads_and_returns_what_is_read_after_it():
-    graph = shared_graph()
-    inner = (Region(1, 2, True, tuple(Region(i, i, False, ()) for i in (1, 2))), Region(3, 3, False, ()))
-    outer = Region(1, 3, True, inner)
-    text = write(graph, plan_for(graph, uniform(graph, 1), 1, (kept(graph)[0], outer, *kept(graph)[4:])))
-    assert "        x, tanh, exp, gt = recompute(self.links_1_to_3, x, inputs)\n" in text
-    assert "    def links_1_to_3(self, x: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:\n" in text
-    assert "        x, tanh, exp, gt = recompute(self.links_1_to_2, x, inputs)\n" in text
-    readers = write(graph, plan_for(graph, uniform(graph, 1), 1, (*kept(graph)[:2], *everything(graph)[2:])))
-    assert "        x = recompute(self.links_2_to_2, x, tanh, exp, gt)\n" in readers
-    whole = write(graph, plan_for(graph, uniform(graph, 1), 1, nested(graph)))
-    assert "        x = recompute(self.links_0_to_4, inputs)\n" in whole  # written and read inside
-
-
 def test_a_layer_that_is_split_otherwise_has_functions_of_its_own():
     graph = gpt_graph(2)
     sharding = other_first_layer(graph)
@@ -458,91 +189,6 @@ def test_inputs_and_mesh_are_told():
     found = load(write(graph, plan_for(graph, point.sharding, 2)))
     assert found["MESH"] == {"d0": 2} and found["DEVICE"] == torch.device("cpu")
     assert found["INPUTS"] == {name: str(layout) for name, layout in point.sharding.inputs.items()}
-
-
-# --------------------------------------------------------------------------------------------------- execution
-
-
-def check_program(model: nn.Module, batch: dict, graph: OpGraph, regions: tuple[Region, ...]) -> None:
-    """Loss and gradients are those of the user's module, with the same random numbers; sums may be in another order."""
-    program = load(write(graph, plan_for(graph, uniform(graph, 1), 1, regions)))
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    torch.manual_seed(3)
-    wanted = model(**batch)
-    gradients = torch.autograd.grad(wanted, parameters)
-    torch.manual_seed(3)
-    found = program["Program"](tensors).forward(**batch)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    again = torch.autograd.grad(found, parameters)
-    exact = found.dtype == torch.float64
-    torch.testing.assert_close(again, gradients, rtol=1e-10 if exact else 1e-6, atol=1e-12 if exact else 1e-7)
-
-
-@pytest.mark.parametrize("regions", SCHEDULES)
-@pytest.mark.parametrize("name", ["gpt", "gpt_tied", "mlp", "ladder", "shared", *ODD])
-def test_on_one_rank_the_program_is_the_model(name, regions):
-    """No conversion is needed."""
-    graph = odd_graph(name)
-    check_program(*odd(name), graph, SCHEDULES[regions](graph))
-
-
-@pytest.mark.parametrize("regions", SCHEDULES)
-@pytest.mark.parametrize("name", ["ladder_dropout", "shared_dropout"])
-def test_recompute_draws_the_same_random_numbers(name, regions):
-    graph = odd_graph(name)
-    assert graph.common and sum(op.target == "aten.dropout.default" for op in graph.ops) > 2
-    check_program(*odd(name), graph, SCHEDULES[regions](graph))
-
-
-@cache
-def t5() -> tuple[nn.Module, dict[str, torch.Tensor], OpGraph]:
-    """In double precision, so that the order of a sum does not show."""
-    pytest.importorskip("transformers", reason="the extra `hf` is not installed")
-    from tests.plans import batch_of, module_of
-
-    model, batch = module_of("t5"), batch_of("t5")
-    return model, batch, trace(model, batch)
-
-
-@pytest.mark.parametrize("regions", SCHEDULES)
-def test_t5_under_recompute(regions):
-    model, batch, graph = t5()
-    check_program(model, batch, graph, SCHEDULES[regions](graph))
-
-
-@settings(max_examples=60, deadline=None)
-@given(STEPS, st.integers(0, 1000))
-def test_any_graph_under_any_recompute(steps, seed):
-    """Skips of any length from anywhere to anywhere, regions around any of them."""
-    ops = random_ops(steps)
-    graph = find_chain(ops)
-    draw = random.Random(seed)
-    regions = random_regions(0, len(graph.chain) - 1, draw, draw.randint(0, 3))
-    model = Weights(ops)
-    batch = {"inputs": torch.randn(SIZE, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
-    program = load(write(graph, plan_for(graph, uniform(graph, 1), 1, regions)))
-    wanted = run_graph(graph, model, batch)
-    found = program["Program"](dict(model.named_parameters())).forward(**batch)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    parameters = list(model.parameters())
-    gradients = torch.autograd.grad(wanted, parameters, allow_unused=True, materialize_grads=True)
-    again = torch.autograd.grad(found, parameters, allow_unused=True, materialize_grads=True)
-    torch.testing.assert_close(again, gradients, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("regions", [kept, nested], ids=["kept", "nested"])
-def test_statistics_change_once_a_step(regions):
-    """A recompute region runs batch norm twice, its running statistics move as if it ran once."""
-    model, batch = odd("stateful")
-    graph = odd_graph("stateful")
-    program = load(write(graph, plan_for(graph, uniform(graph, 1), 1, regions(graph))))
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for _ in range(2):
-        program["Program"]({**dict(model.named_parameters()), **buffers}).forward(**batch).backward()
-        model(**batch)
-    assert buffers["norm.num_batches_tracked"] == 2
-    torch.testing.assert_close(buffers, dict(model.named_buffers()), rtol=0, atol=0)
 
 
 # -------------------------------------------------------------------------------------------------- statements

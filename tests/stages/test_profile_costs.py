@@ -11,8 +11,9 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import OpCost
 from pipeline.models.gpt import GPT
 from pipeline.models.mlp import MLP
+from stages.profile.by_table import find_storage, profile_graph
 from stages.profile.costs import all_kernels, op_costs, value_types
-from stages.profile.run import find_storage, make_profile, profile_graph
+from stages.profile.run import make_profile
 from stages.profile.step import adamw, profile_step
 from stages.profile.symbolic import rounded
 from tests.graphs import SILENT, gpt_graph, mlp_graph, trace

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from stages.profile.device import LOWERED, _plain_attention
+from stages.profile.autocast import Autocast
+from stages.profile.device import LOWERED, Attention, plain_attention
 from stages.profile.symbolic import Watch
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -100,7 +101,7 @@ def test_plain_attention_is_torchs(dtype, name, scale, groups):
     k, v = (heads(dtype, H // groups, device="cpu") for _ in range(2))
     mask = MASKS[name] if MASKS[name] is None or MASKS[name].dtype == torch.bool else MASKS[name].to(dtype)
     causal = name == "causal"
-    ours = _plain_attention(q, k, v, mask, 0.0, causal, scale)
+    ours = plain_attention(Attention(q, k, v, mask, 0.0, causal, scale=scale))
     with sdpa_kernel(SDPBackend.MATH):
         theirs = scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=groups > 1)
     # Torch computes half precision in float32 on a GPU; on a CPU in double or in half, as its build has it.
@@ -138,6 +139,18 @@ def test_batch_norm_on_a_gpu(dtype, training, wanted):
     weight, mean, var = (torch.empty(6, device="meta") for _ in range(3))
     found = kernels("cuda", "aten.batch_norm.default", x, weight, weight, mean, var, training, 0.1, 1e-5)
     assert [kernel.name for kernel in found] == [wanted]
+
+
+def test_autocast_keeps_the_copy_of_a_parameter_only():
+    """As torch has it: of a leaf that wants a gradient, and only into the low precision."""
+    x, frozen = torch.empty(8, 8, device="meta"), torch.empty(8, 8, device="meta")
+    weight = torch.empty(8, 8, device="meta", requires_grad=True)
+    autocast = Autocast()
+    (once, *_), (again, *_) = (autocast.arguments("aten.mm.default", (weight, x)) for _ in range(2))
+    assert once is again and once.dtype is half
+    for other in (frozen, weight * 2):
+        first, second = (autocast.arguments("aten.mm.default", (other, x))[0] for _ in range(2))
+        assert first is not second and first.dtype is half
 
 
 def test_dropout_on_a_gpu_keeps_a_mask_of_one_byte():

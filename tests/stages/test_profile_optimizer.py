@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+from pipeline.ir.graph import TensorType
 from pipeline.runtime.memory import measure_peak, storage_bytes
 from stages.profile.optimizer import OptimizerRun, run_optimizer
 from stages.profile.symbolic import rounded
@@ -15,8 +16,8 @@ SHAPES = {"embedding": (500, 64), "up": (64, 256), "down": (256, 64), "bias": (2
 optim = torch.optim
 
 
-def parameters(device: str = "meta") -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(shape, device=device) for name, shape in SHAPES.items()}
+def parameters() -> dict[str, TensorType]:
+    return {name: TensorType(shape, "float32") for name, shape in SHAPES.items()}
 
 
 def size(name: str) -> int:
@@ -72,7 +73,7 @@ def test_one_by_one_needs_no_more_than_the_largest_parameters():
 
 
 def test_many_equal_parameters_one_by_one_need_the_memory_of_three():
-    many = {f"p{i}": torch.zeros(256, 256, device="meta") for i in range(20)}
+    many = {f"p{i}": TensorType((256, 256), "float32") for i in range(20)}
     assert peak(run_optimizer(optim.AdamW, many, foreach=False)) == 3 * 4 * 256 * 256
 
 
@@ -90,6 +91,12 @@ def test_an_optimizer_that_looks_at_values_is_refused():
         run(optim.Adafactor, foreach=False)
 
 
+def test_the_state_has_the_parameters_type():
+    mixed = {"full": TensorType((64, 64), "float32"), "half": TensorType((64, 64), "bfloat16")}
+    found = run_optimizer(optim.AdamW, mixed, foreach=False)
+    assert found.state == {"full": 2 * 4 * 64 * 64, "half": 2 * 2 * 64 * 64}
+
+
 def test_plain_sgd_needs_no_memory():
     found = run(optim.SGD, foreach=True, lr=0.1)
     assert peak(found) == 0 and found.kernels
@@ -97,7 +104,7 @@ def test_plain_sgd_needs_no_memory():
 
 def test_more_parameters_are_no_more_foreach_kernels():
     few, many = (
-        run_optimizer(optim.AdamW, {f"p{i}": torch.zeros(8, device="meta") for i in range(n)}, foreach=True).kernels
+        run_optimizer(optim.AdamW, {f"p{i}": TensorType((8,), "float32") for i in range(n)}, foreach=True).kernels
         for n in (2, 20)
     )
     assert len([k for k in few if "foreach" in k.name]) == len([k for k in many if "foreach" in k.name])

@@ -10,9 +10,11 @@ import pytest
 from pipeline.ir.codec import decode, encode
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.profile import Profile, Step
+from stages.profile.by_table import profile_graph
 from stages.profile.picture import COLORS, SAMPLES, TOP_MODULES, describe, draw, draw_nothing, table
-from stages.profile.run import MODULES, PICTURE, figures, make_profile, profile_graph, write_pictures
-from stages.profile.step import CLASSES, StepProfile, adamw, profile_step
+from stages.profile.run import MODULES, PICTURE, figures, make_profile, write_pictures
+from stages.profile.step import StepProfile, adamw, profile_step
+from stages.profile.timeline import CLASSES
 from tests.graphs import SILENT, gpt_graph, mlp_graph
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from dataclasses import replace
 from itertools import chain
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,18 +21,10 @@ from pipeline.models.gpt import GPT
 from pipeline.models.mlp import MLP
 from pipeline.runtime.memory import measure_peak
 from stages.profile.costs import all_kernels
-from stages.profile.step import (
-    ACTIVATIONS,
-    CLASSES,
-    GRADIENTS,
-    OTHER,
-    PARAMETERS,
-    STATE,
-    TEMPORARIES,
-    StepProfile,
-    profile_step,
-)
+from stages.profile.link import meta
+from stages.profile.step import StepProfile, profile_step
 from stages.profile.symbolic import ALLOCATION, rounded
+from stages.profile.timeline import ACTIVATIONS, CLASSES, GRADIENTS, OTHER, PARAMETERS, STATE, TEMPORARIES
 from tests.graphs import trace
 
 
@@ -109,6 +102,17 @@ def test_a_deep_model_runs_no_more_kernels_than_a_shallow_one():
     assert len({id(link) for link in deep.runs}) == len({id(link) for link in shallow.runs})
     grown = deep.memory.after_forward - deep.memory.resident
     assert grown > 2 * (shallow.memory.after_forward - shallow.memory.resident)
+
+
+def test_only_the_parameters_of_distinct_links_are_made():
+    """Of the others the types are enough."""
+    made = []
+    for layers in (2, 8):
+        graph = trace(GPT(500, 64, 64, layers, 4), tokens(4, 64))
+        with patch("stages.profile.link.meta", wraps=meta) as counted:
+            profile_step(graph, "cpu", "native")
+        made.append(counted.call_count)
+    assert made[0] == made[1] > 0
 
 
 def test_half_precision_and_autocast_hold_less_on_a_gpu():

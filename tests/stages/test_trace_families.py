@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,17 +13,20 @@ from torch.nn import functional as F
 
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
+from pipeline.cost.kernels import Card
+from pipeline.cost.unsplit import step_seconds
 from pipeline.errors import TraceError
 from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.profile import Kernel, LinkKernels
 from pipeline.ir.verify import verify_graph
-from stages.profile.costs import op_costs
+from stages.profile.costs import all_kernels, op_costs
 from stages.profile.step import profile_step
 from stages.trace.build import fake_mode, to_fake
 from stages.trace.chain import find_chain
 from stages.trace.export import export_loss, pick_loss
 from stages.trace.lower import Ops, lower
 from stages.trace.simplify import simplify
-from tests.families import FAMILIES, LENGTH, llama, t5, tokens
+from tests.families import FAMILIES, LENGTH, llama, mixtral, t5, tokens
 from tests.interpreter import run_graph
 
 
@@ -147,6 +151,23 @@ def test_the_step_is_simulated_without_memory(family, device, precision):
     costs = op_costs(graph, step)
     assert set(costs) == {op.name for op in graph.ops}
     assert sum(cost.flops_backward for cost in costs.values()) > sum(cost.flops_forward for cost in costs.values()) > 0
+
+
+def test_the_host_waits_where_it_counts_the_rows_of_experts():
+    """Once in each pass of each grouped product, and nowhere else; that takes time."""
+    graph = graph_of(mixtral)
+    step = profile_step(graph, "cuda", "native")
+    kernels = all_kernels(step)
+    waiting = [k.op for run in step.runs for k in (*run.forward, *run.backward) if k.waits]
+    grouped = [op.name for op in graph.ops if op.target == "transformers.grouped_mm_fallback.default"]
+    assert len(waiting) == 2 * len(grouped) > 0 and set(waiting) <= set(grouped)
+    ahead = replace(kernels, links=tuple(LinkKernels(_ahead(k.forward), _ahead(k.backward)) for k in kernels.links))
+    card = Card({"float32": 1e9}, 1e9)  # so slow that the host is far ahead
+    assert step_seconds(graph, ahead, card).step < step_seconds(graph, kernels, card).step
+
+
+def _ahead(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+    return tuple(replace(kernel, waits=False) for kernel in kernels)
 
 
 def test_casts_that_change_nothing_cost_nothing():

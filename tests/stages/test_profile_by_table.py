@@ -1,4 +1,4 @@
-"""The symbolic profile against hand formulas, and against what autograd really keeps."""
+"""Costs by the op table against hand formulas, and against what autograd really keeps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import OpCost
-from stages.profile.run import find_storage, profile_graph
+from stages.profile.by_table import find_storage, profile_graph
 from tests.graphs import gpt, gpt_batch, gpt_graph, mlp, mlp_batch, mlp_graph, trace
 
 B, T, W, H, V = 4, 8, 16, 2, 40  # batch, length, width, heads, vocabulary of the tests' GPT

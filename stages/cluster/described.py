@@ -1,0 +1,144 @@
+"""A cluster from figures instead of measurements: `preset` takes them as they are, `simulate` measures them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from pipeline.config import Cluster as Settings
+from pipeline.ir.cluster import Cluster, Compute, Curve, Group, Host, Measured
+from stages.cluster.formulas import FASTEST
+from stages.cluster.meshes import candidate_meshes, candidate_splits
+from stages.cluster.topology import device_order, find_groups, with_uplinks
+
+MOST_SIMULATED = 256  # devices whose pairs are drawn one by one; larger clusters are grouped as they are described
+
+
+def from_preset(settings: Settings) -> Cluster:
+    return _cluster(settings, describe_group(settings), None)
+
+
+def simulate(settings: Settings) -> Cluster:
+    """What the probe would find, up to its noise."""
+    described = describe_group(settings)
+    if len(described.ranks) > MOST_SIMULATED:
+        return _cluster(settings, described, None)
+    bandwidth, latency = draw_pairs(described, settings.simulate.noise, random.Random(settings.simulate.seed))
+    hosts = [host.name for host in describe_hosts(settings) for _ in host.ranks]
+    found = with_uplinks(find_groups(bandwidth, latency, hosts), described.uplink)
+    count = len(hosts)
+    measured = Measured(0.0, max(count - 1, 0), count * (count - 1) // 2, 0, settings.simulate.noise, 0.0, None)
+    return _cluster(settings, found, measured)
+
+
+def _cluster(settings: Settings, group: Group, measured: Measured | None) -> Cluster:
+    assert settings.memory_gb  # the configuration's own check
+    meshes = candidate_meshes(group)
+    return Cluster(
+        source=settings.source.value,
+        device=settings.device.value,
+        devices=len(group.ranks),
+        memory_bytes=round(settings.memory_gb * 1e9),
+        compute=describe_compute(settings),
+        axes=meshes[0].axes,  # the one of one axis
+        hosts=describe_hosts(settings),
+        group=group,
+        order=device_order(group),
+        meshes=meshes,
+        splits=candidate_splits(group),
+        measured=measured,
+    )
+
+
+def describe_compute(settings: Settings) -> Compute:
+    preset = settings.preset
+    assert preset.matmul_gflops and preset.memory_gbytes_per_s
+    reached = 1e9 * preset.efficiency
+    half = {"float16": preset.half_gflops, "bfloat16": preset.bf16_gflops or preset.half_gflops}
+    return Compute(
+        matmul=Curve((1.0,), (preset.matmul_gflops * reached,)),
+        memory_rate=preset.memory_gbytes_per_s * reached,
+        launch=preset.launch_us / 1e6,
+        launch_backward=2 * preset.launch_us / 1e6,
+        matmul_by_dtype={dtype: Curve((1.0,), (rate * reached,)) for dtype, rate in half.items() if rate},
+        processors=preset.processors,
+    )
+
+
+def describe_hosts(settings: Settings) -> tuple[Host, ...]:
+    assert settings.memory_gb
+    memory = round(settings.memory_gb * 1e9)
+    return tuple(
+        Host(f"host{number}", tuple(ranks), settings.device.value, memory)
+        for number, ranks in enumerate(_runs(settings.host_sizes, 0))
+    )
+
+
+def describe_group(settings: Settings) -> Group:
+    """Islands in hosts in the cluster, as far as there are several of them."""
+    hosts = [_host(settings, ranks) for ranks in _runs(settings.host_sizes, 0)]
+    if len(hosts) == 1:
+        return hosts[0]
+    preset = settings.preset
+    assert preset.network_gbytes_per_s and preset.network_latency_us is not None
+    uplink = preset.network_gbytes_per_s * 1e9
+    shared = any(len(host.ranks) > 1 for host in hosts)
+    return Group(
+        kind="cluster",
+        ranks=tuple(rank for host in hosts for rank in host.ranks),
+        bandwidth=uplink / preset.network_cards,
+        latency=preset.network_latency_us / 1e6,
+        uplink=uplink if shared else None,
+        members=tuple(hosts) if shared else (),
+    )
+
+
+def _host(settings: Settings, ranks: range) -> Group:
+    preset = settings.preset
+    if len(ranks) == 1:
+        return Group("host", tuple(ranks), FASTEST, 0.0)
+    size = min(preset.island or len(ranks), len(ranks))
+    counts = [size] * (len(ranks) // size) + ([len(ranks) % size] if len(ranks) % size else [])
+    islands = [_island(settings, island, len(counts) == 1) for island in _runs(tuple(counts), ranks.start)]
+    if len(islands) == 1:
+        return islands[0]
+    assert preset.cross_gbytes_per_s
+    latency = preset.latency_us if preset.cross_latency_us is None else preset.cross_latency_us
+    return Group(
+        kind="host",
+        ranks=tuple(ranks),
+        bandwidth=preset.cross_gbytes_per_s * 1e9,
+        latency=(latency or 0.0) / 1e6,
+        members=tuple(islands) if size > 1 else (),
+    )
+
+
+def _island(settings: Settings, ranks: range, whole: bool) -> Group:
+    if len(ranks) == 1:
+        return Group("device", tuple(ranks), FASTEST, 0.0)
+    preset = settings.preset
+    assert preset.link_gbytes_per_s and preset.latency_us is not None
+    kind = "host" if whole else "island"
+    return Group(kind, tuple(ranks), preset.link_gbytes_per_s * 1e9, preset.latency_us / 1e6)
+
+
+def _runs(sizes: tuple[int, ...], start: int) -> Iterator[range]:
+    for size in sizes:
+        yield range(start, start + size)
+        start += size
+
+
+def draw_pairs(group: Group, noise: float, draw: random.Random) -> tuple[list[list[float]], list[list[float]]]:
+    """Bandwidth and latency of each pair as its smallest common group has them, off by up to `noise`."""
+    count = len(group.ranks)
+    bandwidth, latency = ([[0.0] * count for _ in range(count)] for _ in range(2))
+
+    def fill(part: Group) -> None:
+        for i in part.ranks:
+            for j in part.ranks:
+                bandwidth[i][j], latency[i][j] = part.bandwidth, part.latency
+        for member in part.members:
+            fill(member)
+
+    fill(group)
+    return [[value * draw.uniform(1 - noise, 1 + noise) for value in row] for row in bandwidth], latency

@@ -1,0 +1,221 @@
+"""What the links carry: pairs in rounds, collectives of a group over message sizes, overlap with computation."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from pipeline.ir.cluster import SEND
+from pipeline.runtime.collectives import all_gather_into, reduce_scatter_from
+from stages.cluster.fit import reduce_times
+from stages.cluster.rounds import Round
+from stages.cluster.sizes import SMALLEST, ends_first
+from stages.cluster.timing import Clock, slowest
+
+FEWEST_SIZES = 3
+SMALL, OFTEN = 1 << 16, 5  # messages below this are sent so often in one measurement
+PAIR_MESSAGE = 1 << 16  # bytes of the first large message of a pair
+PAIR_GROWTH = 4
+LONG_ENOUGH_S = 0.05  # a message that takes this long tells the bandwidth, whatever small ones do
+PAIR_REPEATS = 3
+CROSSINGS = 8  # times that pairs cross at once
+
+Pair = dict[str, float]  # of two ranks `a` and `b`: latency and bandwidth
+
+
+def measure_pairs(clock: Clock, rounds: list[Round], largest: float, budget: float) -> list[Pair]:
+    """Every pair of every round, those of a round at once; the same list on all ranks."""
+    rank = dist.get_rank()
+    found: list[Pair] = []
+    share = budget / max(1, len(rounds))
+    for pairs in rounds:
+        dist.barrier()
+        for a, b in pairs:
+            if rank == a:
+                found.append({"a": a, "b": b, **_lead(clock, b, largest, share)})
+            elif rank == b:
+                _follow(clock, a)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, found)
+    return [pair for own in gathered for pair in own]
+
+
+def _lead(clock: Clock, other: int, largest: float, budget: float) -> dict[str, float]:
+    """Latency of a small message, and bandwidth between two large ones, grown until one takes long enough."""
+    deadline = time.perf_counter() + budget
+    small = _exchange(clock, other, SMALLEST, 4 * PAIR_REPEATS)
+    sizes, seconds = [float(SMALLEST)], [small]
+    nbytes = PAIR_MESSAGE
+    while nbytes <= largest or len(sizes) == 1:
+        sizes.append(float(nbytes))
+        seconds.append(_exchange(clock, other, nbytes, PAIR_REPEATS))
+        late = time.perf_counter() + PAIR_GROWTH * 2 * (PAIR_REPEATS + 1) * seconds[-1] > deadline
+        if seconds[-1] >= LONG_ENOUGH_S or late:
+            break
+        nbytes *= PAIR_GROWTH
+    _tell(other, 0, 0)
+    return {"latency": small, "bandwidth": _bandwidth(sizes, seconds)}
+
+
+def _bandwidth(sizes: list[float], seconds: list[float]) -> float:
+    """Between the two largest messages; of the largest alone where the times do not rise."""
+    rise, run = seconds[-1] - seconds[-2], sizes[-1] - sizes[-2]
+    return run / rise if rise > seconds[-1] / 10 else sizes[-1] / seconds[-1]
+
+
+def _follow(clock: Clock, other: int) -> None:
+    order = torch.zeros(2, dtype=torch.int64)
+    while True:
+        dist.recv(order, other)
+        nbytes, repeats = (int(value) for value in order)
+        if not nbytes:
+            return
+        message = torch.empty(nbytes, dtype=torch.uint8, device=clock.device)
+        for _ in range(repeats + 1):
+            dist.recv(message, other)
+            dist.send(message, other)
+
+
+def _exchange(clock: Clock, other: int, nbytes: int, repeats: int) -> float:
+    """Seconds of one way: half of there and back."""
+    _tell(other, nbytes, repeats)
+    message = torch.ones(nbytes, dtype=torch.uint8, device=clock.device)
+
+    def there_and_back() -> None:
+        dist.send(message, other)
+        dist.recv(message, other)
+
+    there_and_back()
+    times = [clock.once(there_and_back, together=False) / 2 for _ in range(repeats)]
+    return reduce_times(times).seconds
+
+
+def _tell(other: int, nbytes: int, repeats: int) -> None:
+    dist.send(torch.tensor([nbytes, repeats]), other)
+
+
+def measure_crossing(clock: Clock, pairs: Round, bandwidth: float, largest: float) -> float:
+    """Bytes/s of each of these pairs while the first of every pair sends to the second, all at once.
+
+    Pairs that go there and back, as in `measure_pairs`, could use the two directions of a shared link in turns.
+    """
+    most = min(largest, max(PAIR_GROWTH * PAIR_MESSAGE, LONG_ENOUGH_S * bandwidth * 2 / max(2, len(pairs))))
+    sizes, seconds = [most / PAIR_GROWTH, most], []
+    for size in sizes:
+        send = functools.partial(_send_along, pairs, torch.ones(int(size), dtype=torch.uint8, device=clock.device))
+        send()
+        seconds.append(reduce_times(slowest([clock.once(send) for _ in range(CROSSINGS)])).seconds)
+    return _bandwidth(sizes, seconds)
+
+
+def _send_along(pairs: Round, message: torch.Tensor) -> None:
+    """Done when the message has arrived; a rank of no pair does nothing."""
+    rank, word = dist.get_rank(), message[:1].clone()
+    for source, target in pairs:
+        if rank == source:
+            dist.send(message, target)
+            dist.recv(word, target)
+        elif rank == target:
+            dist.recv(message, source)
+            dist.send(word, source)
+
+
+# ---- collectives
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The group of this rank on an axis, and its place there."""
+
+    group: dist.ProcessGroup | None
+    ranks: tuple[int, ...]
+
+
+def axis_groups(order: list[int], stride: int, size: int) -> Axis:
+    """Makes the groups of an axis of a mesh, on every rank in the same order, and returns this rank's own."""
+    own: Axis | None = None
+    for block in range(0, len(order), stride * size):
+        for first in range(block, block + stride):
+            ranks = tuple(order[first + stride * number] for number in range(size))
+            group = dist.new_group(list(ranks))
+            own = Axis(group, ranks) if dist.get_rank() in ranks else own
+    assert own is not None
+    return own
+
+
+def measure_axis(clock: Clock, axis: Axis, last: int, budget: float) -> dict[str, Any]:
+    """Each collective on messages of 1 KiB to `last`, all groups of the axis at once; bytes are of the unsplit tensor.
+
+    Every second size is not for the fit: it tells how good the fit is.
+    """
+    world = len(axis.ranks)
+    works: list[tuple[str, bool, float, Callable[[], object], int]] = []
+    begun, spent = clock.elapsed(), 0.0
+    for number, (nbytes, fitted) in enumerate(ends_first(last)):
+        piece = max(1, nbytes // 4 // world)
+        moves = _moves(clock, axis, piece)
+        inner = OFTEN if nbytes < SMALL else 1
+        cost = 0.0
+        for move in moves.values():
+            move()
+            cost += slowest([clock.once(move)])[0]
+        spent += cost * (2 + inner * clock.repeats)
+        if spent > budget and number >= FEWEST_SIZES:
+            break
+        works += [(name, fitted, 4.0 * piece * world, move, inner) for name, move in moves.items()]
+    seconds = clock.together([(move, inner) for *_, move, inner in works], budget - (clock.elapsed() - begun))
+    found: dict[str, Any] = {"fitted": {}, "unseen": {}}
+    for (name, fits, moved, _, _), taken in zip(works, seconds, strict=True):
+        found["fitted" if fits else "unseen"].setdefault(name, []).append({"bytes": moved, "seconds": taken})
+    return found
+
+
+def _moves(clock: Clock, axis: Axis, piece: int) -> dict[str, Callable[[], object]]:
+    world, group = len(axis.ranks), axis.group
+    whole, other = (torch.ones(piece * world, device=clock.device) for _ in range(2))
+    part = torch.ones(piece, device=clock.device)
+    place = axis.ranks.index(dist.get_rank())
+    after, before = axis.ranks[(place + 1) % world], axis.ranks[place - 1]
+
+    def shift() -> None:
+        """Everyone sends to the next and receives from the one before, as in a pipeline."""
+        operations = [dist.P2POp(dist.isend, whole, after, group), dist.P2POp(dist.irecv, other, before, group)]
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: all_gather_into(other, part, group=group),
+        "reduce_scatter": lambda: reduce_scatter_from(part, other, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        SEND: shift,
+    }
+
+
+def measure_overlap(clock: Clock, nbytes: float) -> float:
+    """How much of the shorter of a product and an all-reduce is hidden when both run: 1 is all, 0 is nothing."""
+    message = torch.ones(max(1, int(nbytes) // 4), device=clock.device)
+    side = 256 if clock.device == "cpu" else 4096
+    x = torch.randn(side, side, device=clock.device)
+    send = clock.seconds(lambda: dist.all_reduce(message))
+    once = clock.seconds(lambda: F.linear(x, x))
+    times = max(1, round(send / once))
+
+    def compute() -> None:
+        for _ in range(times):
+            F.linear(x, x)
+
+    def both() -> None:
+        request = dist.all_reduce(message, async_op=True)
+        compute()
+        request.wait()
+
+    alone, together = clock.seconds(compute), clock.seconds(both)
+    return min(1.0, max(0.0, (alone + send - together) / min(alone, send)))

@@ -1,0 +1,181 @@
+"""Starts the probe on the real ranks, of one host or several, and makes a cluster of what it measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from pipeline.config import Cluster as Settings
+from pipeline.config import Device
+from pipeline.errors import ClusterError
+from pipeline.ir.cluster import Axis, Cluster, Compute, Curve, Group, Host, LinkCost, Measured, Mesh, PerElement
+from pipeline.launch import LaunchFailed, Node, run_ranks
+from pipeline.log import Log
+from stages.cluster.fit import fit_errors, fit_links, least_squares_line, link_beyond
+from stages.cluster.meshes import candidate_meshes, candidate_splits
+from stages.cluster.topology import common_group, device_order, find_groups, pair_matrices, with_uplinks
+
+OWN_LINKS = 0.7  # of what a pair of hosts' devices has alone: where each has more while others cross, nothing is shared
+
+
+def measure(settings: Settings, choice: str, log: Log) -> Cluster:
+    where = f"conf/cluster/{choice}.yaml"
+    if settings.device is Device.cuda:
+        _check_gpus(settings, where)
+    try:
+        found = run_probe(settings, log)
+    except LaunchFailed as error:
+        for line in error.log.splitlines():
+            log.debug(line)
+        raise ClusterError(
+            f"the probe failed: {error}",
+            where=where,
+            remedy="lower `devices`, raise `probe.timeout_s`, or use `source: preset`",
+        ) from error
+    return make_cluster(settings, found)
+
+
+def _check_gpus(settings: Settings, where: str) -> None:
+    import torch  # slow to import, and the ranks need it otherwise
+
+    there = torch.cuda.device_count()
+    if there < settings.devices:
+        raise ClusterError(
+            f"got {settings.devices}, and torch sees {there} GPUs on this machine",
+            where=f"{where}: devices",
+            remedy="lower it, use `source: preset` with the card's figures, or `device: cpu`",
+        )
+
+
+def run_probe(settings: Settings, log: Log) -> dict[str, Any]:
+    """What the ranks measured, as plain values."""
+    from stages.cluster.meeting import Arrival, Meeting, own_name
+
+    probe = settings.probe
+    names = tuple(probe.hosts or [own_name()])
+    meeting = Meeting(Arrival(names[0], settings.devices), names[1:], probe.port)
+    if names[1:]:
+        log.info("waiting for %s; on each: %s", ", ".join(names[1:]), join_command(settings))
+    arrived = meeting.gather(probe.join_s)
+    job = {
+        "device": settings.device.value,
+        "host": names[0],
+        "max_message_bytes": probe.max_message_mb * 1e6,
+        "repeats": probe.repeats,
+        "budget_s": probe.budget_s,
+        "timeout_s": probe.timeout_s,
+        "meeting": meeting.address,
+    }
+    node = Node(len(names), 0, names[0], probe.port + 1) if names[1:] else None
+    log.info("measuring %d ranks on %d hosts", sum(a.devices for a in arrived), len(names))
+    meeting.start({"job": job, "nodes": len(names), "hosts": names, "torchrun": (names[0], probe.port + 1)})
+    try:
+        found = run_ranks("stages.cluster.probe", job, settings.devices, probe.timeout_s, meeting.listen, node)
+    except LaunchFailed as error:
+        reason = LaunchFailed(meeting.explain(str(error)))
+        reason.log = error.log
+        meeting.stop(str(reason))
+        raise reason from error
+    meeting.part()
+    return found
+
+
+def join_command(settings: Settings) -> str:
+    hosts, port = settings.probe.hosts or ["FIRST"], settings.probe.port
+    return f"python -m stages.cluster.join {hosts[0]}:{port} --host NAME --devices {settings.devices}"
+
+
+# ---- from measurements to a cluster
+
+
+def make_cluster(settings: Settings, found: dict[str, Any]) -> Cluster:
+    ranks = found["ranks"]
+    names = [rank["host"] for rank in ranks]
+    group = _crossing(find_groups(*pair_matrices(found["pairs"], len(ranks)), names), found["crossing"])
+    memory = settings.memory_gb * 1e9 if settings.memory_gb else min(rank["memory_bytes"] for rank in ranks)
+    measured = {(axis["stride"], axis["size"]): fit_links(axis["fitted"]) for axis in found["axes"]}
+    meshes = tuple(_with_measured(mesh, measured) for mesh in candidate_meshes(group))
+    return Cluster(
+        source="probe",
+        device=settings.device.value,
+        devices=len(ranks),
+        memory_bytes=round(memory),
+        compute=_compute(found["compute"]),
+        axes=meshes[0].axes,  # the one of one axis
+        hosts=tuple(_hosts(ranks)),
+        group=group,
+        order=device_order(group),
+        meshes=meshes,
+        splits=candidate_splits(group),
+        measured=_trust(found, measured),
+    )
+
+
+def _crossing(group: Group, found: dict[str, Any] | None) -> Group:
+    """The groups with what one pair has between two hosts, and all devices of a host together."""
+    if found is None or found["each"] > OWN_LINKS * found["alone"]:
+        return group
+    common = common_group(group, set(found["ranks"]))
+    return with_uplinks(group, found["pairs"] * found["each"], found["alone"] / common.bandwidth)
+
+
+def _with_measured(mesh: Mesh, measured: dict[tuple[int, int], dict[str, LinkCost]]) -> Mesh:
+    """Measured links in the place of formulas, for the axes that were measured."""
+    strides = [prod(mesh.sizes[number + 1 :]) for number in range(len(mesh.sizes))]
+    return Mesh(
+        tuple(
+            _measured_axis(axis, measured[stride, axis.size]) if (stride, axis.size) in measured else axis
+            for axis, stride in zip(mesh.axes, strides, strict=True)
+        )
+    )
+
+
+def _measured_axis(axis: Axis, links: dict[str, LinkCost]) -> Axis:
+    beyond = {name: link_beyond(link, axis.links[name]) for name, link in links.items()}
+    return replace(axis, links=beyond, measured=True)
+
+
+def _hosts(ranks: list[dict[str, Any]]) -> Iterator[Host]:
+    for name in dict.fromkeys(rank["host"] for rank in ranks):
+        own = [number for number, rank in enumerate(ranks) if rank["host"] == name]
+        memory = min(ranks[number]["memory_bytes"] for number in own)
+        yield Host(name, tuple(own), ranks[own[0]]["device"], memory)
+
+
+def _trust(found: dict[str, Any], measured: dict[tuple[int, int], dict[str, LinkCost]]) -> Measured:
+    errors = [
+        error for axis in found["axes"] for error in fit_errors(measured[axis["stride"], axis["size"]], axis["unseen"])
+    ]
+    return Measured(
+        seconds=found["seconds"],
+        rounds=found["rounds"],
+        pairs=len(found["pairs"]),
+        outliers=found["outliers"],
+        spread=found["spread"],
+        fit_error=statistics.median(errors) if errors else 0.0,
+        overlap=found.get("overlap"),
+    )
+
+
+def _compute(found: dict[str, Any]) -> Compute:
+    _, seconds_per_byte = least_squares_line([(m["bytes"], m["seconds"]) for m in found["copy"]])
+    optimizer_launch, optimizer_per_byte = least_squares_line([(m["bytes"], m["seconds"]) for m in found["optimizer"]])
+    return Compute(
+        matmul=_curve(found["matmul"]),
+        memory_rate=1 / seconds_per_byte,
+        launch=found["launch"],
+        launch_backward=found["launch_backward"],
+        ops={name: PerElement(**seconds) for name, seconds in found["ops"].items()},
+        optimizer_launch=optimizer_launch,
+        optimizer_rate=1 / optimizer_per_byte,
+        matmul_by_dtype={dtype: _curve(products) for dtype, products in found["half"].items()},
+        processors=found["processors"],
+    )
+
+
+def _curve(products: list[dict[str, float]]) -> Curve:
+    sizes, rates = zip(*((m["flops"], m["flops"] / m["seconds"]) for m in products), strict=True)
+    return Curve(sizes, rates)

@@ -1,0 +1,193 @@
+"""Candidate meshes and pipeline pieces of a topology, each axis priced by the slowest link it uses.
+
+Devices are taken in the order of the tree (`device_order`), so neighbours are near: the inner axes of a row-major array
+run over fast links and the outer ones over slow links. The devices along an axis are linked as their lowest common
+group is. Where a member of that group (a host) has one uplink for all its devices, the k groups of the axis that cross
+it at once get 1/k of it each: with 8 tensor-parallel ranks on a host, each of their 8 data-parallel groups gets an
+eighth. A group with m devices in the host can send through each of them, so it gets at most m times what one has.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from math import prod
+
+from pipeline.ir.cluster import Axis, Group, LinkCost, Mesh, Split
+from stages.cluster.formulas import NOTHING, Link, group_links
+
+MOST_PIECES = 64
+SAMPLES = 64  # groups of an axis that are looked at, evenly spread, where there are more
+
+
+def axis_name(number: int) -> str:
+    return f"d{number}"
+
+
+def candidate_meshes(group: Group) -> tuple[Mesh, ...]:
+    """Every shape of one to three axes; of as many axes, those that keep to the groups come first, then the fastest."""
+    tree = _Tree(group)
+    return _meshes(tree, 0, tree.count)
+
+
+def candidate_splits(group: Group) -> tuple[Split, ...]:
+    """The devices in 2, 3... equal pieces, and in the members of each level of groups where these differ."""
+    tree = _Tree(group)
+    found = []
+    for sizes in dict.fromkeys([*_equal_pieces(tree.count), *_levels(group)]):
+        if 1 < len(sizes) <= MOST_PIECES:
+            found.append(_split(tree, sizes))
+    return tuple(found)
+
+
+def _equal_pieces(count: int) -> Iterator[tuple[int, ...]]:
+    for pieces in range(2, min(count, MOST_PIECES) + 1):
+        if count % pieces == 0:
+            yield (count // pieces,) * pieces
+
+
+def _levels(group: Group) -> Iterator[tuple[int, ...]]:
+    """The sizes of the members at each depth of the tree."""
+    level = [group]
+    while any(item.members for item in level):
+        level = [member for item in level for member in (item.members or (item,))]
+        yield tuple(len(item.ranks) for item in level)
+
+
+def _split(tree: _Tree, sizes: tuple[int, ...]) -> Split:
+    edges = list(accumulate(sizes))[:-1]
+    beside = [min(pair) for pair in pairwise(sizes)]  # devices that send at once, each to one of the next piece
+    link = _slowest([tree.between(edge - 1, edge, crowd) for edge, crowd in zip(edges, beside, strict=True)])
+    meshes = {}
+    for size in dict.fromkeys(sizes):
+        places = [edge - own for edge, own in zip(accumulate(sizes), sizes, strict=True) if own == size]
+        found = [_meshes(tree, place, size) for place in (places[:1] if tree.even else places)]
+        meshes[str(size)] = _worst(found)
+    return Split(sizes, LinkCost(link.latency, link.one), meshes)
+
+
+def _worst(places: list[tuple[Mesh, ...]]) -> tuple[Mesh, ...]:
+    """The meshes of pieces of one size, each axis as slow as it is in any of them."""
+    others = [{mesh.sizes: mesh for mesh in meshes} for meshes in places]
+    return tuple(
+        Mesh(tuple(max(axes, key=_price) for axes in zip(*(found[mesh.sizes].axes for found in others), strict=True)))
+        for mesh in places[0]
+    )
+
+
+class _Tree:
+    """The groups of the tree by the places of their devices in its order."""
+
+    def __init__(self, group: Group) -> None:
+        self.count = len(group.ranks)
+        self.root = group
+        self.even = _is_even(group)
+        self.spans: dict[int, tuple[int, int]] = {}  # id of a group -> first and last place
+        self._place(group, 0)
+        self.starts = {id(g): [self.spans[id(m)][0] for m in g.members] for g in _all(group)}
+        self.largest = {id(g): max((len(m.ranks) for m in g.members), default=1) for g in _all(group)}
+
+    def _place(self, group: Group, first: int) -> None:
+        self.spans[id(group)] = first, first + len(group.ranks) - 1
+        for member in group.members:
+            self._place(member, first)
+            first += len(member.ranks)
+
+    def common(self, first: int, last: int) -> Group:
+        """The smallest group that holds both places, and so all between them."""
+        found = self.root
+        while found.members:
+            inner = found.members[bisect_right(self.starts[id(found)], first) - 1]
+            if last > self.spans[id(inner)][1]:
+                return found
+            found = inner
+        return found
+
+    def between(self, first: int, last: int, crowd: int) -> Link:
+        """From one place to another, while `crowd` of their neighbours do the same."""
+        return self._link(self.common(first, last), crowd, 1, 2)
+
+    def along(self, first: int, stride: int, size: int) -> Link:
+        """Every `stride`-th place, while the `stride - 1` groups beside it are at work."""
+        group = self.common(first, first + stride * (size - 1))
+        return self._link(group, stride, self.largest[id(group)] // stride, size)
+
+    def _link(self, group: Group, crowd: int, within: int, size: int) -> Link:
+        """`size` devices, up to `within` of them in one member of the group, while `crowd` such groups are at work."""
+        if group.uplink is None or not group.members:
+            return Link.alike(group.latency, group.bandwidth)
+        within = max(1, min(within, size - 1))
+        share = group.uplink / min(crowd, self.largest[id(group)])
+        around = min(share, within * group.bandwidth)
+        if within > 1:  # the ring also runs inside the members
+            around = min(around, *(member.bandwidth for member in group.members))
+        out = share / within * (size - 1) / (size - within)  # what stays in the member needs no uplink
+        return Link(group.latency, around, min(share, group.bandwidth), min(out, group.bandwidth))
+
+
+def _all(group: Group) -> Iterator[Group]:
+    yield group
+    for member in group.members:
+        yield from _all(member)
+
+
+def _is_even(group: Group) -> bool:
+    """Whether all members are alike, at every level."""
+    shapes = {_shape(member) for member in group.members}
+    return len(shapes) <= 1 and all(_is_even(member) for member in group.members)
+
+
+def _shape(group: Group) -> tuple[object, ...]:
+    members = tuple(_shape(member) for member in group.members)
+    return len(group.ranks), group.bandwidth, group.latency, group.uplink, members
+
+
+def _slowest(links: list[Link]) -> Link:
+    return Link(
+        latency=max(link.latency for link in links),
+        around=min(link.around for link in links),
+        one=min(link.one for link in links),
+        each=min(link.each for link in links),
+    )
+
+
+def _meshes(tree: _Tree, start: int, count: int) -> tuple[Mesh, ...]:
+    groups = {1, *(len(group.ranks) for group in _all(tree.root))}
+    found = []
+    for shape in _shapes(count):
+        strides = [prod(shape[number + 1 :]) for number in range(len(shape))]
+        astray = sum(stride not in groups for stride in strides)
+        axes = tuple(
+            Axis(axis_name(number), size, _axis_links(tree, start, count, stride, size))
+            for number, (size, stride) in enumerate(zip(shape, strides, strict=True))
+        )
+        found.append((len(shape), astray, sum(_price(axis) for axis in axes), shape, Mesh(axes)))
+    return tuple(item[-1] for item in sorted(found, key=lambda item: item[:-1]))
+
+
+def _shapes(count: int) -> Iterator[tuple[int, ...]]:
+    """Ways to write the count as a product of one to three numbers, order told apart, none of them 1."""
+    yield (count,)
+    for first in _divisors(count):
+        yield first, count // first
+        for second in _divisors(count // first):
+            yield first, second, count // first // second
+
+
+def _divisors(count: int) -> list[int]:
+    return [d for d in range(2, count // 2 + 1) if count % d == 0]
+
+
+def _axis_links(tree: _Tree, start: int, count: int, stride: int, size: int) -> dict[str, LinkCost]:
+    groups = count // size
+    sampled = groups > SAMPLES
+    chosen = [number * (groups - 1) // (SAMPLES - 1) for number in range(SAMPLES)] if sampled else range(groups)
+    firsts = [start + number // stride * stride * size + number % stride for number in chosen]
+    return group_links(size, _slowest([tree.along(first, stride, size) for first in firsts]))
+
+
+def _price(axis: Axis) -> float:
+    """Seconds to sum a megabyte: what axes are compared by."""
+    link = axis.links["all_reduce"]
+    return 0.0 if link == NOTHING else link.seconds(1e6)

@@ -1,0 +1,214 @@
+"""The memory of a whole training step: the storages of all its links and of the optimizer on one line of time.
+
+Forward through the chain, backward through it, optimizer. What a link writes lives until the last of those that read it
+has let go of it; a gradient of an activation lives until the link that wrote the activation has gone backward;
+parameters' gradients live until the step ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from pipeline.ir.graph import OpGraph, Role
+from stages.profile.link import Ends, LinkRun
+from stages.profile.optimizer import OptimizerRun
+from stages.profile.symbolic import rounded
+
+PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
+ACTIVATIONS, TEMPORARIES, OTHER = "activations", "temporaries", "inputs and buffers"
+RESIDENT = (PARAMETERS, STATE, OTHER)  # from step to step
+CLASSES = (*RESIDENT, GRADIENTS, ACTIVATIONS, TEMPORARIES)
+
+
+@dataclass(slots=True)
+class Life:
+    """A piece of memory from one kernel of the step until before another."""
+
+    size: int
+    kind: str
+    module: str
+    born: int
+    died: int
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    resident: int
+    after_forward: int
+    backward_peak: int
+    after_backward: int
+    optimizer_peak: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes alive at each kernel of the step; the first `forward` kernels are the forward pass."""
+
+    lives: tuple[Life, ...]
+    forward: int
+    backward: int
+    optimizer: int
+
+    @property
+    def length(self) -> int:
+        return self.forward + self.backward + self.optimizer
+
+    def curve(self, kind: str | None = None) -> list[int]:
+        """Bytes alive at each kernel, of one class or of all."""
+        change = [0] * (self.length + 1)
+        for life in self.lives:
+            if kind is None or kind == life.kind:
+                change[life.born] += life.size
+                change[life.died] -= life.size
+        return list(accumulate(change[:-1]))
+
+    def alive(self, moment: int) -> Iterator[Life]:
+        return (life for life in self.lives if life.born <= moment < life.died)
+
+
+def compose(
+    graph: OpGraph, runs: Sequence[LinkRun], ends: Sequence[Ends], optimizer: OptimizerRun, workspace: int
+) -> Timeline:
+    """Lays the storages of all links on the step's line of time; `workspace` is there all the time."""
+    return _Composer(graph, runs, ends, optimizer, workspace).timeline()
+
+
+class _Composer:
+    def __init__(
+        self, graph: OpGraph, runs: Sequence[LinkRun], ends: Sequence[Ends], optimizer: OptimizerRun, workspace: int
+    ) -> None:
+        self.graph, self.runs, self.ends, self.step, self.workspace = graph, runs, ends, optimizer, workspace
+        self.forward_at: list[int] = []
+        count = 0
+        for run in runs:
+            self.forward_at.append(count)
+            count += len(run.forward)
+        self.forward = count
+        backward_at: list[int] = []
+        for run in reversed(runs):
+            backward_at.append(count)
+            count += len(run.backward)
+        self.backward_at = backward_at[::-1]
+        self.backward_end = count
+        self.end = count + len(optimizer.kernels)
+        self.first: dict[int, int] = {}  # a run -> the link that it was made for
+        for number, run in enumerate(runs):
+            self.first.setdefault(id(run), number)
+        self.lives: list[Life] = []
+        self.values: dict[str, Life | None] = {}  # activations that cross links
+        self.gradients: dict[str, Life] = {}  # of those
+        self.of_parameters: set[str] = set()  # whose gradient is there already: tied weights have one
+
+    def timeline(self) -> Timeline:
+        self._resident()
+        modules = [self._modules(number) for number in range(len(self.runs))]
+        placed = [self._forward(number, modules[number]) for number in range(len(self.runs))]
+        for number in reversed(range(len(self.runs))):
+            self._backward(number, modules[number], placed[number])
+        for storage in self.step.storages:
+            died = self.end if storage.died is None else self.backward_end + storage.died
+            self._add(storage.size, TEMPORARIES, "optimizer", self.backward_end + storage.born, died)
+        sizes = (self.forward, self.backward_end - self.forward, self.end - self.backward_end)
+        return Timeline(tuple(self.lives), *sizes)
+
+    def _add(self, size: int, kind: str, module: str, born: int, died: int) -> Life:
+        life = Life(size, kind, module, born, died)
+        if size:
+            self.lives.append(life)
+        return life
+
+    def _resident(self) -> None:
+        for value in self.graph.of_role(Role.PARAMETER):
+            owner = value.origin.rpartition(".")[0]
+            self._add(rounded(value.type.nbytes), PARAMETERS, owner, 0, self.end)
+            self._add(self.step.state.get(value.name, 0), STATE, owner, 0, self.end)
+        for role in (Role.BUFFER, Role.INPUT):
+            for value in self.graph.of_role(role):
+                self._add(rounded(value.type.nbytes), OTHER, value.origin.rpartition(".")[0], 0, self.end)
+        self._add(self.workspace, OTHER, "libraries", 0, self.end)
+
+    def _modules(self, number: int) -> dict[str, str]:
+        """The module of each op: a link that was run for an equal one names the ops of that one."""
+        first = self.first[id(self.runs[number])]
+        ops = zip(self.graph.chain[first].ops, self.graph.chain[number].ops, strict=True)
+        return {there: self.graph.op(here).module for there, here in ops}
+
+    def _forward(self, number: int, modules: dict[str, str]) -> list[Life | None]:
+        run, ends, start = self.runs[number], self.ends[number], self.forward_at[number]
+        count, back = len(run.forward), self.backward_at[number]
+        entered = dict(zip(run.reads, ends.reads, strict=True))
+        placed: list[Life | None] = []
+        for place, storage in enumerate(run.storages):
+            if storage.born >= count and place not in run.reads:
+                placed.append(None)  # of the backward pass
+                continue
+            gone = count if storage.died is None else storage.died
+            kept = gone > count  # for the link's own backward
+            died = back + gone - count if kept else start + min(count, gone)
+            if place in entered:
+                life = self.values[entered[place]]
+                if life is not None:
+                    life.died = max(life.died, died)
+                    life.kind = ACTIVATIONS if kept else life.kind
+            else:
+                module = modules.get(storage.op, "")
+                kind = ACTIVATIONS if kept or place in run.writes else TEMPORARIES
+                life = self._add(storage.size, kind, module, start + storage.born, died)
+            placed.append(life)
+        for place, name in zip(run.writes, ends.writes, strict=True):
+            self.values[name] = None if place is None else placed[place]
+        return placed
+
+    def _backward(self, number: int, modules: dict[str, str], placed: list[Life | None]) -> None:
+        run, ends, start = self.runs[number], self.ends[number], self.backward_at[number]
+        count, end = len(run.forward), start + len(run.backward)
+        arrived = dict(zip(run.write_gradients, ends.writes, strict=True))
+        parameters = dict(zip(run.parameter_gradients, ends.parameters, strict=True))
+        leaving = dict(zip(run.read_gradients, ends.reads, strict=True))
+        for place, storage in enumerate(run.storages):
+            if placed[place] is not None or storage.born < count:
+                continue
+            if place in arrived:
+                life = self.gradients.get(arrived[place])
+                if life is None:  # the gradient of the loss
+                    life = self._add(storage.size, TEMPORARIES, "", start, end)
+                life.died = end
+            else:
+                died = end if storage.died is None else start + storage.died - count
+                module = modules.get(storage.op, "")
+                life = self._add(storage.size, TEMPORARIES, module, start + storage.born - count, died)
+            placed[place] = life
+            if place in parameters:
+                self._keep_gradient(parameters[place], life)
+            if place in leaving:
+                self._pass_gradient(leaving[place], life)
+
+    def _keep_gradient(self, name: str, life: Life) -> None:
+        if name not in self.of_parameters:
+            self.of_parameters.add(name)
+            life.kind, life.died = GRADIENTS, self.end
+
+    def _pass_gradient(self, name: str, life: Life) -> None:
+        """The first gradient of an activation stays until its writer has it; further ones are added to it."""
+        if name not in self.gradients:
+            self.gradients[name] = life
+            life.died = self.end  # until the writer's backward says better
+
+
+def summary(timeline: Timeline) -> StepMemory:
+    curve = timeline.curve()
+    forward, backward = timeline.forward, timeline.forward + timeline.backward
+    resident = kept = after = 0
+    for life in timeline.lives:
+        if life.kind in RESIDENT and life.born == 0:
+            resident += life.size
+        if life.born < forward < life.died:
+            kept += life.size
+        if life.born < backward <= life.died and (life.kind in RESIDENT or life.kind == GRADIENTS):
+            after += life.size
+    backward_peak = max(curve[forward:backward], default=resident)
+    optimizer_peak = max(curve[backward:], default=after)
+    return StepMemory(resident, kept, backward_peak, after, optimizer_peak, max(curve, default=resident))
