@@ -97,14 +97,16 @@ def test_random_plans_use_every_conversion_and_nested_recompute() -> None:
     """What the random plans are worth: all of the table occurs in them."""
     from pipeline.cost.conversions import TABLE
 
-    seen, nested = set(), 0
+    seen, nested, states, again = set(), 0, 0, 0
     for ranks, name in RANDOM:
         plan = plan_named(name, ranks)
         program, _ = plans.lowered(name.partition("-")[0], plan)
         seen |= {"".join(c for c in pair if c in "RBSP") for pair in plans.conversions_in(program)}
         nested += any(inner.recompute for region in plan.regions for inner in region.inner)
+        states += bool(plan.sharding.state)
+        again += bool(plan.sharding.regathered) and any(region.recompute for region in plan.regions)
     assert seen == set(TABLE)
-    assert nested >= 5
+    assert nested >= 5 and states >= 20 and again >= 10
 
 
 # ---- plans that have a name

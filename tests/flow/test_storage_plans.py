@@ -15,6 +15,7 @@ import pytest
 from pipeline.cost.step import price_step
 from pipeline.ir.graph import Role
 from pipeline.runtime.memory import Tally
+from stages.checkpoint.describe import describe
 from tests import plans, storage_plans
 from tests.ranks import run_ranks
 from tests.stages.test_codegen import SCHEDULES, ruff
@@ -35,6 +36,22 @@ def source_of(case: str) -> str:
     return plans.lowered(model, plan_named(model, name, regions))[1]
 
 
+WRONG = {  # a plan on one axis, what is right in its program, and what is not
+    "sum_forgotten": ("zero1", '("R", "d0", "S(0)")', '("R", "", "S(0)")'),
+    "gradient_not_scattered": ("zero3", " regather(", " gather("),
+}
+
+
+def wrong_programs() -> dict[str, str]:
+    found = {}
+    for fault, (name, right, wrong) in WRONG.items():
+        source = source_of(f"gpt8-{name}")
+        assert right in source
+        source = source.replace("pipeline.runtime import ", "pipeline.runtime import gather, ").replace(right, wrong)
+        found[f"gpt8-wrong_{fault}"] = source
+    return found
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """Writes all programs for a mesh and runs them in one group of processes."""
@@ -48,6 +65,8 @@ def outcomes(tmp_path_factory):
             for mesh, case in CASES:
                 if mesh == sizes:
                     (folder / f"{case}.py").write_text(source_of(case))
+            for case, source in wrong_programs().items() if sizes == (2,) else ():
+                (folder / f"{case}.py").write_text(source)
             found[sizes] = run_ranks(prod(sizes), plans.run_programs, str(folder))
         return found[sizes]
 
@@ -58,6 +77,12 @@ def outcomes(tmp_path_factory):
 def test_parameters_stored_in_any_way_train_as_the_module_does(outcomes, sizes: tuple[int, ...], case: str) -> None:
     for rank, errors in enumerate(outcomes(sizes)):
         assert not errors[case], f"rank {rank}:\n{errors[case]}"
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_program_is_seen(outcomes, fault: str) -> None:
+    errors = [found[f"gpt8-wrong_{fault}"] for found in outcomes((2,))]
+    assert all("of its size" in error for error in errors), errors
 
 
 # ---- what autograd keeps
@@ -135,6 +160,14 @@ def test_beside_tensor_parallelism_only_activations_and_the_biases_of_rows_are_c
     origins = {value.origin for value in converted if value.role is Role.PARAMETER}
     rows = ("attention.out.bias", "down.bias")  # each is added once
     assert origins == {f"layers.{layer}.{row}" for layer in range(2) for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [("ddp", "37xR;"), ("zero1", "37xR (state S(0));"), ("zero2", "37xS(0);"), ("zero3", "37xS(0) (regathered);")],
+)
+def test_a_plan_in_one_line(name: str, stored: str) -> None:
+    assert f"parameters {stored}" in describe(plans.graph_of("gpt8"), plan_named("gpt8", name))
 
 
 @pytest.mark.parametrize("model", ["gpt8", "tied8"])
