@@ -80,7 +80,7 @@ graphs = st.builds(
 )  # fmt: skip
 strategies = st.builds(Strategy, names, tuples(layouts), tuples(layouts), st.text(max_size=4))
 shardings = st.builds(Sharding, tables(strategies), tables(layouts), tables(layouts))
-proofs = st.builds(Proof, names, seconds, seconds, seconds, counts, counts)
+proofs = st.builds(Proof, names, names, seconds, seconds, seconds, counts, counts)
 plan_points = st.builds(FrontierPoint, shardings, seconds, counts, counts, proofs, counts)
 regions = st.recursive(
     st.builds(Region, counts, counts, st.booleans(), st.just(())),
