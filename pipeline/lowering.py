@@ -5,10 +5,11 @@ the sharding names; what lies on the way to another layout is not made a second 
 so that a recompute region repeats what belongs to it and nothing crosses a cut but the activation and the common
 values; these cross it in the layout they are written in, and are converted by each link that reads them.
 
-On an axis where a parameter is stored `R` and all its ops read it as `B` it is not converted: the step sums its
-gradient over such axes once, in buckets (this is DDP). What is left of the way to its readers is converted. A parameter
-that several links read in a layout it is not stored in is converted once, before the chain; one that is regathered
-(ZeRO-3) by each link, which lets go of the copy.
+On an axis where a parameter is stored `R` and an op reads it as `B`, the step sums its gradient once, in buckets (this
+is DDP), and the parameter counts as `B`: what ops that read it otherwise need there is local (`B -> R` masks the
+gradient, `B -> S` takes a piece). What is left of the way to its readers is converted. A parameter that several links
+read in a layout it is not stored in is converted once, before the chain; one that is regathered (ZeRO-3) by each link,
+which lets go of the copy.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ def _reduced(graph: OpGraph, sharding: Sharding) -> dict[str, tuple[int, ...]]:
     found = {}
     for value in graph.of_role(Role.PARAMETER):
         wanted, stored = read[value.name], sharding.storage[value.origin].states
-        axes = (a for a, state in enumerate(stored) if state == R and all(layout.states[a] == B for layout in wanted))
-        if wanted and (summed := tuple(axes)):
-            found[value.name] = summed
+        summed = [a for a, state in enumerate(stored) if state == R and any(layout.states[a] == B for layout in wanted)]
+        if summed:
+            found[value.name] = tuple(summed)
     return found
 
 

@@ -17,8 +17,9 @@ from pipeline.ir.graph import Role
 from pipeline.runtime.memory import Tally
 from stages.checkpoint.describe import describe
 from tests import plans, storage_plans
+from tests.programs import SCHEDULES
 from tests.ranks import run_ranks
-from tests.stages.test_codegen import SCHEDULES, ruff
+from tests.stages.test_codegen import ruff
 from tests.storage_plans import NAMED, plan_named
 
 pytestmark = pytest.mark.flow
