@@ -20,7 +20,6 @@ from stages.cluster.sizes import SMALLEST, ends_first
 from stages.cluster.timing import Clock, slowest
 
 FEWEST_SIZES = 3
-SMALL, OFTEN = 1 << 16, 5  # messages below this are sent so often in one measurement
 PAIR_MESSAGE = 1 << 16  # bytes of the first large message of a pair
 PAIR_GROWTH = 4
 LONG_ENOUGH_S = 0.05  # a message that takes this long tells the bandwidth, whatever small ones do
@@ -153,26 +152,26 @@ def axis_groups(order: list[int], stride: int, size: int) -> Axis:
 def measure_axis(clock: Clock, axis: Axis, last: int, budget: float) -> dict[str, Any]:
     """Each collective on messages of 1 KiB to `last`, all groups of the axis at once; bytes are of the unsplit tensor.
 
-    Every second size is not for the fit: it tells how good the fit is.
+    Every second size is not for the fit: it tells how good the fit is. Each call follows a barrier: where
+    ranks do not begin together, calls in a row take three times as long in some runs and not in others.
     """
     world = len(axis.ranks)
-    works: list[tuple[str, bool, float, Callable[[], object], int]] = []
+    works: list[tuple[str, bool, float, Callable[[], object]]] = []
     begun, spent = clock.elapsed(), 0.0
     for number, (nbytes, fitted) in enumerate(ends_first(last)):
         piece = max(1, nbytes // 4 // world)
         moves = _moves(clock, axis, piece)
-        inner = OFTEN if nbytes < SMALL else 1
         cost = 0.0
         for move in moves.values():
             move()
             cost += slowest([clock.once(move)])[0]
-        spent += cost * (2 + inner * clock.repeats)
+        spent += cost * (2 + clock.repeats)
         if spent > budget and number >= FEWEST_SIZES:
             break
-        works += [(name, fitted, 4.0 * piece * world, move, inner) for name, move in moves.items()]
-    seconds = clock.together([(move, inner) for *_, move, inner in works], budget - (clock.elapsed() - begun))
+        works += [(name, fitted, 4.0 * piece * world, move) for name, move in moves.items()]
+    seconds = clock.together([move for *_, move in works], budget - (clock.elapsed() - begun))
     found: dict[str, Any] = {"fitted": {}, "unseen": {}}
-    for (name, fits, moved, _, _), taken in zip(works, seconds, strict=True):
+    for (name, fits, moved, _), taken in zip(works, seconds, strict=True):
         found["fitted" if fits else "unseen"].setdefault(name, []).append({"bytes": moved, "seconds": taken})
     return found
 

@@ -46,7 +46,7 @@ class Clock:
         work()
         return self.reduce(slowest([self.once(work, inner) for _ in range(self.repeats)]))
 
-    def together(self, works: list[tuple[Work, int]], budget: float) -> list[float]:
+    def together(self, works: list[Work], budget: float) -> list[float]:
         """Seconds of several kinds of work taken in turns, so that what disturbs the machine disturbs all alike.
 
         Where time is left, more often than asked for: a machine that others use needs it.
@@ -56,8 +56,8 @@ class Clock:
         for number in range(MOST * self.repeats):
             if number >= self.repeats and self.elapsed() > deadline:
                 break
-            for own, (work, inner) in zip(times, works, strict=True):
-                own.append(self.once(work, inner))
+            for own, work in zip(times, works, strict=True):
+                own.append(self.once(work))
         return [self.reduce(slowest(own)) for own in times]
 
     def reduce(self, times: list[float]) -> float:
