@@ -338,6 +338,12 @@ class Solve:
         "Candidate meshes that are planned for, the most promising first.", 6, at_least=1, at_most=64
     )
     frontier_meshes: int = setting("Meshes of which plans are kept, the fastest first.", 3, at_least=1, at_most=64)
+    piece_meshes: int = setting(
+        "Meshes of each smaller number of devices of which plans are kept, for pipelines; 0 is none.",
+        1,
+        at_least=0,
+        at_most=16,
+    )
     shard_only: str | None = setting("Module that alone may be split, by name, with * and ?; null is all.", None)
     seed: int = setting("Seed of the random search (`mcmc`).", 0, at_least=0, at_most=LARGEST_SEED)
 

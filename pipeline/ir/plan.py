@@ -78,6 +78,7 @@ class Frontier:
     meshes: tuple[Mesh, ...]
     points: tuple[FrontierPoint, ...]  # fastest first
     baselines: tuple[Baseline, ...] = ()
+    pieces: tuple[FrontierPoint, ...] = ()  # plans on meshes of fewer devices, for the partitions of a pipeline
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     profile, cluster, frontier = (inputs[kind] for kind in ("profile", "cluster", "frontier"))
     graph = as_run(inputs["graph"], profile.types)
     where = f"conf/solve/{config.choices['solve']}.yaml: memory_budget_gb"
-    for point in frontier.points:
+    for point in (*frontier.points, *frontier.pieces):
         verify_sharding(graph, point.sharding, frontier.meshes[point.mesh].sizes)
     candidates = [
         evaluate(graph, profile, cluster, frontier, i, config.checkpoint) for i in range(len(frontier.points))

@@ -2,6 +2,7 @@
 
 The integer program is solved again with a row for every moment at which its plan is seen to hold too much. Before it,
 choices that another of their node beats or equals everywhere are dropped: in cost, in memory, on every edge and share.
+Then those whose reduced cost in the relaxation is more than what lies between its bound and the best known plan.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from pipeline.config import Solve
 from stages.solve.backends import NothingFound
 from stages.solve.bound import BestPrices
 from stages.solve.data import Edge, Holding, Node, Problem, Reader, Share
-from stages.solve.model import Plane, build_model, build_prices, read_choices, read_prices
+from stages.solve.model import Plane, build_model, build_prices, read_choices, read_prices, read_reduced_costs
 
 MOST_ROWS = 12  # moments that are added one after another
+ROUNDING = 1e-6  # of a plan's cost: what a solver's tolerances may have taken from its reduced costs
 
 
 def best_prices(settings: Solve, where: str) -> BestPrices:
@@ -64,6 +66,18 @@ def solve(problem: Problem, limit: float | None, moments: tuple[int, ...], setti
             break
         rows.append(worst)
     return Exact(picked, bound, built.variables, built.constraints)
+
+
+def without_hopeless(
+    problem: Problem, limit: float | None, moments: tuple[int, ...], known: float, settings: Solve, where: str
+) -> tuple[float, Reduced]:
+    """The relaxation's bound, and the problem without the choices that no plan as good as the known cost has."""
+    backend = importlib.import_module(f"stages.solve.backends.{settings.backend.value}")
+    built = build_model(problem, limit, moments, relaxed=True)
+    bound = backend.solve(built.model, settings, where) * built.unit
+    most = known - bound + ROUNDING * known
+    kept = tuple(tuple(k for k, cost in own.items() if cost <= most) for own in read_reduced_costs(problem, built))
+    return bound, restrict(problem, kept)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from stages.solve import mcmc
 from stages.solve.backends import NothingFound
 from stages.solve.bound import Bounder, Seen
 from stages.solve.data import Problem
-from stages.solve.exact import Reduced, best_prices, solve, without_dominated
+from stages.solve.exact import Reduced, best_prices, solve, without_dominated, without_hopeless
 
 MOST_CHOICES = 5000  # of a problem in which dominated ones are looked for
 MOST_VARIABLES = 1500  # choices that may be left, for an integer program that is worth a try
@@ -147,15 +147,16 @@ class Sweep:
         if small is None:
             return known
         try:
-            answer = solve(small.problem, limit, moments, self.settings, self.where)
+            bound, left = without_hopeless(small.problem, limit, moments, known.cost, self.settings, self.where)
+            answer = solve(left.problem, limit, moments, self.settings, self.where)
         except NothingFound as nothing:
             self.log.warning("%s: the plan that prices found stands, with its proven gap", nothing)
             return known
-        picked = small.expand(answer.picked)
+        picked = small.expand(left.expand(answer.picked))
         cost, peak = self.problem.cost(picked), self.problem.peak(picked)
         if peak > limit * (1 + 1e-9) or cost > known.cost:
             picked, cost, peak = known.picked, known.cost, known.peak
-        proof = self._proof(PROGRAM, cost, max(known.proof.bound, answer.bound))
+        proof = self._proof(PROGRAM, cost, max(known.proof.bound, bound, answer.bound))
         return Solution(picked, cost, peak, replace(proof, variables=answer.variables, constraints=answer.constraints))
 
     def _solution(self, plan: Seen, method: str, bound: float) -> Solution:

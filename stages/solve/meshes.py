@@ -1,4 +1,4 @@
-"""The meshes to plan for: the one that the user fixes, or the cluster's candidates."""
+"""The meshes to plan for: the one that the user fixes, or the cluster's candidates; and parts of it for pipelines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ def meshes_of(cluster: Cluster, settings: Solve, where: str) -> tuple[Mesh, ...]
     if settings.mesh is None:
         return cluster.mesh_candidates(settings.most_axes)[: settings.most_meshes]
     return (_fixed(cluster, dict(settings.mesh), f"{where}: mesh"),)
+
+
+def pieces_of(cluster: Cluster, settings: Solve) -> dict[int, tuple[Mesh, ...]]:
+    """By number of devices, most first: the meshes of the pieces into which the cluster splits.
+
+    Pieces of one size lie in several splits, and are the slower the more they are scattered: the first split counts.
+    """
+    found: dict[int, tuple[Mesh, ...]] = {}
+    for split in cluster.splits if settings.mesh is None and settings.piece_meshes else ():
+        for size, meshes in split.meshes.items():
+            narrow = [mesh for mesh in meshes if len(mesh.axes) <= settings.most_axes]
+            found.setdefault(int(size), tuple(narrow[: settings.most_meshes]))
+    return dict(sorted(found.items(), reverse=True))
 
 
 def _fixed(cluster: Cluster, wanted: dict[str, int], where: str) -> Mesh:

@@ -15,6 +15,9 @@ integral, and a sharding graph is nearly a tree. Rows of memory are there for th
 them ever bind.
 Seconds and bytes are scaled so that the solver's tolerances mean something.
 
+Relaxed, s, e and m lie anywhere between 0 and 1; the reduced cost of s_ik is then what a plan with that choice costs
+beyond the relaxation's optimum, at least.
+
 The prices of bytes for the bound (stages/solve/bound.py) come from a linear program over the plans seen so far:
 
     maximise    h                                                                            (objective)
@@ -76,12 +79,16 @@ def read_prices(built: Built, most: float) -> tuple[float, list[float]]:
     ]
 
 
-def build_model(problem: Problem, limit: float | None = None, moments: Iterable[int] = ()) -> Built:
+def build_model(
+    problem: Problem, limit: float | None = None, moments: Iterable[int] = (), *, relaxed: bool = False
+) -> Built:
     import pyomo.environ as pyo
 
     model = pyo.ConcreteModel()
     parts = _Parts(problem)
-    model.x = pyo.Var(range(len(parts.costs)), domain=pyo.Binary)
+    model.x = pyo.Var(range(len(parts.costs)), domain=pyo.UnitInterval if relaxed else pyo.Binary)
+    if relaxed:
+        model.rc = pyo.Suffix(direction=pyo.Suffix.IMPORT)
     model.one_choice = pyo.Constraint(
         range(len(problem.nodes)), rule=lambda m, i: sum(m.x[v] for v in parts.choices[i].values()) == 1
     )
@@ -108,6 +115,12 @@ def read_choices(problem: Problem, built: Built) -> tuple[int, ...]:
     """The choice of every node in a model that was solved."""
     taken = _Parts(problem).choices
     return tuple(max(own, key=lambda k: built.model.x[own[k]].value or 0.0) for own in taken)
+
+
+def read_reduced_costs(problem: Problem, built: Built) -> list[dict[int, float]]:
+    """Per node and choice, in a relaxed model that was solved: seconds."""
+    costs, x = built.model.rc, built.model.x
+    return [{k: costs.get(x[v], 0.0) * built.unit for k, v in own.items()} for own in _Parts(problem).choices]
 
 
 def _unit(numbers: list[float]) -> float:

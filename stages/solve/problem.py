@@ -30,6 +30,7 @@ from pipeline.ir.graph import Op, OpGraph, Role, Value
 from pipeline.ir.layout import B, Layout, R, replicated, without_gradient
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.profile import Profile
+from pipeline.ir.verify import gathered
 from pipeline.ops.mesh import op_strategies
 from pipeline.ops.rule import view_op
 from stages.solve.data import FORBIDDEN, Array, Edge, Holding, Node, Problem, Reader, Share
@@ -45,6 +46,7 @@ class Choices:
     inputs: dict[str, tuple[Layout, ...]]
     ops: dict[str, tuple[Strategy, ...]]
     index: dict[str, int]  # name of a value or an op -> its node
+    sizes: tuple[int, ...]  # of the mesh's axes
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ class _Builder:
         self.maker: dict[str, int] = {}
         self.stored: dict[str, tuple[Stored, ...]] = {}
         self.options = {op.name: self._options(op) for op in graph.ops}
+        self.saved = {
+            (self.moments.link.get(op.name), profile.storage.get(name, name))
+            for op in graph.ops
+            for name in profile.ops[op.name].saves
+        }
 
     def _options(self, op: Op) -> tuple[Strategy, ...]:
         options = op_strategies(view_op(self.graph, op), self.sizes)
@@ -316,17 +323,17 @@ class _Builder:
         self, value: Value, forms: tuple[Layout, ...], readers: list[Op]
     ) -> tuple[Array, tuple[Holding, ...]]:
         ways, have = self.stored[value.name], self.layouts[value.name]
-        key = (id(ways), id(forms), value.type, value.grad)
-        costs = self.once(("reading", *key), lambda: (_parameter_seconds(self, value, ways, forms), ways))[0]
+        saved = any((self.moments.link.get(r.name), value.name) in self.saved for r in readers)
+        key = (id(ways), id(forms), value.type, value.grad, saved)
+        costs = self.once(("reading", *key), lambda: (_parameter_seconds(self, value, ways, forms, saved), ways))[0]
         whole = self.once(("gathered", *key), lambda: self._copied(value, have, forms))
         if not whole.any():
             return costs, ()
         op = min(readers, key=lambda r: self.moments.forward(r.name))
         first, undone = self.moments.forward(op.name), self.moments.backward(op.name) + 1
         end = max(self.moments.forgotten(r, value.name) for r in readers)
-        saved = any(value.name in self.profile.ops[r.name].saves for r in readers)
         stays = np.array([way.way is not Way.regathered and saved for way in ways])[:, None]
-        kept, dropped = self.once(("copies", *key, saved), lambda: (whole * stays, whole * ~stays))
+        kept, dropped = self.once(("copies", *key), lambda: (whole * stays, whole * ~stays))
         found = [Holding(first, undone, kept), Holding(first, end, dropped)]
         found.append(Holding(undone - 1, undone, dropped))
         return costs, tuple(h for h in found if h.usages.any())
@@ -341,8 +348,13 @@ def _most_pieces(strategy: Strategy, sizes: tuple[int, ...]) -> int:
     return max((layout.pieces(sizes) for layout in (*strategy.inputs, *strategy.outputs)), default=1)
 
 
-def _parameter_seconds(builder: _Builder, value: Value, ways: tuple[Stored, ...], forms: tuple[Layout, ...]) -> Array:
-    """Seconds of a step to have a stored parameter in each form, and its gradient as it is stored."""
+def _parameter_seconds(
+    builder: _Builder, value: Value, ways: tuple[Stored, ...], forms: tuple[Layout, ...], saved: bool
+) -> Array:
+    """Seconds of a step to have a stored parameter in each form, and its gradient as it is stored.
+
+    It is gathered again only where backward reads it (`saved`): a bias or an embedding's table it does not.
+    """
     found = np.full((len(ways), len(forms)), FORBIDDEN)
     pairs = [(i, j) for i, way in enumerate(ways) for j, form in enumerate(forms) if _goes(way, form, builder.sizes)]
     sources = {(i, j): _summed(ways[i].layout, forms[j]) for i, j in pairs}
@@ -354,7 +366,7 @@ def _parameter_seconds(builder: _Builder, value: Value, ways: tuple[Stored, ...]
     for (i, j), source in sources.items():
         seconds = there[rows[source], j]
         if ways[i].way is Way.regathered:
-            seconds = (seconds + again[rows[source], j]) * builder.given.micro_batches
+            seconds = (seconds + (again[rows[source], j] if saved else 0.0)) * builder.given.micro_batches
         found[i, j] = seconds + _step_seconds(builder, value, ways[i], forms[j])
     return found
 
@@ -386,7 +398,7 @@ def _step_seconds(builder: _Builder, value: Value, way: Stored, form: Layout) ->
 def _sharded(way: Stored, axes: tuple[Axis, ...]) -> list[Axis]:
     """The axes over which new values are gathered: whatever reads the parameter, once a step."""
     pairs = zip(axes, way.layout.states, way.state.states, strict=True)
-    return [axis for axis, have, state in pairs if have != state]
+    return [axis for axis, have, state in pairs if have.kind != "S" == state.kind]
 
 
 def build(graph: OpGraph, profile: Profile, given: Given) -> tuple[Problem, Choices]:
@@ -406,7 +418,7 @@ def build(graph: OpGraph, profile: Profile, given: Given) -> tuple[Problem, Choi
             builder.connect(value, group)
     problem = Problem(tuple(builder.nodes), tuple(builder.edges), tuple(builder.shares))
     inputs = {v.name: builder.layouts[v.name] for v in graph.of_role(Role.INPUT)}
-    return problem, Choices(builder.stored, inputs, builder.options, builder.index)
+    return problem, Choices(builder.stored, inputs, builder.options, builder.index, builder.sizes)
 
 
 def _sharing(readers: list[Op], links: dict[str, int]) -> list[list[Op]]:
@@ -419,10 +431,12 @@ def _sharing(readers: list[Op], links: dict[str, int]) -> list[list[Op]]:
 
 def to_sharding(graph: OpGraph, choices: Choices, picked: tuple[int, ...]) -> Sharding:
     stored = {graph.values[name].origin: ways[picked[choices.index[name]]] for name, ways in choices.storage.items()}
-    return Sharding(
+    found = Sharding(
         strategies={name: options[picked[choices.index[name]]] for name, options in choices.ops.items()},
         storage={origin: way.layout for origin, way in stored.items()},
         inputs={name: layouts[picked[choices.index[name]]] for name, layouts in choices.inputs.items()},
         state={origin: way.state for origin, way in stored.items() if way.state != way.layout},
-        regathered=tuple(origin for origin, way in stored.items() if way.way is Way.regathered),
     )
+    apart = gathered(graph, found, choices.sizes)  # where nobody gathers, both ways of reading are the same
+    again = (origin for origin, way in stored.items() if way.way is Way.regathered and origin in apart)
+    return replace(found, regathered=tuple(again))

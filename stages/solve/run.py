@@ -13,7 +13,7 @@ from pipeline.ir.profile import as_run
 from pipeline.log import progress
 from pipeline.ops.discover import remember_in
 from pipeline.stage import Inputs, Result
-from stages.solve.meshes import meshes_of
+from stages.solve.meshes import meshes_of, pieces_of
 from stages.solve.on_mesh import OnMesh, best_rows, most_promising
 from stages.solve.optimizer import optimizer_copies
 
@@ -25,23 +25,37 @@ def run(inputs: Inputs, config: Config) -> Result:
     copies = optimizer_copies(config.train.optimizer, f"conf/train/{config.choices['train']}.yaml: optimizer")
     budget = budget_bytes(settings.memory_budget_gb, cluster, where)
     remember_in(inputs.root / "runs" / "ops")
-    tried = [
-        OnMesh(graph, profile, cluster.on(mesh), copies, settings, where, inputs.log)
-        for mesh in meshes_of(cluster, settings, where)
+
+    def tried(meshes: tuple[Mesh, ...]) -> list[OnMesh]:
+        return [OnMesh(graph, profile, cluster.part(m), copies, settings, where, inputs.log) for m in meshes]
+
+    candidates = tried(meshes_of(cluster, settings, where))
+    kept = most_promising(candidates, budget, settings.frontier_meshes)
+    pieces = [
+        mesh
+        for size, meshes in pieces_of(cluster, settings).items()
+        for mesh in most_promising(tried(meshes), budget * cluster.devices / size, settings.piece_meshes)
     ]
-    kept = most_promising(tried, budget, settings.frontier_meshes)
     found: list[FrontierPoint] = []
-    with progress(inputs.log, "frontier", len(kept) * settings.frontier_points) as advance:
-        for number, mesh in enumerate(kept):
+    with progress(inputs.log, "frontier", (len(kept) + len(pieces)) * settings.frontier_points) as advance:
+        for number, mesh in enumerate((*kept, *pieces)):
             before = number * settings.frontier_points
-            points = mesh.points(budget, lambda done, note="", before=before: advance(before + done, note))
+            room = budget * cluster.devices / mesh.cluster.devices  # a piece has its part of the model
+            points = mesh.points(room, lambda done, note="", before=before: advance(before + done, note))
             found += [replace(point, mesh=number) for point in points]
-    meshes = tuple(Mesh(mesh.cluster.axes) for mesh in kept)
-    frontier = Frontier(budget, copies, meshes, _unbeaten(found), best_rows(kept))
+    frontier = Frontier(
+        budget,
+        copies,
+        tuple(Mesh(mesh.cluster.axes) for mesh in (*kept, *pieces)),
+        _unbeaten([point for point in found if point.mesh < len(kept)]),
+        best_rows(kept),
+        tuple(point for point in found if point.mesh >= len(kept)),
+    )
     inputs.log.info(_table(frontier))
     _refuse_if_too_large(frontier, where)
     figures = _figures(frontier, config, kept)
-    figures["meshes"] = len(tried)
+    figures["meshes"] = len(candidates)
+    figures["piece_plans"] = len(frontier.pieces)
     if cluster.device == "cuda" and profile.kernels:
         unsplit = step_seconds(graph, profile.kernels, card_of(cluster.compute))
         figures["unsplit_step_ms"] = round(unsplit.step * 1e3, 4)

@@ -14,9 +14,11 @@ from torch import nn
 
 from pipeline import artifacts
 from pipeline.config import load_config
+from pipeline.cost.step import price_step
 from pipeline.errors import SolveError
 from pipeline.ir.plan import Frontier
 from pipeline.ir.program import Convert
+from pipeline.ir.verify import verify_sharding
 from pipeline.lowering import lower
 from pipeline.stage import Inputs
 from stages.profile.by_table import profile_graph
@@ -213,8 +215,8 @@ def test_a_budget_larger_than_the_device():
     assert stage.budget_bytes(4.0, cluster, WHERE) == stage.budget_bytes(None, cluster, WHERE) == 4_000_000_000
 
 
-def inputs(name: str) -> Inputs:
-    bodies = {"graph": GRAPHS[name](), "profile": profile_of(name), "cluster": preset()}
+def inputs(name: str, devices: int = 2) -> Inputs:
+    bodies = {"graph": GRAPHS[name](), "profile": profile_of(name), "cluster": preset(devices)}
     return Inputs(PROJECT, {kind: artifacts.make(kind, body, [], {}) for kind, body in bodies.items()}, SILENT, None)
 
 
@@ -230,6 +232,27 @@ def test_the_stage_writes_a_frontier():
     assert result.figures["backend"] == "glpk" and result.body.optimizer_copies == 2.0
     seconds = [point.seconds for point in result.body.points]
     assert seconds == sorted(seconds)
+
+
+def test_the_stage_plans_for_the_pieces_of_a_pipeline():
+    """On four devices: pieces of two and of one, whole models whose links a pipeline will share out."""
+    result = stage.run(inputs("mlp", 4), config(frontier_points=3, piece_meshes=2))
+    found = result.body
+    sizes = [math.prod(found.meshes[point.mesh].sizes) for point in found.pieces]
+    assert set(sizes) == {1, 2} and result.figures["piece_plans"] == len(sizes)
+    assert {math.prod(found.meshes[point.mesh].sizes) for point in found.points} == {4}
+    for point in found.pieces:
+        verify_sharding(mlp_graph(), point.sharding, found.meshes[point.mesh].sizes)
+        own = preset(4).part(found.meshes[point.mesh])
+        price = price_step(mlp_graph(), profile_of("mlp"), own, point.sharding, lower(mlp_graph(), point.sharding), 2.0)
+        assert price.seconds == pytest.approx(point.seconds)
+    none = stage.run(inputs("mlp", 4), config(frontier_points=3, piece_meshes=0))
+    assert not none.body.pieces and none.body.points == found.points
+
+
+def test_a_fixed_mesh_has_no_pieces():
+    result = stage.run(inputs("mlp", 4), config(frontier_points=1, mesh={"dp": 2, "tp": 2}))
+    assert not result.body.pieces and len(result.body.meshes) == 1
 
 
 def test_the_stage_refuses_a_budget_below_what_stays_resident():

@@ -13,7 +13,7 @@ from stages.solve.backends import NothingFound
 from stages.solve.bound import Bounder
 from stages.solve.data import Holding, Node, Problem
 from stages.solve.elimination import Elimination, Prices, TooWide
-from stages.solve.exact import best_prices, restrict, solve, without_dominated
+from stages.solve.exact import best_prices, restrict, solve, without_dominated, without_hopeless
 from stages.solve.frontier import Sweep
 from stages.solve.model import Plane
 from tests.graphs import SILENT, solve_settings
@@ -83,6 +83,25 @@ def test_some_choices_are_dominated():
         problem = random_problem(seed)
         dropped += sum(len(n.costs) for n in problem.nodes) - sum(map(len, without_dominated(problem).kept))
     assert dropped > 50
+
+
+@pytest.mark.parametrize("backend", ["glpk", "highs"])
+@pytest.mark.parametrize("part", range(10))
+def test_dropping_hopeless_choices_keeps_every_plan_as_good_as_the_known_one(backend, part):
+    dropped = 0
+    for seed in POSSIBLE[part::10][:8]:
+        problem = random_problem(seed)
+        limit = a_limit(problem, seed)
+        limit = limit if math.isfinite(best(problem, limit)) else max(peak for _, _, peak in every_plan(problem))
+        moments, wanted = tuple(range(LENGTH)), best(problem, limit)
+        for known in (wanted, 1.2 * wanted):
+            bound, left = without_hopeless(problem, limit, moments, known, solve_settings(backend), WHERE)
+            assert bound <= wanted + 1e-6
+            for picked, cost, peak in every_plan(problem):
+                if cost <= known and peak <= limit:
+                    assert all(k in own for k, own in zip(picked, left.kept, strict=True))
+            dropped += sum(len(n.costs) for n in problem.nodes) - sum(map(len, left.kept))
+    assert dropped > 5
 
 
 def test_a_restricted_problem_has_the_plans_that_are_left():
