@@ -49,6 +49,7 @@ class Proof:
     gap: float
     variables: int
     constraints: int
+    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -164,4 +164,5 @@ class Sweep:
 
     def _proof(self, method: str, cost: float, bound: float) -> Proof:
         bound = max(0.0, min(bound, cost))
-        return Proof(self.settings.backend.value, method, cost, bound, (cost - bound) / cost if cost else 0.0, 0, 0)
+        gap = (cost - bound) / cost if cost else 0.0
+        return Proof(self.settings.backend.value, method, cost, bound, gap, 0, 0, self.settings.seed)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pipeline.config import Config
 from pipeline.cost.unsplit import card_of, step_seconds
 from pipeline.errors import SolveError
+from pipeline.files import write_atomic
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.plan import Frontier, FrontierPoint
 from pipeline.ir.profile import as_run
@@ -16,6 +17,9 @@ from pipeline.stage import Inputs, Result
 from stages.solve.meshes import meshes_of, pieces_of
 from stages.solve.on_mesh import OnMesh, best_rows, most_promising
 from stages.solve.optimizer import optimizer_copies
+from stages.solve.table import shown, table
+
+PAGE = "runs/solve/plans.md"
 
 
 def run(inputs: Inputs, config: Config) -> Result:
@@ -51,7 +55,7 @@ def run(inputs: Inputs, config: Config) -> Result:
         best_rows(kept),
         tuple(point for point in found if point.mesh >= len(kept)),
     )
-    inputs.log.info(_table(frontier))
+    inputs.log.info(_beside(frontier))
     _refuse_if_too_large(frontier, where)
     figures = _figures(frontier, config, kept)
     figures["meshes"] = len(candidates)
@@ -59,7 +63,9 @@ def run(inputs: Inputs, config: Config) -> Result:
     if cluster.device == "cuda" and profile.kernels:
         unsplit = step_seconds(graph, profile.kernels, card_of(cluster.compute))
         figures["unsplit_step_ms"] = round(unsplit.step * 1e3, 4)
-    return Result(frontier, figures)
+    page = inputs.root / PAGE
+    write_atomic(page, table(frontier).encode())
+    return Result(frontier, figures, (page,))
 
 
 def _figures(frontier: Frontier, config: Config, kept: list[OnMesh]) -> dict[str, float | int | str]:
@@ -74,7 +80,7 @@ def _figures(frontier: Frontier, config: Config, kept: list[OnMesh]) -> dict[str
         "fastest_peak_mb": round(best.peak_bytes / 1e6, 3),
         "smallest_peak_mb": round(min(p.peak_bytes for p in points) / 1e6, 3),
         "budget_mb": round(frontier.budget_bytes / 1e6, 3),
-        "mesh": _shown(frontier.meshes[best.mesh]),
+        "mesh": shown(frontier.meshes[best.mesh]),
         "nodes": len(problem.nodes),
         "choices": sum(len(node.costs) for node in problem.nodes),
         "variables": max(p.proof.variables for p in points),
@@ -94,16 +100,13 @@ def _unbeaten(points: list[FrontierPoint]) -> tuple[FrontierPoint, ...]:
     return tuple(kept)
 
 
-def _shown(mesh: Mesh) -> str:
-    return " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
-
-
-def _table(frontier: Frontier) -> str:
+def _beside(frontier: Frontier) -> str:
+    """The fastest plan beside those with names."""
     best = frontier.points[0]
     shown = [("fastest plan", best.seconds, best.peak_bytes, best.mesh)]
     shown += [(row.name, row.seconds, row.peak_bytes, row.mesh) for row in frontier.baselines]
     lines = [
-        f"  {name:20}{seconds * 1e3:12.3f} ms{held / 1e6:12.3f} MB  on {_shown(frontier.meshes[mesh])}"
+        f"  {name:20}{seconds * 1e3:12.3f} ms{held / 1e6:12.3f} MB  on {shown(frontier.meshes[mesh])}"
         for name, seconds, held, mesh in shown
     ]
     return "\n".join(["without recompute:", *lines])

@@ -144,6 +144,18 @@ def test_the_profile_draws_the_step(default: Project) -> None:
     assert read_summary("profile", default.root)["unsplit_peak_mb"] == round(profile.step.peak_bytes / 1e6, 3)
 
 
+def test_the_plans_stand_beside_those_with_names(default: Project) -> None:
+    """As a table under runs/ and in the tracked run: the frontier, DDP and ZeRO, and plans for pieces of pipelines."""
+    page = (default.root / "runs/solve/plans.md").read_text()
+    frontier = default.load("frontier")
+    assert page.count("| frontier ") == len(frontier.points) and page.count("| piece |") == len(frontier.pieces) > 0
+    for row in frontier.baselines:
+        assert f"| {row.name} | " in page
+    assert {"DDP", "ZeRO-3"} <= {row.name for row in frontier.baselines}
+    tracked = Tracked(default)
+    assert "solve/plans.md" in tracked.files(tracked.runs[0], "solve")
+
+
 def test_every_step_is_tracked(default: Project) -> None:
     tracked = Tracked(default)
     report = default.load("report")
