@@ -17,7 +17,7 @@ from pipeline.stage import Inputs, Result
 from stages.solve.meshes import meshes_of, pieces_of
 from stages.solve.on_mesh import OnMesh, best_rows, most_promising
 from stages.solve.optimizer import optimizer_copies
-from stages.solve.table import shown, table
+from stages.solve.table import beside, shown, table
 
 PAGE = "runs/solve/plans.md"
 
@@ -55,7 +55,7 @@ def run(inputs: Inputs, config: Config) -> Result:
         best_rows(kept),
         tuple(point for point in found if point.mesh >= len(kept)),
     )
-    inputs.log.info(_beside(frontier))
+    inputs.log.info(beside(frontier))
     _refuse_if_too_large(frontier, where)
     figures = _figures(frontier, config, kept)
     figures["meshes"] = len(candidates)
@@ -98,18 +98,6 @@ def _unbeaten(points: list[FrontierPoint]) -> tuple[FrontierPoint, ...]:
         if not any(p.peak_bytes <= point.peak_bytes and p.resident_bytes <= point.resident_bytes for p in kept):
             kept.append(point)
     return tuple(kept)
-
-
-def _beside(frontier: Frontier) -> str:
-    """The fastest plan beside those with names."""
-    best = frontier.points[0]
-    shown = [("fastest plan", best.seconds, best.peak_bytes, best.mesh)]
-    shown += [(row.name, row.seconds, row.peak_bytes, row.mesh) for row in frontier.baselines]
-    lines = [
-        f"  {name:20}{seconds * 1e3:12.3f} ms{held / 1e6:12.3f} MB  on {shown(frontier.meshes[mesh])}"
-        for name, seconds, held, mesh in shown
-    ]
-    return "\n".join(["without recompute:", *lines])
 
 
 def budget_bytes(gigabytes: float | None, cluster: Cluster, where: str) -> int:

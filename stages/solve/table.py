@@ -19,6 +19,18 @@ def shown(mesh: Mesh) -> str:
     return " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
 
 
+def beside(frontier: Frontier) -> str:
+    """The fastest plan and those with names, for the log."""
+    best = frontier.points[0]
+    rows = [("fastest plan", best.seconds, best.peak_bytes, best.mesh)]
+    rows += [(row.name, row.seconds, row.peak_bytes, row.mesh) for row in frontier.baselines]
+    lines = [
+        f"  {name:20}{seconds * 1e3:12.3f} ms{held / 1e6:12.3f} MB  on {shown(frontier.meshes[mesh])}"
+        for name, seconds, held, mesh in rows
+    ]
+    return "\n".join(["without recompute:", *lines])
+
+
 def table(frontier: Frontier) -> str:
     """Markdown: the frontier, then the plans with names, then those for the pieces of pipelines."""
     rows = [_point(f"frontier {n}", point, frontier) for n, point in enumerate(frontier.points)]

@@ -215,9 +215,9 @@ def test_a_budget_larger_than_the_device():
     assert stage.budget_bytes(4.0, cluster, WHERE) == stage.budget_bytes(None, cluster, WHERE) == 4_000_000_000
 
 
-def inputs(name: str, devices: int = 2) -> Inputs:
+def inputs(root: Path, name: str, devices: int = 2) -> Inputs:
     bodies = {"graph": GRAPHS[name](), "profile": profile_of(name), "cluster": preset(devices)}
-    return Inputs(PROJECT, {kind: artifacts.make(kind, body, [], {}) for kind, body in bodies.items()}, SILENT, None)
+    return Inputs(root, {kind: artifacts.make(kind, body, [], {}) for kind, body in bodies.items()}, SILENT, None)
 
 
 def config(**solve):
@@ -225,8 +225,8 @@ def config(**solve):
     return replace(loaded, solve=solve_settings(**solve))
 
 
-def test_the_stage_writes_a_frontier():
-    result = stage.run(inputs("mlp"), config(backend="glpk", memory_budget_gb=40e-6, frontier_points=3))
+def test_the_stage_writes_a_frontier(tmp_path):
+    result = stage.run(inputs(tmp_path, "mlp"), config(backend="glpk", memory_budget_gb=40e-6, frontier_points=3))
     assert isinstance(result.body, Frontier) and result.body.budget_bytes == 40_000
     assert result.figures["points"] == len(result.body.points) and result.figures["worst_gap"] < 1e-3
     assert result.figures["backend"] == "glpk" and result.body.optimizer_copies == 2.0
@@ -234,9 +234,9 @@ def test_the_stage_writes_a_frontier():
     assert seconds == sorted(seconds)
 
 
-def test_the_stage_plans_for_the_pieces_of_a_pipeline():
+def test_the_stage_plans_for_the_pieces_of_a_pipeline(tmp_path):
     """On four devices: pieces of two and of one, whole models whose links a pipeline will share out."""
-    result = stage.run(inputs("mlp", 4), config(frontier_points=3, piece_meshes=2))
+    result = stage.run(inputs(tmp_path, "mlp", 4), config(frontier_points=3, piece_meshes=2))
     found = result.body
     sizes = [math.prod(found.meshes[point.mesh].sizes) for point in found.pieces]
     assert set(sizes) == {1, 2} and result.figures["piece_plans"] == len(sizes)
@@ -246,18 +246,18 @@ def test_the_stage_plans_for_the_pieces_of_a_pipeline():
         own = preset(4).part(found.meshes[point.mesh])
         price = price_step(mlp_graph(), profile_of("mlp"), own, point.sharding, lower(mlp_graph(), point.sharding), 2.0)
         assert price.seconds == pytest.approx(point.seconds)
-    none = stage.run(inputs("mlp", 4), config(frontier_points=3, piece_meshes=0))
+    none = stage.run(inputs(tmp_path, "mlp", 4), config(frontier_points=3, piece_meshes=0))
     assert not none.body.pieces and none.body.points == found.points
 
 
-def test_a_fixed_mesh_has_no_pieces():
-    result = stage.run(inputs("mlp", 4), config(frontier_points=1, mesh={"dp": 2, "tp": 2}))
+def test_a_fixed_mesh_has_no_pieces(tmp_path):
+    result = stage.run(inputs(tmp_path, "mlp", 4), config(frontier_points=1, mesh={"dp": 2, "tp": 2}))
     assert not result.body.pieces and len(result.body.meshes) == 1
 
 
-def test_the_stage_refuses_a_budget_below_what_stays_resident():
+def test_the_stage_refuses_a_budget_below_what_stays_resident(tmp_path):
     with pytest.raises(SolveError) as refusal:
-        stage.run(inputs("mlp"), config(memory_budget_gb=1e-6))
+        stage.run(inputs(tmp_path, "mlp"), config(memory_budget_gb=1e-6))
     line = refusal.value.line()
     assert "no plan fits 1e-06 GB" in line and "optimizer state alone need" in line and "memory_budget_gb" in line
 
