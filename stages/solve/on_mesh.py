@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 
@@ -17,9 +18,11 @@ from pipeline.log import Advance, Log
 from pipeline.lowering import lower, with_paths
 from stages.solve.baselines import baselines
 from stages.solve.constraints import Hand
-from stages.solve.exact import as_it_is, restrict
-from stages.solve.frontier import Solution, Sweep
+from stages.solve.exact import Reduced, as_it_is, restrict
+from stages.solve.frontier import PRICES, Solution, Sweep
+from stages.solve.least import least_resident
 from stages.solve.problem import Given, build, to_sharding
+from stages.solve.storage import Way
 
 
 class OnMesh:
@@ -35,12 +38,23 @@ class OnMesh:
     ) -> None:
         """`cluster` is on the mesh; `copies` are tensors of a parameter's size that the optimizer keeps."""
         self.graph, self.profile, self.cluster, self.copies = graph, profile, cluster, copies
+        self.settings, self.where = settings, where
         start = time.monotonic()
         self.problem, self.choices = build(graph, profile, Given(cluster.axes, cluster.compute, copies))
-        hand = Hand(graph, tuple(axis.name for axis in cluster.axes), settings, where)
-        self.left = restrict(self.problem, hand.kept(self.choices)) if hand.asks else as_it_is(self.problem)
+        self.left = self._left_by(settings)
         self.build_seconds = time.monotonic() - start
         self.sweep = Sweep(self.left.problem, settings, where, log)
+
+    def _left_by(self, settings: Solve, ways: Collection[Way] = ()) -> Reduced:
+        """What the settings leave of the problem; of the ways to store a parameter these, where any is named."""
+        hand = Hand(self.graph, tuple(axis.name for axis in self.cluster.axes), settings, self.where)
+        if not hand.asks and not ways:
+            return as_it_is(self.problem)
+        kept = list(hand.kept(self.choices))
+        for name, stored in self.choices.storage.items() if ways else ():
+            number = self.choices.index[name]
+            kept[number] = tuple(k for k in kept[number] if stored[k].way in ways) or kept[number]
+        return restrict(self.problem, tuple(kept))
 
     def promise(self, budget: float) -> float:
         """No plan within the budget is faster, before recompute; infinite where no plan keeps to the constraints."""
@@ -53,6 +67,28 @@ class OnMesh:
     def _point(self, solution: Solution) -> FrontierPoint:
         sharding = to_sharding(self.graph, self.choices, self.left.expand(solution.picked))
         return price_point(self.graph, self.profile, self.cluster, self.copies, sharding, solution.proof)
+
+    def least(self, settings: Solve, ways: Collection[Way] = ()) -> Sharding | None:
+        """The plan that keeps least for good under these settings; None where it is not known."""
+        left = self._left_by(settings, ways)
+        picked = self._least(left)
+        return to_sharding(self.graph, self.choices, left.expand(picked)) if picked else None
+
+    def least_point(self) -> FrontierPoint | None:
+        """The same under the user's settings, priced."""
+        picked = self._least(self.left)
+        return self._point(self._known(picked, PRICES)) if picked else None
+
+    def _least(self, left: Reduced) -> tuple[int, ...] | None:
+        parameters = {self.choices.index[name] for name in self.choices.storage}
+        return least_resident(left.problem, parameters, self.sweep.bounder.fastest.cost)
+
+    def _known(self, picked: tuple[int, ...], method: str) -> Solution:
+        """A plan that the sweep did not ask for, with what is known of those that hold no more than it."""
+        cost, peak = self.left.problem.cost(picked), self.left.problem.peak(picked)
+        bound = max(0.0, min(cost, self.sweep.bounder.bound_at(peak)))
+        proof = Proof(self.settings.backend.value, method, cost, bound, (cost - bound) / cost if cost else 0.0, 0, 0)
+        return Solution(picked, cost, peak, proof)
 
     @cached_property
     def baselines(self) -> tuple[Baseline, ...]:

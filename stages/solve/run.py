@@ -16,6 +16,7 @@ from pipeline.stage import Inputs, Result
 from stages.solve.meshes import meshes_of
 from stages.solve.on_mesh import OnMesh, best_rows, most_promising
 from stages.solve.optimizer import optimizer_copies
+from stages.solve.refusal import refusal
 
 
 def run(inputs: Inputs, config: Config) -> Result:
@@ -36,10 +37,11 @@ def run(inputs: Inputs, config: Config) -> Result:
             before = number * settings.frontier_points
             points = mesh.points(budget, lambda done, note="", before=before: advance(before + done, note))
             found += [replace(point, mesh=number) for point in points]
+    if all(point.resident_bytes > budget for point in found):
+        found.append(_small_enough(found, tried, kept, budget))
     meshes = tuple(Mesh(mesh.cluster.axes) for mesh in kept)
     frontier = Frontier(budget, copies, meshes, _unbeaten(found), best_rows(kept))
     inputs.log.info(_table(frontier))
-    _refuse_if_too_large(frontier, where)
     figures = _figures(frontier, config, kept)
     figures["meshes"] = len(tried)
     if cluster.device == "cuda" and profile.kernels:
@@ -108,13 +110,16 @@ def budget_bytes(gigabytes: float | None, cluster: Cluster, where: str) -> int:
     return round(gigabytes * 1e9)
 
 
-def _refuse_if_too_large(frontier: Frontier, where: str) -> None:
-    """Not even with every activation recomputed can a plan be smaller than what stays resident."""
-    least = min(frontier.points, key=lambda point: point.resident_bytes)
-    if least.resident_bytes > frontier.budget_bytes:
-        raise SolveError(
-            f"no plan fits {frontier.budget_bytes / 1e9:.4g} GB: parameters, gradients and optimizer state alone need "
-            f"{least.resident_bytes / 1e9:.4g} GB on each device",
-            where=f"{where}: memory_budget_gb",
-            remedy="raise the budget above that, use more devices, or an optimizer that keeps less",
-        )
+def _small_enough(found: list[FrontierPoint], tried: list[OnMesh], kept: list[OnMesh], budget: int) -> FrontierPoint:
+    """The plan that keeps least for good, on whatever mesh, where the search was after other plans; or a refusal.
+
+    Not even with every activation recomputed can a plan be smaller than what stays resident.
+    """
+    points = [(point, mesh) for mesh in tried if (point := mesh.least_point())]
+    points += [(point, kept[point.mesh]) for point in found]
+    least, mesh = min(points, key=lambda pair: (pair[0].resident_bytes, pair[0].seconds))
+    if least.resident_bytes > budget:
+        raise refusal(mesh, least, min(point.peak_bytes for point, _ in points), budget)
+    if mesh not in kept:
+        kept.append(mesh)
+    return replace(least, mesh=kept.index(mesh))
