@@ -50,6 +50,18 @@ def refusal(mesh: OnMesh, least: FrontierPoint, smallest: int, budget: int) -> S
     )
 
 
+def refusal_of_saved(mesh: OnMesh, saved: FrontierPoint, budget: int) -> SolveError:
+    """The saved plan was to be taken as it is, and is too large."""
+    largest = resident_parts(mesh.graph, saved.sharding, mesh.cluster.sizes, mesh.copies)[0]
+    return SolveError(
+        f"the saved plan does not fit {gigabytes(budget)}: parameters, gradients and optimizer state alone need "
+        f"{budget_of(saved.resident_bytes)} on each device; most of it is the {largest.label} with "
+        f"{gigabytes(largest.nbytes)}",
+        where=f"{mesh.where}: plan",
+        remedy="set `plan_use: start` to look for a smaller one, or raise memory_budget_gb above that",
+    )
+
+
 def _lifts(settings: Solve, largest: Part) -> Iterator[Lift]:
     """Each setting on its own, the mildest change first; then all together."""
     everything = replace(settings, only=Only.any, constraints=None, shard_only=None)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.config import Config
+from pipeline.config import Config, PlanUse, Solve
 from pipeline.cost.unsplit import card_of, step_seconds
 from pipeline.errors import SolveError
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.plan import Frontier, FrontierPoint
 from pipeline.ir.profile import as_run
-from pipeline.log import progress
+from pipeline.log import Log, progress
 from pipeline.ops.discover import remember_in
 from pipeline.stage import Inputs, Result
 from stages.solve.meshes import meshes_of
 from stages.solve.on_mesh import OnMesh, best_rows, most_promising
 from stages.solve.optimizer import optimizer_copies
-from stages.solve.refusal import refusal
+from stages.solve.refusal import refusal, refusal_of_saved
+from stages.solve.saved import mesh_for, read_saved
 
 
 def run(inputs: Inputs, config: Config) -> Result:
@@ -26,21 +27,23 @@ def run(inputs: Inputs, config: Config) -> Result:
     copies = optimizer_copies(config.train.optimizer, f"conf/train/{config.choices['train']}.yaml: optimizer")
     budget = budget_bytes(settings.memory_budget_gb, cluster, where)
     remember_in(inputs.root / "runs" / "ops")
+    saved = read_saved(settings.plan, inputs.root, graph)
+    as_is = bool(saved) and settings.plan_use is PlanUse.as_is
+    known = meshes_of(cluster, settings, where)
+    homes = [mesh_for(plan, known, cluster, settings) for plan in saved]
     tried = [
         OnMesh(graph, profile, cluster.on(mesh), copies, settings, where, inputs.log)
-        for mesh in meshes_of(cluster, settings, where)
+        for mesh in _each_once(homes if as_is else [*known, *homes])
     ]
-    kept = most_promising(tried, budget, settings.frontier_meshes)
-    found: list[FrontierPoint] = []
-    with progress(inputs.log, "frontier", len(kept) * settings.frontier_points) as advance:
-        for number, mesh in enumerate(kept):
-            before = number * settings.frontier_points
-            points = mesh.points(budget, lambda done, note="", before=before: advance(before + done, note))
-            found += [replace(point, mesh=number) for point in points]
+    for plan, home in zip(saved, homes, strict=True):
+        next(mesh for mesh in tried if mesh.cluster.axes == home.axes).start_from(plan)
+    kept = tried if as_is else most_promising(tried, budget, settings.frontier_meshes)
+    found = _judged(kept, budget) if as_is else _searched(kept, budget, settings, inputs.log)
     if all(point.resident_bytes > budget for point in found):
         found.append(_small_enough(found, tried, kept, budget))
-    meshes = tuple(Mesh(mesh.cluster.axes) for mesh in kept)
-    frontier = Frontier(budget, copies, meshes, _unbeaten(found), best_rows(kept))
+    frontier = Frontier(
+        budget, copies, tuple(Mesh(mesh.cluster.axes) for mesh in kept), _unbeaten(found), best_rows(kept)
+    )
     inputs.log.info(_table(frontier))
     figures = _figures(frontier, config, kept)
     figures["meshes"] = len(tried)
@@ -48,6 +51,30 @@ def run(inputs: Inputs, config: Config) -> Result:
         unsplit = step_seconds(graph, profile.kernels, card_of(cluster.compute))
         figures["unsplit_step_ms"] = round(unsplit.step * 1e3, 4)
     return Result(frontier, figures)
+
+
+def _each_once(meshes: list[Mesh]) -> list[Mesh]:
+    return [mesh for number, mesh in enumerate(meshes) if mesh not in meshes[:number]]
+
+
+def _judged(kept: list[OnMesh], budget: int) -> list[FrontierPoint]:
+    """The saved plans and no others, each with its distance from the best."""
+    found = [replace(point, mesh=n) for n, mesh in enumerate(kept) for point in mesh.judged_points(budget)]
+    least = min(found, key=lambda point: point.resident_bytes)
+    if least.resident_bytes > budget:
+        raise refusal_of_saved(kept[least.mesh], least, budget)
+    return found
+
+
+def _searched(kept: list[OnMesh], budget: int, settings: Solve, log: Log) -> list[FrontierPoint]:
+    """The frontier of every mesh, and the plans that the search was given."""
+    found: list[FrontierPoint] = []
+    with progress(log, "frontier", len(kept) * settings.frontier_points) as advance:
+        for number, mesh in enumerate(kept):
+            before = number * settings.frontier_points
+            points = mesh.points(budget, lambda done, note="", before=before: advance(before + done, note))
+            found += [replace(point, mesh=number) for point in (*points, *mesh.given_points())]
+    return found
 
 
 def _figures(frontier: Frontier, config: Config, kept: list[OnMesh]) -> dict[str, float | int | str]:
