@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeline import artifacts
-from pipeline.config import Checkpoint, Only, Recompute, load_config
+from pipeline.config import Checkpoint, Config, Only, Recompute, load_config
 from pipeline.cost.resident import Kept, budget_of, resident_parts, total_of
 from pipeline.errors import SolveError
 from pipeline.ir.graph import OpGraph
@@ -50,14 +50,19 @@ def headed() -> OpGraph:
     return trace(Headed(), {"x": torch.zeros(8, 16), "y": torch.zeros(8, dtype=torch.int64)})
 
 
+@functools.cache
+def loaded() -> Config:
+    return load_config(PROJECT)
+
+
 def inputs(graph: OpGraph) -> Inputs:
     bodies = {"graph": graph, "profile": profile_graph(graph), "cluster": preset(2)}
     return Inputs(PROJECT, {kind: artifacts.make(kind, body, [], {}) for kind, body in bodies.items()}, SILENT, None)
 
 
 def run(budget: float, graph: OpGraph | None = None, **asked: object) -> Frontier:
-    settings = solve_settings(memory_budget_gb=budget / 1e9, **{"frontier_points": 2, **asked})
-    return stage.run(inputs(graph or headed()), replace(load_config(PROJECT), solve=settings)).body
+    settings = solve_settings(memory_budget_gb=budget / 1e9, frontier_points=1, **asked)
+    return stage.run(inputs(graph or headed()), replace(loaded(), solve=settings)).body
 
 
 def refused(budget: float, **asked: object) -> str:
@@ -136,8 +141,8 @@ def test_what_does_not_divide_is_told():
 
 def test_a_plan_that_keeps_less_than_the_frontier_is_found():
     """The sweep was not asked for small plans: what keeps least for good joins the frontier where nothing else fits."""
-    (fastest,) = run(3e9, frontier_points=1, only=Only.zero).points
-    found = run(fastest.resident_bytes - 1, frontier_points=1, only=Only.zero)
+    (fastest,) = run(3e9, only=Only.zero).points
+    found = run(fastest.resident_bytes - 1, only=Only.zero)
     smallest = 4 * (HEAD + BODY) // 2 + 4 * ODD
     assert [point.resident_bytes for point in found.points] == [fastest.resident_bytes, smallest]
     least = found.points[1]
@@ -167,12 +172,12 @@ def test_the_least_is_that_of_all_plans(seed):
 
 
 def test_the_parts_add_up_to_what_is_resident():
-    for point in frontier_of("gpt").points:
-        parts = resident_parts(GRAPHS["gpt"](), point.sharding, (2,), 2.0)
+    for point in frontier_of("mlp").points:
+        parts = resident_parts(GRAPHS["mlp"](), point.sharding, (2,), 2.0)
         assert sum(part.nbytes for part in parts) == point.resident_bytes
         assert total_of(parts, Kept.values) == total_of(parts, Kept.gradients)
         assert [part.nbytes for part in parts] == sorted((part.nbytes for part in parts), reverse=True)
-    assert any("layers.*.up.weight (2 of them)" in part.label for part in parts)
+    assert any(part.label == "values of hidden.*.weight (3 of them)" for part in parts)
 
 
 @pytest.mark.parametrize("nbytes", [1, 999, 1000, 1001, 123_456_789, 10**12 + 1])
@@ -185,14 +190,14 @@ def test_a_budget_is_rounded_up(nbytes):
 
 
 def test_the_checkpoint_stage_names_the_largest_of_what_is_resident():
-    told = re.escape("most of it is the optimizer state of layers.*.down.weight (2 of them) with 8.192e-06 GB")
+    told = re.escape("most of it is the optimizer state of hidden.*.weight (3 of them) with 9.728e-06 GB")
     with pytest.raises(SolveError, match=told):
-        plan_of("gpt", budget=1000)
+        plan_of("mlp", budget=1000)
 
 
 def test_the_checkpoint_stage_names_the_link_whose_activations_are_largest():
     graph = trace(Headed(), {"x": torch.zeros(512, 16), "y": torch.zeros(512, dtype=torch.int64)})
-    frontier = replace(run(3e9, graph, frontier_points=1), budget_bytes=1000)
+    frontier = replace(run(3e9, graph), budget_bytes=1000)
     cluster = preset(2)
     found = evaluate(graph, profile_graph(graph), cluster, frontier, 0, Checkpoint(recompute=Recompute.optimal))
     told = r"most of it is the activations with \S+ GB, when link \d \(.+\) runs backward"
@@ -202,6 +207,6 @@ def test_the_checkpoint_stage_names_the_link_whose_activations_are_largest():
 
 def test_recompute_is_advised_where_it_was_off():
     with pytest.raises(SolveError) as refusal:
-        plan_of("gpt", budget=1000, recompute="off")
+        plan_of("mlp", budget=1000, recompute="off")
     needs = in_bytes(refusal.value.line(), "set `recompute: optimal`, which needs")
-    assert plan_of("gpt", budget=needs).prediction.peak_bytes <= needs
+    assert plan_of("mlp", budget=needs).prediction.peak_bytes <= needs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from pipeline import artifacts
 from pipeline.artifacts import KINDS, Artifact
@@ -43,12 +45,16 @@ def run(root: Path, graph: OpGraph | None = None, cluster: Cluster | None = None
     profile = profile_of("mlp") if graph is mlp_graph() else profile_graph(graph)
     bodies = {"graph": graph, "profile": profile, "cluster": cluster or preset(2)}
     made = {kind: artifacts.make(kind, body, [], {}) for kind, body in bodies.items()}
-    return stage.run(Inputs(root, made, SILENT, None), config(root, **asked)).body
+    return stage.run(Inputs(root, made, SILENT, None), config(**asked)).body
 
 
-def config(root: Path, **asked: object) -> Config:
-    settings = solve_settings(**{"frontier_points": 2, "plan": "mine", **asked})
-    return replace(load_config(root), solve=settings)
+@functools.cache
+def loaded() -> Config:
+    return load_config(PROJECT)
+
+
+def config(**asked: object) -> Config:
+    return replace(loaded(), solve=solve_settings(**{"frontier_points": 1, "plan": "mine", **asked}))
 
 
 def plan_with(sharding: Sharding, axes: tuple[tuple[str, int], ...] = (("d0", 2),)) -> Plan:
@@ -134,7 +140,7 @@ def test_the_search_is_never_worse_than_its_start(root, search):
 
 def test_a_start_that_is_beaten_changes_nothing(root):
     save(root, plan_with(run(root, plan=None, only=Only.data).points[0].sharding))
-    with_start, without = run(root), run(root, plan=None)
+    with_start, without = run(root, search=Search.dp), run(root, search=Search.dp, plan=None)
     assert [point.sharding for point in with_start.points] == [point.sharding for point in without.points]
 
 
@@ -283,6 +289,4 @@ def test_the_settings_are_read_and_dvc_watches_the_folder(root):
     write_settings(root, "plan: mine\nplan_use: as_is")
     settings = load_config(root).solve
     assert (settings.plan, settings.plan_use) == ("mine", PlanUse.as_is)
-    import yaml
-
     assert "conf/plan" in yaml.safe_load((PROJECT / "dvc.yaml").read_text())["stages"]["solve"]["deps"]
