@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config.experiment import apply_experiment, experiments
-from pipeline.config.load import load_config
+from pipeline.config.load import load_config, saved_file
 from pipeline.config.reference import reference
 from pipeline.config.schema import (
     GROUPS,
@@ -17,6 +17,7 @@ from pipeline.config.schema import (
     DType,
     Model,
     Only,
+    PlanUse,
     Precision,
     Preset,
     Probe,
@@ -43,6 +44,7 @@ __all__ = [
     "Device",
     "Model",
     "Only",
+    "PlanUse",
     "Precision",
     "Preset",
     "Probe",
@@ -59,4 +61,5 @@ __all__ = [
     "listing",
     "load_config",
     "reference",
+    "saved_file",
 ]

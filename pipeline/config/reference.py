@@ -85,6 +85,8 @@ def _type(kind: Kind) -> str:
 def _allowed(kind: Kind, rule: Rule) -> str:
     if rule.form is Form.CHOICE:
         return "a file's name without `.yaml`"
+    if rule.form is Form.SAVED:
+        return "a file's name without `.json`"
     if kind.type in (dict, list):
         bounds = span(rule, int)
         return f"not empty; each {bounds}" if bounds else "not empty"

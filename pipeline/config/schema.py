@@ -37,6 +37,7 @@ class Form(Enum):
     CHOICE = "the name of a file in the group's folder"
     DIMS = "a mapping from an op, such as mylib.scale.default, to its line of dims, such as 'b n, n -> b n'"
     SIZES = "a mapping from the name of an axis to its size, such as {dp: 2, tp: 4}"
+    SAVED = "the name of a saved plan, a file in conf/plan/, without its ending"
     LAYOUTS = "a mapping from a parameter or a module, with * and ?, to a layout such as 'S(0) on tp'"
 
 
@@ -304,6 +305,11 @@ class Only(StrEnum):
     tensor = "tensor"
 
 
+class PlanUse(StrEnum):
+    start = "start"
+    as_is = "as_is"
+
+
 @dataclass(frozen=True)
 class Solve:
     backend: Backend = setting("Program that solves the integer linear program.")
@@ -346,6 +352,17 @@ class Solve:
     )
     shard_only: str | None = setting("Module that alone may be split, by name, with * and ?; null is all.", None)
     seed: int = setting("Seed of the random search (`mcmc`).", 0, at_least=0, at_most=LARGEST_SEED)
+    plan: str | None = setting(
+        "Saved plan: a file in `conf/plan/`, without its ending, copied from `runs/checkpoint/plan.json` or"
+        " `runs/solve/frontier.json`; see docs/constraints.md.",
+        None,
+        form=Form.SAVED,
+    )
+    plan_use: PlanUse = setting(
+        "What the saved plan is for: the search starts from it and answers with none that is worse (`start`), or it is"
+        " taken as it is and only priced anew (`as_is`).",
+        PlanUse.start,
+    )
 
 
 # ---- conf/checkpoint/*.yaml

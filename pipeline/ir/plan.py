@@ -43,7 +43,7 @@ class Proof:
     """How good the solver's answer is known to be."""
 
     backend: str
-    method: str  # elimination, prices (of bytes), or the integer program
+    method: str  # elimination, prices (of bytes), the integer program; or given: it was saved
     objective: float
     bound: float
     gap: float

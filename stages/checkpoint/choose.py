@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pipeline.config import Checkpoint, Recompute
+from pipeline.cost.resident import budget_of, gigabytes, resident_parts
 from pipeline.cost.step import StepPrice, price_step
 from pipeline.errors import SolveError
 from pipeline.ir.cluster import Cluster, Mesh
@@ -29,6 +30,8 @@ class Candidate:
     regions: tuple[Region, ...] | None
     chain_seconds: float
     peak_bytes: int  # of the schedule, or the least that any schedule needs
+    most: str = ""  # where none fits: what takes most of that
+    optimal_bytes: int | None = None  # where none fits: what the best schedule needs, if another was asked for
 
     @property
     def step_seconds(self) -> float:
@@ -42,20 +45,52 @@ def evaluate(
     cluster = cluster.on(mesh)
     price = price_step(graph, profile, cluster, sharding, lower(graph, sharding), frontier.optimizer_copies)
     room = frontier.budget_bytes - price.fixed_bytes
+    candidate = Candidate(number, mesh, sharding, price, None, 0.0, 0)
     chain = linearize(price)
     if chain is None:
         loss = price.links[0]
         need = loss.memory.kept + loss.memory.backward_extra
         regions = (Region(0, 0, False, ()),) if need <= room else None
-        return Candidate(number, mesh, sharding, price, regions, loss.forward + loss.backward, price.fixed_bytes + need)
+        found = replace(
+            candidate, regions=regions, chain_seconds=loss.forward + loss.backward, peak_bytes=price.fixed_bytes + need
+        )
+        return found if regions else _refused(found, graph, cluster, frontier, None)
     try:
         best = _schedule(chain, room, settings)
     except rotor.InfeasibleBudget as refusal:
-        return Candidate(number, mesh, sharding, price, None, 0.0, price.fixed_bytes + refusal.tightest)
+        found = replace(candidate, peak_bytes=price.fixed_bytes + refusal.tightest)
+        return _refused(found, graph, cluster, frontier, refusal.op)
     outcome = simulate(chain, best.sequence)
-    peak = price.fixed_bytes + int(outcome.peak)
-    fits = peak <= frontier.budget_bytes
-    return Candidate(number, mesh, sharding, price, _regions(best.regions) if fits else None, outcome.time, peak)
+    found = replace(candidate, chain_seconds=outcome.time, peak_bytes=price.fixed_bytes + int(outcome.peak))
+    if found.peak_bytes <= frontier.budget_bytes:
+        return replace(found, regions=_regions(best.regions))
+    worst = max(outcome.steps, key=lambda step: step.held).op
+    least = price.fixed_bytes + rotor.tightest(chain, _slots(chain, settings)).memory
+    return replace(_refused(found, graph, cluster, frontier, worst), optimal_bytes=least)
+
+
+def _refused(
+    candidate: Candidate, graph: OpGraph, cluster: Cluster, frontier: Frontier, op: schedule.Op | None
+) -> Candidate:
+    """With a word on what takes most: of what is resident, or of the activations as that op runs."""
+    price, sharding = candidate.price, candidate.sharding
+    common, inside = price.fixed_bytes - price.resident_bytes, candidate.peak_bytes - price.fixed_bytes
+    if price.resident_bytes >= max(common, inside):
+        largest = resident_parts(graph, sharding, cluster.sizes, frontier.optimizer_copies)[0]
+        return replace(candidate, most=f"the {largest.label} with {gigabytes(largest.nbytes)}")
+    if common > inside:
+        return replace(candidate, most=f"what several links share with {gigabytes(common)}")
+    link = op.link if op else 0
+    way = "backward" if op is None or op.kind is schedule.Kind.B else "forward"
+    where = f"link {link} ({_module(graph, link)}) runs {way}"
+    return replace(candidate, most=f"the activations with {gigabytes(inside)}, when {where}")
+
+
+def _module(graph: OpGraph, link: int) -> str:
+    """What the modules of a link's ops have in common, or the first of them."""
+    names = [graph.op(name).module.split(".") for name in graph.chain[link].ops]
+    same = [parts[0] for parts in zip(*names, strict=False) if len(set(parts)) == 1]
+    return ".".join(same or names[0]) or "the model itself"
 
 
 def _schedule(chain: Chain, room: int, settings: Checkpoint) -> schedule.Schedule:
@@ -66,11 +101,15 @@ def _schedule(chain: Chain, room: int, settings: Checkpoint) -> schedule.Schedul
     peak = int(simulate(chain, everything.sequence).peak)
     if settings.recompute is Recompute.off or peak <= room:
         return everything
-    slots = max(500, settings.slots_per_link * (chain.length + 1))
+    slots = _slots(chain, settings)
     if room < rotor.tightest(chain).memory or not rotor.fits(chain, slots, room):
         least = rotor.tightest(chain, slots)  # in slots: the budget that is named must be accepted when it is set
         raise rotor.InfeasibleBudget(max(room, 0), replace(least, memory=min(least.memory, peak)))
     return rotor.schedule(rotor.solve(discretise(chain, room, slots)))
+
+
+def _slots(chain: Chain, settings: Checkpoint) -> int:
+    return max(500, settings.slots_per_link * (chain.length + 1))
 
 
 def _regions(region: schedule.Region) -> tuple[Region, ...]:
@@ -118,10 +157,12 @@ def _predict(best: Candidate) -> Prediction:
 
 def _refusal(candidates: list[Candidate], frontier: Frontier, where: str) -> SolveError:
     least = min(candidates, key=lambda c: c.peak_bytes)
+    optimal = min((c.optimal_bytes for c in candidates if c.optimal_bytes is not None), default=least.peak_bytes)
+    better = f"set `recompute: optimal`, which needs {budget_of(optimal)}, " if optimal < least.peak_bytes else ""
     return SolveError(
-        f"no plan fits {frontier.budget_bytes / 1e9:.4g} GB: the tightest feasible budget is "
-        f"{least.peak_bytes / 1e9 + 5e-5:.4f} GB, of which {least.price.resident_bytes / 1e9:.4g} GB are parameters, "
-        "gradients and optimizer state",
+        f"no plan fits {gigabytes(frontier.budget_bytes)}: the tightest feasible budget is "
+        f"{budget_of(least.peak_bytes)}, of which {gigabytes(least.price.resident_bytes)} are parameters, "
+        f"gradients and optimizer state; most of it is {least.most}",
         where=where,
-        remedy="raise the budget to that, or use more devices",
+        remedy=f"raise the budget to that, {better}or use more devices",
     )

@@ -66,10 +66,13 @@ class Bounder:
         found = self.elimination.minimise(prices)
         if not prices.tilt:
             self.tried.append((found.value, sum(prices.values)))
-        if found.picked not in self.seen:
-            held = self.problem.held(found.picked)
-            self.seen[found.picked] = Seen(found.picked, self.problem.cost(found.picked), held)
-        return found.value, self.seen[found.picked]
+        return found.value, self.know(found.picked)
+
+    def know(self, picked: tuple[int, ...]) -> Seen:
+        """A plan, found here or elsewhere, joins those that answers are chosen from."""
+        if picked not in self.seen:
+            self.seen[picked] = Seen(picked, self.problem.cost(picked), self.problem.held(picked))
+        return self.seen[picked]
 
     def bound_at(self, limit: float) -> float:
         """What is known of the cost of plans within that limit, whatever it was tried for."""

@@ -13,7 +13,7 @@ A name may have `*` and `?`. One that is a parameter's speaks of its storage, on
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -133,6 +133,22 @@ class Hand:
                 raise self._contradiction(name, choices)
             found[number] = left
         return tuple(found)
+
+    def forbids(self, name: str, choices: Choices, number: int) -> str | None:
+        """The first setting that on its own leaves a node without that choice; None where every one allows it."""
+        free = replace(self.settings, only=Only.any, constraints=None, shard_only=None)
+        asked = {f"constraints.{c.pattern}: {c.text}": {"constraints": {c.pattern: c.text}} for c in self.constraints}
+        if self.settings.only is not Only.any:
+            asked[f"only: {self.settings.only.value}"] = {"only": self.settings.only}
+        if self.settings.shard_only:
+            asked[f"shard_only: {self.settings.shard_only}"] = {"shard_only": self.settings.shard_only}
+        families = Families(self.graph, choices)
+        for setting, change in asked.items():
+            alone = Hand(self.graph, self.axes, replace(free, **change), self.where)
+            left = families.any_of(name, ROLES.get(alone.settings.only, ()), len(self.axes))
+            if number not in alone._left(name, choices, left):
+                return setting
+        return None
 
     def _left(self, name: str, choices: Choices, left: tuple[int, ...]) -> tuple[int, ...]:
         only = self.settings.shard_only

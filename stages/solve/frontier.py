@@ -64,8 +64,14 @@ class Sweep:
         self.problem, self.settings, self.where, self.log = problem, settings, where, log
         self.seconds: dict[str, float] = {}
         self._reduced: list[Reduced] = []
+        self._starts: set[tuple[int, ...]] = set()
         with self.clock("bound"):
             self.bounder = Bounder(problem, best_prices(settings, where))
+
+    def start_from(self, picked: tuple[int, ...]) -> None:
+        """Answers are never worse than this plan where it fits; random changes begin with it."""
+        self._starts.add(picked)
+        self.bounder.know(picked)
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -131,7 +137,8 @@ class Sweep:
     def _random(self, limit: float, known: Solution, deadline: float) -> Solution:
         """What random changes make of the smallest plan; the bound is that of prices."""
         with self.clock("mcmc"):
-            start = min((s for s in self.bounder.seen.values() if s.peak <= limit), key=lambda s: (s.peak, s.cost))
+            fitting = [s for s in self.bounder.seen.values() if s.peak <= limit]
+            start = min(fitting, key=lambda s: (s.picked not in self._starts, s.peak, s.cost))
             best = mcmc.search(self.problem, limit, start, self.settings.seed, deadline)
         return self._solution(best, MCMC, known.proof.bound)
 

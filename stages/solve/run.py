@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from pipeline.config import Config
+from pipeline.config import Config, PlanUse, Solve
 from pipeline.cost.unsplit import card_of, step_seconds
 from pipeline.errors import SolveError
 from pipeline.files import write_atomic
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.plan import Frontier, FrontierPoint
 from pipeline.ir.profile import as_run
-from pipeline.log import progress
+from pipeline.log import Log, progress
 from pipeline.ops.discover import remember_in
 from pipeline.stage import Inputs, Result
 from stages.solve.meshes import meshes_of, pieces_of
 from stages.solve.on_mesh import OnMesh, best_rows, most_promising
 from stages.solve.optimizer import optimizer_copies
+from stages.solve.refusal import refusal, refusal_of_saved
+from stages.solve.saved import mesh_for, read_saved
 from stages.solve.table import beside, shown, table
 
 PAGE = "runs/solve/plans.md"
@@ -28,37 +31,40 @@ def run(inputs: Inputs, config: Config) -> Result:
     where = f"conf/solve/{config.choices['solve']}.yaml"
     copies = optimizer_copies(config.train.optimizer, f"conf/train/{config.choices['train']}.yaml: optimizer")
     budget = budget_bytes(settings.memory_budget_gb, cluster, where)
+    memory = float(budget * cluster.devices)
     remember_in(inputs.root / "runs" / "ops")
 
-    def tried(meshes: tuple[Mesh, ...]) -> list[OnMesh]:
+    def on(meshes: Iterable[Mesh]) -> list[OnMesh]:
         return [OnMesh(graph, profile, cluster.part(m), copies, settings, where, inputs.log) for m in meshes]
 
-    candidates = tried(meshes_of(cluster, settings, where))
-    kept = most_promising(candidates, budget, settings.frontier_meshes)
+    saved = read_saved(settings.plan, inputs.root, graph)
+    as_is = bool(saved) and settings.plan_use is PlanUse.as_is
+    known = meshes_of(cluster, settings, where)
+    homes = [mesh_for(plan, known, cluster, settings) for plan in saved]
+    tried = on(_each_once(homes if as_is else [*known, *homes]))
+    for plan, home in zip(saved, homes, strict=True):
+        next(mesh for mesh in tried if mesh.cluster.axes == home.axes).start_from(plan)
+    kept = tried if as_is else most_promising(tried, budget, settings.frontier_meshes)
+    found = _judged(kept, budget) if as_is else _searched(kept, memory, settings, inputs.log)
+    if all(point.resident_bytes > budget for point in found):
+        found.append(_small_enough(found, tried, kept, budget))
     pieces = [
         mesh
-        for size, meshes in pieces_of(cluster, settings).items()
-        for mesh in most_promising(tried(meshes), budget * cluster.devices / size, settings.piece_meshes)
+        for size, meshes in ({} if as_is else pieces_of(cluster, settings)).items()
+        for mesh in most_promising(on(meshes), memory / size, settings.piece_meshes)
     ]
-    found: list[FrontierPoint] = []
-    with progress(inputs.log, "frontier", (len(kept) + len(pieces)) * settings.frontier_points) as advance:
-        for number, mesh in enumerate((*kept, *pieces)):
-            before = number * settings.frontier_points
-            room = budget * cluster.devices / mesh.cluster.devices  # a piece has its part of the model
-            points = mesh.points(room, lambda done, note="", before=before: advance(before + done, note))
-            found += [replace(point, mesh=number) for point in points]
+    parts = _searched(pieces, memory, settings, inputs.log)
     frontier = Frontier(
         budget,
         copies,
         tuple(Mesh(mesh.cluster.axes) for mesh in (*kept, *pieces)),
-        _unbeaten([point for point in found if point.mesh < len(kept)]),
+        _unbeaten(found),
         best_rows(kept),
-        tuple(point for point in found if point.mesh >= len(kept)),
+        tuple(replace(point, mesh=len(kept) + point.mesh) for point in parts),
     )
     inputs.log.info(beside(frontier))
-    _refuse_if_too_large(frontier, where)
     figures = _figures(frontier, config, kept)
-    figures["meshes"] = len(candidates)
+    figures["meshes"] = len(tried)
     figures["piece_plans"] = len(frontier.pieces)
     if cluster.device == "cuda" and profile.kernels:
         unsplit = step_seconds(graph, profile.kernels, card_of(cluster.compute))
@@ -66,6 +72,35 @@ def run(inputs: Inputs, config: Config) -> Result:
     page = inputs.root / PAGE
     write_atomic(page, table(frontier).encode())
     return Result(frontier, figures, (page,))
+
+
+def _each_once(meshes: list[Mesh]) -> list[Mesh]:
+    return [mesh for number, mesh in enumerate(meshes) if mesh not in meshes[:number]]
+
+
+def _judged(kept: list[OnMesh], budget: int) -> list[FrontierPoint]:
+    """The saved plans and no others, each with its distance from the best."""
+    found = [replace(point, mesh=n) for n, mesh in enumerate(kept) for point in mesh.judged_points(budget)]
+    least = min(found, key=lambda point: point.resident_bytes)
+    if least.resident_bytes > budget:
+        raise refusal_of_saved(kept[least.mesh], least, budget)
+    return found
+
+
+def _searched(kept: list[OnMesh], memory: float, settings: Solve, log: Log) -> list[FrontierPoint]:
+    """The frontier of every mesh, and the plans that the search was given. `memory` is that of all devices together.
+
+    A piece of a pipeline has its part of the model, so its devices may hold as much more as they are fewer.
+    """
+    found: list[FrontierPoint] = []
+    with progress(log, "frontier", len(kept) * settings.frontier_points) as advance:
+        for number, mesh in enumerate(kept):
+            before = number * settings.frontier_points
+            points = mesh.points(
+                memory / mesh.cluster.devices, lambda done, note="", before=before: advance(before + done, note)
+            )
+            found += [replace(point, mesh=number) for point in (*points, *mesh.given_points())]
+    return found
 
 
 def _figures(frontier: Frontier, config: Config, kept: list[OnMesh]) -> dict[str, float | int | str]:
@@ -113,13 +148,16 @@ def budget_bytes(gigabytes: float | None, cluster: Cluster, where: str) -> int:
     return round(gigabytes * 1e9)
 
 
-def _refuse_if_too_large(frontier: Frontier, where: str) -> None:
-    """Not even with every activation recomputed can a plan be smaller than what stays resident."""
-    least = min(frontier.points, key=lambda point: point.resident_bytes)
-    if least.resident_bytes > frontier.budget_bytes:
-        raise SolveError(
-            f"no plan fits {frontier.budget_bytes / 1e9:.4g} GB: parameters, gradients and optimizer state alone need "
-            f"{least.resident_bytes / 1e9:.4g} GB on each device",
-            where=f"{where}: memory_budget_gb",
-            remedy="raise the budget above that, use more devices, or an optimizer that keeps less",
-        )
+def _small_enough(found: list[FrontierPoint], tried: list[OnMesh], kept: list[OnMesh], budget: int) -> FrontierPoint:
+    """The plan that keeps least for good, on whatever mesh, where the search was after other plans; or a refusal.
+
+    Not even with every activation recomputed can a plan be smaller than what stays resident.
+    """
+    points = [(point, mesh) for mesh in tried if (point := mesh.least_point())]
+    points += [(point, kept[point.mesh]) for point in found]
+    least, mesh = min(points, key=lambda pair: (pair[0].resident_bytes, pair[0].seconds))
+    if least.resident_bytes > budget:
+        raise refusal(mesh, least, min(point.peak_bytes for point, _ in points), budget)
+    if mesh not in kept:
+        kept.append(mesh)
+    return replace(least, mesh=kept.index(mesh))

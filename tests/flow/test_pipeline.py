@@ -5,6 +5,7 @@ The tests on `default` follow one another on one project, in the order of this f
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -232,6 +233,24 @@ def test_one_stage_with_what_it_needs(tiny: Project) -> None:
         tiny.edit("conf/cluster/tiny.yaml", "launch_us: 10", "launch_us: 11")
         tiny.edit("conf/solve/tiny.yaml", "backend: highs", "backend: glpk")
         assert tiny.repro("solve").ok().stages == ["cluster", "solve"]
+    assert tiny.repro().ok().stages == []
+
+
+def test_a_saved_plan_is_taken_and_watched(tiny: Project) -> None:
+    """It is one of the things that solve depends on: another plan under the same name makes it run again."""
+    saved = tiny.root / "conf/plan/mine.json"
+    with undone(tiny, "conf/solve/tiny.yaml", "dvc.lock"):
+        shutil.copy(tiny.root / "runs/checkpoint/plan.json", saved)
+        before = tiny.load("plan")
+        tiny.write_yaml("conf/solve/tiny.yaml", {**TINY["solve"], "plan": "mine", "plan_use": "as_is"})
+        assert tiny.repro("solve").ok().stages == ["solve"]
+        (point,) = tiny.load("frontier").points
+        assert point.sharding == before.sharding and point.proof.method == "given"
+        assert "conf/plan" not in tiny.run("dvc", "status", "solve").ok().out
+        saved.write_text(f"{saved.read_text()}\n")
+        assert "conf/plan" in tiny.run("dvc", "status", "solve").ok().out
+        saved.unlink()
+        assert "there is no conf/plan/mine.json" in tiny.stages("solve").refused()
     assert tiny.repro().ok().stages == []
 
 

@@ -99,6 +99,13 @@ def test_the_frontier_of_a_real_model_trades_time_for_memory(name):
     assert least < 0.6 * 4 * profile_of(name).parameter_bytes  # the smallest splits its parameters over two ranks
 
 
+@pytest.mark.parametrize("name", GRAPHS)
+def test_every_plan_of_the_frontier_is_valid(name):
+    """Also where ways to store a parameter cost the same: one that is read as it lies is not said to be regathered."""
+    for point in frontier_of(name).points:
+        verify_sharding(GRAPHS[name](), point.sharding, (2,))
+
+
 def test_one_device_has_one_plan():
     _, choices, points = solved("mlp", 1)
     assert len(points) == 1
