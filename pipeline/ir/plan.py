@@ -78,6 +78,7 @@ class Frontier:
     meshes: tuple[Mesh, ...]
     points: tuple[FrontierPoint, ...]  # fastest first
     baselines: tuple[Baseline, ...] = ()
+    micro_batches: int = 1  # forward and backward passes of a step
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Plan:
     regions: tuple[Region, ...]
     prediction: Prediction
     alternatives: tuple[Alternative, ...]
+    micro_batches: int = 1  # forward and backward passes of a step
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -32,11 +32,13 @@ class OnMesh:
         settings: Solve,
         where: str,
         log: Log,
+        micro_batches: int = 1,
     ) -> None:
         """`cluster` is on the mesh; `copies` are tensors of a parameter's size that the optimizer keeps."""
         self.graph, self.profile, self.cluster, self.copies = graph, profile, cluster, copies
+        self.micro_batches = micro_batches
         start = time.monotonic()
-        self.problem, self.choices = build(graph, profile, Given(cluster.axes, cluster.compute, copies))
+        self.problem, self.choices = build(graph, profile, Given(cluster.axes, cluster.compute, copies, micro_batches))
         hand = Hand(graph, tuple(axis.name for axis in cluster.axes), settings, where)
         self.left = restrict(self.problem, hand.kept(self.choices)) if hand.asks else as_it_is(self.problem)
         self.build_seconds = time.monotonic() - start
@@ -52,7 +54,9 @@ class OnMesh:
 
     def _point(self, solution: Solution) -> FrontierPoint:
         sharding = to_sharding(self.graph, self.choices, self.left.expand(solution.picked))
-        return price_point(self.graph, self.profile, self.cluster, self.copies, sharding, solution.proof)
+        return price_point(
+            self.graph, self.profile, self.cluster, self.copies, sharding, solution.proof, self.micro_batches
+        )
 
     @cached_property
     def baselines(self) -> tuple[Baseline, ...]:
@@ -60,11 +64,17 @@ class OnMesh:
 
 
 def price_point(
-    graph: OpGraph, profile: Profile, cluster: Cluster, copies: float, sharding: Sharding, proof: Proof
+    graph: OpGraph,
+    profile: Profile,
+    cluster: Cluster,
+    copies: float,
+    sharding: Sharding,
+    proof: Proof,
+    micro_batches: int = 1,
 ) -> FrontierPoint:
     """The plan with its conversions' paths, and what its program is predicted to cost."""
     sharding = with_paths(graph, sharding, cluster)
-    price = price_step(graph, profile, cluster, sharding, lower(graph, sharding), copies)
+    price = price_step(graph, profile, cluster, sharding, lower(graph, sharding, micro_batches), copies)
     peak = price.fixed_bytes + sum(link.memory.kept for link in price.links)
     return FrontierPoint(sharding, price.seconds, price.resident_bytes, peak, proof)
 

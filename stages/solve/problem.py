@@ -137,8 +137,7 @@ class _Builder:
             lambda: storage_choices(value.type.shape, wanted, self.sizes, shards=shards),
         )
         if value.role is Role.PARAMETER:
-            once = len({self.moments.link.get(op.name) for op in readers}) <= 1
-            self.parameter(value, ways if once else self._not_regathered(ways))
+            self.parameter(value, self._not_regathered(ways) if self._shared(readers) else ways)
         else:
             self.source(value, tuple(way.layout for way in ways))
 
@@ -146,6 +145,10 @@ class _Builder:
         """What several links read is gathered once for all of them, or each of them would gather it twice."""
         kept = tuple(way for way in ways if way.way is not Way.regathered)
         return self.once(("not regathered", id(ways)), lambda: kept)
+
+    def _shared(self, readers: list[Op]) -> bool:
+        """Whether several links read a parameter: it is then converted before the chain, once a step."""
+        return len({self.moments.link.get(op.name) for op in readers}) > 1
 
     def source(self, value: Value, layouts: tuple[Layout, ...]) -> None:
         """An input or a buffer: there for the whole step."""
@@ -316,14 +319,19 @@ class _Builder:
         self, value: Value, forms: tuple[Layout, ...], readers: list[Op]
     ) -> tuple[Array, tuple[Holding, ...]]:
         ways, have = self.stored[value.name], self.layouts[value.name]
+        times = 1 if self._shared(readers) else self.given.micro_batches
         key = (id(ways), id(forms), value.type, value.grad)
-        costs = self.once(("reading", *key), lambda: (_parameter_seconds(self, value, ways, forms), ways))[0]
+        costs = self.once(
+            ("reading", *key, times), lambda: (_parameter_seconds(self, value, ways, forms, times), ways)
+        )[0]
         whole = self.once(("gathered", *key), lambda: self._copied(value, have, forms))
         if not whole.any():
             return costs, ()
         op = min(readers, key=lambda r: self.moments.forward(r.name))
         first, undone = self.moments.forward(op.name), self.moments.backward(op.name) + 1
         end = max(self.moments.forgotten(r, value.name) for r in readers)
+        if self.given.micro_batches > 1 and self._shared(readers):  # there between passes: it, its gradient, the next
+            return costs, (Holding(0, self.moments.end, 3 * whole),)
         saved = any(value.name in self.profile.ops[r.name].saves for r in readers)
         stays = np.array([way.way is not Way.regathered and saved for way in ways])[:, None]
         kept, dropped = self.once(("copies", *key, saved), lambda: (whole * stays, whole * ~stays))
@@ -341,8 +349,10 @@ def _most_pieces(strategy: Strategy, sizes: tuple[int, ...]) -> int:
     return max((layout.pieces(sizes) for layout in (*strategy.inputs, *strategy.outputs)), default=1)
 
 
-def _parameter_seconds(builder: _Builder, value: Value, ways: tuple[Stored, ...], forms: tuple[Layout, ...]) -> Array:
-    """Seconds of a step to have a stored parameter in each form, and its gradient as it is stored."""
+def _parameter_seconds(
+    builder: _Builder, value: Value, ways: tuple[Stored, ...], forms: tuple[Layout, ...], times: int
+) -> Array:
+    """Seconds of a step to have a stored parameter in each form so many times, and its gradient as it is stored."""
     found = np.full((len(ways), len(forms)), FORBIDDEN)
     pairs = [(i, j) for i, way in enumerate(ways) for j, form in enumerate(forms) if _goes(way, form, builder.sizes)]
     sources = {(i, j): _summed(ways[i].layout, forms[j]) for i, j in pairs}
@@ -354,8 +364,8 @@ def _parameter_seconds(builder: _Builder, value: Value, ways: tuple[Stored, ...]
     for (i, j), source in sources.items():
         seconds = there[rows[source], j]
         if ways[i].way is Way.regathered:
-            seconds = (seconds + again[rows[source], j]) * builder.given.micro_batches
-        found[i, j] = seconds + _step_seconds(builder, value, ways[i], forms[j])
+            seconds = seconds + again[rows[source], j]
+        found[i, j] = times * seconds + _step_seconds(builder, value, ways[i], forms[j])
     return found
 
 

@@ -23,10 +23,11 @@ def run(inputs: Inputs, config: Config) -> Result:
     graph = as_run(inputs["graph"], profile.types)
     where = f"conf/solve/{config.choices['solve']}.yaml"
     copies = optimizer_copies(config.train.optimizer, f"conf/train/{config.choices['train']}.yaml: optimizer")
+    micro_batches = config.train.micro_batches
     budget = budget_bytes(settings.memory_budget_gb, cluster, where)
     remember_in(inputs.root / "runs" / "ops")
     tried = [
-        OnMesh(graph, profile, cluster.on(mesh), copies, settings, where, inputs.log)
+        OnMesh(graph, profile, cluster.on(mesh), copies, settings, where, inputs.log, micro_batches)
         for mesh in meshes_of(cluster, settings, where)
     ]
     kept = most_promising(tried, budget, settings.frontier_meshes)
@@ -37,14 +38,15 @@ def run(inputs: Inputs, config: Config) -> Result:
             points = mesh.points(budget, lambda done, note="", before=before: advance(before + done, note))
             found += [replace(point, mesh=number) for point in points]
     meshes = tuple(Mesh(mesh.cluster.axes) for mesh in kept)
-    frontier = Frontier(budget, copies, meshes, _unbeaten(found), best_rows(kept))
+    frontier = Frontier(budget, copies, meshes, _unbeaten(found), best_rows(kept), micro_batches)
     inputs.log.info(_table(frontier))
     _refuse_if_too_large(frontier, where)
     figures = _figures(frontier, config, kept)
     figures["meshes"] = len(tried)
     if cluster.device == "cuda" and profile.kernels:
         unsplit = step_seconds(graph, profile.kernels, card_of(cluster.compute))
-        figures["unsplit_step_ms"] = round(unsplit.step * 1e3, 4)
+        seconds = micro_batches * (unsplit.forward + unsplit.backward) + unsplit.optimizer
+        figures["unsplit_step_ms"] = round(seconds * 1e3, 4)
     return Result(frontier, figures)
 
 
