@@ -331,7 +331,7 @@ class _Builder:
         first, undone = self.moments.forward(op.name), self.moments.backward(op.name) + 1
         end = max(self.moments.forgotten(r, value.name) for r in readers)
         if self.given.micro_batches > 1 and self._shared(readers):  # there between passes: it, its gradient, the next
-            return costs, (Holding(0, self.moments.end, 3 * whole),)
+            return costs, (Holding(0, self.moments.end, self.once(("between passes", *key), lambda: 3 * whole)),)
         saved = any(value.name in self.profile.ops[r.name].saves for r in readers)
         stays = np.array([way.way is not Way.regathered and saved for way in ways])[:, None]
         kept, dropped = self.once(("copies", *key, saved), lambda: (whole * stays, whole * ~stays))
