@@ -90,7 +90,10 @@ class Gradients:
             bucket.reset()
             bucket.missing = set(range(len(bucket.members)))
         for parameter in self.complete:
-            parameter.grad = None
+            if armed or parameter.grad is None:
+                parameter.grad = None  # autograd puts the only gradient in its place without adding
+            else:
+                parameter.grad.zero_()
 
     def arm(self) -> None:
         """Before the last backward pass: what it finishes may be sent."""

@@ -27,7 +27,7 @@ def run_passes(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Tensor]:
     """The losses of all micro-batches; then the gradients are there for the optimizer. `around` is for forward."""
-    gradients.start(armed=False)
+    gradients.start(armed=count == 1)
     with around():
         copies = Copies(program.copies() if hasattr(program, "copies") else {})
     losses = []
