@@ -13,6 +13,7 @@ from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Baseline, FrontierPoint, Proof, Sharding
 from pipeline.ir.profile import Profile
+from pipeline.ir.verify import gathered
 from pipeline.log import Advance, Log
 from pipeline.lowering import lower, with_paths
 from stages.solve.baselines import baselines
@@ -73,10 +74,16 @@ def price_point(
     micro_batches: int = 1,
 ) -> FrontierPoint:
     """The plan with its conversions' paths, and what its program is predicted to cost."""
-    sharding = with_paths(graph, sharding, cluster)
+    sharding = with_paths(graph, _regathering(graph, sharding, cluster), cluster)
     price = price_step(graph, profile, cluster, sharding, lower(graph, sharding, micro_batches), copies)
     peak = price.fixed_bytes + sum(link.memory.kept for link in price.links)
     return FrontierPoint(sharding, price.seconds, price.resident_bytes, peak, proof)
+
+
+def _regathering(graph: OpGraph, sharding: Sharding, cluster: Cluster) -> Sharding:
+    """A parameter that every op reads as it is stored costs the same where it is to be regathered: it is not."""
+    there = gathered(graph, sharding, cluster.sizes)
+    return replace(sharding, regathered=tuple(name for name in sharding.regathered if name in there))
 
 
 def most_promising(meshes: list[OnMesh], budget: float, count: int) -> list[OnMesh]:
