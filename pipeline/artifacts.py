@@ -47,7 +47,7 @@ KINDS = {
         Kind("cluster", "cluster", "cluster.json", Cluster, version=2),
         Kind("frontier", "solve", "frontier.json", Frontier, version=2),
         Kind("plan", "checkpoint", "plan.json", Plan, version=2),
-        Kind("module", "codegen", "module.py", str, version=2),
+        Kind("module", "codegen", "module.py", str, version=3),
         Kind("report", "train", "report.json", Report),
     )
 }

@@ -10,6 +10,9 @@ is DDP), and the parameter counts as `B`: what ops that read it otherwise need t
 gradient, `B -> S` takes a piece). What is left of the way to its readers is converted. A parameter that several links
 read in a layout it is not stored in is converted once, before the chain; one that is regathered (ZeRO-3) by each link,
 which lets go of the copy.
+
+A step may run the chain on several micro-batches. What is converted before it is then made once for all of them, also
+for a layout that one of the links alone reads; a parameter that belongs to one link is converted with it each time.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.program import Call, Convert, Program, Step, Tensor
 
 
-def lower(graph: OpGraph, sharding: Sharding) -> Program:
+def lower(graph: OpGraph, sharding: Sharding, micro_batches: int = 1) -> Program:
     home = home_layouts(graph, sharding)
-    shared = _shared(graph, sharding, home)
+    shared = _shared(graph, sharding, home, by_value=micro_batches > 1)
     prologue = _steps(graph, sharding, graph.prologue, home, {})
     links = []
     for index, link in enumerate(graph.chain):
@@ -38,7 +41,8 @@ def lower(graph: OpGraph, sharding: Sharding) -> Program:
         if index == len(graph.chain) - 1:
             steps += _convert(graph, sharding, Tensor(graph.output, home[graph.output]), _loss(graph, home), {})
         links.append(tuple(steps))
-    return Program(tuple(prologue), tuple(shared), tuple(links), _reduced(graph, sharding), _loss(graph, home))
+    reduced = _reduced(graph, sharding)
+    return Program(tuple(prologue), tuple(shared), tuple(links), reduced, _loss(graph, home), micro_batches)
 
 
 def home_layouts(graph: OpGraph, sharding: Sharding) -> dict[str, Layout]:
@@ -93,19 +97,25 @@ def _reduced(graph: OpGraph, sharding: Sharding) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _shared(graph: OpGraph, sharding: Sharding, home: dict[str, Layout]) -> list[Convert]:
-    """A parameter that more than one link reads in another layout is converted once, before the chain."""
+def _shared(graph: OpGraph, sharding: Sharding, home: dict[str, Layout], by_value: bool) -> list[Convert]:
+    """A parameter that more than one link reads in another layout is converted once, before the chain.
+
+    By value: one that more than one link reads in whatever layouts.
+    """
     readers: dict[Tensor, set[int]] = defaultdict(set)
+    links_of: dict[str, set[int]] = defaultdict(set)
     for index, link in enumerate(graph.chain):
         for op in (graph.op(name) for name in link.ops):
             for name, layout in zip(op.inputs, sharding.strategies[op.name].inputs, strict=True):
+                links_of[name].add(index)
                 if graph.values[name].role is Role.PARAMETER and layout != home[name]:
                     readers[Tensor(name, layout)].add(index)
     copies: dict[Tensor, Tensor] = {}
     several = [
         tensor
         for tensor, links in readers.items()
-        if len(links) > 1 and graph.values[tensor.value].origin not in sharding.regathered
+        if len(links_of[tensor.value] if by_value else links) > 1
+        and graph.values[tensor.value].origin not in sharding.regathered
     ]
     return [s for t in several for s in _convert(graph, sharding, Tensor(t.value, home[t.value]), t, copies)]
 

@@ -137,21 +137,25 @@ def solve_settings(backend: str = "highs", **changes: object) -> Solve:
 
 
 @functools.cache
-def solved(name: str, devices: int = 2, copies: float = 2.0) -> tuple[Problem, Choices, tuple[Solution, ...]]:
+def solved(
+    name: str, devices: int = 2, copies: float = 2.0, micro_batches: int = 1
+) -> tuple[Problem, Choices, tuple[Solution, ...]]:
     cluster = preset(devices)
-    problem, choices = build(GRAPHS[name](), profile_of(name), Given(cluster.axes, cluster.compute, copies))
+    given = Given(cluster.axes, cluster.compute, copies, micro_batches)
+    problem, choices = build(GRAPHS[name](), profile_of(name), given)
     sweep = Sweep(problem, solve_settings(), "conf/solve/test.yaml", SILENT)
     return problem, choices, tuple(sweep.frontier(float("inf"), lambda done, note="": None))
 
 
 @functools.cache
-def frontier_of(name: str, devices: int = 2) -> Frontier:
+def frontier_of(name: str, devices: int = 2, micro_batches: int = 1) -> Frontier:
     graph, profile, cluster = GRAPHS[name](), profile_of(name), preset(devices)
-    _, choices, solutions = solved(name, devices)
+    _, choices, solutions = solved(name, devices, micro_batches=micro_batches)
     points = [
-        price_point(graph, profile, cluster, 2.0, to_sharding(graph, choices, s.picked), s.proof) for s in solutions
+        price_point(graph, profile, cluster, 2.0, to_sharding(graph, choices, s.picked), s.proof, micro_batches)
+        for s in solutions
     ]
-    return Frontier(cluster.memory_bytes, 2.0, (Mesh(cluster.axes),), tuple(points))
+    return Frontier(cluster.memory_bytes, 2.0, (Mesh(cluster.axes),), tuple(points), micro_batches=micro_batches)
 
 
 def plan_of(

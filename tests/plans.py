@@ -29,6 +29,7 @@ from pipeline.ops.table import rule_of
 from pipeline.runtime.gradients import Gradients, Row
 from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.parameters import piece_of
+from pipeline.runtime.passes import run_passes
 from stages.codegen.module import write_module
 from stages.solve.storage import Stored, Way, storage_choices
 from stages.trace.chain import find_chain
@@ -153,12 +154,12 @@ OPTIONAL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def batch_of(model: str) -> dict[str, Tensor]:
-    torch.manual_seed(1)
+def batch_of(model: str, number: int = 0) -> dict[str, Tensor]:
+    torch.manual_seed(1 + number)
     if model in ("gpt", "tied", "gpt8", "tied8"):
         words, shape = (16, (8, 8)) if model.endswith("8") else (12, (6, 6))
         ids, labels = torch.randint(words, shape), torch.randint(words, shape)
-        labels[:2, :5] = -100  # so the ranks hold different numbers of targets
+        labels[: 2 + number, :5] = -100  # so the ranks hold different numbers of targets
         return {"input_ids": ids, "labels": labels}
     if model in OPTIONAL:
         from tests.families import FAMILIES
@@ -337,7 +338,7 @@ FORCED = {"data_parallel": data_parallel, "zero": zero, "megatron": megatron}
 def lowered(model: str, plan: Plan) -> tuple[Program, str]:
     graph = graph_of(model)
     verify_sharding(graph, plan.sharding, plan.sizes)
-    program = lower(graph, plan.sharding)
+    program = lower(graph, plan.sharding, plan.micro_batches)
     return program, write_module(graph, plan, program)
 
 
@@ -354,9 +355,9 @@ def optimizer_of(parameters: Iterable[nn.Parameter], near: float) -> torch.optim
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, eps=1e-6)
 
 
-def save_truth(model: str, path: Path) -> None:
-    """The module's tensors, a batch, and what unsplit steps make of them: losses, gradients, parameters at the end."""
-    module, batch = copy.deepcopy(module_of(model)), batch_of(model)
+def save_truth(model: str, path: Path, micro_batches: int = 1) -> None:
+    """The module's tensors, a step's batches, and what unsplit steps make of them: losses, gradients, parameters."""
+    module, batches = copy.deepcopy(module_of(model)), [batch_of(model, n) for n in range(micro_batches)]
     near = NEAR_IN_FLOAT32 if model in FLOAT32_INSIDE else NEAR
     named = dict(module.named_parameters())
     first = {n: p.detach().clone() for n, p in named.items() if p.requires_grad}
@@ -366,16 +367,18 @@ def save_truth(model: str, path: Path) -> None:
     losses, gradients = [], []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = module(**batch)
-        loss.backward()
-        losses.append(loss.detach())
+        losses.append([])
+        for batch in batches:
+            loss = module(**batch)
+            (loss / micro_batches).backward()
+            losses[-1].append(loss.detach())
         gradients.append({n: p.grad.clone() for n, p in named.items() if p.grad is not None})
         optimizer.step()
     torch.save(
         {
             "parameters": first,
             "constants": constants,
-            "batch": batch,
+            "batches": batches,
             "losses": losses,
             "gradients": gradients,
             "after": {n: named[n].detach() for n in first},
@@ -414,9 +417,13 @@ class Run:
     sizes: tuple[int, ...]
     held: dict[str, nn.Parameter]
     tensors: dict[str, Tensor]  # these and the constants
-    batch: dict[str, Tensor]
+    batches: list[dict[str, Tensor]]  # of a step
     gradients: Gradients
     step: Any
+
+    @property
+    def batch(self) -> dict[str, Tensor]:
+        return self.batches[0]
 
     def layout(self, name: str) -> Layout:
         return Layout.parse(self.rows[name][0])
@@ -436,9 +443,11 @@ def prepare(path: Path, truth: dict) -> Run:
     rows = {name: look_up(program.PARAMETERS, name) for name in truth["parameters"]}
     held = {n: nn.Parameter(piece_of(p, Layout.parse(rows[n][0]), axes)) for n, p in truth["parameters"].items()}
     tensors = {**truth["constants"], **held}
-    batch = {n: piece_of(b, Layout.parse(program.INPUTS[n]), axes) for n, b in truth["batch"].items()}
+    layouts = {name: Layout.parse(layout) for name, layout in program.INPUTS.items()}
+    batches = [{n: piece_of(b, layouts[n], axes) for n, b in batch.items()} for batch in truth["batches"]]
     gradients = Gradients(held.values(), rows.values(), axes)
-    return Run(rows, axes, tuple(program.MESH.values()), held, tensors, batch, gradients, program.Program(tensors))
+    assert len(batches) == program.MICRO_BATCHES
+    return Run(rows, axes, tuple(program.MESH.values()), held, tensors, batches, gradients, program.Program(tensors))
 
 
 def _run(path: Path, truth: dict) -> None:
@@ -446,11 +455,9 @@ def _run(path: Path, truth: dict) -> None:
     updated = dict(zip(run.held, run.gradients.updated, strict=True))
     optimizer = optimizer_of(run.gradients.updated, near)
     for number in range(STEPS):
-        run.gradients.start()
-        loss = run.step.forward(**run.batch)
-        loss.backward()
-        run.gradients.wait()
-        _compare("loss", loss.detach(), truth["losses"][number], 0.0, near)
+        losses = run_passes(run.step, run.gradients, run.batches, len(run.batches))
+        for loss, expected in zip(losses, truth["losses"][number], strict=True):
+            _compare("loss", loss, expected, 0.0, near)
         _compare_gradients(run, updated, truth["gradients"][number], near)
         optimizer.step()
         run.gradients.publish()

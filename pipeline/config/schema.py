@@ -394,6 +394,12 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Train:
     steps: int = setting("Optimizer steps.", at_least=1, at_most=10**12)
+    micro_batches: int = setting(
+        "Forward and backward passes of a step. The model's batch is that of one pass; each takes the next of the data,"
+        " and the step is that of their mean loss.",
+        at_least=1,
+        at_most=10**6,
+    )
     seed: int = setting("Seed of the weights and of dropout.", at_least=0, at_most=LARGEST_SEED)
     optimizer: dict[str, Any] = setting("What builds the optimizer, without its `params`.", form=Form.TARGET)
     timeout_s: float = setting("Seconds after which the run is given up.", 600.0, above=0, at_most=LONGEST_S)

@@ -10,6 +10,8 @@ optimizer state that is split over axes Z on which the parameter is not (ZeRO-1)
 
 Without Z this is the all-reduce of DDP. Axes of one collective are taken as one (pipeline.cost.joined). A collective's
 latency belongs to a bucket; a parameter pays its share of it. That backward hides the sums is not priced.
+
+A step of several micro-batches runs prologue and links for each; all else is once a step, as above.
 """
 
 from __future__ import annotations
@@ -52,12 +54,13 @@ class LinkPrice:
 
 @dataclass(frozen=True)
 class StepPrice:
-    links: tuple[LinkPrice, ...]
-    outside: Seconds  # prologue and shared conversions
+    links: tuple[LinkPrice, ...]  # of one micro-batch
+    outside: Seconds  # of the whole step: prologue of each micro-batch, and shared conversions
     gradient_sum: float  # once a step: sums of gradients, and new values gathered
     optimizer: float
     resident_bytes: int
     shared_bytes: int  # copies of parameters that several links read, and their gradients
+    micro_batches: int = 1
 
     @property
     def common_bytes(self) -> int:
@@ -71,12 +74,19 @@ class StepPrice:
 
     @property
     def seconds(self) -> float:
-        chain = sum(link.forward + link.backward for link in self.links)
-        return chain + self.outside.total + self.gradient_sum + self.optimizer
+        return self.seconds_with(sum(link.forward + link.backward for link in self.links))
+
+    def seconds_with(self, chain: float) -> float:
+        """Of a step, where the links of one micro-batch take so many seconds, forward, backward and recomputed."""
+        return self.micro_batches * chain + self.outside.total + self.gradient_sum + self.optimizer
+
+    @property
+    def compute(self) -> float:
+        return self.micro_batches * sum(link.compute.total for link in self.links) + self.outside.total
 
     @property
     def communication(self) -> float:
-        return sum(link.communication.total for link in self.links) + self.gradient_sum
+        return self.micro_batches * sum(link.communication.total for link in self.links) + self.gradient_sum
 
 
 def gradient_sum_seconds(nbytes: float, axes: Sequence[Axis]) -> float:
@@ -123,10 +133,11 @@ def price_step(
         memory = link_memory(graph, profile, sharding, link, steps, exit_, cluster.sizes)
         entry = graph.values[link.input].type.nbytes // home[link.input].pieces(cluster.sizes) if link.input else 0
         links.append(LinkPrice(compute, communication, memory, entry))
-    before = [_seconds(graph, profile, cluster, sharding, steps) for steps in (program.prologue, program.shared)]
+    before = [(program.prologue, program.micro_batches), (program.shared, 1)]
+    priced = [(*_seconds(graph, profile, cluster, sharding, steps), times) for steps, times in before]
     outside = Seconds(
-        sum(c.forward + m.forward for c, m in before),
-        sum(c.backward + m.backward for c, m in before),
+        sum(times * (ops.forward + moves.forward) for ops, moves, times in priced),
+        sum(times * (ops.backward + moves.backward) for ops, moves, times in priced),
     )
     states = state_layouts(graph, sharding)
     stored = {name: local_bytes(graph, name, home[name], cluster.sizes) for name in states}
@@ -141,7 +152,8 @@ def price_step(
         optimizer=sum(optimizer_seconds(n, optimizer_copies, cluster.compute) for n in state.values()),
         resident_bytes=round(sum(resident_bytes(stored[n], state[n], optimizer_copies) for n in states))
         + sum(v.type.nbytes for v in graph.of_role(Role.BUFFER)),
-        shared_bytes=sum(_copied(graph, cluster, step) for step in program.shared),
+        shared_bytes=sum(_copied(graph, cluster, step, program.micro_batches) for step in program.shared),
+        micro_batches=program.micro_batches,
     )
 
 
@@ -151,10 +163,10 @@ def _axes(cluster: Cluster, summed: tuple[int, ...], home: Layout, state: Layout
     return [cluster.axes[n] for n in summed], [cluster.axes[n] for n in split]
 
 
-def _copied(graph: OpGraph, cluster: Cluster, step: Convert) -> int:
-    """Bytes of a copy that is there for the whole step, and of its gradient."""
+def _copied(graph: OpGraph, cluster: Cluster, step: Convert, micro_batches: int) -> int:
+    """Bytes of a copy that is there for the whole step, of its gradient, and of what micro-batches before added up."""
     moved = conversion_of(step.source.layout, step.target.layout, cluster.sizes).forward != ""
-    return (1 + moved) * local_bytes(graph, step.target.value, step.target.layout, cluster.sizes)
+    return (1 + moved + (micro_batches > 1)) * local_bytes(graph, step.target.value, step.target.layout, cluster.sizes)
 
 
 def _seconds(

@@ -80,6 +80,7 @@ class Frontier:
     points: tuple[FrontierPoint, ...]  # fastest first
     baselines: tuple[Baseline, ...] = ()
     pieces: tuple[FrontierPoint, ...] = ()  # plans on meshes of fewer devices, for the partitions of a pipeline
+    micro_batches: int = 1  # forward and backward passes of a step
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Plan:
     regions: tuple[Region, ...]
     prediction: Prediction
     alternatives: tuple[Alternative, ...]
+    micro_batches: int = 1  # forward and backward passes of a step
 
     @property
     def sizes(self) -> tuple[int, ...]:

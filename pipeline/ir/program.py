@@ -42,6 +42,7 @@ class Program:
     links: tuple[tuple[Step, ...], ...]
     reduced: dict[str, tuple[int, ...]]  # parameter -> axes over which the step sums its gradient, in buckets
     loss: Tensor
+    micro_batches: int = 1  # how often a step runs prologue and links; what is shared is converted once for all of them
 
     def conversions(self) -> Iterator[Convert]:
         for steps in (self.prologue, self.shared, *self.links):

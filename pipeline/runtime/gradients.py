@@ -9,6 +9,9 @@
 A bucket is sent when its last gradient is there and every bucket before it has been sent: all ranks send in one order,
 also where buckets go over different axes. Buckets follow the parameters in reverse, the order in which backward
 finishes them; the first is small so that the first message leaves early.
+
+Over the micro-batches of a step gradients add up where they lie, on this rank alone: buckets are armed for the last
+backward pass, and sent in that.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ Row = tuple[str, str, str]  # of a program's PARAMETERS: layout, axes over which
 
 
 class Gradients:
-    """A step is: start, forward, backward, wait, the optimizer on `updated`, publish."""
+    """A step is: start, forward, backward, wait, the optimizer on `updated`, publish.
+
+    One of several micro-batches is: start unarmed, forward and backward of each, armed before the last; then as above.
+    """
 
     def __init__(
         self,
@@ -46,6 +52,7 @@ class Gradients:
         self.buckets: list[_Sum | _Shards] = [(_Shards if group[0].digits else _Sum)(group) for group in grouped]
         self.updated = self._updated([m.parameter for m in members])
         self.next = 0
+        self.armed = True
         self.order: list[int] = []  # buckets in the order they were sent in this step
         for bucket in self.buckets:
             for number, member in enumerate(bucket.members):
@@ -60,8 +67,10 @@ class Gradients:
     def _hook(self, bucket: _Sum | _Shards, number: int) -> Callable[[Tensor], None]:
         def ready(parameter: Tensor) -> None:
             bucket.take(number)
-            while self.next < len(self.buckets) and not self.buckets[self.next].missing:
-                self._send()
+            if self.armed:
+                bucket.missing.discard(number)
+                while self.next < len(self.buckets) and not self.buckets[self.next].missing:
+                    self._send()
 
         return ready
 
@@ -72,14 +81,23 @@ class Gradients:
         self.order.append(self.next)
         self.next += 1
 
-    def start(self) -> None:
-        """Before the forward pass of a step."""
+    def start(self, armed: bool = True) -> None:
+        """Before the first forward pass of a step; armed where it is the only one."""
         self.next = 0
         self.order = []
+        self.armed = armed
         for bucket in self.buckets:
             bucket.reset()
+            bucket.missing = set(range(len(bucket.members)))
         for parameter in self.complete:
-            parameter.grad = None
+            if armed or parameter.grad is None:
+                parameter.grad = None  # autograd puts the only gradient in its place without adding
+            else:
+                parameter.grad.zero_()
+
+    def arm(self) -> None:
+        """Before the last backward pass: what it finishes may be sent."""
+        self.armed = True
 
     def wait(self) -> None:
         """After backward: sends what no gradient reached, and waits for all; then the optimizer may step."""
@@ -159,7 +177,7 @@ class _Sum:
         self.members = members
         self.axis = axis_of(joined(members[0].summed))
         self.flat = _flat(members[0].parameter, sum(m.parameter.numel() for m in members))
-        self.missing = len(members)
+        self.missing = set(range(len(members)))  # numbers of those whose gradient the last pass has not finished
         self.work: Any = None
         offset = 0
         for parameter in (m.parameter for m in members):
@@ -168,10 +186,9 @@ class _Sum:
 
     def reset(self) -> None:
         self.flat.zero_()
-        self.missing = len(self.members)
 
     def take(self, number: int) -> None:
-        self.missing -= 1
+        """It lies in its place, added to what was there."""
 
     def send(self) -> None:
         if self.axis.size > 1:
@@ -190,7 +207,8 @@ class _Shards:
     """Parameters of which this rank updates a shard.
 
     The bucket has a row for each rank that the shards lie on: its pieces of all parameters, one after another. A
-    gradient's pieces go to their rows, and each row leaves for its rank; what arrives is the gradient of the shards.
+    gradient's pieces go to their rows, each pass adding its own, and each row leaves for its rank; what arrives is the
+    gradient of the shards.
     Once the optimizer has used it, the rows take the new values of all ranks.
     """
 
@@ -207,7 +225,8 @@ class _Shards:
         self.rows = self.flat.view(self.axis.size, -1)
         self.sent = self.rows[: self.scatter.size]
         self.own = self.sent[self.scatter.rank]
-        self.arrived: set[int] = set()
+        self.arrived: set[int] = set()  # numbers of those whose gradient lies in the rows
+        self.missing = set(range(len(members)))
         self.work: Any = None
         self.sums_left = False
         self.shards = [nn.Parameter(self._piece(number)) for number in range(len(members))]
@@ -230,10 +249,6 @@ class _Shards:
             if shard.untyped_storage().data_ptr() != member.parameter.untyped_storage().data_ptr():
                 yield number, shard
 
-    @property
-    def missing(self) -> int:
-        return len(self.members) - len(self.arrived)
-
     def reset(self) -> None:
         self.arrived.clear()
 
@@ -242,7 +257,8 @@ class _Shards:
         member = self.members[number]
         assert member.parameter.grad is not None
         pieces = _digits_first(member.parameter.grad, member.digits)[self.sliced]
-        self._slot(self.sent, number).view(pieces.shape).copy_(pieces)
+        slot = self._slot(self.sent, number).view(pieces.shape)
+        slot.add_(pieces) if number in self.arrived else slot.copy_(pieces)
         member.parameter.grad = None
         self.arrived.add(number)
 

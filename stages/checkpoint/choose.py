@@ -28,14 +28,14 @@ class Candidate:
     sharding: Sharding
     price: StepPrice
     regions: tuple[Region, ...] | None
-    chain_seconds: float
+    chain_seconds: float  # of one micro-batch
     peak_bytes: int  # of the schedule, or the least that any schedule needs
     most: str = ""  # where none fits: what takes most of that
     optimal_bytes: int | None = None  # where none fits: what the best schedule needs, if another was asked for
 
     @property
     def step_seconds(self) -> float:
-        return self.chain_seconds + self.price.outside.total + self.price.gradient_sum + self.price.optimizer
+        return self.price.seconds_with(self.chain_seconds)
 
 
 def evaluate(
@@ -43,7 +43,8 @@ def evaluate(
 ) -> Candidate:
     sharding, mesh = frontier.points[number].sharding, frontier.meshes[frontier.points[number].mesh]
     cluster = cluster.on(mesh)
-    price = price_step(graph, profile, cluster, sharding, lower(graph, sharding), frontier.optimizer_copies)
+    program = lower(graph, sharding, frontier.micro_batches)
+    price = price_step(graph, profile, cluster, sharding, program, frontier.optimizer_copies)
     room = frontier.budget_bytes - price.fixed_bytes
     candidate = Candidate(number, mesh, sharding, price, None, 0.0, 0)
     chain = linearize(price)
@@ -137,20 +138,20 @@ def choose(candidates: list[Candidate], cluster: Cluster, frontier: Frontier, wh
         alternatives=tuple(
             Alternative(c.point, c.step_seconds if c.regions is not None else None, c.peak_bytes) for c in candidates
         ),
+        micro_batches=frontier.micro_batches,
     )
 
 
 def _predict(best: Candidate) -> Prediction:
     price = best.price
     once = sum(link.forward + link.backward for link in price.links)
-    compute = sum(link.compute.total for link in price.links) + price.outside.total
     return Prediction(
         step_seconds=best.step_seconds,
         peak_bytes=best.peak_bytes,
         resident_bytes=price.resident_bytes,
-        compute_seconds=compute,
+        compute_seconds=price.compute,
         communication_seconds=price.communication,
-        recompute_seconds=max(0.0, best.chain_seconds - once),
+        recompute_seconds=price.micro_batches * max(0.0, best.chain_seconds - once),
         optimizer_seconds=price.optimizer,
     )
 

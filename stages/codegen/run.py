@@ -12,7 +12,7 @@ from stages.codegen.module import write_module
 def run(inputs: Inputs, config: Config) -> Result:
     graph, plan = inputs["graph"], inputs["plan"]
     verify_sharding(graph, plan.sharding, plan.sizes)
-    program = lower(graph, plan.sharding)
+    program = lower(graph, plan.sharding, plan.micro_batches)
     text = write_module(graph, plan, program)
     functions = sum(line.startswith("def ") for line in text.splitlines())
     return Result(text, {"lines": len(text.splitlines()), "functions": functions})

@@ -14,7 +14,6 @@ from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Baseline, FrontierPoint, Proof, Sharding
 from pipeline.ir.profile import Profile
-from pipeline.ir.verify import gathered
 from pipeline.log import Advance, Log
 from pipeline.lowering import lower, with_paths
 from stages.solve.baselines import baselines
@@ -39,13 +38,14 @@ class OnMesh:
         settings: Solve,
         where: str,
         log: Log,
+        micro_batches: int = 1,
     ) -> None:
         """`cluster` is on the mesh; `copies` are tensors of a parameter's size that the optimizer keeps."""
         self.graph, self.profile, self.cluster, self.copies = graph, profile, cluster, copies
-        self.settings, self.where = settings, where
+        self.settings, self.where, self.micro_batches = settings, where, micro_batches
         self.given: list[tuple[int, ...]] = []  # plans that were saved, by what is left of the problem
         start = time.monotonic()
-        self.problem, self.choices = build(graph, profile, Given(cluster.axes, cluster.compute, copies))
+        self.problem, self.choices = build(graph, profile, Given(cluster.axes, cluster.compute, copies, micro_batches))
         self.left = self._left_by(settings)
         self.build_seconds = time.monotonic() - start
         self.sweep = Sweep(self.left.problem, settings, where, log)
@@ -94,7 +94,9 @@ class OnMesh:
 
     def _point(self, solution: Solution) -> FrontierPoint:
         sharding = to_sharding(self.graph, self.choices, self.left.expand(solution.picked))
-        return price_point(self.graph, self.profile, self.cluster, self.copies, sharding, solution.proof)
+        return price_point(
+            self.graph, self.profile, self.cluster, self.copies, sharding, solution.proof, self.micro_batches
+        )
 
     def least(self, settings: Solve, ways: Collection[Way] = ()) -> Sharding | None:
         """The plan that keeps least for good under these settings; None where it is not known."""
@@ -118,7 +120,8 @@ class OnMesh:
 
     def _proof(self, method: str, cost: float, bound: float) -> Proof:
         bound = max(0.0, min(cost, bound))
-        return Proof(self.settings.backend.value, method, cost, bound, (cost - bound) / cost if cost else 0.0, 0, 0)
+        gap = (cost - bound) / cost if cost else 0.0
+        return Proof(self.settings.backend.value, method, cost, bound, gap, 0, 0, self.settings.seed)
 
     @cached_property
     def baselines(self) -> tuple[Baseline, ...]:
@@ -126,13 +129,17 @@ class OnMesh:
 
 
 def price_point(
-    graph: OpGraph, profile: Profile, cluster: Cluster, copies: float, sharding: Sharding, proof: Proof
+    graph: OpGraph,
+    profile: Profile,
+    cluster: Cluster,
+    copies: float,
+    sharding: Sharding,
+    proof: Proof,
+    micro_batches: int = 1,
 ) -> FrontierPoint:
     """The plan with its conversions' paths, and what its program is predicted to cost."""
-    read_whole = gathered(graph, sharding, cluster.sizes)
-    again = tuple(name for name in sharding.regathered if name in read_whole)  # of equal ways any may have been chosen
-    sharding = with_paths(graph, replace(sharding, regathered=again), cluster)
-    price = price_step(graph, profile, cluster, sharding, lower(graph, sharding), copies)
+    sharding = with_paths(graph, sharding, cluster)
+    price = price_step(graph, profile, cluster, sharding, lower(graph, sharding, micro_batches), copies)
     peak = price.fixed_bytes + sum(link.memory.kept for link in price.links)
     return FrontierPoint(sharding, price.seconds, price.resident_bytes, peak, proof)
 

@@ -144,8 +144,7 @@ class _Builder:
             lambda: storage_choices(value.type.shape, wanted, self.sizes, shards=shards),
         )
         if value.role is Role.PARAMETER:
-            once = len({self.moments.link.get(op.name) for op in readers}) <= 1
-            self.parameter(value, ways if once else self._not_regathered(ways))
+            self.parameter(value, self._not_regathered(ways) if self._shared(readers) else ways)
         else:
             self.source(value, tuple(way.layout for way in ways))
 
@@ -153,6 +152,10 @@ class _Builder:
         """What several links read is gathered once for all of them, or each of them would gather it twice."""
         kept = tuple(way for way in ways if way.way is not Way.regathered)
         return self.once(("not regathered", id(ways)), lambda: kept)
+
+    def _shared(self, readers: list[Op]) -> bool:
+        """Whether several links read a parameter: it is then converted before the chain, once a step."""
+        return len({self.moments.link.get(op.name) for op in readers}) > 1
 
     def source(self, value: Value, layouts: tuple[Layout, ...]) -> None:
         """An input or a buffer: there for the whole step."""
@@ -324,14 +327,18 @@ class _Builder:
     ) -> tuple[Array, tuple[Holding, ...]]:
         ways, have = self.stored[value.name], self.layouts[value.name]
         saved = any((self.moments.link.get(r.name), value.name) in self.saved for r in readers)
-        key = (id(ways), id(forms), value.type, value.grad, saved)
-        costs = self.once(("reading", *key), lambda: (_parameter_seconds(self, value, ways, forms, saved), ways))[0]
+        times = 1 if self._shared(readers) else self.given.micro_batches
+        key = (id(ways), id(forms), value.type, value.grad, saved, times)
+        make = lambda: (_parameter_seconds(self, value, ways, forms, saved, times), ways)  # noqa: E731
+        costs = self.once(("reading", *key), make)[0]
         whole = self.once(("gathered", *key), lambda: self._copied(value, have, forms))
         if not whole.any():
             return costs, ()
         op = min(readers, key=lambda r: self.moments.forward(r.name))
         first, undone = self.moments.forward(op.name), self.moments.backward(op.name) + 1
         end = max(self.moments.forgotten(r, value.name) for r in readers)
+        if self.given.micro_batches > 1 and self._shared(readers):  # there between passes: it, its gradient, the next
+            return costs, (Holding(0, self.moments.end, self.once(("between passes", *key), lambda: 3 * whole)),)
         stays = np.array([way.way is not Way.regathered and saved for way in ways])[:, None]
         kept, dropped = self.once(("copies", *key), lambda: (whole * stays, whole * ~stays))
         found = [Holding(first, undone, kept), Holding(first, end, dropped)]
@@ -349,9 +356,9 @@ def _most_pieces(strategy: Strategy, sizes: tuple[int, ...]) -> int:
 
 
 def _parameter_seconds(
-    builder: _Builder, value: Value, ways: tuple[Stored, ...], forms: tuple[Layout, ...], saved: bool
+    builder: _Builder, value: Value, ways: tuple[Stored, ...], forms: tuple[Layout, ...], saved: bool, times: int
 ) -> Array:
-    """Seconds of a step to have a stored parameter in each form, and its gradient as it is stored.
+    """Seconds of a step to have a stored parameter in each form so many times, and its gradient as it is stored.
 
     It is gathered again only where backward reads it (`saved`): a bias or an embedding's table it does not.
     """
@@ -366,8 +373,8 @@ def _parameter_seconds(
     for (i, j), source in sources.items():
         seconds = there[rows[source], j]
         if ways[i].way is Way.regathered:
-            seconds = (seconds + (again[rows[source], j] if saved else 0.0)) * builder.given.micro_batches
-        found[i, j] = seconds + _step_seconds(builder, value, ways[i], forms[j])
+            seconds = seconds + (again[rows[source], j] if saved else 0.0)
+        found[i, j] = times * seconds + _step_seconds(builder, value, ways[i], forms[j])
     return found
 
 

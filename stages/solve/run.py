@@ -30,12 +30,14 @@ def run(inputs: Inputs, config: Config) -> Result:
     graph = as_run(inputs["graph"], profile.types)
     where = f"conf/solve/{config.choices['solve']}.yaml"
     copies = optimizer_copies(config.train.optimizer, f"conf/train/{config.choices['train']}.yaml: optimizer")
+    micro_batches = config.train.micro_batches
     budget = budget_bytes(settings.memory_budget_gb, cluster, where)
     memory = float(budget * cluster.devices)
     remember_in(inputs.root / "runs" / "ops")
 
     def on(meshes: Iterable[Mesh]) -> list[OnMesh]:
-        return [OnMesh(graph, profile, cluster.part(m), copies, settings, where, inputs.log) for m in meshes]
+        given = (copies, settings, where, inputs.log, micro_batches)
+        return [OnMesh(graph, profile, cluster.part(mesh), *given) for mesh in meshes]
 
     saved = read_saved(settings.plan, inputs.root, graph)
     as_is = bool(saved) and settings.plan_use is PlanUse.as_is
@@ -61,6 +63,7 @@ def run(inputs: Inputs, config: Config) -> Result:
         _unbeaten(found),
         best_rows(kept),
         tuple(replace(point, mesh=len(kept) + point.mesh) for point in parts),
+        micro_batches,
     )
     inputs.log.info(beside(frontier))
     figures = _figures(frontier, config, kept)
@@ -68,7 +71,8 @@ def run(inputs: Inputs, config: Config) -> Result:
     figures["piece_plans"] = len(frontier.pieces)
     if cluster.device == "cuda" and profile.kernels:
         unsplit = step_seconds(graph, profile.kernels, card_of(cluster.compute))
-        figures["unsplit_step_ms"] = round(unsplit.step * 1e3, 4)
+        seconds = micro_batches * (unsplit.forward + unsplit.backward) + unsplit.optimizer
+        figures["unsplit_step_ms"] = round(seconds * 1e3, 4)
     page = inputs.root / PAGE
     write_atomic(page, table(frontier).encode())
     return Result(frontier, figures, (page,))

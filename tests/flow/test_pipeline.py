@@ -300,6 +300,21 @@ def test_a_tight_budget_saves_memory_and_changes_no_loss(tiny: Project) -> None:
     assert tiny.repro().ok().stages == []
 
 
+def test_micro_batches_plan_again_and_train_as_the_plain_loop_does(tiny: Project) -> None:
+    once = tiny.load("plan").prediction
+    with undone(tiny, "conf/train/tiny.yaml"):
+        tiny.edit("conf/train/tiny.yaml", "micro_batches: 1", "micro_batches: 3")
+        line = tiny.stages("train").refused()
+        assert "other settings of train.micro_batches" in line and "dvc repro" in line
+        assert tiny.repro().ok().stages == ["solve", "checkpoint", "codegen", "train"]
+        check_against_plain(tiny, 2, 1e-5)
+        plan, report = tiny.load("plan"), tiny.load("report")
+        assert plan.micro_batches == tiny.load("frontier").micro_batches == 3
+        assert once.step_seconds < plan.prediction.step_seconds < 3 * once.step_seconds  # the rest is once a step
+        assert report.samples_per_second == pytest.approx(3 * 12 / report.median_step_seconds)
+    assert tiny.repro().ok().stages == []
+
+
 def check_against_plain(project: Project, ranks: int, tolerance: float) -> None:
     report = project.load("report")
     assert report.ranks == ranks and len(report.peak_bytes) == ranks

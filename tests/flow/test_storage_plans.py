@@ -2,11 +2,12 @@
 
 DDP, ZeRO-1, ZeRO-2's memory and ZeRO-3 on one to three axes, in float64 on real ranks: the losses of three steps of
 AdamW with weight decay, all gradients and the parameters after them are the module's; the optimizer's state is the
-shard's.
+shard's. So do steps of several micro-batches.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -29,12 +30,18 @@ RECOMPUTED = ("zero2", "zero3", "zero3_on_both", "zero3_tp", "zero3_also_on_tp",
 CASES = [(NAMED[name].sizes, f"{model}-{name}") for name in NAMED for model in MODELS]
 CASES = [case for case in CASES if len(case[0]) < 3 or case[1].startswith("gpt8")]  # eight processes are many
 CASES += [(NAMED[name].sizes, f"gpt8-{name}-{schedule}") for name in RECOMPUTED for schedule in ("threes", "deep")]
+MICRO_BATCHED = [f"gpt8x3-{name}" for name in ("ddp", "zero1", "zero2-threes", "zero3", "zero3-deep", "zero3_tp")]
+MICRO_BATCHED += [f"tied8x3-{name}" for name in ("zero1", "zero2", "zero2-threes", "zero3", "zero2_tp")]
+MICRO_BATCHED += ["gpt8x3-zero1_also_on_tp", "mlp8x3-ddp_zero1"]
+CASES += [(NAMED[case.split("-")[1]].sizes, case) for case in MICRO_BATCHED]
 
 
 def source_of(case: str) -> str:
-    model, name, *schedule = case.split("-")
+    counted, name, *schedule = case.split("-")
+    model, _, micro_batches = counted.partition("x")
     regions = SCHEDULES[schedule[0]](plans.graph_of(model)) if schedule else ()
-    return plans.lowered(model, plan_named(model, name, regions))[1]
+    plan = replace(plan_named(model, name, regions), micro_batches=int(micro_batches or 1))
+    return plans.lowered(model, plan)[1]
 
 
 WRONG = {  # a plan on one axis, what is right in its program, and what is not
@@ -63,6 +70,7 @@ def outcomes(tmp_path_factory):
             folder: Path = tmp_path_factory.mktemp("storage_plans")
             for model in MODELS:
                 plans.save_truth(model, folder / f"{model}.truth")
+                plans.save_truth(model, folder / f"{model}x3.truth", micro_batches=3)
             for mesh, case in CASES:
                 if mesh == sizes:
                     (folder / f"{case}.py").write_text(source_of(case))

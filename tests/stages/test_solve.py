@@ -77,12 +77,12 @@ def test_both_backends_agree_on_a_real_model():
 # ------------------------------------------------------------------------------------------------ real models
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize(("devices", "micro_batches"), [(1, 1), (2, 1), (4, 1), (2, 3)])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_the_objective_is_the_price_of_the_program(name, devices):
+def test_the_objective_is_the_price_of_the_program(name, devices, micro_batches):
     """The problem's costs and the lowered program are priced apart; they agree at every point of the frontier."""
-    _, _, points = solved(name, devices)
-    for point, solution in zip(frontier_of(name, devices).points, points, strict=True):
+    _, _, points = solved(name, devices, micro_batches=micro_batches)
+    for point, solution in zip(frontier_of(name, devices, micro_batches).points, points, strict=True):
         assert point.seconds == pytest.approx(solution.cost, rel=1e-9)
         assert point.proof.objective == solution.cost
 
