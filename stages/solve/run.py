@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from pipeline.config import Config, PlanUse, Solve
@@ -53,7 +54,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     pieces = [
         mesh
         for size, meshes in ({} if as_is else pieces_of(cluster, settings)).items()
-        for mesh in most_promising(on(meshes), memory / size, settings.piece_meshes)
+        for mesh in most_promising(_possible(on, meshes, inputs.log), memory / size, settings.piece_meshes)
     ]
     parts = _searched(pieces, memory, settings, inputs.log)
     frontier = Frontier(
@@ -80,6 +81,17 @@ def run(inputs: Inputs, config: Config) -> Result:
 
 def _each_once(meshes: list[Mesh]) -> list[Mesh]:
     return [mesh for number, mesh in enumerate(meshes) if mesh not in meshes[:number]]
+
+
+def _possible(on: Callable[[Iterable[Mesh]], list[OnMesh]], meshes: Iterable[Mesh], log: Log) -> list[OnMesh]:
+    """The pieces on which the user's constraints leave a plan: they may speak of axes that a piece does not have."""
+    found = []
+    for mesh in meshes:
+        try:
+            found += [own for own in on([mesh]) if math.isfinite(own.promise(math.inf))]
+        except SolveError as refused:
+            log.debug("no plans on %s: %s", shown(mesh), refused)
+    return found
 
 
 def _judged(kept: list[OnMesh], budget: int) -> list[FrontierPoint]:
