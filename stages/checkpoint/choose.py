@@ -83,7 +83,7 @@ def _refused(
     return replace(
         candidate,
         consists=f"{gigabytes(price.resident_bytes)} are parameters, gradients and optimizer state{largest}{shared}"
-        f" and {gigabytes(inside)} other activations {when}",
+        f" and {gigabytes(inside)} {'other ' if common else ''}activations {when}",
     )
 
 
