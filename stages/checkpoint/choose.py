@@ -30,7 +30,7 @@ class Candidate:
     regions: tuple[Region, ...] | None
     chain_seconds: float  # of one micro-batch
     peak_bytes: int  # of the schedule, or the least that any schedule needs
-    most: str = ""  # where none fits: what takes most of that
+    consists: str = ""  # where none fits: of what that is made
     optimal_bytes: int | None = None  # where none fits: what the best schedule needs, if another was asked for
 
     @property
@@ -73,18 +73,19 @@ def evaluate(
 def _refused(
     candidate: Candidate, graph: OpGraph, cluster: Cluster, frontier: Frontier, op: schedule.Op | None
 ) -> Candidate:
-    """With a word on what takes most: of what is resident, or of the activations as that op runs."""
-    price, sharding = candidate.price, candidate.sharding
+    """With a word on what its least is made of: what is resident, and the activations as that op runs."""
+    price = candidate.price
+    parts = resident_parts(graph, candidate.sharding, cluster.sizes, frontier.optimizer_copies)
+    largest = f" (the largest part: {parts[0].label} with {gigabytes(parts[0].nbytes)})" if parts else ""
     common, inside = price.fixed_bytes - price.resident_bytes, candidate.peak_bytes - price.fixed_bytes
-    if price.resident_bytes >= max(common, inside):
-        largest = resident_parts(graph, sharding, cluster.sizes, frontier.optimizer_copies)[0]
-        return replace(candidate, most=f"the {largest.label} with {gigabytes(largest.nbytes)}")
-    if common > inside:
-        return replace(candidate, most=f"what several links share with {gigabytes(common)}")
-    link = op.link if op else 0
-    way = "backward" if op is None or op.kind is schedule.Kind.B else "forward"
-    where = f"link {link} ({_module(graph, link)}) runs {way}"
-    return replace(candidate, most=f"the activations with {gigabytes(inside)}, when {where}")
+    link, forward = (op.link, op.kind is not schedule.Kind.B) if op else (0, False)
+    when = f"when link {link} ({_module(graph, link)}) runs {'forward' if forward else 'backward'}"
+    shared = f", {gigabytes(common)} activations and copies that several links share" if common else ""
+    return replace(
+        candidate,
+        consists=f"{gigabytes(price.resident_bytes)} are parameters, gradients and optimizer state{largest}{shared}"
+        f" and {gigabytes(inside)} {'other ' if common else ''}activations {when}",
+    )
 
 
 def _module(graph: OpGraph, link: int) -> str:
@@ -162,8 +163,7 @@ def _refusal(candidates: list[Candidate], frontier: Frontier, where: str) -> Sol
     better = f"set `recompute: optimal`, which needs {budget_of(optimal)}, " if optimal < least.peak_bytes else ""
     return SolveError(
         f"no plan fits {gigabytes(frontier.budget_bytes)}: the tightest feasible budget is "
-        f"{budget_of(least.peak_bytes)}, of which {gigabytes(least.price.resident_bytes)} are parameters, "
-        f"gradients and optimizer state; most of it is {least.most}",
+        f"{budget_of(least.peak_bytes)}, of which {least.consists}",
         where=where,
         remedy=f"raise the budget to that, {better}or use more devices",
     )

@@ -87,7 +87,7 @@ class Sweep:
             with self.clock("bound"):
                 plans = self._fill(deadline, advance)
         limits = [plan.peak for plan in plans[1:]]
-        if plans[-1].peak <= budget < plans[0].peak:
+        if budget < self.bounder.fastest.peak and self.bounder.smallest(deadline).peak <= budget:
             limits.append(budget)
         fastest = self._solution(self.bounder.fastest, ELIMINATION, self.bounder.fastest.cost)
         found = [fastest, *(self.within(limit) for limit in limits)]

@@ -1,4 +1,4 @@
-"""Why nothing fits: the least that stays resident, what takes most of it, and what would make it less.
+"""Why nothing fits: the least that stays resident, the largest part of it, and what would make it less.
 
 Every number that is named was worked out: a setting is blamed, or its lifting advised, only if the least falls with it.
 """
@@ -43,7 +43,7 @@ def refusal(mesh: OnMesh, least: FrontierPoint, smallest: int, budget: int) -> S
     classes = ", ".join(f"{kept} {gigabytes(total)}" for kept in Kept if (total := total_of(parts, kept)))
     return SolveError(
         f"no plan fits {gigabytes(budget)}: parameters, gradients and optimizer state alone need "
-        f"{budget_of(least.resident_bytes)} on each device ({classes}); most of it is the {parts[0].label} with "
+        f"{budget_of(least.resident_bytes)} on each device ({classes}); the largest part is the {parts[0].label} with "
         f"{gigabytes(parts[0].nbytes)}, {_why(mesh, parts[0], helping)}",
         where=f"{mesh.where}: memory_budget_gb",
         remedy=", or ".join(_remedies(mesh, least, parts, helping, smallest, budget)),
@@ -55,7 +55,7 @@ def refusal_of_saved(mesh: OnMesh, saved: FrontierPoint, budget: int) -> SolveEr
     largest = resident_parts(mesh.graph, saved.sharding, mesh.cluster.sizes, mesh.copies)[0]
     return SolveError(
         f"the saved plan does not fit {gigabytes(budget)}: parameters, gradients and optimizer state alone need "
-        f"{budget_of(saved.resident_bytes)} on each device; most of it is the {largest.label} with "
+        f"{budget_of(saved.resident_bytes)} on each device; the largest part is the {largest.label} with "
         f"{gigabytes(largest.nbytes)}",
         where=f"{mesh.where}: plan",
         remedy="set `plan_use: start` to look for a smaller one, or raise memory_budget_gb above that",

@@ -188,6 +188,13 @@ def test_one_point_is_the_fastest():
     assert point.cost == pytest.approx(best(problem))
 
 
+def test_one_point_is_the_best_within_the_budget_as_well():
+    problem = four_nodes()
+    fast, fits = Sweep(problem, solve_settings(frontier_points=1), WHERE, SILENT).frontier(35.0, silent)
+    assert fast.cost == pytest.approx(best(problem)) and fast.peak > 35
+    assert fits.cost == pytest.approx(best(problem, 35.0)) and fits.peak <= 35
+
+
 def four_nodes() -> Problem:
     nodes = [
         Node(f"n{i}", np.array([1.0, 1.0 + 0.1 * (i + 1)]), (Holding(0, 1, np.array([10.0 + i, 5.0])),))

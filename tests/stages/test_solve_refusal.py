@@ -1,4 +1,4 @@
-"""A budget that nothing fits: the refusal names the least there is, what takes most of it, and what helps."""
+"""A budget that nothing fits: the refusal names the least there is, the largest part of it, and what helps."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from pipeline import artifacts
 from pipeline.config import Checkpoint, Config, Only, Recompute, load_config
 from pipeline.cost.resident import Kept, budget_of, resident_parts, total_of
 from pipeline.errors import SolveError
+from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier
+from pipeline.ir.verify import verify_sharding
 from pipeline.stage import Inputs
 from stages.checkpoint.choose import choose, evaluate
 from stages.profile.by_table import profile_graph
@@ -55,14 +57,14 @@ def loaded() -> Config:
     return load_config(PROJECT)
 
 
-def inputs(graph: OpGraph) -> Inputs:
-    bodies = {"graph": graph, "profile": profile_graph(graph), "cluster": preset(2)}
+def inputs(graph: OpGraph, cluster: Cluster) -> Inputs:
+    bodies = {"graph": graph, "profile": profile_graph(graph), "cluster": cluster}
     return Inputs(PROJECT, {kind: artifacts.make(kind, body, [], {}) for kind, body in bodies.items()}, SILENT, None)
 
 
-def run(budget: float, graph: OpGraph | None = None, **asked: object) -> Frontier:
+def run(budget: float, graph: OpGraph | None = None, cluster: Cluster | None = None, **asked: object) -> Frontier:
     settings = solve_settings(memory_budget_gb=budget / 1e9, frontier_points=1, **asked)
-    return stage.run(inputs(graph or headed()), replace(loaded(), solve=settings)).body
+    return stage.run(inputs(graph or headed(), cluster or preset(2)), replace(loaded(), solve=settings)).body
 
 
 def refused(budget: float, **asked: object) -> str:
@@ -82,7 +84,7 @@ def test_where_nothing_is_forbidden_more_devices_or_less_state_help():
     line = refused(10_000)
     least = 4 * (HEAD + BODY) // 2 + 4 * ODD
     assert in_bytes(line, "alone need") == pytest.approx(least, rel=1e-3)
-    assert "most of it is the optimizer state of head.weight" in line and "split over all 2 devices" in line
+    assert "the largest part is the optimizer state of head.weight" in line and "split over all 2 devices" in line
     assert in_bytes(line, "without any state it is") == pytest.approx(least / 2, rel=1e-3)
     assert f"use about {-(-2 * (least - 4 * ODD) // (10_000 - 4 * ODD))} devices" in line
     assert "ZeRO" not in line and "drop" not in line
@@ -110,7 +112,7 @@ def test_where_zero1_is_not_enough_zero3_is_named():
 def test_a_constraint_on_the_largest_parameter_is_named():
     asked = {"head.weight": "R", "body.weight": "R"}
     line = refused(3.3 * HEAD, constraints=asked)
-    assert "most of it is the optimizer state of head.weight with 6.554e-05 GB" in line
+    assert "the largest part is the optimizer state of head.weight with 6.554e-05 GB" in line
     assert "whole on 2 devices because of `constraints.head.weight: R`" in line
     needs = in_bytes(line, "try ZeRO-1 (`constraints.head.weight: zero1`), which needs")
     assert run(needs, constraints={**asked, "head.weight": "zero1"}).points
@@ -148,6 +150,15 @@ def test_a_plan_that_keeps_less_than_the_frontier_is_found():
     least = found.points[1]
     assert least.proof.bound <= least.seconds == pytest.approx(least.proof.objective, rel=1e-9)
     assert least.proof.bound == pytest.approx(fastest.seconds, rel=1e-6)
+
+
+def test_the_plan_that_keeps_least_may_lie_on_another_mesh():
+    asked = {"only": Only.zero, "frontier_meshes": 1, "cluster": preset(4)}
+    (fastest,) = run(3e9, **asked).points
+    found = run(fastest.resident_bytes - 1, **asked)
+    least = found.points[-1]
+    assert least.resident_bytes == HEAD + BODY + 4 * ODD
+    verify_sharding(headed(), least.sharding, found.meshes[least.mesh].sizes)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -190,7 +201,7 @@ def test_a_budget_is_rounded_up(nbytes):
 
 
 def test_the_checkpoint_stage_names_the_largest_of_what_is_resident():
-    told = re.escape("most of it is the optimizer state of hidden.*.weight (3 of them) with 9.728e-06 GB")
+    told = re.escape("(the largest part: optimizer state of hidden.*.weight (3 of them) with 9.728e-06 GB)")
     with pytest.raises(SolveError, match=told):
         plan_of("mlp", budget=1000)
 
@@ -200,7 +211,7 @@ def test_the_checkpoint_stage_names_the_link_whose_activations_are_largest():
     frontier = replace(run(3e9, graph), budget_bytes=1000)
     cluster = preset(2)
     found = evaluate(graph, profile_graph(graph), cluster, frontier, 0, Checkpoint(recompute=Recompute.optimal))
-    told = r"most of it is the activations with \S+ GB, when link \d \(.+\) runs backward"
+    told = r" and \S+ GB activations when link \d \(.+\) runs backward"
     with pytest.raises(SolveError, match=told):
         choose([found], cluster, frontier, "conf/solve/test.yaml")
 
