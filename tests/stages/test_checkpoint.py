@@ -234,6 +234,7 @@ def test_the_step_is_that_of_all_micro_batches(recompute):
         cases = [evaluate(GRAPHS["gpt"](), profile_of("gpt"), preset(), frontier, 0, settings)]
         plan = choose(cases, preset(), frontier, WHERE)
         assert plan.micro_batches == count
+        assert ("3 micro-batches a step; " in describe(GRAPHS["gpt"](), plan)) is (count == 3)
         found[count] = plan.prediction, cases[0].price
     (one, price), (three, _) = found[1], found[3]
     once = price.gradient_sum + price.optimizer
