@@ -21,6 +21,7 @@ from pipeline.runtime.losses import mean_cross_entropy, mean_of_pieces
 from pipeline.runtime.memory import storage_bytes
 from pipeline.runtime.mesh import axis_of, set_mesh
 from pipeline.runtime.parameters import piece_of, scope
+from pipeline.runtime.passes import run_passes
 from pipeline.runtime.recompute import recompute
 from tests import pieces
 from tests.ranks import AXIS
@@ -304,6 +305,68 @@ def check_shards_among_others() -> None:
         torch.testing.assert_close(params[number].detach(), before[number] * (1 - total * (number != 4)))
 
 
+def check_micro_batches() -> None:
+    """Over three backward passes gradients add up on the rank; buckets are sent in the last, step after step."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    params = [nn.Parameter(torch.randn(6, 2, dtype=torch.float64)) for _ in range(4)]
+    rows = [("R", AXIS, "R"), ("R", AXIS, "S(0)"), ("R", "", "R"), ("R", "", "S(0)")]
+    mixed = Gradients(params, rows, [AXIS], **TINY)
+    kept = []
+    for _ in range(2):
+        weights = torch.rand(ranks, 3, 4, dtype=torch.float64)
+        weights[:, :, 2:] = weights[0, :, 2:]  # where nothing is summed the ranks agree
+        mixed.start(armed=False)
+        for number in range(3):
+            if number == 2:
+                mixed.arm()
+            losses_of(params, weights[rank, number]).backward()
+            assert bool(mixed.order) is (number == 2), "sent before the last pass"
+        mixed.wait()
+        assert mixed.order == [0, 1, 2]
+        kept.append(params[2].grad.data_ptr())
+        for number, (row, shard) in enumerate(zip(rows, mixed.updated, strict=True)):
+            total = weights[:, :, number].sum() if row[1] else weights[0, :, number].sum()
+            expected = 2 * total * params[number].detach()
+            torch.testing.assert_close(shard.grad, expected.chunk(ranks)[rank] if row[2] == "S(0)" else expected)
+        torch.optim.SGD(mixed.updated, lr=0.1).step()
+        mixed.publish()
+    assert kept[0] == kept[1], "a gradient that is not summed keeps its memory"
+
+
+class Copying:
+    """A program with a copy for the whole step, of a parameter that is read as it is stored too."""
+
+    def __init__(self, shard: nn.Parameter) -> None:
+        self.shard, self.made = shard, 0
+
+    def copies(self) -> dict[str, Tensor]:
+        self.made += 1
+        return {"whole": runtime.all_gather(self.shard, axis=AXIS, dim=0)}
+
+    def forward(self, weight: Tensor, whole: Tensor) -> Tensor:
+        return recompute(lambda w: (w**2).sum(), whole) * weight + (self.shard * weight).sum() + whole.sum()
+
+
+def check_copies_of_a_step() -> None:
+    """A copy that all passes read is made once, and its gradient goes back to the parameter once."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.randn(2 * ranks, 3, dtype=torch.float64)
+    shard = nn.Parameter(whole.chunk(ranks)[rank].clone())
+    program, reached = Copying(shard), []
+    shard.register_post_accumulate_grad_hook(reached.append)
+    gradients = Gradients([shard], [("S(0)", "", "S(0)")], [AXIS])
+    for step in range(2):
+        weights = [torch.tensor(float(w), dtype=torch.float64) for w in (1, 2, 5 + step)]
+        losses = run_passes(program, gradients, ({"weight": w} for w in weights), 3)
+        for loss, weight in zip(losses, weights, strict=True):
+            own = (shard.detach() * weight).sum()
+            torch.testing.assert_close(loss, (whole**2).sum() * weight + own + whole.sum())
+        mean = sum(weights) / 3
+        torch.testing.assert_close(shard.grad, ranks * (2 * mean * shard.detach() + 1) + mean)
+        assert program.made == step + 1
+        assert len(reached) == 3 * (step + 1), "by the passes that read it as it is stored"
+
+
 def check_recompute() -> None:
     """Conversions inside nested recompute regions give the same gradients; a summed parameter is summed once."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -382,6 +445,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "dtypes": check_dtypes,
     "shards of the optimizer's state": check_shards,
     "shards among other parameters": check_shards_among_others,
+    "micro-batches": check_micro_batches,
+    "copies of a step": check_copies_of_a_step,
     "recompute": check_recompute,
     "pieces of parameters": check_pieces_of_parameters,
     "meshes": check_meshes,

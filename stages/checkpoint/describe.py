@@ -20,6 +20,7 @@ def describe(graph: OpGraph, plan: Plan) -> str:
         f"{split} of {len(list(graph.of_role(Role.INPUT)))} inputs split",
         "parameters " + ", ".join(f"{count}x{layout}" for layout, count in sorted(stored.items())),
         f"{regions} recompute regions" if regions else "no recompute",
+        *([f"{plan.micro_batches} micro-batches a step"] if plan.micro_batches > 1 else []),
         f"predicted {plan.prediction.step_seconds * 1e3:.2f} ms a step",
         f"{plan.prediction.peak_bytes / 1e6:.1f} of {plan.budget_bytes / 1e6:.0f} MB",
     ]

@@ -39,6 +39,7 @@ def write_module(graph: OpGraph, plan: Plan, program: Program) -> str:
     scopes = _scope_names(blocks)
     callers = [Caller(functions[_text_of(b)], scopes[b.prefix], b) for b in blocks]
     used = set(before.used).union(copies.used if copies else (), *(b.used for b in blocks))
+    used |= {"scope"} if any(b.reads_parameters for b in blocks) else set()
     used |= {"recompute"} if any(r.recompute for r in plan.regions) else set()
     used |= {"keep_shards"} if used & {"again", "regather"} else set()
     parts = [
@@ -46,7 +47,7 @@ def write_module(graph: OpGraph, plan: Plan, program: Program) -> str:
         _class(graph, plan, before, copies, callers, scopes, keeps_shards="keep_shards" in used),
     ]
     functional = any(re.search(r"\bF\.", part) for part in parts)
-    header = _header(graph, plan, program, used | {"scope"}, functional)
+    header = _header(graph, plan, program, used, functional)
     return "\n\n\n".join([header, *parts]) + "\n"
 
 

@@ -18,6 +18,7 @@ from pipeline.ir.graph import Role
 from pipeline.ir.layout import B, Layout, P, R, S
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.profile import as_run
+from pipeline.ir.program import Tensor
 from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import view_op
@@ -72,10 +73,10 @@ def data_parallel() -> Sharding:
     )
 
 
-def price(name: str, sharding: Sharding, devices: int = 2, copies: float = 2.0, **figures):
+def price(name: str, sharding: Sharding, devices: int = 2, copies: float = 2.0, micro_batches: int = 1, **figures):
     graph = GRAPHS[name]()
     cluster = preset(devices, **figures)
-    return price_step(graph, profile_of(name), cluster, sharding, lower(graph, sharding), copies)
+    return price_step(graph, profile_of(name), cluster, sharding, lower(graph, sharding, micro_batches), copies)
 
 
 # ------------------------------------------------------------------------------------------------------------ ops
@@ -315,6 +316,45 @@ def test_the_price_of_zero_3():
         assert held[1].communication.forward == held[2].communication.forward
         more = held[2].communication.backward - held[1].communication.backward
         assert more == pytest.approx(AXIS.links["all_gather"].seconds(matrix) if saved else 0.0)
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero1", "zero2", "zero3"])
+def test_micro_batches_pay_for_links_again_and_for_the_step_once(way):
+    plain = data_parallel()
+    sharding = {"ddp": plain, "zero1": stored(plain, {}), "zero2": stored(plain)}.get(way) or stored(plain, None, True)
+    one, three = price("mlp", sharding), price("mlp", sharding, micro_batches=3)
+    assert three == replace(one, micro_batches=3)  # but for the number nothing is another
+    chain = sum(link.forward + link.backward for link in one.links)
+    assert three.seconds == pytest.approx(one.seconds + 2 * chain)
+    moved = sum(link.communication.total for link in one.links)
+    assert three.communication == pytest.approx(3 * moved + one.gradient_sum)
+    assert three.compute == pytest.approx(3 * one.compute)
+
+
+def test_a_copy_for_several_links_lives_through_all_micro_batches():
+    """It is made once; beside the gradient of a pass lies what the passes before have added up."""
+    graph = GRAPHS["gpt_tied"]()
+    name = next(v.origin for v in graph.of_role(Role.PARAMETER) if v.origin.startswith("token"))
+    size = next(v.type.nbytes for v in graph.of_role(Role.PARAMETER) if v.origin == name)
+    plain = everywhere(graph, "R")
+    once = replace(plain, storage={**plain.storage, name: Layout((S(0),))})
+    one, three = price("gpt_tied", once), price("gpt_tied", once, micro_batches=3)
+    assert three.shared_bytes == one.shared_bytes + size == 3 * size
+    before = price("gpt_tied", plain).outside.total  # the prologue
+    assert three.outside.total == pytest.approx(one.outside.total + 2 * before)
+
+
+def test_a_layout_that_one_of_several_links_reads_is_a_copy_of_the_step_too():
+    """With one micro-batch its link converts it; with several it would do so in each."""
+    graph = GRAPHS["gpt_tied"]()
+    plain = everywhere(graph, "R")
+    table = next(v for v in graph.of_role(Role.PARAMETER) if v.origin.startswith("token"))
+    head = next(op for op in graph.ops if table.name in op.inputs[1:])
+    split = next(s for s in strategies(rule_of(head), view_op(graph, head), 2) if str(s.inputs[1]) == "S(0)")
+    sharding = replace(plain, strategies={**plain.strategies, head.name: split})
+    one, three = lower(graph, sharding), lower(graph, sharding, 3)
+    assert not one.shared and [step.target for step in three.shared] == [Tensor(table.name, Layout((S(0),)))]
+    assert len(list(one.conversions())) == len(list(three.conversions()))
 
 
 def test_a_copy_for_several_links_is_there_for_the_whole_step():

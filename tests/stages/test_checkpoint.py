@@ -225,6 +225,26 @@ def test_the_chain_in_numbers():
     assert all(kept >= out for kept, out in zip(chain.saved, chain.a[1:], strict=True))
 
 
+@pytest.mark.parametrize("recompute", ["off", "full"])
+def test_the_step_is_that_of_all_micro_batches(recompute):
+    """What is recomputed, is so in each of them; the optimizer runs once."""
+    settings, found = Checkpoint(recompute=Recompute(recompute)), {}
+    for count in (1, 3):
+        frontier = replace(frontier_of("gpt"), micro_batches=count, points=frontier_of("gpt").points[:1])
+        cases = [evaluate(GRAPHS["gpt"](), profile_of("gpt"), preset(), frontier, 0, settings)]
+        plan = choose(cases, preset(), frontier, WHERE)
+        assert plan.micro_batches == count
+        assert ("3 micro-batches a step; " in describe(GRAPHS["gpt"](), plan)) is (count == 3)
+        found[count] = plan.prediction, cases[0].price
+    (one, price), (three, _) = found[1], found[3]
+    once = price.gradient_sum + price.optimizer
+    assert three.step_seconds - once == pytest.approx(3 * (one.step_seconds - once))
+    assert three.recompute_seconds == pytest.approx(3 * one.recompute_seconds)
+    assert (one.recompute_seconds > 0) is (recompute == "full")
+    assert three.optimizer_seconds == one.optimizer_seconds
+    assert (three.peak_bytes, three.resident_bytes) == (one.peak_bytes, one.resident_bytes)
+
+
 def test_common_values_are_beside_every_schedule():
     """A budget that ends between what any schedule needs with and without them is refused."""
     frontier = frontier_of("ladder")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R, S
@@ -187,8 +188,44 @@ def test_inputs_and_mesh_are_told():
     graph = mlp_graph()
     point = frontier_of("mlp").points[0]
     found = load(write(graph, plan_for(graph, point.sharding, 2)))
-    assert found["MESH"] == {"d0": 2} and found["DEVICE"] == torch.device("cpu")
+    assert found["MESH"] == {"d0": 2} and found["DEVICE"] == torch.device("cpu") and found["MICRO_BATCHES"] == 1
     assert found["INPUTS"] == {name: str(layout) for name, layout in point.sharding.inputs.items()}
+
+
+# ----------------------------------------------------------------------------------------------- micro-batches
+
+
+class Tied(nn.Module):
+    """Two links read one weight; names are those that the program uses itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = nn.Linear(4, 4)
+
+    def forward(self, x, p):
+        y = torch.tanh(self.copies(x)) * p
+        return (torch.tanh(self.copies(y)) - x).square().mean()
+
+
+def test_what_links_share_is_made_once_for_all_micro_batches(tmp_path):
+    graph = trace(Tied(), {"x": torch.zeros(4, 4), "p": torch.zeros(4, 4)})
+    sharding = uniform(graph, 2)
+    sharding = replace(sharding, storage={name: Layout((S(0),)) for name in sharding.storage})
+    plan = plan_for(graph, sharding, 2, nested(graph))
+    one, three = write(graph, plan), write(graph, replace(plan, micro_batches=3))
+    assert "def copies(self)" not in one and "\nMICRO_BATCHES = 1 " in one and "\nMICRO_BATCHES = 3 " in three
+    assert 'self.copies = scope(tensors, "copies")' not in three, "it would hide the method"
+    made, _, forward = three.partition("    def copies(self)")[2].partition("    def forward(self, **batch: Tensor)")
+    assert made.count("all_gather(") == 2 and "all_gather(" not in forward
+    (returned,) = re.findall(r"return \{(.*)\}", made)
+    names = re.findall(r'"(\w+)": (\w+)', returned)
+    assert len(names) == 2
+    for key, name in names:
+        assert key == name and f'{name} = batch["{name}"]' in forward
+    assert one.count("all_gather(") == 2
+    for number, text in enumerate((one, three)):
+        (tmp_path / f"{number}.py").write_text(text)
+    assert ruff(tmp_path) == ""
 
 
 # -------------------------------------------------------------------------------------------------- statements

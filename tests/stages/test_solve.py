@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from pipeline.errors import SolveError
 from pipeline.ir.plan import Frontier
 from pipeline.ir.program import Convert
 from pipeline.ir.verify import verify_sharding
-from pipeline.lowering import lower
+from pipeline.lowering import lower, with_paths
 from pipeline.stage import Inputs
 from stages.profile.by_table import profile_graph
 from stages.solve import run as stage
@@ -30,6 +31,7 @@ from stages.solve.exact import best_prices, solve
 from stages.solve.frontier import Sweep
 from stages.solve.optimizer import optimizer_copies
 from stages.solve.problem import Given, build, to_sharding
+from stages.solve.storage import Way
 from tests.graphs import (
     GRAPHS,
     SILENT,
@@ -77,14 +79,35 @@ def test_both_backends_agree_on_a_real_model():
 # ------------------------------------------------------------------------------------------------ real models
 
 
-@pytest.mark.parametrize(("devices", "micro_batches"), [(1, 1), (2, 1), (4, 1), (2, 3)])
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize(
+    ("name", "devices", "micro_batches"),
+    [*((name, devices, 1) for name in GRAPHS for devices in (1, 2, 4)), ("gpt_tied", 2, 3), ("mlp", 2, 3)],
+)
 def test_the_objective_is_the_price_of_the_program(name, devices, micro_batches):
     """The problem's costs and the lowered program are priced apart; they agree at every point of the frontier."""
     _, _, points = solved(name, devices, micro_batches=micro_batches)
     for point, solution in zip(frontier_of(name, devices, micro_batches).points, points, strict=True):
         assert point.seconds == pytest.approx(solution.cost, rel=1e-9)
         assert point.proof.objective == solution.cost
+
+
+def test_the_cost_of_any_plan_is_the_price_of_its_program():
+    """Also of plans that nobody would take, in which links read what they share in many layouts."""
+    draw, graph, profile, cluster = random.Random(0), GRAPHS["gpt_tied"](), profile_of("gpt_tied"), preset(2)
+    problems = {n: build(graph, profile, Given(cluster.axes, cluster.compute, 2.0, n)) for n in (1, 3)}
+    choices, copies = problems[1][1], 0
+    for _ in range(40):
+        picked = [draw.randrange(len(node.costs)) for node in problems[1][0].nodes]
+        for value, ways in choices.storage.items():  # any op may then read it
+            free = [n for n, way in enumerate(ways) if way.way is Way.gathered]
+            picked[choices.index[value]] = draw.choice(free or [0])
+        sharding = with_paths(graph, to_sharding(graph, choices, tuple(picked)), cluster)
+        for n, (problem, _) in problems.items():
+            program = lower(graph, sharding, n)
+            copies += n > 1 and bool(program.shared)
+            found = price_step(graph, profile, cluster, sharding, program, 2.0)
+            assert found.seconds == pytest.approx(problem.cost(tuple(picked)), rel=1e-9)
+    assert copies > 10
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
