@@ -296,6 +296,7 @@ class Search(StrEnum):
     ilp = "ilp"
     dp = "dp"
     mcmc = "mcmc"
+    large = "large"
 
 
 class Only(StrEnum):
@@ -322,7 +323,8 @@ class Solve:
     glpsol: str | None = setting("Path of the `glpsol` program; null looks for it.", None)
     search: Search = setting(
         "How plans are searched for: dynamic programming with prices on memory, and the integer program where that"
-        " leaves a gap (`ilp`), without the integer program (`dp`), or by random changes (`mcmc`, without a proof).",
+        " leaves a gap (`ilp`), without the integer program (`dp`), by random changes (`mcmc`, without a proof), or by"
+        " the search for large problems (`large`), which needs no dynamic programming.",
         Search.ilp,
     )
     only: Only = setting(
@@ -351,7 +353,7 @@ class Solve:
         at_most=16,
     )
     shard_only: str | None = setting("Module that alone may be split, by name, with * and ?; null is all.", None)
-    seed: int = setting("Seed of the random search (`mcmc`).", 0, at_least=0, at_most=LARGEST_SEED)
+    seed: int = setting("Seed of the random searches (`mcmc`, `large`).", 0, at_least=0, at_most=LARGEST_SEED)
     plan: str | None = setting(
         "Saved plan: a file in `conf/plan/`, without its ending, copied from `runs/checkpoint/plan.json` or"
         " `runs/solve/frontier.json`; see docs/constraints.md.",

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.cost.paths import FEMTO, WHOLE, Paths, Spot, spots_between
+from pipeline.cost.relax import relax
 from pipeline.ir.layout import Layout, Place
 
 Array = NDArray[np.float64]
@@ -97,13 +98,15 @@ class _Lattice:
         least = np.full((len(sources), *self.shape), np.inf)
         for row, layout in enumerate(sources):
             least[(row, *self.node(layout))] = 0.0
-        quiet = 0
-        axis = 0
-        while quiet < len(self.sizes):
-            at = axis % len(self.sizes)
-            moved = np.moveaxis(least, 1 + at, -1)  # source, others, from
-            after = (moved[..., :, None] + self.steps[at]).min(axis=-2)
-            quiet = quiet + 1 if np.array_equal(after, moved) else 0
-            least = np.moveaxis(np.minimum(after, moved), -1, 1 + at)
-            axis += 1
+        cells = np.arange(prod(self.shape)).reshape(self.shape)
+        lines = [np.moveaxis(cells, axis, -1).reshape(-1, count) for axis, count in enumerate(self.shape)]
+        relax(
+            least.reshape(len(sources), -1),
+            np.array(self.shape),
+            np.array([prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]),
+            np.concatenate([own[:, 0] for own in lines]),
+            np.cumsum([0, *(len(own) for own in lines)]),
+            np.concatenate([own.reshape(-1) for own in self.steps]),
+            np.cumsum([0, *(own.size for own in self.steps[:-1])]),
+        )
         return least

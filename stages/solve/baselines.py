@@ -7,10 +7,12 @@ import math
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Baseline
 from stages.solve.data import Problem
-from stages.solve.elimination import Elimination, TooWide
 from stages.solve.exact import restrict
 from stages.solve.families import Families, named
 from stages.solve.problem import Choices
+from stages.solve.wide import fastest
+
+SECONDS = 5.0  # for a kind that only the search for large problems can plan
 
 
 def baselines(graph: OpGraph, choices: Choices, problem: Problem) -> tuple[Baseline, ...]:
@@ -23,10 +25,7 @@ def baselines(graph: OpGraph, choices: Choices, problem: Problem) -> tuple[Basel
         if kept is None:
             continue
         left = restrict(problem, kept)
-        try:
-            picked = left.expand(Elimination(left.problem).minimise().picked)
-        except TooWide:
-            continue
+        picked = left.expand(fastest(left.problem, SECONDS))
         seconds = problem.cost(picked)
         if math.isfinite(seconds):
             found.append(Baseline(name, seconds, round(problem.peak(picked)), mesh=0))

@@ -18,7 +18,7 @@ they are added, and infinity stays what it is.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import inf, prod
@@ -94,6 +94,7 @@ class _Form:
 class Minimum:
     value: float  # seconds, with the prices of bytes; never above the true minimum, by less than a tick per array
     picked: tuple[int, ...]
+    has_it: tuple[int, ...] | None = None  # choices of another, looser problem that have the value; None: those picked
 
 
 class Elimination:
@@ -106,10 +107,12 @@ class Elimination:
         shares = [n for n, f in enumerate(self.factors) if isinstance(f.part, Share) and not f.in_sets]
         groups = {n: self.factors[n].variables[1:] for n in shares}
         scopes = [f.variables for f in self.factors]
-        orders = [_Order(self.sizes, scopes, groups, rule) for rule in (Rule.work, Rule.result, Rule.fill)]
-        best = min(orders, key=lambda order: order.total)
-        if best.most > most_entries:
-            raise TooWide(f"{best.most} entries")
+        rules = (Rule.work, Rule.result, Rule.fill)
+        orders = [_Order(self.sizes, scopes, groups, rule, most_entries) for rule in rules]
+        possible = [order for order in orders if order.most <= most_entries]
+        if not possible:
+            raise TooWide(f"a table of {min(order.most for order in orders):.1g} entries")
+        best = min(possible, key=lambda order: order.total)
         self.steps, self.dense = best.steps, best.dense
         self._numbers: dict[Hashable, _Table] = {}  # arrays are told by identity: the problem keeps them
         self._eliminated: dict[Hashable, tuple[_Table, NDArray[np.int32]]] = {}
@@ -140,10 +143,13 @@ class Elimination:
             found.append(_Factor(tuple(variables), share, tuple(wants)))
         return found
 
-    def minimise(self, prices: Prices = FREE) -> Minimum:
+    def minimise(self, prices: Prices = FREE, shifts: Mapping[int, Array] | None = None) -> Minimum:
+        """`shifts`: seconds that the choices of some nodes cost more."""
         tables = list(self._unpriced)
         for number, held in self._covered(prices.moments):
             tables[number] = self._priced(number, held, prices)
+        for node, shift in (shifts or {}).items():  # the tables of nodes come first, in their order
+            tables[node] = self._shifted(tables[node], shift)
         answers: list[NDArray[np.int32]] = []
         total = 0.0
         for step, form in zip(self.steps, self._forms, strict=True):
@@ -175,6 +181,11 @@ class Elimination:
         tilt = prices.tilt_of(self._node[number])
         priced = [(usages, tilt * sum(prices.values[n] for n in at)) for usages, at in held]
         return self._table(number, [(usages, price) for usages, price in priced if price])
+
+    def _shifted(self, table: _Table, shift: Array) -> _Table:
+        return self._numbered(
+            ("shifted", table.number, shift.tobytes()), lambda: table.costs + np.floor(shift / self.tick)
+        )
 
     def _table(self, number: int, priced: list[tuple[Array, float]]) -> _Table:
         factor, part = self.factors[number], self.factors[number].part
@@ -326,13 +337,19 @@ class Rule(Enum):
 class _Order:
     """Greedily by a rule; ties by the order of variables. The forms of a share go together, as one unit.
 
-    Where shares wait for one another, one of them is spread out: its table becomes one like any other.
+    Where shares wait for one another, one of them is spread out: its table becomes one like any other. Where a step
+    would look at more than `enough` entries it ends there.
     """
 
     def __init__(
-        self, sizes: list[int], scopes: list[tuple[int, ...]], groups: dict[int, tuple[int, ...]], rule: Rule
+        self,
+        sizes: list[int],
+        scopes: list[tuple[int, ...]],
+        groups: dict[int, tuple[int, ...]],
+        rule: Rule,
+        enough: float = inf,
     ) -> None:
-        self.sizes, self.scopes, self.rule = sizes, list(scopes), rule
+        self.sizes, self.scopes, self.rule, self.enough = sizes, list(scopes), rule, enough
         self.total = self.most = 0  # entries looked at, in all and at once
         self.naming: list[set[int]] = [set() for _ in sizes]
         for number, scope in enumerate(scopes):
@@ -373,7 +390,7 @@ class _Order:
         queue = [(w, unit) for unit, w in weight.items()]
         heapq.heapify(queue)
         steps = []
-        while queue:
+        while queue and self.most <= self.enough:
             size, unit = heapq.heappop(queue)
             if weight.get(unit) != size:
                 continue

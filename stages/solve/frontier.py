@@ -4,6 +4,9 @@ The fastest plan is found by elimination, which is exact. For the others bytes g
 widest gap between two neighbours on the frontier is halved again and again, and the plans that are best at the prices
 on the way join the frontier. Such a plan is the fastest of its own size, or as close to it as its gap says.
 
+Where the problem is too wide for elimination, it is cut open or left to the search for large problems
+(stages/solve/wide.py): plans and bounds come from there, each with its gap, and points share the time.
+
 Where prices leave a gap that is larger than asked for, on the frontier and at the user's own budget, the integer
 program is solved as well if it is small enough for the solver; its plan counts if it is better, and its bound if it is
 higher.
@@ -26,10 +29,11 @@ from stages.solve.backends import NothingFound
 from stages.solve.bound import Bounder, Seen
 from stages.solve.data import Problem
 from stages.solve.exact import Reduced, best_prices, solve, without_dominated, without_hopeless
+from stages.solve.wide import WideBounder, bounder_of
 
 MOST_CHOICES = 5000  # of a problem in which dominated ones are looked for
 MOST_VARIABLES = 1500  # choices that may be left, for an integer program that is worth a try
-ELIMINATION, PRICES, PROGRAM, MCMC = "elimination", "prices", "integer program", "mcmc"
+ELIMINATION, PRICES, PROGRAM, MCMC = Bounder.method, "prices", "integer program", "mcmc"
 
 
 class Plan(Protocol):
@@ -66,7 +70,13 @@ class Sweep:
         self._reduced: list[Reduced] = []
         self._starts: set[tuple[int, ...]] = set()
         with self.clock("bound"):
-            self.bounder = Bounder(problem, best_prices(settings, where))
+            self.bounder = self._bounder()
+
+    def _bounder(self) -> Bounder:
+        prices, seed, seconds = best_prices(self.settings, self.where), self.settings.seed, self.settings.time_limit_s
+        if self.settings.search is Search.large:
+            return WideBounder(self.problem, prices, seed, seconds)
+        return bounder_of(self.problem, prices, seed, seconds, self.log)
 
     def start_from(self, picked: tuple[int, ...]) -> None:
         """Answers are never worse than this plan where it fits; random changes begin with it."""
@@ -89,10 +99,16 @@ class Sweep:
         limits = [plan.peak for plan in plans[1:]]
         if budget < self.bounder.fastest.peak and self.bounder.smallest(deadline).peak <= budget:
             limits.append(budget)
-        fastest = self._solution(self.bounder.fastest, ELIMINATION, self.bounder.fastest.cost)
-        found = [fastest, *(self.within(limit) for limit in limits)]
+        ends = time.monotonic() + self.settings.time_limit_s
+        found = [self.within(limit, self._share(ends, len(limits) - n)) for n, limit in enumerate(limits)]
+        found.append(self._solution(self.bounder.fastest, self.bounder.method, self.bounder.floor))
         advance(self.settings.frontier_points)
         return without_beaten(found)
+
+    def _share(self, ends: float, parts: int) -> float:
+        """Seconds for the next of so many parts: all that one solve may take, where elimination makes that enough."""
+        exact = self.bounder.method == ELIMINATION
+        return self.settings.time_limit_s if exact else max(0.0, ends - time.monotonic()) / parts
 
     def _fill(self, deadline: float, advance: Advance) -> list[Seen]:
         """Halves the widest gap in memory until there are enough plans, or no gap has one inside."""
@@ -103,7 +119,9 @@ class Sweep:
             if not gaps:
                 break
             fast, small = max(gaps, key=lambda pair: pair[0].peak - pair[1].peak)
-            self.bounder.within((fast.peak + small.peak) / 2, self.settings.gap, deadline)
+            left = self._share(deadline, self.settings.frontier_points - len(plans))
+            until = min(deadline, time.monotonic() + left)
+            self.bounder.within((fast.peak + small.peak) / 2, self.settings.gap, until)
             plans = without_beaten(list(self.bounder.seen.values()))
             if not any(small.peak < plan.peak < fast.peak for plan in plans):
                 exhausted.add((fast.peak, small.peak))
@@ -115,9 +133,9 @@ class Sweep:
             plans.pop(min(inner, key=lambda i: plans[i - 1].peak - plans[i + 1].peak, default=1))
         return plans
 
-    def within(self, limit: float) -> Solution:
+    def within(self, limit: float, seconds: float | None = None) -> Solution:
         """The best plan within a limit that some plan keeps."""
-        deadline = time.monotonic() + self.settings.time_limit_s
+        deadline = time.monotonic() + (self.settings.time_limit_s if seconds is None else seconds)
         with self.clock("bound"):
             bounded = self.bounder.within(limit, self.settings.gap, deadline)
         if bounded.best is None:
@@ -126,10 +144,11 @@ class Sweep:
                 where=f"{self.where}: memory_budget_gb",
                 remedy="raise it",
             )
-        known = self._solution(bounded.best, PRICES, bounded.bound)
+        method = PRICES if self.bounder.method == ELIMINATION else self.bounder.method
+        known = self._solution(bounded.best, method, bounded.bound)
         if self.settings.search is Search.mcmc:
             return self._random(limit, known, deadline)
-        if known.proof.gap <= self.settings.gap or self.settings.search is Search.dp:
+        if known.proof.gap <= self.settings.gap or self.settings.search in (Search.dp, Search.large):
             return known
         with self.clock("exact"):
             return self._exact(limit, known, bounded.prices.moments)

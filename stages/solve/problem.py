@@ -27,7 +27,7 @@ from pipeline.cost.price_tables import conversion_table
 from pipeline.cost.step import update_seconds
 from pipeline.ir.cluster import Axis, Compute
 from pipeline.ir.graph import Op, OpGraph, Role, Value
-from pipeline.ir.layout import B, Layout, R, replicated, without_gradient
+from pipeline.ir.layout import B, Layout, Place, R, replicated, without_gradient
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.profile import Profile
 from pipeline.ir.verify import gathered
@@ -362,44 +362,61 @@ def _parameter_seconds(
 
     It is gathered again only where backward reads it (`saved`): a bias or an embedding's table it does not.
     """
-    found = np.full((len(ways), len(forms)), FORBIDDEN)
-    pairs = [(i, j) for i, way in enumerate(ways) for j, form in enumerate(forms) if _goes(way, form, builder.sizes)]
-    sources = {(i, j): _summed(ways[i].layout, forms[j]) for i, j in pairs}
-    rows = {layout: n for n, layout in enumerate(dict.fromkeys(sources.values()))}
+    goes = _goes(ways, forms, builder.sizes)
+    if not goes.any():
+        return np.full(goes.shape, FORBIDDEN)
+    whole = np.array([[state == R for state in way.layout.states] for way in ways])
+    partial = np.array([[state == B for state in form.states] for form in forms])
+    summed = (whole[:, None] & partial[None]) @ (1 << np.arange(len(builder.sizes)))  # axes with gradients to sum
+    source, step = np.zeros(goes.shape, dtype=np.int64), np.zeros(goes.shape)
+    rows: dict[Layout, int] = {}
+    for i, way in enumerate(ways):
+        for code in np.unique(summed[i, goes[i]]):
+            axes = [a for a in range(len(builder.sizes)) if code >> a & 1]
+            at = goes[i] & (summed[i] == code)
+            source[i, at] = rows.setdefault(_summed(way.layout, axes), len(rows))
+            step[i, at] = _step_seconds(builder, value, way, axes)
     there, again = (
         conversion_table(builder.paths, tuple(rows), forms, value.type.shape, value.type.nbytes, grad)
         for grad in (value.grad, False)  # without a gradient it is the forward pass alone
     )
-    for (i, j), source in sources.items():
-        seconds = there[rows[source], j]
-        if ways[i].way is Way.regathered:
-            seconds = seconds + (again[rows[source], j] if saved else 0.0)
-        found[i, j] = times * seconds + _step_seconds(builder, value, ways[i], forms[j])
-    return found
+    columns = np.arange(len(forms))
+    once = there[source, columns]
+    twice = once + again[source, columns] if saved else once
+    regathered = np.array([way.way is Way.regathered for way in ways])[:, None]
+    return np.where(goes, times * np.where(regathered, twice, once) + step, FORBIDDEN)
 
 
-def _goes(way: Stored, form: Layout, sizes: tuple[int, ...]) -> bool:
+def _goes(ways: tuple[Stored, ...], forms: tuple[Layout, ...], sizes: tuple[int, ...]) -> np.ndarray:
     """A parameter that is to be read as it lies is not gathered on any axis, one to be regathered by nothing else."""
-    if way.way is Way.gathered:
-        return True
-    wanted, free = form.places(sizes), way.way is Way.regathered
-    places = way.layout.places(sizes).items()
-    return all(wanted.get(axis) == place or (free and form.states[axis] == B) for axis, place in places)
+    number: dict[Place, int] = {}
+
+    def placed(layouts: list[Layout]) -> np.ndarray:
+        found = np.full((len(layouts), len(sizes)), -1)
+        for row, layout in enumerate(layouts):
+            for axis, place in layout.places(sizes).items():
+                found[row, axis] = number.setdefault(place, len(number))
+        return found
+
+    have, wanted = placed([way.layout for way in ways]), placed(list(forms))
+    free = np.array([way.way is Way.regathered for way in ways])[:, None, None]
+    partial = np.array([[state == B for state in form.states] for form in forms])
+    stays = (have[:, None] < 0) | (have[:, None] == wanted[None]) | (free & partial[None])
+    return np.array([way.way is Way.gathered for way in ways])[:, None] | stays.all(axis=2)
 
 
-def _summed(have: Layout, want: Layout) -> Layout:
-    """The stored layout once the step has seen to the gradients of replicated axes."""
-    return Layout(tuple(B if (h, w) == (R, B) else h for h, w in zip(have.states, want.states, strict=True)))
+def _summed(have: Layout, axes: list[int]) -> Layout:
+    """The stored layout once the step has seen to the gradients of these replicated axes."""
+    return Layout(tuple(B if a in axes else state for a, state in enumerate(have.states)))
 
 
-def _step_seconds(builder: _Builder, value: Value, way: Stored, form: Layout) -> float:
-    """Once a step: gradients summed over the axes on which the parameter is replicated."""
+def _step_seconds(builder: _Builder, value: Value, way: Stored, summed: list[int]) -> float:
+    """Once a step: gradients summed over these axes, on which the parameter is replicated."""
     nbytes = value.type.nbytes // way.layout.pieces(builder.sizes)
     axes = builder.given.axes
-    states = list(zip(way.layout.states, form.states, way.state.states, strict=True))
-    summed = [axes[n] for n, (have, want, _) in enumerate(states) if (have, want) == (R, B) and value.grad]
     split = _sharded(way, axes)
-    return update_seconds(nbytes, summed, split) - update_seconds(nbytes, [], split)
+    over = [axes[a] for a in summed] if value.grad else []
+    return update_seconds(nbytes, over, split) - update_seconds(nbytes, [], split)
 
 
 def _sharded(way: Stored, axes: tuple[Axis, ...]) -> list[Axis]:

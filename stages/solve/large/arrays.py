@@ -63,11 +63,12 @@ class Arrays:
             np.minimum(self.costs, most, out=self.costs)
 
 
-def flatten(problem: Problem, base: Floats, limit: float, constant: float) -> Arrays:
+def flatten(problem: Problem, base: Floats, limit: float, constant: float, dear: float = 1.0) -> Arrays:
+    """`dear`: how many times what any solution costs a forbidden pair costs, for memory at high prices."""
     nodes, edges = problem.nodes, problem.edges
     most = [float(n.costs.max() - n.costs.min()) for n in nodes]
     most += [float(e.costs[np.isfinite(e.costs)].max() - e.costs.min()) for e in edges]
-    forbidden = 2.0 * sum(most) + 1.0  # more than any solution costs
+    forbidden = dear * (2.0 * sum(most) + 1.0)  # more than any solution costs
     constant += sum(float(n.costs.min()) for n in nodes)
     arcs: list[list[tuple[int, int]]] = [[] for _ in nodes]
     known: dict[tuple[tuple[int, ...], bytes], int] = {}

@@ -69,6 +69,7 @@ class Searcher:
         self.cost = math.inf
         self.best: Ints | None = None
         self.bound = -math.inf
+        self.gap = 1e-9  # between the bound and what counts as proven
         self.best_prices = self.prices
         self.tables = np.zeros(0)
         self.back = np.zeros(len(arrays.arc_to), np.int64)
@@ -88,7 +89,7 @@ class Searcher:
 
     @property
     def proven(self) -> bool:
-        slack = 1e-9 * abs(self.cost) + 0.999 * self.step
+        slack = self.gap * abs(self.cost) + 0.999 * self.step
         return self.best is not None and self.bound >= self.cost - slack
 
     # ---------------------------------------------------------------- pieces
@@ -155,16 +156,25 @@ class Searcher:
     def pass_messages(self, passes: int) -> float:
         """Message passes at the present prices: a bound, and choices in `picked`."""
         a = self.arrays
+        bound = self.messages(passes) + a.constant + float((self.prices * (a.base - a.limit)).sum())
+        if bound > self.bound:
+            self.bound, self.best_prices = bound, self.prices
+            self.publish(self)
+        return bound
+
+    def messages(self, passes: int) -> float:
+        """What no choices go below at the present prices, what is held whatever is chosen left aside."""
+        a = self.arrays
         low = -math.inf
         for number in range(passes):
             low = pass_messages(
                 a.start, self.costs, *a.graph, self.back, self.message_start, self.message, number % 2 == 0, self.picked
             )
-        bound = low + a.constant + float((self.prices * (a.base - a.limit)).sum())
-        if bound > self.bound:
-            self.bound, self.best_prices = bound, self.prices
-            self.publish(self)
-        return bound
+        return low
+
+    def priced(self, picked: Ints) -> float:
+        """What these choices come to at the present prices, with the same left aside."""
+        return self._sum(self.costs, picked)
 
     # ---------------------------------------------------------------- 1. a first solution
 
@@ -252,9 +262,9 @@ class Searcher:
 
     # ---------------------------------------------------------------- 3. regions
 
-    def improve(self) -> None:
+    def improve(self, rounds: float = math.inf) -> None:
         number = 0
-        while not self.finished:
+        while number < rounds and not self.finished:
             if number % 20 == 0:
                 self._adopt()
             number += 1
