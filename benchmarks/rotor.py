@@ -2,8 +2,8 @@
 
 FILE is JSON that holds, anywhere, objects with a `chain` and either a `memory` or `results`, a list of points with a
 `memory` each. A chain is `fw`, `bw`, `cw`, `cbw`, `ft`, `bt` (entry L of bw and bt is the loss; cbw[i+1] is what link i
-keeps, its output included), or with several options a link `ff`, `fft`, `cw`, `options`, `loss`. What a point must reach
-is its `exact_persistent`, or `makespan`; null is infeasible. `min_feasible_memory_exact` must be found, where given.
+keeps, its output included), or with several options a link `ff`, `fft`, `cw`, `options`, `loss`. A point is to reach
+its `exact_persistent`, or its `makespan`; null is infeasible. `min_feasible_memory_exact` must be found, where given.
 
 Every schedule runs in the simulator, which shares no formula with Rotor. Timed are random chains of floats and bytes on
 one core: from the chain to the sequence, within budgets at 0, 1/4, 1/2 and all of the way from the tightest to keeping
