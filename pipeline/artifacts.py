@@ -45,9 +45,9 @@ KINDS = {
         Kind("graph", "trace", "graph.json", OpGraph, version=2),
         Kind("profile", "profile", "profile.json", Profile, version=2),
         Kind("cluster", "cluster", "cluster.json", Cluster, version=2),
-        Kind("frontier", "solve", "frontier.json", Frontier),
-        Kind("plan", "checkpoint", "plan.json", Plan),
-        Kind("module", "codegen", "module.py", str),
+        Kind("frontier", "solve", "frontier.json", Frontier, version=2),
+        Kind("plan", "checkpoint", "plan.json", Plan, version=2),
+        Kind("module", "codegen", "module.py", str, version=3),
         Kind("report", "train", "report.json", Report),
     )
 }
@@ -84,26 +84,38 @@ def load(kind: str, root: Path, *, accept_edited: bool = False) -> Artifact:
     """The artifact of that kind under runs/, whole and unchanged, or an error that says what to run."""
     known = KINDS[kind]
     path = known.path(root)
-    where = str(path.relative_to(root))
+    return _read(path, str(path.relative_to(root)), {kind: known}, _again(known), accept_edited=accept_edited)
+
+
+def load_saved(file: str, root: Path, kinds: Iterable[str]) -> Artifact:
+    """An artifact of one of these kinds that somebody keeps elsewhere, whole and unchanged."""
+    known = {kind: KINDS[kind] for kind in kinds}
+    sources = " or ".join(f"runs/{kind.stage}/{kind.file}" for kind in known.values())
+    return _read(root / file, file, known, f"copy {sources} to it again")
+
+
+def _read(path: Path, where: str, known: Mapping[str, Kind], again: str, *, accept_edited: bool = False) -> Artifact:
     try:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
-        raise ArtifactError("there is no such file", where=where, remedy=_again(known)) from None
+        raise ArtifactError("there is no such file", where=where, remedy=again) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"it cannot be read ({error})", where=where, remedy=_again(known)) from error
-    header, body = _split_source(text, where) if known.body is str else _split_json(text, where)
-    _check_header(header, known, where)
+        raise ArtifactError(f"it cannot be read ({error})", where=where, remedy=again) from error
+    source = any(kind.body is str for kind in known.values())
+    header, body = _split_source(text, where, again) if source else _split_json(text, where, again)
+    kind = _check_header(header, known, where, again)
     try:
         digest = _digest(header, body)
     except ValueError as error:  # numbers that JSON does not have
-        raise ArtifactError(f"it is not valid ({error})", where=where, remedy=_again(known)) from error
+        raise ArtifactError(f"it is not valid ({error})", where=where, remedy=again) from error
     edited = header["digest"] != digest
-    if edited and not (accept_edited and known.body is str):
-        remedy = _again(known)
-        if known.body is str:
-            remedy += ", or set accept_edited_module: true in your conf/train file to run it as edited"
-        raise ArtifactError("its content does not match its digest (edited or damaged)", where=where, remedy=remedy)
-    return Artifact(kind, header["inputs"], header["config"], _decode_body(known, body, where), digest, edited)
+    if edited and not (accept_edited and source):
+        hint = ", or set accept_edited_module: true in your conf/train file to run it as edited" if source else ""
+        raise ArtifactError(
+            "its content does not match its digest (edited or damaged)", where=where, remedy=again + hint
+        )
+    value = _decode_body(kind, body, where, again)
+    return Artifact(kind.name, header["inputs"], header["config"], value, digest, edited)
 
 
 def check_together(artifacts: Iterable[Artifact], config: Mapping[str, str]) -> None:
@@ -153,13 +165,13 @@ def _to_bytes(artifact: Artifact) -> bytes:
     return (json.dumps({**header, "body": encode(artifact.body)}, indent=1, allow_nan=False) + "\n").encode()
 
 
-def _split_json(text: str, where: str) -> tuple[dict[str, Any], Any]:
+def _split_json(text: str, where: str, again: str) -> tuple[dict[str, Any], Any]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets without end
-        raise ArtifactError(f"it is not whole JSON ({error})", where=where, remedy="run `dvc repro` again") from error
+        raise ArtifactError(f"it is not whole JSON ({error})", where=where, remedy=again) from error
     if not isinstance(data, dict) or "body" not in data:
-        raise ArtifactError("it is not an artifact of ours", where=where, remedy="run `dvc repro` again")
+        raise ArtifactError("it is not an artifact of ours", where=where, remedy=again)
     return data, data["body"]
 
 
@@ -171,7 +183,7 @@ def _source_header(header: Mapping[str, Any]) -> str:
     return "".join(f"{_SOURCE_MARK}{row}\n" for row in rows)
 
 
-def _split_source(text: str, where: str) -> tuple[dict[str, Any], str]:
+def _split_source(text: str, where: str, again: str) -> tuple[dict[str, Any], str]:
     header: dict[str, Any] = {"inputs": {}, "config": {}}
     lines = text.splitlines(keepends=True)
     count = next((i for i, line in enumerate(lines) if not line.startswith(_SOURCE_MARK)), len(lines))
@@ -186,26 +198,28 @@ def _split_source(text: str, where: str) -> tuple[dict[str, Any], str]:
             case ["kind" | "digest" as key, value]:
                 header[key] = value
             case _:
-                raise ArtifactError("its header is damaged", where=where, remedy="run `dvc repro codegen`")
+                raise ArtifactError("its header is damaged", where=where, remedy=again)
     return header, "".join(lines[count:])
 
 
-def _check_header(header: Any, known: Kind, where: str) -> None:
+def _check_header(header: Any, known: Mapping[str, Kind], where: str, again: str) -> Kind:
     ok = isinstance(header, dict) and all(
         isinstance(header.get(key), kind)
         for key, kind in {"kind": str, "version": int, "inputs": dict, "config": dict, "digest": str}.items()
     )
-    if not ok or header["kind"] != known.name:
-        raise ArtifactError(f"it is not a {known.name} artifact", where=where, remedy=_again(known))
-    if header["version"] != known.version:
+    if not ok or header["kind"] not in known:
+        raise ArtifactError(f"it is not a {' or '.join(known)} artifact", where=where, remedy=again)
+    kind = known[header["kind"]]
+    if header["version"] != kind.version:
         raise ArtifactError(
-            f"it has version {header['version']}, this program reads version {known.version}",
+            f"it has version {header['version']}, this program reads version {kind.version}",
             where=where,
-            remedy=_again(known),
+            remedy=again,
         )
+    return kind
 
 
-def _decode_body(known: Kind, body: Any, where: str) -> Any:
+def _decode_body(known: Kind, body: Any, where: str, again: str) -> Any:
     if known.body is str:
         return body
     try:
@@ -214,4 +228,4 @@ def _decode_body(known: Kind, body: Any, where: str) -> Any:
             verify_graph(value)
         return value
     except (CodecError, InvalidGraph, KeyError) as error:
-        raise ArtifactError(f"its body is not valid ({error})", where=where, remedy=_again(known)) from error
+        raise ArtifactError(f"its body is not valid ({error})", where=where, remedy=again) from error

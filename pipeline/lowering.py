@@ -3,8 +3,16 @@
 A tensor that several ops read in one layout is converted once, just before the first of them, through the layouts that
 the sharding names; what lies on the way to another layout is not made a second time. Every link makes its own copies,
 so that a recompute region repeats what belongs to it and nothing crosses a cut but the activation and the common
-values; these cross it in the layout they are written in, and are converted by each link that reads them. A replicated
-parameter that all its ops read as `B` is not converted: the step sums its gradient over the ranks once (this is DDP).
+values; these cross it in the layout they are written in, and are converted by each link that reads them.
+
+On an axis where a parameter is stored `R` and an op reads it as `B`, the step sums its gradient once, in buckets (this
+is DDP), and the parameter counts as `B`: what ops that read it otherwise need there is local (`B -> R` masks the
+gradient, `B -> S` takes a piece). What is left of the way to its readers is converted. A parameter that several links
+read in a layout it is not stored in is converted once, before the chain; one that is regathered (ZeRO-3) by each link,
+which lets go of the copy.
+
+A step may run the chain on several micro-batches. What is converted before it is then made once for all of them, also
+for a layout that one of the links alone reads; a parameter that belongs to one link is converted with it each time.
 """
 
 from __future__ import annotations
@@ -22,28 +30,30 @@ from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.program import Call, Convert, Program, Step, Tensor
 
 
-def lower(graph: OpGraph, sharding: Sharding) -> Program:
+def lower(graph: OpGraph, sharding: Sharding, micro_batches: int = 1) -> Program:
     home = home_layouts(graph, sharding)
-    reduced = _reduced(graph, sharding)
-    shared = _shared(graph, sharding, home, reduced)
-    prologue = _steps(graph, sharding, graph.prologue, home, reduced, {})
+    shared = _shared(graph, sharding, home, by_value=micro_batches > 1)
+    prologue = _steps(graph, sharding, graph.prologue, home, {})
     links = []
     for index, link in enumerate(graph.chain):
         copies = {c.target: c.target for c in shared}
-        steps = _steps(graph, sharding, link.ops, home, reduced, copies)
+        steps = _steps(graph, sharding, link.ops, home, copies)
         if index == len(graph.chain) - 1:
-            steps += _convert(sharding, Tensor(graph.output, home[graph.output]), _loss(graph, home), {})
+            steps += _convert(graph, sharding, Tensor(graph.output, home[graph.output]), _loss(graph, home), {})
         links.append(tuple(steps))
-    return Program(tuple(prologue), tuple(shared), tuple(links), reduced, _loss(graph, home))
+    reduced = _reduced(graph, sharding)
+    return Program(tuple(prologue), tuple(shared), tuple(links), reduced, _loss(graph, home), micro_batches)
 
 
 def home_layouts(graph: OpGraph, sharding: Sharding) -> dict[str, Layout]:
-    """The layout in which each value is born: stored, fed, or written by its op."""
+    """The layout in which each value is born: fed, written by its op, or stored; `B` where the step sums a gradient."""
     axes = len(next(iter(sharding.strategies.values())).outputs[0].states)
+    reduced = _reduced(graph, sharding)
     home = {}
     for value in graph.values.values():
         if value.role is Role.PARAMETER:
-            home[value.name] = sharding.storage[value.origin]
+            stored, summed = sharding.storage[value.origin].states, reduced.get(value.name, ())
+            home[value.name] = Layout(tuple(B if axis in summed else state for axis, state in enumerate(stored)))
         elif value.role is Role.INPUT:
             home[value.name] = sharding.inputs[value.name]
         elif value.role is Role.BUFFER:
@@ -66,28 +76,48 @@ def uses(graph: OpGraph, sharding: Sharding) -> dict[str, set[Layout]]:
     return found
 
 
-def _reduced(graph: OpGraph, sharding: Sharding) -> tuple[str, ...]:
+def state_layouts(graph: OpGraph, sharding: Sharding) -> dict[str, Layout]:
+    """How the optimizer's state of each parameter lies; one that no op reads has no gradient and is never updated."""
     read = uses(graph, sharding)
-    return tuple(
-        value.name
+    return {
+        value.name: sharding.state.get(value.origin, stored) if read[value.name] else stored
         for value in graph.of_role(Role.PARAMETER)
-        if all(s == R for s in sharding.storage[value.origin].states)
-        and read[value.name]
-        and all(s == B for layout in read[value.name] for s in layout.states)
-    )
+        for stored in (sharding.storage[value.origin],)
+    }
 
 
-def _shared(graph: OpGraph, sharding: Sharding, home: dict[str, Layout], reduced: tuple[str, ...]) -> list[Convert]:
-    """A parameter that more than one link reads in another layout is converted once, before the chain."""
+def _reduced(graph: OpGraph, sharding: Sharding) -> dict[str, tuple[int, ...]]:
+    read = uses(graph, sharding)
+    found = {}
+    for value in graph.of_role(Role.PARAMETER):
+        wanted, stored = read[value.name], sharding.storage[value.origin].states
+        summed = [a for a, state in enumerate(stored) if state == R and any(layout.states[a] == B for layout in wanted)]
+        if summed:
+            found[value.name] = tuple(summed)
+    return found
+
+
+def _shared(graph: OpGraph, sharding: Sharding, home: dict[str, Layout], by_value: bool) -> list[Convert]:
+    """A parameter that more than one link reads in another layout is converted once, before the chain.
+
+    By value: one that more than one link reads in whatever layouts.
+    """
     readers: dict[Tensor, set[int]] = defaultdict(set)
+    links_of: dict[str, set[int]] = defaultdict(set)
     for index, link in enumerate(graph.chain):
         for op in (graph.op(name) for name in link.ops):
             for name, layout in zip(op.inputs, sharding.strategies[op.name].inputs, strict=True):
-                if graph.values[name].role is Role.PARAMETER and name not in reduced and layout != home[name]:
+                links_of[name].add(index)
+                if graph.values[name].role is Role.PARAMETER and layout != home[name]:
                     readers[Tensor(name, layout)].add(index)
     copies: dict[Tensor, Tensor] = {}
-    several = [tensor for tensor, links in readers.items() if len(links) > 1]
-    return [s for t in several for s in _convert(sharding, Tensor(t.value, home[t.value]), t, copies)]
+    several = [
+        tensor
+        for tensor, links in readers.items()
+        if len(links_of[tensor.value] if by_value else links) > 1
+        and graph.values[tensor.value].origin not in sharding.regathered
+    ]
+    return [s for t in several for s in _convert(graph, sharding, Tensor(t.value, home[t.value]), t, copies)]
 
 
 def _steps(
@@ -95,7 +125,6 @@ def _steps(
     sharding: Sharding,
     ops: Iterable[str],
     home: dict[str, Layout],
-    reduced: tuple[str, ...],
     copies: dict[Tensor, Tensor],
 ) -> list[Step]:
     steps: list[Step] = []
@@ -106,8 +135,8 @@ def _steps(
             wanted = Tensor(name, layout)
             if wanted not in copies:
                 own = Tensor(name, home[name])
-                same = name in reduced or _same(graph.values[name], own.layout, layout)
-                steps += [] if same else _convert(sharding, own, wanted, copies)
+                same = _same(graph.values[name], own.layout, layout)
+                steps += [] if same else _convert(graph, sharding, own, wanted, copies)
                 copies[wanted] = own if same else wanted
             inputs.append(copies[wanted])
         outputs = tuple(Tensor(n, s) for n, s in zip(op.outputs, strategy.outputs, strict=True))
@@ -122,7 +151,9 @@ def _same(value: Value, have: Layout, want: Layout) -> bool:
     return not value.grad and all(h == w or {h, w} == {R, B} for h, w in zip(have.states, want.states, strict=True))
 
 
-def _convert(sharding: Sharding, source: Tensor, target: Tensor, copies: dict[Tensor, Tensor]) -> list[Convert]:
+def _convert(
+    graph: OpGraph, sharding: Sharding, source: Tensor, target: Tensor, copies: dict[Tensor, Tensor]
+) -> list[Convert]:
     """The steps from one layout to another, after the last of its layouts that is there already."""
     if source == target:
         return []
@@ -130,7 +161,9 @@ def _convert(sharding: Sharding, source: Tensor, target: Tensor, copies: dict[Te
     way = [source, *(Tensor(source.value, layout) for layout in between), target]
     there = max(i for i, tensor in enumerate(way) if i == 0 or copies.get(tensor) == tensor)
     copies |= {tensor: tensor for tensor in way[there + 1 :]}
-    return [Convert(before, after) for before, after in pairwise(way[there:])]
+    value = graph.values[source.value]
+    again = value.role is Role.PARAMETER and value.origin in sharding.regathered
+    return [Convert(before, after, again) for before, after in pairwise(way[there:])]
 
 
 def with_paths(graph: OpGraph, sharding: Sharding, cluster: Cluster) -> Sharding:

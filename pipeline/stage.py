@@ -37,7 +37,9 @@ STAGES = {
         Stage("trace", (), "graph", ("model",)),
         Stage("profile", ("graph",), "profile", ("model.precision", "cluster.device", "train.optimizer")),
         Stage("cluster", (), "cluster", ("cluster",)),
-        Stage("solve", ("graph", "profile", "cluster"), "frontier", ("solve", "train.optimizer")),
+        Stage(
+            "solve", ("graph", "profile", "cluster"), "frontier", ("solve", "train.micro_batches", "train.optimizer")
+        ),
         Stage("checkpoint", ("graph", "profile", "cluster", "frontier"), "plan", ("checkpoint",)),
         Stage("codegen", ("graph", "plan"), "module", ()),
         Stage("train", ("graph", "plan", "module"), "report", ("model", "data", "train")),

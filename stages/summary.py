@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline import artifacts
 from pipeline.artifacts import KINDS
 from pipeline.config import load_config
-from pipeline.ir.plan import Plan
+from pipeline.ir.plan import Plan, Sharding
 from pipeline.ir.report import Report
 from pipeline.stage import STAGES
 from pipeline.tracker import latest_run_url
@@ -18,13 +18,12 @@ def summarise(root: Path) -> str:
     plan: Plan = artifacts.load("plan", root).body
     report: Report = artifacts.load("report", root).body
     mesh = " x ".join(f"{name}={size}" for name, size in plan.axes)
-    split = sum(any(s.kind == "S" for s in layout.states) for layout in plan.sharding.storage.values())
     regions = sum(region.recompute for region in plan.regions)
     rows = [
         ("model", f"{config.choices['model']} on {config.choices['cluster']}"),
         ("mesh", mesh),
         ("inputs", ", ".join(f"{name} {layout}" for name, layout in plan.sharding.inputs.items())),
-        ("parameters", f"{len(plan.sharding.storage) - split} replicated, {split} split"),
+        ("parameters", _parameters(plan.sharding)),
         ("recompute", f"{regions} regions" if regions else "nothing"),
         ("loss", f"{report.losses[0]:.4f} -> {report.losses[-1]:.4f} in {report.steps} steps"),
     ]
@@ -57,6 +56,17 @@ def summarise(root: Path) -> str:
             f"MLflow UI     {latest_run_url(root, config.tracking) or '`make ui`'}",
         ]
     )
+
+
+def _parameters(sharding: Sharding) -> str:
+    split = sum(any(s.kind == "S" for s in layout.states) for layout in sharding.storage.values())
+    counts = {
+        "replicated": len(sharding.storage) - split,
+        "split": split,
+        "regathered": len(sharding.regathered),
+        "with a split optimizer state": len(sharding.state),
+    }
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count or what in ("replicated", "split"))
 
 
 def _samples(report: Report) -> float:

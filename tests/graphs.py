@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from pipeline.config import Backend, Checkpoint, Preset, Recompute, Solve
 from pipeline.config import Cluster as ClusterSettings
 from pipeline.config.schema import ClusterSource, Device
-from pipeline.ir.cluster import Cluster
+from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Plan
 from pipeline.ir.profile import Profile
@@ -22,9 +23,10 @@ from pipeline.models.mlp import MLP
 from stages.checkpoint.choose import choose, evaluate
 from stages.cluster.run import from_preset
 from stages.profile.by_table import profile_graph
+from stages.solve.data import Problem
 from stages.solve.frontier import Solution, Sweep
-from stages.solve.problem import Choices, Problem, build
-from stages.solve.run import _point, to_sharding
+from stages.solve.on_mesh import price_point
+from stages.solve.problem import Choices, Given, build, to_sharding
 from stages.trace.chain import find_chain
 from stages.trace.export import export_loss
 from stages.trace.lower import lower
@@ -123,23 +125,37 @@ def preset(devices: int = 2, **figures: float) -> Cluster:
     return from_preset(settings)
 
 
+def mesh(sizes: tuple[int, ...], **figures: float) -> Cluster:
+    """The same figures on every axis of a mesh."""
+    cluster = preset(2, **figures)
+    axes = tuple(replace(cluster.axes[0], name=f"d{n}", size=size) for n, size in enumerate(sizes))
+    return replace(cluster, devices=prod(sizes), axes=axes)
+
+
 def solve_settings(backend: str = "highs", **changes: object) -> Solve:
     return Solve(**{"backend": Backend(backend), "gap": 1e-9, "frontier_points": 6, **changes})
 
 
 @functools.cache
-def solved(name: str, devices: int = 2, copies: float = 2.0) -> tuple[Problem, Choices, tuple[Solution, ...]]:
-    problem, choices = build(GRAPHS[name](), profile_of(name), preset(devices), copies)
+def solved(
+    name: str, devices: int = 2, copies: float = 2.0, micro_batches: int = 1
+) -> tuple[Problem, Choices, tuple[Solution, ...]]:
+    cluster = preset(devices)
+    given = Given(cluster.axes, cluster.compute, copies, micro_batches)
+    problem, choices = build(GRAPHS[name](), profile_of(name), given)
     sweep = Sweep(problem, solve_settings(), "conf/solve/test.yaml", SILENT)
     return problem, choices, tuple(sweep.frontier(float("inf"), lambda done, note="": None))
 
 
 @functools.cache
-def frontier_of(name: str, devices: int = 2) -> Frontier:
+def frontier_of(name: str, devices: int = 2, micro_batches: int = 1) -> Frontier:
     graph, profile, cluster = GRAPHS[name](), profile_of(name), preset(devices)
-    _, choices, solutions = solved(name, devices)
-    points = [_point(graph, profile, cluster, 2.0, to_sharding(graph, choices, s.picked), s) for s in solutions]
-    return Frontier(cluster.memory_bytes, 2.0, tuple(points))
+    _, choices, solutions = solved(name, devices, micro_batches=micro_batches)
+    points = [
+        price_point(graph, profile, cluster, 2.0, to_sharding(graph, choices, s.picked), s.proof, micro_batches)
+        for s in solutions
+    ]
+    return Frontier(cluster.memory_bytes, 2.0, (Mesh(cluster.axes),), tuple(points), micro_batches=micro_batches)
 
 
 def plan_of(

@@ -29,20 +29,19 @@ def stored(draw: random.Random, shape: tuple[int, ...], sizes: tuple[int, ...]) 
 
 def random_plan(model: str, sizes: tuple[int, ...], seed: int) -> Plan:
     """Any strategy for any op; on each axis the plan likes some states more than others."""
-    draw, graph = random.Random(seed), plans.graph_of(model)
+    draw, graph, strategies = random.Random(seed), plans.graph_of(model), _graph_strategies(model, sizes)
     liking = [{kind: draw.choice([0.1, 1.0, 5.0]) for kind in "RBSP"} for _ in sizes]
 
     def weight(layout: Layout) -> float:
         return prod(like[state.kind] for like, state in zip(liking, layout.states, strict=True))
 
     picked = {
-        name: draw.choices(options, [weight(s.outputs[0]) for s in options])[0]
-        for name, options in _graph_strategies(model, sizes).items()
+        name: draw.choices(options, [weight(s.outputs[0]) for s in options])[0] for name, options in strategies.items()
     }
-    storage = {v.origin: stored(draw, v.type.shape, sizes) for v in graph.of_role(Role.PARAMETER)}
+    storage = plans.random_storage(graph, strategies, sizes, draw, lambda shape: stored(draw, shape, sizes))
     inputs = {v.name: stored(draw, v.type.shape, sizes) for v in graph.of_role(Role.INPUT)}
     regions = plans.random_regions(0, len(graph.chain) - 1, draw, draw.randint(0, 2))
-    return plan_of(graph, Sharding(picked, storage, inputs), regions, sizes)
+    return plan_of(graph, plans.sharding_of(graph, picked, storage, inputs, sizes), regions, sizes)
 
 
 def plan_of(graph: OpGraph, sharding: Sharding, regions, sizes: tuple[int, ...]) -> Plan:

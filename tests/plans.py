@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +20,18 @@ from pipeline.ir.layout import B, Layout, R, S
 from pipeline.ir.names import look_up
 from pipeline.ir.plan import Plan, Prediction, Region, Sharding, Strategy
 from pipeline.ir.program import Convert, Program
-from pipeline.ir.verify import verify_graph
+from pipeline.ir.verify import gathered, verify_graph, verify_sharding
 from pipeline.lowering import lower
 from pipeline.models import gpt, mlp
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import view_op
 from pipeline.ops.table import rule_of
+from pipeline.runtime.gradients import Gradients, Row
 from pipeline.runtime.mesh import set_mesh
-from pipeline.runtime.parameters import GradientSum, piece_of
+from pipeline.runtime.parameters import piece_of
+from pipeline.runtime.passes import run_passes
 from stages.codegen.module import write_module
+from stages.solve.storage import Stored, Way, storage_choices
 from stages.trace.chain import find_chain
 from stages.trace.export import export_loss
 from stages.trace.lower import lower as to_ops
@@ -106,6 +112,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+GPT8 = {"vocab_size": 16, "context": 8, "width": 16, "layers": 2, "heads": 4}
+EIGHTS: dict[str, Callable[[], nn.Module]] = {  # for meshes of 2 by 2 by 2: every size divides
+    "gpt8": lambda: gpt.build(**GPT8),
+    "tied8": lambda: gpt.build(**GPT8, tie=True),
+    "mlp8": lambda: mlp.build(features=16, width=8, classes=8, depth=2),
+}
+
+
 class Family(nn.Module):
     """One of Hugging Face's (an optional dependency) without dropout; it returns its loss alone."""
 
@@ -140,11 +154,12 @@ OPTIONAL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def batch_of(model: str) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    if model in ("gpt", "tied"):
-        ids, labels = torch.randint(12, (6, 6)), torch.randint(12, (6, 6))
-        labels[:2, :5] = -100  # so the ranks hold different numbers of targets
+def batch_of(model: str, number: int = 0) -> dict[str, Tensor]:
+    torch.manual_seed(1 + number)
+    if model in ("gpt", "tied", "gpt8", "tied8"):
+        words, shape = (16, (8, 8)) if model.endswith("8") else (12, (6, 6))
+        ids, labels = torch.randint(words, shape), torch.randint(words, shape)
+        labels[: 2 + number, :5] = -100  # so the ranks hold different numbers of targets
         return {"input_ids": ids, "labels": labels}
     if model in OPTIONAL:
         from tests.families import FAMILIES
@@ -154,6 +169,8 @@ def batch_of(model: str) -> dict[str, Tensor]:
     if model in ("ladder", "shared", "unet"):
         batch = skips.images() if model == "unet" else skips.sequences()
         return {name: tensor.double() for name, tensor in batch.items()}
+    if model == "mlp8":
+        return {"inputs": torch.randn(16, 16).double(), "targets": torch.randint(8, (16,))}
     if model == "mlp":
         return {"inputs": torch.randn(12, 12).double(), "targets": torch.randint(4, (12,))}
     inputs = torch.randn(6, 6, 12).double()
@@ -166,7 +183,7 @@ def batch_of(model: str) -> dict[str, Tensor]:
 @cache
 def module_of(model: str) -> nn.Module:
     torch.manual_seed(0)
-    return {**MODELS, **OPTIONAL}[model]().double().train()
+    return {**MODELS, **EIGHTS, **OPTIONAL}[model]().double().train()
 
 
 @cache
@@ -210,10 +227,51 @@ def random_plan(graph: OpGraph, ranks: int, seed: int) -> Plan:
         choices = [Layout((R,)), *splits(shape, ranks)]
         return draw.choices(choices, [weight(c) for c in choices])[0]
 
-    storage = {v.origin: source(v.type.shape) for v in graph.of_role(Role.PARAMETER)}
     inputs = {v.name: source(v.type.shape) for v in graph.of_role(Role.INPUT)}
+    stored = random_storage(graph, options_of(graph, ranks), (ranks,), draw, source)
     regions = random_regions(0, len(graph.chain) - 1, draw, draw.randint(0, 3))
-    return plan_of(Sharding(picked, storage, inputs), regions, ranks)
+    return plan_of(sharding_of(graph, picked, stored, inputs, (ranks,)), regions, ranks)
+
+
+def random_storage(
+    graph: OpGraph,
+    options: dict[str, tuple[Strategy, ...]],
+    sizes: tuple[int, ...],
+    draw: random.Random,
+    source: Callable[[tuple[int, ...]], Layout],
+) -> dict[str, Stored]:
+    """Any of the solver's ways to store each parameter, or any other layout, which its readers then convert."""
+    readers = graph.consumers()
+    found = {}
+    for value in graph.of_role(Role.PARAMETER):
+        layout = source(value.type.shape)
+        found[value.origin] = Stored(layout, layout, Way.regathered if draw.random() < 0.3 else Way.gathered)
+        if draw.random() < 0.6:
+            reading = [(op, i) for op in readers[value.name] for i, n in enumerate(op.inputs) if n == value.name]
+            wanted = {s.inputs[i] for op, i in reading for s in options[op.name]}
+            choices = storage_choices(value.type.shape, wanted, sizes, shards=True)
+            way = draw.choice(sorted({choice.way for choice in choices}))
+            found[value.origin] = draw.choice([choice for choice in choices if choice.way is way])
+    return found
+
+
+def sharding_of(
+    graph: OpGraph,
+    picked: dict[str, Strategy],
+    stored: dict[str, Stored],
+    inputs: dict[str, Layout],
+    sizes: tuple[int, ...],
+) -> Sharding:
+    """Parameters that are to be regathered are so where somebody gathers them."""
+    sharding = Sharding(
+        picked,
+        {name: way.layout for name, way in stored.items()},
+        inputs,
+        state={name: way.state for name, way in stored.items() if way.state != way.layout},
+    )
+    there = gathered(graph, sharding, sizes)
+    again = tuple(name for name, way in stored.items() if way.way is Way.regathered and name in there)
+    return replace(sharding, regathered=again)
 
 
 def random_regions(first: int, last: int, draw: random.Random, depth: int, inner: bool = False) -> tuple[Region, ...]:
@@ -279,28 +337,52 @@ FORCED = {"data_parallel": data_parallel, "zero": zero, "megatron": megatron}
 
 def lowered(model: str, plan: Plan) -> tuple[Program, str]:
     graph = graph_of(model)
-    program = lower(graph, plan.sharding)
+    verify_sharding(graph, plan.sharding, plan.sizes)
+    program = lower(graph, plan.sharding, plan.micro_batches)
     return program, write_module(graph, plan, program)
 
 
 # ---- running them
 
 
-def save_truth(model: str, path: Path) -> None:
-    """The module's tensors, a batch, and the loss and gradients of the unsplit step."""
-    module, batch = module_of(model), batch_of(model)
-    module.zero_grad()
-    loss = module(**batch)
-    loss.backward()
+STEPS = 3
+
+
+def optimizer_of(parameters: Iterable[nn.Parameter], near: float) -> torch.optim.Optimizer:
+    """AdamW makes much of little, as of a bias before a norm: a large eps, and plain steps where norms are float32."""
+    if near > NEAR:
+        return torch.optim.SGD(parameters, lr=0.01, weight_decay=0.1)
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, eps=1e-6)
+
+
+def save_truth(model: str, path: Path, micro_batches: int = 1) -> None:
+    """The module's tensors, a step's batches, and what unsplit steps make of them: losses, gradients, parameters."""
+    module, batches = copy.deepcopy(module_of(model)), [batch_of(model, n) for n in range(micro_batches)]
+    near = NEAR_IN_FLOAT32 if model in FLOAT32_INSIDE else NEAR
     named = dict(module.named_parameters())
+    first = {n: p.detach().clone() for n, p in named.items() if p.requires_grad}
+    constants = {**dict(module.named_buffers()), **{n: p for n, p in named.items() if not p.requires_grad}}
+    constants = {n: t.detach().clone() for n, t in constants.items()}
+    optimizer = optimizer_of([p for p in named.values() if p.requires_grad], near)
+    losses, gradients = [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append([])
+        for batch in batches:
+            loss = module(**batch)
+            (loss / micro_batches).backward()
+            losses[-1].append(loss.detach())
+        gradients.append({n: p.grad.clone() for n, p in named.items() if p.grad is not None})
+        optimizer.step()
     torch.save(
         {
-            "parameters": {n: p.detach() for n, p in named.items() if p.requires_grad},
-            "constants": {**dict(module.named_buffers()), **{n: p for n, p in named.items() if not p.requires_grad}},
-            "batch": batch,
-            "loss": loss.detach(),
-            "gradients": {n: p.grad for n, p in named.items() if p.grad is not None},
-            "near": NEAR_IN_FLOAT32 if model in FLOAT32_INSIDE else NEAR,
+            "parameters": first,
+            "constants": constants,
+            "batches": batches,
+            "losses": losses,
+            "gradients": gradients,
+            "after": {n: named[n].detach() for n in first},
+            "near": near,
         },
         path,
     )
@@ -308,7 +390,7 @@ def save_truth(model: str, path: Path) -> None:
 
 def run_programs(folder: str) -> dict[str, str]:
     """On a rank: every program in the folder -> what is wrong with it, or ''."""
-    truths = {path.stem: torch.load(path) for path in Path(folder).glob("*.truth")}
+    truths = {path.stem: load_truth(path) for path in Path(folder).glob("*.truth")}
     errors = {}
     for path in sorted(Path(folder).glob("*.py")):
         try:
@@ -323,36 +405,80 @@ def run_alone(model: str, source: str, folder: Path) -> None:
     """A program for one rank, in this process."""
     save_truth(model, folder / "truth")
     (folder / "program.py").write_text(source)
-    _run(folder / "program.py", torch.load(folder / "truth"))
+    _run(folder / "program.py", load_truth(folder / "truth"))
 
 
-def _run(path: Path, truth: dict) -> None:
+@dataclass
+class Run:
+    """A program on a rank with its pieces of everything."""
+
+    rows: dict[str, Row]
+    axes: list[str]
+    sizes: tuple[int, ...]
+    held: dict[str, nn.Parameter]
+    tensors: dict[str, Tensor]  # these and the constants
+    batches: list[dict[str, Tensor]]  # of a step
+    gradients: Gradients
+    step: Any
+
+    @property
+    def batch(self) -> dict[str, Tensor]:
+        return self.batches[0]
+
+    def layout(self, name: str) -> Layout:
+        return Layout.parse(self.rows[name][0])
+
+    def state(self, name: str) -> Layout:
+        return Layout.parse(self.rows[name][2])
+
+
+def load_truth(path: Path) -> dict:
+    return torch.load(path)
+
+
+def prepare(path: Path, truth: dict) -> Run:
     program = load_program(str(path))
     set_mesh(program.MESH)
     axes = list(program.MESH)
-    entries = {name: look_up(program.PARAMETERS, name) for name in truth["parameters"]}
-    layouts = {name: Layout.parse(entry[0]) for name, entry in entries.items()}
-    held = {n: nn.Parameter(piece_of(p, layouts[n], axes)) for n, p in truth["parameters"].items()}
-    batch = {n: piece_of(b, Layout.parse(program.INPUTS[n]), axes) for n, b in truth["batch"].items()}
-    sums = GradientSum([p for n, p in held.items() if entries[n][1] == "summed"], "+".join(axes))
-    floor = 1e-3 * float(max(g.norm() for g in truth["gradients"].values()))
-    step = program.Program({**truth["constants"], **held})
-    for _ in range(2):  # a second step finds what the first left behind
-        sums.start()
-        for name, entry in entries.items():
-            if entry[1] == "complete":
-                held[name].grad = None
-        loss = step.forward(**batch)
-        loss.backward()
-        sums.wait()
-        _compare("loss", loss.detach(), truth["loss"], 0.0, truth["near"])
-        for name, parameter in held.items():
-            expected = truth["gradients"].get(name)
-            if expected is None:
-                assert parameter.grad is None or not parameter.grad.any(), f"{name} has a gradient"
-            else:
-                assert parameter.grad is not None, f"{name} has no gradient"
-                _compare(name, parameter.grad, piece_of(expected, layouts[name], axes), floor, truth["near"])
+    rows = {name: look_up(program.PARAMETERS, name) for name in truth["parameters"]}
+    held = {n: nn.Parameter(piece_of(p, Layout.parse(rows[n][0]), axes)) for n, p in truth["parameters"].items()}
+    tensors = {**truth["constants"], **held}
+    layouts = {name: Layout.parse(layout) for name, layout in program.INPUTS.items()}
+    batches = [{n: piece_of(b, layouts[n], axes) for n, b in batch.items()} for batch in truth["batches"]]
+    gradients = Gradients(held.values(), rows.values(), axes)
+    assert len(batches) == program.MICRO_BATCHES
+    return Run(rows, axes, tuple(program.MESH.values()), held, tensors, batches, gradients, program.Program(tensors))
+
+
+def _run(path: Path, truth: dict) -> None:
+    run, near = prepare(path, truth), truth["near"]
+    updated = dict(zip(run.held, run.gradients.updated, strict=True))
+    optimizer = optimizer_of(run.gradients.updated, near)
+    for number in range(STEPS):
+        losses = run_passes(run.step, run.gradients, run.batches, len(run.batches))
+        for loss, expected in zip(losses, truth["losses"][number], strict=True):
+            _compare("loss", loss, expected, 0.0, near)
+        _compare_gradients(run, updated, truth["gradients"][number], near)
+        optimizer.step()
+        run.gradients.publish()
+    floor = 1e-3 * float(max(p.norm() for p in truth["after"].values()))
+    for name, parameter in run.held.items():
+        expected = piece_of(truth["after"][name], run.layout(name), run.axes)
+        _compare(f"{name} at the end", parameter.detach(), expected, floor, near)
+    for name, parameter in updated.items():
+        shape = run.state(name).local_shape(tuple(truth["parameters"][name].shape), run.sizes)
+        kept = [tuple(t.shape) for t in optimizer.state[parameter].values() if t.dim()]
+        assert set(kept) <= {shape}, f"{name} has a state of {kept}, not {shape}"
+
+
+def _compare_gradients(run: Run, updated: dict[str, nn.Parameter], truth: dict[str, Tensor], near: float) -> None:
+    floor = 1e-3 * float(max(g.norm() for g in truth.values()))
+    for name, parameter in updated.items():
+        if name not in truth:
+            assert parameter.grad is None or not parameter.grad.any(), f"{name} has a gradient"
+        else:
+            assert parameter.grad is not None, f"{name} has no gradient"
+            _compare(name, parameter.grad, piece_of(truth[name], run.state(name), run.axes), floor, near)
 
 
 def _compare(name: str, found: Tensor, expected: Tensor, floor: float, near: float) -> None:

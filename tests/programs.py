@@ -85,7 +85,7 @@ def uniform(graph: OpGraph, devices: int, split: bool = True) -> Sharding:
 
 
 def write(graph: OpGraph, plan: Plan) -> str:
-    return write_module(graph, plan, lower(graph, plan.sharding))
+    return write_module(graph, plan, lower(graph, plan.sharding, plan.micro_batches))
 
 
 def load(text: str) -> dict:

@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from pipeline import runtime
 from pipeline.cost.conversions import TABLE, conversion
 from pipeline.ir.layout import B, Layout, P, R, S, State
+from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.losses import mean_cross_entropy, mean_of_pieces
+from pipeline.runtime.memory import storage_bytes
 from pipeline.runtime.mesh import axis_of, set_mesh
-from pipeline.runtime.parameters import GradientSum, piece_of, scope
+from pipeline.runtime.parameters import piece_of, scope
+from pipeline.runtime.passes import run_passes
 from pipeline.runtime.recompute import recompute
 from tests import pieces
 from tests.ranks import AXIS
@@ -125,6 +128,11 @@ def parameters(*sizes: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(size, 2, dtype=torch.float64)) for size in sizes]
 
 
+def summed(parameters: list[nn.Parameter], **sizes: float) -> Gradients:
+    """All replicated, their gradients summed over the axis."""
+    return Gradients(parameters, [("R", AXIS, "R")] * len(parameters), [AXIS], **sizes)
+
+
 TINY = {"first_mb": 1e-6, "bucket_mb": 1e-6}  # a bucket for each parameter
 
 
@@ -133,8 +141,8 @@ def check_sums() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for sizes in ({}, TINY, {"first_mb": 1e-4, "bucket_mb": 3e-4}):
         params = parameters(3, 5, 7, 2)
-        sums = GradientSum(params, AXIS, **sizes)
-        assert sums.buckets[0].parameters[0] is params[-1], "backward finishes the last parameter first"
+        sums = summed(params, **sizes)
+        assert sums.buckets[0].members[0].parameter is params[-1], "backward finishes the last parameter first"
         for _ in range(2):
             weights = torch.randn(ranks, 4, dtype=torch.float64)
             sums.start()
@@ -147,10 +155,11 @@ def check_sums() -> None:
             assert sums.order == list(range(len(sums.buckets)))
 
 
-def inside_of_buckets(sums: GradientSum) -> None:
+def inside_of_buckets(sums: Gradients) -> None:
     for bucket in sums.buckets:
         start, end = bucket.flat.data_ptr(), bucket.flat.data_ptr() + bucket.flat.numel() * bucket.flat.element_size()
-        assert all(start <= p.grad.data_ptr() < end for p in bucket.parameters), "a gradient left its bucket"
+        places = [m.parameter.grad.data_ptr() for m in bucket.members]
+        assert all(start <= place < end for place in places), "a gradient left its bucket"
         assert bucket.work is None
 
 
@@ -158,7 +167,7 @@ def check_send_order() -> None:
     """Ranks that finish their gradients in opposite orders still send their buckets in one order."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     params = parameters(2, 3, 4, 5)
-    sums = GradientSum(params, AXIS, **TINY)
+    sums = summed(params, **TINY)
     arrived: list[int] = []
     for number, p in enumerate(params):
         p.register_post_accumulate_grad_hook(lambda _, number=number: arrived.append(number))
@@ -178,7 +187,7 @@ def check_tied() -> None:
     """A parameter that is used twice is sent once, when both its gradients are in it."""
     ranks = dist.get_world_size()
     tied, other = parameters(3, 4)
-    sums = GradientSum([tied, other], AXIS, **TINY)
+    sums = summed([tied, other], **TINY)
     calls: list[int] = []
     tied.register_post_accumulate_grad_hook(lambda _: calls.append(len(sums.order)))
     for _ in range(2):
@@ -195,7 +204,7 @@ def check_missing() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     nowhere, somewhere, everywhere = params = parameters(3, 4, 5)
     for sizes in (TINY, {}):
-        sums = GradientSum(params, AXIS, **sizes)
+        sums = summed(params, **sizes)
         for _ in range(2):
             sums.start()
             loss = everywhere.sum() + (somewhere.sum() if rank == 0 else 0.0)
@@ -211,22 +220,158 @@ def check_dtypes() -> None:
     """A bucket has one dtype; no parameters make no bucket."""
     ranks = dist.get_world_size()
     params = [*parameters(2, 3), nn.Parameter(torch.ones(4)), *parameters(5)]
-    sums = GradientSum(params, AXIS)
-    assert [len(b.parameters) for b in sums.buckets] == [1, 1, 2]
+    sums = summed(params)
+    assert [len(b.members) for b in sums.buckets] == [1, 3]
     sums.start()
     sum(p.sum().double() for p in params).backward()
     sums.wait()
     assert all(torch.equal(p.grad, torch.full_like(p, float(ranks))) for p in params)
-    empty = GradientSum([], AXIS)
+    empty = summed([])
     empty.start()
     empty.wait()
+
+
+SPLIT = {"S(0)": (6, 2), "S(1)": (5, 6), "S(0:2)": (12, 3), "S(2)": (3, 2, 6)}  # a state's layout, and a shape to split
+
+
+def check_shards() -> None:
+    """ZeRO-1: of each parameter the optimizer has a shard, and what it does is what it would do to the whole."""
+    ranks = dist.get_world_size()
+    for sizes in ({}, TINY, {"first_mb": 1e-4, "bucket_mb": 3e-4}):
+        for is_sum in (True, False):
+            whole = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in SPLIT.values()]
+            params = [nn.Parameter(p.detach().clone()) for p in whole]
+            rows = [("R", AXIS if is_sum else "", state) for state in SPLIT]
+            split = Gradients(params, rows, [AXIS], **sizes)
+            optimizers = [torch.optim.AdamW(ps, lr=0.1, weight_decay=0.1) for ps in (whole, split.updated)]
+            for step in range(3):
+                weights = torch.rand(ranks if is_sum else 1, len(whole), dtype=torch.float64) + step
+                unsplit_step(whole, weights.sum(0), optimizers[0])
+                shard_step(params, weights[dist.get_rank() if is_sum else 0], split, optimizers[1])
+                torch.testing.assert_close([p.detach() for p in params], [p.detach() for p in whole])
+                check_state(split.updated, optimizers[1], params)
+
+
+def unsplit_step(params: list[nn.Parameter], weights: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    losses_of(params, weights).backward()
+    optimizer.step()
+
+
+def losses_of(params: list[nn.Parameter], weights: Tensor) -> Tensor:
+    return sum((w * (p**2).sum() for w, p in zip(weights, params, strict=True)), torch.zeros(()))
+
+
+def shard_step(params: list[nn.Parameter], weights: Tensor, split: Gradients, optimizer: torch.optim.Optimizer) -> None:
+    split.start()
+    losses_of(params, weights).backward()
+    assert all(p.grad is None for p in params), "a gradient lies in its bucket alone"
+    split.wait()
+    assert split.order == list(range(len(split.buckets)))
+    assert all(p.is_contiguous() and p.grad.is_contiguous() for p in split.updated), "fused optimizers need this"
+    optimizer.step()
+    split.publish()
+
+
+def check_state(shards: list[nn.Parameter], optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
+    """Two tensors of AdamW, each a rank's part of the parameters; shards take no memory beside their parameters."""
+    ranks = dist.get_world_size()
+    held = [t for shard in shards for t in optimizer.state[shard].values() if t.dim()]
+    assert storage_bytes(held) == 2 * sum(p.numel() * p.element_size() for p in params) // ranks
+    own = storage_bytes(params)
+    assert storage_bytes([*params, *shards]) == own
+
+
+def check_shards_among_others() -> None:
+    """Parameters that are summed, sharded or complete come one after another; a bucket waits for its last gradient."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    params = [nn.Parameter(torch.randn(6, 2, dtype=torch.float64)) for _ in range(7)]
+    rows = [("R", AXIS, "R"), ("R", AXIS, "S(0)"), ("R", "", "R")] * 2 + [("R", AXIS, "S(0)")]
+    mixed = Gradients(params, rows, [AXIS])
+    sets = [[next(n for n, p in enumerate(params) if p is m.parameter) for m in b.members] for b in mixed.buckets]
+    assert sets == [[6, 4, 1], [3, 0]], "in the order of the last gradient"
+    before = [p.detach().clone() for p in params]
+    mixed.start()
+    losses_of(params[:4] + params[5:], torch.full((6,), float(rank + 1))).backward()  # none reaches the fifth
+    mixed.wait()
+    total = ranks * (ranks + 1)  # twice the sum of 1..ranks
+    for number, (shard, value) in enumerate(zip(mixed.updated, before, strict=True)):
+        sharded, is_sum = rows[number][2] == "S(0)", rows[number][1] == AXIS
+        expected = (total if is_sum else 2 * (rank + 1)) * value * (number != 4)
+        torch.testing.assert_close(shard.grad, expected.chunk(ranks)[rank] if sharded else expected)
+    torch.optim.SGD(mixed.updated, lr=1.0).step()
+    mixed.publish()
+    for number in (1, 4, 6):
+        torch.testing.assert_close(params[number].detach(), before[number] * (1 - total * (number != 4)))
+
+
+def check_micro_batches() -> None:
+    """Over three backward passes gradients add up on the rank; buckets are sent in the last, step after step."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    params = [nn.Parameter(torch.randn(6, 2, dtype=torch.float64)) for _ in range(4)]
+    rows = [("R", AXIS, "R"), ("R", AXIS, "S(0)"), ("R", "", "R"), ("R", "", "S(0)")]
+    mixed = Gradients(params, rows, [AXIS], **TINY)
+    kept = []
+    for _ in range(2):
+        weights = torch.rand(ranks, 3, 4, dtype=torch.float64)
+        weights[:, :, 2:] = weights[0, :, 2:]  # where nothing is summed the ranks agree
+        mixed.start(armed=False)
+        for number in range(3):
+            if number == 2:
+                mixed.arm()
+            losses_of(params, weights[rank, number]).backward()
+            assert bool(mixed.order) is (number == 2), "sent before the last pass"
+        mixed.wait()
+        assert mixed.order == [0, 1, 2]
+        kept.append(params[2].grad.data_ptr())
+        for number, (row, shard) in enumerate(zip(rows, mixed.updated, strict=True)):
+            total = weights[:, :, number].sum() if row[1] else weights[0, :, number].sum()
+            expected = 2 * total * params[number].detach()
+            torch.testing.assert_close(shard.grad, expected.chunk(ranks)[rank] if row[2] == "S(0)" else expected)
+        torch.optim.SGD(mixed.updated, lr=0.1).step()
+        mixed.publish()
+    assert kept[0] == kept[1], "a gradient that is not summed keeps its memory"
+
+
+class Copying:
+    """A program with a copy for the whole step, of a parameter that is read as it is stored too."""
+
+    def __init__(self, shard: nn.Parameter) -> None:
+        self.shard, self.made = shard, 0
+
+    def copies(self) -> dict[str, Tensor]:
+        self.made += 1
+        return {"whole": runtime.all_gather(self.shard, axis=AXIS, dim=0)}
+
+    def forward(self, weight: Tensor, whole: Tensor) -> Tensor:
+        return recompute(lambda w: (w**2).sum(), whole) * weight + (self.shard * weight).sum() + whole.sum()
+
+
+def check_copies_of_a_step() -> None:
+    """A copy that all passes read is made once, and its gradient goes back to the parameter once."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.randn(2 * ranks, 3, dtype=torch.float64)
+    shard = nn.Parameter(whole.chunk(ranks)[rank].clone())
+    program, reached = Copying(shard), []
+    shard.register_post_accumulate_grad_hook(reached.append)
+    gradients = Gradients([shard], [("S(0)", "", "S(0)")], [AXIS])
+    for step in range(2):
+        weights = [torch.tensor(float(w), dtype=torch.float64) for w in (1, 2, 5 + step)]
+        losses = run_passes(program, gradients, ({"weight": w} for w in weights), 3)
+        for loss, weight in zip(losses, weights, strict=True):
+            own = (shard.detach() * weight).sum()
+            torch.testing.assert_close(loss, (whole**2).sum() * weight + own + whole.sum())
+        mean = sum(weights) / 3
+        torch.testing.assert_close(shard.grad, ranks * (2 * mean * shard.detach() + 1) + mean)
+        assert program.made == step + 1
+        assert len(reached) == 3 * (step + 1), "by the passes that read it as it is stored"
 
 
 def check_recompute() -> None:
     """Conversions inside nested recompute regions give the same gradients; a summed parameter is summed once."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     (weight,) = parameters(6)
-    sums = GradientSum([weight], AXIS)
+    sums = summed([weight])
     whole = torch.randn(ranks, 6, dtype=torch.float64)
 
     def inner(x: Tensor) -> Tensor:
@@ -298,6 +443,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     "tied parameter": check_tied,
     "parameters without a gradient": check_missing,
     "dtypes": check_dtypes,
+    "shards of the optimizer's state": check_shards,
+    "shards among other parameters": check_shards_among_others,
+    "micro-batches": check_micro_batches,
+    "copies of a step": check_copies_of_a_step,
     "recompute": check_recompute,
     "pieces of parameters": check_pieces_of_parameters,
     "meshes": check_meshes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config.experiment import apply_experiment, experiments
-from pipeline.config.load import load_config
+from pipeline.config.load import load_config, saved_file
 from pipeline.config.reference import reference
 from pipeline.config.schema import (
     GROUPS,
@@ -16,11 +16,14 @@ from pipeline.config.schema import (
     Device,
     DType,
     Model,
+    Only,
+    PlanUse,
     Precision,
     Preset,
     Probe,
     Recompute,
     Root,
+    Search,
     Simulate,
     Solve,
     TensorSpec,
@@ -40,11 +43,14 @@ __all__ = [
     "Data",
     "Device",
     "Model",
+    "Only",
+    "PlanUse",
     "Precision",
     "Preset",
     "Probe",
     "Recompute",
     "Root",
+    "Search",
     "Simulate",
     "Solve",
     "TensorSpec",
@@ -55,4 +61,5 @@ __all__ = [
     "listing",
     "load_config",
     "reference",
+    "saved_file",
 ]

@@ -121,6 +121,10 @@ def _check_value(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -
         _check_by_name(value, kind, rule, source, key)
     elif rule.form is Form.DIMS:
         _check_dims(value, source, key)
+    elif rule.form is Form.LAYOUTS:
+        _check_layouts(value, source, key)
+    elif rule.form is Form.SIZES:
+        _check_sizes(value, source, key)
     elif kind.type is list:
         for index, item in enumerate(value):
             _check_value(item, kind_of(kind.item), rule, source, (*key, index))
@@ -202,6 +206,20 @@ def _check_by_name(value: dict[str, Any], kind: Kind, rule: Rule, source: Source
         if not _is_name(name):
             raise source.error((*key, name), "is not an argument name", "use letters, digits and '_'")
         _check_value(item, kind_of(kind.item), Rule(rule.help), source, (*key, name))
+
+
+def _check_sizes(value: dict[str, Any], source: Source, key: Key) -> None:
+    for name, size in value.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise source.error((*key, name), f"got {shown(size)}, expected a number of devices", "give 1 or more")
+
+
+def _check_layouts(value: dict[str, Any], source: Source, key: Key) -> None:
+    for name, layout in value.items():
+        if not isinstance(name, str) or not isinstance(layout, str):
+            raise source.error(
+                (*key, name), f"got {shown(layout)}, expected a layout", "write for instance 'S(0) on tp'"
+            )
 
 
 def _check_dims(value: dict[str, Any], source: Source, key: Key) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.check import check, nearest
-from pipeline.config.schema import GROUPS, MOST_DEVICES, Cluster, ClusterSource, Config, Root
+from pipeline.config.schema import GROUPS, MOST_DEVICES, Cluster, ClusterSource, Config, Root, Solve
 from pipeline.config.source import Key, Source, dotted, listing, read, shown
 from pipeline.errors import ConfigError
 
@@ -58,7 +58,24 @@ def _load_group(root: Path, group: str, name: str, main: Source, changed: dict[s
     part = build(GROUPS[group], source)
     if isinstance(part, Cluster):
         _check_cluster(part, source)
+    if isinstance(part, Solve) and part.plan is not None:
+        _check_saved(root, part.plan, source)
     return part
+
+
+def _check_saved(root: Path, name: str, source: Source) -> None:
+    """A saved plan lies in one folder, so that DVC sees it change."""
+    if not _NAME.fullmatch(name):
+        raise source.error(("plan",), f"got {shown(name)}, expected a name without folders or '.json'")
+    names = listing(root, "plan", ".json")
+    if name not in names:
+        save = f"save it: `cp runs/checkpoint/plan.json {saved_file(name)}`"
+        remedy = f"{choices_remedy(name, names)}, or {save}" if names else save
+        raise source.error(("plan",), f"there is no {saved_file(name)}", remedy)
+
+
+def saved_file(name: str) -> str:
+    return f"conf/plan/{name}.json"
 
 
 def build(schema: type, source: Source) -> Any:

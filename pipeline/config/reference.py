@@ -55,6 +55,16 @@ def _rows(schema: type, prefix: str) -> Iterator[tuple[str, str, str, str, str]]
             yield from _rows(kind.item, f"{key}.NAME.")
         elif rule.form is Form.DIMS:
             yield f"`{key}.OP`", "text", "", "a line of dims", "The line of the op `library.op.overload`."
+        elif rule.form is Form.SIZES:
+            yield f"`{key}.NAME`", "integer", "", "at least 1", "Devices along the axis of that name."
+        elif rule.form is Form.LAYOUTS:
+            yield (
+                f"`{key}.NAME`",
+                "text",
+                "",
+                "a layout",
+                "`R`, `S(dim)`, `zero1`, `zero2` or `zero3`, with ` on AXIS`.",
+            )
         elif rule.form is Form.TARGET:
             yield f"`{key}._target_`", "text", "required", "a dotted importable name", "What is called."
             yield f"`{key}.ARGUMENT`", "any", "", "", "A keyword argument of it."
@@ -75,6 +85,8 @@ def _type(kind: Kind) -> str:
 def _allowed(kind: Kind, rule: Rule) -> str:
     if rule.form is Form.CHOICE:
         return "a file's name without `.yaml`"
+    if rule.form is Form.SAVED:
+        return "a file's name without `.json`"
     if kind.type in (dict, list):
         bounds = span(rule, int)
         return f"not empty; each {bounds}" if bounds else "not empty"

@@ -36,6 +36,9 @@ class Form(Enum):
     BY_NAME = "a non-empty mapping from a name to a mapping"
     CHOICE = "the name of a file in the group's folder"
     DIMS = "a mapping from an op, such as mylib.scale.default, to its line of dims, such as 'b n, n -> b n'"
+    SIZES = "a mapping from the name of an axis to its size, such as {dp: 2, tp: 4}"
+    SAVED = "the name of a saved plan, a file in conf/plan/, without its ending"
+    LAYOUTS = "a mapping from a parameter or a module, with * and ?, to a layout such as 'S(0) on tp'"
 
 
 @dataclass(frozen=True)
@@ -289,6 +292,25 @@ class Backend(StrEnum):
     highs = "highs"
 
 
+class Search(StrEnum):
+    ilp = "ilp"
+    dp = "dp"
+    mcmc = "mcmc"
+    large = "large"
+
+
+class Only(StrEnum):
+    any = "any"
+    data = "data"
+    zero = "zero"
+    tensor = "tensor"
+
+
+class PlanUse(StrEnum):
+    start = "start"
+    as_is = "as_is"
+
+
 @dataclass(frozen=True)
 class Solve:
     backend: Backend = setting("Program that solves the integer linear program.")
@@ -299,6 +321,50 @@ class Solve:
     gap: float = setting("Relative gap to the bound at which a plan counts as optimal.", 1e-6, at_least=0, below=1)
     frontier_points: int = setting("Plans along the time/memory frontier.", 6, at_least=1, at_most=64)
     glpsol: str | None = setting("Path of the `glpsol` program; null looks for it.", None)
+    search: Search = setting(
+        "How plans are searched for: dynamic programming with prices on memory, and the integer program where that"
+        " leaves a gap (`ilp`), without the integer program (`dp`), by random changes (`mcmc`, without a proof), or by"
+        " the search for large problems (`large`), which needs no dynamic programming.",
+        Search.ilp,
+    )
+    only: Only = setting(
+        "Ways of working in parallel that a plan may mix: all (`any`), or just data parallelism, that and ZeRO, or"
+        " tensor parallelism.",
+        Only.any,
+    )
+    constraints: dict[str, Any] | None = setting(
+        "Layouts that parameters and modules must have, by name; see docs/constraints.md.", None, form=Form.LAYOUTS
+    )
+    mesh: dict[str, Any] | None = setting(
+        "Axes of the mesh and their sizes, slow links first, such as {dp: 2, tp: 4}; null tries the candidates of the"
+        " cluster.",
+        None,
+        form=Form.SIZES,
+    )
+    most_axes: int = setting("Axes that a candidate mesh may have.", 2, at_least=1, at_most=3)
+    most_meshes: int = setting(
+        "Candidate meshes that are planned for, the most promising first.", 6, at_least=1, at_most=64
+    )
+    frontier_meshes: int = setting("Meshes of which plans are kept, the fastest first.", 3, at_least=1, at_most=64)
+    piece_meshes: int = setting(
+        "Meshes of each smaller number of devices of which plans are kept, for pipelines; 0 is none.",
+        1,
+        at_least=0,
+        at_most=16,
+    )
+    shard_only: str | None = setting("Module that alone may be split, by name, with * and ?; null is all.", None)
+    seed: int = setting("Seed of the random searches (`mcmc`, `large`).", 0, at_least=0, at_most=LARGEST_SEED)
+    plan: str | None = setting(
+        "Saved plan: a file in `conf/plan/`, without its ending, copied from `runs/checkpoint/plan.json` or"
+        " `runs/solve/frontier.json`; see docs/constraints.md.",
+        None,
+        form=Form.SAVED,
+    )
+    plan_use: PlanUse = setting(
+        "What the saved plan is for: the search starts from it and answers with none that is worse (`start`), or it is"
+        " taken as it is and only priced anew (`as_is`).",
+        PlanUse.start,
+    )
 
 
 # ---- conf/checkpoint/*.yaml
@@ -330,6 +396,12 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Train:
     steps: int = setting("Optimizer steps.", at_least=1, at_most=10**12)
+    micro_batches: int = setting(
+        "Forward and backward passes of a step. The model's batch is that of one pass; each takes the next of the data,"
+        " and the step is that of their mean loss.",
+        at_least=1,
+        at_most=10**6,
+    )
     seed: int = setting("Seed of the weights and of dropout.", at_least=0, at_most=LARGEST_SEED)
     optimizer: dict[str, Any] = setting("What builds the optimizer, without its `params`.", form=Form.TARGET)
     timeout_s: float = setting("Seconds after which the run is given up.", 600.0, above=0, at_most=LONGEST_S)

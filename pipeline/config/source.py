@@ -104,11 +104,11 @@ class Source:
         return ConfigError(f"{label}: {what}" if label else what, where=self.where(key), remedy=remedy)
 
 
-def listing(root: Path, group: str) -> list[str]:
-    """The names that may be chosen in a group: its YAML files without their ending."""
+def listing(root: Path, group: str, ending: str = ".yaml") -> list[str]:
+    """The names that may be chosen in a group: its files without their ending."""
     folder = root / "conf" / group
     try:
-        names = [item.stem for item in folder.iterdir() if item.suffix == ".yaml" and item.is_file()]
+        names = [item.stem for item in folder.iterdir() if item.suffix == ending and item.is_file()]
     except OSError as error:
         raise ConfigError(f"cannot be listed: {error.strerror}", where=f"conf/{group}") from error
     return sorted(name for name in names if not name.startswith("."))

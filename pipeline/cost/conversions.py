@@ -5,7 +5,7 @@
 | `R -> B`       | sum_gradient    | nothing        | all-reduce                 | Megatron's f; for a weight, DDP     |
 | `P -> R`       | all_reduce      | all-reduce     | nothing                    | Megatron's g                        |
 | `S -> B`       | all_gather      | all-gather     | reduce-scatter             | sequence parallelism; weights: ZeRO |
-| `S -> B`       | regather        | all-gather     | all-gather, reduce-scatter | ZeRO-3: the shard alone is kept     |
+| `S -> B`       | regather        | all-gather     | all-gather, reduce-scatter | ZeRO-3: the shard alone is kept (1) |
 | `S -> R`       | gather          | all-gather     | slice                      |                                     |
 | `P -> S`       | reduce_scatter  | reduce-scatter | all-gather                 | sequence parallelism                |
 | `P -> B`       | all_reduce_both | all-reduce     | all-reduce                 |                                     |
@@ -17,6 +17,9 @@
 | `S -> P`       | pad             | zero-pad       | slice                      | local                               |
 | `B -> P`       | mask_both       | mask           | mask                       | local                               |
 
+(1) Every step on the way of such a parameter to its readers is made again in backward; the others keep their names:
+`again(gather, ...)`.
+
 A step changes the state on one axis. The digits that the other axes take (see pipeline.ir.layout) stay where they are:
 gathering the outer of two axes on one dim leaves the inner one on a factor, `S(0),S(0) -> R,S(0:2)`; only where the
 inner one is gathered is it `S(0),S(0) -> S(0),R`. What lies between other layouts is for pipeline.cost.paths to find.
@@ -24,7 +27,7 @@ inner one is gathered is it `S(0),S(0) -> S(0),R`. What lies between other layou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.cost.compute import Seconds
 from pipeline.ir.cluster import COLLECTIVES, Axis, Compute
@@ -54,7 +57,14 @@ TABLE = {
     "SP": Conversion("pad", "pad", "slice"),
     "BP": Conversion("mask_both", "mask", "mask"),
 }
-REGATHER = Conversion("regather", "all_gather", "reduce_scatter", again="all_gather")  # `SB` that keeps the shard alone
+
+
+def made_again(entry: Conversion) -> Conversion:
+    """The same where backward does not keep the result, but makes it once more."""
+    return replace(entry, function="regather" if entry is TABLE["SB"] else entry.function, again=entry.forward)
+
+
+REGATHER = made_again(TABLE["SB"])
 
 
 def conversion(source: State, target: State) -> Conversion:

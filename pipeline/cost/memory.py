@@ -1,7 +1,9 @@
 """Bytes that a link of the sharded program holds: for backward, at its forward peak and at its backward peak.
 
 Two tensors share memory where one is a view of the other, or where a conversion does nothing in the forward pass.
-Parameters, inputs and results of the prologue are resident and not counted here; a gathered copy of a parameter is.
+Parameters, inputs and results of the prologue are resident and not counted here; a gathered copy of a parameter is. One
+that is made again in backward is alive while the link runs forward, and in backward from the first op that needs it
+until its gradient is there; in between nothing of it is kept.
 
 A common value (an activation that later links read) and its gradient are counted once, on their own, by the link that
 writes it, and nowhere else: not in what any link keeps, nor in its peaks. They are alive from the forward of their
@@ -91,9 +93,10 @@ def link_memory(
         if (owner := storage.find(tensor)) != exit_:  # where the output is a view of it, Rotor counts that memory too
             storage.bytes.pop(owner, None)
     kept_by = [_kept(graph, profile, sharding, step, storage, sizes) for step in steps]
+    again = {s.target for s in steps if isinstance(s, Convert) and s.again}
     kept = {exit_: storage.size(exit_)}
     for held in kept_by:
-        kept |= held
+        kept |= {owner: size for owner, size in held.items() if owner not in again}
     most = max((need.forward for need in needs), default=0)
     return LinkMemory(
         output=storage.size(exit_),
@@ -177,12 +180,15 @@ def _backward_extra(
     for index in reversed(range(len(steps))):
         for owner in kept_by[index]:
             needed_until[owner] = index
+    made = {tensor: index for index, step in enumerate(steps) for tensor in _written(step)}
+    needed_until |= {owner: made[owner] + 1 for owner in needed_until if owner in made and owner not in kept}
     held = dict(kept)
     gradients: dict[Tensor, int] = {output: storage.size(output)}
     start = sum(held.values())
     peak = 0
     for index in reversed(range(len(steps))):
         step = steps[index]
+        held |= {owner: size for owner, size in kept_by[index].items() if owner not in kept}
         for tensor in _read(step):
             if graph.values[tensor.value].grad:
                 gradients.setdefault(tensor, local_bytes(graph, tensor.value, tensor.layout, storage.sizes))

@@ -14,13 +14,13 @@ may be a mask or hold indices, which have no summands: it passes through `P` onl
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
 from pipeline.cost.compute import Seconds
-from pipeline.cost.conversions import TABLE, conversion_of, entry_bytes, entry_seconds, step_axis
+from pipeline.cost.conversions import TABLE, conversion_of, entry_bytes, entry_seconds, made_again, step_axis
 from pipeline.ir.cluster import Axis, Compute
 from pipeline.ir.layout import Layout, Place, S, State, at_places
 
@@ -73,7 +73,7 @@ class Paths:
             for layout in (source, target):
                 if not layout.fits(shape, self.sizes):
                     raise ValueError(f"no path {source} -> {target}: {layout} does not fit {shape} on {self.sizes}")
-            spots = _spots(source, target, shape, grad, self.sizes)
+            spots = spots_between((source, target), shape, grad, self.sizes)
             space = self._spaces.setdefault((spots, nbytes, grad), _Space(self, spots, nbytes, grad))
             self._found[key] = self.priced(_search(space, source, target), nbytes, grad)
         return self._found[key]
@@ -89,10 +89,13 @@ class Paths:
             peak = max(peak, sum(held) if conversion_of(before, after, self.sizes).forward else max(held))
         return Path(layouts, Seconds(forward, backward), moved, peak)
 
-    def step(self, before: Layout, after: Layout, nbytes: int, grad: bool) -> tuple[Seconds, float]:
-        """Seconds of one step, and the bytes that a rank sends."""
+    def step(
+        self, before: Layout, after: Layout, nbytes: int, grad: bool, again: bool = False
+    ) -> tuple[Seconds, float]:
+        """Seconds of one step, and the bytes that a rank sends; `again` where backward makes it once more."""
         number = step_axis(before, after, self.sizes)
         axis, entry = self.axes[number], conversion_of(before, after, self.sizes)
+        entry = made_again(entry) if again else entry
         others = (s.kind == "S" and i != number for i, s in enumerate(before.states))
         local = nbytes // prod(size for size, split in zip(self.sizes, others, strict=True) if split)
         seconds = entry_seconds(entry, local, grad, axis, self.compute)
@@ -194,11 +197,11 @@ def _search(space: _Space, source: Layout, target: Layout) -> tuple[Layout, ...]
     return (source, *between, target) if len(nodes) > 1 else (source,)
 
 
-def _spots(
-    source: Layout, target: Layout, shape: tuple[int, ...], grad: bool, sizes: tuple[int, ...]
+def spots_between(
+    ends: Sequence[Layout], shape: tuple[int, ...], grad: bool, sizes: tuple[int, ...]
 ) -> tuple[tuple[Spot, ...], ...]:
-    """What each axis may do on the way."""
-    taken = [(place, sizes[a]) for layout in (source, target) for a, place in layout.places(sizes).items()]
+    """What each axis may do on the way between these layouts."""
+    taken = {(place, sizes[a]) for layout in ends for a, place in layout.places(sizes).items()}
     dims = {place.dim for place, _ in taken}
     found: list[tuple[Spot, ...]] = []
     for axis, size in enumerate(sizes):
@@ -208,8 +211,8 @@ def _spots(
             edges = [o for p, n in taken if p.dim == dim for o in (p.outside, p.outside * n)]
             innermost = [shape[dim] // (size * n) for n in others]
             places |= {Place(dim, o) for o in (*edges, *others, *innermost) if o and shape[dim] % (o * size) == 0}
-        ends = {source.states[axis].kind, target.states[axis].kind}
-        found.append((*(kind for kind in WHOLE if grad or kind == "R" or kind in ends), *sorted(places)))
+        kinds = {layout.states[axis].kind for layout in ends}
+        found.append((*(kind for kind in WHOLE if grad or kind == "R" or kind in kinds), *sorted(places)))
     return tuple(found)
 
 

@@ -1,20 +1,39 @@
-"""The price of a whole sharded step: every link forward and backward, gradient sums, optimizer, resident memory."""
+"""The price of a whole sharded step: every link forward and backward, gradient sums, optimizer, resident memory.
+
+Once a step, in buckets, for a parameter that has m bytes on a rank, a gradient that is summed over the axes A, and an
+optimizer state that is split over axes Z on which the parameter is not (ZeRO-1):
+
+    backward         the gradient is sliced over Z without A        m' = m / |Z without A|
+                     reduce-scattered over the axes in both         m' bytes
+                     all-reduced over A without Z                   m' / |both| bytes
+    after optimizer  the new values are all-gathered over Z         m bytes
+
+Without Z this is the all-reduce of DDP. Axes of one collective are taken as one (pipeline.cost.joined). A collective's
+latency belongs to a bucket; a parameter pays its share of it. That backward hides the sums is not priced.
+
+A step of several micro-batches runs prologue and links for each; all else is once a step, as above.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
-from pipeline.cost.compute import Seconds, op_seconds, optimizer_seconds
+from pipeline.cost.compute import Seconds, local_bytes, op_seconds, optimizer_seconds
+from pipeline.cost.conversions import conversion_of
+from pipeline.cost.joined import joined_link
 from pipeline.cost.memory import LinkMemory, link_memory
 from pipeline.cost.paths import Paths
 from pipeline.ir.cluster import Axis, Cluster
 from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
 from pipeline.ir.program import Call, Convert, Program, Step, Tensor
-from pipeline.lowering import home_layouts
+from pipeline.lowering import home_layouts, state_layouts
 
-BUCKET_BYTES = 25e6  # of the gradient sums of pipeline.runtime.parameters
+BUCKET_BYTES = 25e6  # of the buckets of pipeline.runtime.gradients
 
 
 @dataclass(frozen=True)
@@ -35,11 +54,13 @@ class LinkPrice:
 
 @dataclass(frozen=True)
 class StepPrice:
-    links: tuple[LinkPrice, ...]
-    outside: Seconds  # prologue and shared conversions
-    gradient_sum: float
+    links: tuple[LinkPrice, ...]  # of one micro-batch
+    outside: Seconds  # of the whole step: prologue of each micro-batch, and shared conversions
+    gradient_sum: float  # once a step: sums of gradients, and new values gathered
     optimizer: float
     resident_bytes: int
+    shared_bytes: int  # copies of parameters that several links read, and their gradients
+    micro_batches: int = 1
 
     @property
     def common_bytes(self) -> int:
@@ -49,29 +70,54 @@ class StepPrice:
     @property
     def fixed_bytes(self) -> int:
         """What is there whatever is recomputed."""
-        return self.resident_bytes + self.common_bytes
+        return self.resident_bytes + self.common_bytes + self.shared_bytes
 
     @property
     def seconds(self) -> float:
-        chain = sum(link.forward + link.backward for link in self.links)
-        return chain + self.outside.total + self.gradient_sum + self.optimizer
+        return self.seconds_with(sum(link.forward + link.backward for link in self.links))
+
+    def seconds_with(self, chain: float) -> float:
+        """Of a step, where the links of one micro-batch take so many seconds, forward, backward and recomputed."""
+        return self.micro_batches * chain + self.outside.total + self.gradient_sum + self.optimizer
+
+    @property
+    def compute(self) -> float:
+        return self.micro_batches * sum(link.compute.total for link in self.links) + self.outside.total
 
     @property
     def communication(self) -> float:
-        return sum(link.communication.total for link in self.links) + self.gradient_sum
+        return self.micro_batches * sum(link.communication.total for link in self.links) + self.gradient_sum
 
 
-def gradient_sum_seconds(nbytes: float, axis: Axis) -> float:
-    """A gradient's share of the all-reduce of a full bucket, or one of its own where it is larger."""
-    if axis.size == 1:
+def gradient_sum_seconds(nbytes: float, axes: Sequence[Axis]) -> float:
+    """A gradient's share of the bucketed all-reduce over these axes: its bytes, and its part of a bucket's latency."""
+    return _bucketed("all_reduce", nbytes, axes, nbytes)
+
+
+def update_seconds(nbytes: float, summed: Sequence[Axis], split: Sequence[Axis]) -> float:
+    """Seconds of a step for a parameter of so many bytes on a rank: `summed` is A and `split` is Z above."""
+    both = [axis for axis in split if axis in summed]
+    left = nbytes / prod(axis.size for axis in split if axis not in summed)
+    owned = left / prod(axis.size for axis in both)
+    return (
+        _bucketed("reduce_scatter", left, both, nbytes)
+        + _bucketed("all_reduce", owned, [axis for axis in summed if axis not in split], nbytes)
+        + _bucketed("all_gather", nbytes, split, nbytes)
+    )
+
+
+def _bucketed(collective: str, nbytes: float, axes: Sequence[Axis], held: float) -> float:
+    """Seconds for so many bytes of a parameter that fills `held` bytes of a bucket: its share of the bucket's."""
+    link = joined_link(collective, axes)
+    if link is None or not held:
         return 0.0
-    whole = max(nbytes, BUCKET_BYTES)
-    return axis.links["all_reduce"].seconds(whole) * nbytes / whole
+    share = min(1.0, held / BUCKET_BYTES)
+    return link.seconds(nbytes / share) * share
 
 
-def resident_bytes(nbytes: float, optimizer_copies: float) -> float:
-    """A stored parameter with its gradient and its optimizer state."""
-    return nbytes * (2 + optimizer_copies)
+def resident_bytes(stored: float, state: float, optimizer_copies: float) -> float:
+    """A parameter with its gradient as they are stored, and the optimizer's tensors as its state is."""
+    return 2 * stored + optimizer_copies * state
 
 
 def price_step(
@@ -87,28 +133,50 @@ def price_step(
         memory = link_memory(graph, profile, sharding, link, steps, exit_, cluster.sizes)
         entry = graph.values[link.input].type.nbytes // home[link.input].pieces(cluster.sizes) if link.input else 0
         links.append(LinkPrice(compute, communication, memory, entry))
-    before = [_seconds(graph, profile, cluster, sharding, steps) for steps in (program.prologue, program.shared)]
+    before = [(program.prologue, program.micro_batches), (program.shared, 1)]
+    priced = [(*_seconds(graph, profile, cluster, sharding, steps), times) for steps, times in before]
     outside = Seconds(
-        sum(c.forward + m.forward for c, m in before),
-        sum(c.backward + m.backward for c, m in before),
+        sum(times * (ops.forward + moves.forward) for ops, moves, times in priced),
+        sum(times * (ops.backward + moves.backward) for ops, moves, times in priced),
     )
-    stored = {v.name: v.type.nbytes // home[v.name].pieces(cluster.sizes) for v in graph.of_role(Role.PARAMETER)}
+    states = state_layouts(graph, sharding)
+    stored = {name: local_bytes(graph, name, home[name], cluster.sizes) for name in states}
+    state = {name: local_bytes(graph, name, layout, cluster.sizes) for name, layout in states.items()}
     return StepPrice(
         links=tuple(links),
         outside=outside,
-        gradient_sum=sum(gradient_sum_seconds(stored[n], axis) for n in program.reduced for axis in cluster.axes),
-        optimizer=sum(optimizer_seconds(n, optimizer_copies, cluster.compute) for n in stored.values()),
-        resident_bytes=round(sum(resident_bytes(n, optimizer_copies) for n in stored.values()))
+        gradient_sum=sum(
+            update_seconds(stored[name], *_axes(cluster, program.reduced.get(name, ()), home[name], layout))
+            for name, layout in states.items()
+        ),
+        optimizer=sum(optimizer_seconds(n, optimizer_copies, cluster.compute) for n in state.values()),
+        resident_bytes=round(sum(resident_bytes(stored[n], state[n], optimizer_copies) for n in states))
         + sum(v.type.nbytes for v in graph.of_role(Role.BUFFER)),
+        shared_bytes=sum(_copied(graph, cluster, step, program.micro_batches) for step in program.shared),
+        micro_batches=program.micro_batches,
     )
+
+
+def _axes(cluster: Cluster, summed: tuple[int, ...], home: Layout, state: Layout) -> tuple[list[Axis], list[Axis]]:
+    """Those over which the gradient is summed, and those on which the state alone is split."""
+    split = [n for n, (a, b) in enumerate(zip(home.states, state.states, strict=True)) if a.kind != "S" == b.kind]
+    return [cluster.axes[n] for n in summed], [cluster.axes[n] for n in split]
+
+
+def _copied(graph: OpGraph, cluster: Cluster, step: Convert, micro_batches: int) -> int:
+    """Bytes of a copy that is there for the whole step, of its gradient, and of what micro-batches before added up."""
+    moved = conversion_of(step.source.layout, step.target.layout, cluster.sizes).forward != ""
+    return (1 + moved + (micro_batches > 1)) * local_bytes(graph, step.target.value, step.target.layout, cluster.sizes)
 
 
 def _seconds(
     graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, steps: tuple[Step, ...]
 ) -> tuple[Seconds, Seconds]:
     """Seconds of ops and of conversions."""
-    ops = [_call_seconds(graph, profile, cluster, sharding, s) for s in steps if isinstance(s, Call)]
-    moves = [convert_seconds(graph, cluster, s) for s in steps if isinstance(s, Convert)]
+    calls = [s for s in steps if isinstance(s, Call)]
+    kept = {profile.storage.get(name, name) for s in calls for name in profile.ops[s.op].saves}
+    ops = [_call_seconds(graph, profile, cluster, sharding, s) for s in calls]
+    moves = [convert_seconds(graph, cluster, s, s.source.value in kept) for s in steps if isinstance(s, Convert)]
     return _total(ops), _total(moves)
 
 
@@ -121,7 +189,9 @@ def _call_seconds(graph: OpGraph, profile: Profile, cluster: Cluster, sharding: 
     return op_seconds(graph, step.op, profile.ops[step.op], strategy, cluster.compute, cluster.sizes)
 
 
-def convert_seconds(graph: OpGraph, cluster: Cluster, step: Convert) -> Seconds:
+def convert_seconds(graph: OpGraph, cluster: Cluster, step: Convert, kept: bool = True) -> Seconds:
+    """A conversion is made again only where backward keeps something of the value: of a bias or a table it does not."""
     value = graph.values[step.source.value]
     paths = Paths(cluster.axes, cluster.compute)
-    return paths.step(step.source.layout, step.target.layout, value.type.nbytes, value.grad)[0]
+    again = step.again and kept
+    return paths.step(step.source.layout, step.target.layout, value.type.nbytes, value.grad, again)[0]

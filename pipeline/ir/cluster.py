@@ -189,4 +189,8 @@ class Cluster:
         """The same devices, planned for as this mesh."""
         if prod(mesh.sizes) != self.devices:
             raise ValueError(f"a mesh of {mesh.sizes} does not hold {self.devices} devices")
-        return replace(self, axes=mesh.axes)
+        return self.part(mesh)
+
+    def part(self, mesh: Mesh) -> Cluster:
+        """As many of the devices as this mesh has: a partition of a pipeline."""
+        return replace(self, devices=prod(mesh.sizes), axes=mesh.axes)

@@ -183,6 +183,25 @@ class Layout:
         """The one way to write this layout on a mesh of these sizes: `S(0),S(0:2)` is `S(0),S(0)` if axis 0 has 2."""
         return at_places(self.states, self.places(sizes), sizes)
 
+    def further(self, finer: Layout, sizes: tuple[int, ...]) -> dict[int, Place]:
+        """The digits of a rank's piece that a finer layout takes, by axis: what is split here is split there as well.
+
+        `R,S(0)` of a dim of 24 on (2, 3) is `S(0)',S(0)` once axis 0 takes the outermost 2 of the 8 that a rank holds.
+        """
+        have, want = self.places(sizes), finer.places(sizes)
+        changed = [axis for axis, (old, new) in enumerate(zip(self.states, finer.states, strict=True)) if old != new]
+        if any(want.get(axis) != place for axis, place in have.items()) or any(
+            axis not in have and (self.states[axis] != R or axis not in want) for axis in changed
+        ):
+            raise ValueError(f"{finer} is not {self} with more axes split")
+        found = {}
+        for axis, place in sorted(want.items()):
+            if axis not in have:
+                states = (*self.states[:axis], finer.states[axis], *self.states[axis + 1 :])
+                parts = at_places(states, have | {axis: place}, sizes).parts(axis, sizes)
+                found[axis] = Place(place.dim, parts)
+        return found
+
     def nested(self, state: State, sizes: tuple[int, ...]) -> Layout | None:
         """This layout with one more axis, of the last of the sizes, in a state that is said of the local piece.
 

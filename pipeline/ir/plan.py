@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pipeline.ir.cluster import Mesh
 from pipeline.ir.layout import Layout
 
 
@@ -25,6 +26,8 @@ class Sharding:
     storage: dict[str, Layout]
     inputs: dict[str, Layout]
     paths: dict[str, tuple[Layout, ...]] = field(default_factory=dict)  # `value: source -> target` -> what lies between
+    state: dict[str, Layout] = field(default_factory=dict)  # of the optimizer's, where it is not the storage's (ZeRO-1)
+    regathered: tuple[str, ...] = ()  # parameters of which only the shard is kept: gathered again in backward (ZeRO-3)
 
     def between(self, value: str, source: Layout, target: Layout) -> tuple[Layout, ...]:
         """The layouts that a value passes through; none where one step leads from the source to the target."""
@@ -40,11 +43,13 @@ class Proof:
     """How good the solver's answer is known to be."""
 
     backend: str
+    method: str  # elimination, prices (of bytes), the integer program; or given: it was saved
     objective: float
     bound: float
     gap: float
     variables: int
     constraints: int
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,28 @@ class FrontierPoint:
     resident_bytes: int  # parameters, gradients, optimizer state
     peak_bytes: int  # without recompute
     proof: Proof
+    mesh: int = 0  # of the frontier's, for which it is
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The fastest plan of a kind that has a name, by the same costs."""
+
+    name: str
+    seconds: float
+    peak_bytes: int
+    mesh: int  # of the frontier's
 
 
 @dataclass(frozen=True)
 class Frontier:
     budget_bytes: int
     optimizer_copies: float  # tensors of a parameter's size that the optimizer keeps
+    meshes: tuple[Mesh, ...]
     points: tuple[FrontierPoint, ...]  # fastest first
+    baselines: tuple[Baseline, ...] = ()
+    pieces: tuple[FrontierPoint, ...] = ()  # plans on meshes of fewer devices, for the partitions of a pipeline
+    micro_batches: int = 1  # forward and backward passes of a step
 
 
 @dataclass(frozen=True)
@@ -100,6 +120,7 @@ class Plan:
     regions: tuple[Region, ...]
     prediction: Prediction
     alternatives: tuple[Alternative, ...]
+    micro_batches: int = 1  # forward and backward passes of a step
 
     @property
     def sizes(self) -> tuple[int, ...]:

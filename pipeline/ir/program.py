@@ -22,6 +22,7 @@ class Convert:
 
     source: Tensor
     target: Tensor
+    again: bool = False  # dropped after the link's forward pass, and made once more in its backward pass
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class Program:
     prologue: tuple[Step, ...]  # what depends on no parameter
     shared: tuple[Convert, ...]  # parameters that several links read in a layout they are not stored in
     links: tuple[tuple[Step, ...], ...]
-    reduced: tuple[str, ...]  # replicated parameters whose gradients the step sums over the ranks at its end
+    reduced: dict[str, tuple[int, ...]]  # parameter -> axes over which the step sums its gradient, in buckets
     loss: Tensor
+    micro_batches: int = 1  # how often a step runs prologue and links; what is shared is converted once for all of them
 
     def conversions(self) -> Iterator[Convert]:
         for steps in (self.prologue, self.shared, *self.links):

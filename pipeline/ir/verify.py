@@ -1,10 +1,12 @@
-"""The rules that a graph keeps at every boundary, as a table: what must hold, and how to see that it does not."""
+"""The rules that a graph and a sharding keep at every boundary: what must hold, and how to see that it does not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.layout import Layout
+from pipeline.ir.plan import Sharding
 
 
 class InvalidGraph(ValueError):
@@ -79,3 +81,104 @@ def verify_graph(graph: OpGraph) -> None:
         problem = next(broken(graph), None)
         if problem:
             raise InvalidGraph(f"{name}: {problem}")
+
+
+# ---- shardings
+
+
+class InvalidSharding(ValueError):
+    """A sharding breaks a rule: a bug in what made it, or an artifact that was edited."""
+
+
+Sizes = tuple[int, ...]
+
+
+def _every_op_has_a_strategy(graph: OpGraph, sharding: Sharding, sizes: Sizes) -> Iterator[str]:
+    if odd := set(sharding.strategies) ^ {op.name for op in graph.ops}:
+        yield f"{min(odd)} is not both an op and in `strategies`"
+    for op in graph.ops:
+        strategy = sharding.strategies.get(op.name)
+        if strategy and (len(strategy.inputs), len(strategy.outputs)) != (len(op.inputs), len(op.outputs)):
+            yield f"{strategy.name} of {op.name} does not have a layout for each of its tensors"
+
+
+def _every_source_is_stored(graph: OpGraph, sharding: Sharding, sizes: Sizes) -> Iterator[str]:
+    """A parameter or an input is whole or split; it has no summands."""
+    parameters = {value.origin for value in graph.of_role(Role.PARAMETER)}
+    inputs = {value.name for value in graph.of_role(Role.INPUT)}
+    for have, want, what in ((sharding.storage, parameters, "a parameter"), (sharding.inputs, inputs, "an input")):
+        if odd := set(have) ^ want:
+            yield f"{min(odd)} is not both {what} of the graph and stored"
+    for name, layout in (*sharding.storage.items(), *sharding.inputs.items(), *sharding.state.items()):
+        if any(state.kind not in "RS" for state in layout.states):
+            yield f"{name} is stored as {layout}"
+
+
+def _layouts_fit(graph: OpGraph, sharding: Sharding, sizes: Sizes) -> Iterator[str]:
+    for value, layout in _layouts(graph, sharding):
+        shape = graph.values[value].type.shape
+        if len(layout.states) != len(sizes):
+            yield f"{value} in {layout}: the mesh has {len(sizes)} axes"
+        elif not layout.fits(shape, sizes):
+            yield f"{value} in {layout}: {list(shape)} does not divide so on {sizes}"
+
+
+def _layouts(graph: OpGraph, sharding: Sharding) -> Iterator[tuple[str, Layout]]:
+    yield from sharding.inputs.items()
+    for value in graph.of_role(Role.PARAMETER):
+        yield value.name, sharding.storage[value.origin]
+        if value.origin in sharding.state:
+            yield value.name, sharding.state[value.origin]
+    for op in graph.ops:
+        strategy = sharding.strategies[op.name]
+        yield from zip((*op.inputs, *op.outputs), (*strategy.inputs, *strategy.outputs), strict=True)
+
+
+def _state_is_finer_than_storage(graph: OpGraph, sharding: Sharding, sizes: Sizes) -> Iterator[str]:
+    for name, state in sharding.state.items():
+        if name not in sharding.storage:
+            yield f"{name} has a state and is no parameter"
+            continue
+        try:
+            sharding.storage[name].further(state, sizes)
+        except ValueError as error:
+            yield f"{name}: {error}"
+
+
+def _regathered_is_gathered(graph: OpGraph, sharding: Sharding, sizes: Sizes) -> Iterator[str]:
+    found = gathered(graph, sharding, sizes)
+    for name in sharding.regathered:
+        if name not in sharding.storage:
+            yield f"{name} is no parameter"
+        elif name not in found:
+            yield f"no op reads {name} other than as it is stored"
+    if len(set(sharding.regathered)) != len(sharding.regathered):
+        yield "a parameter is named twice"
+
+
+def gathered(graph: OpGraph, sharding: Sharding, sizes: Sizes) -> set[str]:
+    """The parameters that some op reads otherwise than they are split: which may be regathered."""
+    found = set()
+    for op in graph.ops:
+        for name, layout in zip(op.inputs, sharding.strategies[op.name].inputs, strict=True):
+            value = graph.values[name]
+            if value.role is Role.PARAMETER:
+                wanted, stored = layout.places(sizes), sharding.storage[value.origin].places(sizes)
+                found |= {value.origin} if any(wanted.get(a) != place for a, place in stored.items()) else set()
+    return found
+
+
+SHARDING_RULES: dict[str, Callable[[OpGraph, Sharding, Sizes], Iterator[str]]] = {
+    "every op has a strategy": _every_op_has_a_strategy,
+    "every parameter and input is stored": _every_source_is_stored,
+    "layouts fit": _layouts_fit,
+    "state is finer than storage": _state_is_finer_than_storage,
+    "regathered is gathered": _regathered_is_gathered,
+}
+
+
+def verify_sharding(graph: OpGraph, sharding: Sharding, sizes: Sizes) -> None:
+    for name, broken in SHARDING_RULES.items():
+        problem = next(broken(graph, sharding, sizes), None)
+        if problem:
+            raise InvalidSharding(f"{name}: {problem}")

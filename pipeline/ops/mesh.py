@@ -104,7 +104,7 @@ def _nested(first: Strategy, second: Strategy, sizes: tuple[int, ...]) -> Strate
     outputs = [x.nested(y.states[0], sizes) for x, y in zip(first.outputs, second.outputs, strict=True)]
     if (len(bodies) > 1 and bodies != {"mean", "classes"}) or None in inputs or None in outputs:
         return None
-    body = f"{first.body},{second.body}" if bodies else ""
+    body = f"{first.body or ',' * (len(sizes) - 2)},{second.body}" if bodies else ""  # one for each axis
     return Strategy(
         f"{first.name},{second.name}",
         tuple(x for x in inputs if x is not None),

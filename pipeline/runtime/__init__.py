@@ -6,14 +6,12 @@ from pipeline.runtime.collectives import (
     all_reduce_both,
     all_to_all,
     gather,
-    keep_shards,
     mask,
     mask_both,
     mask_gradient,
     narrow,
     pad,
     reduce_scatter,
-    regather,
     shard,
     sum_gradient,
 )
@@ -24,8 +22,10 @@ from pipeline.runtime.norms import batch_norm
 from pipeline.runtime.parameters import scope
 from pipeline.runtime.random import drawn_apart
 from pipeline.runtime.recompute import recompute
+from pipeline.runtime.regather import again, keep_shards, regather
 
 __all__ = [
+    "again",
     "all_gather",
     "all_reduce",
     "all_reduce_both",

@@ -9,7 +9,6 @@ inner factor of the dim.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -209,53 +208,3 @@ def mask_gradient(x: Tensor, axis: str) -> Tensor:
 def mask_both(x: Tensor, axis: str) -> Tensor:
     """B -> P"""
     return _apply(x, _on_first(axis_of(axis)), _on_first(axis_of(axis)))
-
-
-# A gathered tensor of which backward keeps the shard alone.
-
-
-class _Shard:
-    """Stands for a gathered tensor in what backward keeps, and gathers it again when backward asks."""
-
-    def __init__(self, shard: Tensor, join: Move) -> None:
-        self.shard, self.join = shard, join
-        self.again: weakref.ref[Tensor] | None = None
-
-    def whole(self) -> Tensor:
-        alive = self.again() if self.again is not None else None
-        if alive is None:
-            alive = self.join(self.shard)
-            self.again = weakref.ref(alive)
-        return alive
-
-
-_shards: dict[int, _Shard] = {}  # by where the gathered tensor lies in memory, for as long as it lives
-
-
-def regather(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
-    """S(dim) -> B, gathered again in backward; what ops keep of it is replaced by the shard inside `keep_shards`."""
-    mesh_axis = axis_of(axis)
-    join = _join(mesh_axis, dim, parts)
-    whole = _apply(x, join, _sum_and_split(mesh_axis, dim, parts))
-    if mesh_axis.size > 1:
-        place = whole.untyped_storage().data_ptr()
-        _shards[place] = _Shard(x.detach(), join)
-        weakref.finalize(whole, _shards.pop, place, None)
-    return whole
-
-
-def keep_shards() -> Any:
-    """A context for the forward pass: of a tensor that `regather` made, backward keeps the shard, views included."""
-    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
-
-
-def _pack(tensor: Tensor) -> Any:
-    shard = _shards.get(tensor.untyped_storage().data_ptr()) if _shards else None
-    return tensor if shard is None else (shard, tensor.size(), tensor.stride(), tensor.storage_offset())
-
-
-def _unpack(kept: Any) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    shard, *view = kept
-    return shard.whole().as_strided(*view)

@@ -18,12 +18,12 @@ def measure_peak(work: Callable[[], None], resident: Iterable[Tensor], device: t
         torch.cuda.reset_peak_memory_stats(device)
         work()
         return int(torch.cuda.max_memory_allocated(device))
-    with _Tally(resident) as tally:
+    with Tally(resident) as tally:
         work()
     return int(tally.peak)
 
 
-class _Tally(TorchDispatchMode):
+class Tally(TorchDispatchMode):
     """Weighs the storages that are alive after each op.
 
     The profiler's memory events would be cheaper, but they miss what a communication thread frees. What a kernel
@@ -37,6 +37,11 @@ class _Tally(TorchDispatchMode):
         for tensor in resident:
             self._add(tensor)
         self._weigh()
+        self.resident_bytes = self.peak
+
+    def alive_bytes(self) -> int:
+        self._weigh()
+        return sum(nbytes for _, nbytes in self.alive.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.runtime.regather import keep_shards, keeping_shards
+
 _replaying = False
 Result = TypeVar("Result")  # a tensor, or several
 
@@ -24,14 +26,17 @@ def replaying() -> bool:
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _replay()
+    """Around the two runs of a region, each inside the region's own hooks on what autograd keeps."""
+    keeping = keeping_shards()
+    return keep_shards() if keeping else nullcontext(), _replay(keeping)
 
 
 @contextmanager
-def _replay() -> Iterator[None]:
+def _replay(keeping: bool) -> Iterator[None]:
     global _replaying
     before, _replaying = _replaying, True
     try:
-        yield
+        with keep_shards() if keeping else nullcontext():
+            yield
     finally:
         _replaying = before

@@ -7,14 +7,15 @@ a_i where it is; F_none keeps only a_{i+1} and drops a_i. A link may offer sever
 The loss is a link with a_{L+1} = A_{L+1} = f_L = ft_L = 0 whose one op is B(L).
 
 C(i,l,m) is the least time to run forwards i..l and backwards l..i, where a_i lies outside of m and the gradient of
-a_{l+1} inside. C(i+1,i,m) = 0. An empty minimum, and whatever is below its floor, is infinite:
+a_{l+1} inside. C(i+1,i,m) = 0. An empty minimum, and whatever is below its floor, is infinite
+(the inner loops are in kernels.py):
 
-    solve         C(i,l,m)           = min(keep(i,l,m), min over i < j <= l of recompute(i,j,l,m))
+    fill          C(i,l,m)           = min(keep(i,l,m), min over i < j <= l of recompute(i,j,l,m))
     _keep         keep(i,l,m)        = min over options of f_i + b_i + C(i+1,l,m-A_{i+1})
                                        if m >= keep_floor(i,l)
-    _recompute    recompute(i,j,l,m) = sum f_none_i..f_none_{j-1} + C(j,l,m-a_j) + C(i,j-1,m)
+    _least        recompute(i,j,l,m) = sum f_none_i..f_none_{j-1} + C(j,l,m-a_j) + C(i,j-1,m)
                                        if m >= pass_floor(i,j,l)
-    keep_floor    keep_floor(i,l)    = max(a_{l+1} + A_{i+1} + ft_i, a_i + a_{i+1} + A_{i+1} + bt_i)
+    keep_parts    keep_floor(i,l)    = max(a_{l+1} + A_{i+1} + ft_i, a_i + a_{i+1} + A_{i+1} + bt_i)
     pass_floor    pass_floor(i,j,l)  = a_{l+1} + max(a_{i+1} + ft_none_i,
                                                      max over i < k < j of a_k + a_{k+1} + ft_none_k)
     Floors        N(i,l)             = least m with C(i,l,m) finite
@@ -32,17 +33,20 @@ a kept activation until its backward (persistent ones) the result is optimal: th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import ShardwrightError
-from stages.checkpoint.chain import Chain, ChainError, Option, SlotChain, as_slots, default_slots
+from stages.checkpoint import kernels
+from stages.checkpoint.chain import Chain, ChainError, SlotChain, as_slots, default_slots
+from stages.checkpoint.kernels import WIDTH
 from stages.checkpoint.schedule import Keep, Kind, Op, Region, Schedule, flatten
 
 MAX_TABLE_BYTES = 8 * 2**30
+MAX_SIZE = 2**59  # so that the sum of a few is a whole number of 64 bits
 
 
 class InfeasibleBudget(ShardwrightError):
@@ -70,69 +74,76 @@ class Floor:
     op: Op
 
 
-def keep_floor(chain: Chain, i: int, l: int, option: Option) -> float:
-    """The most that F_all(i) and B(i) themselves hold, as part of links i..l."""
-    forward = chain.size(l + 1) + option.saved + option.ft
-    return max(forward, chain.size(i) + chain.size(i + 1) + option.saved + option.bt)
-
-
 class Floors:
     """N(i,l) of every sub-chain of a chain of whole sizes: `need[i, l]`."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        n = chain.length + 1
-        self.a = np.array([*chain.a, 0], dtype=np.int64)
-        self.passing = _passing(chain)
-        self.need = np.zeros((n + 1, n), dtype=np.int64)
-        for l in range(n):
-            for i in range(l, -1, -1):
-                keep = min(max(self.keep_parts(i, l, option)) for option in chain.options(i))
-                self.need[i, l] = min([keep, *self.recompute_floors(i, l)])
+        self.links = _links(chain)
+        self.need = kernels.needs(self.links)
 
-    def keep_parts(self, i: int, l: int, option: Option) -> tuple[int, int]:
-        """What keeping link i needs: for its own ops, and for the links after it."""
-        return int(keep_floor(self.chain, i, l, option)), int(option.saved + self.need[i + 1, l])
+    def keep_parts(self, i: int, l: int, option: int) -> tuple[int, int]:
+        """What keeping link i needs: for its own ops (keep_floor), and for the links after it."""
+        k = self.links.starts[i] + option
+        own = max(self.links.a[l + 1] + self.links.forward[k], self.links.backward[k])
+        return int(own), int(self.links.saved[k] + self.need[i + 1, l])
 
     def pass_floor(self, i: int, l: int) -> NDArray[np.int64]:
         """For j = i+1..l: what F_ck(i) and F_none(i+1..j-1) need, as part of links i..l."""
-        return np.asarray(self.passing[i, i + 1 : l + 1] + self.a[l + 1])
-
-    def inner_floor(self, i: int, l: int) -> NDArray[np.int64]:
-        """For j = i+1..l: what the two sub-chains j..l and i..j-1 need."""
-        after = self.a[i + 1 : l + 1] + self.need[i + 1 : l + 1, l]
-        return np.asarray(np.maximum(after, self.need[i, i:l]))
+        return np.asarray(self.links.passing[i, i + 1 : l + 1] + self.links.a[l + 1])
 
     def recompute_floors(self, i: int, l: int) -> NDArray[np.int64]:
         """For j = i+1..l: the least m with which links i..j-1 can be recomputed."""
-        return np.maximum(self.pass_floor(i, l), self.inner_floor(i, l))
+        after = self.links.a[i + 1 : l + 1] + self.need[i + 1 : l + 1, l]
+        return np.maximum(self.pass_floor(i, l), np.maximum(after, self.need[i, i:l]))
 
     def binding(self, i: int, l: int) -> Op:
         """The op that holds N(i,l): follow the part of the recurrence that attains it."""
-        value = self.need[i, l]
+        found: Op | tuple[int, int] = (i, l)
+        while isinstance(found, tuple):
+            found = self._binding(*found)
+        return found
+
+    def _binding(self, i: int, l: int) -> Op | tuple[int, int]:
+        """The op, or the smaller sub-chain that needs as much."""
+        links, value = self.links, self.need[i, l]
         for k, option in enumerate(self.chain.options(i)):
-            own, rest = self.keep_parts(i, l, option)
+            own, rest = self.keep_parts(i, l, k)
             if own == value and rest <= value:
                 forward = self.chain.size(l + 1) + option.saved + option.ft
                 return Op(Kind.F_ALL if forward == value and i < self.chain.length else Kind.B, i, k)
             if rest == value and own <= value:
-                return self.binding(i + 1, l)
+                return i + 1, l
         j = i + 1 + int(np.argmin(self.recompute_floors(i, l)))
         if self.pass_floor(i, l)[j - i - 1] == value:
-            k = next(k for k in range(i, j) if self.passing[i, k + 1] == self.passing[i, j])
+            k = next(k for k in range(i, j) if links.passing[i, k + 1] == links.passing[i, j])
             return Op(Kind.F_CK if k == i else Kind.F_NONE, k)
-        return self.binding(j, l) if self.a[j] + self.need[j, l] == value else self.binding(i, j - 1)
+        return (j, l) if links.a[j] + self.need[j, l] == value else (i, j - 1)
 
 
-def _passing(chain: Chain) -> NDArray[np.int64]:
-    """[i, j]: the most that F_ck(i), F_none(i+1..j-1) hold beside the gradient that waits."""
-    n = chain.length
-    output = np.array(chain.a[1:], dtype=np.int64) + np.array(chain.ft_none, dtype=np.int64)
-    both = output + np.array(chain.a[:-1], dtype=np.int64)
-    held = np.zeros((n + 1, n + 1), dtype=np.int64)
-    for i in range(n):
-        held[i, i + 1 :] = np.maximum.accumulate([output[i], *both[i + 1 :]])
-    return held
+def _links(chain: Chain) -> kernels.Links:
+    options = [chain.options(i) for i in range(chain.length + 1)]
+    a = _sizes([*chain.a, 0])
+    starts = np.cumsum([0, *map(len, options)], dtype=np.int64)
+    saved, ft, bt = _sizes([(o.saved, o.ft, o.bt) for link in options for o in link]).T.copy()
+    around = np.repeat(a[:-1] + a[1:], np.diff(starts))  # the input and the output of each option's link
+    return kernels.Links(
+        a=a,
+        passing=kernels.passing(a, _sizes(chain.ft_none)),
+        passed=np.array([0.0, *np.cumsum(chain.f_none)]),
+        starts=starts,
+        seconds=np.array([o.f + o.b for link in options for o in link], dtype=np.float64),
+        saved=saved,
+        forward=saved + ft,
+        backward=around + saved + bt,
+    )
+
+
+def _sizes(sizes: Sequence[float] | Sequence[tuple[float, ...]]) -> NDArray[np.int64]:
+    found = np.array(sizes, dtype=np.float64)
+    if found.max() >= MAX_SIZE:
+        raise ChainError(f"a size of {found.max():.3g} is too large", where="chain", remedy="give more memory or less")
+    return np.array(sizes, dtype=np.int64)
 
 
 def tightest(chain: Chain, slots: int | None = None, first: int = 0, last: int | None = None) -> Floor:
@@ -144,7 +155,7 @@ def tightest(chain: Chain, slots: int | None = None, first: int = 0, last: int |
     exact = _floor(chain.whole(), first, last)
     if slots is None:
         return exact
-    low, high = exact.memory - 1, max(exact.memory, 1)
+    low, high = max(exact.memory - 1, 0), max(exact.memory, 1)
     while not fits(chain, slots, high, first, last):
         low, high = high, 2 * high
         if high > 2**62:
@@ -164,7 +175,8 @@ def _floor(whole: Chain, first: int, last: int) -> Floor:
 def fits(chain: Chain, slots: int, memory: int, first: int = 0, last: int | None = None) -> bool:
     """Whether links first..last have a schedule in that many bytes, cut into slots."""
     last = chain.length if last is None else last
-    return _floor(chain.whole(slots, memory), first, last).memory <= slots
+    floors = Floors(chain.whole(slots, memory))
+    return bool(floors.need[first, last] + floors.links.a[first] <= slots)
 
 
 # ------------------------------------------------------------------------------------------------------ the program
@@ -172,7 +184,7 @@ def fits(chain: Chain, slots: int, memory: int, first: int = 0, last: int | None
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """C(i,l,m) for every sub-chain i..l and every m up to `memory` slots: `best[i, l, m]`, for i <= l."""
+    """C(i,l,m) for every sub-chain i..l and every m up to `memory` slots; `best` lies as kernels.py says."""
 
     slot_chain: SlotChain
     memory: int
@@ -184,20 +196,19 @@ class Table:
         """The chain in slots."""
         return self.slot_chain.sizes
 
-    @cached_property
-    def passed(self) -> NDArray[np.float64]:
-        """Seconds of the forwards that save nothing, summed up to each link."""
-        return np.array([0.0, *np.cumsum(self.chain.f_none)])
-
     def row(self, i: int, l: int) -> NDArray[np.float64]:
         """C(i,l,m) for m = 0..memory."""
-        return np.asarray(self.best[i, l])
+        return self.best[:, self._at(i, l)].reshape(-1)[: self.memory + 1]
 
     def time(self, i: int, l: int, m: int) -> float:
         """C(i,l,m): infinite where links i..l cannot be run; a_i is not in m, the gradient of a_{l+1} is."""
         if not 0 <= i <= l <= self.chain.length or m > self.memory:
             raise ChainError(f"links {i}..{l} with {m} of {self.memory} slots are not in the table")
-        return float(self.best[i, l, m]) if m >= 0 else math.inf
+        return float(self.best[m // WIDTH, self._at(i, l), m % WIDTH]) if m >= 0 else math.inf
+
+    def _at(self, i: int, l: int) -> int:
+        n = self.chain.length + 1
+        return i * n - i * (i + 1) // 2 + l
 
 
 def solve(chain: SlotChain | Chain, memory: int | None = None) -> Table:
@@ -207,53 +218,30 @@ def solve(chain: SlotChain | Chain, memory: int | None = None) -> Table:
             raise ChainError("a chain without slots has no budget of its own", remedy="give the memory")
         chain = as_slots(chain, memory)
     memory = chain.slots if memory is None else memory
-    table = _empty_table(chain, memory)
-    shifted = np.empty((chain.sizes.length + 1, memory + 1))
-    for l in range(chain.sizes.length + 1):
-        for i in range(l, -1, -1):
-            row = table.best[i, l]
-            row.fill(math.inf)
-            _keep(table, i, l, row)
-            _recompute(table, i, l, shifted, row)
-            _shift(table, i, row, shifted[i])
+    n = chain.sizes.length + 1
+    shape = (memory // WIDTH + 1, n * (n + 1) // 2, WIDTH)
+    if memory < 0 or 8 * math.prod(shape) > MAX_TABLE_BYTES:
+        raise ChainError(f"a table of {n} links and {memory} slots cannot be held", remedy="discretise to fewer slots")
+    table = Table(chain, memory, np.empty(shape), Floors(chain.sizes))
+    kernels.fill(table.best, table.floors.links, table.floors.need)
     return table
 
 
-def _empty_table(chain: SlotChain, memory: int) -> Table:
-    n = chain.sizes.length + 1
-    if memory < 0 or n * n * (memory + 1) * 4 > MAX_TABLE_BYTES:
-        raise ChainError(f"a table of {n} links and {memory} slots cannot be held", remedy="discretise to fewer slots")
-    return Table(chain, memory, np.empty((n, n, memory + 1)), Floors(chain.sizes))
+@dataclass(frozen=True)
+class Point:
+    """From this many slots on, a_first included, links first..last take this many seconds."""
+
+    memory: int
+    time: float
 
 
-def _keep(table: Table, i: int, l: int, row: NDArray[np.float64]) -> None:
-    """row[m] = min(row[m], keep(i,l,m))."""
-    for option in table.chain.options(i):
-        low = max(table.floors.keep_parts(i, l, option))
-        if low > table.memory:
-            continue
-        seconds, saved = option.f + option.b, int(option.saved)
-        rest = table.best[i + 1, l, low - saved : table.memory + 1 - saved] if i < l else 0.0
-        np.minimum(row[low:], seconds + rest, out=row[low:])
-
-
-def _recompute(table: Table, i: int, l: int, shifted: NDArray[np.float64], row: NDArray[np.float64]) -> None:
-    """row[m] = min(row[m], recompute(i,j,l,m) for i < j <= l), every j and m at once."""
-    floors = table.floors
-    if i == l or (low := int(floors.recompute_floors(i, l).min())) > table.memory:
-        return
-    candidates = table.best[i, i:l, low:] + shifted[i + 1 : l + 1, low:]
-    passing = floors.pass_floor(i, l)
-    for k in np.flatnonzero(passing > floors.inner_floor(i, l)):
-        candidates[k, : max(0, passing[k] - low)] = math.inf
-    np.minimum(row[low:], candidates.min(axis=0) - table.passed[i], out=row[low:])
-
-
-def _shift(table: Table, j: int, row: NDArray[np.float64], out: NDArray[np.float64]) -> None:
-    """out[m] = C(j,l,m-a_j) + the forwards before j: what `_recompute` reads of links j..l."""
-    size = min(int(table.chain.a[j]), table.memory + 1)
-    out[:size] = math.inf
-    np.add(row[: table.memory + 1 - size], table.passed[j], out=out[size:])
+def curve(table: Table, first: int = 0, last: int | None = None) -> tuple[Point, ...]:
+    """Where the time of links first..last falls as memory grows, from the tightest on: every budget of one table."""
+    last = table.chain.length if last is None else last
+    size = int(table.floors.links.a[first])
+    row = table.row(first, last)[: max(0, table.memory + 1 - size)]
+    falls = np.flatnonzero(row < np.concatenate([[math.inf], row[:-1]])) if len(row) else []
+    return tuple(Point(int(m) + size, float(row[m])) for m in falls)
 
 
 def schedule(table: Table, memory: int | None = None, first: int = 0, last: int | None = None) -> Schedule:
@@ -280,9 +268,9 @@ def _regions(table: Table, i: int, l: int, m: int) -> Region:
 def _choose(table: Table, i: int, l: int, m: int) -> tuple[Keep | None, int, int]:
     """The step that attains C(i,l,m): what it keeps if anything, the link after it, the slots gone from m."""
     found: tuple[Keep | None, int, int] = (None, i, 0)
-    best = math.inf
+    best, passed = math.inf, table.floors.links.passed
     for k, option in enumerate(table.chain.options(i)):
-        if m >= max(table.floors.keep_parts(i, l, option)):
+        if m >= max(table.floors.keep_parts(i, l, k)):
             rest = table.time(i + 1, l, m - int(option.saved)) if i < l else 0.0
             if option.f + option.b + rest < best:
                 best, found = option.f + option.b + rest, (Keep(i, k), i + 1, int(option.saved))
@@ -290,7 +278,7 @@ def _choose(table: Table, i: int, l: int, m: int) -> tuple[Keep | None, int, int
         if m >= low:
             size = int(table.chain.a[j])
             after, inner = table.time(j, l, m - size), table.time(i, j - 1, m)
-            seconds = float(table.passed[j] - table.passed[i]) + after + inner
+            seconds = float(passed[j] - passed[i]) + after + inner
             if seconds < best:
                 best, found = seconds, (None, j, size)
     assert found[1] > i, "a finite entry of the table has a step that attains it"

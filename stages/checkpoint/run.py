@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipeline.config import Config
 from pipeline.ir.plan import Plan
 from pipeline.ir.profile import as_run
+from pipeline.ir.verify import verify_sharding
 from pipeline.stage import Inputs, Result
 from stages.checkpoint.choose import choose, evaluate
 from stages.checkpoint.describe import describe
@@ -14,6 +15,8 @@ def run(inputs: Inputs, config: Config) -> Result:
     profile, cluster, frontier = (inputs[kind] for kind in ("profile", "cluster", "frontier"))
     graph = as_run(inputs["graph"], profile.types)
     where = f"conf/solve/{config.choices['solve']}.yaml: memory_budget_gb"
+    for point in (*frontier.points, *frontier.pieces):
+        verify_sharding(graph, point.sharding, frontier.meshes[point.mesh].sizes)
     candidates = [
         evaluate(graph, profile, cluster, frontier, i, config.checkpoint) for i in range(len(frontier.points))
     ]

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from pipeline import runtime_names
-from pipeline.cost.conversions import conversion_of, step_arguments, step_axis
+from pipeline.cost.conversions import REGATHER, conversion_of, made_again, step_arguments, step_axis
 from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
@@ -148,7 +148,7 @@ class BlockWriter:
         base = value.origin.rpartition(".")[2] if value.role in (Role.PARAMETER, Role.BUFFER) else base
         target = self.names.give(step.target, f"{base}_{suffix(step.target.layout)}")
         text = convert_text(source, step, self.mesh)
-        self.used.add(text.partition("(")[0])
+        self.used.update(re.match(r"(?:again\()?\w+", text)[0].split("("))
         self.lines += statement(f"{target} = {text}", self._remark(step.target, arrow_from=step.source))
 
     def _call(self, step: Call) -> None:
@@ -225,12 +225,16 @@ def _arguments(text: str) -> list[str]:
 
 
 def convert_text(source: str, step: Convert, mesh: Mesh) -> str:
-    """`all_gather(x, axis="d0", dim=1)`"""
+    """`all_gather(x, axis="d0", dim=1)`; `regather(...)` or `again(gather, x, ...)` where backward makes it again."""
     ends = step.source.layout, step.target.layout
+    entry = conversion_of(*ends, mesh.sizes)
+    entry = made_again(entry) if step.again else entry
     name, _ = mesh.axes[step_axis(*ends, mesh.sizes)]
     told = step_arguments(*ends, mesh.sizes)
     arguments = [source, f'axis="{name}"', *(f"{argument}={number}" for argument, number in told.items())]
-    return f"{conversion_of(*ends, mesh.sizes).function}({', '.join(arguments)})"
+    if entry.again and entry != REGATHER:
+        return f"again({', '.join([entry.function, *arguments])})"
+    return f"{entry.function}({', '.join(arguments)})"
 
 
 def suffix(layout: Layout) -> str:

@@ -10,7 +10,7 @@ from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ir.names import pattern
 from pipeline.ir.plan import Plan, Region
 from pipeline.ir.program import Program, Tensor
-from pipeline.lowering import home_layouts
+from pipeline.lowering import home_layouts, state_layouts
 from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, Outside, free_name, returned, statement
 
 LINE = 120  # the longest that the text has
@@ -32,39 +32,53 @@ class Caller:
 def write_module(graph: OpGraph, plan: Plan, program: Program) -> str:
     mesh = Mesh(plan.axes)
     before = _prologue(graph, plan, program, mesh)
-    outside = _outside(graph, plan, before)
+    copies = _copies(graph, plan, program, mesh, before) if program.micro_batches > 1 and program.shared else None
+    outside = _outside(graph, plan, before.names | (copies.names if copies else {}))
     blocks = _blocks(graph, plan, program, mesh, outside)
     functions = _function_names(blocks, {known.name for known in outside.values()})
     scopes = _scope_names(blocks)
     callers = [Caller(functions[_text_of(b)], scopes[b.prefix], b) for b in blocks]
-    used = set(before.used).union(*(b.used for b in blocks))
+    used = set(before.used).union(copies.used if copies else (), *(b.used for b in blocks))
+    used |= {"scope"} if any(b.reads_parameters for b in blocks) else set()
     used |= {"recompute"} if any(r.recompute for r in plan.regions) else set()
+    used |= {"keep_shards"} if used & {"again", "regather"} else set()
     parts = [
         *(_function(name, block) for name, block in _distinct(blocks, functions).items()),
-        _class(graph, plan, before, callers, scopes),
+        _class(graph, plan, before, copies, callers, scopes, keeps_shards="keep_shards" in used),
     ]
     functional = any(re.search(r"\bF\.", part) for part in parts)
-    header = _header(graph, plan, program, used | {"scope"}, functional)
+    header = _header(graph, plan, program, used, functional)
     return "\n\n\n".join([header, *parts]) + "\n"
 
 
 @dataclass(frozen=True)
-class Prologue:
+class Before:
+    """What is done before the chain; blocks take its results by these names."""
+
     lines: tuple[str, ...]
     names: dict[Tensor, str]
     used: frozenset[str]
     reads_parameters: bool
 
 
-def _prologue(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh) -> Prologue:
-    """What `forward` does before the chain; blocks take its results, and the inputs, by their names there."""
+def _prologue(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh) -> Before:
+    """What `forward` does before the chain, with the inputs' names; what is shared too, where there is one pass."""
     home = home_layouts(graph, plan.sharding)
     inputs = {Tensor(name, home[name]): own for name, own in _input_names(graph).items()}
     writer = BlockWriter(graph, plan.sharding, mesh, "", {})
     for tensor, name in inputs.items():
         writer.names.give(tensor, name)
-    block = writer.write((*program.prologue, *program.shared), None, next(iter(inputs)))
-    return Prologue(block.lines, writer.names.known, block.used, block.reads_parameters)
+    shared = program.shared if program.micro_batches == 1 else ()
+    block = writer.write((*program.prologue, *shared), None, next(iter(inputs)))
+    return Before(block.lines, writer.names.known, block.used, block.reads_parameters)
+
+
+def _copies(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh, before: Before) -> Before:
+    """What is shared, where a step has several passes: made once for all of them."""
+    writer = BlockWriter(graph, plan.sharding, mesh, "", {})
+    writer.names.taken.update(before.names.values())
+    block = writer.write(program.shared, None, program.shared[-1].target)
+    return Before(block.lines, writer.names.known, block.used, block.reads_parameters)
 
 
 def _input_names(graph: OpGraph) -> dict[str, str]:
@@ -74,11 +88,11 @@ def _input_names(graph: OpGraph) -> dict[str, str]:
     return {name: free_name(name, taken) if name in RESERVED else name for name in names}
 
 
-def _outside(graph: OpGraph, plan: Plan, before: Prologue) -> dict[Tensor, Outside]:
+def _outside(graph: OpGraph, plan: Plan, before: dict[Tensor, str]) -> dict[Tensor, Outside]:
     """What blocks may read beside x and parameters: what is made before the chain, and the common values."""
     home = home_layouts(graph, plan.sharding)
-    found = {tensor: Outside(name, name) for tensor, name in before.names.items()}
-    taken = RESERVED.union(before.names.values())
+    found = {tensor: Outside(name, name) for tensor, name in before.items()}
+    taken = RESERVED.union(before.values())
     for name in graph.common:
         base = _common_name(graph.op(graph.values[name].origin))
         found[Tensor(name, home[name])] = Outside(free_name(base, taken), base)
@@ -130,7 +144,7 @@ def _text_of(block: Block) -> str:
 
 def _function_names(blocks: list[Block], variables: set[str]) -> dict[str, str]:
     """Block text -> name: the module's, without numbers; with a letter where one module has several functions."""
-    taken = RESERVED | variables | {"Program", "Tensor", "MESH", "INPUTS", "PARAMETERS"}
+    taken = RESERVED | variables | {"Program", "Tensor", "MESH", "MICRO_BATCHES", "INPUTS", "PARAMETERS"}
     by_base: dict[str, list[str]] = {}
     for block in blocks:
         base = "_".join(part for part in block.prefix.split(".") if part and not part.isdigit()) or "model"
@@ -151,7 +165,7 @@ def _letters(number: int) -> str:
 
 
 def _scope_names(blocks: list[Block]) -> dict[str, str]:
-    taken = {"forward", "tensors"}
+    taken = {"copies", "forward", "tensors"}
     return {prefix: free_name(prefix or "whole", taken) for prefix in dict.fromkeys(b.prefix for b in blocks)}
 
 
@@ -195,9 +209,10 @@ import torch
 
 DEVICE = torch.device("{plan.device}")
 MESH = {{{", ".join(f'"{name}": {size}' for name, size in plan.axes)}}}
+MICRO_BATCHES = {program.micro_batches}  # forward and backward passes of a step
 {_one_or_many("INPUTS = {", inputs, "}")}
-# How each parameter is stored, and whether its gradient is summed over the ranks during backward or complete as it is;
-# `*` stands for a number.
+# Of each parameter: how it is stored, the axes over which its gradient is summed during backward, and how the
+# optimizer's state is stored; `*` stands for a number.
 PARAMETERS = {{
 {rows}
 }}'''
@@ -205,11 +220,11 @@ PARAMETERS = {{
 
 def _parameters(graph: OpGraph, plan: Plan, program: Program) -> dict[str, str]:
     """One row per parameter; equal rows of numbered modules are written once, with `*` for the number."""
-    summed = {graph.values[name].origin for name in program.reduced}
-    rows = {
-        name: f'("{layout}", "{"summed" if name in summed else "complete"}")'
-        for name, layout in plan.sharding.storage.items()
-    }
+    rows = {}
+    for name, state in state_layouts(graph, plan.sharding).items():
+        origin, summed = graph.values[name].origin, program.reduced.get(name, ())
+        over = "+".join(plan.axes[axis][0] for axis in summed)
+        rows[origin] = f'("{plan.sharding.storage[origin]}", "{over}", "{state}")'
     entries: dict[str, set[str]] = {}
     for name, row in rows.items():
         entries.setdefault(pattern(name), set()).add(row)
@@ -221,13 +236,26 @@ def _function(name: str, block: Block) -> str:
     return "\n".join([*statement(f"def {name}{block.signature}:"), *body])
 
 
-def _class(graph: OpGraph, plan: Plan, before: Prologue, callers: list[Caller], scopes: dict[str, str]) -> str:
+def _class(
+    graph: OpGraph,
+    plan: Plan,
+    before: Before,
+    copies: Before | None,
+    callers: list[Caller],
+    scopes: dict[str, str],
+    keeps_shards: bool,
+) -> str:
     prefixes = sorted({c.block.prefix for c in callers if c.block.reads_parameters}, key=list(scopes).index)
     lines = ["class Program:", "    def __init__(self, tensors: dict[str, Tensor]) -> None:"]
-    lines += ["        self.tensors = tensors"] if before.reads_parameters or not prefixes else []
+    lines += ["        self.tensors = tensors"] if before.reads_parameters or copies or not prefixes else []
     for prefix in prefixes:
         lines += _indented(statement(f'self.{scopes[prefix]} = scope(tensors, "{prefix}")'), 8)
     names = _input_names(graph)
+    if copies is not None:
+        read = {name for caller in callers for name in caller.block.common.values()}
+        passed = [name for name in copies.names.values() if name in read]
+        lines += _copies_method(copies, passed)
+        names |= {name: name for name in passed}
     plain = all(name == own for name, own in names.items())
     inputs = ", ".join(f"{name}: Tensor" for name in names) if plain else "**batch: Tensor"
     lines += ["", *_indented(statement(f"def forward(self, {inputs}) -> Tensor:"), 4)]
@@ -235,9 +263,17 @@ def _class(graph: OpGraph, plan: Plan, before: Prologue, callers: list[Caller], 
     lines += ["        p = self.tensors"] if before.reads_parameters else []
     lines += [f"        {line}" for line in before.lines]
     methods: list[str] = []
-    lines += [f"        {line}" for line in _region_lines(plan.regions, callers, methods)]
+    lines += ["        with keep_shards():"] if keeps_shards else []
+    lines += _indented(_region_lines(plan.regions, callers, methods), 12 if keeps_shards else 8)
     lines += ["        return x", *methods]
     return "\n".join(lines)
+
+
+def _copies_method(copies: Before, passed: list[str]) -> list[str]:
+    entries = [f'"{name}": {name}' for name in passed]
+    body = ["p = self.tensors", *copies.lines, *_one_or_many("return {", entries, "}").splitlines()]
+    told = '"""Parameters as several links read them: made once a step, for the forward passes of all micro-batches."""'
+    return ["", "    def copies(self) -> dict[str, Tensor]:", *_indented([told, *body], 8)]
 
 
 def _indented(lines: list[str], columns: int) -> list[str]:

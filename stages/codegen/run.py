@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config import Config
+from pipeline.ir.verify import verify_sharding
 from pipeline.lowering import lower
 from pipeline.stage import Inputs, Result
 from stages.codegen.module import write_module
@@ -10,7 +11,8 @@ from stages.codegen.module import write_module
 
 def run(inputs: Inputs, config: Config) -> Result:
     graph, plan = inputs["graph"], inputs["plan"]
-    program = lower(graph, plan.sharding)
+    verify_sharding(graph, plan.sharding, plan.sizes)
+    program = lower(graph, plan.sharding, plan.micro_batches)
     text = write_module(graph, plan, program)
     functions = sum(line.startswith("def ") for line in text.splitlines())
     return Result(text, {"lines": len(text.splitlines()), "functions": functions})

@@ -1,125 +1,194 @@
 """The time/memory frontier: from the fastest plan, however large, down to the smallest one.
 
-The fastest plan is the integer program without a memory row. For the others put a price p on a byte and minimise cost +
-p usage: memory then is just another cost, and elimination answers exactly (the integer program where the graph is too
-wide for it). The answer x is the fastest plan of its own size: any plan y with usage(y) <= usage(x) has
-cost(y) >= bound(p) - p usage(x). Two neighbours on the frontier give the price at which both are worth the same; the
-plan that is best at that price lies between them, or there is none on the hull. At the user's own budget the integer
-program gets its memory row, since the best plan there need not lie on the hull; if the solver finds none in time, the
-next smaller plan of the frontier stands in, with the gap that the hull proves.
+The fastest plan is found by elimination, which is exact. For the others bytes get prices (stages/solve/bound.py): the
+widest gap between two neighbours on the frontier is halved again and again, and the plans that are best at the prices
+on the way join the frontier. Such a plan is the fastest of its own size, or as close to it as its gap says.
+
+Where the problem is too wide for elimination, it is cut open or left to the search for large problems
+(stages/solve/wide.py): plans and bounds come from there, each with its gap, and points share the time.
+
+Where prices leave a gap that is larger than asked for, on the frontier and at the user's own budget, the integer
+program is solved as well if it is small enough for the solver; its plan counts if it is better, and its bound if it is
+higher.
 """
 
 from __future__ import annotations
 
-import importlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Protocol, TypeVar
 
-from pipeline.config import Solve
+from pipeline.config import Search, Solve
 from pipeline.ir.plan import Proof
 from pipeline.log import Advance, Log
+from stages.solve import mcmc
 from stages.solve.backends import NothingFound
-from stages.solve.elimination import minimise
-from stages.solve.model import build_model, read_choices
-from stages.solve.presolve import reduce
-from stages.solve.problem import Node, Problem
+from stages.solve.bound import Bounder, Seen
+from stages.solve.data import Problem
+from stages.solve.exact import Reduced, best_prices, solve, without_dominated, without_hopeless
+from stages.solve.wide import WideBounder, bounder_of
+
+MOST_CHOICES = 5000  # of a problem in which dominated ones are looked for
+MOST_VARIABLES = 1500  # choices that may be left, for an integer program that is worth a try
+ELIMINATION, PRICES, PROGRAM, MCMC = Bounder.method, "prices", "integer program", "mcmc"
+
+
+class Plan(Protocol):
+    @property
+    def cost(self) -> float: ...
+    @property
+    def peak(self) -> float: ...
+
+
+P = TypeVar("P", bound=Plan)
+
+
+def without_beaten(plans: list[P]) -> list[P]:
+    """Fastest first; each holds less than those before it."""
+    kept: list[P] = []
+    for plan in sorted(plans, key=lambda s: (s.cost, s.peak)):
+        if not kept or plan.peak < kept[-1].peak:
+            kept.append(plan)
+    return kept
 
 
 @dataclass(frozen=True)
 class Solution:
     picked: tuple[int, ...]
     cost: float
-    usage: float
-    price: float  # seconds per byte at which it is the best plan
+    peak: float  # bytes
     proof: Proof
 
 
 class Sweep:
     def __init__(self, problem: Problem, settings: Solve, where: str, log: Log) -> None:
         self.problem, self.settings, self.where, self.log = problem, settings, where, log
-        self.backend = importlib.import_module(f"stages.solve.backends.{settings.backend.value}")
+        self.seconds: dict[str, float] = {}
+        self._reduced: list[Reduced] = []
+        self._starts: set[tuple[int, ...]] = set()
+        with self.clock("bound"):
+            self.bounder = self._bounder()
+
+    def _bounder(self) -> Bounder:
+        prices, seed, seconds = best_prices(self.settings, self.where), self.settings.seed, self.settings.time_limit_s
+        if self.settings.search is Search.large:
+            return WideBounder(self.problem, prices, seed, seconds)
+        return bounder_of(self.problem, prices, seed, seconds, self.log)
+
+    def start_from(self, picked: tuple[int, ...]) -> None:
+        """Answers are never worse than this plan where it fits; random changes begin with it."""
+        self._starts.add(picked)
+        self.bounder.know(picked)
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - start
 
     def frontier(self, budget: float, advance: Advance) -> list[Solution]:
         """Fastest first; plans that another beats in both time and memory are left out."""
-        found = [self.fastest()]
+        deadline = time.monotonic() + self.settings.time_limit_s
+        plans = [self.bounder.fastest]
         if self.settings.frontier_points > 1:
-            smallest = self.at_price(1000 * found[0].cost / max(1.0, found[0].usage))
-            found = without_beaten([*found, smallest])
-        advance(len(found))
+            with self.clock("bound"):
+                plans = self._fill(deadline, advance)
+        limits = [plan.peak for plan in plans[1:]]
+        if budget < self.bounder.fastest.peak and self.bounder.smallest(deadline).peak <= budget:
+            limits.append(budget)
+        ends = time.monotonic() + self.settings.time_limit_s
+        found = [self.within(limit, self._share(ends, len(limits) - n)) for n, limit in enumerate(limits)]
+        found.append(self._solution(self.bounder.fastest, self.bounder.method, self.bounder.floor))
+        advance(self.settings.frontier_points)
+        return without_beaten(found)
+
+    def _share(self, ends: float, parts: int) -> float:
+        """Seconds for the next of so many parts: all that one solve may take, where elimination makes that enough."""
+        exact = self.bounder.method == ELIMINATION
+        return self.settings.time_limit_s if exact else max(0.0, ends - time.monotonic()) / parts
+
+    def _fill(self, deadline: float, advance: Advance) -> list[Seen]:
+        """Halves the widest gap in memory until there are enough plans, or no gap has one inside."""
+        plans = without_beaten([self.bounder.fastest, self.bounder.smallest(deadline)])
         exhausted: set[tuple[float, float]] = set()
-        while len(found) < self.settings.frontier_points:
-            gaps = [pair for pair in pairwise(found) if (pair[0].usage, pair[1].usage) not in exhausted]
+        while len(plans) < self.settings.frontier_points and time.monotonic() < deadline:
+            gaps = [pair for pair in pairwise(plans) if (pair[0].peak, pair[1].peak) not in exhausted]
             if not gaps:
                 break
-            fast, small = max(gaps, key=lambda pair: pair[0].usage - pair[1].usage)
-            between = self.at_price((small.cost - fast.cost) / (fast.usage - small.usage))
-            grown = without_beaten([*found, between])
-            if len(grown) == len(found):
-                exhausted.add((fast.usage, small.usage))
-            found = grown
-            advance(len(found))
-        if found[-1].usage <= budget < found[0].usage:
-            found = without_beaten([*found, self.within(budget, found)])
-        advance(self.settings.frontier_points)
-        return found
+            fast, small = max(gaps, key=lambda pair: pair[0].peak - pair[1].peak)
+            left = self._share(deadline, self.settings.frontier_points - len(plans))
+            until = min(deadline, time.monotonic() + left)
+            self.bounder.within((fast.peak + small.peak) / 2, self.settings.gap, until)
+            plans = without_beaten(list(self.bounder.seen.values()))
+            if not any(small.peak < plan.peak < fast.peak for plan in plans):
+                exhausted.add((fast.peak, small.peak))
+            advance(min(len(plans), self.settings.frontier_points))
+        while (
+            len(plans) > self.settings.frontier_points
+        ):  # the first and the last stay, the others as far apart as can be
+            inner = range(1, len(plans) - 1)
+            plans.pop(min(inner, key=lambda i: plans[i - 1].peak - plans[i + 1].peak, default=1))
+        return plans
 
-    def fastest(self) -> Solution:
-        solution, bound = self._solve(None)
-        return replace(solution, proof=_with_bound(solution.proof, bound))
+    def within(self, limit: float, seconds: float | None = None) -> Solution:
+        """The best plan within a limit that some plan keeps."""
+        deadline = time.monotonic() + (self.settings.time_limit_s if seconds is None else seconds)
+        with self.clock("bound"):
+            bounded = self.bounder.within(limit, self.settings.gap, deadline)
+        if bounded.best is None:
+            raise NothingFound(
+                f"no plan was found that holds at most {limit / 1e9:.4g} GB at every moment",
+                where=f"{self.where}: memory_budget_gb",
+                remedy="raise it",
+            )
+        method = PRICES if self.bounder.method == ELIMINATION else self.bounder.method
+        known = self._solution(bounded.best, method, bounded.bound)
+        if self.settings.search is Search.mcmc:
+            return self._random(limit, known, deadline)
+        if known.proof.gap <= self.settings.gap or self.settings.search in (Search.dp, Search.large):
+            return known
+        with self.clock("exact"):
+            return self._exact(limit, known, bounded.prices.moments)
 
-    def at_price(self, price: float) -> Solution:
-        """The best plan where a byte costs `price` seconds."""
-        whole = priced(self.problem, price)
-        picked = minimise(whole)
-        if picked is None:
-            solution, bound = self._solve(None, price)
-        else:
-            solution, bound = self._solution(picked, Proof("elimination", 0.0, 0.0, 0.0, 0, 0)), whole.cost(picked)
-        proof = _with_bound(solution.proof, bound - price * solution.usage)
-        return replace(solution, price=price, proof=proof)
+    def _random(self, limit: float, known: Solution, deadline: float) -> Solution:
+        """What random changes make of the smallest plan; the bound is that of prices."""
+        with self.clock("mcmc"):
+            fitting = [s for s in self.bounder.seen.values() if s.peak <= limit]
+            start = min(fitting, key=lambda s: (s.picked not in self._starts, s.peak, s.cost))
+            best = mcmc.search(self.problem, limit, start, self.settings.seed, deadline)
+        return self._solution(best, MCMC, known.proof.bound)
 
-    def within(self, limit: float, hull: list[Solution]) -> Solution:
-        """The best plan with the memory row at that limit; its bound is the better of the solver's and the hull's."""
-        proven = max(s.proof.bound + s.price * (s.usage - limit) for s in hull)
+    def _small(self) -> Reduced | None:
+        """The problem for the integer program; None where it would be too large."""
+        if not self._reduced and sum(len(node.costs) for node in self.problem.nodes) <= MOST_CHOICES:
+            self._reduced.append(without_dominated(self.problem))
+        fits = self._reduced and sum(map(len, self._reduced[0].kept)) <= MOST_VARIABLES
+        return self._reduced[0] if fits else None
+
+    def _exact(self, limit: float, known: Solution, moments: tuple[int, ...]) -> Solution:
+        small = self._small()
+        if small is None:
+            return known
         try:
-            solution, bound = self._solve(limit)
+            bound, left = without_hopeless(small.problem, limit, moments, known.cost, self.settings, self.where)
+            answer = solve(left.problem, limit, moments, self.settings, self.where)
         except NothingFound as nothing:
-            stand_in = next(s for s in hull if s.usage <= limit)
-            self.log.warning("%s: the next smaller plan of the frontier stands in", nothing)
-            return replace(stand_in, proof=_with_bound(stand_in.proof, proven))
-        return replace(solution, proof=_with_bound(solution.proof, max(bound, proven)))
+            self.log.warning("%s: the plan that prices found stands, with its proven gap", nothing)
+            return known
+        picked = small.expand(left.expand(answer.picked))
+        cost, peak = self.problem.cost(picked), self.problem.peak(picked)
+        if peak > limit * (1 + 1e-9) or cost > known.cost:
+            picked, cost, peak = known.picked, known.cost, known.peak
+        proof = self._proof(PROGRAM, cost, max(known.proof.bound, bound, answer.bound))
+        return Solution(picked, cost, peak, replace(proof, variables=answer.variables, constraints=answer.constraints))
 
-    def _solve(self, limit: float | None, price: float = 0.0) -> tuple[Solution, float]:
-        """The integer program's plan within the limit, and the solver's bound of cost + price * usage."""
-        small = reduce(priced(self.problem, price) if price else self.problem)
-        built = build_model(small.problem, None if limit is None else limit - small.constant_usage)
-        bound = self.backend.solve(built.model, self.settings, self.where) * built.unit + small.constant_cost
-        picked = small.expand(read_choices(small.problem, built.model))
-        proof = Proof(self.settings.backend.value, 0.0, 0.0, 0.0, built.variables, built.constraints)
-        return self._solution(picked, proof), bound
+    def _solution(self, plan: Seen, method: str, bound: float) -> Solution:
+        return Solution(plan.picked, plan.cost, plan.peak, self._proof(method, plan.cost, bound))
 
-    def _solution(self, picked: tuple[int, ...], proof: Proof) -> Solution:
-        cost = self.problem.cost(picked)
-        return Solution(picked, cost, self.problem.usage(picked), 0.0, replace(proof, objective=cost))
-
-
-def priced(problem: Problem, price: float) -> Problem:
-    """The same problem with memory as a cost: no choice uses memory any more."""
-    nodes = (
-        Node(n.name, tuple(c + price * u for c, u in zip(n.costs, n.usages, strict=True)), (0.0,) * len(n.costs))
-        for n in problem.nodes
-    )
-    return Problem(tuple(nodes), problem.edges)
-
-
-def _with_bound(proof: Proof, bound: float) -> Proof:
-    bound = max(0.0, min(bound, proof.objective))
-    return replace(proof, bound=bound, gap=(proof.objective - bound) / proof.objective if proof.objective else 0.0)
-
-
-def without_beaten(solutions: list[Solution]) -> list[Solution]:
-    kept: list[Solution] = []
-    for solution in sorted(solutions, key=lambda s: (s.cost, s.usage)):
-        if not kept or solution.usage < kept[-1].usage:
-            kept.append(solution)
-    return kept
+    def _proof(self, method: str, cost: float, bound: float) -> Proof:
+        bound = max(0.0, min(bound, cost))
+        gap = (cost - bound) / cost if cost else 0.0
+        return Proof(self.settings.backend.value, method, cost, bound, gap, 0, 0, self.settings.seed)

@@ -1,194 +1,448 @@
-"""The sharding problem as plain numbers: nodes with costs and memory, edges with cost matrices, one memory limit.
+"""From graph, profile, op strategies and mesh to plain numbers.
 
-Nodes: one per parameter (its storage layouts), per input of the step (its layouts), per op (its strategies), and one
-yes/no node per (tensor, layout) copy of a tensor that several ops read: so a conversion that three ops share is made
-and paid once. As in the lowered program, a parameter is converted once for all its readers, another tensor once per
-link. Edges: from whoever makes a tensor to whoever reads it, priced by the conversion between the layout it is made in
-and the layout it is read in; a reader that wants a copy which is absent is forbidden.
+Nodes: one per parameter (the ways to store it), per input of the step (its layouts) and per op (its strategies). Edges:
+from whoever makes a tensor to its only reader, priced by the conversion between the layout it is made in and the one it
+is read in; a share where several read it, so that a conversion which three ops want is made and paid once. As in the
+lowered program, a parameter is converted once for all its readers, another tensor once per link.
 
-Memory: what a parameter keeps (value, gradient, optimizer state) and what backward needs. All of it is alive when the
-forward pass ends, so one row bounds it.
+Memory, over the moments of the step: what a parameter keeps (value, gradient, optimizer state), what backward needs
+until it is undone, what a link writes until it returns, gradients between the ops that make them and the op that takes
+them, temporaries while their op runs, gathered copies, and the buffers that conversions fill.
+
+Ops of equal layers have equal numbers: every array is made once and shared, which is what makes a deep model cost no
+more than its distinct layers further on.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from pipeline.cost.compute import local_bytes, op_seconds, optimizer_seconds
+import numpy as np
+
+from pipeline.cost.compute import op_seconds, optimizer_seconds
 from pipeline.cost.paths import Paths
-from pipeline.cost.step import gradient_sum_seconds, resident_bytes
-from pipeline.ir.cluster import Cluster
+from pipeline.cost.price_tables import conversion_table
+from pipeline.cost.step import update_seconds
+from pipeline.ir.cluster import Axis, Compute
 from pipeline.ir.graph import Op, OpGraph, Role, Value
-from pipeline.ir.layout import B, Layout, R, S
+from pipeline.ir.layout import B, Layout, Place, R, replicated, without_gradient
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.profile import Profile
-from pipeline.ops.dims import strategies
+from pipeline.ir.verify import gathered
+from pipeline.ops.mesh import op_strategies
 from pipeline.ops.rule import view_op
-from pipeline.ops.table import rule_of
-
-FORBIDDEN = math.inf
-ABSENT, PRESENT = 0, 1
-
-
-@dataclass(frozen=True)
-class Node:
-    name: str
-    costs: tuple[float, ...]  # seconds, one per choice
-    usages: tuple[float, ...]  # bytes, one per choice
-
-
-@dataclass(frozen=True)
-class Edge:
-    first: int
-    second: int
-    costs: tuple[tuple[float, ...], ...]  # costs[choice of first][choice of second]
-
-
-@dataclass(frozen=True)
-class Problem:
-    nodes: tuple[Node, ...]
-    edges: tuple[Edge, ...]
-
-    def cost(self, choices: tuple[int, ...]) -> float:
-        own = sum(node.costs[k] for node, k in zip(self.nodes, choices, strict=True))
-        return own + sum(e.costs[choices[e.first]][choices[e.second]] for e in self.edges)
-
-    def usage(self, choices: tuple[int, ...]) -> float:
-        return sum(node.usages[k] for node, k in zip(self.nodes, choices, strict=True))
+from stages.solve.data import FORBIDDEN, Array, Edge, Holding, Node, Problem, Reader, Share
+from stages.solve.moments import Moments
+from stages.solve.storage import Stored, Way, storage_choices
 
 
 @dataclass(frozen=True)
 class Choices:
     """What the choices of each node stand for."""
 
-    storage: dict[str, tuple[Layout, ...]]  # parameter's value -> layouts
+    storage: dict[str, tuple[Stored, ...]]  # parameter's value -> ways to store it
     inputs: dict[str, tuple[Layout, ...]]
     ops: dict[str, tuple[Strategy, ...]]
     index: dict[str, int]  # name of a value or an op -> its node
+    sizes: tuple[int, ...]  # of the mesh's axes
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a problem is made from, beside the graph and its profile."""
+
+    axes: tuple[Axis, ...]
+    compute: Compute
+    optimizer_copies: float  # tensors of a parameter's size that the optimizer keeps
+    micro_batches: int = 1  # forward and backward passes of a step
+    shards: bool = True  # whether ZeRO may be chosen
+    allowed: Callable[[str, Any], bool] = field(default=lambda name, choice: True)  # the user's constraints
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+
+class _Once:
+    """Makes each array once per key."""
+
+    def __init__(self) -> None:
+        self.made: dict[Hashable, Any] = {}
+
+    def __call__(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
 
 
 class _Builder:
-    def __init__(self, graph: OpGraph, profile: Profile, cluster: Cluster, optimizer_copies: float) -> None:
-        self.graph, self.profile, self.cluster = graph, profile, cluster
-        self.copies = optimizer_copies
-        self.axis = cluster.axes[0]
-        self.sizes = cluster.sizes
-        self.paths = Paths(cluster.axes, cluster.compute)
+    def __init__(self, graph: OpGraph, profile: Profile, given: Given) -> None:
+        self.graph, self.profile, self.given, self.sizes = graph, profile, given, given.sizes
+        self.paths = Paths(given.axes, given.compute)
+        self.moments = Moments(graph, profile)
+        self.once = _Once()
         self.nodes: list[Node] = []
         self.edges: list[Edge] = []
+        self.shares: list[Share] = []
         self.index: dict[str, int] = {}
         self.layouts: dict[str, tuple[Layout, ...]] = {}  # value -> the layout it is made in, per choice of its maker
         self.maker: dict[str, int] = {}
-        self.as_it_lies: dict[str, range] = {}  # parameter -> choices in which it is never converted
-        self.readers = graph.consumers()
-        self.first_keeper = _first_keepers(graph, profile)
+        self.stored: dict[str, tuple[Stored, ...]] = {}
+        self.options = {op.name: self._options(op) for op in graph.ops}
+        self.saved = {
+            (self.moments.link.get(op.name), profile.storage.get(name, name))
+            for op in graph.ops
+            for name in profile.ops[op.name].saves
+        }
 
-    def add(self, name: str, costs: list[float], usages: list[float]) -> int:
+    def _options(self, op: Op) -> tuple[Strategy, ...]:
+        options = op_strategies(view_op(self.graph, op), self.sizes)
+        kept = tuple(s for s in options if self.given.allowed(op.name, s))
+        return options if len(kept) == len(options) else kept
+
+    def add(self, name: str, costs: Array, holdings: list[Holding]) -> int:
         self.index[name] = len(self.nodes)
-        self.nodes.append(Node(name, tuple(costs), tuple(usages)))
+        self.nodes.append(Node(name, costs, tuple(h for h in holdings if h.end > h.first)))
         return self.index[name]
 
+    # ---- arrays that equal layers share
+
+    def split_bytes(self, layouts: tuple[Layout, ...], nbytes: int) -> Array:
+        """Bytes on one rank, per layout."""
+        pieces = self.once(
+            ("pieces", id(layouts)), lambda: (np.array([x.pieces(self.sizes) for x in layouts], dtype=float), layouts)
+        )[0]
+        return self.once(("bytes", id(layouts), nbytes), lambda: np.floor(nbytes / pieces))
+
+    def same(self, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+        """One object for equal tuples, so that they can be told by identity."""
+        return self.once(("layouts", layouts), lambda: layouts)
+
+    def outputs(self, options: tuple[Strategy, ...], position: int) -> tuple[Layout, ...]:
+        made = lambda: (self.same(tuple(s.outputs[position] for s in options)), options)  # noqa: E731
+        return self.once(("outputs", id(options), position), made)[0]
+
+    def inputs(self, options: tuple[Strategy, ...], position: int) -> tuple[Layout, ...]:
+        made = lambda: (self.same(tuple(s.inputs[position] for s in options)), options)  # noqa: E731
+        return self.once(("inputs", id(options), position), made)[0]
+
+    # ---- nodes, in the order of the step: a parameter stands before the first op that reads it
+
+    def leaf(self, value: Value) -> None:
+        readers = self.moments.readers[value.name]
+        found = [self.inputs(self.options[op.name], i) for op in readers for i in _places(op, value.name)]
+        key = ("wanted", *dict.fromkeys(map(id, found)))
+        wanted = self.once(key, lambda: frozenset(layout for layouts in found for layout in layouts))
+        if value.role is Role.BUFFER:
+            self.source(value, (replicated(len(self.sizes)),))
+            return
+        shards = value.role is Role.PARAMETER and self.given.shards
+        ways = self.once(
+            ("ways", id(wanted), value.type.shape, shards),
+            lambda: storage_choices(value.type.shape, wanted, self.sizes, shards=shards),
+        )
+        if value.role is Role.PARAMETER:
+            self.parameter(value, self._not_regathered(ways) if self._shared(readers) else ways)
+        else:
+            self.source(value, tuple(way.layout for way in ways))
+
+    def _not_regathered(self, ways: tuple[Stored, ...]) -> tuple[Stored, ...]:
+        """What several links read is gathered once for all of them, or each of them would gather it twice."""
+        kept = tuple(way for way in ways if way.way is not Way.regathered)
+        return self.once(("not regathered", id(ways)), lambda: kept)
+
+    def _shared(self, readers: list[Op]) -> bool:
+        """Whether several links read a parameter: it is then converted before the chain, once a step."""
+        return len({self.moments.link.get(op.name) for op in readers}) > 1
+
     def source(self, value: Value, layouts: tuple[Layout, ...]) -> None:
-        """An input or a buffer."""
-        stored = [float(local_bytes(self.graph, value.name, layout, self.sizes)) for layout in layouts]
-        self.maker[value.name] = self.add(value.name, [0.0] * len(layouts), stored)
+        """An input or a buffer: there for the whole step."""
+        layouts = self.same(tuple(x for x in layouts if self.given.allowed(value.name, x)))
+        held = Holding(0, self.moments.end, self.split_bytes(layouts, value.type.nbytes))
+        zero = self.once(("zeros", len(layouts)), lambda: np.zeros(len(layouts)))
+        self.maker[value.name] = self.add(value.name, zero, [held])
         self.layouts[value.name] = layouts
 
-    def parameter(self, value: Value, layouts: tuple[Layout, ...]) -> None:
-        """Each split layout is there twice: read only as it lies, and gathered, which keeps a whole copy as well."""
-        kept = any(value.name in cost.saves for cost in self.profile.ops.values())
-        costs, usages = [], []
-        choices = (*layouts, *layouts[1:])
-        for number, layout in enumerate(choices):
-            stored = local_bytes(self.graph, value.name, layout, self.sizes)
-            gathered = value.type.nbytes if number >= len(layouts) and kept else 0
-            costs.append(optimizer_seconds(stored, self.copies, self.cluster.compute))
-            usages.append(resident_bytes(stored, self.copies) + gathered)
-        self.maker[value.name] = self.add(value.name, costs, usages)
-        self.layouts[value.name] = choices
-        self.as_it_lies[value.name] = range(1, len(layouts))
+    def parameter(self, value: Value, ways: tuple[Stored, ...]) -> None:
+        allowed = tuple(way for way in ways if self.given.allowed(value.name, way))
+        ways = ways if len(allowed) == len(ways) else self.once(("allowed", allowed), lambda: allowed)
+        layouts = self.once(("layouts of", id(ways)), lambda: (self.same(tuple(way.layout for way in ways)), ways))[0]
+        states = self.once(("states of", id(ways)), lambda: self.same(tuple(way.state for way in ways)))
+        copies, nbytes, axes = self.given.optimizer_copies, value.type.nbytes, self.given.axes
+        stored, state = self.split_bytes(layouts, nbytes), self.split_bytes(states, nbytes)
+        seconds = self.once(
+            ("optimizer", id(ways), nbytes),
+            lambda: np.array(
+                [
+                    optimizer_seconds(owned, copies, self.given.compute) + update_seconds(n, [], _sharded(way, axes))
+                    for way, n, owned in zip(ways, stored, state, strict=True)
+                ]
+            ),
+        )
+        usages = self.once(("resident", id(layouts), id(states), nbytes), lambda: 2 * stored + copies * state)
+        self.maker[value.name] = self.add(value.name, seconds, [Holding(0, self.moments.end, usages)])
+        self.layouts[value.name], self.stored[value.name] = layouts, ways
 
-    def op(self, op: Op, options: tuple[Strategy, ...]) -> None:
-        cost = self.profile.ops[op.name]
-        compute = self.cluster.compute
-        seconds = [op_seconds(self.graph, op.name, cost, s, compute, self.sizes).total for s in options]
-        node = self.add(op.name, seconds, [self._kept(op, s) for s in options])
+    def op(self, op: Op) -> None:
+        cost, options = self.profile.ops[op.name], self.options[op.name]
+        grads = tuple(self.graph.values[o].grad for o in op.outputs)
+        types = self.graph.types((*op.inputs, *op.outputs))
+        key = ("op", op.target, id(options), replace(cost, saves=()), grads, types)
+        seconds = self.once(key, lambda: self._op_seconds(op, options))
+        if op.name == self._loss_maker:
+            seconds = seconds + self._to_whole_loss(op, options)
+        node = self.add(op.name, seconds, self._op_holdings(op, options))
         for position, output in enumerate(op.outputs):
             self.maker[output] = node
-            self.layouts[output] = tuple(s.outputs[position] for s in options)
+            self.layouts[output] = self.outputs(options, position)
 
-    def _kept(self, op: Op, strategy: Strategy) -> float:
-        """Bytes the op keeps of its own: private ones, its outputs, and inputs that no other op reads."""
-        cost = self.profile.ops[op.name]
-        layouts = (*strategy.inputs, *strategy.outputs)
-        kept = cost.extra_saved / max((layout.pieces(self.sizes) for layout in layouts), default=1)
-        kept += self._common_bytes(op, strategy)
-        tensors = [*zip(op.outputs, strategy.outputs, strict=True), *zip(op.inputs, strategy.inputs, strict=True)]
-        for name, layout in dict(tensors).items():
-            if name in cost.saves and self._answers_for(op, name):
-                kept += local_bytes(self.graph, name, layout, self.sizes)
-        return kept
+    @property
+    def _loss_maker(self) -> str:
+        return self.graph.values[self.graph.output].origin
 
-    def _common_bytes(self, op: Op, strategy: Strategy) -> float:
-        """What many links read is there until its op is undone, with its gradient."""
-        total = 0.0
-        for name, layout in zip(op.outputs, strategy.outputs, strict=True):
-            if name in self.graph.common:
-                own = self.graph.values[self.profile.storage[name]].role is Role.RESULT
-                total += local_bytes(self.graph, name, layout, self.sizes) * (own + self.graph.values[name].grad)
-        return total
+    def _op_seconds(self, op: Op, options: tuple[Strategy, ...]) -> Array:
+        cost, compute = self.profile.ops[op.name], self.given.compute
+        times = [op_seconds(self.graph, op.name, cost, s, compute, self.sizes).total for s in options]
+        return np.array(times) * self.given.micro_batches
 
-    def _answers_for(self, op: Op, name: str) -> bool:
-        """One op answers for each piece of memory that backward needs: the first that keeps it."""
-        return self.first_keeper.get(self.profile.storage[name]) == op.name
+    def _to_whole_loss(self, op: Op, options: tuple[Strategy, ...]) -> Array:
+        """The step ends with the loss on every rank."""
+        loss = self.graph.values[self.graph.output]
+        have = self.outputs(options, op.outputs.index(loss.name))
+        return self.conversions(loss, have, self.same((replicated(len(self.sizes)),)))[:, 0]
 
-    def connect(self, value: Value, readers: list[tuple[Op, tuple[Strategy, ...]]]) -> None:
-        """Edges from the maker of a value to its readers, through copies where there are several."""
-        wanted = [[_wanted(op, s, value.name) for s in options] for op, options in readers]
-        made = self.layouts[value.name]
-        if len(readers) == 1 and all(len(w) == 1 for w in wanted[0]):
-            costs = tuple(tuple(self.made(value, n, next(iter(w))) for w in wanted[0]) for n in range(len(made)))
-            self.edges.append(Edge(self.maker[value.name], self.index[readers[0][0].name], costs))
+    def _op_holdings(self, op: Op, options: tuple[Strategy, ...]) -> list[Holding]:
+        cost, moments = self.profile.ops[op.name], self.moments
+        before, after = moments.forward(op.name), moments.backward(op.name)
+        pieces = self.once(
+            ("shares", id(options)),
+            lambda: (np.array([_most_pieces(s, self.sizes) for s in options], dtype=float), options),
+        )[0]
+        found = []
+        for first, end, nbytes in (
+            (before, before + 1, cost.temporary_forward),
+            (before, after + 1, cost.extra_saved),
+            (after, after + 1, cost.temporary_backward),
+        ):
+            if nbytes:
+                found.append(Holding(first, end, self.once(("part", id(pieces), nbytes), lambda n=nbytes: n / pieces)))
+        for position, name in enumerate(op.outputs):
+            found += self._output_holdings(op, name, self.outputs(options, position))
+        return found + self._kept_holdings(op, options)
+
+    def _output_holdings(self, op: Op, name: str, layouts: tuple[Layout, ...]) -> list[Holding]:
+        """What the op writes while the forward pass has it, or its backward pass where it is common; its gradient."""
+        value, moments = self.graph.values[name], self.moments
+        held = self.split_bytes(layouts, value.type.nbytes)
+        own = self.profile.storage[name] == name
+        common = name in self.graph.common
+        last = moments.backward(op.name) + 1
+        found = []
+        if own:
+            found.append(Holding(moments.forward(op.name), last if common else moments.forgotten(op, name), held))
+        if value.grad and (own or common):
+            found.append(Holding(moments.undone(name), last, held))
+        return found
+
+    def _kept_holdings(self, op: Op, options: tuple[Strategy, ...]) -> list[Holding]:
+        """What backward needs, in the layout of the first op that keeps it, once the forward pass has let go of it."""
+        found = []
+        readings = [*((n, self.inputs(options, i)) for i, n in enumerate(op.inputs))]
+        readings += [(n, self.outputs(options, i)) for i, n in enumerate(op.outputs)]
+        seen = set()
+        for name, layouts in readings:
+            root = self.profile.storage[name]
+            if (
+                name in self.profile.ops[op.name].saves
+                and self.moments.keepers.get(root) == op.name
+                and root not in seen
+            ):
+                seen.add(root)
+                maker = self.graph.op(self.graph.values[root].origin)
+                first = self.moments.forgotten(maker, root)
+                held = self.split_bytes(layouts, self.graph.values[name].type.nbytes)
+                found.append(Holding(first, self.moments.backward(op.name) + 1, held))
+        return found
+
+    # ---- what lies between a maker and its readers
+
+    def connect(self, value: Value, readers: list[Op]) -> None:
+        wants = [
+            (op, self.inputs(self.options[op.name], i))
+            for op in readers
+            for i, n in enumerate(op.inputs)
+            if n == value.name
+        ]
+        if len(wants) == 1:
+            op, layouts = wants[0]
+            costs, holdings = self.reading(value, layouts, readers)
+            self.edges.append(Edge(self.maker[value.name], self.index[op.name], costs, holdings))
             return
-        layouts = sorted({layout for reader in wanted for w in reader for layout in w})
-        for layout in layouts:
-            copy = self.add(f"{value.name}@{layout} for {readers[0][0].name}", [0.0, 0.0], [0.0, 0.0])
-            costs = tuple((0.0, self.made(value, n, layout)) for n in range(len(made)))
-            self.edges.append(Edge(self.maker[value.name], copy, costs))
-            for (op, _), reader in zip(readers, wanted, strict=True):
-                forbidden = tuple(FORBIDDEN if layout in w else 0.0 for w in reader)
-                if any(forbidden):
-                    self.edges.append(Edge(copy, self.index[op.name], (forbidden, (0.0,) * len(reader))))
+        forms = self.once(
+            ("forms", *(id(layouts) for _, layouts in wants)),
+            lambda: self.same(tuple(sorted({x for _, layouts in wants for x in layouts}))),
+        )
+        number = {layout: n for n, layout in enumerate(forms)}
+        costs, holdings = self.reading(value, forms, readers)
+        rows = [
+            Reader(
+                self.index[op.name],
+                self.once(
+                    ("wants", id(layouts), id(forms)), lambda x=layouts: np.array([number[layout] for layout in x])
+                ),
+            )
+            for op, layouts in wants
+        ]
+        self.shares.append(Share(self.maker[value.name], tuple(rows), costs, holdings))
 
-    def made(self, value: Value, choice: int, want: Layout) -> float:
-        """Seconds to read a value in a layout, given its maker's choice."""
-        have = self.layouts[value.name][choice]
-        if value.role is Role.PARAMETER and have.states[0].kind == "S":
-            gathered = choice not in self.as_it_lies[value.name]
-            alone = len(self.readers[value.name]) == 1
-            if (have != want and not gathered) or (gathered and alone and want.states[0].kind == "S"):
-                return FORBIDDEN  # the other form of the same layout is for that
-        return self.convert(value, have, want)
+    def reading(self, value: Value, forms: tuple[Layout, ...], readers: list[Op]) -> tuple[Array, tuple[Holding, ...]]:
+        """Seconds and bytes to read a value in each form, by the choice of its maker."""
+        if value.role is Role.PARAMETER:
+            return self._reading_parameter(value, forms, readers)
+        have = self.layouts[value.name]
+        first = min(self.moments.forward(op.name) for op in readers)
+        end = max(self.moments.forgotten(op, value.name) for op in readers)
+        costs = self.conversions(value, have, forms)
+        copied = self.once(("copied", id(have), id(forms), value.type.nbytes), lambda: self._copied(value, have, forms))
+        return costs, (Holding(first, end, copied),) if copied.any() else ()
 
-    def convert(self, value: Value, have: Layout, want: Layout) -> float:
-        if have == want or (not value.grad and {have.states[0], want.states[0]} == {R, B}):
-            return 0.0
-        if value.role is Role.PARAMETER and (have.states[0], want.states[0]) == (R, B):
-            return gradient_sum_seconds(value.type.nbytes, self.axis)
-        return self.paths.cheapest(have, want, value.type.shape, value.type.nbytes, value.grad).seconds.total
+    def conversions(self, value: Value, have: tuple[Layout, ...], forms: tuple[Layout, ...]) -> Array:
+        make = lambda: conversion_table(self.paths, have, forms, value.type.shape, value.type.nbytes, value.grad)  # noqa: E731
+        key = ("conversions", id(have), id(forms), value.type, value.grad)
+        return self.once(key, lambda: make() * self.given.micro_batches)
+
+    def _copied(self, value: Value, have: tuple[Layout, ...], forms: tuple[Layout, ...]) -> Array:
+        """Bytes of the copy that a conversion makes; none where it does nothing in the forward pass."""
+        held = np.array([value.type.nbytes // x.pieces(self.sizes) for x in forms], dtype=float)
+        number: dict[Layout, int] = {}
+        made, read = (
+            np.array([number.setdefault(without_gradient(x), len(number)) for x in found]) for found in (have, forms)
+        )
+        return np.where(made[:, None] == read[None, :], 0.0, held[None, :])
+
+    def _reading_parameter(
+        self, value: Value, forms: tuple[Layout, ...], readers: list[Op]
+    ) -> tuple[Array, tuple[Holding, ...]]:
+        ways, have = self.stored[value.name], self.layouts[value.name]
+        saved = any((self.moments.link.get(r.name), value.name) in self.saved for r in readers)
+        times = 1 if self._shared(readers) else self.given.micro_batches
+        key = (id(ways), id(forms), value.type, value.grad, saved, times)
+        make = lambda: (_parameter_seconds(self, value, ways, forms, saved, times), ways)  # noqa: E731
+        costs = self.once(("reading", *key), make)[0]
+        whole = self.once(("gathered", *key), lambda: self._copied(value, have, forms))
+        if not whole.any():
+            return costs, ()
+        op = min(readers, key=lambda r: self.moments.forward(r.name))
+        first, undone = self.moments.forward(op.name), self.moments.backward(op.name) + 1
+        end = max(self.moments.forgotten(r, value.name) for r in readers)
+        if self.given.micro_batches > 1 and self._shared(readers):  # there between passes: it, its gradient, the next
+            return costs, (Holding(0, self.moments.end, self.once(("between passes", *key), lambda: 3 * whole)),)
+        stays = np.array([way.way is not Way.regathered and saved for way in ways])[:, None]
+        kept, dropped = self.once(("copies", *key), lambda: (whole * stays, whole * ~stays))
+        found = [Holding(first, undone, kept), Holding(first, end, dropped)]
+        found.append(Holding(undone - 1, undone, dropped))
+        return costs, tuple(h for h in found if h.usages.any())
 
 
-def _first_keepers(graph: OpGraph, profile: Profile) -> dict[str, str]:
-    """Each activation's memory that backward needs, beside the common values -> the first op that keeps it."""
-    keepers: dict[str, str] = {}
-    common = {profile.storage[name] for name in graph.common}
-    for op in graph.ops:
-        for name in profile.ops[op.name].saves:
-            root = profile.storage[name]
-            if graph.values[root].role is Role.RESULT and root not in common:
-                keepers.setdefault(root, op.name)
-    return keepers
+def _places(op: Op, value: str) -> list[int]:
+    """Where among its inputs an op reads a value."""
+    return [i for i, name in enumerate(op.inputs) if name == value]
+
+
+def _most_pieces(strategy: Strategy, sizes: tuple[int, ...]) -> int:
+    return max((layout.pieces(sizes) for layout in (*strategy.inputs, *strategy.outputs)), default=1)
+
+
+def _parameter_seconds(
+    builder: _Builder, value: Value, ways: tuple[Stored, ...], forms: tuple[Layout, ...], saved: bool, times: int
+) -> Array:
+    """Seconds of a step to have a stored parameter in each form so many times, and its gradient as it is stored.
+
+    It is gathered again only where backward reads it (`saved`): a bias or an embedding's table it does not.
+    """
+    goes = _goes(ways, forms, builder.sizes)
+    if not goes.any():
+        return np.full(goes.shape, FORBIDDEN)
+    whole = np.array([[state == R for state in way.layout.states] for way in ways])
+    partial = np.array([[state == B for state in form.states] for form in forms])
+    summed = (whole[:, None] & partial[None]) @ (1 << np.arange(len(builder.sizes)))  # axes with gradients to sum
+    source, step = np.zeros(goes.shape, dtype=np.int64), np.zeros(goes.shape)
+    rows: dict[Layout, int] = {}
+    for i, way in enumerate(ways):
+        for code in np.unique(summed[i, goes[i]]):
+            axes = [a for a in range(len(builder.sizes)) if code >> a & 1]
+            at = goes[i] & (summed[i] == code)
+            source[i, at] = rows.setdefault(_summed(way.layout, axes), len(rows))
+            step[i, at] = _step_seconds(builder, value, way, axes)
+    there, again = (
+        conversion_table(builder.paths, tuple(rows), forms, value.type.shape, value.type.nbytes, grad)
+        for grad in (value.grad, False)  # without a gradient it is the forward pass alone
+    )
+    columns = np.arange(len(forms))
+    once = there[source, columns]
+    twice = once + again[source, columns] if saved else once
+    regathered = np.array([way.way is Way.regathered for way in ways])[:, None]
+    return np.where(goes, times * np.where(regathered, twice, once) + step, FORBIDDEN)
+
+
+def _goes(ways: tuple[Stored, ...], forms: tuple[Layout, ...], sizes: tuple[int, ...]) -> np.ndarray:
+    """A parameter that is to be read as it lies is not gathered on any axis, one to be regathered by nothing else."""
+    number: dict[Place, int] = {}
+
+    def placed(layouts: list[Layout]) -> np.ndarray:
+        found = np.full((len(layouts), len(sizes)), -1)
+        for row, layout in enumerate(layouts):
+            for axis, place in layout.places(sizes).items():
+                found[row, axis] = number.setdefault(place, len(number))
+        return found
+
+    have, wanted = placed([way.layout for way in ways]), placed(list(forms))
+    free = np.array([way.way is Way.regathered for way in ways])[:, None, None]
+    partial = np.array([[state == B for state in form.states] for form in forms])
+    stays = (have[:, None] < 0) | (have[:, None] == wanted[None]) | (free & partial[None])
+    return np.array([way.way is Way.gathered for way in ways])[:, None] | stays.all(axis=2)
+
+
+def _summed(have: Layout, axes: list[int]) -> Layout:
+    """The stored layout once the step has seen to the gradients of these replicated axes."""
+    return Layout(tuple(B if a in axes else state for a, state in enumerate(have.states)))
+
+
+def _step_seconds(builder: _Builder, value: Value, way: Stored, summed: list[int]) -> float:
+    """Once a step: gradients summed over these axes, on which the parameter is replicated."""
+    nbytes = value.type.nbytes // way.layout.pieces(builder.sizes)
+    axes = builder.given.axes
+    split = _sharded(way, axes)
+    over = [axes[a] for a in summed] if value.grad else []
+    return update_seconds(nbytes, over, split) - update_seconds(nbytes, [], split)
+
+
+def _sharded(way: Stored, axes: tuple[Axis, ...]) -> list[Axis]:
+    """The axes over which new values are gathered: whatever reads the parameter, once a step."""
+    pairs = zip(axes, way.layout.states, way.state.states, strict=True)
+    return [axis for axis, have, state in pairs if have.kind != "S" == state.kind]
+
+
+def build(graph: OpGraph, profile: Profile, given: Given) -> tuple[Problem, Choices]:
+    builder = _Builder(graph, profile, given)
+    readers = builder.moments.readers
+    for name in builder.moments.position:
+        op = graph.op(name)
+        for source in op.inputs:
+            if source not in builder.index and graph.values[source].role is not Role.RESULT:
+                builder.leaf(graph.values[source])
+        builder.op(op)
+    for value in graph.values.values():
+        if value.role is not Role.RESULT and value.name not in builder.index:
+            builder.leaf(value)  # that no op reads
+    for value in graph.values.values():
+        for group in _sharing(readers[value.name], {} if value.role is Role.PARAMETER else builder.moments.link):
+            builder.connect(value, group)
+    problem = Problem(tuple(builder.nodes), tuple(builder.edges), tuple(builder.shares))
+    inputs = {v.name: builder.layouts[v.name] for v in graph.of_role(Role.INPUT)}
+    return problem, Choices(builder.stored, inputs, builder.options, builder.index, builder.sizes)
 
 
 def _sharing(readers: list[Op], links: dict[str, int]) -> list[list[Op]]:
@@ -199,59 +453,14 @@ def _sharing(readers: list[Op], links: dict[str, int]) -> list[list[Op]]:
     return list(groups.values())
 
 
-def _wanted(op: Op, strategy: Strategy, value: str) -> set[Layout]:
-    return {layout for name, layout in zip(op.inputs, strategy.inputs, strict=True) if name == value}
-
-
-def build(graph: OpGraph, profile: Profile, cluster: Cluster, optimizer_copies: float) -> tuple[Problem, Choices]:
-    builder = _Builder(graph, profile, cluster, optimizer_copies)
-    size = cluster.axes[0].size
-    options = {op.name: strategies(rule_of(op), view_op(graph, op), size) for op in graph.ops}
-    for value in graph.values.values():
-        if value.role is Role.PARAMETER:
-            read = [(op, options[op.name]) for op in builder.readers[value.name]]
-            builder.parameter(value, (*_source_layouts(value, size), *_factored(value, read)))
-        elif value.role is not Role.RESULT:
-            builder.source(value, _source_layouts(value, size))
-    for op in graph.ops:
-        builder.op(op, options[op.name])
-    links = {name: number for number, link in enumerate(graph.chain) for name in link.ops}
-    for value in graph.values.values():
-        shared = value.role is Role.PARAMETER
-        for readers in _sharing(builder.readers[value.name], {} if shared else links):
-            builder.connect(value, [(op, options[op.name]) for op in readers])
-    _want_loss(builder, graph)
-    problem = Problem(tuple(builder.nodes), tuple(builder.edges))
-    storage = {v.name: builder.layouts[v.name] for v in graph.of_role(Role.PARAMETER)}
-    inputs = {v.name: builder.layouts[v.name] for v in graph.of_role(Role.INPUT)}
-    return problem, Choices(storage, inputs, options, builder.index)
-
-
-def _source_layouts(value: Value, size: int) -> tuple[Layout, ...]:
-    """Replicated, or split on a dim that divides; a buffer is always whole."""
-    dims = range(len(value.type.shape)) if value.role is not Role.BUFFER and size > 1 else ()
-    return (Layout((R,)), *(Layout((S(d),)) for d in dims if value.type.shape[d] and value.type.shape[d] % size == 0))
-
-
-def _factored(value: Value, readers: list[tuple[Op, tuple[Strategy, ...]]]) -> list[Layout]:
-    """Splits of a factor of a dim (a fused qkv weight, head by head) in which an op reads the parameter."""
-    read = {layout for op, options in readers for s in options for layout in _wanted(op, s, value.name)}
-    return sorted(layout for layout in read if layout.states[0].kind == "S" and layout.states[0].outer > 1)
-
-
-def _want_loss(builder: _Builder, graph: OpGraph) -> None:
-    """The step ends with the loss on every rank."""
-    loss = graph.values[graph.output]
-    end = builder.add("loss", [0.0], [0.0])
-    costs = tuple((builder.convert(loss, have, Layout((R,))),) for have in builder.layouts[loss.name])
-    builder.edges.append(Edge(builder.maker[loss.name], end, costs))
-
-
 def to_sharding(graph: OpGraph, choices: Choices, picked: tuple[int, ...]) -> Sharding:
-    return Sharding(
+    stored = {graph.values[name].origin: ways[picked[choices.index[name]]] for name, ways in choices.storage.items()}
+    found = Sharding(
         strategies={name: options[picked[choices.index[name]]] for name, options in choices.ops.items()},
-        storage={
-            graph.values[name].origin: layouts[picked[choices.index[name]]] for name, layouts in choices.storage.items()
-        },
+        storage={origin: way.layout for origin, way in stored.items()},
         inputs={name: layouts[picked[choices.index[name]]] for name, layouts in choices.inputs.items()},
+        state={origin: way.state for origin, way in stored.items() if way.state != way.layout},
     )
+    apart = gathered(graph, found, choices.sizes)  # where nobody gathers, both ways of reading are the same
+    again = (origin for origin, way in stored.items() if way.way is Way.regathered and origin in apart)
+    return replace(found, regathered=tuple(again))

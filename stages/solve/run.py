@@ -2,52 +2,153 @@
 
 from __future__ import annotations
 
-from pipeline.config import Config
-from pipeline.cost.step import price_step
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from pipeline.config import Config, PlanUse, Solve
 from pipeline.cost.unsplit import card_of, step_seconds
 from pipeline.errors import SolveError
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Frontier, FrontierPoint, Sharding
-from pipeline.ir.profile import Profile, as_run
-from pipeline.log import progress
-from pipeline.lowering import lower, with_paths
+from pipeline.files import write_atomic
+from pipeline.ir.cluster import Cluster, Mesh
+from pipeline.ir.plan import Frontier, FrontierPoint
+from pipeline.ir.profile import as_run
+from pipeline.log import Log, progress
 from pipeline.ops.discover import remember_in
 from pipeline.stage import Inputs, Result
-from stages.solve.frontier import Solution, Sweep
+from stages.solve.meshes import meshes_of, pieces_of
+from stages.solve.on_mesh import OnMesh, best_rows, most_promising
 from stages.solve.optimizer import optimizer_copies
-from stages.solve.problem import build, to_sharding
+from stages.solve.refusal import refusal, refusal_of_saved
+from stages.solve.saved import mesh_for, read_saved
+from stages.solve.table import beside, shown, table
+
+PAGE = "runs/solve/plans.md"
 
 
 def run(inputs: Inputs, config: Config) -> Result:
-    profile, cluster = inputs["profile"], inputs["cluster"]
+    profile, cluster, settings = inputs["profile"], inputs["cluster"], config.solve
     graph = as_run(inputs["graph"], profile.types)
     where = f"conf/solve/{config.choices['solve']}.yaml"
     copies = optimizer_copies(config.train.optimizer, f"conf/train/{config.choices['train']}.yaml: optimizer")
-    budget = budget_bytes(config.solve.memory_budget_gb, cluster, where)
+    micro_batches = config.train.micro_batches
+    budget = budget_bytes(settings.memory_budget_gb, cluster, where)
+    memory = float(budget * cluster.devices)
     remember_in(inputs.root / "runs" / "ops")
-    problem, choices = build(graph, profile, cluster, copies)
-    with progress(inputs.log, "frontier", config.solve.frontier_points) as advance:
-        solutions = Sweep(problem, config.solve, where, inputs.log).frontier(budget, advance)
-    points = [_point(graph, profile, cluster, copies, to_sharding(graph, choices, s.picked), s) for s in solutions]
-    frontier = Frontier(budget, copies, tuple(points))
-    _refuse_if_too_large(frontier, where)
-    best = points[0]
-    figures: dict[str, float | int | str] = {
+
+    def on(meshes: Iterable[Mesh]) -> list[OnMesh]:
+        given = (copies, settings, where, inputs.log, micro_batches)
+        return [OnMesh(graph, profile, cluster.part(mesh), *given) for mesh in meshes]
+
+    saved = read_saved(settings.plan, inputs.root, graph)
+    as_is = bool(saved) and settings.plan_use is PlanUse.as_is
+    known = meshes_of(cluster, settings, where)
+    homes = [mesh_for(plan, known, cluster, settings) for plan in saved]
+    tried = on(_each_once(homes if as_is else [*known, *homes]))
+    for plan, home in zip(saved, homes, strict=True):
+        next(mesh for mesh in tried if mesh.cluster.axes == home.axes).start_from(plan)
+    kept = tried if as_is else most_promising(tried, budget, settings.frontier_meshes)
+    found = _judged(kept, budget) if as_is else _searched(kept, memory, settings, inputs.log)
+    if all(point.resident_bytes > budget for point in found):
+        found.append(_small_enough(found, tried, kept, budget))
+    pieces = [
+        mesh
+        for size, meshes in ({} if as_is else pieces_of(cluster, settings)).items()
+        for mesh in most_promising(_possible(on, meshes, inputs.log), memory / size, settings.piece_meshes)
+    ]
+    parts = _searched(pieces, memory, settings, inputs.log)
+    frontier = Frontier(
+        budget,
+        copies,
+        tuple(Mesh(mesh.cluster.axes) for mesh in (*kept, *pieces)),
+        _unbeaten(found),
+        best_rows(kept),
+        tuple(replace(point, mesh=len(kept) + point.mesh) for point in parts),
+        micro_batches,
+    )
+    inputs.log.info(beside(frontier))
+    figures = _figures(frontier, config, kept)
+    figures["meshes"] = len(tried)
+    figures["piece_plans"] = len(frontier.pieces)
+    if cluster.device == "cuda" and profile.kernels:
+        unsplit = step_seconds(graph, profile.kernels, card_of(cluster.compute))
+        seconds = micro_batches * (unsplit.forward + unsplit.backward) + unsplit.optimizer
+        figures["unsplit_step_ms"] = round(seconds * 1e3, 4)
+    page = inputs.root / PAGE
+    write_atomic(page, table(frontier).encode())
+    return Result(frontier, figures, (page,))
+
+
+def _each_once(meshes: list[Mesh]) -> list[Mesh]:
+    return [mesh for number, mesh in enumerate(meshes) if mesh not in meshes[:number]]
+
+
+def _possible(on: Callable[[Iterable[Mesh]], list[OnMesh]], meshes: Iterable[Mesh], log: Log) -> list[OnMesh]:
+    """The pieces on which the user's constraints leave a plan: they may speak of axes that a piece does not have."""
+    found = []
+    for mesh in meshes:
+        try:
+            found += [own for own in on([mesh]) if math.isfinite(own.promise(math.inf))]
+        except SolveError as refused:
+            log.debug("no plans on %s: %s", shown(mesh), refused)
+    return found
+
+
+def _judged(kept: list[OnMesh], budget: int) -> list[FrontierPoint]:
+    """The saved plans and no others, each with its distance from the best."""
+    found = [replace(point, mesh=n) for n, mesh in enumerate(kept) for point in mesh.judged_points(budget)]
+    least = min(found, key=lambda point: point.resident_bytes)
+    if least.resident_bytes > budget:
+        raise refusal_of_saved(kept[least.mesh], least, budget)
+    return found
+
+
+def _searched(kept: list[OnMesh], memory: float, settings: Solve, log: Log) -> list[FrontierPoint]:
+    """The frontier of every mesh, and the plans that the search was given. `memory` is that of all devices together.
+
+    A piece of a pipeline has its part of the model, so its devices may hold as much more as they are fewer.
+    """
+    found: list[FrontierPoint] = []
+    with progress(log, "frontier", len(kept) * settings.frontier_points) as advance:
+        for number, mesh in enumerate(kept):
+            before = number * settings.frontier_points
+            points = mesh.points(
+                memory / mesh.cluster.devices, lambda done, note="", before=before: advance(before + done, note)
+            )
+            found += [replace(point, mesh=number) for point in (*points, *mesh.given_points())]
+    return found
+
+
+def _figures(frontier: Frontier, config: Config, kept: list[OnMesh]) -> dict[str, float | int | str]:
+    points, best, problem = frontier.points, frontier.points[0], kept[frontier.points[0].mesh].problem
+    seconds = {"build": sum(mesh.build_seconds for mesh in kept)}
+    for mesh in kept:
+        for phase, spent in mesh.sweep.seconds.items():
+            seconds[phase] = seconds.get(phase, 0.0) + spent
+    return {
         "points": len(points),
         "fastest_step_ms": round(best.seconds * 1e3, 4),
         "fastest_peak_mb": round(best.peak_bytes / 1e6, 3),
         "smallest_peak_mb": round(min(p.peak_bytes for p in points) / 1e6, 3),
-        "budget_mb": round(budget / 1e6, 3),
-        "variables": best.proof.variables,
-        "constraints": best.proof.constraints,
+        "budget_mb": round(frontier.budget_bytes / 1e6, 3),
+        "mesh": shown(frontier.meshes[best.mesh]),
+        "nodes": len(problem.nodes),
+        "choices": sum(len(node.costs) for node in problem.nodes),
+        "variables": max(p.proof.variables for p in points),
+        "constraints": max(p.proof.constraints for p in points),
         "worst_gap": max(p.proof.gap for p in points),
         "backend": config.solve.backend.value,
+        **{f"{phase}_s": round(spent, 3) for phase, spent in seconds.items()},
     }
-    if cluster.device == "cuda" and profile.kernels:
-        unsplit = step_seconds(graph, profile.kernels, card_of(cluster.compute))
-        figures["unsplit_step_ms"] = round(unsplit.step * 1e3, 4)
-    return Result(frontier, figures)
+
+
+def _unbeaten(points: list[FrontierPoint]) -> tuple[FrontierPoint, ...]:
+    """Fastest first; what another plan beats in time, in memory at the peak and in what stays resident is left out."""
+    kept: list[FrontierPoint] = []
+    for point in sorted(points, key=lambda p: (p.seconds, p.peak_bytes)):
+        if not any(p.peak_bytes <= point.peak_bytes and p.resident_bytes <= point.resident_bytes for p in kept):
+            kept.append(point)
+    return tuple(kept)
 
 
 def budget_bytes(gigabytes: float | None, cluster: Cluster, where: str) -> int:
@@ -63,23 +164,16 @@ def budget_bytes(gigabytes: float | None, cluster: Cluster, where: str) -> int:
     return round(gigabytes * 1e9)
 
 
-def _point(
-    graph: OpGraph, profile: Profile, cluster: Cluster, copies: float, sharding: Sharding, solution: Solution
-) -> FrontierPoint:
-    sharding = with_paths(graph, sharding, cluster)
-    program = lower(graph, sharding)
-    price = price_step(graph, profile, cluster, sharding, program, copies)
-    peak = price.fixed_bytes + sum(link.memory.kept for link in price.links)
-    return FrontierPoint(sharding, price.seconds, price.resident_bytes, peak, solution.proof)
+def _small_enough(found: list[FrontierPoint], tried: list[OnMesh], kept: list[OnMesh], budget: int) -> FrontierPoint:
+    """The plan that keeps least for good, on whatever mesh, where the search was after other plans; or a refusal.
 
-
-def _refuse_if_too_large(frontier: Frontier, where: str) -> None:
-    """Not even with every activation recomputed can a plan be smaller than what stays resident."""
-    least = min(frontier.points, key=lambda point: point.resident_bytes)
-    if least.resident_bytes > frontier.budget_bytes:
-        raise SolveError(
-            f"no plan fits {frontier.budget_bytes / 1e9:.4g} GB: parameters, gradients and optimizer state alone need "
-            f"{least.resident_bytes / 1e9:.4g} GB on each device",
-            where=f"{where}: memory_budget_gb",
-            remedy="raise the budget above that, use more devices, or an optimizer that keeps less",
-        )
+    Not even with every activation recomputed can a plan be smaller than what stays resident.
+    """
+    points = [(point, mesh) for mesh in tried if (point := mesh.least_point())]
+    points += [(point, kept[point.mesh]) for point in found]
+    least, mesh = min(points, key=lambda pair: (pair[0].resident_bytes, pair[0].seconds))
+    if least.resident_bytes > budget:
+        raise refusal(mesh, least, min(point.peak_bytes for point, _ in points), budget)
+    if mesh not in kept:
+        kept.append(mesh)
+    return replace(least, mesh=kept.index(mesh))

@@ -26,7 +26,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     if edited:
         inputs.log.warning("runs/codegen/module.py was edited by hand: training with it as it is")
     measured = launch(inputs, config, plan)
-    report = make_report(measured, plan, config, edited)
+    report = make_report(measured, plan, edited)
     return Result(report, figures(report))
 
 
@@ -54,7 +54,7 @@ def launch(inputs: Inputs, config: Config, plan: Plan) -> dict:
             inputs.tracker.live("train") as live,
             progress(inputs.log, "step", config.train.steps) as advance,
         ):
-            follow = Follower(live, advance, _batch_size(config))
+            follow = Follower(live, advance)
             return run_ranks("stages.train.worker", make_job(inputs, config), ranks, config.train.timeout_s, follow)
     except LaunchFailed as error:
         for line in error.log.splitlines():
@@ -77,15 +77,11 @@ def make_job(inputs: Inputs, config: Config) -> dict:
     }
 
 
-def _batch_size(config: Config) -> int:
-    return next(iter(config.model.batch.values())).shape[0]
-
-
 class Follower:
     """Reads the steps that rank 0 has written so far, and passes them on to the bar and the tracked run."""
 
-    def __init__(self, live: Live, advance: Advance, samples: int) -> None:
-        self.live, self.advance, self.samples = live, advance, samples
+    def __init__(self, live: Live, advance: Advance) -> None:
+        self.live, self.advance = live, advance
         self.position = 0
 
     def __call__(self, work: Path) -> None:
@@ -104,14 +100,14 @@ class Follower:
         values = {
             "loss": step["loss"],
             "step_ms": step["seconds"] * 1e3,
-            "samples_per_second": self.samples / step["seconds"],
+            "samples_per_second": step["samples"] / step["seconds"],
             "resident_mb": step["resident_bytes"] / 1e6,
         }
         self.live.log(step["step"], values)
         self.advance(step["step"] + 1, f"loss {step['loss']:.4f}")
 
 
-def make_report(measured: dict, plan: Plan, config: Config, edited: bool) -> Report:
+def make_report(measured: dict, plan: Plan, edited: bool) -> Report:
     seconds = tuple(measured["seconds"])
     median = statistics.median(seconds[min(WARM_UP, len(seconds) - 1) :])
     return Report(
@@ -120,7 +116,7 @@ def make_report(measured: dict, plan: Plan, config: Config, edited: bool) -> Rep
         losses=tuple(measured["losses"]),
         step_seconds=seconds,
         median_step_seconds=median,
-        samples_per_second=_batch_size(config) / median,
+        samples_per_second=measured["samples"] / median,
         peak_bytes=tuple(measured["peak_bytes"]),
         predicted_step_seconds=plan.prediction.step_seconds,
         predicted_peak_bytes=plan.prediction.peak_bytes,

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,11 +24,14 @@ from pipeline.ir.layout import Layout
 from pipeline.ir.names import look_up
 from pipeline.launch import follow_parent, report_error
 from pipeline.optimizer import build_optimizer
+from pipeline.runtime.gradients import Gradients, Row
 from pipeline.runtime.memory import measure_peak, storage_bytes
 from pipeline.runtime.mesh import set_mesh
-from pipeline.runtime.parameters import GradientSum, piece_of
+from pipeline.runtime.parameters import piece_of
+from pipeline.runtime.passes import run_passes
 from stages.train.data import Batches
 
+Batch = dict[str, Tensor]  # of one micro-batch
 MEASURED_STEP = 1  # memory is measured on the second step: by then the optimizer state exists
 
 
@@ -66,23 +70,23 @@ class Trainer:
         set_mesh(program.MESH)
         self.device = program.DEVICE
         self.axes = list(program.MESH)
+        self.micro_batches: int = program.MICRO_BATCHES
         self.precision: str = job["model"]["precision"]
-        self.table: Mapping[str, tuple[str, str]] = program.PARAMETERS
+        self.table: Mapping[str, Row] = program.PARAMETERS
         self.tensors = self._tensors()
         self.parameters = {name: t for name, t in self.tensors.items() if isinstance(t, nn.Parameter)}
         self.program = program.Program(self.tensors)
-        self.summed = [name for name in self.parameters if self._entry(name)[1] == "summed"]
-        self.complete = [name for name in self.parameters if name not in self.summed]
-        self.sums = GradientSum([self.parameters[name] for name in self.summed], "+".join(self.axes))
+        rows = [self._row(name) for name in self.parameters]
+        self.gradients = Gradients(self.parameters.values(), rows, self.axes)
         where = f"{job['where']['train']}: optimizer"
-        self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.parameters.values()))
+        self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.gradients.updated))
         layouts = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
         self.batches = Batches(dataset, job, layouts, self.axes)
 
-    def _entry(self, name: str) -> tuple[str, str]:
-        """How a parameter is stored, and what becomes of its gradient; ("", "") for one that is not trained."""
-        return look_up(self.table, name) or ("", "")
+    def _row(self, name: str) -> Row:
+        """How a parameter, its gradient and the optimizer's state lie; nothing for one that is not trained."""
+        return look_up(self.table, name) or ("", "", "")
 
     def _tensors(self) -> dict[str, Tensor]:
         """The seeded model's own initial values, of which each rank keeps its pieces."""
@@ -92,13 +96,16 @@ class Trainer:
             model = model.bfloat16()
         tensors: dict[str, Tensor] = {name: buffer.to(self.device) for name, buffer in model.named_buffers()}
         for name, parameter in model.named_parameters():
-            layout, _ = self._entry(name)
+            layout, *_ = self._row(name)
             if layout and parameter.requires_grad:
                 piece = piece_of(parameter.detach(), Layout.parse(layout), self.axes)
                 tensors[name] = nn.Parameter(piece.to(self.device))
             else:
                 tensors[name] = parameter.detach().to(self.device)
         return tensors
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return {name: self._input(tensor) for name, tensor in batch.items()}
 
     def _input(self, tensor: Tensor) -> Tensor:
         half = self.precision == "bf16" and tensor.is_floating_point()
@@ -112,11 +119,12 @@ class Trainer:
         notes = self.work / "steps.jsonl" if dist.get_rank() == 0 else os.devnull  # a late rank must not empty the file
         with open(notes, "w", buffering=1) as log:
             for number in range(steps):
-                batch = {name: self._input(t) for name, t in self.batches[number].items()}
+                batches = [self.batches[number * self.micro_batches + n] for n in range(self.micro_batches)]
+                first, later = self._on_device(batches[0]), batches[1:]
                 if number == min(MEASURED_STEP, steps - 1):
-                    peak = self._measure(batch, losses, seconds)
+                    peak = self._measure(first, later, losses, seconds)
                 else:
-                    self._timed_step(batch, losses, seconds)
+                    self._timed_step(first, later, losses, seconds)
                 if not math.isfinite(losses[-1]):
                     raise TrainError(f"the loss became {losses[-1]} at step {number}", remedy="lower the learning rate")
                 if dist.get_rank() == 0:
@@ -124,6 +132,7 @@ class Trainer:
                         "step": number,
                         "loss": losses[-1],
                         "seconds": seconds[-1],
+                        "samples": self._samples,
                         "resident_bytes": self._resident(),
                     }
                     log.write(json.dumps(line) + "\n")
@@ -131,35 +140,41 @@ class Trainer:
             "ranks": dist.get_world_size(),
             "losses": losses,
             "seconds": seconds,
+            "samples": self._samples,
             "peak_bytes": self._gather(peak),
         }
 
-    def _measure(self, batch: dict[str, Tensor], losses: list[float], seconds: list[float]) -> int:
-        """A step under the memory profiler; its time does not count as a step's."""
-        held = [*self._held(), *batch.values()]
-        return measure_peak(lambda: self._timed_step(batch, losses, seconds), held, self.device)
+    @property
+    def _samples(self) -> int:
+        """Of a step."""
+        return self.batches.size * self.micro_batches
 
-    def _timed_step(self, batch: dict[str, Tensor], losses: list[float], seconds: list[float]) -> None:
+    def _measure(self, first: Batch, later: list[Batch], losses: list[float], seconds: list[float]) -> int:
+        """A step under the memory profiler; its time does not count as a step's."""
+        held = [*self._held(), *first.values()]
+        return measure_peak(lambda: self._timed_step(first, later, losses, seconds), held, self.device)
+
+    def _timed_step(self, first: Batch, later: list[Batch], losses: list[float], seconds: list[float]) -> None:
         start = time.perf_counter()
-        losses.append(self._step(batch))
+        losses.append(self._step(first, later))
         seconds.append(time.perf_counter() - start)
 
-    def _step(self, batch: dict[str, Tensor]) -> float:
-        self.sums.start()
-        for name in self.complete:
-            self.parameters[name].grad = None
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "amp"):
-            loss = self.program.forward(**batch)
-        loss.backward()
-        self.sums.wait()
+    def _step(self, first: Batch, later: list[Batch]) -> float:
+        """The mean loss of the micro-batches; but for the first, each goes to the device when its turn comes."""
+        batches = chain([first], map(self._on_device, later))
+        losses = run_passes(self.program, self.gradients, batches, self.micro_batches, self._autocast)
         self.optimizer.step()
-        return float(loss.detach())
+        self.gradients.publish()
+        return sum(map(float, losses)) / len(losses)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "amp")
 
     def _held(self) -> list[Tensor]:
         """Parameters, gradients and optimizer state: what stays between steps."""
         state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        return [*self.tensors.values(), *gradients, *state]
+        return [*self.tensors.values(), *gradients, *self.gradients.buffers(), *state]
 
     def _resident(self) -> int:
         return storage_bytes(self._held())

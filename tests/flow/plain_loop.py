@@ -52,17 +52,21 @@ def main(root, steps):
     optimizer = make(train["optimizer"], model.parameters())
     size = next(iter(model_settings["batch"].values()))["shape"][0]
     indices = samples(data, len(dataset))
+    passes = train["micro_batches"]
     for _ in range(steps):
-        rows = [dataset[next(indices)] for _ in range(size)]
-        stacked = {name: torch.stack([row[name] for row in rows]) for name in model_settings["batch"]}
-        batch = {name: in_precision(tensor, precision) for name, tensor in stacked.items()}
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp"):
-            output = model(**batch)
-        loss = output["loss"] if isinstance(output, dict) else output
-        loss.backward()
+        losses = []
+        for _ in range(passes):
+            rows = [dataset[next(indices)] for _ in range(size)]
+            stacked = {name: torch.stack([row[name] for row in rows]) for name in model_settings["batch"]}
+            batch = {name: in_precision(tensor, precision) for name, tensor in stacked.items()}
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "amp"):
+                output = model(**batch)
+            loss = output["loss"] if isinstance(output, dict) else output
+            (loss / passes).backward()
+            losses.append(loss.item())
         optimizer.step()
-        print(repr(loss.item()))
+        print(repr(sum(losses) / passes))
 
 
 if __name__ == "__main__":

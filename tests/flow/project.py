@@ -67,7 +67,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "solve": {"backend": "highs", "gap": 1e-4, "frontier_points": 2},
     "checkpoint": {"recompute": "optimal", "slots_per_link": 10},
-    "train": {"steps": 4, "seed": 1, "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-2}},
+    "train": {"steps": 4, "micro_batches": 1, "seed": 1, "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-2}},
 }
 
 
@@ -109,6 +109,15 @@ def _heeds_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def _copy_kernels(root: Path) -> None:
+    """What was compiled beside the source, so that not every copy compiles it again."""
+    for folder in ("pipeline", "stages"):
+        for path in (SOURCE / folder).rglob("__pycache__/*.nb[ic]"):
+            copy = root / path.relative_to(SOURCE)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy2(path, copy)
+
+
 class Project:
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -125,6 +134,7 @@ class Project:
             if name != "dvc.lock" and (SOURCE / name).is_file():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(SOURCE / name, root / name)
+        _copy_kernels(root)
         project = cls(root)
         project.git("init", "--quiet")
         project.git("config", "user.name", "test")

@@ -16,6 +16,7 @@ SEEDS = {
     (2, 2): {"gpt": 5, "tied": 3, "mlp": 3, "odd": 4, "names": 3},
     (2, 3): {"gpt": 2, "tied": 1, "mlp": 1, "odd": 2, "names": 1},
     (2, 1, 2): {"gpt": 1},
+    (2, 2, 2): {"gpt8": 1, "tied8": 1, "mlp8": 1},
 }
 CASES = [(sizes, f"{m}-{seed}") for sizes, counts in SEEDS.items() for m, n in counts.items() for seed in range(n)]
 
@@ -28,7 +29,7 @@ def outcomes(tmp_path_factory):
     def of(sizes: tuple[int, ...]) -> list[dict[str, str]]:
         if sizes not in found:
             folder: Path = tmp_path_factory.mktemp("mesh_plans")
-            for model in plans.MODELS:
+            for model in SEEDS[sizes]:
                 plans.save_truth(model, folder / f"{model}.truth")
             for mesh, name in CASES:
                 if mesh == sizes:

@@ -5,6 +5,7 @@ The tests on `default` follow one another on one project, in the order of this f
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,6 +145,18 @@ def test_the_profile_draws_the_step(default: Project) -> None:
     assert read_summary("profile", default.root)["unsplit_peak_mb"] == round(profile.step.peak_bytes / 1e6, 3)
 
 
+def test_the_plans_stand_beside_those_with_names(default: Project) -> None:
+    """As a table under runs/ and in the tracked run: the frontier, DDP and ZeRO, and plans for pieces of pipelines."""
+    page = (default.root / "runs/solve/plans.md").read_text()
+    frontier = default.load("frontier")
+    assert page.count("| frontier ") == len(frontier.points) and page.count("| piece |") == len(frontier.pieces) > 0
+    for row in frontier.baselines:
+        assert f"| {row.name} | " in page
+    assert {"DDP", "ZeRO-3"} <= {row.name for row in frontier.baselines}
+    tracked = Tracked(default)
+    assert "solve/plans.md" in tracked.files(tracked.runs[0], "solve")
+
+
 def test_every_step_is_tracked(default: Project) -> None:
     tracked = Tracked(default)
     report = default.load("report")
@@ -223,6 +236,24 @@ def test_one_stage_with_what_it_needs(tiny: Project) -> None:
     assert tiny.repro().ok().stages == []
 
 
+def test_a_saved_plan_is_taken_and_watched(tiny: Project) -> None:
+    """It is one of the things that solve depends on: another plan under the same name makes it run again."""
+    saved = tiny.root / "conf/plan/mine.json"
+    with undone(tiny, "conf/solve/tiny.yaml", "dvc.lock"):
+        shutil.copy(tiny.root / "runs/checkpoint/plan.json", saved)
+        before = tiny.load("plan")
+        tiny.write_yaml("conf/solve/tiny.yaml", {**TINY["solve"], "plan": "mine", "plan_use": "as_is"})
+        assert tiny.repro("solve").ok().stages == ["solve"]
+        (point,) = tiny.load("frontier").points
+        assert point.sharding == before.sharding and point.proof.method == "given"
+        assert "conf/plan" not in tiny.run("dvc", "status", "solve").ok().out
+        saved.write_text(f"{saved.read_text()}\n")
+        assert "conf/plan" in tiny.run("dvc", "status", "solve").ok().out
+        saved.unlink()
+        assert "there is no conf/plan/mine.json" in tiny.stages("solve").refused()
+    assert tiny.repro().ok().stages == []
+
+
 def test_dvc_exp_run(tiny: Project) -> None:
     """A value of a file, and another file in its place."""
     with undone(tiny, "conf/train/tiny.yaml", "conf/config.yaml", "dvc.lock"):
@@ -266,6 +297,21 @@ def test_a_tight_budget_saves_memory_and_changes_no_loss(tiny: Project) -> None:
         assert split or any(region.recompute for region in plan.regions)
         assert plan.prediction.peak_bytes <= plan.budget_bytes < wide.peak_bytes
         check_against_plain(tiny, 2, 1e-4)
+    assert tiny.repro().ok().stages == []
+
+
+def test_micro_batches_plan_again_and_train_as_the_plain_loop_does(tiny: Project) -> None:
+    once = tiny.load("plan").prediction
+    with undone(tiny, "conf/train/tiny.yaml"):
+        tiny.edit("conf/train/tiny.yaml", "micro_batches: 1", "micro_batches: 3")
+        line = tiny.stages("train").refused()
+        assert "other settings of train.micro_batches" in line and "dvc repro" in line
+        assert tiny.repro().ok().stages == ["solve", "checkpoint", "codegen", "train"]
+        check_against_plain(tiny, 2, 1e-5)
+        plan, report = tiny.load("plan"), tiny.load("report")
+        assert plan.micro_batches == tiny.load("frontier").micro_batches == 3
+        assert once.step_seconds < plan.prediction.step_seconds < 3 * once.step_seconds  # the rest is once a step
+        assert report.samples_per_second == pytest.approx(3 * 12 / report.median_step_seconds)
     assert tiny.repro().ok().stages == []
 
 

@@ -41,8 +41,11 @@ def plain_losses(project: Project, steps: int, capsys: Told) -> list[float]:
     return [float(line) for line in capsys.readouterr().out.split()]
 
 
-@pytest.mark.parametrize("precision", ["amp", "bf16"])
-def test_two_ranks_train_as_a_plain_loop_does(project: Project, capsys: Told, precision: str) -> None:
+@pytest.mark.parametrize(("precision", "micro_batches"), [("amp", 1), ("bf16", 1), ("amp", 3), ("bf16", 3)])
+def test_two_ranks_train_as_a_plain_loop_does(
+    project: Project, capsys: Told, precision: str, micro_batches: int
+) -> None:
+    project.write_yaml("conf/train/tiny.yaml", TINY["train"] | {"micro_batches": micro_batches})
     full = plain_losses(project, TINY["train"]["steps"], capsys)
     project.write_yaml("conf/model/tiny.yaml", TINY["model"] | {"precision": precision})
     run_stages(*STAGES)

@@ -392,10 +392,10 @@ def test_a_missing_header_line_of_a_module(made, tmp_path, line):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("version 1", "version 2"),
-        ("version 1", "version one"),
-        ("version 1", "version"),
-        ("version 1", "version 1 2 3 4"),
+        ("version 3", "version 1"),
+        ("version 3", "version one"),
+        ("version 3", "version"),
+        ("version 3", "version 1 2 3 4"),
         ("kind module", "kind plan"),
         ("input plan", "input"),
         ("kind module", "inputs 7"),

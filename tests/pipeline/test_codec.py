@@ -28,6 +28,7 @@ from pipeline.ir.layout import Layout, S, State
 from pipeline.ir.names import look_up, pattern
 from pipeline.ir.plan import (
     Alternative,
+    Baseline,
     Frontier,
     FrontierPoint,
     Plan,
@@ -79,9 +80,8 @@ graphs = st.builds(
 )  # fmt: skip
 strategies = st.builds(Strategy, names, tuples(layouts), tuples(layouts), st.text(max_size=4))
 shardings = st.builds(Sharding, tables(strategies), tables(layouts), tables(layouts))
-proofs = st.builds(Proof, names, seconds, seconds, seconds, counts, counts)
-points = st.builds(FrontierPoint, shardings, seconds, counts, counts, proofs)
-frontiers = st.builds(Frontier, counts, seconds, tuples(points))
+proofs = st.builds(Proof, names, names, seconds, seconds, seconds, counts, counts, counts)
+plan_points = st.builds(FrontierPoint, shardings, seconds, counts, counts, proofs, counts)
 regions = st.recursive(
     st.builds(Region, counts, counts, st.booleans(), st.just(())),
     lambda inner: st.builds(Region, counts, counts, st.booleans(), tuples(inner)),
@@ -127,6 +127,8 @@ links = st.builds(LinkCost, st.floats(0, 1e9), positive, points)
 link_tables = st.fixed_dictionaries({name: links for name in COLLECTIVES})
 axes = tuples(st.builds(Axis, names, counts, link_tables, st.booleans()))
 meshes = tuples(st.builds(Mesh, axes))
+baselines = tuples(st.builds(Baseline, names, seconds, counts, counts))
+frontiers = st.builds(Frontier, counts, seconds, meshes, tuples(plan_points), baselines, tuples(plan_points), counts)
 ranks = st.lists(counts, max_size=3, unique=True).map(tuple)
 flat_groups = st.builds(Group, names, ranks, positive, seconds, st.none() | positive)
 groups = flat_groups | st.builds(lambda group: replace(group, members=(group,)), flat_groups)

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.config import reference
+import yaml
 
-PAGE = Path(__file__).parents[2] / "docs/configuration.md"
+from pipeline.config import reference
+from pipeline.config.check import fields_of, mandatory
+from pipeline.config.schema import GROUPS
+from pipeline.stage import STAGES
+
+PROJECT = Path(__file__).parents[2]
+PAGE = PROJECT / "docs/configuration.md"
 
 
 def test_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == reference(), "run: python -m pipeline.config > docs/configuration.md"
+
+
+def test_the_keys_that_dvc_names_are_mandatory_and_those_of_the_stages() -> None:
+    """DVC refuses a file without a key that it is to track; a stage names the same keys for its artifact's header."""
+    stages = yaml.safe_load((PROJECT / "dvc.yaml").read_text())["stages"]
+    named = []
+    for stage, told in stages.items():
+        entries = {file: keys for entry in told.get("params", ()) for file, keys in entry.items() if keys}
+        keys = [f"{Path(file).parent.name}.{key}" for file, found in entries.items() for key in found]
+        assert set(keys) <= set(STAGES[stage].config), stage
+        named += keys
+    assert "train.micro_batches" in named
+    for group, _, key in (name.partition(".") for name in named):
+        assert mandatory(fields_of(GROUPS[group])[key][1]), f"{group}.{key}"
 
 
 def test_rows_tell_type_default_and_range() -> None:

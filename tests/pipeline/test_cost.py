@@ -10,13 +10,15 @@ from torch import nn
 
 from pipeline.cost.compute import Seconds, op_seconds, optimizer_bytes, optimizer_seconds
 from pipeline.cost.conversions import TABLE, conversion, conversion_seconds
-from pipeline.cost.step import BUCKET_BYTES, gradient_sum_seconds, price_step, resident_bytes
+from pipeline.cost.joined import joined_link
+from pipeline.cost.step import BUCKET_BYTES, gradient_sum_seconds, price_step, resident_bytes, update_seconds
 from pipeline.cost.unsplit import card_of
 from pipeline.ir.cluster import COLLECTIVES, Curve, LinkCost, PerElement
 from pipeline.ir.graph import Role
 from pipeline.ir.layout import B, Layout, P, R, S
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.profile import as_run
+from pipeline.ir.program import Tensor
 from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import view_op
@@ -33,6 +35,7 @@ from tests.graphs import (
     shared_graph,
     trace,
 )
+from tests.meshes import mesh
 from tests.skips import LENGTH, SAMPLES, WIDTH
 
 COMPUTE = preset().compute
@@ -70,10 +73,10 @@ def data_parallel() -> Sharding:
     )
 
 
-def price(name: str, sharding: Sharding, devices: int = 2, copies: float = 2.0, **figures):
+def price(name: str, sharding: Sharding, devices: int = 2, copies: float = 2.0, micro_batches: int = 1, **figures):
     graph = GRAPHS[name]()
     cluster = preset(devices, **figures)
-    return price_step(graph, profile_of(name), cluster, sharding, lower(graph, sharding), copies)
+    return price_step(graph, profile_of(name), cluster, sharding, lower(graph, sharding, micro_batches), copies)
 
 
 # ------------------------------------------------------------------------------------------------------------ ops
@@ -163,7 +166,8 @@ def test_the_optimizer():
     assert optimizer_seconds(1e6, 2, COMPUTE) == pytest.approx(7e6 / 10e9 + COMPUTE.launch)
     measured = replace(COMPUTE, optimizer_rate=1e9, optimizer_launch=1e-3)
     assert optimizer_seconds(1e6, 2, measured) == pytest.approx(7e-3 + 1e-3)
-    assert resident_bytes(100, 2) == 400 and resident_bytes(100, 0) == 200
+    assert resident_bytes(100, 100, 2) == 400 and resident_bytes(100, 100, 0) == 200
+    assert resident_bytes(100, 25, 2) == 250  # ZeRO-1 on four ranks
 
 
 # -------------------------------------------------------------------------------------------------- conversions
@@ -198,15 +202,62 @@ def test_the_seconds_of_a_conversion(pair):
 def test_a_gradients_share_of_the_buckets():
     link = AXIS.links["all_reduce"]
     small, large = 1e6, 100e6
-    assert gradient_sum_seconds(small, AXIS) == pytest.approx(small / link.bandwidth + link.latency * small / 25e6)
-    assert gradient_sum_seconds(large, AXIS) == pytest.approx(large / link.bandwidth + link.latency)
+    assert gradient_sum_seconds(small, [AXIS]) == pytest.approx(small / link.bandwidth + link.latency * small / 25e6)
+    assert gradient_sum_seconds(large, [AXIS]) == pytest.approx(large / link.bandwidth + link.latency)
     curve = LinkCost(1.0, 1.0, ((10e6, 0.1), (25e6, 0.2), (100e6, 2.0)))  # measured: the line counts no more
     measured = replace(AXIS, links={**AXIS.links, "all_reduce": curve})
-    assert gradient_sum_seconds(small, measured) == pytest.approx(0.2 / 25)
-    assert gradient_sum_seconds(large, measured) == pytest.approx(2.0)
+    assert gradient_sum_seconds(small, [measured]) == pytest.approx(0.2 / 25)
+    assert gradient_sum_seconds(large, [measured]) == pytest.approx(2.0)
     assert conversion_seconds(P, R, 10_000_000, True, measured, COMPUTE).forward == pytest.approx(0.1)
-    assert gradient_sum_seconds(large, preset(1).axes[0]) == 0.0
+    assert gradient_sum_seconds(large, preset(1).axes) == gradient_sum_seconds(large, []) == 0.0
     assert BUCKET_BYTES == 25e6
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_axes_taken_as_one(collective):
+    """Two axes of equal links are a ring of all their ranks; a slower one slows down the whole."""
+    a, b = mesh(2, 4, latency=1e-6, bandwidth=10e9)
+    (ring,) = mesh(8, latency=1e-6, bandwidth=10e9)
+    found = joined_link(collective, [a, b])
+    assert found.latency == pytest.approx(ring.links[collective].latency)
+    assert found.bandwidth == pytest.approx(ring.links[collective].bandwidth)
+    (slow,) = mesh(2, latency=5e-6, bandwidth=1e9)
+    (slow_ring,) = mesh(8, latency=5e-6, bandwidth=1e9)
+    mixed = joined_link(collective, [slow, b])
+    assert mixed.latency == pytest.approx(slow_ring.links[collective].latency)
+    assert mixed.bandwidth == pytest.approx(slow_ring.links[collective].bandwidth)
+    (alone,) = mesh(1)
+    assert joined_link(collective, [a, alone]) == a.links[collective] and joined_link(collective, [alone]) is None
+
+
+def test_a_sum_over_two_axes_is_one_collective():
+    a, b = mesh(2, 4)
+    (ring,) = mesh(8)
+    assert gradient_sum_seconds(1e6, [a, b]) == pytest.approx(gradient_sum_seconds(1e6, [ring]))
+    assert gradient_sum_seconds(1e6, [a, b]) < sum(gradient_sum_seconds(1e6, [axis]) for axis in (a, b))
+
+
+def test_what_zero_1_moves_once_a_step():
+    a, b = mesh(2, 4, latency=0.0)
+    n = 8e6
+
+    def seconds(axis, collective, nbytes):
+        return nbytes / axis.links[collective].bandwidth
+
+    assert update_seconds(n, [a], []) == gradient_sum_seconds(n, [a]) and update_seconds(n, [], []) == 0.0
+    both = seconds(a, "reduce_scatter", n) + seconds(a, "all_gather", n)
+    assert update_seconds(n, [a], [a]) == pytest.approx(both) == pytest.approx(gradient_sum_seconds(n, [a]))
+    # summed over a and b, split over b alone: a sums what b has scattered
+    found = seconds(b, "reduce_scatter", n) + seconds(a, "all_reduce", n / 4) + seconds(b, "all_gather", n)
+    assert update_seconds(n, [a, b], [b]) == pytest.approx(found)
+    # whole on b: sliced first
+    found = seconds(a, "reduce_scatter", n / 4) + joined_seconds("all_gather", n, a, b)
+    assert update_seconds(n, [a], [a, b]) == pytest.approx(found)
+    assert update_seconds(n, [], [b]) == pytest.approx(seconds(b, "all_gather", n))
+
+
+def joined_seconds(collective, nbytes, *axes):
+    return joined_link(collective, axes).seconds(nbytes)
 
 
 # ------------------------------------------------------------------------------------------------- whole steps
@@ -218,7 +269,7 @@ def test_data_parallel_by_hand():
     assert len(program.reduced) == 8 and not program.shared
     found = price("mlp", sharding)
     parameters = [v.type.nbytes for v in graph.of_role(Role.PARAMETER)]
-    assert found.gradient_sum == pytest.approx(sum(gradient_sum_seconds(n, AXIS) for n in parameters))
+    assert found.gradient_sum == pytest.approx(sum(gradient_sum_seconds(n, [AXIS]) for n in parameters))
     assert found.resident_bytes == 4 * sum(parameters)
     assert found.optimizer == pytest.approx(sum(optimizer_seconds(n, 2.0, COMPUTE) for n in parameters))
     (loss,) = (link for link in found.links if link.communication.total)  # P -> R of the loss
@@ -227,6 +278,100 @@ def test_data_parallel_by_hand():
         sum(link.forward + link.backward for link in found.links) + found.gradient_sum + found.optimizer
     )
     assert found.communication == pytest.approx(loss.communication.total + found.gradient_sum)
+
+
+def stored(sharding: Sharding, state: dict | None = None, regathered: bool = False) -> Sharding:
+    """The same with parameters in halves of their first dim: all of them, or their states alone."""
+    halves = {name: Layout((S(0),)) for name in sharding.storage}
+    if state is not None:
+        return replace(sharding, state=halves)
+    return replace(sharding, storage=halves, regathered=tuple(halves) if regathered else ())
+
+
+def test_the_price_of_zero_1():
+    graph, plain = mlp_graph(), data_parallel()
+    ddp, zero1 = price("mlp", plain), price("mlp", stored(plain, {}))
+    parameters = [v.type.nbytes for v in graph.of_role(Role.PARAMETER)]
+    assert zero1.links == ddp.links and zero1.outside == ddp.outside
+    assert zero1.resident_bytes == ddp.resident_bytes - sum(parameters)  # two copies of a half
+    assert zero1.gradient_sum == pytest.approx(sum(update_seconds(n, [AXIS], [AXIS]) for n in parameters))
+    assert zero1.optimizer == pytest.approx(sum(optimizer_seconds(n / 2, 2.0, COMPUTE) for n in parameters))
+
+
+def test_the_price_of_zero_3():
+    """As ZeRO-2, with each matrix gathered a second time and nothing of it kept; a bias is not needed again."""
+    graph, plain = mlp_graph(), data_parallel()
+    ddp, kept, again = (price("mlp", s) for s in (plain, stored(plain), stored(plain, regathered=True)))
+    assert kept.gradient_sum == again.gradient_sum == 0.0
+    assert kept.resident_bytes == again.resident_bytes == ddp.resident_bytes / 2
+    for link, *held in zip(graph.chain, ddp.links, kept.links, again.links, strict=True):
+        read = [graph.values[n] for op in link.ops for n in graph.op(op).inputs]
+        matrix = sum(v.type.nbytes for v in read if v.role is Role.PARAMETER and len(v.type.shape) == 2)
+        bias = sum(v.type.nbytes for v in read if v.role is Role.PARAMETER and len(v.type.shape) == 1)
+        whole, once, twice = (entry.memory for entry in held)
+        saved = matrix if link is not graph.chain[0] else 0  # the step's inputs have no gradient
+        assert once.kept - whole.kept == saved and twice.kept == whole.kept
+        assert once.forward_peak == twice.forward_peak == whole.forward_peak + matrix + bias
+        assert twice.backward_extra >= whole.backward_extra + saved
+        assert held[1].communication.forward == held[2].communication.forward
+        more = held[2].communication.backward - held[1].communication.backward
+        assert more == pytest.approx(AXIS.links["all_gather"].seconds(matrix) if saved else 0.0)
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero1", "zero2", "zero3"])
+def test_micro_batches_pay_for_links_again_and_for_the_step_once(way):
+    plain = data_parallel()
+    sharding = {"ddp": plain, "zero1": stored(plain, {}), "zero2": stored(plain)}.get(way) or stored(plain, None, True)
+    one, three = price("mlp", sharding), price("mlp", sharding, micro_batches=3)
+    assert three == replace(one, micro_batches=3)  # but for the number nothing is another
+    chain = sum(link.forward + link.backward for link in one.links)
+    assert three.seconds == pytest.approx(one.seconds + 2 * chain)
+    moved = sum(link.communication.total for link in one.links)
+    assert three.communication == pytest.approx(3 * moved + one.gradient_sum)
+    assert three.compute == pytest.approx(3 * one.compute)
+
+
+def test_a_copy_for_several_links_lives_through_all_micro_batches():
+    """It is made once; beside the gradient of a pass lies what the passes before have added up."""
+    graph = GRAPHS["gpt_tied"]()
+    name = next(v.origin for v in graph.of_role(Role.PARAMETER) if v.origin.startswith("token"))
+    size = next(v.type.nbytes for v in graph.of_role(Role.PARAMETER) if v.origin == name)
+    plain = everywhere(graph, "R")
+    once = replace(plain, storage={**plain.storage, name: Layout((S(0),))})
+    one, three = price("gpt_tied", once), price("gpt_tied", once, micro_batches=3)
+    assert three.shared_bytes == one.shared_bytes + size == 3 * size
+    before = price("gpt_tied", plain).outside.total  # the prologue
+    assert three.outside.total == pytest.approx(one.outside.total + 2 * before)
+
+
+def test_a_layout_that_one_of_several_links_reads_is_a_copy_of_the_step_too():
+    """With one micro-batch its link converts it; with several it would do so in each."""
+    graph = GRAPHS["gpt_tied"]()
+    plain = everywhere(graph, "R")
+    table = next(v for v in graph.of_role(Role.PARAMETER) if v.origin.startswith("token"))
+    head = next(op for op in graph.ops if table.name in op.inputs[1:])
+    split = next(s for s in strategies(rule_of(head), view_op(graph, head), 2) if str(s.inputs[1]) == "S(0)")
+    sharding = replace(plain, strategies={**plain.strategies, head.name: split})
+    one, three = lower(graph, sharding), lower(graph, sharding, 3)
+    assert not one.shared and [step.target for step in three.shared] == [Tensor(table.name, Layout((S(0),)))]
+    assert len(list(one.conversions())) == len(list(three.conversions()))
+
+
+def test_a_copy_for_several_links_is_there_for_the_whole_step():
+    """The table of a tied model is gathered once; regathered, each of its two links has a copy for itself."""
+    graph = GRAPHS["gpt_tied"]()
+    name = next(v.origin for v in graph.of_role(Role.PARAMETER) if v.origin.startswith("token"))
+    size = next(v.type.nbytes for v in graph.of_role(Role.PARAMETER) if v.origin == name)
+    plain = everywhere(graph, "R")
+    once = replace(plain, storage={**plain.storage, name: Layout((S(0),))})
+    assert price("gpt_tied", plain).shared_bytes == 0
+    found, again = price("gpt_tied", once), price("gpt_tied", replace(once, regathered=(name,)))
+    assert found.shared_bytes == 2 * size and found.outside.total > again.outside.total  # with its gradient
+    assert found.fixed_bytes == found.resident_bytes + found.common_bytes + found.shared_bytes
+    assert again.shared_bytes == 0
+    gathers = AXIS.links["all_gather"].seconds(size)
+    moved = sum(link.communication.total for link in again.links)
+    assert moved - sum(link.communication.total for link in price("gpt_tied", plain).links) > 2.9 * gathers
 
 
 def test_what_the_links_of_a_data_parallel_mlp_hold():

@@ -7,11 +7,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.ir.layout import B, Layout, P, Place, R, S, Split, State, replicated, without_gradient
-from tests.meshes import everywhere, placed, spots
+from pipeline.ir.layout import B, Layout, P, Place, R, S, Split, State, at_places, replicated, without_gradient
+from tests.meshes import everywhere, own_piece, placed, spots
 
 states = st.one_of(
     st.sampled_from([R, B, P]),
@@ -255,3 +255,38 @@ def test_a_split_across_the_parts_of_a_rank_is_no_layout() -> None:
     assert Layout.parse("S(0:3)").nested(S(0, 3), (2, 2)) == Layout.parse("S(0:3),S(0:3)")
     assert Layout.parse("S(0)").nested(S(0, 4), (2, 4)) == Layout.parse("S(0),S(0:8)")
     assert Layout.parse("S(0:8)").nested(S(0), (4, 2)) == Layout.parse("S(0:8),S(0)")
+
+
+# ---- finer layouts
+
+
+@settings(max_examples=200, deadline=None)
+@given(placed())
+def test_the_digits_of_a_finer_layout(case) -> None:
+    """Splitting a rank's piece at these digits gives its piece of the finer layout."""
+    shape, sizes, finer = case
+    finer = Layout(tuple(state if state.kind == "S" else R for state in finer.states))
+    whole = torch.arange(math.prod(shape)).view(shape)
+    split = [axis for axis, state in enumerate(finer.states) if state.kind == "S"]
+    for count in range(len(split) + 1):
+        for axes in itertools.combinations(split, count):
+            places = {a: p for a, p in finer.places(sizes).items() if a not in axes}
+            states = tuple(R if axis in axes else state for axis, state in enumerate(finer.states))
+            coarse = at_places(states, places, sizes)
+            digits = coarse.further(finer, sizes)
+            assert sorted(digits) == list(axes)
+            for at in everywhere(sizes):
+                held = own_piece(whole, coarse, sizes, at)
+                for axis, place in sorted(digits.items(), key=lambda item: -item[1].outside):
+                    held = held.unflatten(place.dim, (place.outside, sizes[axis], -1))
+                    held = held.select(place.dim + 1, at[axis]).flatten(place.dim, place.dim + 1)
+                assert torch.equal(held, own_piece(whole, finer, sizes, at))
+
+
+@pytest.mark.parametrize(
+    ("coarse", "finer"),
+    [("R,S(0)", "S(0),S(0)"), ("R,S(0)", "S(0),S(1)"), ("S(0),R", "R,R"), ("B,R", "S(0),R"), ("R,R", "B,S(0)")],
+)
+def test_what_is_not_finer(coarse: str, finer: str) -> None:
+    with pytest.raises(ValueError, match=r"is not .* with more axes split"):
+        Layout.parse(coarse).further(Layout.parse(finer), (2, 2))

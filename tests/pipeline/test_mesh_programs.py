@@ -17,7 +17,7 @@ from pipeline.ir.program import Convert, Tensor
 from pipeline.lowering import home_layouts, lower, with_paths
 from pipeline.ops.mesh import graph_strategies
 from stages.codegen.module import write_module
-from tests.graphs import mlp_graph, preset, profile_of
+from tests.graphs import gpt_graph, mlp_graph, preset, profile_of
 from tests.meshes import mesh
 from tests.one_op import example, t
 
@@ -140,3 +140,22 @@ def test_paths_are_part_of_the_artifact() -> None:
     sharding = sharded("S(0),S(1)")
     assert sharding.paths
     assert decode(Sharding, encode(sharding)) == sharding
+
+
+def test_a_gradient_is_summed_once_whatever_else_reads_the_parameter() -> None:
+    """Tied: an op that reads the weight whole masks its gradient, one that takes a piece pads it; nothing is moved."""
+    graph, sizes = gpt_graph(tie=True), (2,)
+    found = graph_strategies(graph, sizes)
+    chosen = {name: next(s for s in options if s.name == "R") for name, options in found.items()}
+    (table,) = (v.name for v in graph.of_role(Role.PARAMETER) if v.origin == "token.weight")
+    (lookup, head) = (op for op in graph.ops if table in op.inputs)
+    stored = {v.origin: Layout((R,)) for v in graph.of_role(Role.PARAMETER)}
+    given = {v.name: Layout((R,)) for v in graph.of_role(Role.INPUT)}
+    summed = next(s for s in found[head.name] if str(s.inputs[1]) == "B" and str(s.inputs[0]) == "S(0)")
+    for other, step in (("R", "B -> R"), ("S(0)", "B -> S(0)")):
+        reading = next(s for s in found[lookup.name] if str(s.inputs[0]) == other)
+        sharding = Sharding({**chosen, head.name: summed, lookup.name: reading}, stored, given)
+        program = lower(graph, sharding)
+        assert program.reduced == {table: (0,)}
+        ways = [f"{s.source.layout} -> {s.target.layout}" for s in program.conversions() if s.source.value == table]
+        assert ways == [step]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -79,6 +81,17 @@ def test_every_strategy_on_a_mesh_is_exact(name: str, sizes: tuple[int, ...]) ->
     it = example(*OPS[name])
     found = op_strategies(it.view, sizes)
     assert len(found) > 4
+    check_all(it, found, sizes)
+
+
+@pytest.mark.parametrize("name", ["embedding", "cross entropy", "mean"])
+def test_local_forms_on_three_axes_are_exact(name: str) -> None:
+    it = example(*OPS[name])
+    found = [strategy for strategy in op_strategies(it.view, (2, 2, 2)) if strategy.body]
+    check_all(it, random.Random(0).sample(found, min(40, len(found))), (2, 2, 2))
+
+
+def check_all(it: Example, found: Sequence[Strategy], sizes: tuple[int, ...]) -> None:
     for strategy in found:
         try:
             check_on_mesh(it, strategy, sizes)
@@ -107,6 +120,7 @@ def test_strategies_fit_and_differ(sizes: tuple[int, ...]) -> None:
         assert any(all(s == R for x in (*o.inputs, *o.outputs) for s in x.states) for o in options)
         for strategy in options:
             assert len(strategy.name.split(",")) == len(sizes)
+            assert not strategy.body or len(strategy.body.split(",")) == len(sizes)
             for value, layout in zip((*op.inputs, *op.outputs), (*strategy.inputs, *strategy.outputs), strict=True):
                 assert layout.fits(graph.values[value].type.shape, sizes), f"{name}: {layout}"
                 assert layout == layout.normal(sizes)

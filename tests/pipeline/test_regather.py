@@ -10,7 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline import runtime
 from pipeline.cost.conversions import REGATHER, TABLE, entry_bytes, entry_seconds
-from pipeline.runtime import collectives
+from pipeline.runtime.recompute import recompute
+from pipeline.runtime.regather import _notes
 from tests.graphs import preset
 from tests.meshes import mesh, run_threads
 
@@ -56,7 +57,7 @@ def test_the_gradients_are_those_of_a_kept_copy_and_only_the_shard_is_kept(ranks
         assert kept[at][0] == 2
         for found, expected in zip(gradients, kept[at][1], strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert not collectives._shards
+    assert not _notes
 
 
 def saved_bytes(gather: str) -> int:
@@ -69,14 +70,13 @@ def saved_bytes(gather: str) -> int:
         own = {t.untyped_storage().data_ptr() for t in (shard, x)}
         found: dict[int, int] = {}
 
-        def pack(tensor: Tensor):
-            packed = collectives._pack(tensor) if gather == "regather" else tensor
-            memory = (packed if isinstance(packed, Tensor) else packed[0].shard).untyped_storage()
+        def pack(tensor: Tensor) -> Tensor:
+            memory = tensor.untyped_storage()
             if memory.data_ptr() not in own:
                 found[memory.data_ptr()] = memory.nbytes()
-            return packed
+            return tensor.detach()
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, collectives._unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, Tensor.detach), runtime.keep_shards():
             y = F.linear(x, getattr(runtime, gather)(shard, axis="d0", dim=0))
         held[at] = sum(found.values())
         y.sum().backward()
@@ -101,6 +101,98 @@ def test_without_the_context_it_is_an_all_gather() -> None:
 def test_a_group_of_one_keeps_its_parameter() -> None:
     ((alive, _),) = run(1, "regather", 0, True).values()
     assert alive == 2  # the parameter itself
+
+
+# ---- several conversions one after another, and recompute regions around them
+
+
+def chain_of(x: Tensor, shard: Tensor, again, alive: list[StorageWeakRef]) -> Tensor:
+    """A weight that two axes split: gathered on both, as a sum and as it is; nothing of the way is kept."""
+    first = again(runtime.all_gather, shard, axis="d0", dim=0)
+    whole = again(runtime.gather, first, axis="d1", dim=1)
+    alive += [StorageWeakRef(tensor.untyped_storage()) for tensor in (first, whole)]
+    return torch.tanh(F.linear(x, whole))
+
+
+def run_chain(again, regions: int) -> dict:
+    torch.manual_seed(5)
+    whole, inputs = torch.randn(6, 6, dtype=torch.float64), torch.randn(2, ROWS, 6, dtype=torch.float64)
+
+    def rank(at):
+        shard = whole.chunk(2, 0)[at[0]].chunk(2, 1)[at[1]].clone().requires_grad_()
+        x = inputs[at[0]].clone().requires_grad_()
+        watched: list[StorageWeakRef] = []
+
+        def link(x: Tensor) -> Tensor:
+            return chain_of(x, shard, again, watched)
+
+        def body(x: Tensor) -> Tensor:
+            return link(link(x)) if regions < 2 else link(recompute(link, x))
+
+        with runtime.keep_shards():
+            y = recompute(body, x) if regions else body(x)
+        alive = sum(not memory.expired() for memory in watched)
+        y.sum().backward()
+        return alive, len(watched) // 2, [x.grad, shard.grad]
+
+    return run_threads(rank, mesh(2, 2))
+
+
+def plainly(conversion, x: Tensor, **arguments) -> Tensor:
+    return conversion(x, **arguments)
+
+
+@pytest.mark.parametrize(("regions", "runs"), [(0, 2), (1, 4), (2, 5)])
+def test_a_way_of_several_steps_inside_recompute_regions(regions: int, runs: int) -> None:
+    plain, again = run_chain(plainly, 0), run_chain(runtime.again, regions)
+    for at, (alive, count, gradients) in again.items():
+        assert alive == 0 and count == runs
+        for found, expected in zip(gradients, plain[at][2], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert not _notes
+
+
+def test_a_region_that_runs_again_keeps_the_shards_alone() -> None:
+    """Two layers in one region: what its second run gathers does not wait for the gradients to come."""
+    assert set(region_peak("all_gather").values()) == {2}
+    assert set(region_peak("regather").values()) == {0}
+
+
+def region_peak(gather: str) -> dict:
+    """The most of the weights that the region gathered which are alive when a layer's gradient comes."""
+
+    def rank(at):
+        shards = [torch.randn(3, 6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        x = torch.randn(ROWS, 6, dtype=torch.float64, requires_grad=True)
+        watched: list[StorageWeakRef] = []
+        seen: list[int] = []
+
+        def layer(x: Tensor, shard: Tensor) -> Tensor:
+            whole = getattr(runtime, gather)(shard, axis="d0", dim=0)
+            watched.append(StorageWeakRef(whole.untyped_storage()))
+            y = F.linear(x, whole)
+            y.register_hook(lambda _: seen.append(sum(not memory.expired() for memory in watched)))
+            return torch.tanh(y)
+
+        def body(x: Tensor) -> Tensor:
+            return layer(layer(x, shards[0]), shards[1])
+
+        with runtime.keep_shards():
+            y = recompute(body, x)
+        watched.clear()
+        y.sum().backward()
+        return max(seen)
+
+    return run_threads(rank, mesh(2))
+
+
+def test_outputs_are_not_held_by_their_own_graph() -> None:
+    """What is kept of an op's output must not hold the op: without backward nobody would let go of it."""
+    with runtime.keep_shards():
+        y = torch.tanh(torch.randn(4, requires_grad=True))
+    memory = StorageWeakRef(y.untyped_storage())
+    del y
+    assert memory.expired()
 
 
 def test_the_price_of_gathering_again() -> None:

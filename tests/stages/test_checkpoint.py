@@ -13,6 +13,7 @@ from torch import nn
 from pipeline.config import Checkpoint, Recompute
 from pipeline.cost.step import price_step
 from pipeline.errors import SolveError
+from pipeline.ir.cluster import Mesh
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R
 from pipeline.ir.plan import Frontier, FrontierPoint, Plan, Proof, Region, Sharding
@@ -181,8 +182,8 @@ def test_a_budget_below_what_stays_resident():
 def test_a_model_of_one_link():
     """Nothing to choose: it fits or it does not."""
     from stages.solve.frontier import Sweep
-    from stages.solve.problem import build, to_sharding
-    from stages.solve.run import _point
+    from stages.solve.on_mesh import price_point
+    from stages.solve.problem import Given, build, to_sharding
     from tests.graphs import SILENT, solve_settings
 
     class One(nn.Module):
@@ -196,14 +197,15 @@ def test_a_model_of_one_link():
     graph = trace(One(), {"x": torch.zeros(4, 4)})
     assert len(graph.chain) == 1
     profile, cluster = profile_graph(graph), preset(1)
-    problem, choices = build(graph, profile, cluster, 0.0)
-    solution = Sweep(problem, solve_settings(), WHERE, SILENT).fastest()
-    point = _point(graph, profile, cluster, 0.0, to_sharding(graph, choices, solution.picked), solution)
+    problem, choices = build(graph, profile, Given(cluster.axes, cluster.compute, 0.0))
+    (solution,) = Sweep(problem, solve_settings(), WHERE, SILENT).frontier(math.inf, lambda done, note="": None)
+    sharding = to_sharding(graph, choices, solution.picked)
+    point = price_point(graph, profile, cluster, 0.0, sharding, solution.proof)
     price = price_step(graph, profile, cluster, point.sharding, lower(graph, point.sharding), 0.0)
     assert linearize(price) is None
     settings = Checkpoint(recompute=Recompute.optimal)
     for budget, fits in ((10**6, True), (100, False)):
-        frontier = Frontier(budget, 0.0, (point,))
+        frontier = Frontier(budget, 0.0, (Mesh(cluster.axes),), (point,))
         found = evaluate(graph, profile, cluster, frontier, 0, settings)
         if fits:
             assert choose([found], cluster, frontier, WHERE).regions == (Region(0, 0, False, ()),)
@@ -221,6 +223,26 @@ def test_the_chain_in_numbers():
     assert chain.a[0] == 0  # the first link reads inputs, which stay where they are
     assert sum(chain.f) + sum(chain.b) == pytest.approx(sum(link.forward + link.backward for link in price.links))
     assert all(kept >= out for kept, out in zip(chain.saved, chain.a[1:], strict=True))
+
+
+@pytest.mark.parametrize("recompute", ["off", "full"])
+def test_the_step_is_that_of_all_micro_batches(recompute):
+    """What is recomputed, is so in each of them; the optimizer runs once."""
+    settings, found = Checkpoint(recompute=Recompute(recompute)), {}
+    for count in (1, 3):
+        frontier = replace(frontier_of("gpt"), micro_batches=count, points=frontier_of("gpt").points[:1])
+        cases = [evaluate(GRAPHS["gpt"](), profile_of("gpt"), preset(), frontier, 0, settings)]
+        plan = choose(cases, preset(), frontier, WHERE)
+        assert plan.micro_batches == count
+        assert ("3 micro-batches a step; " in describe(GRAPHS["gpt"](), plan)) is (count == 3)
+        found[count] = plan.prediction, cases[0].price
+    (one, price), (three, _) = found[1], found[3]
+    once = price.gradient_sum + price.optimizer
+    assert three.step_seconds - once == pytest.approx(3 * (one.step_seconds - once))
+    assert three.recompute_seconds == pytest.approx(3 * one.recompute_seconds)
+    assert (one.recompute_seconds > 0) is (recompute == "full")
+    assert three.optimizer_seconds == one.optimizer_seconds
+    assert (three.peak_bytes, three.resident_bytes) == (one.peak_bytes, one.resident_bytes)
 
 
 def test_common_values_are_beside_every_schedule():
@@ -247,7 +269,8 @@ def test_a_ladder_holds_no_more_than_predicted(share):
     chain = linearize(price)
     least, most = rotor.tightest(chain, 500).memory, simulate(chain, no_recompute(chain.length).sequence).peak
     budget = price.fixed_bytes + math.ceil(least + share * (most - least))
-    frontier = Frontier(budget, 0.0, (FrontierPoint(sharding, 0.0, 0, 0, Proof("none", 0.0, 0.0, 0.0, 0, 0)),))
+    point = FrontierPoint(sharding, 0.0, 0, 0, Proof("none", "none", 0.0, 0.0, 0.0, 0, 0))
+    frontier = Frontier(budget, 0.0, (Mesh(cluster.axes),), (point,))
     found = evaluate(graph, profile, cluster, frontier, 0, Checkpoint())
     plan = choose([found], cluster, frontier, WHERE)
     assert recomputes(plan.regions) is (share < 1)

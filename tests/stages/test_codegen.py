@@ -6,13 +6,15 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout, S
+from pipeline.ir.layout import Layout, R, S
 from pipeline.ir.names import look_up
 from pipeline.ir.plan import Sharding
 from pipeline.lowering import lower
@@ -143,9 +145,9 @@ def other_first_layer(graph: OpGraph) -> Sharding:
 def check_parameters(graph: OpGraph, sharding: Sharding) -> dict:
     program = lower(graph, sharding)
     table = load(write_module(graph, plan_for(graph, sharding, 2), program))["PARAMETERS"]
-    summed = {graph.values[name].origin for name in program.reduced}
     for value in graph.of_role(Role.PARAMETER):
-        wanted = (str(sharding.storage[value.origin]), "summed" if value.origin in summed else "complete")
+        stored = str(sharding.storage[value.origin])
+        wanted = (stored, "d0" if value.name in program.reduced else "", str(sharding.state.get(value.origin, stored)))
         assert look_up(table, value.origin) == wanted, value.origin
     return table
 
@@ -165,12 +167,65 @@ def test_equal_layers_are_one_row_and_others_their_own():
     assert "layers.*.up.weight" not in differing and "layers.*.down.weight" in differing
 
 
+def test_states_of_the_optimizer_have_their_own_layout():
+    graph = gpt_graph(2)
+    sharding = uniform(graph, 2)
+    shards = {name: Layout((S(0),)) for name in sharding.storage}
+    table = check_parameters(graph, replace(sharding, state=shards))
+    assert table["layers.*.up.weight"] == ("R", "d0", "S(0)")
+    spare = replace(next(graph.of_role(Role.PARAMETER)), name="spare", origin="spare")
+    unread = replace(graph, values={**graph.values, "spare": spare})
+    more = replace(
+        sharding,
+        storage={**sharding.storage, "spare": Layout((R,))},
+        state={**shards, "spare": Layout((S(0),))},
+    )
+    rows = load(write(unread, plan_for(unread, more, 2)))
+    assert rows["PARAMETERS"]["spare"] == ("R", "", "R"), "nothing updates what no op reads"
+
+
 def test_inputs_and_mesh_are_told():
     graph = mlp_graph()
     point = frontier_of("mlp").points[0]
     found = load(write(graph, plan_for(graph, point.sharding, 2)))
-    assert found["MESH"] == {"d0": 2} and found["DEVICE"] == torch.device("cpu")
+    assert found["MESH"] == {"d0": 2} and found["DEVICE"] == torch.device("cpu") and found["MICRO_BATCHES"] == 1
     assert found["INPUTS"] == {name: str(layout) for name, layout in point.sharding.inputs.items()}
+
+
+# ----------------------------------------------------------------------------------------------- micro-batches
+
+
+class Tied(nn.Module):
+    """Two links read one weight; names are those that the program uses itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.copies = nn.Linear(4, 4)
+
+    def forward(self, x, p):
+        y = torch.tanh(self.copies(x)) * p
+        return (torch.tanh(self.copies(y)) - x).square().mean()
+
+
+def test_what_links_share_is_made_once_for_all_micro_batches(tmp_path):
+    graph = trace(Tied(), {"x": torch.zeros(4, 4), "p": torch.zeros(4, 4)})
+    sharding = uniform(graph, 2)
+    sharding = replace(sharding, storage={name: Layout((S(0),)) for name in sharding.storage})
+    plan = plan_for(graph, sharding, 2, nested(graph))
+    one, three = write(graph, plan), write(graph, replace(plan, micro_batches=3))
+    assert "def copies(self)" not in one and "\nMICRO_BATCHES = 1 " in one and "\nMICRO_BATCHES = 3 " in three
+    assert 'self.copies = scope(tensors, "copies")' not in three, "it would hide the method"
+    made, _, forward = three.partition("    def copies(self)")[2].partition("    def forward(self, **batch: Tensor)")
+    assert made.count("all_gather(") == 2 and "all_gather(" not in forward
+    (returned,) = re.findall(r"return \{(.*)\}", made)
+    names = re.findall(r'"(\w+)": (\w+)', returned)
+    assert len(names) == 2
+    for key, name in names:
+        assert key == name and f'{name} = batch["{name}"]' in forward
+    assert one.count("all_gather(") == 2
+    for number, text in enumerate((one, three)):
+        (tmp_path / f"{number}.py").write_text(text)
+    assert ruff(tmp_path) == ""
 
 
 # -------------------------------------------------------------------------------------------------- statements

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 
@@ -14,52 +13,12 @@ from hypothesis import strategies as st
 from stages.checkpoint.chain import Chain, ChainError, Option, default_slots, discretise
 from stages.checkpoint.rotor import InfeasibleBudget, schedule, solve, tightest
 from stages.checkpoint.schedule import Keep, Kind, Op, Region, Schedule, flatten, full_recompute, no_recompute
-from stages.checkpoint.simulate import InvalidSequence, apply, simulate, start
+from stages.checkpoint.simulate import InvalidSequence, simulate
+from tests.schedules import fastest
 
 
 def examples(count: int) -> settings:
     return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-# ------------------------------------------------------------------------------------------------------ the oracle
-
-
-def fastest(chain: Chain, memory: float, first: int = 0, last: int | None = None, through: Op | None = None) -> float:
-    """Dijkstra over the simulator's states, by every op that fits; infinite where no sequence ends.
-
-    Persistent: an activation that F_ck or F_all has left in place is pinned, and not dropped before its backward.
-    With `through`, only sequences in which that op once holds all of the memory count.
-    """
-    last = chain.length if last is None else last
-    ops = [Op(kind, i) for kind in (Kind.F_CK, Kind.F_NONE) for i in range(first, last + 1)]
-    ops += [Op(kind, i, k) for kind in (Kind.F_ALL, Kind.B) for i in range(first, last + 1) for k in options(chain, i)]
-    ticket = itertools.count()
-    queue = [(0.0, next(ticket), (start(chain, first, last), frozenset({first}), through is None))]
-    done = set()
-    while queue:
-        time, _, node = heapq.heappop(queue)
-        if node in done:
-            continue
-        done.add(node)
-        state, pinned, met = node
-        if state.gradient == first and met:
-            return time
-        for op in ops:
-            if op.kind is Kind.F_NONE and op.link in pinned:
-                continue
-            try:
-                step = apply(chain, state, op, first)
-            except InvalidSequence:
-                continue
-            if step.held <= memory:
-                pins = pinned | {op.link} if op.kind in (Kind.F_CK, Kind.F_ALL) else pinned
-                after = (step.state, pins & step.state.activations, met or (op == through and step.held == memory))
-                heapq.heappush(queue, (time + step.seconds, next(ticket), after))
-    return math.inf
-
-
-def options(chain: Chain, i: int) -> range:
-    return range(len(chain.options(i)))
 
 
 # --------------------------------------------------------------------------------------------------------- chains

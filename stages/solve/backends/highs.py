@@ -23,4 +23,6 @@ def solve(model: Any, settings: Solve, where: str) -> float:
             f"HiGHS found no plan in {settings.time_limit_s:g} s ({ended})", where=where, remedy="raise time_limit_s"
         )
     model.solutions.load_from(results)
+    if hasattr(model, "rc"):  # reduced costs, which the loaded solution leaves out
+        model.rc.update(solver.get_reduced_costs())
     return float(results.problem.lower_bound)

@@ -1,0 +1,71 @@
+"""The forward and backward passes of a step, one for each of its micro-batches: the gradients of their mean loss.
+
+| in a step                      | first to last but one      | last                                 |
+|--------------------------------|----------------------------|--------------------------------------|
+| gradients (`Gradients`)        | add up on each rank        | are brought together, in buckets     |
+| copies that are made once      | are read in their stand-in | are read; all their gradients come   |
+| (a program's `copies`)         | where gradients add up     | together, and go back to parameters  |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.runtime.gradients import Gradients
+
+
+def run_passes(
+    program: Any,
+    gradients: Gradients,
+    batches: Iterable[Mapping[str, Tensor]],
+    count: int,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[Tensor]:
+    """The losses of all micro-batches; then the gradients are there for the optimizer. `around` is for forward."""
+    gradients.start(armed=count == 1)
+    with around():
+        copies = Copies(program.copies() if hasattr(program, "copies") else {})
+    losses = []
+    for left, batch in zip(reversed(range(count)), batches, strict=True):
+        if not left:
+            gradients.arm()
+        losses.append(_pass(program, {**batch, **(copies.last() if not left else copies.stand_ins)}, count, around))
+    gradients.wait()
+    return losses
+
+
+def _pass(
+    program: Any, read: Mapping[str, Tensor], count: int, around: Callable[[], AbstractContextManager[Any]]
+) -> Tensor:
+    with around():
+        loss: Tensor = program.forward(**read)
+    (loss / count if count > 1 else loss).backward()
+    return loss.detach()
+
+
+class Copies:
+    """Copies of parameters, of which autograd undoes the making once: in the backward pass that is last."""
+
+    def __init__(self, made: Mapping[str, Tensor]) -> None:
+        self.made = made
+        self.stand_ins = {name: copy.detach().requires_grad_(copy.requires_grad) for name, copy in made.items()}
+
+    def last(self) -> dict[str, Tensor]:
+        return {name: self._joined(copy, self.stand_ins[name]) for name, copy in self.made.items()}
+
+    def _joined(self, copy: Tensor, stand_in: Tensor) -> Tensor:
+        """The copy, whose gradient is joined by what has come together in its stand-in."""
+        view = copy.view_as(copy)  # of its own, as the copy may be the parameter itself
+        if stand_in.grad is not None:
+            view.register_hook(partial(_join, stand_in))
+        return view
+
+
+def _join(stand_in: Tensor, gradient: Tensor) -> Tensor:
+    found, stand_in.grad = stand_in.grad, None
+    return gradient if found is None else found.add_(gradient)

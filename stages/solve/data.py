@@ -1,0 +1,101 @@
+"""A problem as plain numbers: nodes with choices, edges and shared copies with cost matrices, memory over time.
+
+Each node takes one choice. A choice costs seconds; an edge costs seconds by the choices at its two ends (infinite where
+they do not go together). A share is a tensor that several nodes read, each in one of several forms by its choice: a
+form is made once from what the maker wrote, however many want it, and costs seconds by the maker's choice. And all of
+them hold bytes during stretches of time. At no moment may more be held than the limit. What the choices mean is the
+concern of whoever built the problem.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+FORBIDDEN = math.inf
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """Bytes held from one moment until before another; as many numbers as there are costs."""
+
+    first: int
+    end: int
+    usages: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    name: str
+    costs: Array  # seconds, one per choice
+    holdings: tuple[Holding, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    first: int
+    second: int
+    costs: Array  # costs[choice of first, choice of second]
+    holdings: tuple[Holding, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    node: int
+    wants: NDArray[np.int64]  # per choice of the node, the form that it reads
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    maker: int
+    readers: tuple[Reader, ...]
+    costs: Array  # costs[choice of the maker, form]
+    holdings: tuple[Holding, ...] = ()
+
+    def forms(self, picked: Sequence[int]) -> set[int]:
+        """The forms that are made."""
+        return {int(reader.wants[picked[reader.node]]) for reader in self.readers}
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    shares: tuple[Share, ...] = ()
+
+    def _taken(self, picked: Sequence[int]) -> Iterator[tuple[Node | Edge | Share, tuple[int, ...]]]:
+        """Every entry of a cost array that these choices pay, and hold the memory of."""
+        for node, k in zip(self.nodes, picked, strict=True):
+            yield node, (k,)
+        for edge in self.edges:
+            yield edge, (picked[edge.first], picked[edge.second])
+        for share in self.shares:
+            for form in share.forms(picked):
+                yield share, (picked[share.maker], form)
+
+    def cost(self, picked: Sequence[int]) -> float:
+        return math.fsum(part.costs[entry] for part, entry in self._taken(picked))
+
+    @cached_property
+    def length(self) -> int:
+        """Moments: 0 .. length - 1."""
+        parts = (*self.nodes, *self.edges, *self.shares)
+        return max((h.end for part in parts for h in part.holdings), default=0)
+
+    def held(self, picked: Sequence[int]) -> Array:
+        """Bytes at each moment."""
+        change = np.zeros(self.length + 1)
+        for part, entry in self._taken(picked):
+            for h in part.holdings:
+                change[h.first] += h.usages[entry]
+                change[h.end] -= h.usages[entry]
+        return np.cumsum(change)[:-1]
+
+    def peak(self, picked: Sequence[int]) -> float:
+        return float(self.held(picked).max(initial=0.0))

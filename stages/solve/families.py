@@ -1,0 +1,156 @@
+"""Ways of working in parallel that have names, as sets of choices: for the user's `only`, and for the baselines.
+
+On one axis of the mesh, with the same costs for all:
+
+| role      | inputs of the step | ops                                            | parameters                    |
+|-----------|--------------------|------------------------------------------------|-------------------------------|
+| data      | split on dim 0     | split on dim 0 of their activations, if they can | whole; gradients summed       |
+| zero1..3  | same               | same                                           | as the forms of ZeRO say      |
+| tensor    | whole              | those with a weight split it, if they can      | split as they are read        |
+| sequence  | whole              | same; in between, activations may be split on dim 1 | same                     |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import product
+
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.layout import Layout, State
+from pipeline.ir.plan import Strategy
+from stages.solve.problem import Choices
+from stages.solve.storage import Stored, Way
+
+
+class Parallel(StrEnum):
+    data = "data"
+    zero1 = "zero1"
+    zero2 = "zero2"
+    zero3 = "zero3"
+    tensor = "tensor"
+    sequence = "sequence"
+
+
+DATA = (Parallel.data, Parallel.zero1, Parallel.zero2, Parallel.zero3)
+WAYS = {Parallel.zero1: Way.zero1, Parallel.zero2: Way.gathered, Parallel.zero3: Way.regathered}
+
+
+@dataclass(frozen=True)
+class Families:
+    """The choices of a problem that each role leaves on an axis."""
+
+    graph: OpGraph
+    choices: Choices
+
+    def kept(self, roles: tuple[Parallel, ...]) -> tuple[tuple[int, ...], ...] | None:
+        """Per node the choices that are left with these roles of the axes; None where a node has none."""
+        index = self.choices.index
+        found: list[tuple[int, ...]] = [()] * len(index)
+        for name, number in index.items():
+            found[number] = self._of(name, roles)
+        return tuple(found) if all(found) else None
+
+    def any_of(self, name: str, roles: tuple[Parallel, ...], axes: int) -> tuple[int, ...]:
+        """The choices of a node that some assignment of these roles to the axes leaves; all, where no role is named."""
+        count = next(len(group[name]) for group in (*self._groups(), {name: (0,)}) if name in group)
+        if not roles:
+            return tuple(range(count))
+        return tuple(sorted({k for chosen in product(roles, repeat=axes) for k in self._of(name, chosen)}))
+
+    def _groups(self) -> tuple[Mapping[str, tuple[object, ...]], ...]:
+        return self.choices.storage, self.choices.inputs, self.choices.ops
+
+    def _of(self, name: str, roles: tuple[Parallel, ...]) -> tuple[int, ...]:
+        if name in self.choices.storage:
+            return _storage(self.choices.storage[name], roles)
+        if name in self.choices.inputs:
+            layouts = self.choices.inputs[name]
+            return tuple(
+                k for k in range(len(layouts)) if all(_input(layouts, k, a, role) for a, role in enumerate(roles))
+            )
+        if name not in self.choices.ops:
+            return (0,)  # a buffer is whole
+        options = self.choices.ops[name]
+        left = tuple(range(len(options)))
+        for axis, role in enumerate(roles):
+            left = self._op(name, options, left, axis, role)
+        return left
+
+    def _op(
+        self, name: str, options: tuple[Strategy, ...], left: tuple[int, ...], axis: int, role: Parallel
+    ) -> tuple[int, ...]:
+        """Of the strategies that are left those that the role is about; where there is none, those without a split."""
+        op = self.graph.op(name)
+        weights = [i for i, n in enumerate(op.inputs) if self.graph.values[n].role is Role.PARAMETER]
+
+        def states(k: int, of_weights: bool) -> list[State]:
+            strategy = options[k]
+            own = [x.states[axis] for i, x in enumerate(strategy.inputs) if (i in weights) == of_weights]
+            return own if of_weights else [*own, *(x.states[axis] for x in strategy.outputs)]
+
+        whole = [k for k in left if not any(s.kind == "S" for s in (*states(k, True), *states(k, False)))]
+        if role in DATA:
+            split = [
+                k
+                for k in left
+                if not any(s.kind == "S" for s in states(k, True))
+                and {s.dim for s in states(k, False) if s.kind == "S"} == {0}
+            ]
+            return tuple(split or whole)
+        large = [i for i in weights if len(self.graph.values[op.inputs[i]].type.shape) > 1]
+        if large:
+            split = [k for k in left if any(options[k].inputs[i].states[axis].kind == "S" for i in large)]
+            return tuple(split or whole)
+        banned = {0} if role is Parallel.sequence else {0, 1}
+        ranks = [len(self.graph.values[n].type.shape) for n in (*op.inputs, *op.outputs)]
+        if max(ranks, default=0) > 3:  # heads, or a vocabulary, lie on another dim than the sequence
+            banned = {0}
+        kept = [k for k in left if not any(s.kind == "S" and s.dim in banned for s in states(k, False))]
+        return tuple(kept or whole)
+
+
+def _storage(ways: tuple[Stored, ...], roles: tuple[Parallel, ...]) -> tuple[int, ...]:
+    """The ways that fit; of ZeRO's those that shard on as many axes as can be."""
+    fitting = [k for k, way in enumerate(ways) if all(_stored(way, a, role) for a, role in enumerate(roles))]
+    sharded = {k: sum(_shards(ways[k], a, role) for a, role in enumerate(roles)) for k in fitting}
+    most = max(sharded.values(), default=0)
+    return tuple(k for k in fitting if sharded[k] == most)
+
+
+def _shards(way: Stored, axis: int, role: Parallel) -> bool:
+    return role in WAYS and way.way is WAYS[role] and way.state.states[axis].kind == "S"
+
+
+def _stored(way: Stored, axis: int, role: Parallel) -> bool:
+    layout, state = way.layout.states[axis], way.state.states[axis]
+    if role in DATA:
+        return _shards(way, axis, role) or (layout.kind == "R" and state.kind == "R")
+    return layout == state
+
+
+def _input(layouts: tuple[Layout, ...], number: int, axis: int, role: Parallel) -> bool:
+    """Data parallelism splits dim 0 of every input that can be."""
+    state = layouts[number].states[axis]
+    if role not in DATA:
+        return state.kind == "R"
+    possible = any(x.states[axis].kind == "S" and x.states[axis].dim == 0 for x in layouts)
+    return (state.kind == "S" and state.dim == 0) if possible else state.kind == "R"
+
+
+def named(axes: int) -> dict[str, tuple[Parallel, ...]]:
+    """Name -> the role of each axis, outermost first."""
+    found = {
+        "DDP": (Parallel.data,) * axes,
+        "ZeRO-1": (Parallel.zero1,) * axes,
+        "ZeRO-2": (Parallel.zero2,) * axes,
+        "ZeRO-3": (Parallel.zero3,) * axes,
+        "tensor": (Parallel.tensor,) * axes,
+        "tensor + sequence": (Parallel.sequence,) * axes,
+    }
+    for outer in (Parallel.data, Parallel.zero1, Parallel.zero3) if axes > 1 else ():
+        for inner in (Parallel.tensor, Parallel.sequence):
+            name = f"{'DDP' if outer is Parallel.data else 'ZeRO-' + outer[-1]} x {inner}"
+            found[name] = (*(outer,) * (axes - 1), inner)
+    return found

@@ -1,0 +1,1 @@
+"""Large problems: a strong incumbent and a bound within given seconds."""

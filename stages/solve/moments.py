@@ -1,0 +1,50 @@
+"""The step as a row of moments: every op forward, every op backward in reverse, then the optimizer.
+
+A block's function holds what it wrote until it returns, so what a link writes is there until the end of the last link
+that reads it; what backward needs stays until the op that needs it is undone.
+"""
+
+from __future__ import annotations
+
+from pipeline.ir.graph import Op, OpGraph, Role
+from pipeline.ir.profile import Profile
+
+
+class Moments:
+    def __init__(self, graph: OpGraph, profile: Profile) -> None:
+        self.graph, self.profile = graph, profile
+        order = [*graph.prologue, *(name for link in graph.chain for name in link.ops)]
+        self.position = {name: number for number, name in enumerate(order)}
+        self.count = len(order)
+        self.end = 2 * self.count + 1
+        self.link = {name: number for number, link in enumerate(graph.chain) for name in link.ops}
+        self.link_end = [self.position[link.ops[-1]] + 1 for link in graph.chain]
+        self.readers = graph.consumers()
+        self.common = {profile.storage[name] for name in graph.common}
+        self.keepers = self._keepers()
+
+    def forward(self, op: str) -> int:
+        return self.position[op]
+
+    def backward(self, op: str) -> int:
+        return 2 * self.count - 1 - self.position[op]
+
+    def forgotten(self, op: Op, value: str) -> int:
+        """When the forward pass lets go of what the op wrote: at the end of the last link that reads it."""
+        links = [self.link[r.name] for r in self.readers[value] if r.name in self.link]
+        own = [self.link[op.name]] if op.name in self.link else []
+        return max((self.link_end[link] for link in (*links, *own)), default=self.count)
+
+    def undone(self, value: str) -> int:
+        """When the first gradient of a value is there: as its last reader is undone."""
+        return min((self.backward(r.name) for r in self.readers[value]), default=self.count)
+
+    def _keepers(self) -> dict[str, str]:
+        """Each activation's memory that backward needs, beside the common values -> the first op that keeps it."""
+        keepers: dict[str, str] = {}
+        for op in self.graph.ops:
+            for name in self.profile.ops[op.name].saves:
+                root = self.profile.storage[name]
+                if self.graph.values[root].role is Role.RESULT and root not in self.common:
+                    keepers.setdefault(root, op.name)
+        return keepers

@@ -1,0 +1,161 @@
+"""Everything that is solved for one mesh: its problem, what the user leaves of it, plans and baselines."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cached_property
+
+from pipeline.config import Solve
+from pipeline.cost.step import price_step
+from pipeline.ir.cluster import Cluster
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Baseline, FrontierPoint, Proof, Sharding
+from pipeline.ir.profile import Profile
+from pipeline.log import Advance, Log
+from pipeline.lowering import lower, with_paths
+from stages.solve.baselines import baselines
+from stages.solve.constraints import Hand
+from stages.solve.exact import Reduced, as_it_is, restrict
+from stages.solve.frontier import PRICES, Solution, Sweep
+from stages.solve.least import least_resident
+from stages.solve.problem import Given, build, to_sharding
+from stages.solve.saved import Saved, check_allowed, found_among
+from stages.solve.storage import Way
+
+GIVEN = "given"  # a proof's method: the plan was saved, not found
+
+
+class OnMesh:
+    def __init__(
+        self,
+        graph: OpGraph,
+        profile: Profile,
+        cluster: Cluster,
+        copies: float,
+        settings: Solve,
+        where: str,
+        log: Log,
+        micro_batches: int = 1,
+    ) -> None:
+        """`cluster` is on the mesh; `copies` are tensors of a parameter's size that the optimizer keeps."""
+        self.graph, self.profile, self.cluster, self.copies = graph, profile, cluster, copies
+        self.settings, self.where, self.micro_batches = settings, where, micro_batches
+        self.given: list[tuple[int, ...]] = []  # plans that were saved, by what is left of the problem
+        start = time.monotonic()
+        self.problem, self.choices = build(graph, profile, Given(cluster.axes, cluster.compute, copies, micro_batches))
+        self.left = self._left_by(settings)
+        self.build_seconds = time.monotonic() - start
+        self.sweep = Sweep(self.left.problem, settings, where, log)
+
+    def _left_by(self, settings: Solve, ways: Collection[Way] = ()) -> Reduced:
+        """What the settings leave of the problem; of the ways to store a parameter these, where any is named."""
+        hand = self._hand(settings)
+        if not hand.asks and not ways:
+            return as_it_is(self.problem)
+        kept = list(hand.kept(self.choices))
+        for name, stored in self.choices.storage.items() if ways else ():
+            number = self.choices.index[name]
+            kept[number] = tuple(k for k in kept[number] if stored[k].way in ways) or kept[number]
+        return restrict(self.problem, tuple(kept))
+
+    def _hand(self, settings: Solve) -> Hand:
+        return Hand(self.graph, tuple(axis.name for axis in self.cluster.axes), settings, self.where)
+
+    def start_from(self, saved: Saved) -> None:
+        """The search knows this plan from the beginning, and the frontier has a place for it."""
+        picked = found_among(saved, self.graph, self.problem, self.choices)
+        check_allowed(picked, self.choices, self.left, self._hand(self.settings))
+        self.given.append(self.left.shrink(picked))
+        self.sweep.start_from(self.given[-1])
+
+    def given_points(self) -> list[FrontierPoint]:
+        """The plans that the search started from, with what it proved."""
+        return [self._point(self._known(picked, GIVEN)) for picked in self.given]
+
+    def judged_points(self, budget: float) -> list[FrontierPoint]:
+        """The same without a search for others, each with the bound on plans that fit the budget as it does."""
+        return [self._point(self._judged(picked, budget)) for picked in self.given]
+
+    def _judged(self, picked: tuple[int, ...], budget: float) -> Solution:
+        known = self._known(picked, GIVEN)
+        proof = self.sweep.within(max(known.peak, budget)).proof
+        return replace(known, proof=self._proof(GIVEN, known.cost, proof.bound))
+
+    def promise(self, budget: float) -> float:
+        """No plan within the budget is faster, before recompute; infinite where no plan keeps to the constraints."""
+        fastest = self.sweep.bounder.fastest
+        return fastest.cost if fastest.peak <= budget else max(fastest.cost, self.sweep.bounder.bound_at(budget))
+
+    def points(self, budget: float, advance: Advance) -> list[FrontierPoint]:
+        return [self._point(solution) for solution in self.sweep.frontier(budget, advance)]
+
+    def _point(self, solution: Solution) -> FrontierPoint:
+        sharding = to_sharding(self.graph, self.choices, self.left.expand(solution.picked))
+        return price_point(
+            self.graph, self.profile, self.cluster, self.copies, sharding, solution.proof, self.micro_batches
+        )
+
+    def least(self, settings: Solve, ways: Collection[Way] = ()) -> Sharding | None:
+        """The plan that keeps least for good under these settings; None where it is not known."""
+        left = self._left_by(settings, ways)
+        picked = self._least(left)
+        return to_sharding(self.graph, self.choices, left.expand(picked)) if picked else None
+
+    def least_point(self) -> FrontierPoint | None:
+        """The same under the user's settings, priced."""
+        picked = self._least(self.left)
+        return self._point(self._known(picked, PRICES)) if picked else None
+
+    def _least(self, left: Reduced) -> tuple[int, ...] | None:
+        parameters = {self.choices.index[name] for name in self.choices.storage}
+        return least_resident(left.problem, parameters, self.sweep.bounder.fastest.cost)
+
+    def _known(self, picked: tuple[int, ...], method: str) -> Solution:
+        """A plan that the sweep did not ask for, with what is known of those that hold no more than it."""
+        cost, peak = self.left.problem.cost(picked), self.left.problem.peak(picked)
+        return Solution(picked, cost, peak, self._proof(method, cost, self.sweep.bounder.bound_at(peak)))
+
+    def _proof(self, method: str, cost: float, bound: float) -> Proof:
+        bound = max(0.0, min(cost, bound))
+        gap = (cost - bound) / cost if cost else 0.0
+        return Proof(self.settings.backend.value, method, cost, bound, gap, 0, 0, self.settings.seed)
+
+    @cached_property
+    def baselines(self) -> tuple[Baseline, ...]:
+        return baselines(self.graph, self.choices, self.problem)
+
+
+def price_point(
+    graph: OpGraph,
+    profile: Profile,
+    cluster: Cluster,
+    copies: float,
+    sharding: Sharding,
+    proof: Proof,
+    micro_batches: int = 1,
+) -> FrontierPoint:
+    """The plan with its conversions' paths, and what its program is predicted to cost."""
+    sharding = with_paths(graph, sharding, cluster)
+    price = price_step(graph, profile, cluster, sharding, lower(graph, sharding, micro_batches), copies)
+    peak = price.fixed_bytes + sum(link.memory.kept for link in price.links)
+    return FrontierPoint(sharding, price.seconds, price.resident_bytes, peak, proof)
+
+
+def most_promising(meshes: list[OnMesh], budget: float, count: int) -> list[OnMesh]:
+    """The meshes on which the fastest plan is fastest, of equal ones the first; and those that have a saved plan."""
+    possible = [mesh for mesh in meshes if math.isfinite(mesh.promise(budget))]
+    best = sorted(possible or meshes[:1], key=lambda mesh: mesh.promise(budget))[:count]
+    return best + [mesh for mesh in possible if mesh.given and mesh not in best]
+
+
+def best_rows(meshes: list[OnMesh]) -> tuple[Baseline, ...]:
+    """Of each kind the fastest on any of the meshes."""
+    best: dict[str, Baseline] = {}
+    for number, mesh in enumerate(meshes):
+        for row in mesh.baselines:
+            if row.name not in best or row.seconds < best[row.name].seconds:
+                best[row.name] = replace(row, mesh=number)
+    return tuple(best.values())

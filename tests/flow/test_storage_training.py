@@ -1,0 +1,143 @@
+"""The training stage's worker with parameters stored in every way: losses of the plain loop, memory as predicted.
+
+`zero1x3` is ZeRO-1 with steps of three micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.cost.step import StepPrice, price_step
+from pipeline.ir.plan import Plan
+from pipeline.models import gpt
+from pipeline.models.data import TokenSequences
+from stages.checkpoint import schedule
+from stages.checkpoint.linearize import linearize
+from stages.checkpoint.simulate import simulate
+from stages.train.worker import Trainer
+from tests import plans, storage_plans
+from tests.ranks import run_ranks
+from tests.storage_plans import NAMED, plan_named
+
+pytestmark = pytest.mark.flow
+
+MODEL, STEPS, BATCH = "gpt8", 4, 8
+STORED = ("ddp", "zero1", "zero2", "zero3", "ddp_tp", "zero1_tp", "zero3_tp", "ddp_zero1", "zero1_also_on_tp")
+MODELS = {**dict.fromkeys(STORED, MODEL), **dict.fromkeys(("ddpx3", "zero1x3", "zero2x3", "zero3x3"), MODEL)}
+MODELS |= {"zero1_also_on_tpx3": MODEL, "tied_zero2": "tied8", "tied_zero2x3": "tied8"}
+NAMES = tuple(MODELS)
+
+
+def micro_batches(name: str) -> int:
+    return int(name.partition("x")[2] or 1)
+
+
+def stored(name: str) -> str:
+    """Its name among the plans."""
+    return name.partition("x")[0].removeprefix("tied_")
+
+
+def plan_of(name: str) -> Plan:
+    return replace(plan_named(MODELS[name], stored(name)), micro_batches=micro_batches(name))
+
+
+def job(module: Path) -> dict:
+    sizes = plans.GPT8 | {"tie": MODELS[module.stem] == "tied8"}
+    shape = {"shape": [BATCH, sizes["context"]], "dtype": "int64"}
+    data = {"vocab_size": sizes["vocab_size"], "length": sizes["context"], "samples": 64}
+    return {
+        "module_path": str(module),
+        "model": {
+            "precision": "fp32",
+            "module": {"_target_": "pipeline.models.gpt.build", **sizes},
+            "batch": {"input_ids": shape, "labels": shape},
+        },
+        "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences", **data}, "shuffle": False, "seed": 0},
+        "train": {
+            "steps": STEPS,
+            "seed": 3,
+            "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01, "weight_decay": 0.1},
+        },
+        "where": {"model": "model", "data": "data", "train": "train"},
+    }
+
+
+def train(folder: str) -> dict[str, dict]:
+    """On a rank: what every program of the folder reports, and how many bytes stay between steps."""
+    found = {}
+    for path in sorted(Path(folder).glob("*.py")):
+        work = Path(folder) / path.stem
+        work.mkdir(exist_ok=True)
+        trainer = Trainer(job(path), work)
+        found[path.stem] = {**trainer.train(), "resident": trainer._resident()}
+    return found
+
+
+@cache
+def plain_losses(tie: bool, micro_batches: int) -> list[float]:
+    torch.manual_seed(3)
+    model = gpt.build(**plans.GPT8, tie=tie).train()
+    data = TokenSequences(plans.GPT8["vocab_size"], plans.GPT8["context"], 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        found = []
+        for number in range(step * micro_batches, (step + 1) * micro_batches):
+            rows = [data[(number * BATCH + i) % len(data)] for i in range(BATCH)]
+            loss = model(**{name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")})
+            (loss / micro_batches).backward()
+            found.append(loss.item())
+        optimizer.step()
+        losses.append(sum(found) / micro_batches)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> dict[str, list[dict]]:
+    found = {}
+    for sizes in {NAMED[stored(name)].sizes for name in NAMES}:
+        folder = tmp_path_factory.mktemp("training")
+        for name in NAMES:
+            if NAMED[stored(name)].sizes == sizes:
+                (folder / f"{name}.py").write_text(plans.lowered(MODELS[name], plan_of(name))[1])
+        by_rank = run_ranks(prod(sizes), train, str(folder))
+        found |= {name: [rank[name] for rank in by_rank] for name in by_rank[0]}
+    return found
+
+
+def price(name: str) -> StepPrice:
+    model, plan = MODELS[name], plan_of(name)
+    program, _ = plans.lowered(model, plan)
+    cluster = storage_plans.cluster(plan.sizes)
+    return price_step(plans.graph_of(model), storage_plans.profile_of(model), cluster, plan.sharding, program, 2.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_losses_are_those_of_the_plain_loop(reports, name: str) -> None:
+    for report in reports[name]:
+        assert report["losses"] == pytest.approx(plain_losses(name.startswith("tied"), micro_batches(name)), rel=2e-5)
+        assert report["samples"] == BATCH * micro_batches(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_stays_between_steps_is_what_is_priced(reports, name: str) -> None:
+    """The graph is of float64, the training in float32; AdamW counts its steps for each parameter."""
+    expected = price(name).resident_bytes // 2 + 4 * len(plan_of(name).sharding.storage)
+    assert {report["resident"] for report in reports[name]} == {expected}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_peak_is_the_predicted_one(reports, name: str) -> None:
+    """Buffers of collectives are not predicted, nor what an op lets go of early."""
+    found = price(name)
+    chain = linearize(found)
+    assert chain is not None
+    peak = found.fixed_bytes + simulate(chain, schedule.no_recompute(chain.length).sequence).peak
+    assert max(reports[name][0]["peak_bytes"]) == pytest.approx(peak / 2, rel=0.06)

@@ -1,0 +1,75 @@
+"""The judges of Rotor: a search of all persistent schedules, and its recurrences written out, with no table."""
+
+# ruff: noqa: E741 - `l` is the last link of a sub-chain, as in C(i,l,m).
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from functools import cache
+
+from stages.checkpoint.chain import Chain
+from stages.checkpoint.schedule import Kind, Op
+from stages.checkpoint.simulate import InvalidSequence, apply, start
+
+
+def fastest(chain: Chain, memory: float, first: int = 0, last: int | None = None, through: Op | None = None) -> float:
+    """Dijkstra over the simulator's states, by every op that fits; infinite where no sequence ends.
+
+    Persistent: an activation that F_ck or F_all has left in place is pinned, and not dropped before its backward.
+    With `through`, only sequences in which that op once holds all of the memory count.
+    """
+    last = chain.length if last is None else last
+    ops = [Op(kind, i) for kind in (Kind.F_CK, Kind.F_NONE) for i in range(first, last + 1)]
+    ops += [Op(kind, i, k) for kind in (Kind.F_ALL, Kind.B) for i in range(first, last + 1) for k in options(chain, i)]
+    ticket = itertools.count()
+    queue = [(0.0, next(ticket), (start(chain, first, last), frozenset({first}), through is None))]
+    done = set()
+    while queue:
+        time, _, node = heapq.heappop(queue)
+        if node in done:
+            continue
+        done.add(node)
+        state, pinned, met = node
+        if state.gradient == first and met:
+            return time
+        for op in ops:
+            if op.kind is Kind.F_NONE and op.link in pinned:
+                continue
+            try:
+                step = apply(chain, state, op, first)
+            except InvalidSequence:
+                continue
+            if step.held <= memory:
+                pins = pinned | {op.link} if op.kind in (Kind.F_CK, Kind.F_ALL) else pinned
+                after = (step.state, pins & step.state.activations, met or (op == through and step.held == memory))
+                heapq.heappush(queue, (time + step.seconds, next(ticket), after))
+    return math.inf
+
+
+def options(chain: Chain, i: int) -> range:
+    return range(len(chain.options(i)))
+
+
+def recurrence(chain: Chain) -> Callable[[int, int, int], float]:
+    """C(i,l,m) as the docstring of rotor.py has it, one number at a time."""
+
+    @cache
+    def least(i: int, l: int, m: int) -> float:
+        if i > l:
+            return 0.0
+        found, waiting = math.inf, chain.size(l + 1)
+        for o in chain.options(i):
+            floor = max(waiting + o.saved + o.ft, chain.size(i) + chain.size(i + 1) + o.saved + o.bt)
+            if m >= floor:
+                found = min(found, o.f + o.b + least(i + 1, l, m - o.saved))
+        held = 0
+        for j in range(i + 1, l + 1):
+            k = j - 1
+            held = max(held, chain.a[j] + chain.ft_none[k] + (chain.a[k] if k > i else 0))
+            if m >= max(waiting + held, chain.a[j]):
+                found = min(found, sum(chain.f_none[i:j]) + least(j, l, m - chain.a[j]) + least(i, j - 1, m))
+        return found
+
+    return least

@@ -1,0 +1,221 @@
+"""Every solver against exhaustive search on small random problems."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+
+from stages.solve.backends import NothingFound
+from stages.solve.bound import Bounder
+from stages.solve.data import Holding, Node, Problem
+from stages.solve.elimination import Elimination, Prices, TooWide
+from stages.solve.exact import best_prices, restrict, solve, without_dominated, without_hopeless
+from stages.solve.frontier import Sweep
+from stages.solve.model import Plane
+from tests.graphs import SILENT, solve_settings
+from tests.problems import LENGTH, a_limit, best, every_plan, random_problem
+
+WHERE = "conf/solve/test.yaml"
+SEEDS = range(300)
+POSSIBLE = [seed for seed in SEEDS if math.isfinite(best(random_problem(seed)))]
+
+
+def silent(done, note=""):
+    pass
+
+
+def test_the_random_problems_are_of_all_sorts():
+    problems = [random_problem(seed) for seed in SEEDS]
+    assert 200 < len(POSSIBLE) < 300
+    assert sum(bool(p.shares) for p in problems) > 100
+    limits = [best(p, a_limit(p, seed)) for seed, p in enumerate(problems)]
+    assert 60 < sum(map(math.isinf, limits)) < 250
+    assert sum(math.isfinite(x) and x > best(p) for x, p in zip(limits, problems, strict=True)) > 30
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cost_and_peak_are_those_of_the_oracle(seed):
+    problem = random_problem(seed)
+    for picked, cost, peak in itertools.islice(every_plan(problem), 20):
+        assert problem.cost(picked) == pytest.approx(cost, rel=1e-12)
+        assert problem.peak(picked) == pytest.approx(peak, rel=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["glpk", "highs"])
+@pytest.mark.parametrize("part", range(30))
+def test_the_integer_program_finds_the_optimum(backend, part):
+    for seed in SEEDS[part::30]:
+        problem = random_problem(seed)
+        for limit in (None, a_limit(problem, seed)):
+            wanted = best(problem, math.inf if limit is None else limit)
+            small = without_dominated(problem)
+            if math.isinf(wanted):
+                with pytest.raises(NothingFound) as refusal:
+                    solve(small.problem, limit, tuple(range(LENGTH)), solve_settings(backend), WHERE)
+                assert "\n" not in refusal.value.line() and WHERE in refusal.value.line()
+                continue
+            answer = solve(small.problem, limit, (), solve_settings(backend), WHERE)
+            picked = small.expand(answer.picked)
+            assert problem.cost(picked) == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+            assert answer.bound == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+            assert limit is None or problem.peak(picked) <= limit + 1e-6
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dropping_dominated_choices_keeps_the_optimum_at_every_limit(seed):
+    problem = random_problem(seed)
+    small = without_dominated(problem)
+    for limit in {math.inf, *(peak for _, _, peak in every_plan(problem))}:
+        assert best(small.problem, limit) == pytest.approx(best(problem, limit), rel=1e-12)
+    for picked, cost, peak in itertools.islice(every_plan(small.problem), 20):
+        assert problem.cost(small.expand(picked)) == pytest.approx(cost, rel=1e-12)
+        assert problem.peak(small.expand(picked)) == pytest.approx(peak)
+        assert small.shrink(small.expand(picked)) == picked
+
+
+def test_some_choices_are_dominated():
+    dropped = 0
+    for seed in SEEDS:
+        problem = random_problem(seed)
+        dropped += sum(len(n.costs) for n in problem.nodes) - sum(map(len, without_dominated(problem).kept))
+    assert dropped > 50
+
+
+@pytest.mark.parametrize("backend", ["glpk", "highs"])
+@pytest.mark.parametrize("part", range(10))
+def test_dropping_hopeless_choices_keeps_every_plan_as_good_as_the_known_one(backend, part):
+    dropped = 0
+    for seed in POSSIBLE[part::10][:8]:
+        problem = random_problem(seed)
+        limit = a_limit(problem, seed)
+        limit = limit if math.isfinite(best(problem, limit)) else max(peak for _, _, peak in every_plan(problem))
+        moments, wanted = tuple(range(LENGTH)), best(problem, limit)
+        for known in (wanted, 1.2 * wanted):
+            bound, left = without_hopeless(problem, limit, moments, known, solve_settings(backend), WHERE)
+            assert bound <= wanted + 1e-6
+            for picked, cost, peak in every_plan(problem):
+                if cost <= known and peak <= limit:
+                    assert all(k in own for k, own in zip(picked, left.kept, strict=True))
+            dropped += sum(len(n.costs) for n in problem.nodes) - sum(map(len, left.kept))
+    assert dropped > 5
+
+
+def test_a_restricted_problem_has_the_plans_that_are_left():
+    problem = random_problem(POSSIBLE[3])
+    kept = tuple((0,) if i % 2 else tuple(range(len(n.costs))) for i, n in enumerate(problem.nodes))
+    left = restrict(problem, kept)
+    wanted = {
+        (p, round(c, 9), m) for p, c, m in every_plan(problem) if all(k in own for k, own in zip(p, kept, strict=True))
+    }
+    assert {(left.expand(p), round(c, 9), m) for p, c, m in every_plan(left.problem)} == wanted
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_elimination_finds_the_optimum_at_any_prices(seed):
+    problem = random_problem(seed)
+    elimination = Elimination(problem)
+    for prices in (Prices(), Prices((1,), (0.3,)), Prices((0, 3), (0.1, 20.0))):
+        found = elimination.minimise(prices)
+        wanted = min((cost + paid(problem, p, prices) for p, cost, _ in every_plan(problem)), default=math.inf)
+        assert found.value == pytest.approx(wanted, abs=1e-9)
+        assert found.value <= wanted + 1e-12
+        if math.isfinite(wanted):
+            assert problem.cost(found.picked) + paid(problem, found.picked, prices) == pytest.approx(wanted, abs=1e-9)
+
+
+def paid(problem: Problem, picked: tuple[int, ...], prices: Prices) -> float:
+    held = [*problem.held(picked), *[0.0] * LENGTH]  # past its last moment a problem holds nothing
+    return sum(value * held[moment] for moment, value in zip(prices.moments, prices.values, strict=True))
+
+
+def test_a_graph_that_is_too_wide_is_refused():
+    problem = next(p for p in map(random_problem, POSSIBLE) if len(p.edges) > 3)
+    with pytest.raises(TooWide):
+        Elimination(problem, most_entries=0)
+
+
+@pytest.mark.parametrize("seed", POSSIBLE)
+def test_a_bound_is_below_every_plan_that_fits(seed):
+    problem = random_problem(seed)
+    bounder = Bounder(problem, best_prices(solve_settings(), WHERE))
+    for limit in {a_limit(problem, seed), a_limit(problem, seed + 1)}:
+        bounded = bounder.within(limit, 1e-6, time.monotonic() + 30)
+        wanted = best(problem, limit)
+        assert bounded.bound <= wanted * (1 + 1e-9) + 1e-9
+        assert bounder.bound_at(limit) <= wanted * (1 + 1e-9) + 1e-9
+        if bounded.best is not None:
+            assert problem.peak(bounded.best.picked) <= limit + 1e-9
+            assert bounded.best.cost >= wanted - 1e-9
+
+
+@pytest.mark.parametrize("backend", ["glpk", "highs"])
+def test_the_best_prices(backend):
+    """On a line the lowest plane is highest where two of them cross; a moment with room to spare costs nothing."""
+    planes = [Plane(1.0, (5.0,)), Plane(2.0, (1.0,)), Plane(4.0, (-3.0,))]
+    solve_prices = best_prices(solve_settings(backend), WHERE)
+    assert solve_prices(planes, 10.0) == (pytest.approx(2.5), [pytest.approx(0.5)])
+    height, prices = solve_prices([Plane(p.cost, (*p.over, -7.0)) for p in planes], 10.0)
+    assert height == pytest.approx(2.5) and prices == pytest.approx([0.5, 0.0])
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_the_frontier(part):
+    """Every bound holds, fastest first, none beaten; the plan at the user's budget is the best there is."""
+    for seed in POSSIBLE[part::10][:10]:
+        problem = random_problem(seed)
+        limit = a_limit(problem, seed + 1000)
+        found = Sweep(problem, solve_settings(), WHERE, SILENT).frontier(limit, silent)
+        assert found[0].cost == pytest.approx(best(problem), rel=1e-9)
+        for point in found:
+            wanted = best(problem, point.peak)
+            assert problem.peak(point.picked) == pytest.approx(point.peak)
+            assert point.cost >= wanted - 1e-9 and point.proof.bound <= wanted + 1e-9
+            assert point.proof.objective == point.cost
+        for fast, small in itertools.pairwise(found):
+            assert fast.cost <= small.cost and fast.peak > small.peak
+        fitting = [point.cost for point in found if point.peak <= limit + 1e-9]
+        if fitting:
+            assert min(fitting) == pytest.approx(best(problem, limit), rel=1e-6)
+
+
+def test_one_point_is_the_fastest():
+    problem = random_problem(POSSIBLE[0])
+    (point,) = Sweep(problem, solve_settings(frontier_points=1), WHERE, SILENT).frontier(math.inf, silent)
+    assert point.cost == pytest.approx(best(problem))
+
+
+def test_one_point_is_the_best_within_the_budget_as_well():
+    problem = four_nodes()
+    fast, fits = Sweep(problem, solve_settings(frontier_points=1), WHERE, SILENT).frontier(35.0, silent)
+    assert fast.cost == pytest.approx(best(problem)) and fast.peak > 35
+    assert fits.cost == pytest.approx(best(problem, 35.0)) and fits.peak <= 35
+
+
+def four_nodes() -> Problem:
+    nodes = [
+        Node(f"n{i}", np.array([1.0, 1.0 + 0.1 * (i + 1)]), (Holding(0, 1, np.array([10.0 + i, 5.0])),))
+        for i in range(4)
+    ]
+    return Problem(tuple(nodes), ())
+
+
+def test_a_solver_that_finds_nothing_in_time_leaves_the_plan_of_prices(monkeypatch, caplog):
+    problem = four_nodes()
+    sweep = Sweep(problem, solve_settings(), WHERE, SILENT)
+
+    def nothing(*_):
+        raise NothingFound("the solver found no plan", where=WHERE)
+
+    monkeypatch.setattr("stages.solve.frontier.solve", nothing)
+    limit = next(
+        x
+        for x in (38.5, 33.5, 27.5)
+        if sweep.bounder.within(x, 0, time.monotonic() + 9).bound < best(problem, x) - 1e-6
+    )
+    stand_in = sweep.within(limit)
+    assert stand_in.peak <= limit and 0 < stand_in.proof.gap < 1
+    assert stand_in.proof.bound <= best(problem, limit) <= stand_in.cost

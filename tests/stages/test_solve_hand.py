@@ -1,0 +1,168 @@
+"""What the user asks of a plan, the kinds of plan that have names, and the searches beside the integer program."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pipeline.config import Only, Search
+from pipeline.errors import SolveError
+from pipeline.ir.graph import Role
+from pipeline.ir.plan import Sharding
+from stages.solve.baselines import baselines
+from stages.solve.constraints import Hand
+from stages.solve.elimination import Elimination
+from stages.solve.exact import restrict
+from stages.solve.frontier import Sweep
+from stages.solve.problem import Given, build, to_sharding
+from stages.solve.storage import Way, storage_choices
+from tests.graphs import SILENT, gpt_graph, mesh, mlp_graph, preset, profile_of, solve_settings
+
+WHERE = "conf/solve/test.yaml"
+
+
+def silent(done, note=""):
+    pass
+
+
+def problem_of(name: str, cluster):
+    graph = {"gpt": gpt_graph, "mlp": mlp_graph}[name]()
+    problem, choices = build(graph, profile_of(name), Given(cluster.axes, cluster.compute, 2.0))
+    return graph, problem, choices
+
+
+def fastest(name: str, cluster=None, **asked) -> Sharding:
+    """The fastest plan of what the user's settings leave."""
+    cluster = cluster or preset(2)
+    graph, problem, choices = problem_of(name, cluster)
+    hand = Hand(graph, tuple(axis.name for axis in cluster.axes), solve_settings(**asked), WHERE)
+    left = restrict(problem, hand.kept(choices))
+    picked = left.expand(Elimination(left.problem).minimise().picked)
+    assert math.isfinite(problem.cost(picked))
+    return to_sharding(graph, choices, picked)
+
+
+# ------------------------------------------------------------------------------------------------ constraints
+
+
+def test_a_parameter_is_stored_as_it_was_asked():
+    asked = {"head.weight": "S(0) on d0", "layers.*.up.weight": "R", "layers.1.down.weight": "zero3"}
+    plan = fastest("gpt", constraints=asked)
+    storage = {name: str(layout) for name, layout in plan.storage.items()}
+    assert storage["head.weight"] == "S(0)" and storage["layers.0.up.weight"] == storage["layers.1.up.weight"] == "R"
+    assert "layers.1.down.weight" in plan.regathered and storage["layers.1.down.weight"].startswith("S")
+
+
+def test_a_module_is_not_split_on_an_axis():
+    graph = gpt_graph()
+    plan = fastest("gpt", constraints={"layers.0.attention": "R on d0"})
+    inside = [op.name for op in graph.ops if op.module.startswith("layers.0.attention")]
+    assert inside
+    for name in inside:
+        strategy = plan.strategies[name]
+        assert all(state.kind != "S" for x in (*strategy.inputs, *strategy.outputs) for state in x.states)
+
+
+def test_one_module_alone_is_split():
+    graph = gpt_graph()
+    plan = fastest("gpt", shard_only="layers.1")
+    for op in graph.ops:
+        if not op.module.startswith("layers.1"):
+            strategy = plan.strategies[op.name]
+            assert all(state.kind != "S" for x in (*strategy.inputs, *strategy.outputs) for state in x.states)
+    whole = [name for name in plan.storage if not name.startswith("layers.1.")]
+    assert whole and all(str(plan.storage[name]) == "R" and name not in plan.state for name in whole)
+
+
+@pytest.mark.parametrize("only", [Only.data, Only.zero, Only.tensor])
+def test_only_one_way_of_working_in_parallel(only):
+    plan = fastest("mlp", only=only)
+    inputs = {str(layout) for layout in plan.inputs.values()}
+    if only is Only.tensor:
+        assert inputs == {"R"} and any(layout.states[0].kind == "S" for layout in plan.storage.values())
+    else:
+        assert inputs == {"S(0)"}
+    if only is Only.data:
+        assert {str(layout) for layout in plan.storage.values()} == {"R"} and not plan.state
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"constraints": {"hed.weight": "R"}}, "is called 'hed.weight'; did you mean 'head.weight'?"),
+        ({"constraints": {"head.weight": "S(0) on tp"}}, "there is no axis 'tp'; the mesh has d0"),
+        ({"constraints": {"head.weight": "split"}}, "cannot read 'split'; write for instance 'S(0) on tp'"),
+        ({"constraints": {"head.weight": "P"}}, "P is no way to store anything"),
+        ({"constraints": {"head.weight": "S(0)", "head.*": "R"}}, "and constraints.head.*: R leave no way to store"),
+        ({"constraints": {"head.weight": "S(7)"}}, "constraints.head.weight: S(7) leaves no way to store head.weight"),
+        ({"constraints": {"head.weight": "S(0)"}, "only": Only.data}, "only: data leave no way to store head.weight"),
+        ({"shard_only": "encoder"}, "no parameter or module is called 'encoder'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_told(asked, said):
+    with pytest.raises(SolveError) as refusal:
+        fastest("gpt", **asked)
+    assert said in refusal.value.line() and WHERE in refusal.value.line() and "\n" not in refusal.value.line()
+
+
+# ------------------------------------------------------------------------------------------------ storage
+
+
+def test_the_ways_to_store_a_parameter_fit_and_refine():
+    graph, _, choices = problem_of("gpt", mesh((2, 2)))
+    for value in graph.of_role(Role.PARAMETER):
+        ways = choices.storage[value.name]
+        assert len(set(ways)) == len(ways) and ways[0].way is Way.as_it_lies
+        for way in ways:
+            assert way.layout.fits(value.type.shape, (2, 2)) and way.state.fits(value.type.shape, (2, 2))
+            assert way.state.pieces((2, 2)) >= way.layout.pieces((2, 2))
+            assert (way.way is Way.zero1) == (way.state != way.layout)
+
+
+def test_a_parameter_that_does_not_divide_is_whole():
+    (way,) = storage_choices((7, 3), [], (2, 2), shards=True)
+    assert str(way) == "R,R as it lies"
+
+
+# ------------------------------------------------------------------------------------------------ baselines
+
+
+def test_baselines_stand_beside_the_fastest_plan():
+    cluster = mesh((2, 2))
+    graph, problem, choices = problem_of("gpt", cluster)
+    rows = {row.name: row for row in baselines(graph, choices, problem)}
+    best = problem.cost(Elimination(problem).minimise().picked)
+    assert {"DDP", "ZeRO-1", "ZeRO-3", "tensor", "tensor + sequence", "DDP x tensor", "ZeRO-1 x sequence"} <= set(rows)
+    assert all(row.seconds >= best - 1e-15 for row in rows.values())
+    assert rows["ZeRO-3"].peak_bytes < rows["ZeRO-1"].peak_bytes < rows["DDP"].peak_bytes
+
+
+def test_one_device_has_no_baselines():
+    graph, problem, choices = problem_of("mlp", preset(1))
+    assert baselines(graph, choices, problem) == ()
+
+
+# ------------------------------------------------------------------------------------------------ searches
+
+
+def test_the_searches_agree_within_their_gaps():
+    _, problem, _ = problem_of("mlp", preset(2))
+    bounder = Sweep(problem, solve_settings(), WHERE, SILENT).bounder
+    smallest, largest = bounder.smallest(math.inf).peak, bounder.fastest.peak
+    limit = (smallest + largest) / 2
+    found = {s: Sweep(problem, solve_settings(search=s), WHERE, SILENT).within(limit) for s in Search}
+    exact = found[Search.ilp]
+    assert exact.proof.gap < 1e-6
+    for search, solution in found.items():
+        assert solution.peak <= limit and solution.proof.bound <= exact.cost * (1 + 1e-9), search
+        assert exact.cost * (1 - 1e-9) <= solution.cost <= 1.5 * exact.cost, search
+
+
+def test_random_changes_depend_on_the_seed_alone():
+    _, problem, _ = problem_of("mlp", preset(2))
+    settings = solve_settings(search=Search.mcmc, seed=3)
+    bounder = Sweep(problem, settings, WHERE, SILENT).bounder
+    limit = bounder.fastest.peak * 0.999
+    first, second = (Sweep(problem, settings, WHERE, SILENT).within(limit).picked for _ in range(2))
+    assert first == second

@@ -1,0 +1,260 @@
+"""Problems that are too wide for elimination: cut open, or by the search for large problems; against every plan."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.config import Search
+from stages.profile.by_table import profile_graph
+from stages.solve.baselines import baselines
+from stages.solve.cut import CutOpen
+from stages.solve.data import Problem
+from stages.solve.elimination import Elimination, Prices, TooWide
+from stages.solve.exact import best_prices, restrict
+from stages.solve.frontier import Sweep
+from stages.solve.large.plain import plain
+from stages.solve.large.priced import Wide
+from stages.solve.problem import Given, build
+from stages.solve.wide import CutBounder, WideBounder
+from tests.graphs import SILENT, mesh, solve_settings, trace
+from tests.problems import LENGTH, a_limit, best, every_plan, random_problem
+
+WHERE = "conf/solve/test.yaml"
+PARTS = range(10)
+SEEDS = range(200)
+
+
+def paid(problem: Problem, picked: tuple[int, ...], prices: Prices) -> float:
+    held = np.zeros(LENGTH)
+    own = problem.held(picked)
+    held[: len(own)] = own
+    return problem.cost(picked) + sum(p * held[m] for m, p in zip(prices.moments, prices.values, strict=True))
+
+
+def some_prices(problem: Problem, seed: int) -> Prices:
+    chosen = np.random.default_rng(seed)
+    moments = tuple(range(problem.length)) if chosen.random() < 0.8 else ()
+    return Prices(moments, tuple(chosen.choice([0.0, 0.1, 1.0, 5.0], len(moments)).tolist()))
+
+
+# ---- without shares, and with bytes on nodes alone
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_plain_problem_costs_and_holds_the_same(part):
+    for seed in SEEDS[part::10]:
+        problem = random_problem(seed)
+        made = plain(problem)
+        assert not made.problem.shares and not any(edge.holdings for edge in made.problem.edges)
+        for picked, cost, peak in itertools.islice(every_plan(problem), 40):
+            whole = made.write(picked)
+            assert made.read(whole) == picked
+            assert made.problem.cost(whole) == pytest.approx(cost, rel=1e-12)
+            assert made.problem.peak(whole) == pytest.approx(peak, rel=1e-12)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_no_setting_of_the_helpers_costs_or_holds_less(part):
+    for seed in SEEDS[part::10]:
+        problem = random_problem(seed, nodes=4)
+        made = plain(problem)
+        helpers = [range(len(node.costs)) for node in made.problem.nodes[len(problem.nodes) :]]
+        if math.prod(map(len, helpers)) > 3000:
+            continue
+        for picked, cost, _ in itertools.islice(every_plan(problem), 6):
+            held = made.problem.held(made.write(picked))
+            for setting in itertools.product(*helpers):
+                total = made.problem.cost((*picked, *setting))
+                if math.isfinite(total):
+                    assert total >= cost - 1e-9
+                    assert (made.problem.held((*picked, *setting)) >= held - 1e-9).all()
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_plain_problem_has_the_same_optimum(part):
+    for seed in SEEDS[part::10]:
+        problem = random_problem(seed)
+        made = plain(problem)
+        assert Elimination(made.problem).minimise().value == pytest.approx(best(problem), abs=1e-9)
+        fixed = next(every_plan(problem), None)
+        if fixed is not None:
+            one = [(k,) for k in fixed[0]]
+            kept = (*one, *(tuple(range(len(n.costs))) for n in made.problem.nodes[len(one) :]))
+            assert Elimination(restrict(made.problem, kept).problem).minimise().value == pytest.approx(fixed[1])
+
+
+# ---- bounds and plans
+
+
+def cut_open(problem: Problem) -> CutBounder:
+    return CutBounder(problem, best_prices(solve_settings(), WHERE))
+
+
+def wide(problem: Problem, seed: int = 0) -> WideBounder:
+    return WideBounder(problem, best_prices(solve_settings(), WHERE), seed, 60)
+
+
+@pytest.mark.parametrize("kind", [CutOpen, lambda problem: Wide(problem, 0, math.inf)])
+def test_what_is_found_at_prices_is_a_bound(kind):
+    met = 0
+    for seed in SEEDS:
+        problem = random_problem(seed)
+        prices = some_prices(problem, seed)
+        found = kind(problem).minimise(prices)
+        wanted = min((paid(problem, p, prices) for p, _, _ in every_plan(problem)), default=math.inf)
+        assert found.value <= wanted * (1 + 1e-9) + 1e-9
+        met += math.isinf(wanted) or paid(problem, found.picked, prices) <= wanted * (1 + 1e-9)
+    assert met > 0.9 * len(SEEDS)
+
+
+def test_copies_that_are_drawn_together_leave_a_bound_that_is_no_lower():
+    rose = 0
+    for seed in SEEDS:
+        problem = random_problem(seed)
+        prices = some_prices(problem, seed)
+        wanted = min((paid(problem, p, prices) for p, _, _ in every_plan(problem)), default=math.inf)
+        if math.isinf(wanted):
+            continue
+        cut = CutOpen(problem)
+        before = cut.minimise(prices).value
+        plans = cut.draw(prices, math.inf)
+        after = cut.minimise(prices).value
+        assert before <= after + 1e-12 and after <= wanted * (1 + 1e-9) + 1e-9
+        assert all(paid(problem, plan, prices) >= wanted * (1 - 1e-9) for plan in plans)
+        rose += after > before + 1e-9
+    assert rose > 5
+
+
+@pytest.mark.parametrize("kind", [cut_open, wide])
+@pytest.mark.parametrize("part", range(4))
+def test_plans_within_a_limit_and_their_bounds(kind, part):
+    near = total = 0
+    for seed in range(60)[part::4]:
+        problem = random_problem(seed)
+        limit = a_limit(problem, seed)
+        wanted = best(problem, limit)
+        found = kind(problem).within(limit, 1e-6, time.monotonic() + 60)
+        assert found.bound <= wanted * (1 + 1e-9) + 1e-9
+        if math.isinf(wanted):
+            assert found.best is None
+            continue
+        total += 1
+        if found.best is not None:
+            assert found.best.peak <= limit and found.best.cost >= wanted * (1 - 1e-9)
+            near += found.best.cost <= wanted * 1.1
+    assert near >= 0.8 * total
+
+
+def test_the_same_problem_gets_the_same_plans():
+    for seed in range(0, 60, 6):
+        problem = random_problem(seed)
+        limit = a_limit(problem, seed)
+        for kind in (cut_open, wide):
+            one, other = (kind(problem).within(limit, 1e-6, math.inf) for _ in range(2))
+            assert (one.best and one.best.picked) == (other.best and other.best.picked) and one.bound == other.bound
+
+
+# ---- a model whose layers are all the same one
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        y = self.before(x)
+        q, k, v = (
+            p(y).view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for p in (self.query, self.key, self.value)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+class OneBlock(nn.Module):
+    """As ALBERT: the same block again and again."""
+
+    def __init__(self, layers: int = 6, width: int = 16, vocabulary: int = 64) -> None:
+        super().__init__()
+        self.token, self.block = nn.Embedding(vocabulary, width), Block(width, 4)
+        self.head, self.layers = nn.Linear(width, vocabulary, bias=False), layers
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.token(input_ids)
+        for _ in range(self.layers):
+            x = self.block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@functools.cache
+def one_block():
+    torch.manual_seed(0)
+    tokens = torch.zeros(8, 8, dtype=torch.long)
+    graph = trace(OneBlock(), {"input_ids": tokens, "labels": tokens.clone()})
+    return graph, profile_graph(graph)
+
+
+def problem_on(sizes: tuple[int, ...]):
+    graph, profile = one_block()
+    cluster = mesh(sizes)
+    return build(graph, profile, Given(cluster.axes, cluster.compute, 2.0))
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4)])
+def test_one_block_for_all_layers_is_planned_though_it_is_too_wide(sizes):
+    problem, choices = problem_on(sizes)
+    with pytest.raises(TooWide):
+        Elimination(problem)
+    log, said = logging.getLogger("tests.wide"), Lines()
+    log.setLevel(logging.INFO)
+    log.handlers, log.propagate = [said], False
+    settings = solve_settings(search=Search.dp, gap=1e-3, frontier_points=3)
+    sweep = Sweep(problem, settings, WHERE, log)
+    fastest = sweep.bounder.fastest
+    assert (fastest.cost - sweep.bounder.floor) / fastest.cost < 1e-3
+    budget = 0.97 * fastest.peak
+    found = sweep.frontier(budget, lambda done, note="": None)
+    assert len(found) >= 3
+    for solution in found:
+        assert solution.cost == problem.cost(solution.picked) and solution.peak == problem.peak(solution.picked)
+        assert 0 < solution.proof.bound <= solution.cost and solution.proof.method == "cut elimination"
+    assert any(solution.peak <= budget and solution.proof.gap < 0.01 for solution in found)
+    (line,) = said.lines
+    assert line.startswith("INFO the graph is too wide for elimination") and "cut elimination" in line
+    rows = baselines(one_block()[0], choices, problem)
+    assert {"DDP", "ZeRO-3", "tensor"} <= {row.name for row in rows}
+    assert all(row.seconds >= sweep.bounder.floor for row in rows)
+
+
+def test_the_large_search_by_hand():
+    problem, _ = problem_on((2, 2))
+    settings = solve_settings(search=Search.large, gap=1e-2, frontier_points=1)
+    sweep = Sweep(problem, settings, WHERE, SILENT)
+    (fastest,) = sweep.frontier(math.inf, lambda done, note="": None)
+    assert fastest.proof.method == "large search" and fastest.proof.gap < 0.01
+    assert fastest.cost == pytest.approx(cut_open(problem).fastest.cost, rel=0.01)
