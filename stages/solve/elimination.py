@@ -17,21 +17,19 @@ they are added, and infinity stays what it is.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from math import inf, prod
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stages.solve.data import Array, Edge, Node, Problem, Share
 from stages.solve.kernels import least_shared, least_sums
+from stages.solve.order import Order, Rule
 
 MOST_ENTRIES = 200_000_000  # of one elimination: beyond this the graph is too wide
 MOST_SETS = 256  # of the forms of a share, to be told one by one
-ENTRIES_PER_INDEX = 300  # what an index of a share's elimination is taken to cost, in entries of a plain one
 
 
 class TooWide(Exception):
@@ -75,13 +73,6 @@ class _Factor:
 
 
 @dataclass(frozen=True)
-class _Step:
-    variables: tuple[int, ...]  # several: the forms of a share
-    neighbours: tuple[int, ...]
-    tables: tuple[int, ...]  # that name them, by their place in the list of all tables; that of the share first
-
-
-@dataclass(frozen=True)
 class _Form:
     """A step without names: its axes' sizes (own variables last), where each table's dims lie, a share's forms."""
 
@@ -108,7 +99,7 @@ class Elimination:
         groups = {n: self.factors[n].variables[1:] for n in shares}
         scopes = [f.variables for f in self.factors]
         rules = (Rule.work, Rule.result, Rule.fill)
-        orders = [_Order(self.sizes, scopes, groups, rule, most_entries) for rule in rules]
+        orders = [Order(self.sizes, scopes, groups, rule, most_entries) for rule in rules]
         possible = [order for order in orders if order.most <= most_entries]
         if not possible:
             raise TooWide(f"a table of {min(order.most for order in orders):.1g} entries")
@@ -324,112 +315,3 @@ def _least_shared(tables: list[tuple[Array, list[int]]], form: _Form) -> tuple[A
         known,
     )
     return least.reshape(form.sizes[:around]), best.reshape(*form.sizes[:around], readers)
-
-
-class Rule(Enum):
-    """Which variable goes next: the one with the least ..."""
-
-    work = "entries to look at"
-    result = "entries of the table that is left"
-    fill = "pairs of neighbours that were none before"
-
-
-class _Order:
-    """Greedily by a rule; ties by the order of variables. The forms of a share go together, as one unit.
-
-    Where shares wait for one another, one of them is spread out: its table becomes one like any other. Where a step
-    would look at more than `enough` entries it ends there.
-    """
-
-    def __init__(
-        self,
-        sizes: list[int],
-        scopes: list[tuple[int, ...]],
-        groups: dict[int, tuple[int, ...]],
-        rule: Rule,
-        enough: float = inf,
-    ) -> None:
-        self.sizes, self.scopes, self.rule, self.enough = sizes, list(scopes), rule, enough
-        self.total = self.most = 0  # entries looked at, in all and at once
-        self.naming: list[set[int]] = [set() for _ in sizes]
-        for number, scope in enumerate(scopes):
-            for variable in scope:
-                self.naming[variable].add(number)
-        self.share = dict(groups)  # table of a share that is still there -> its forms
-        self.unit = {v: (v,) for v in range(len(sizes))}
-        self.group: dict[int, int] = {}  # form -> its share
-        self.making: dict[int, set[int]] = {}  # maker -> its shares that are still there: it must wait for them
-        for number, forms in groups.items():
-            self.unit |= dict.fromkeys(forms, forms)
-            self.group |= dict.fromkeys(forms, number)
-            self.making.setdefault(scopes[number][0], set()).add(number)
-        self.dense: set[int] = set()
-        self.steps = self._find()
-
-    def around(self, unit: tuple[int, ...]) -> tuple[int, ...]:
-        found = {v for variable in unit for t in self.naming[variable] for v in self.scopes[t]}
-        return tuple(sorted(found - set(unit)))
-
-    def weight(self, unit: tuple[int, ...]) -> float:
-        """By the rule; infinite where it must wait: a maker, or what would tie two forms of a share together."""
-        around = self.around(unit)
-        shares = [self.group[v] for v in around if v in self.group]
-        if self.making.get(unit[0]) or len(set(shares)) < len(shares):
-            return inf
-        if self.rule is Rule.fill:
-            near = [{w for t in self.naming[v] for w in self.scopes[t]} for v in around]
-            return sum(w not in own for own in near for w in around) / 2
-        return self._work(unit, around) if self.rule is Rule.work else prod(self.sizes[v] for v in around)
-
-    def _work(self, unit: tuple[int, ...], around: tuple[int, ...]) -> int:
-        each = ENTRIES_PER_INDEX if unit[0] in self.group else self.sizes[unit[0]]
-        return each * prod(self.sizes[v] for v in around)
-
-    def _find(self) -> list[_Step]:
-        weight = {unit: self.weight(unit) for unit in self.unit.values()}
-        queue = [(w, unit) for unit, w in weight.items()]
-        heapq.heapify(queue)
-        steps = []
-        while queue and self.most <= self.enough:
-            size, unit = heapq.heappop(queue)
-            if weight.get(unit) != size:
-                continue
-            if size == inf and self.share:
-                changed = self._spread_one(weight)
-            else:
-                del weight[unit]
-                work = self._work(unit, self.around(unit))
-                self.total, self.most = self.total + work, max(self.most, work)
-                steps.append(self._step(unit))
-                changed = {self.unit[v] for v in steps[-1].neighbours}
-            for other in changed:
-                weight[other] = self.weight(other)
-                heapq.heappush(queue, (weight[other], other))
-        return steps
-
-    def _spread_one(self, weight: dict[tuple[int, ...], float]) -> set[tuple[int, ...]]:
-        number = min(self.share, key=lambda n: (prod(self.sizes[v] for v in self.scopes[n]), n))
-        forms = self.share.pop(number)
-        self.dense.add(number)
-        self.making[self.scopes[number][0]].discard(number)
-        weight.pop(forms)
-        for form in forms:
-            del self.group[form]
-            self.unit[form] = (form,)
-        return {*((form,) for form in forms), *weight}
-
-    def _step(self, unit: tuple[int, ...]) -> _Step:
-        neighbours = self.around(unit)
-        tables = sorted({t for v in unit for t in self.naming[v]})
-        number = self.group.get(unit[0])
-        if number is not None:  # the making of the forms comes first
-            tables.sort(key=lambda t: t != number)
-            self.making[self.scopes[number][0]].discard(number)
-            del self.share[number]
-        for table in tables:
-            for named in self.scopes[table]:
-                self.naming[named].discard(table)
-        self.scopes.append(neighbours)
-        for neighbour in neighbours:
-            self.naming[neighbour].add(len(self.scopes) - 1)
-        return _Step(unit, neighbours, tuple(tables))

@@ -182,13 +182,13 @@ class Sweep:
         cost, peak = self.problem.cost(picked), self.problem.peak(picked)
         if peak > limit * (1 + 1e-9) or cost > known.cost:
             picked, cost, peak = known.picked, known.cost, known.peak
-        proof = self._proof(PROGRAM, cost, max(known.proof.bound, bound, answer.bound))
+        proof = self.proof(PROGRAM, cost, max(known.proof.bound, bound, answer.bound))
         return Solution(picked, cost, peak, replace(proof, variables=answer.variables, constraints=answer.constraints))
 
     def _solution(self, plan: Seen, method: str, bound: float) -> Solution:
-        return Solution(plan.picked, plan.cost, plan.peak, self._proof(method, plan.cost, bound))
+        return Solution(plan.picked, plan.cost, plan.peak, self.proof(method, plan.cost, bound))
 
-    def _proof(self, method: str, cost: float, bound: float) -> Proof:
+    def proof(self, method: str, cost: float, bound: float) -> Proof:
         bound = max(0.0, min(bound, cost))
         gap = (cost - bound) / cost if cost else 0.0
         return Proof(self.settings.backend.value, method, cost, bound, gap, 0, 0, self.settings.seed)

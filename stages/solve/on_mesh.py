@@ -82,7 +82,7 @@ class OnMesh:
     def _judged(self, picked: tuple[int, ...], budget: float) -> Solution:
         known = self._known(picked, GIVEN)
         proof = self.sweep.within(max(known.peak, budget)).proof
-        return replace(known, proof=self._proof(GIVEN, known.cost, proof.bound))
+        return replace(known, proof=self.sweep.proof(GIVEN, known.cost, proof.bound))
 
     def promise(self, budget: float) -> float:
         """No plan within the budget is faster, before recompute; infinite where no plan keeps to the constraints."""
@@ -116,12 +116,7 @@ class OnMesh:
     def _known(self, picked: tuple[int, ...], method: str) -> Solution:
         """A plan that the sweep did not ask for, with what is known of those that hold no more than it."""
         cost, peak = self.left.problem.cost(picked), self.left.problem.peak(picked)
-        return Solution(picked, cost, peak, self._proof(method, cost, self.sweep.bounder.bound_at(peak)))
-
-    def _proof(self, method: str, cost: float, bound: float) -> Proof:
-        bound = max(0.0, min(cost, bound))
-        gap = (cost - bound) / cost if cost else 0.0
-        return Proof(self.settings.backend.value, method, cost, bound, gap, 0, 0, self.settings.seed)
+        return Solution(picked, cost, peak, self.sweep.proof(method, cost, self.sweep.bounder.bound_at(peak)))
 
     @cached_property
     def baselines(self) -> tuple[Baseline, ...]:

@@ -25,6 +25,8 @@ from stages.solve.table import beside, shown, table
 
 PAGE = "runs/solve/plans.md"
 
+Make = Callable[[Iterable[Mesh]], list[OnMesh]]
+
 
 def run(inputs: Inputs, config: Config) -> Result:
     profile, cluster, settings = inputs["profile"], inputs["cluster"], config.solve
@@ -44,7 +46,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     as_is = bool(saved) and settings.plan_use is PlanUse.as_is
     known = meshes_of(cluster, settings, where)
     homes = [mesh_for(plan, known, cluster, settings) for plan in saved]
-    tried = on(_each_once(homes if as_is else [*known, *homes]))
+    tried = _possible(on, _each_once(homes if as_is else [*known, *homes]), homes, inputs.log)
     for plan, home in zip(saved, homes, strict=True):
         next(mesh for mesh in tried if mesh.cluster.axes == home.axes).start_from(plan)
     kept = tried if as_is else most_promising(tried, budget, settings.frontier_meshes)
@@ -54,7 +56,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     pieces = [
         mesh
         for size, meshes in ({} if as_is else pieces_of(cluster, settings)).items()
-        for mesh in most_promising(_possible(on, meshes, inputs.log), memory / size, settings.piece_meshes)
+        for mesh in most_promising(_with_plans(on, meshes, inputs.log), memory / size, settings.piece_meshes)
     ]
     parts = _searched(pieces, memory, settings, inputs.log)
     frontier = Frontier(
@@ -67,7 +69,7 @@ def run(inputs: Inputs, config: Config) -> Result:
         micro_batches,
     )
     inputs.log.info(beside(frontier))
-    figures = _figures(frontier, config, kept)
+    figures = _figures(frontier, config, kept, [*tried, *pieces])
     figures["meshes"] = len(tried)
     figures["piece_plans"] = len(frontier.pieces)
     if cluster.device == "cuda" and profile.kernels:
@@ -83,15 +85,32 @@ def _each_once(meshes: list[Mesh]) -> list[Mesh]:
     return [mesh for number, mesh in enumerate(meshes) if mesh not in meshes[:number]]
 
 
-def _possible(on: Callable[[Iterable[Mesh]], list[OnMesh]], meshes: Iterable[Mesh], log: Log) -> list[OnMesh]:
-    """The pieces on which the user's constraints leave a plan: they may speak of axes that a piece does not have."""
-    found = []
+def _possible(on: Make, meshes: Iterable[Mesh], needed: Iterable[Mesh], log: Log) -> list[OnMesh]:
+    """The meshes that the user's constraints allow: these may speak of axes that not every candidate has.
+
+    What is said against all of them, or against one that is needed, is said to the user.
+    """
+    found: list[OnMesh] = []
+    refusals: list[SolveError] = []
     for mesh in meshes:
         try:
-            found += [own for own in on([mesh]) if math.isfinite(own.promise(math.inf))]
+            found += on([mesh])
         except SolveError as refused:
+            if mesh in needed:
+                raise
+            refusals.append(refused)
             log.debug("no plans on %s: %s", shown(mesh), refused)
+    if not found and refusals:
+        raise refusals[0]
     return found
+
+
+def _with_plans(on: Make, meshes: Iterable[Mesh], log: Log) -> list[OnMesh]:
+    """The pieces on which the constraints leave a plan; a pipeline can do without."""
+    try:
+        return [own for own in _possible(on, meshes, (), log) if math.isfinite(own.promise(math.inf))]
+    except SolveError:
+        return []
 
 
 def _judged(kept: list[OnMesh], budget: int) -> list[FrontierPoint]:
@@ -119,10 +138,13 @@ def _searched(kept: list[OnMesh], memory: float, settings: Solve, log: Log) -> l
     return found
 
 
-def _figures(frontier: Frontier, config: Config, kept: list[OnMesh]) -> dict[str, float | int | str]:
+def _figures(
+    frontier: Frontier, config: Config, kept: list[OnMesh], every: list[OnMesh]
+) -> dict[str, float | int | str]:
+    """Sizes are those of the fastest plan's problem, seconds those of every mesh that was looked at."""
     points, best, problem = frontier.points, frontier.points[0], kept[frontier.points[0].mesh].problem
-    seconds = {"build": sum(mesh.build_seconds for mesh in kept)}
-    for mesh in kept:
+    seconds = {"build": sum(mesh.build_seconds for mesh in every)}
+    for mesh in every:
         for phase, spent in mesh.sweep.seconds.items():
             seconds[phase] = seconds.get(phase, 0.0) + spent
     return {

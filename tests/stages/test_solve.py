@@ -285,6 +285,13 @@ def test_a_fixed_mesh_has_no_pieces(tmp_path):
     assert not result.body.pieces and len(result.body.meshes) == 1
 
 
+def test_candidate_meshes_without_a_named_axis_are_left_out(tmp_path):
+    result = stage.run(inputs(tmp_path, "mlp", 4), config(frontier_points=1, constraints={"*": "R on d1"}))
+    assert {len(result.body.meshes[point.mesh].axes) for point in result.body.points} == {2}
+    with pytest.raises(SolveError, match=r"constraints.\*: there is no axis 'd7'; the mesh has d0"):
+        stage.run(inputs(tmp_path, "mlp", 4), config(constraints={"*": "R on d7"}))
+
+
 def test_the_stage_refuses_a_budget_below_what_stays_resident(tmp_path):
     with pytest.raises(SolveError) as refusal:
         stage.run(inputs(tmp_path, "mlp"), config(memory_budget_gb=1e-6))

@@ -64,6 +64,20 @@ def test_a_module_is_not_split_on_an_axis():
         assert all(state.kind != "S" for x in (*strategy.inputs, *strategy.outputs) for state in x.states)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_forbidden_axis_splits_nothing(axis):
+    def used(sharding: Sharding, number: int) -> int:
+        strategies = sharding.strategies.values()
+        layouts = [x for s in strategies for x in (*s.inputs, *s.outputs)]
+        layouts += [*sharding.storage.values(), *sharding.state.values(), *sharding.inputs.values()]
+        return sum(layout.states[number].kind == "S" for layout in layouts)
+
+    slow = mesh((2, 2), matmul_gflops=0.01)
+    free, asked = fastest("gpt", slow), fastest("gpt", slow, constraints={"*": f"R on d{axis}"})
+    assert used(free, 0) and used(free, 1)
+    assert used(asked, axis) == 0 and used(asked, 1 - axis)
+
+
 def test_one_module_alone_is_split():
     graph = gpt_graph()
     plan = fastest("gpt", shard_only="layers.1")
