@@ -119,7 +119,7 @@ def profile_row(row: dict[str, Any], card: Card, workspace: int) -> Found:
     start = time.perf_counter()
     graph = trace_row(row)
     step = profile_step(graph, "cuda", "amp" if row["mode"] == "amp" else "native", workspace=workspace)
-    seconds = step_seconds(graph, all_kernels(step), card)
+    seconds = step_seconds(graph, all_kernels(graph, step), card)
     return Found(step.memory, seconds, time.perf_counter() - start)
 
 

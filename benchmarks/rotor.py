@@ -198,7 +198,7 @@ def measure() -> dict[str, float]:
         for slots in SLOTS:
             chain, name = random_chain(length), f"{length}x{slots}"
             floor, tightest, _ = _timed(lambda chain=chain, slots=slots: rotor.tightest(chain, slots).memory)
-            top = int(simulate(chain, no_recompute(length).sequence).peak)
+            top = int(simulate(chain, no_recompute(chain).sequence).peak)
             budgets = [int(floor + share * (top - floor)) for share in SHARES]
             runs = [_best(chain, budget, slots) for budget in budgets]
             seconds, clock = (max(run[k] for run in runs) for k in (0, 1))

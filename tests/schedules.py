@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-from stages.checkpoint.chain import Chain
+from stages.checkpoint.chain import LAST, Chain
 from stages.checkpoint.schedule import Kind, Op
 from stages.checkpoint.simulate import InvalidSequence, apply, start
 
@@ -49,7 +49,8 @@ def fastest(chain: Chain, memory: float, first: int = 0, last: int | None = None
 
 
 def options(chain: Chain, i: int) -> range:
-    return range(len(chain.options(i)))
+    """Numbers of them, also that of the link as the last of a region."""
+    return range(LAST if chain.last and i < chain.length else 0, len(chain.options(i)))
 
 
 def recurrence(chain: Chain) -> Callable[[int, int, int], float]:
@@ -59,9 +60,10 @@ def recurrence(chain: Chain) -> Callable[[int, int, int], float]:
     def least(i: int, l: int, m: int) -> float:
         if i > l:
             return 0.0
-        found, waiting = math.inf, chain.size(l + 1)
-        for o in chain.options(i):
-            floor = max(waiting + o.saved + o.ft, chain.size(i) + chain.size(i + 1) + o.saved + o.bt)
+        found, waiting = math.inf, chain.size(l + 1) + sum(chain.grown[l + 1 :])
+        around = chain.size(i) + chain.size(i + 1) + sum(chain.grown[i + 1 :])
+        for o in chain.ends(i) if i == l else chain.options(i):
+            floor = max(waiting + o.saved + o.ft, around + o.saved + o.bt)
             if m >= floor:
                 found = min(found, o.f + o.b + least(i + 1, l, m - o.saved))
         held = 0

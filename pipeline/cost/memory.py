@@ -36,6 +36,23 @@ class LinkMemory:
     common: int  # the common values that it writes, and their gradients
 
 
+@dataclass(frozen=True)
+class StepMemory:
+    """What one step of a link writes and keeps, each piece of memory by its owner."""
+
+    results: dict[Tensor, int]
+    kept: dict[Tensor, int]
+    private: dict[Tensor, int]  # of what it keeps: neither given to it nor its result
+
+
+@dataclass(frozen=True)
+class LinkParts:
+    whole: LinkMemory
+    steps: tuple[StepMemory, ...]
+    output: Tensor  # the owner of its memory
+    kept: dict[Tensor, int]  # for the link's own backward
+
+
 class _Storage:
     """Which memory each tensor of a link lies in, and how large each piece of memory is."""
 
@@ -82,6 +99,18 @@ def link_memory(
     output: Tensor,
     sizes: tuple[int, ...],
 ) -> LinkMemory:
+    return link_parts(graph, profile, sharding, link, steps, output, sizes).whole
+
+
+def link_parts(
+    graph: OpGraph,
+    profile: Profile,
+    sharding: Sharding,
+    link: Link,
+    steps: tuple[Step, ...],
+    output: Tensor,
+    sizes: tuple[int, ...],
+) -> LinkParts:
     storage = _Storage(graph, profile, sizes)
     for step in steps:
         storage.add(step)
@@ -94,11 +123,10 @@ def link_memory(
             storage.bytes.pop(owner, None)
     kept_by = [_kept(graph, profile, sharding, step, storage, sizes) for step in steps]
     again = {s.target for s in steps if isinstance(s, Convert) and s.again}
-    kept = {exit_: storage.size(exit_)}
-    for held in kept_by:
-        kept |= {owner: size for owner, size in held.items() if owner not in again}
+    own = {owner: size for held in kept_by for owner, size in held.items() if owner not in again}
+    kept = {exit_: storage.size(exit_), **own}
     most = max((need.forward for need in needs), default=0)
-    return LinkMemory(
+    whole = LinkMemory(
         output=storage.size(exit_),
         kept=sum(kept.values()),
         forward_peak=_forward_peak(steps, storage, kept) + most,
@@ -106,6 +134,14 @@ def link_memory(
         backward_extra=_backward_extra(graph, steps, storage, kept_by, kept, output, needs, graph.reads_common(link)),
         common=common_bytes,
     )
+    by_step = (_step_memory(step, held, storage) for step, held in zip(steps, kept_by, strict=True))
+    return LinkParts(whole, tuple(by_step), exit_, own)
+
+
+def _step_memory(step: Step, kept: dict[Tensor, int], storage: _Storage) -> StepMemory:
+    results = {storage.find(tensor): storage.size(tensor) for tensor in _written(step) if storage.size(tensor)}
+    private = {owner: size for owner, size in kept.items() if owner not in storage.bytes}
+    return StepMemory(results, kept, private)
 
 
 def _common_bytes(graph: OpGraph, common: list[Tensor], storage: _Storage, entry: str | None) -> int:

@@ -91,6 +91,7 @@ class Region:
     last: int
     recompute: bool
     inner: tuple[Region, ...]
+    kept: tuple[str, ...] = ()  # ops, and conversions, inside it whose results are not dropped
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class Plan:
     prediction: Prediction
     alternatives: tuple[Alternative, ...]
     micro_batches: int = 1  # forward and backward passes of a step
+    released: tuple[str, ...] = ()  # values that backward does not keep, and that are large: let go once they are read
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -66,9 +66,40 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Memory that a link holds from its kernel of number `born` until before that of number `died` (None: longer).
+
+    Kernels count through the forward pass and on through the backward pass.
+    """
+
+    nbytes: int
+    born: int
+    died: int | None
+    op: str  # whose kernel made it
+    value: str  # the first value of the graph that lies in it; none for what is an op's own
+
+
+@dataclass(frozen=True)
 class LinkKernels:
+    """A link that was run by itself. Numbers are places in `held`; ops are those of the first link that is equal."""
+
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
+    held: tuple[Held, ...] = ()  # but for what entered it, and the memory that was there before
+    writes: tuple[int | None, ...] = ()  # what leaves it
+    gradients: tuple[int | None, ...] = ()  # of the parameters that it reads, in order of first use
+    saved: dict[str, tuple[int, ...]] = field(default_factory=dict)  # op -> what it keeps for backward
+    results: dict[str, tuple[int | None, ...]] = field(default_factory=dict)  # op -> where its outputs lie
+    dropped_peak: int = 0  # of a forward pass that keeps nothing for backward
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Links first..last, between which nothing crosses that a backward needs, run as one."""
+
+    first: int
+    last: int
+    run: int  # its place in `Kernels.runs`
 
 
 @dataclass(frozen=True)
@@ -79,6 +110,8 @@ class Kernels:
     links: tuple[LinkKernels, ...]
     chain: tuple[int, ...]  # for each link of the graph's chain, its place in `links`
     optimizer: tuple[Kernel, ...]
+    joined: tuple[Joined, ...] = ()  # in order; a link that stands alone is in none
+    runs: tuple[LinkKernels, ...] = ()  # of these
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pipeline.runtime.losses import class_split_cross_entropy, mean_cross_entrop
 from pipeline.runtime.norms import batch_norm
 from pipeline.runtime.parameters import scope
 from pipeline.runtime.random import drawn_apart
-from pipeline.runtime.recompute import recompute
+from pipeline.runtime.recompute import kept, recompute
 from pipeline.runtime.regather import again, keep_shards, regather
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "expert_split",
     "gather",
     "keep_shards",
+    "kept",
     "mask",
     "mask_both",
     "mask_gradient",

@@ -1,28 +1,60 @@
-"""Regions whose activations are dropped after the forward pass and computed again in the backward pass."""
+"""Regions whose activations are dropped after the forward pass and computed again in the backward pass.
+
+Inside a region `kept` runs a function whose results are not dropped: the second run takes them from the first, and
+computes only what the function was given, as far as its own backward asks for that. So a region can keep what is dear
+to compute (products, attention, collectives) and repeat what is cheap.
+
+How: what autograd keeps of the function's arguments is replaced by a note; on both runs the region itself keeps the
+arguments, so that a note can ask it for them. What else is kept (results, statistics) belongs to what is around the
+region, which may be another region that drops it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.runtime import collectives
 from pipeline.runtime.regather import keep_shards, keeping_shards
 
 _replaying = False
 Result = TypeVar("Result")  # a tensor, or several
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def recompute(region: Callable[..., Result], *arguments: Any) -> Result:
     """Runs the region; regions may be nested."""
-    result: Result = checkpoint(region, *arguments, use_reentrant=False, context_fn=_contexts)
+    frame = _Frame(torch._C._autograd._top_saved_tensors_default_hooks(False) or (Tensor.detach, Tensor.detach))
+
+    def run(*given: Any) -> Result:
+        with frame.entered():
+            return region(*given)
+
+    result: Result = checkpoint(run, *arguments, use_reentrant=False, context_fn=_contexts)
     return result
 
 
 def replaying() -> bool:
     """Whether this is the second run of a region: what changes state (batch-norm statistics) must not do so again."""
     return _replaying
+
+
+def kept(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """The function's result; in a region it is not computed a second time."""
+    frame = _Frame.current
+    if frame is None or not torch.is_grad_enabled():
+        return function(*arguments, **named)
+    arguments = _as_autocast(function, arguments)
+    if frame.runs > 1:
+        return frame.replay(arguments)
+    return frame.run(function, arguments, named)
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -40,3 +72,150 @@ def _replay(keeping: bool) -> Iterator[None]:
             yield
     finally:
         _replaying = before
+
+
+# ------------------------------------------------------------------------------------------------------ what is kept
+
+
+class _Held(torch.autograd.Function):
+    """A node that keeps tensors as autograd keeps them: by the hooks that are in force."""
+
+    @staticmethod
+    def forward(ctx: Any, dummy: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return dummy.new_empty(0)
+
+
+def _hold(tensors: list[Tensor]) -> Any:
+    return _Held.apply(torch.empty(0, requires_grad=True), *(t.detach() for t in tensors)).grad_fn  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class _Call:
+    """A call of `kept` on the first run of its region."""
+
+    arguments: Any = None  # the node by which the region keeps those that backward needs
+    needed: list[int] = field(default_factory=list)  # their places
+    results: Any = None  # the node that keeps the results for the second run
+    single: bool = True
+    grads: tuple[bool, ...] = ()
+    random: Any = None  # the state of the generator after it, if it drew numbers
+    notes: int = 0  # not yet asked for
+    found: tuple[Tensor, ...] = ()
+
+    def argument(self, place: int) -> Tensor:
+        """Autograd asks the region for them once, and lets go of them with the last."""
+        if not self.found:
+            self.found = self.arguments.saved_tensors
+            self.arguments = None
+        self.notes -= 1
+        tensor = self.found[self.needed.index(place)]
+        self.found = self.found if self.notes else ()
+        return tensor
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What autograd keeps in place of an argument, or of a view of it."""
+
+    call: _Call
+    place: int
+    view: tuple[Any, Any, int]
+
+    def tensor(self) -> Tensor:
+        return self.call.argument(self.place).as_strided(*self.view)
+
+
+class _Frame:
+    """A region, from its first run to its second."""
+
+    current: _Frame | None = None
+
+    def __init__(self, around: Hooks) -> None:
+        self.around = around
+        self.runs = 0
+        self.calls: list[_Call] = []
+        self.next = 0
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        before, _Frame.current = _Frame.current, self
+        self.runs += 1
+        self.next = 0
+        try:
+            yield
+        finally:
+            _Frame.current = before
+
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        call = _Call()
+        given = {_memory(a): n for n, a in enumerate(arguments) if isinstance(a, Tensor)}
+        pack_around, unpack_around = self.around
+
+        def pack(tensor: Tensor) -> Any:
+            place = given.get(_memory(tensor))
+            if place is None or tensor.dtype != arguments[place].dtype:
+                return pack_around(tensor)
+            call.notes += 1
+            if place not in call.needed:
+                call.needed.append(place)
+            return _Note(call, place, (tensor.size(), tensor.stride(), tensor.storage_offset()))
+
+        def unpack(packed: Any) -> Tensor:
+            return packed.tensor() if isinstance(packed, _Note) else unpack_around(packed)
+
+        device = next((a.device for a in arguments if isinstance(a, Tensor)), torch.device("cpu"))
+        before = _random_state(device)
+        with saved_tensors_hooks(pack, unpack):
+            result = function(*arguments, **named)
+        after = _random_state(device)
+        results = [result] if isinstance(result, Tensor) else list(result)
+        call.random = None if _same(before, after) else after
+        call.single, call.grads = isinstance(result, Tensor), tuple(t.requires_grad for t in results)
+        call.arguments = _hold([arguments[place] for place in call.needed])
+        with saved_tensors_hooks(*self.around):
+            call.results = _hold(results)
+        self.calls.append(call)
+        return result
+
+    def replay(self, arguments: tuple[Any, ...]) -> Any:
+        call = self.calls[self.next]
+        self.next += 1
+        _hold([arguments[place] for place in call.needed])
+        if call.random is not None:
+            _set_random_state(call.random, next(a.device for a in arguments if isinstance(a, Tensor)))
+        results = [
+            t.detach().requires_grad_(grad) for t, grad in zip(call.results.saved_tensors, call.grads, strict=True)
+        ]
+        call.results = None
+        return results[0] if call.single else tuple(results)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _as_autocast(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As autocast would cast them inside the function, where a note could not find them."""
+    device = next((a.device.type for a in arguments if isinstance(a, Tensor)), "cpu")
+    if not torch.is_autocast_enabled(device) or function.__module__ == collectives.__name__:
+        return arguments
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(a.to(dtype) if isinstance(a, Tensor) and a.dtype == torch.float32 else a for a in arguments)
+
+
+def _random_state(device: torch.device) -> Any:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or torch.cuda.current_device()].get_offset()
+    return torch.get_rng_state()
+
+
+def _same(before: Any, after: Any) -> bool:
+    return torch.equal(before, after) if isinstance(before, Tensor) else bool(before == after)
+
+
+def _set_random_state(state: Any, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or torch.cuda.current_device()].set_offset(state)
+    else:
+        torch.set_rng_state(state)

@@ -12,6 +12,9 @@ class ChainError(ShardwrightError):
     """The numbers given do not describe a chain, or not one that a table can hold."""
 
 
+LAST = -1  # the number of the option of a link that ends a region
+
+
 @dataclass(frozen=True)
 class Option:
     """One way for a link to be run with its backward to come: seconds, bytes kept (output included), temporaries."""
@@ -33,6 +36,9 @@ class Chain:
     ft, bt   L and L+1 sizes: temporaries on top of inputs and outputs
     f_none   L times, ft_none L sizes: the forward that saves nothing; as f and ft where not given
     more     for each link, further options beside (f, b, saved, ft, bt), which is its option 0; or nothing at all
+    last     L options: the link as the last of a region that is run again, where its output need not be made; if they
+             are given it is run so there, and only so
+    grown    L+1 sizes: what the backward of a link leaves until the end (gradients of parameters); else nothing
     """
 
     a: tuple[float, ...]
@@ -44,9 +50,12 @@ class Chain:
     f_none: tuple[float, ...] = ()
     ft_none: tuple[float, ...] = ()
     more: tuple[tuple[Option, ...], ...] = ()
+    last: tuple[Option, ...] = ()
+    grown: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        defaults = {"f_none": self.f, "ft_none": self.ft, "more": ((),) * len(self.f)}
+        length = len(self.f)
+        defaults = {"f_none": self.f, "ft_none": self.ft, "more": ((),) * length, "grown": (0,) * (length + 1)}
         for name in self.__dataclass_fields__:
             object.__setattr__(self, name, tuple(getattr(self, name)) or tuple(defaults.get(name, ())))
         self._check()
@@ -56,15 +65,16 @@ class Chain:
         if length == 0:
             raise ChainError("a chain needs at least one link before its loss")
         for name in self.__dataclass_fields__:
-            want, have = length + (name in ("a", "b", "bt")), len(getattr(self, name))
-            if have != want:
+            want, have = length + (name in ("a", "b", "bt", "grown")), len(getattr(self, name))
+            if have != want and (have or name != "last"):
                 raise ChainError(f"{name} has {have} entries, {want} expected for {length} links", where="chain")
-            if name != "more" and not all(math.isfinite(x) and x >= 0 for x in getattr(self, name)):
+            if name not in ("more", "last") and not all(math.isfinite(x) and x >= 0 for x in getattr(self, name)):
                 raise ChainError(f"{name} holds a negative or non-finite number", where="chain")
         for i in range(length):
-            for option in self.options(i):
+            for option in (*self.options(i), *self.last[i : i + 1]):
                 if not all(math.isfinite(x) and x >= 0 for x in vars(option).values()):
                     raise ChainError("an option holds a negative or non-finite number", where=f"link {i}")
+            for option in self.options(i):
                 if option.saved < self.a[i + 1]:
                     what = f"keeps {option.saved}, less than its output of {self.a[i + 1]}"
                     raise ChainError(what, where=f"link {i}", remedy="what a link keeps includes its output")
@@ -84,6 +94,18 @@ class Chain:
             return (Option(0, self.b[i], 0, 0, self.bt[i]),)
         return (Option(self.f[i], self.b[i], self.saved[i], self.ft[i], self.bt[i]), *self.more[i])
 
+    def option(self, i: int, number: int) -> Option:
+        """One of them, or how the link is run as the last of a region (`LAST`)."""
+        return self.last[i] if number == LAST else self.options(i)[number]
+
+    def ends(self, i: int) -> tuple[Option, ...]:
+        """What link i offers as the last of a sub-chain that is run again."""
+        return (self.last[i],) if self.last and i < self.length else self.options(i)
+
+    def grown_after(self, i: int) -> float:
+        """What the backwards of all links after i have left."""
+        return sum(self.grown[i + 1 :])
+
     def whole(self, slots: int = 1, memory: int = 1) -> Chain:
         """Every size times slots/memory, rounded up to a whole number; exact for integers."""
 
@@ -94,8 +116,9 @@ class Chain:
             saved, ft, bt = up((o.saved, o.ft, o.bt))
             return replace(o, saved=saved, ft=ft, bt=bt)
 
-        sizes = {name: up(getattr(self, name)) for name in ("a", "saved", "ft", "bt", "ft_none")}
-        return replace(self, **sizes, more=tuple(tuple(map(up_option, options)) for options in self.more))
+        sizes = {name: up(getattr(self, name)) for name in ("a", "saved", "ft", "bt", "ft_none", "grown")}
+        more = tuple(tuple(map(up_option, options)) for options in self.more)
+        return replace(self, **sizes, more=more, last=tuple(map(up_option, self.last)))
 
 
 @dataclass(frozen=True)

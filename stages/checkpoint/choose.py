@@ -14,9 +14,10 @@ from pipeline.ir.plan import Alternative, Frontier, Plan, Prediction, Region, Sh
 from pipeline.ir.profile import Profile
 from pipeline.lowering import lower
 from stages.checkpoint import rotor, schedule
-from stages.checkpoint.chain import Chain, discretise
+from stages.checkpoint.chain import Chain
 from stages.checkpoint.linearize import linearize
 from stages.checkpoint.simulate import simulate
+from stages.checkpoint.within import fastest_within
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Candidate:
     mesh: Mesh
     sharding: Sharding
     price: StepPrice
+    fixed_bytes: int  # there whatever is recomputed
     regions: tuple[Region, ...] | None
     chain_seconds: float  # of one micro-batch
     peak_bytes: int  # of the schedule, or the least that any schedule needs
@@ -45,28 +47,28 @@ def evaluate(
     cluster = cluster.on(mesh)
     program = lower(graph, sharding, frontier.micro_batches)
     price = price_step(graph, profile, cluster, sharding, program, frontier.optimizer_copies)
-    room = frontier.budget_bytes - price.fixed_bytes
-    candidate = Candidate(number, mesh, sharding, price, None, 0.0, 0)
-    chain = linearize(price)
+    linear = linearize(graph, profile, cluster, sharding, program, price)
+    room, chain = frontier.budget_bytes - linear.fixed_bytes, linear.chain
+    candidate = Candidate(number, mesh, sharding, price, linear.fixed_bytes, None, 0.0, 0)
     if chain is None:
         loss = price.links[0]
         need = loss.memory.kept + loss.memory.backward_extra
         regions = (Region(0, 0, False, ()),) if need <= room else None
         found = replace(
-            candidate, regions=regions, chain_seconds=loss.forward + loss.backward, peak_bytes=price.fixed_bytes + need
+            candidate, regions=regions, chain_seconds=loss.forward + loss.backward, peak_bytes=linear.fixed_bytes + need
         )
         return found if regions else _refused(found, graph, cluster, frontier, None)
     try:
         best = _schedule(chain, room, settings)
     except rotor.InfeasibleBudget as refusal:
-        found = replace(candidate, peak_bytes=price.fixed_bytes + refusal.tightest)
+        found = replace(candidate, peak_bytes=linear.fixed_bytes + refusal.tightest)
         return _refused(found, graph, cluster, frontier, refusal.op)
     outcome = simulate(chain, best.sequence)
-    found = replace(candidate, chain_seconds=outcome.time, peak_bytes=price.fixed_bytes + int(outcome.peak))
+    found = replace(candidate, chain_seconds=outcome.time, peak_bytes=linear.fixed_bytes + int(outcome.peak))
     if found.peak_bytes <= frontier.budget_bytes:
-        return replace(found, regions=_regions(best.regions))
+        return replace(found, regions=linear.regions(best.regions))
     worst = max(outcome.steps, key=lambda step: step.held).op
-    least = price.fixed_bytes + rotor.tightest(chain, _slots(chain, settings)).memory
+    least = linear.fixed_bytes + rotor.tightest(chain, _slots(chain, settings)).memory
     return replace(_refused(found, graph, cluster, frontier, worst), optimal_bytes=least)
 
 
@@ -77,7 +79,8 @@ def _refused(
     price = candidate.price
     parts = resident_parts(graph, candidate.sharding, cluster.sizes, frontier.optimizer_copies)
     largest = f" (the largest part: {parts[0].label} with {gigabytes(parts[0].nbytes)})" if parts else ""
-    common, inside = price.fixed_bytes - price.resident_bytes, candidate.peak_bytes - price.fixed_bytes
+    common = price.fixed_bytes - price.resident_bytes
+    inside = candidate.peak_bytes - candidate.fixed_bytes
     link, forward = (op.link, op.kind is not schedule.Kind.B) if op else (0, False)
     when = f"when link {link} ({_module(graph, link)}) runs {'forward' if forward else 'backward'}"
     shared = f", {gigabytes(common)} activations and copies that several links share" if common else ""
@@ -98,8 +101,8 @@ def _module(graph: OpGraph, link: int) -> str:
 def _schedule(chain: Chain, room: int, settings: Checkpoint) -> schedule.Schedule:
     """What the user asked for. Keeping everything is tried first: rounding to slots may hide that it fits."""
     if settings.recompute is Recompute.full:
-        return schedule.full_recompute(chain.length)
-    everything = schedule.no_recompute(chain.length)
+        return schedule.full_recompute(chain)
+    everything = schedule.no_recompute(chain)
     peak = int(simulate(chain, everything.sequence).peak)
     if settings.recompute is Recompute.off or peak <= room:
         return everything
@@ -107,23 +110,16 @@ def _schedule(chain: Chain, room: int, settings: Checkpoint) -> schedule.Schedul
     if room < rotor.tightest(chain).memory or not rotor.fits(chain, slots, room):
         least = rotor.tightest(chain, slots)  # in slots: the budget that is named must be accepted when it is set
         raise rotor.InfeasibleBudget(max(room, 0), replace(least, memory=min(least.memory, peak)))
-    return rotor.schedule(rotor.solve(discretise(chain, room, slots)))
+    return fastest_within(chain, room, slots)
 
 
 def _slots(chain: Chain, settings: Checkpoint) -> int:
     return max(500, settings.slots_per_link * (chain.length + 1))
 
 
-def _regions(region: schedule.Region) -> tuple[Region, ...]:
-    return tuple(
-        Region(step.link, step.link, False, ())
-        if isinstance(step, schedule.Keep)
-        else Region(step.first, step.last, True, _regions(step))
-        for step in region.steps
-    )
-
-
-def choose(candidates: list[Candidate], cluster: Cluster, frontier: Frontier, where: str) -> Plan:
+def choose(
+    candidates: list[Candidate], cluster: Cluster, frontier: Frontier, where: str, released: tuple[str, ...] = ()
+) -> Plan:
     fitting = [c for c in candidates if c.regions is not None]
     if not fitting:
         raise _refusal(candidates, frontier, where)
@@ -140,6 +136,7 @@ def choose(candidates: list[Candidate], cluster: Cluster, frontier: Frontier, wh
             Alternative(c.point, c.step_seconds if c.regions is not None else None, c.peak_bytes) for c in candidates
         ),
         micro_batches=frontier.micro_batches,
+        released=released,
     )
 
 

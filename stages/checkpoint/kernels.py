@@ -19,10 +19,20 @@ ROUNDING = 1e-12  # of all times together: more than sums in another order diffe
 NO_NAN = {"nnan", "nsz"}  # fastmath: infinite times occur, and they stay exact
 
 
+class Ends(NamedTuple):
+    """The options that links have as the last of a sub-chain, in the same form."""
+
+    starts: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    forward: NDArray[np.int64]
+    backward: NDArray[np.int64]
+
+
 class Links(NamedTuple):
     """A chain of whole sizes as arrays. Options of link i are starts[i]..starts[i+1]-1; the loss is the last link."""
 
     a: NDArray[np.int64]  # a_0..a_{L+1}
+    waiting: NDArray[np.int64]  # [l]: what is there whenever links up to l run once those after it are done
     passing: NDArray[np.int64]  # [i, j]: what F_ck(i), F_none(i+1..j-1) hold beside the gradient that waits
     passed: NDArray[np.float64]  # seconds of the forwards that save nothing, summed up to each link
     starts: NDArray[np.int64]
@@ -30,6 +40,7 @@ class Links(NamedTuple):
     saved: NDArray[np.int64]
     forward: NDArray[np.int64]  # what F_all holds beside the gradient that waits
     backward: NDArray[np.int64]  # what B holds
+    ends: Ends
 
 
 @njit(cache=True, nogil=True)
@@ -51,11 +62,15 @@ def needs(links: Links) -> NDArray[np.int64]:
     need = np.zeros((n + 1, n), dtype=np.int64)
     for i in range(n - 1, -1, -1):
         for l in range(i, n):
-            waiting = links.a[l + 1]
+            waiting = links.waiting[l]
             least = np.int64(2**63 - 1)
-            for k in range(links.starts[i], links.starts[i + 1]):
-                own = max(waiting + links.forward[k], links.backward[k])
-                least = min(least, max(own, links.saved[k] + need[i + 1, l]))
+            if i == l:
+                for k in range(links.ends.starts[i], links.ends.starts[i + 1]):
+                    least = min(least, max(waiting + links.ends.forward[k], links.ends.backward[k]))
+            else:
+                for k in range(links.starts[i], links.starts[i + 1]):
+                    own = max(waiting + links.forward[k], links.backward[k])
+                    least = min(least, max(own, links.saved[k] + need[i + 1, l]))
             for j in range(i + 1, l + 1):
                 own = links.passing[i, j] + waiting
                 if own >= least:  # it grows with j
@@ -103,7 +118,7 @@ def fill(best: NDArray[np.float64], links: Links, need: NDArray[np.int64]) -> No
                     end -= 1
                 reach[i, l] = end
                 if end > i + 1:
-                    fits, waiting = allowed[i, l], a[l + 1]
+                    fits, waiting = allowed[i, l], links.waiting[l]
                     while fits < end and links.passing[i, fits] + waiting <= low:
                         fits += 1
                     allowed[i, l] = fits
@@ -132,7 +147,9 @@ def _once(links: Links) -> NDArray[np.float64]:
     n = len(links.starts) - 1
     once = np.zeros(n + 1)
     for i in range(n - 1, -1, -1):
-        once[i] = once[i + 1] + links.seconds[links.starts[i] : links.starts[i + 1]].min()
+        inside = links.seconds[links.starts[i] : links.starts[i + 1]].min()
+        at_end = links.ends.seconds[links.ends.starts[i] : links.ends.starts[i + 1]].min()
+        once[i] = once[i + 1] + min(inside, at_end)
     return once
 
 
@@ -148,15 +165,20 @@ def _keep(
 ) -> None:
     """row[m] = keep(i,l,low+m)."""
     row[:] = np.inf
+    if i == l:
+        for k in range(links.ends.starts[i], links.ends.starts[i + 1]):
+            start = max(links.waiting[l] + links.ends.forward[k], links.ends.backward[k]) - low
+            for m in range(max(start, 0), WIDTH):
+                row[m] = min(row[m], links.ends.seconds[k])
+        return
     at = first_of(i + 1, len(links.starts) - 1) + l
     for k in range(links.starts[i], links.starts[i + 1]):
         saved, seconds = links.saved[k], links.seconds[k]
-        own = max(links.a[l + 1] + links.forward[k], links.backward[k])
+        own = max(links.waiting[l] + links.forward[k], links.backward[k])
         start = max(own, saved + need[i + 1, l]) - low
         for m in range(max(start, 0), WIDTH):
             source = low + m - saved
-            rest = best[source // WIDTH, at, source % WIDTH] if i < l else 0.0
-            row[m] = min(row[m], seconds + rest)
+            row[m] = min(row[m], seconds + best[source // WIDTH, at, source % WIDTH])
 
 
 @njit(cache=True, nogil=True, fastmath=NO_NAN)

@@ -1,30 +1,107 @@
-"""The priced links of a sharded program as a chain of numbers for Rotor; the last link is the loss."""
+"""The links of a sharded program, as they cost, as a chain of numbers for Rotor; the last link is the loss.
+
+Gradients of parameters are either there all the time (they lie in buckets, or add up over several passes), or each
+appears in backward and stays until the optimizer has used it: then they are no part of `fixed_bytes`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
+from pipeline.cost.compute import local_bytes
+from pipeline.cost.links import LinkCosts, Way, link_costs
 from pipeline.cost.step import StepPrice
-from stages.checkpoint.chain import Chain
+from pipeline.ir import plan
+from pipeline.ir.cluster import Cluster
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Sharding
+from pipeline.ir.profile import Profile
+from pipeline.ir.program import Program
+from pipeline.lowering import home_layouts, state_layouts
+from stages.checkpoint.chain import Chain, Option
+from stages.checkpoint.schedule import Region
 
 
-def linearize(price: StepPrice) -> Chain | None:
-    """None where the whole model is one link: there is nothing to choose."""
-    links, loss = price.links[:-1], price.links[-1]
+@dataclass(frozen=True)
+class Linear:
+    chain: Chain | None  # None where the whole model is one link: there is nothing to choose
+    costs: tuple[LinkCosts, ...]
+    fixed_bytes: int  # there whatever is recomputed
+
+    def regions(self, region: Region) -> tuple[plan.Region, ...]:
+        """As the plan has them: links that keep a part of themselves are a region with what they keep."""
+        return tuple(self._regions(region))
+
+    def _regions(self, region: Region) -> Iterator[plan.Region]:
+        for step in region.steps:
+            if isinstance(step, Region):
+                first, last = self.costs[step.first].first, self.costs[step.last].last_link
+                yield plan.Region(first, last, True, self.regions(step))
+                continue
+            own = self.costs[step.link]
+            kept = own.ways[step.option].kept
+            each = tuple(plan.Region(n, n, False, ()) for n in range(own.first, own.last_link + 1))
+            if kept is None:
+                yield from each
+            else:
+                yield plan.Region(own.first, own.last_link, True, each, kept)
+
+
+def linearize(
+    graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, program: Program, price: StepPrice
+) -> Linear:
+    costs = link_costs(graph, profile, cluster, sharding, program, price.links)
+    each = growing(graph, cluster, sharding, program)
+    grown = tuple(sum(each[own.first : own.last_link + 1]) for own in costs)
+    return Linear(_chain(costs, grown), costs, price.fixed_bytes - sum(grown))
+
+
+def growing(graph: OpGraph, cluster: Cluster, sharding: Sharding, program: Program) -> tuple[int, ...]:
+    """Of each link, the bytes of gradients that its backward leaves: of parameters that no later link reads."""
+    found = [0] * len(graph.chain)
+    if program.micro_batches > 1:
+        return tuple(found)
+    home = home_layouts(graph, sharding)
+    states = state_layouts(graph, sharding)
+    owned = {name for name in states if name not in program.reduced and states[name] == home[name]}
+    for number in reversed(range(len(graph.chain))):
+        for name in {read for op in graph.chain[number].ops for read in graph.op(op).inputs} & owned:
+            owned.discard(name)
+            found[number] += local_bytes(graph, name, home[name], cluster.sizes)
+    return tuple(found)
+
+
+def _chain(costs: tuple[LinkCosts, ...], grown: tuple[int, ...]) -> Chain | None:
+    links, loss = costs[:-1], costs[-1]
     if not links:
         return None
+    plain = [link.ways[0] for link in links]
     return Chain(
-        a=(*(link.input_bytes for link in links), loss.input_bytes),
-        saved=tuple(max(link.memory.kept, after.input_bytes) for link, after in pairwise(price.links)),
-        f=tuple(link.forward for link in links),
-        b=(*(link.backward for link in links), loss.forward + loss.backward),
-        ft=tuple(max(0, link.memory.forward_peak - link.memory.kept) for link in links),
-        bt=(*(link.memory.backward_extra for link in links), _loss_temporaries(price)),
-        ft_none=tuple(max(0, link.memory.dropped_peak - link.memory.output) for link in links),
+        a=tuple(link.input_bytes for link in costs),
+        saved=tuple(_saved(way, after) for way, after in zip(plain, costs[1:], strict=True)),
+        f=tuple(way.forward for way in plain),
+        b=(*(way.backward for way in plain), loss.ways[0].forward + loss.ways[0].backward),
+        ft=tuple(way.forward_extra for way in plain),
+        bt=(*(way.backward_extra for way in plain), _loss_temporaries(loss)),
+        f_none=tuple(link.dropped for link in links),
+        ft_none=tuple(link.dropped_extra for link in links),
+        more=tuple(tuple(_option(way, _saved(way, after)) for way in link.ways[1:]) for link, after in pairwise(costs)),
+        last=tuple(_option(link.last, link.last.saved) for link in links),
+        grown=grown,
     )
 
 
-def _loss_temporaries(price: StepPrice) -> int:
+def _saved(way: Way, after: LinkCosts) -> int:
+    return max(way.saved, after.input_bytes)
+
+
+def _option(way: Way, saved: int) -> Option:
+    return Option(way.forward, way.backward, saved, way.forward_extra, way.backward_extra)
+
+
+def _loss_temporaries(loss: LinkCosts) -> int:
     """The loss runs forwards and backwards at once: what it keeps is alive beside the gradient it makes."""
-    loss = price.links[-1]
-    return max(loss.memory.forward_peak, loss.memory.kept + loss.input_bytes + loss.memory.backward_extra)
+    way = loss.ways[0]
+    return max(way.saved + way.forward_extra, way.saved + loss.output_bytes + way.backward_extra)

@@ -12,16 +12,19 @@ a_{l+1} inside. C(i+1,i,m) = 0. An empty minimum, and whatever is below its floo
 
     fill          C(i,l,m)           = min(keep(i,l,m), min over i < j <= l of recompute(i,j,l,m))
     _keep         keep(i,l,m)        = min over options of f_i + b_i + C(i+1,l,m-A_{i+1})
-                                       if m >= keep_floor(i,l)
+                                       if m >= keep_floor(i,l); for i = l over `Chain.ends`
     _least        recompute(i,j,l,m) = sum f_none_i..f_none_{j-1} + C(j,l,m-a_j) + C(i,j-1,m)
                                        if m >= pass_floor(i,j,l)
-    keep_parts    keep_floor(i,l)    = max(a_{l+1} + A_{i+1} + ft_i, a_i + a_{i+1} + A_{i+1} + bt_i)
-    pass_floor    pass_floor(i,j,l)  = a_{l+1} + max(a_{i+1} + ft_none_i,
-                                                     max over i < k < j of a_k + a_{k+1} + ft_none_k)
+    keep_parts    keep_floor(i,l)    = max(w_l + A_{i+1} + ft_i, a_i + a_{i+1} + A_{i+1} + bt_i + G_i)
+    pass_floor    pass_floor(i,j,l)  = w_l + max(a_{i+1} + ft_none_i,
+                                                 max over i < k < j of a_k + a_{k+1} + ft_none_k)
     Floors        N(i,l)             = least m with C(i,l,m) finite
                                      = min(min over options of max(keep_floor(i,l), A_{i+1} + N(i+1,l)),
                                            min over i < j <= l of max(pass_floor(i,j,l), a_j + N(j,l), N(i,j-1)))
     schedule      answer             = C(0,L,M-a_0)
+
+Gradients of parameters appear as backward goes on: G_i is what the links after i have left (`Chain.grown`), and m
+counts the room for it too. So w_l = a_{l+1} + G_l is there whenever links up to l run as a sub-chain.
 
 The one-link case of the literature is keep(i,i,m). `pass_floor` looks at the links passed over, up to j: with the
 temporaries of F_all and F_none equal this is the same as looking at all links up to l, and otherwise it is exact.
@@ -41,9 +44,9 @@ from numpy.typing import NDArray
 
 from pipeline.errors import ShardwrightError
 from stages.checkpoint import kernels
-from stages.checkpoint.chain import Chain, ChainError, SlotChain, as_slots, default_slots
+from stages.checkpoint.chain import LAST, Chain, ChainError, Option, SlotChain, as_slots, default_slots
 from stages.checkpoint.kernels import WIDTH
-from stages.checkpoint.schedule import Keep, Kind, Op, Region, Schedule, flatten
+from stages.checkpoint.schedule import Keep, Kind, Op, Region, Schedule, scheduled
 
 MAX_TABLE_BYTES = 8 * 2**30
 MAX_SIZE = 2**59  # so that the sum of a few is a whole number of 64 bits
@@ -85,12 +88,18 @@ class Floors:
     def keep_parts(self, i: int, l: int, option: int) -> tuple[int, int]:
         """What keeping link i needs: for its own ops (keep_floor), and for the links after it."""
         k = self.links.starts[i] + option
-        own = max(self.links.a[l + 1] + self.links.forward[k], self.links.backward[k])
+        own = max(self.links.waiting[l] + self.links.forward[k], self.links.backward[k])
         return int(own), int(self.links.saved[k] + self.need[i + 1, l])
+
+    def end_floor(self, i: int, option: int) -> int:
+        """What link i needs as the last of a sub-chain."""
+        ends = self.links.ends
+        k = ends.starts[i] + option
+        return int(max(self.links.waiting[i] + ends.forward[k], ends.backward[k]))
 
     def pass_floor(self, i: int, l: int) -> NDArray[np.int64]:
         """For j = i+1..l: what F_ck(i) and F_none(i+1..j-1) need, as part of links i..l."""
-        return np.asarray(self.links.passing[i, i + 1 : l + 1] + self.links.a[l + 1])
+        return np.asarray(self.links.passing[i, i + 1 : l + 1] + self.links.waiting[l])
 
     def recompute_floors(self, i: int, l: int) -> NDArray[np.int64]:
         """For j = i+1..l: the least m with which links i..j-1 can be recomputed."""
@@ -107,11 +116,17 @@ class Floors:
     def _binding(self, i: int, l: int) -> Op | tuple[int, int]:
         """The op, or the smaller sub-chain that needs as much."""
         links, value = self.links, self.need[i, l]
-        for k, option in enumerate(self.chain.options(i)):
+        if i == l:
+            ends = self.chain.ends(i)
+            k = min(range(len(ends)), key=lambda k: self.end_floor(i, k))
+            forward = links.waiting[l] + links.ends.forward[links.ends.starts[i] + k]
+            number = LAST if self.chain.last and i < self.chain.length else k
+            return Op(Kind.F_ALL if forward == value and i < self.chain.length else Kind.B, i, number)
+        for k in range(len(self.chain.options(i))):
             own, rest = self.keep_parts(i, l, k)
             if own == value and rest <= value:
-                forward = self.chain.size(l + 1) + option.saved + option.ft
-                return Op(Kind.F_ALL if forward == value and i < self.chain.length else Kind.B, i, k)
+                forward = links.waiting[l] + links.forward[links.starts[i] + k]
+                return Op(Kind.F_ALL if forward == value else Kind.B, i, k)
             if rest == value and own <= value:
                 return i + 1, l
         j = i + 1 + int(np.argmin(self.recompute_floors(i, l)))
@@ -122,21 +137,34 @@ class Floors:
 
 
 def _links(chain: Chain) -> kernels.Links:
-    options = [chain.options(i) for i in range(chain.length + 1)]
     a = _sizes([*chain.a, 0])
-    starts = np.cumsum([0, *map(len, options)], dtype=np.int64)
-    saved, ft, bt = _sizes([(o.saved, o.ft, o.bt) for link in options for o in link]).T.copy()
-    around = np.repeat(a[:-1] + a[1:], np.diff(starts))  # the input and the output of each option's link
+    grown = _sizes([chain.grown_after(i) for i in range(chain.length + 1)])
+    around = a[:-1] + a[1:] + grown  # of each link: its gradients, and what links after it have left
+    starts, seconds, saved, forward, backward = _arrays([chain.options(i) for i in range(chain.length + 1)], around)
+    ends = _arrays([chain.ends(i) for i in range(chain.length + 1)], around)
     return kernels.Links(
         a=a,
+        waiting=a[1:] + grown,
         passing=kernels.passing(a, _sizes(chain.ft_none)),
         passed=np.array([0.0, *np.cumsum(chain.f_none)]),
         starts=starts,
-        seconds=np.array([o.f + o.b for link in options for o in link], dtype=np.float64),
+        seconds=seconds,
         saved=saved,
-        forward=saved + ft,
-        backward=around + saved + bt,
+        forward=forward,
+        backward=backward,
+        ends=kernels.Ends(ends[0], ends[1], ends[3], ends[4]),
     )
+
+
+Arrays = tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+
+
+def _arrays(options: list[tuple[Option, ...]], around: NDArray[np.int64]) -> Arrays:
+    """Where the options of each link begin, their seconds, and what they save, hold in forward and in backward."""
+    starts = np.cumsum([0, *map(len, options)], dtype=np.int64)
+    saved, ft, bt = _sizes([(o.saved, o.ft, o.bt) for link in options for o in link]).T.copy()
+    seconds = np.array([o.f + o.b for link in options for o in link], dtype=np.float64)
+    return starts, seconds, saved, saved + ft, np.repeat(around, np.diff(starts)) + saved + bt
 
 
 def _sizes(sizes: Sequence[float] | Sequence[tuple[float, ...]]) -> NDArray[np.int64]:
@@ -252,8 +280,7 @@ def schedule(table: Table, memory: int | None = None, first: int = 0, last: int 
     time = table.time(first, last, m)
     if time == math.inf:
         raise _infeasible(table, memory, first, last)
-    regions = _regions(table, first, last, m)
-    return Schedule(regions, flatten(regions, table.chain.length), time)
+    return scheduled(_regions(table, first, last, m), table.chain, time)
 
 
 def _regions(table: Table, i: int, l: int, m: int) -> Region:
@@ -269,9 +296,13 @@ def _choose(table: Table, i: int, l: int, m: int) -> tuple[Keep | None, int, int
     """The step that attains C(i,l,m): what it keeps if anything, the link after it, the slots gone from m."""
     found: tuple[Keep | None, int, int] = (None, i, 0)
     best, passed = math.inf, table.floors.links.passed
+    if i == l:
+        fitting = [k for k in range(len(table.chain.ends(i))) if m >= table.floors.end_floor(i, k)]
+        ends = table.chain.ends(i)
+        return Keep(i, min(fitting, key=lambda k: ends[k].f + ends[k].b)), i + 1, 0
     for k, option in enumerate(table.chain.options(i)):
         if m >= max(table.floors.keep_parts(i, l, k)):
-            rest = table.time(i + 1, l, m - int(option.saved)) if i < l else 0.0
+            rest = table.time(i + 1, l, m - int(option.saved))
             if option.f + option.b + rest < best:
                 best, found = option.f + option.b + rest, (Keep(i, k), i + 1, int(option.saved))
     for j, low in enumerate(table.floors.recompute_floors(i, l), start=i + 1):

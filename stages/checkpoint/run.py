@@ -9,6 +9,7 @@ from pipeline.ir.verify import verify_sharding
 from pipeline.stage import Inputs, Result
 from stages.checkpoint.choose import choose, evaluate
 from stages.checkpoint.describe import describe
+from stages.checkpoint.released import released
 
 
 def run(inputs: Inputs, config: Config) -> Result:
@@ -20,7 +21,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     candidates = [
         evaluate(graph, profile, cluster, frontier, i, config.checkpoint) for i in range(len(frontier.points))
     ]
-    plan = choose(candidates, cluster, frontier, where)
+    plan = choose(candidates, cluster, frontier, where, released(graph, profile))
     inputs.log.info(describe(graph, plan))
     return Result(plan, figures(plan))
 

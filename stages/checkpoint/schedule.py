@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+from stages.checkpoint.chain import LAST, Chain
+
 
 class Kind(Enum):
     """What an op does; the loss is a backward."""
@@ -72,9 +74,12 @@ class Schedule:
     time: float | None = None
 
 
-def flatten(region: Region, loss: int) -> tuple[Op, ...]:
-    """The ops of a region in the order of execution; link `loss`, if it is in there, has no forward of its own."""
-    return (*_forwards(region, loss), *_backwards(region, loss))
+def flatten(region: Region, loss: int, early: bool = False) -> tuple[Op, ...]:
+    """The ops of a region in the order of execution; link `loss`, if it is in there, has no forward of its own.
+
+    With `early`, the second run of a region ends where its last link has all that its backward needs (`LAST`).
+    """
+    return (*_forwards(region, loss), *_backwards(region, loss, early))
 
 
 def _forwards(region: Region, loss: int) -> Iterator[Op]:
@@ -86,21 +91,31 @@ def _forwards(region: Region, loss: int) -> Iterator[Op]:
             yield Op(Kind.F_ALL, step.link, step.option)
 
 
-def _backwards(region: Region, loss: int) -> Iterator[Op]:
+def _backwards(region: Region, loss: int, early: bool) -> Iterator[Op]:
     for step in reversed(region.steps):
         if isinstance(step, Region):
-            yield from flatten(step, loss)
+            yield from flatten(_ended(step) if early else step, loss, early)
         else:
             yield Op(Kind.B, step.link, step.option)
 
 
-def no_recompute(length: int) -> Schedule:
+def _ended(region: Region) -> Region:
+    *before, end = region.steps
+    return Region((*before, Keep(end.link, LAST))) if isinstance(end, Keep) else region
+
+
+def no_recompute(chain: Chain) -> Schedule:
     """The user's `off`: every link kept."""
-    regions = Region(tuple(Keep(i) for i in range(length + 1)))
-    return Schedule(regions, flatten(regions, length))
+    return scheduled(Region(tuple(Keep(i) for i in range(chain.length + 1))), chain)
 
 
-def full_recompute(length: int) -> Schedule:
+def full_recompute(chain: Chain) -> Schedule:
     """The user's `full`: every link its own region, except the loss."""
-    regions = Region((*(Region((Keep(i),)) for i in range(length)), Keep(length)))
-    return Schedule(regions, flatten(regions, length))
+    return scheduled(Region((*(Region((Keep(i),)) for i in range(chain.length)), Keep(chain.length))), chain)
+
+
+def scheduled(regions: Region, chain: Chain, time: float | None = None) -> Schedule:
+    """A sub-chain without the loss is the second run of a region."""
+    early = bool(chain.last)
+    run = _ended(regions) if early and regions.last < chain.length else regions
+    return Schedule(regions, flatten(run, chain.length, early), time)

@@ -9,6 +9,9 @@ holds all of that, its output and its temporaries; what it consumed leaves after
     F_none(i)  a_i on its own, not the first  a_{i+1}       a_i
     B(i)       a_i, tape i, gradient i+1      gradient i    tape i, gradient i+1, a_i if on its own
     B(L)       a_L                            gradient L    a_L if on its own         (the loss)
+
+What backwards leave (gradients of parameters) stays. Where a chain says how a link is run as the last of a region
+(`Chain.last`), F_all of a link whose output's gradient waits is that.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from pipeline.errors import ShardwrightError
-from stages.checkpoint.chain import Chain
+from stages.checkpoint.chain import LAST, Chain
 from stages.checkpoint.schedule import Kind, Op
 
 
@@ -39,8 +42,10 @@ class State:
 
     def bytes(self, chain: Chain) -> float:
         own = sum(chain.size(i) for i in self.activations)
-        tapes = sum(chain.options(link)[option].saved for link, option in self.tapes)
-        return own + tapes + (0 if self.gradient is None else chain.size(self.gradient))
+        tapes = sum(chain.option(link, option).saved for link, option in self.tapes)
+        if self.gradient is None:
+            return own + tapes
+        return own + tapes + chain.size(self.gradient) + sum(chain.grown[self.gradient :])
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ def apply(chain: Chain, state: State, op: Op, first: int = 0, where: str | None 
 
 def _problem(chain: Chain, state: State, op: Op, first: int) -> str | None:
     i = op.link
-    if not first <= i <= chain.length or not 0 <= op.option < len(chain.options(i)):
+    known = op.option == LAST and chain.last and i < chain.length
+    if not first <= i <= chain.length or not (known or 0 <= op.option < len(chain.options(i))):
         return "there is no such link or option"
     if not state.has(i):
         return f"a_{i} is not in memory"
@@ -105,6 +111,8 @@ def _forward_problem(chain: Chain, state: State, op: Op, first: int) -> str | No
         return "the loss has no forward of its own"
     if state.gradient is not None and state.gradient <= i:
         return "its backward has been run"
+    if op.kind is Kind.F_ALL and chain.last and (op.option == LAST) != (state.gradient == i + 1):
+        return "it is run as the last of a region where the gradient of its output waits, and only there"
     if state.has(i + 1):
         return f"a_{i + 1} is in memory already"
     if op.kind is Kind.F_NONE and (i == first or i not in state.activations):
@@ -122,7 +130,7 @@ def _backward_problem(chain: Chain, state: State, op: Op) -> str | None:
 
 
 def _save(chain: Chain, state: State, op: Op) -> Step:
-    option = chain.options(op.link)[op.option]
+    option = chain.option(op.link, op.option)
     after = replace(state, tapes=state.tapes | {(op.link, op.option)})
     return Step(op, after, after.bytes(chain) + option.ft, option.f)
 
@@ -135,7 +143,7 @@ def _pass(chain: Chain, state: State, op: Op) -> Step:
 
 
 def _back(chain: Chain, state: State, op: Op) -> Step:
-    i, option = op.link, chain.options(op.link)[op.option]
+    i, option = op.link, chain.option(op.link, op.option)
     held = state.bytes(chain) + chain.size(i) + option.bt
     after = State(state.activations - {i}, state.tapes - {(i, op.option)}, i)
     return Step(op, after, held, option.b)

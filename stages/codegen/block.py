@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import keyword
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 
 from pipeline import runtime_names
 from pipeline.cost.conversions import REGATHER, conversion_of, made_again, step_arguments, step_axis
 from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
 from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Sharding
+from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.program import Call, Convert, Step, Tensor
 from pipeline.ops.rule import Rendered, call, plain_view
 from pipeline.ops.table import rule_of
@@ -92,10 +94,18 @@ class BlockWriter:
     """Writes the lines of one link."""
 
     def __init__(
-        self, graph: OpGraph, sharding: Sharding, mesh: Mesh, prefix: str, outside: dict[Tensor, Outside]
+        self,
+        graph: OpGraph,
+        sharding: Sharding,
+        mesh: Mesh,
+        prefix: str,
+        outside: dict[Tensor, Outside],
+        kept: Container[str] = (),
+        released: Container[str] = (),
     ) -> None:
+        """`kept` steps are not computed a second time; names of `released` values are given up after their last use."""
         self.graph, self.sharding, self.mesh, self.prefix = graph, sharding, mesh, prefix
-        self.outside = outside
+        self.outside, self.kept, self.released = outside, kept, released
         self.names = Names()
         self.bases: dict[str, str] = {}  # value -> what its copies are named after
         self.readers = graph.consumers()
@@ -111,8 +121,11 @@ class BlockWriter:
         if entry is not None:
             self.names.known[entry] = "x"
         self._name_what_is_read(steps)
-        for step in steps:
+        ends = self._last_uses(steps, {exit_, *common} | ({entry} if entry is not None else set()))
+        for number, step in enumerate(steps):
             self._convert(step) if isinstance(step, Convert) else self._call(step)
+            if number in ends:
+                self.lines.append(f"del {', '.join(map(self._name, ends[number]))}  # backward does not need it")
         return Block(
             self.prefix,
             entry is not None,
@@ -123,6 +136,20 @@ class BlockWriter:
             tuple(self.outside[tensor].name for tensor in common),
             frozenset(self.used),
         )
+
+    def _last_uses(self, steps: tuple[Step, ...], stays: set[Tensor]) -> dict[int, list[Tensor]]:
+        """After which steps which of the released tensors are not read any more; the end of the function needs none."""
+        last: dict[Tensor, int] = {}
+        for number, step in enumerate(steps):
+            written = step.outputs if isinstance(step, Call) else (step.target,)
+            last |= dict.fromkeys((t for t in written if t.value in self.released and t not in stays), number)
+            read = step.inputs if isinstance(step, Call) else (step.source,)
+            last |= {tensor: number for tensor in read if tensor in last}
+        found: dict[int, list[Tensor]] = {}
+        for tensor, number in last.items():
+            if number < len(steps) - 1 and self._is_read(tensor):
+                found.setdefault(number, []).append(tensor)
+        return found
 
     def _name_what_is_read(self, steps: tuple[Step, ...]) -> None:
         """Arguments have their names before anything else has."""
@@ -148,13 +175,16 @@ class BlockWriter:
         base = value.origin.rpartition(".")[2] if value.role in (Role.PARAMETER, Role.BUFFER) else base
         target = self.names.give(step.target, f"{base}_{suffix(step.target.layout)}")
         text = convert_text(source, step, self.mesh)
-        self.used.update(re.match(r"(?:again\()?\w+", text)[0].split("("))
+        name = path_name(step.source.value, step.source.layout, step.target.layout)
+        text = self._kept(text) if name in self.kept else text
+        self.used.update(re.match(r"(?:(?:again|kept)\(?)?\w+", text)[0].split("("))
         self.lines += statement(f"{target} = {text}", self._remark(step.target, arrow_from=step.source))
 
     def _call(self, step: Call) -> None:
         op = self.graph.op(step.op)
         self._heading(relative(op.module, self.prefix), op.source)
         text = self._op_text(step)
+        text = self._kept(text) if step.op in self.kept else text
         self.used.update(set(re.findall(r"\b(\w+)\(", text)) & set(runtime_names.BODIES))
         base = op.target.split(".")[1]
         if not any(self._is_read(tensor) for tensor in step.outputs):  # it changes a buffer, or draws random numbers
@@ -165,6 +195,20 @@ class BlockWriter:
         if len(op.outputs) == 1 and op.outputs != (op.name,):  # a list of one result
             targets = f"({targets},)"
         self.lines += statement(f"{targets} = {text}", self._remark(step.outputs[0]))
+
+    def _kept(self, text: str) -> str:
+        """`kept(F.linear, x, ...)` for `F.linear(x, ...)`"""
+        self.used.add("kept")
+        parsed = ast.parse(text, mode="eval").body
+        if isinstance(parsed, ast.Call) and ast.unparse(parsed.func).split(".")[0] in (
+            "F",
+            "torch",
+            *runtime_names.NAMES,
+        ):
+            function, _, arguments = text.partition("(")
+            return f"kept({function}, {arguments}"
+        names = sorted({node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)} - {"torch", "F", "p"})
+        return f"kept(lambda {', '.join(names)}: {text}, {', '.join(names)})"
 
     def _is_read(self, tensor: Tensor) -> bool:
         return bool(self.readers[tensor.value]) or tensor.value == self.graph.output

@@ -108,15 +108,26 @@ def _common_name(op: Op) -> str:
 
 def _blocks(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh, outside: dict[Tensor, Outside]) -> list[Block]:
     home = home_layouts(graph, plan.sharding)
+    kept, released = _kept_in(plan.regions), frozenset(plan.released)
     blocks = []
     for index, (link, steps) in enumerate(zip(graph.chain, program.links, strict=True)):
         entry = Tensor(link.input, home[link.input]) if link.input else None
         last = index == len(graph.chain) - 1
         exit_ = program.loss if last else Tensor(link.output, home[link.output])
         common = tuple(Tensor(name, home[name]) for name in link.common)
-        writer = BlockWriter(graph, plan.sharding, mesh, _prefix(graph, index), outside)
+        own = kept.get(index, ())
+        writer = BlockWriter(graph, plan.sharding, mesh, _prefix(graph, index), outside, own, released)
         blocks.append(writer.write(steps, entry, exit_, common))
     return blocks
+
+
+def _kept_in(regions: tuple[Region, ...]) -> dict[int, tuple[str, ...]]:
+    """Link -> the steps whose results it keeps, where it is run again."""
+    found: dict[int, tuple[str, ...]] = {}
+    for region in regions:
+        found |= _kept_in(region.inner)
+        found |= dict.fromkeys(range(region.first, region.last + 1), region.kept) if region.kept else {}
+    return found
 
 
 def _prefix(graph: OpGraph, index: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pipeline.ir.graph import Op, OpGraph
-from pipeline.ir.profile import Kernel, Kernels, LinkKernels, OpCost
+from pipeline.ir.profile import Held, Joined, Kernel, Kernels, LinkKernels, OpCost
 from stages.profile.link import LinkRun
 from stages.profile.step import StepProfile
 from stages.profile.symbolic import Storage
@@ -91,14 +91,46 @@ def _alive(storages: Iterable[Storage], is_alive: Callable[[Storage], bool]) -> 
     return sum(s.size for s in storages if is_alive(s))
 
 
-def all_kernels(step: StepProfile) -> Kernels:
+def all_kernels(graph: OpGraph, step: StepProfile) -> Kernels:
     places: dict[int, int] = {}
     links = []
-    for run in step.runs:
+    for link, run in zip(graph.chain, step.runs, strict=True):
         if id(run) not in places:
             places[id(run)] = len(links)
-            links.append(LinkKernels(run.forward, run.backward))
-    return Kernels(step.prologue, tuple(links), tuple(places[id(run)] for run in step.runs), step.optimizer.kernels)
+            links.append(_link_kernels({name: len(graph.op(name).outputs) for name in link.ops}, run))
+    chain = tuple(places[id(run)] for run in step.runs)
+    return Kernels(step.prologue, tuple(links), chain, step.optimizer.kernels, *_joined(graph, step))
+
+
+def _joined(graph: OpGraph, step: StepProfile) -> tuple[tuple[Joined, ...], tuple[LinkKernels, ...]]:
+    places: dict[int, int] = {}
+    runs = []
+    for group in step.joined:
+        if id(group.run) not in places:
+            places[id(group.run)] = len(runs)
+            runs.append(_link_kernels({name: len(graph.op(name).outputs) for name in group.ops}, group.run))
+    return tuple(Joined(group.first, group.last, places[id(group.run)]) for group in step.joined), tuple(runs)
+
+
+def _link_kernels(outputs: dict[str, int], run: LinkRun) -> LinkKernels:
+    """`outputs` has the number of each op's; what enters the link is not its own and has no number here."""
+    own = [place for place in range(len(run.storages)) if place not in run.reads]
+    number = {place: n for n, place in enumerate(own)}
+
+    def numbers(places: Iterable[int | str | None]) -> tuple[int | None, ...]:
+        return tuple(number.get(place) if isinstance(place, int) else None for place in places)
+
+    kept = {op: numbers(places) for op, places in run.saved.items()}
+    return LinkKernels(
+        forward=run.forward,
+        backward=run.backward,
+        held=tuple(Held(s.size, s.born, s.died, s.op, s.value) for s in (run.storages[place] for place in own)),
+        writes=numbers(run.writes),
+        gradients=numbers(run.parameter_gradients),
+        saved={op: tuple(n for n in found if n is not None) for op, found in kept.items()},
+        results={op: numbers(run.places[op][-count:]) for op, count in outputs.items()},
+        dropped_peak=run.dropped_peak,
+    )
 
 
 def value_types(graph: OpGraph, step: StepProfile) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class LinkRun:
     places: Mapping[str, tuple[int | str | None, ...]]  # op -> where its inputs, then its outputs lie
     forms: tuple[Form, ...]  # of what it writes
     types: Mapping[str, tuple[str, ...]]  # op -> dtypes of its outputs, which autocast may have changed
+    dropped_peak: int  # of a forward pass that keeps nothing for backward; what enters is not counted
 
 
 class Runner:
@@ -147,7 +149,21 @@ class Runner:
             places=places,
             forms=left,
             types=types,
+            dropped_peak=self._dropped_peak(ops, ends, forms),
         )
+
+    def _dropped_peak(self, ops: tuple[str, ...], ends: Ends, forms: tuple[Form, ...]) -> int:
+        leaves = [self._entering(name, form) for name, form in zip(ends.reads, forms, strict=True)]
+        local = dict(zip(ends.reads, leaves, strict=True))
+        watch = Watch(leaves, self.names)
+        with torch.no_grad(), watch:
+            self._run(ops, local, watch, set(ends.writes), lambda *_: None)
+            watch.sweep()
+        change = [0] * (len(watch.kernels) + 2)
+        for storage in watch.storages:
+            change[storage.born] += storage.size
+            change[len(watch.kernels) + 1 if storage.died is None else storage.died] -= storage.size
+        return max(accumulate(change))
 
     def _noted(self, kernels: list[Kernel]) -> tuple[Kernel, ...]:
         """Before the first kernel of an op of which it reads values, the host waits for the card."""

@@ -57,7 +57,7 @@ def make_profile(graph: OpGraph, device: str, precision: str, build: Build, log:
         saved_bytes=saved_bytes(as_run(graph, types), costs, from_table.storage),
         types=types,
         step=describe(graph, step),
-        kernels=all_kernels(step),
+        kernels=all_kernels(graph, step),
     )
     return profile, ""
 

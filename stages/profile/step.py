@@ -6,6 +6,7 @@ costs no more than a shallow one. Then all of it is laid on one line of time (`t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,16 @@ from stages.profile.timeline import StepMemory, Timeline, compose, summary
 
 
 @dataclass(frozen=True)
+class JoinedRun:
+    """Links first..last, between which nothing crosses that a backward needs, run as one."""
+
+    first: int
+    last: int
+    ops: tuple[str, ...]
+    run: LinkRun
+
+
+@dataclass(frozen=True)
 class StepProfile:
     memory: StepMemory
     timeline: Timeline
@@ -25,6 +36,7 @@ class StepProfile:
     ends: tuple[Ends, ...]
     prologue: tuple[Kernel, ...]
     optimizer: OptimizerRun
+    joined: tuple[JoinedRun, ...] = ()
 
     @property
     def kernels(self) -> int:
@@ -55,4 +67,48 @@ def profile_step(
     parameters = {value.name: value.type for value in graph.of_role(Role.PARAMETER)}
     step = run_optimizer(optimizer, parameters, foreach=device == "cuda")
     timeline = compose(graph, runs, ends, step, workspace)
-    return StepProfile(summary(timeline), timeline, tuple(runs), ends, prologue, step)
+    joined = tuple(_joined(graph, runner, runs, ends, forms))
+    return StepProfile(summary(timeline), timeline, tuple(runs), ends, prologue, step, joined)
+
+
+def _joined(
+    graph: OpGraph, runner: Runner, runs: list[LinkRun], ends: tuple[Ends, ...], forms: dict[str, Form]
+) -> Iterator[JoinedRun]:
+    """Equal ones are run once."""
+    known: dict[object, LinkRun] = {}
+    first = 0
+    while first < len(runs):
+        last = first
+        while last + 1 < len(runs) and not _needed(graph, runs, ends, last):
+            last += 1
+        if last > first:
+            links = graph.chain[first : last + 1]
+            end = _ends_of(ends, first, last)
+            entering = tuple(forms[name] for name in end.reads)
+            key = (tuple(link.block for link in links), entering)
+            ops = tuple(op for link in links for op in link.ops)
+            if key not in known:
+                known[key] = runner.run_link(ops, end, entering)
+            yield JoinedRun(first, last, ops, known[key])
+        first = last + 1
+
+
+def _needed(graph: OpGraph, runs: list[LinkRun], ends: tuple[Ends, ...], number: int) -> bool:
+    """Whether the backward of a link, or of the next, needs the activation between them."""
+    name = graph.chain[number].output
+    before, after = runs[number], runs[number + 1]
+    places = before.writes[ends[number].writes.index(name)], after.reads[ends[number + 1].reads.index(name)]
+    kept = [{place for places in run.saved.values() for place in places} for run in (before, after)]
+    return any(place is None or place in saved for place, saved in zip(places, kept, strict=True))
+
+
+def _ends_of(ends: tuple[Ends, ...], first: int, last: int) -> Ends:
+    """Of links first..last as one."""
+    inside = {name for end in ends[first : last + 1] for name in end.writes}
+    later = {name for end in ends[last + 1 :] for name in end.reads}
+    final = set(ends[-1].writes)
+    return Ends(
+        tuple(dict.fromkeys(name for end in ends[first : last + 1] for name in end.reads if name not in inside)),
+        tuple(name for end in ends[first : last + 1] for name in end.writes if name in later or name in final),
+        tuple(dict.fromkeys(name for end in ends[first : last + 1] for name in end.parameters)),
+    )

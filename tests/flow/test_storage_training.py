@@ -139,5 +139,5 @@ def test_the_peak_is_the_predicted_one(reports, name: str) -> None:
     found = price(name)
     chain = linearize(found)
     assert chain is not None
-    peak = found.fixed_bytes + simulate(chain, schedule.no_recompute(chain.length).sequence).peak
+    peak = found.fixed_bytes + simulate(chain, schedule.no_recompute(chain).sequence).peak
     assert max(reports[name][0]["peak_bytes"]) == pytest.approx(peak / 2, rel=0.06)

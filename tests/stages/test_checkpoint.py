@@ -267,7 +267,7 @@ def test_a_ladder_holds_no_more_than_predicted(share):
     sharding, profile, cluster = replicated(graph), profile_graph(graph), preset(1)
     price = price_step(graph, profile, cluster, sharding, lower(graph, sharding), 0.0)
     chain = linearize(price)
-    least, most = rotor.tightest(chain, 500).memory, simulate(chain, no_recompute(chain.length).sequence).peak
+    least, most = rotor.tightest(chain, 500).memory, simulate(chain, no_recompute(chain).sequence).peak
     budget = price.fixed_bytes + math.ceil(least + share * (most - least))
     point = FrontierPoint(sharding, 0.0, 0, 0, Proof("none", "none", 0.0, 0.0, 0.0, 0, 0))
     frontier = Frontier(budget, 0.0, (Mesh(cluster.axes),), (point,))

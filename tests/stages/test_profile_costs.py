@@ -248,7 +248,7 @@ def test_every_op_has_a_cost(device, precision):
 
 def test_kernels_of_equal_links_are_written_once(gpt):
     step = profile_step(gpt, "cuda", "native")
-    kernels = all_kernels(step)
+    kernels = all_kernels(gpt, step)
     assert len(kernels.links) == len({id(run) for run in step.runs}) < len(kernels.chain) == len(gpt.chain)
     for number, run in zip(kernels.chain, step.runs, strict=True):
         assert (kernels.links[number].forward, kernels.links[number].backward) == (run.forward, run.backward)

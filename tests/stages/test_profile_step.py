@@ -259,7 +259,7 @@ def test_seconds_of_phases_are_positive_and_a_faster_card_is_faster():
     graph, profile = profiled("gpt", "cuda", "amp")
     card = Card({"bfloat16": 700e12, "float32": 50e12}, 4e12)
     idle = replace(card, host=Host(0.0, 0.0, 0.0, 0.0, 0.0))
-    slow, fast = (step_seconds(graph, all_kernels(profile), one) for one in (card, idle))
+    slow, fast = (step_seconds(graph, all_kernels(graph, profile), one) for one in (card, idle))
     for seconds in (slow, fast):
         assert min(seconds.forward, seconds.backward, seconds.optimizer) > 0
         assert seconds.step == seconds.forward + seconds.backward + seconds.optimizer

@@ -35,7 +35,8 @@ def several(strategy, n):
 
 @st.composite
 def chains(draw, most: int = 5, rich: bool = False) -> Chain:
-    """Small whole numbers; `rich` ones have several options a link and a no-grad forward of its own."""
+    """Small whole numbers; `rich` ones have several options a link, a no-grad forward of its own, early ends of regions
+    and backwards that leave something."""
     n = draw(st.integers(1, most))
     a = draw(several(small, n + 1))
     saved = tuple(size + draw(small) for size in a[1:])
@@ -50,7 +51,12 @@ def chains(draw, most: int = 5, rich: bool = False) -> Chain:
         )
         for i in range(n)
     )
-    return Chain(**plain, f_none=draw(several(seconds, n)), ft_none=draw(several(spiky, n)), more=more)
+    early = draw(st.booleans())
+    last = tuple(Option(*(draw(small) for _ in range(5))) for _ in range(n)) if early else ()
+    grown = draw(several(small, n + 1))
+    return Chain(
+        **plain, f_none=draw(several(seconds, n)), ft_none=draw(several(spiky, n)), more=more, last=last, grown=grown
+    )
 
 
 def budget(draw: st.DataObject, chain: Chain) -> int:
@@ -60,7 +66,7 @@ def budget(draw: st.DataObject, chain: Chain) -> int:
 
 
 def most(chain: Chain) -> int:
-    return int(simulate(chain, no_recompute(chain.length).sequence).peak)
+    return int(simulate(chain, no_recompute(chain).sequence).peak)
 
 
 def uniform(n: int, a: int = 1, saved: int = 3) -> Chain:
@@ -72,7 +78,7 @@ def check(chain: Chain, memory: int, found: Schedule) -> None:
     outcome = simulate(chain, found.sequence)
     assert outcome.peak <= memory
     assert outcome.time == pytest.approx(found.time)
-    assert flatten(found.regions, chain.length) == found.sequence
+    assert flatten(found.regions, chain.length, early=bool(chain.last)) == found.sequence
     assert covered(found.regions) == list(range(chain.length + 1))
 
 
@@ -256,8 +262,8 @@ def test_six_links_in_nine_units() -> None:
 
 
 def test_off_keeps_every_link() -> None:
-    assert str(no_recompute(3).regions) == "0 1 2 3"
-    assert draw(no_recompute(3).sequence, 3) == picture("""
+    assert str(no_recompute(uniform(3)).regions) == "0 1 2 3"
+    assert draw(no_recompute(uniform(3)).sequence, 3) == picture("""
         A.....B
         .A...B.
         ..A.B..
@@ -266,14 +272,14 @@ def test_off_keeps_every_link() -> None:
 
 
 def test_full_recomputes_every_link_by_itself() -> None:
-    assert str(full_recompute(3).regions) == "(0) (1) (2) 3"
-    assert draw(full_recompute(3).sequence, 3) == picture("""
+    assert str(full_recompute(uniform(3)).regions) == "(0) (1) (2) 3"
+    assert draw(full_recompute(uniform(3)).sequence, 3) == picture("""
         c.......AB
         .c....AB..
         ..c.AB....
         ...B......
     """)
-    outcome = simulate(uniform(3), full_recompute(3).sequence)
+    outcome = simulate(uniform(3), full_recompute(uniform(3)).sequence)
     assert (outcome.time, outcome.peak) == (3 + 9, 3 + 3 + 2)
 
 
@@ -337,7 +343,7 @@ def test_the_simulator_refuses_what_cannot_run(ops: str, problem: str) -> None:
 def test_the_simulator_counts_by_hand() -> None:
     """a_0 = 1, a_1 = 2, a_2 = 4; link 0 keeps 5, link 1 keeps 7."""
     chain = Chain(a=(1, 2, 4), saved=(5, 7), f=(1, 2), b=(3, 4, 5), ft=(10, 0), bt=(0, 0, 20))
-    steps = simulate(chain, no_recompute(2).sequence).steps
+    steps = simulate(chain, no_recompute(chain).sequence).steps
     assert [step.held for step in steps] == [
         1 + 5 + 10,
         1 + 5 + 7,
@@ -345,6 +351,6 @@ def test_the_simulator_counts_by_hand() -> None:
         1 + 5 + 7 + 4 + 2,
         1 + 5 + 2 + 1,
     ]
-    steps = simulate(chain, full_recompute(2).sequence).steps
+    steps = simulate(chain, full_recompute(chain).sequence).steps
     held = [1 + 2 + 10, 1 + 2 + 4, 1 + 2 + 4 + 4 + 20, 1 + 2 + 4 + 7, 1 + 2 + 4 + 7 + 2, 1 + 2 + 5 + 10, 1 + 2 + 5 + 1]
     assert [step.held for step in steps] == held

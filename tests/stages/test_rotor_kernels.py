@@ -60,15 +60,15 @@ def chains(draw: st.DrawFn, most: int) -> Chain:
             tuple(Option(*time(2), a[i + 1] + size(1)[0], *size(2)) for _ in range(draw(st.integers(0, 2))))
             for i in range(n)
         )
-    own = draw(st.booleans())
-    return Chain(
-        a, saved, time(n), time(n + 1), size(n), size(n + 1), time(n) if own else (), size(n) if own else (), more
-    )
+    own, early = draw(st.booleans()), draw(st.booleans())
+    plain = (a, saved, time(n), time(n + 1), size(n), size(n + 1), time(n) if own else (), size(n) if own else (), more)
+    last = tuple(Option(*time(2), *size(3)) for _ in range(n)) if early else ()
+    return Chain(*plain, last, size(n + 1) if draw(st.booleans()) else ())
 
 
 def solved(chain: Chain, slots: int, share: float) -> Table:
     """A table for a budget between the tightest and what keeping everything takes."""
-    floor, top = tightest(chain, slots).memory, simulate(chain, no_recompute(chain.length).sequence).peak
+    floor, top = tightest(chain, slots).memory, simulate(chain, no_recompute(chain).sequence).peak
     return solve(discretise(chain, max(1, int(floor + share * max(0, top - floor))), slots))
 
 

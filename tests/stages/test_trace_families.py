@@ -157,7 +157,7 @@ def test_the_host_waits_where_it_counts_the_rows_of_experts():
     """Once in each pass of each grouped product, and nowhere else; that takes time."""
     graph = graph_of(mixtral)
     step = profile_step(graph, "cuda", "native")
-    kernels = all_kernels(step)
+    kernels = all_kernels(graph, step)
     waiting = [k.op for run in step.runs for k in (*run.forward, *run.backward) if k.waits]
     grouped = [op.name for op in graph.ops if op.target == "transformers.grouped_mm_fallback.default"]
     assert len(waiting) == 2 * len(grouped) > 0 and set(waiting) <= set(grouped)

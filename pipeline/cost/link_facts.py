@@ -1,0 +1,325 @@
+"""What is known of a link of the sharded program, step by step: seconds, memory written and kept, peaks.
+
+Seconds are those of pipeline.cost.step; for a GPU whose kernels are known (`Profile.kernels`), those of its kernels, in
+the proportion in which the roofline has the local op to the whole one. Bytes are those of the link as it was run by
+itself where no conversion moves memory in it; else as pipeline.cost.memory has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from pipeline.cost.compute import Seconds, local_bytes, op_seconds
+from pipeline.cost.conversions import conversion_of
+from pipeline.cost.kernels import Card, kernel_seconds
+from pipeline.cost.memory import LinkParts, link_parts
+from pipeline.cost.step import LinkPrice, convert_seconds
+from pipeline.cost.unsplit import card_of
+from pipeline.ir.cluster import Cluster
+from pipeline.ir.graph import Link, OpGraph, Role
+from pipeline.ir.plan import Sharding, path_name
+from pipeline.ir.profile import Kernel, LinkKernels, Profile
+from pipeline.ir.program import Call, Convert, Program, Step, Tensor
+from pipeline.lowering import home_layouts
+from pipeline.ops.table import rule_of
+
+CAST = "_to_copy"
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@dataclass(frozen=True, eq=False)
+class StepFacts:
+    """A step of a link; memory is by identity, so that what two steps keep counts once."""
+
+    name: str
+    seconds: float
+    spared: float  # seconds that are left of it where its result is kept
+    dear: bool  # a product or a collective: its result may be kept
+    results: Mapping[Any, int]
+    private: Mapping[Any, int]  # what it keeps for backward that is neither given to it nor its result
+    keeps: bool  # anything at all
+    keeps_result: bool
+
+
+@dataclass(frozen=True)
+class LinkFacts:
+    steps: tuple[StepFacts, ...]
+    seconds: Seconds
+    output: Mapping[Any, int]
+    kept: Mapping[Any, int]  # for its own backward
+    input_bytes: int
+    forward_peak: int
+    dropped_peak: int
+    backward_peak: int  # with the gradients at both ends
+    gradients: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Links first..last of the chain that are taken as one, and how they were run, if they were."""
+
+    first: int
+    last: int
+    link: Link
+    run: LinkKernels | None
+    ops: dict[str, str]  # each of its ops -> the op that stands for it in that run
+
+
+def groups_of(graph: OpGraph, profile: Profile, join: bool) -> tuple[Group, ...]:
+    """Every link alone, or with those between which nothing crosses that a backward needs."""
+    kernels = profile.kernels
+    joined = {group.first: group for group in kernels.joined} if kernels and join else {}
+    firsts: dict[tuple[bool, int], tuple[str, ...]] = {}  # a run -> the ops of the first links that it stands for
+    found: list[Group] = []
+    number = 0
+    while number < len(graph.chain):
+        group = joined.get(number)
+        last = group.last if group else number
+        links = graph.chain[number : last + 1]
+        link = _as_one(links)
+        run, ops = None, {}
+        if kernels:
+            place = group.run if group else kernels.chain[number]
+            run = (kernels.runs if group else kernels.links)[place]
+            there = firsts.setdefault((group is not None, place), link.ops)
+            ops = dict(zip(link.ops, there, strict=True))
+        found.append(Group(number, last, link, run, ops))
+        number = last + 1
+    return tuple(found)
+
+
+def _as_one(links: tuple[Link, ...]) -> Link:
+    if len(links) == 1:
+        return links[0]
+    ops = tuple(op for link in links for op in link.ops)
+    common = tuple(name for link in links for name in link.common)
+    return Link(ops, links[0].input, links[-1].output, links[0].block, common)
+
+
+class Facts:
+    def __init__(
+        self, graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, program: Program
+    ) -> None:
+        self.graph, self.profile, self.cluster, self.sharding, self.program = graph, profile, cluster, sharding, program
+        self.home = home_layouts(graph, sharding)
+        self.sizes = cluster.sizes
+        self.card = card_of(cluster.compute) if profile.kernels and profile.device == "cuda" else None
+
+    def link(self, group: Group, prices: Sequence[LinkPrice]) -> LinkFacts:
+        link = group.link
+        steps = tuple(step for number in range(group.first, group.last + 1) for step in self.program.links[number])
+        last = group.last == len(self.program.links) - 1
+        exit_ = self.program.loss if last else Tensor(link.output, self.home[link.output])
+        moved = any(isinstance(s, Convert) and self._moves(s) for s in steps)
+        own = prices[group.first : group.last + 1]
+        priced = Seconds(sum(price.forward for price in own), sum(price.backward for price in own))
+        times, seconds = self._seconds(group, steps, priced)
+        if group.run is not None and group.run.held and not moved:
+            return self._as_run(group, group.run, steps, times, seconds, own[0].input_bytes)
+        parts = link_parts(self.graph, self.profile, self.sharding, link, steps, exit_, self.sizes)
+        return self._as_priced(link, steps, parts, times, seconds, own[0].input_bytes)
+
+    def _moves(self, step: Convert) -> bool:
+        return conversion_of(step.source.layout, step.target.layout, self.sizes).forward != ""
+
+    # ---- seconds
+
+    def _seconds(
+        self, group: Group, steps: tuple[Step, ...], priced: Seconds
+    ) -> tuple[list[tuple[float, float]], Seconds]:
+        """Of each step its forward seconds and those of its casts alone; and of the whole link."""
+        run, card, ops = group.run, self.card, group.ops
+        if run is None or card is None:
+            return [(self._forward(step), 0.0) for step in steps], priced
+        forward, casts = _by_op(run.forward, card), _by_op((k for k in run.forward if k.name == CAST), card)
+        backward = _by_op(run.backward, card)
+        times = []
+        whole = Seconds(0.0, 0.0)
+        for step in steps:
+            if isinstance(step, Convert):
+                moved = convert_seconds(self.graph, self.cluster, step)
+                times.append((moved.forward, 0.0))
+                whole = Seconds(whole.forward + moved.forward, whole.backward + moved.backward)
+            else:
+                there, part = ops[step.op], self._part(step.op)
+                times.append((part.forward * forward.get(there, 0.0), part.forward * casts.get(there, 0.0)))
+                undone = part.backward * backward.get(there, 0.0)
+                whole = Seconds(whole.forward + times[-1][0], whole.backward + undone)
+        beside = sum(seconds for op, seconds in backward.items() if op not in ops.values())
+        host = card.host
+        calls = sum(isinstance(step, Call) for step in steps)
+        issued = host.kernel * len(run.forward) + host.op * calls, host.backward_kernel * len(run.backward)
+        return times, Seconds(max(whole.forward, issued[0]), max(whole.backward + beside, issued[1]))
+
+    def _part(self, op: str) -> Seconds:
+        """Of the whole op's seconds, what one rank's part takes by the roofline."""
+        strategy, cost = self.sharding.strategies[op], self.profile.ops[op]
+        given = (self.graph, op, cost, strategy, self.cluster.compute)
+        own, whole = op_seconds(*given, self.sizes), op_seconds(*given, (1,) * len(self.sizes))
+        return Seconds(
+            own.forward / whole.forward if whole.forward else 1.0,
+            own.backward / whole.backward if whole.backward else 1.0,
+        )
+
+    def _forward(self, step: Step) -> float:
+        if isinstance(step, Convert):
+            return convert_seconds(self.graph, self.cluster, step).forward
+        strategy, cost = self.sharding.strategies[step.op], self.profile.ops[step.op]
+        return op_seconds(self.graph, step.op, cost, strategy, self.cluster.compute, self.sizes).forward
+
+    def _name(self, step: Step) -> str:
+        if isinstance(step, Convert):
+            return path_name(step.source.value, step.source.layout, step.target.layout)
+        return step.op
+
+    def _dear(self, step: Step) -> bool:
+        if isinstance(step, Convert):
+            moved = conversion_of(step.source.layout, step.target.layout, self.sizes).forward
+            trained = self.graph.values[step.source.value].role is Role.PARAMETER
+            return moved in COLLECTIVES and not trained
+        rule = rule_of(self.graph.op(step.op))
+        return rule is not None and rule.is_product and not self.sharding.strategies[step.op].body.strip(",")
+
+    # ---- bytes, as the link was run by itself
+
+    def _as_run(
+        self,
+        group: Group,
+        run: LinkKernels,
+        steps: tuple[Step, ...],
+        times: list[tuple[float, float]],
+        seconds: Seconds,
+        input_bytes: int,
+    ) -> LinkFacts:
+        link, ops = group.link, group.ops
+        here = {there: op for op, there in ops.items()}
+        values = self._values(ops)
+        size = [self._local(held.nbytes, values.get(held.value, ""), here.get(held.op, "")) for held in run.held]
+        count, end = len(run.forward), len(run.forward) + len(run.backward)
+        common = {values.get(run.held[n].value) for n in run.writes if n is not None} & set(link.common)
+        outside = {n for n, held in enumerate(run.held) if values.get(held.value) in common}
+        parameters = self._parameters(link)
+        gradients = dict(zip(parameters, run.gradients, strict=True))
+        kept = {
+            n: size[n]
+            for n, held in enumerate(run.held)
+            if held.born < count and (held.died is None or held.died > count) and n not in outside
+        }
+        result = next((n for n in run.writes if n is not None and self._is_output(run, n, link, values)), None)
+        output: dict[Any, int] = {} if result is None else {result: size[result]}
+        if not output:  # a view of what entered
+            output = {"output": self.graph.values[link.output].type.nbytes // self.home[link.output].pieces(self.sizes)}
+        found = []
+        for step, (forward, casts) in zip(steps, times, strict=True):
+            there = ops[step.op] if isinstance(step, Call) else ""
+            saved = set(run.saved.get(there, ())) - outside
+            results = {n: size[n] for n in run.results.get(there, ()) if n is not None and n not in outside}
+            given = {n for n in saved if run.held[n].value and n not in results}
+            cast = {n for n in saved if run.held[n].born < count and run.forward[run.held[n].born].name == CAST}
+            private = {n: size[n] for n in saved - given - cast - set(results) if run.held[n].op == there}
+            keeps = bool(run.saved.get(there))
+            found.append(
+                StepFacts(
+                    self._name(step),
+                    forward,
+                    casts,
+                    self._dear(step),
+                    results,
+                    private,
+                    keeps,
+                    bool(saved & set(results)),
+                )
+            )
+        lives = [
+            (size[n], held.born, end if held.died is None else held.died)
+            for n, held in enumerate(run.held)
+            if n not in outside
+        ]
+        ratio = sum(size) / max(1, sum(held.nbytes for held in run.held))
+        return LinkFacts(
+            steps=tuple(found),
+            seconds=seconds,
+            output=output,
+            kept=kept,
+            input_bytes=input_bytes,
+            forward_peak=max(_peak(lives, 0, count), sum({**kept, **output}.values())),
+            dropped_peak=round(run.dropped_peak * ratio),
+            backward_peak=_peak(lives, count, end),
+            gradients={name: size[n] for name, n in gradients.items() if n is not None},
+        )
+
+    def _is_output(self, run: LinkKernels, number: int, link: Link, values: Mapping[str, str]) -> bool:
+        storage = self.profile.storage
+        return storage.get(values.get(run.held[number].value, ""), "") == storage[link.output]
+
+    def _values(self, ops: Mapping[str, str]) -> dict[str, str]:
+        """A value of the link that was run -> this link's."""
+        found: dict[str, str] = {}
+        for here, there in ops.items():
+            found |= dict(zip(self.graph.op(there).outputs, self.graph.op(here).outputs, strict=True))
+        return found
+
+    def _parameters(self, link: Link) -> list[str]:
+        read = dict.fromkeys(name for op in link.ops for name in self.graph.op(op).inputs)
+        return [name for name in read if self.graph.values[name].role is Role.PARAMETER]
+
+    def _local(self, nbytes: int, value: str, op: str) -> int:
+        if value:
+            return nbytes // self.home[value].pieces(self.sizes)
+        if not op:
+            return nbytes
+        strategy = self.sharding.strategies[op]
+        return nbytes // max(x.pieces(self.sizes) for x in (*strategy.inputs, *strategy.outputs))
+
+    # ---- bytes, as they are priced
+
+    def _as_priced(
+        self,
+        link: Link,
+        steps: tuple[Step, ...],
+        parts: LinkParts,
+        times: list[tuple[float, float]],
+        seconds: Seconds,
+        input_bytes: int,
+    ) -> LinkFacts:
+        whole = parts.whole
+        found = []
+        for step, (forward, casts), own in zip(steps, times, parts.steps, strict=True):
+            mine = bool(own.kept.keys() & own.results.keys())
+            found.append(
+                StepFacts(
+                    self._name(step), forward, casts, self._dear(step), own.results, own.private, bool(own.kept), mine
+                )
+            )
+        return LinkFacts(
+            steps=tuple(found),
+            seconds=seconds,
+            output={parts.output: whole.output},
+            kept=dict(parts.kept),
+            input_bytes=input_bytes,
+            forward_peak=max(whole.forward_peak, whole.kept),
+            dropped_peak=whole.dropped_peak,
+            backward_peak=whole.kept + whole.backward_extra + input_bytes + whole.output,
+            gradients={
+                name: local_bytes(self.graph, name, self.home[name], self.sizes) for name in self._parameters(link)
+            },
+        )
+
+
+def _by_op(kernels: Iterable[Kernel], card: Card) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for kernel in kernels:
+        found[kernel.op] = found.get(kernel.op, 0.0) + kernel_seconds(kernel, card)
+    return found
+
+
+def _peak(lives: list[tuple[int, int, int]], start: int, end: int) -> int:
+    """The most that is alive at one of the kernels from `start` on."""
+    change = [0] * (max((died for _, _, died in lives), default=0) + 2)
+    for size, born, died in lives:
+        change[born] += size
+        change[died] -= size
+    return max(list(accumulate(change))[start:end], default=0)

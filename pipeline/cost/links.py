@@ -1,0 +1,153 @@
+"""What a link of the sharded program costs in each way to run it: all kept for backward, some of it, or nothing.
+
+A link that keeps only the results of some steps (products, collectives) runs a second time in its backward pass, up to
+the last step that keeps anything; the steps whose results are kept are not computed again, and a product that is the
+last to keep something only has its arguments made (`pipeline.runtime.kept` and `recompute`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.cost.link_facts import Facts, Group, LinkFacts, StepFacts, groups_of
+from pipeline.cost.step import LinkPrice
+from pipeline.ir.cluster import Cluster
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Sharding
+from pipeline.ir.profile import Profile
+from pipeline.ir.program import Program
+
+MOST_WAYS = 8  # of keeping a part of a link
+WORTH = 0.02  # of what a link keeps: a way that saves less than this on the one before is left out
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a link with its backward to come. Bytes as in `stages.checkpoint.chain`."""
+
+    forward: float
+    backward: float  # what is computed again included
+    saved: int  # with its output
+    forward_extra: int  # at its forward peak beyond what it keeps
+    backward_extra: int  # at its backward peak beyond what it keeps and the gradients at its two ends
+    kept: tuple[str, ...] | None = None  # steps whose results are not computed again; None: nothing is
+
+
+@dataclass(frozen=True)
+class LinkCosts:
+    """Of one link, or of several that are taken as one."""
+
+    first: int
+    last_link: int
+    input_bytes: int
+    output_bytes: int
+    ways: tuple[Way, ...]  # all kept, then less and less
+    last: Way  # all kept, but run again as the last link of a region: its output is not made
+    dropped: float  # seconds of a forward pass that keeps nothing
+    dropped_extra: int  # bytes at its peak beyond its output
+    gradients: dict[str, int]  # of the parameters that it reads: bytes that its backward leaves
+
+
+def link_costs(
+    graph: OpGraph,
+    profile: Profile,
+    cluster: Cluster,
+    sharding: Sharding,
+    program: Program,
+    prices: Sequence[LinkPrice],
+    join: bool = True,
+) -> tuple[LinkCosts, ...]:
+    """Of every link of the chain, priced by pipeline.cost.step.price_step; joined where a cut would gain nothing."""
+    facts = Facts(graph, profile, cluster, sharding, program)
+    return tuple(_costs(group, facts.link(group, prices)) for group in groups_of(graph, profile, join))
+
+
+# -------------------------------------------------------------------------------------------------------- the ways
+
+
+def _costs(group: Group, link: LinkFacts) -> LinkCosts:
+    output = sum(link.output.values())
+    everything = {**link.kept, **link.output}
+    whole = _way(link, everything, link.seconds.backward)
+    again = _again(link.steps)
+    last = _way(link, link.kept, link.seconds.backward, sum(again.values()))
+    return LinkCosts(
+        first=group.first,
+        last_link=group.last,
+        input_bytes=link.input_bytes,
+        output_bytes=output,
+        ways=(whole, *_partial(link, whole)),
+        last=last,
+        dropped=link.seconds.forward,
+        dropped_extra=max(0, link.dropped_peak - output),
+        gradients=link.gradients,
+    )
+
+
+def _again(steps: tuple[StepFacts, ...]) -> dict[StepFacts, float]:
+    """The steps that a second run computes, and for how long: it ends where nothing more is kept."""
+    last = max((n for n, step in enumerate(steps) if step.keeps), default=-1)
+    found = {step: step.seconds for step in steps[: last + 1]}
+    if last >= 0 and not steps[last].keeps_result and steps[last].dear:
+        found[steps[last]] = steps[last].spared
+    return found
+
+
+def _way(
+    link: LinkFacts,
+    saved: Mapping[Any, int],
+    backward: float,
+    forward: float | None = None,
+    kept: tuple[str, ...] | None = None,
+) -> Way:
+    nbytes, out = sum(saved.values()), sum(link.output.values())
+    ends = link.input_bytes + out
+    peak = link.backward_peak if kept is None else max(link.backward_peak, link.forward_peak + out)
+    return Way(
+        forward=link.seconds.forward if forward is None else forward,
+        backward=backward,
+        saved=nbytes,
+        forward_extra=max(0, link.forward_peak - nbytes),
+        backward_extra=max(0, peak - ends - nbytes),
+        kept=kept,
+    )
+
+
+def _partial(link: LinkFacts, whole: Way) -> list[Way]:
+    """Ways that keep some results: from all that are dear to none, the cheapest to compute again left out first."""
+    again = _again(link.steps)
+    chosen = [step for step in again if step.dear and step.seconds > step.spared and again[step] > step.spared]
+    found: list[Way] = []
+    before = whole
+    while chosen:
+        way = _keeping(link, chosen, again)
+        if way.saved <= before.saved - WORTH * whole.saved:
+            found.append(way)
+            before = way
+        worst = min(chosen, key=lambda step: _worth(link, chosen, step))
+        chosen = [step for step in chosen if step is not worst]
+    return _thinned([way for way in found if way.backward > whole.backward], MOST_WAYS)
+
+
+def _keeping(link: LinkFacts, chosen: list[StepFacts], again: Mapping[StepFacts, float]) -> Way:
+    saved: dict[Any, int] = dict(link.output)
+    for step in chosen:
+        saved |= {**step.results, **step.private}
+    repeated = sum(step.spared if step in chosen else seconds for step, seconds in again.items())
+    return _way(link, saved, link.seconds.backward + repeated, kept=tuple(step.name for step in chosen))
+
+
+def _worth(link: LinkFacts, chosen: list[StepFacts], step: StepFacts) -> float:
+    """Seconds for each byte that keeping the step's result spares."""
+    others = {owner for other in chosen if other is not step for owner in (*other.results, *other.private)}
+    own = {**step.results, **step.private}
+    freed = sum(size for owner, size in own.items() if owner not in others and owner not in link.output)
+    return (step.seconds - step.spared) / freed if freed else float("inf")
+
+
+def _thinned(ways: list[Way], most: int) -> list[Way]:
+    if len(ways) <= most:
+        return ways
+    return [ways[round(n * (len(ways) - 1) / (most - 1))] for n in range(most)]
