@@ -86,17 +86,25 @@ class _Held(torch.autograd.Function):
         return dummy.new_empty(0)
 
 
-def _hold(tensors: list[Tensor]) -> Any:
-    return _Held.apply(torch.empty(0, requires_grad=True), *(t.detach() for t in tensors)).grad_fn  # type: ignore[no-untyped-call]
+class _Holder:
+    """Keeps tensors as autograd would: it lives as long as the result of its node."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        given = [tensor.detach() for tensor in tensors]
+        self.result = _Held.apply(torch.empty(0, requires_grad=True), *given)  # type: ignore[no-untyped-call]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = self.result.grad_fn.saved_tensors
+        return found
 
 
 @dataclass
 class _Call:
     """A call of `kept` on the first run of its region."""
 
-    arguments: Any = None  # the node by which the region keeps those that backward needs
+    arguments: _Holder | None = None  # by which the region keeps those that backward needs
     needed: list[int] = field(default_factory=list)  # their places
-    results: Any = None  # the node that keeps the results for the second run
+    results: _Holder | None = None  # for the second run
     single: bool = True
     grads: tuple[bool, ...] = ()
     random: Any = None  # the state of the generator after it, if it drew numbers
@@ -105,9 +113,8 @@ class _Call:
 
     def argument(self, place: int) -> Tensor:
         """Autograd asks the region for them once, and lets go of them with the last."""
-        if not self.found:
-            self.found = self.arguments.saved_tensors
-            self.arguments = None
+        if self.arguments is not None:
+            self.found, self.arguments = self.arguments.tensors(), None
         self.notes -= 1
         tensor = self.found[self.needed.index(place)]
         self.found = self.found if self.notes else ()
@@ -149,12 +156,12 @@ class _Frame:
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         call = _Call()
-        given = {_memory(a): n for n, a in enumerate(arguments) if isinstance(a, Tensor)}
+        given = {(_memory(a), a.dtype): n for n, a in enumerate(arguments) if isinstance(a, Tensor)}
         pack_around, unpack_around = self.around
 
-        def pack(tensor: Tensor) -> Any:
-            place = given.get(_memory(tensor))
-            if place is None or tensor.dtype != arguments[place].dtype:
+        def pack(tensor: Tensor) -> Any:  # autograd holds on to it: it must not refer to the arguments
+            place = given.get((_memory(tensor), tensor.dtype))
+            if place is None:
                 return pack_around(tensor)
             call.notes += 1
             if place not in call.needed:
@@ -172,22 +179,21 @@ class _Frame:
         results = [result] if isinstance(result, Tensor) else list(result)
         call.random = None if _same(before, after) else after
         call.single, call.grads = isinstance(result, Tensor), tuple(t.requires_grad for t in results)
-        call.arguments = _hold([arguments[place] for place in call.needed])
+        call.arguments = _Holder([arguments[place] for place in call.needed])
         with saved_tensors_hooks(*self.around):
-            call.results = _hold(results)
+            call.results = _Holder(results)
         self.calls.append(call)
         return result
 
     def replay(self, arguments: tuple[Any, ...]) -> Any:
         call = self.calls[self.next]
         self.next += 1
-        _hold([arguments[place] for place in call.needed])
+        _Holder([arguments[place] for place in call.needed])
         if call.random is not None:
             _set_random_state(call.random, next(a.device for a in arguments if isinstance(a, Tensor)))
-        results = [
-            t.detach().requires_grad_(grad) for t, grad in zip(call.results.saved_tensors, call.grads, strict=True)
-        ]
-        call.results = None
+        assert call.results is not None, "a region is run again once"
+        found, call.results = call.results.tensors(), None
+        results = [tensor.detach().requires_grad_(grad) for tensor, grad in zip(found, call.grads, strict=True)]
         return results[0] if call.single else tuple(results)
 
 

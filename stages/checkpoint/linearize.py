@@ -15,7 +15,7 @@ from pipeline.cost.links import LinkCosts, Way, link_costs
 from pipeline.cost.step import StepPrice
 from pipeline.ir import plan
 from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import OpGraph
+from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
 from pipeline.ir.program import Program
@@ -55,7 +55,8 @@ def linearize(
     costs = link_costs(graph, profile, cluster, sharding, program, price.links)
     each = growing(graph, cluster, sharding, program)
     grown = tuple(sum(each[own.first : own.last_link + 1]) for own in costs)
-    return Linear(_chain(costs, grown), costs, price.fixed_bytes - sum(grown))
+    given = sum(local_bytes(graph, v.name, sharding.inputs[v.name], cluster.sizes) for v in graph.of_role(Role.INPUT))
+    return Linear(_chain(costs, grown), costs, price.fixed_bytes + given - sum(grown))
 
 
 def growing(graph: OpGraph, cluster: Cluster, sharding: Sharding, program: Program) -> tuple[int, ...]:

@@ -125,7 +125,7 @@ class BlockWriter:
         for number, step in enumerate(steps):
             self._convert(step) if isinstance(step, Convert) else self._call(step)
             if number in ends:
-                self.lines.append(f"del {', '.join(map(self._name, ends[number]))}  # backward does not need it")
+                self.lines.append(f"del {', '.join(map(self._name, ends[number]))}")
         return Block(
             self.prefix,
             entry is not None,

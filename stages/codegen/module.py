@@ -11,6 +11,7 @@ from pipeline.ir.names import pattern
 from pipeline.ir.plan import Plan, Region
 from pipeline.ir.program import Program, Tensor
 from pipeline.lowering import home_layouts, state_layouts
+from pipeline.ops.table import rule_of
 from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, Outside, free_name, returned, statement
 
 LINE = 120  # the longest that the text has
@@ -59,6 +60,7 @@ class Before:
     names: dict[Tensor, str]
     used: frozenset[str]
     reads_parameters: bool
+    exact: bool = False  # products of what is given, such as rotary angles: never in half precision
 
 
 def _prologue(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh) -> Before:
@@ -70,7 +72,9 @@ def _prologue(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh) -> Befor
         writer.names.give(tensor, name)
     shared = program.shared if program.micro_batches == 1 else ()
     block = writer.write((*program.prologue, *shared), None, next(iter(inputs)))
-    return Before(block.lines, writer.names.known, block.used, block.reads_parameters)
+    rules = (rule_of(graph.op(name)) for name in graph.prologue)
+    exact = any(rule is not None and rule.is_product for rule in rules)
+    return Before(block.lines, writer.names.known, block.used, block.reads_parameters, exact)
 
 
 def _copies(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh, before: Before) -> Before:
@@ -207,7 +211,7 @@ def _header(graph: OpGraph, plan: Plan, program: Program, used: set[str], functi
     return f'''"""The training program for the mesh {mesh}, written from runs/checkpoint/plan.json.
 
 Each line's layout stands behind it with the shape of one rank's piece: R replicated, B replicated with a partial
-gradient, S(d) split on dim d, P partial sums. Write it again with `dvc repro codegen`; to train with your own edits,
+gradient, S(d) split on dim d, P partial sums. `del` lets go of what backward does not need. Write it again with `dvc repro codegen`; to train with your own edits,
 set `accept_edited_module: true` in your conf/train file and run `python -m stages train`.
 """
 
@@ -272,7 +276,8 @@ def _class(
     lines += ["", *_indented(statement(f"def forward(self, {inputs}) -> Tensor:"), 4)]
     lines += [] if plain else [f'        {own} = batch["{name}"]' for name, own in names.items()]
     lines += ["        p = self.tensors"] if before.reads_parameters else []
-    lines += [f"        {line}" for line in before.lines]
+    exact = ["        with torch.autocast(DEVICE.type, enabled=False):"] if before.exact else []
+    lines += [*exact, *_indented(list(before.lines), 12 if exact else 8)]
     methods: list[str] = []
     lines += ["        with keep_shards():"] if keeps_shards else []
     lines += _indented(_region_lines(plan.regions, callers, methods), 12 if keeps_shards else 8)

@@ -1,0 +1,337 @@
+"""Recompute on a GPU: our schedules beside what PyTorch offers: `python -m benchmarks.recompute`.
+
+Models with random weights in bf16 autocast (float32 weights, AdamW). Measured, in this order:
+
+    peers   nothing recomputed; every block recomputed; `checkpoint_sequential` over the blocks with 2, 3... segments;
+            `activation_memory_budget` of torch.compile at several fractions
+    plan    for the peak of every peer, and for budgets from what keeping everything takes down to the tightest: our
+            schedule within it, as a program
+    ours    those programs
+
+Peak is the most that torch has allocated in a step, time the median step. Planning needs no GPU and measuring needs
+torch and transformers alone, so the three may run on different machines: `--only peers --folder DIR`, then
+`--only plan`, then `--only ours`, with the same folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import logging
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from benchmarks.measure_steps import image, locate, text
+
+WARM_UP, STEPS = 3, 7
+FRACTIONS = (1.0, 0.7, 0.4, 0.1)  # of torch.compile's memory budget
+BUDGETS = 8  # of ours, between keeping everything and the tightest
+
+
+def row(family: str, task: str, config: dict[str, Any], batch: dict[str, Any], blocks: str) -> dict[str, Any]:
+    return {
+        "mode": "amp",
+        "model_class": f"transformers.{family}{task}",
+        "config_class": f"transformers.{family}Config",
+        "config": config,
+        "batch": batch,
+        "blocks": blocks,  # the modules that are recomputed one by one: where they are, with * for a number
+    }
+
+
+MODELS = {
+    "gpt2-medium": row(
+        "GPT2", "LMHeadModel", {"n_layer": 24, "n_embd": 1024, "n_head": 16, "use_cache": False},
+        text(16, 1024, 50257), "transformer.h.*",
+    ),
+    "resnet50": row(
+        "ResNet", "ForImageClassification", {"num_labels": 1000}, image(256, 224), "resnet.encoder.stages.*.layers.*"
+    ),
+    "llama": row(
+        "Llama", "ForCausalLM",
+        {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "vocab_size": 32000, "use_cache": False},
+        text(8, 1024, 32000), "model.layers.*",
+    ),
+}  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------------- measuring
+
+
+def build(model: dict[str, Any], device: str = "cuda") -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    with torch.device(device):
+        module = locate(model["model_class"])(locate(model["config_class"])(**model["config"])).train()
+    draw = torch.Generator().manual_seed(1)
+    batch = {}
+    for name, spec in model["batch"].items():
+        if "float" in spec["dtype"]:
+            batch[name] = torch.randn(spec["shape"], generator=draw).to(device)
+        else:
+            batch[name] = torch.randint(spec["high"], spec["shape"], generator=draw).to(device)
+    return module, batch
+
+
+def measure(loss_of: Callable[[], Tensor], parameters: list[nn.Parameter]) -> dict[str, float]:
+    """The peak of a step in bytes, its milliseconds, and the loss of the first one."""
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5)
+    first = 0.0
+
+    def step() -> float:
+        nonlocal first
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = loss_of()
+        loss.backward()
+        first = first or float(loss.detach())
+        del loss
+        optimizer.step()
+        return first
+
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(STEPS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return {"peak": torch.cuda.max_memory_allocated(), "ms": statistics.median(times), "loss": first}
+
+
+def blocks_of(module: nn.Module, pattern: str) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(its parent, its name there, block) in the order of the model."""
+    wanted = pattern.split(".")
+    found = []
+    for name, block in module.named_modules():
+        parts = name.split(".")
+        if len(parts) == len(wanted) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=True)):
+            found.append((module.get_submodule(name.rpartition(".")[0]), parts[-1], block))
+    return found
+
+
+class Recomputed(nn.Module):
+    """A block whose activations are dropped."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return checkpoint(self.block, *args, use_reentrant=False, **named)
+
+
+class Passed(nn.Module):
+    """Stands for a block that has been run with the first one."""
+
+    def forward(self, x: Any, *_: Any, **__: Any) -> Any:
+        return x
+
+
+class Sequential(nn.Module):
+    """All blocks by `checkpoint_sequential`, where the first of them stands."""
+
+    def __init__(self, blocks: list[nn.Module], segments: int) -> None:
+        super().__init__()
+        self.blocks, self.segments = nn.ModuleList(blocks), segments
+
+    def forward(self, x: Tensor, *args: Any, **named: Any) -> Any:
+        single = True
+
+        def run(block: nn.Module, x: Tensor) -> Tensor:
+            nonlocal single
+            result = block(x, *args, **named)
+            single = isinstance(result, Tensor)
+            return result if single else result[0]
+
+        functions = [functools.partial(run, block) for block in self.blocks]
+        x = checkpoint_sequential(functions, self.segments, x, use_reentrant=False)
+        return x if single else (x,)
+
+
+def per_block(module: nn.Module, pattern: str) -> None:
+    for parent, name, block in blocks_of(module, pattern):
+        setattr(parent, name, Recomputed(block))
+
+
+def sequential(module: nn.Module, pattern: str, segments: int) -> None:
+    found = blocks_of(module, pattern)
+    for number, (parent, name, _) in enumerate(found):
+        setattr(parent, name, Passed() if number else Sequential([block for *_, block in found], segments))
+
+
+def peers(name: str, fractions: tuple[float, ...]) -> dict[str, Any]:
+    model = MODELS[name]
+    count = len(blocks_of(build(model)[0], model["blocks"]))
+    ways: dict[str, Callable[[nn.Module], Any]] = {
+        "none": lambda module: module,
+        "per block": lambda module: per_block(module, model["blocks"]),
+    }
+    for segments in sorted({2, 3, 4, 5, 6, 8, count // 2, count}):
+        ways[f"sequential {segments}"] = functools.partial(sequential, pattern=model["blocks"], segments=segments)
+    found = {}
+    for label, change in ways.items():
+        found[label] = _attempt(model, change)
+        print(f"{name:12} {label:16} {found[label]}", flush=True)
+    for fraction in fractions:
+        label = f"compile {fraction}"
+        found[label] = _attempt(model, functools.partial(_compiled, fraction=fraction))
+        print(f"{name:12} {label:16} {found[label]}", flush=True)
+    return found
+
+
+def _compiled(module: nn.Module, fraction: float) -> Any:
+    import torch._functorch.config as settings
+
+    torch._dynamo.reset()
+    settings.activation_memory_budget = fraction
+    return torch.compile(module)
+
+
+def _attempt(model: dict[str, Any], change: Callable[[nn.Module], Any]) -> dict[str, Any]:
+    start = time.perf_counter()
+    try:
+        module, batch = build(model)
+        changed = change(module)
+        changed = module if changed is None else changed
+        result = measure(lambda: changed(**batch).loss, list(module.parameters()))
+    except Exception as error:  # a peer that cannot do a model says so
+        result = {"error": f"{type(error).__name__}: {error}"[:300]}
+    module = batch = changed = None  # type: ignore[assignment]
+    gc.collect()
+    torch.cuda.empty_cache()
+    return result | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def load(path: Path) -> ModuleType:
+    program = ModuleType("program")
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), program.__dict__)
+    return program
+
+
+def ours(name: str, source: Path) -> dict[str, Any]:
+    program = load(source)
+
+    def change(module: nn.Module) -> Any:
+        tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+        running = program.Program(tensors)
+        names = list(program.INPUTS)
+
+        class Ours:
+            def __call__(self, **batch: Tensor) -> Any:
+                return type("Result", (), {"loss": running.forward(**{n: batch[n] for n in names})})
+
+        return Ours()
+
+    return _attempt(MODELS[name], change)
+
+
+# --------------------------------------------------------------------------------------------------------- planning
+
+
+class Planner:
+    """Our schedules for one model on one card."""
+
+    def __init__(self, name: str, calibration: dict[str, Any]) -> None:
+        from benchmarks.profile_accuracy import trace_row
+        from pipeline.cost.step import price_step
+        from pipeline.ir.profile import as_run
+        from pipeline.lowering import lower
+        from stages.checkpoint.linearize import linearize
+        from stages.checkpoint.released import released
+        from stages.profile.run import make_profile
+        from stages.profile.step import adamw
+
+        self.graph = trace_row(MODELS[name])
+        self.profile, _ = make_profile(self.graph, "cuda", "amp", adamw, logging.getLogger())
+        priced = as_run(self.graph, self.profile.types)
+        cluster = one_card(calibration)
+        self.sharding = unsplit(self.graph)
+        self.program = lower(priced, self.sharding)
+        price = price_step(priced, self.profile, cluster, self.sharding, self.program, optimizer_copies=2.0)
+        self.linear = linearize(priced, self.profile, cluster, self.sharding, self.program, price)
+        self.released = released(priced, self.profile)
+        self.beside = price.optimizer
+
+    def schedule(self, budget: int) -> dict[str, Any] | None:
+        """Its program, predicted peak and milliseconds; None where nothing fits."""
+        from pipeline.ir.plan import Plan, Prediction
+        from stages.checkpoint import rotor, schedule
+        from stages.checkpoint.simulate import simulate
+        from stages.checkpoint.within import fastest_within
+        from stages.codegen.module import write_module
+
+        chain, fixed = self.linear.chain, self.linear.fixed_bytes
+        room, slots = budget - fixed, max(500, 20 * (chain.length + 1))
+        found = schedule.no_recompute(chain)
+        if simulate(chain, found.sequence).peak > room:
+            if room <= 0 or not rotor.fits(chain, slots, room):
+                return None
+            found = fastest_within(chain, room, slots)
+        outcome = simulate(chain, found.sequence)
+        nothing = Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
+        regions = self.linear.regions(found.regions)
+        plan = Plan((("d0", 1),), "cuda", budget, self.sharding, regions, nothing, (), released=self.released)
+        text = write_module(self.graph, plan, self.program)
+        return {
+            "budget": budget,
+            "predicted_peak": fixed + int(outcome.peak),
+            "predicted_ms": 1e3 * (outcome.time + self.beside),
+            "regions": str(found.regions),
+            "text": text,
+        }
+
+    def budgets(self, count: int) -> list[int]:
+        """From what keeping everything takes to the tightest, in even steps."""
+        from stages.checkpoint import rotor, schedule
+        from stages.checkpoint.simulate import simulate
+
+        chain, fixed = self.linear.chain, self.linear.fixed_bytes
+        top = int(simulate(chain, schedule.no_recompute(chain).sequence).peak)
+        low = rotor.tightest(chain, max(500, 20 * (chain.length + 1))).memory
+        return [fixed + top - (top - low) * n // (count - 1) for n in range(count)]
+
+
+def one_card(calibration: dict[str, Any]) -> Any:
+    """The card that was measured, as a cluster of one."""
+    from benchmarks.profile_accuracy import card_of
+    from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
+
+    card = card_of(calibration)
+    products = {dtype: Curve((1.0,), (rate,)) for dtype, rate in card.products.items()}
+    compute = Compute(
+        products["float32"], card.memory, 1e-5, 1e-5, matmul_by_dtype=products, processors=card.processors
+    )
+    axis = Axis("d0", 1, {name: LinkCost(0.0, 1e12) for name in COLLECTIVES})
+    return Cluster("preset", "cuda", 1, 141 * 10**9, compute, (axis,))
+
+
+def unsplit(graph: Any) -> Any:
+    """Every op as it is, on one device."""
+    from pipeline.ir.graph import Role
+    from pipeline.ir.layout import Layout, R
+    from pipeline.ir.plan import Sharding, Strategy
+
+    whole = Layout((R,))
+    return Sharding(
+        {op.name: Strategy("R", (whole,) * len(op.inputs), (whole,) * len(op.outputs)) for op in graph.ops},
+        {value.origin: whole for value in graph.of_role(Role.PARAMETER)},
+        {value.name: whole for value in graph.of_role(Role.INPUT)},
+    )
