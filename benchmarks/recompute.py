@@ -36,8 +36,10 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from benchmarks.measure_steps import image, locate, text
 
 WARM_UP, STEPS = 3, 7
-FRACTIONS = (1.0, 0.7, 0.4, 0.1)  # of torch.compile's memory budget
+FRACTIONS = (1.0, 0.5)  # of torch.compile's memory budget
 BUDGETS = 8  # of ours, between keeping everything and the tightest
+LIBRARIES = 73e6  # bytes that the card's libraries hold, on an H200
+EQUAL = 1.001  # peaks that differ by less are equal
 
 
 def row(family: str, task: str, config: dict[str, Any], batch: dict[str, Any], blocks: str) -> dict[str, Any]:
@@ -69,6 +71,46 @@ MODELS = {
 
 
 # -------------------------------------------------------------------------------------------------------- measuring
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("peers", "plan", "ours"), help="one part, the others from the folder")
+    parser.add_argument("--folder", type=Path, default=Path("runs/recompute"), help="where results and programs lie")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes minutes")
+    parser.add_argument(
+        "--calibration", type=Path, help="a file of benchmarks.measure_steps; else the card is measured"
+    )
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    folder, names = arguments.folder, arguments.models.split(",")
+    folder.mkdir(parents=True, exist_ok=True)
+    state = folder / "state.json"
+    found: dict[str, Any] = json.loads(state.read_text()) if state.exists() else {"peers": {}, "ours": {}}
+    if arguments.only in (None, "peers"):
+        found["calibration"] = _calibration(arguments.calibration)
+        for name in names:
+            found["peers"][name] = peers(name, () if arguments.no_compile else FRACTIONS)
+            state.write_text(json.dumps(found))
+    if arguments.only in (None, "plan"):
+        for name in names:
+            found["ours"][name] = plan_all(name, found, folder)
+            state.write_text(json.dumps(found))
+    if arguments.only in (None, "ours"):
+        for name in names:
+            for one in found["ours"][name]:
+                one["measured"] = ours(name, folder / f"{one['name']}.py")
+            state.write_text(json.dumps(found))
+        print(report(found))
+    return 0
+
+
+def _calibration(path: Path | None) -> Any:
+    from benchmarks.measure_steps import calibrate
+
+    return json.loads(path.read_text())["calibration"] if path else calibrate()
 
 
 def build(model: dict[str, Any], device: str = "cuda") -> tuple[nn.Module, dict[str, Tensor]]:
@@ -243,7 +285,81 @@ def ours(name: str, source: Path) -> dict[str, Any]:
     return _attempt(MODELS[name], change)
 
 
+# ----------------------------------------------------------------------------------------------------------- report
+
+
+def report(found: dict[str, Any]) -> str:
+    """A table for each model; the last line is one JSON object."""
+    lines, rows = [], []
+    for name, plans in found["ours"].items():
+        known = {label: one for label, one in found["peers"][name].items() if "error" not in one}
+        lines += [f"{name}: peers", f"{'':26}{'peak GB':>9}{'ms':>9}"]
+        lines += [f"  {label:24}{one['peak'] / 1e9:9.2f}{one['ms']:9.1f}" for label, one in known.items()]
+        lines += [
+            f"{name}: ours",
+            f"  {'budget':>8}{'peak':>8}{'used':>8}{'ms':>9}{'predicted':>11}{'':4}best peer within",
+        ]
+        for one in sorted(plans, key=lambda one: -one["budget"]):
+            rows.append(judged(one, known))
+            lines.append(_line(one, rows[-1]))
+    eager = [row["gain"] for row in rows if row["between"] and row["gain"] is not None]
+    compiled = [row["compiled"] for row in rows if row["compiled"] is not None]
+    result = {
+        "points": len(rows),
+        "over_budget": sum(row["used"] > 1 for row in rows),
+        "least_used": round(min((row["used"] for row in rows if row["recomputes"]), default=1.0), 4),
+        "worst_time_error": round(max(row["error"] for row in rows), 4),
+        "slower_than_eager_peers": sum((row["gain"] or 0.0) < -0.005 for row in rows),
+        "least_gain_between": round(min(eager, default=0.0), 4),
+        "times_of_compiled": round(statistics.median(compiled), 3) if compiled else None,
+    }
+    return "\n".join([*lines, json.dumps(result)])
+
+
+def judged(one: dict[str, Any], peers_: dict[str, Any]) -> dict[str, Any]:
+    """One of our points: how much of its budget it used, and the fastest peer that needs no more than its peak."""
+    measured = one["measured"]
+    fitting = {label: peer for label, peer in peers_.items() if peer["peak"] <= one["budget"] * EQUAL}
+    eager = {label: peer["ms"] for label, peer in fitting.items() if not label.startswith("compile")}
+    compiled = [peer["ms"] for label, peer in fitting.items() if label.startswith("compile")]
+    best = min(eager, key=lambda label: eager[label], default=None)
+    return {
+        "used": measured["peak"] / one["budget"],
+        "recomputes": one["recomputes"],
+        "error": abs(one["predicted_ms"] / measured["ms"] - 1),
+        "best": best,
+        "gain": None if best is None else eager[best] / measured["ms"] - 1,
+        "between": peers_["per block"]["peak"] * EQUAL < one["budget"] < peers_["none"]["peak"],
+        "compiled": measured["ms"] / min(compiled) if compiled else None,
+    }
+
+
+def _line(one: dict[str, Any], row: dict[str, Any]) -> str:
+    measured = one["measured"]
+    peer = f"{row['best']} ({100 * row['gain']:+.1f}%)" if row["best"] else "none fits"
+    return (
+        f"  {one['budget'] / 1e9:8.2f}{measured['peak'] / 1e9:8.2f}{100 * row['used']:7.1f}%{measured['ms']:9.1f}"
+        f"{one['predicted_ms']:11.1f}    {peer}"
+    )
+
+
 # --------------------------------------------------------------------------------------------------------- planning
+
+
+def plan_all(name: str, found: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    planner = Planner(name, found["calibration"])
+    wanted = {int(budget + LIBRARIES) for budget in planner.budgets(BUDGETS)}
+    wanted |= {int(one["peak"] * EQUAL) for one in found["peers"][name].values() if "error" not in one}
+    rows = []
+    for budget in sorted(wanted, reverse=True):
+        one = planner.schedule(int(budget - LIBRARIES))
+        if one is not None:
+            one |= {"name": f"{name}_{len(rows)}", "budget": budget}
+            (folder / f"{one['name']}.py").write_text(one.pop("text"))
+            rows.append(one)
+            told = f"{budget / 1e9:8.2f} GB {one['predicted_ms']:8.1f} ms"
+            print(f"{name:12}{told}  {one['regions'][:80]}", flush=True)
+    return rows
 
 
 class Planner:
@@ -268,7 +384,6 @@ class Planner:
         price = price_step(priced, self.profile, cluster, self.sharding, self.program, optimizer_copies=2.0)
         self.linear = linearize(priced, self.profile, cluster, self.sharding, self.program, price)
         self.released = released(priced, self.profile)
-        self.beside = price.optimizer
 
     def schedule(self, budget: int) -> dict[str, Any] | None:
         """Its program, predicted peak and milliseconds; None where nothing fits."""
@@ -280,7 +395,9 @@ class Planner:
 
         chain, fixed = self.linear.chain, self.linear.fixed_bytes
         room, slots = budget - fixed, max(500, 20 * (chain.length + 1))
-        found = schedule.no_recompute(chain)
+        if budget < self.linear.optimizer_peak:
+            return None
+        found = everything = schedule.no_recompute(chain)
         if simulate(chain, found.sequence).peak > room:
             if room <= 0 or not rotor.fits(chain, slots, room):
                 return None
@@ -292,8 +409,9 @@ class Planner:
         text = write_module(self.graph, plan, self.program)
         return {
             "budget": budget,
-            "predicted_peak": fixed + int(outcome.peak),
-            "predicted_ms": 1e3 * (outcome.time + self.beside),
+            "predicted_peak": max(fixed + int(outcome.peak), self.linear.optimizer_peak),
+            "recomputes": found != everything,
+            "predicted_ms": 1e3 * (outcome.time + self.linear.optimizer_seconds),
             "regions": str(found.regions),
             "text": text,
         }
@@ -306,6 +424,7 @@ class Planner:
         chain, fixed = self.linear.chain, self.linear.fixed_bytes
         top = int(simulate(chain, schedule.no_recompute(chain).sequence).peak)
         low = rotor.tightest(chain, max(500, 20 * (chain.length + 1))).memory
+        low = max(low, self.linear.optimizer_peak - fixed)
         return [fixed + top - (top - low) * n // (count - 1) for n in range(count)]
 
 
@@ -335,3 +454,7 @@ def unsplit(graph: Any) -> Any:
         {value.origin: whole for value in graph.of_role(Role.PARAMETER)},
         {value.name: whole for value in graph.of_role(Role.INPUT)},
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

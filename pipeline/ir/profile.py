@@ -63,6 +63,7 @@ class Step:
     kernels: tuple[int, ...]  # of forward, backward and optimizer
     moments: tuple[int, ...]  # numbers of kernels at which the curves are sampled, each at the most of its stretch
     curves: dict[str, tuple[int, ...]]  # class of memory -> bytes alive at those moments
+    optimizer_bytes: int = 0  # that the optimizer takes at its peak beside parameters, gradients and state
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pipeline.cost.compute import local_bytes
+from pipeline.cost.kernels import kernel_seconds
 from pipeline.cost.links import LinkCosts, Way, link_costs
 from pipeline.cost.step import StepPrice
+from pipeline.cost.unsplit import card_of
 from pipeline.ir import plan
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph, Role
@@ -29,6 +31,8 @@ class Linear:
     chain: Chain | None  # None where the whole model is one link: there is nothing to choose
     costs: tuple[LinkCosts, ...]
     fixed_bytes: int  # there whatever is recomputed
+    optimizer_peak: int  # bytes, when nothing of the chain is left
+    optimizer_seconds: float
 
     def regions(self, region: Region) -> tuple[plan.Region, ...]:
         """As the plan has them: links that keep a part of themselves are a region with what they keep."""
@@ -56,7 +60,26 @@ def linearize(
     each = growing(graph, cluster, sharding, program)
     grown = tuple(sum(each[own.first : own.last_link + 1]) for own in costs)
     given = sum(local_bytes(graph, v.name, sharding.inputs[v.name], cluster.sizes) for v in graph.of_role(Role.INPUT))
-    return Linear(_chain(costs, grown), costs, price.fixed_bytes + given - sum(grown))
+    fixed = price.fixed_bytes + given - sum(grown)
+    part = _updated_part(graph, cluster, sharding)
+    extra = profile.step.optimizer_bytes if profile.step else 0
+    peak = price.resident_bytes + given + round(part * extra)
+    return Linear(_chain(costs, grown), costs, fixed, peak, _optimizer_seconds(profile, cluster, price, part))
+
+
+def _updated_part(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> float:
+    """Of all that the optimizer updates, what one rank does."""
+    states = state_layouts(graph, sharding)
+    own = sum(local_bytes(graph, name, layout, cluster.sizes) for name, layout in states.items())
+    return own / max(1, sum(graph.values[name].type.nbytes for name in states))
+
+
+def _optimizer_seconds(profile: Profile, cluster: Cluster, price: StepPrice, part: float) -> float:
+    """Of a GPU, those of its kernels; else as the step is priced."""
+    if profile.kernels is None or profile.device != "cuda":
+        return price.optimizer
+    card = card_of(cluster.compute)
+    return part * sum(kernel_seconds(kernel, card) for kernel in profile.kernels.optimizer)
 
 
 def growing(graph: OpGraph, cluster: Cluster, sharding: Sharding, program: Program) -> tuple[int, ...]:

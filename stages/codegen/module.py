@@ -211,8 +211,9 @@ def _header(graph: OpGraph, plan: Plan, program: Program, used: set[str], functi
     return f'''"""The training program for the mesh {mesh}, written from runs/checkpoint/plan.json.
 
 Each line's layout stands behind it with the shape of one rank's piece: R replicated, B replicated with a partial
-gradient, S(d) split on dim d, P partial sums. `del` lets go of what backward does not need. Write it again with `dvc repro codegen`; to train with your own edits,
-set `accept_edited_module: true` in your conf/train file and run `python -m stages train`.
+gradient, S(d) split on dim d, P partial sums. `del` lets go of what backward does not need, `kept` is not computed
+again in a recompute region. Write it again with `dvc repro codegen`; to train with your own edits, set
+`accept_edited_module: true` in your conf/train file and run `python -m stages train`.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from pipeline.ops.table import rule_of
 from stages.profile.autocast import COMPOSITES, Autocast
 from stages.profile.device import LOWERED
 from stages.profile.symbolic import Storage, Watch, storage_key
+from stages.profile.workspace import workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Runner:
         self.graph = graph
         self.lowered: Mapping[str, Callable[..., Any]] = LOWERED.get(device, {})
         self.precision = precision
+        self.workspace = workspace_bytes if device == "cuda" else None
         self.known: dict[str, Tensor] = {}  # what is there before a link runs, of what those that were run read
         self.names: dict[int, str] = {}  # of the memory behind what is known
 
@@ -98,7 +100,7 @@ class Runner:
         leaves = [self._entering(name, form) for name, form in zip(ends.reads, forms, strict=True)]
         local = {name: leaf.clone() for name, leaf in zip(ends.reads, leaves, strict=True)}
         parameters = [self.known[name] for name in ends.parameters]
-        watch = Watch(leaves, self.names)
+        watch = Watch(leaves, self.names, self.workspace)
         reads = [_known_number(watch, local[name]) for name in ends.reads]
         saved: dict[str, list[int | str]] = {}
         places: dict[str, tuple[int | str | None, ...]] = {}
@@ -155,7 +157,7 @@ class Runner:
     def _dropped_peak(self, ops: tuple[str, ...], ends: Ends, forms: tuple[Form, ...]) -> int:
         leaves = [self._entering(name, form) for name, form in zip(ends.reads, forms, strict=True)]
         local = dict(zip(ends.reads, leaves, strict=True))
-        watch = Watch(leaves, self.names)
+        watch = Watch(leaves, self.names, self.workspace)
         with torch.no_grad(), watch:
             self._run(ops, local, watch, set(ends.writes), lambda *_: None)
             watch.sweep()

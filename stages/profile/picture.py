@@ -41,6 +41,7 @@ def describe(graph: OpGraph, profile: StepProfile) -> Step:
         peak_by_module=tuple(Share(name, size) for name, size in _top(by_module)),
         kernels=(timeline.forward, timeline.backward, timeline.optimizer),
         moments=moments,
+        optimizer_bytes=max(0, profile.memory.optimizer_peak - profile.memory.after_backward),
         curves={kind: tuple(of_kind[m] for m in moments) for kind in CLASSES for of_kind in [timeline.curve(kind)]},
     )
 

@@ -54,14 +54,20 @@ def storage_key(tensor: Tensor) -> int:
 class Watch(TorchDispatchMode):
     """Records kernels and storages. Memory that was there before is known only if it is given to it."""
 
-    def __init__(self, present: Iterable[Tensor] = (), known: Container[int] = ()) -> None:
-        """`known` are the keys of further memory that is present."""
+    def __init__(
+        self,
+        present: Iterable[Tensor] = (),
+        known: Container[int] = (),
+        workspace: Callable[[Kernel], int] | None = None,
+    ) -> None:
+        """`known` are the keys of further memory that is present; `workspace` is what a kernel takes while it runs."""
         super().__init__()
         self.kernels: list[Kernel] = []
         self.storages: list[Storage] = []
         self.op = ""  # of the graph: what runs now belongs to it
         self.present = {storage_key(t) for t in present}
         self.known = known
+        self.workspace = workspace
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,7 +77,13 @@ class Watch(TorchDispatchMode):
         fresh = [t for t in outputs if self.add(t)]
         if (fresh or func._schema.is_mutable) and not _only_allocates(func):
             self.kernels.append(_kernel(func, args, kwargs or {}, result, outputs, self.op))
+            self._note_workspace()
         return result
+
+    def _note_workspace(self) -> None:
+        number = len(self.kernels) - 1
+        if nbytes := self.workspace(self.kernels[number]) if self.workspace else 0:
+            self.storages.append(Storage(rounded(nbytes), number, self.op, died=number + 1))
 
     def add(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory is new."""
