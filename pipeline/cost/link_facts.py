@@ -7,7 +7,7 @@ itself where no conversion moves memory in it; else as pipeline.cost.memory has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -54,7 +54,6 @@ class LinkFacts:
     forward_peak: int
     dropped_peak: int
     backward_peak: int  # with the gradients at both ends
-    gradients: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -101,9 +100,17 @@ def _as_one(links: tuple[Link, ...]) -> Link:
 
 class Facts:
     def __init__(
-        self, graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, program: Program
+        self,
+        graph: OpGraph,
+        profile: Profile,
+        cluster: Cluster,
+        sharding: Sharding,
+        program: Program,
+        growing: Container[str] = (),
     ) -> None:
+        """`growing` are the parameters whose gradients appear in backward."""
         self.graph, self.profile, self.cluster, self.sharding, self.program = graph, profile, cluster, sharding, program
+        self.growing = growing
         self.home = home_layouts(graph, sharding)
         self.sizes = cluster.sizes
         self.card = card_of(cluster.compute) if profile.kernels and profile.device == "cuda" else None
@@ -201,8 +208,6 @@ class Facts:
         count, end = len(run.forward), len(run.forward) + len(run.backward)
         common = {values.get(run.held[n].value) for n in run.writes if n is not None} & set(link.common)
         outside = {n for n, held in enumerate(run.held) if values.get(held.value) in common}
-        parameters = self._parameters(link)
-        gradients = dict(zip(parameters, run.gradients, strict=True))
         kept = {
             n: size[n]
             for n, held in enumerate(run.held)
@@ -248,7 +253,6 @@ class Facts:
             forward_peak=max(_peak(lives, 0, count), sum({**kept, **output}.values())),
             dropped_peak=round(run.dropped_peak * ratio),
             backward_peak=_peak(lives, count, end),
-            gradients={name: size[n] for name, n in gradients.items() if n is not None},
         )
 
     def _is_output(self, run: LinkKernels, number: int, link: Link, values: Mapping[str, str]) -> bool:
@@ -286,6 +290,8 @@ class Facts:
         input_bytes: int,
     ) -> LinkFacts:
         whole = parts.whole
+        grown = (name for name in self._parameters(link) if name in self.growing)
+        appear = sum(local_bytes(self.graph, name, self.home[name], self.sizes) for name in grown)
         found = []
         for step, (forward, casts), own in zip(steps, times, parts.steps, strict=True):
             mine = bool(own.kept.keys() & own.results.keys())
@@ -302,10 +308,7 @@ class Facts:
             input_bytes=input_bytes,
             forward_peak=max(whole.forward_peak, whole.kept),
             dropped_peak=whole.dropped_peak,
-            backward_peak=whole.kept + whole.backward_extra + input_bytes + whole.output,
-            gradients={
-                name: local_bytes(self.graph, name, self.home[name], self.sizes) for name in self._parameters(link)
-            },
+            backward_peak=whole.kept + whole.backward_extra + input_bytes + whole.output + appear,
         )
 
 

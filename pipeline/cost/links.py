@@ -7,7 +7,7 @@ last to keep something only has its arguments made (`pipeline.runtime.kept` and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,6 @@ class LinkCosts:
     last: Way  # all kept, but run again as the last link of a region: its output is not made
     dropped: float  # seconds of a forward pass that keeps nothing
     dropped_extra: int  # bytes at its peak beyond its output
-    gradients: dict[str, int]  # of the parameters that it reads: bytes that its backward leaves
 
 
 def link_costs(
@@ -57,10 +56,14 @@ def link_costs(
     sharding: Sharding,
     program: Program,
     prices: Sequence[LinkPrice],
+    growing: Container[str] = (),
     join: bool = True,
 ) -> tuple[LinkCosts, ...]:
-    """Of every link of the chain, priced by pipeline.cost.step.price_step; joined where a cut would gain nothing."""
-    facts = Facts(graph, profile, cluster, sharding, program)
+    """Of every link of the chain, priced by pipeline.cost.step.price_step; joined where a cut would gain nothing.
+
+    `growing` are the parameters whose gradients appear in backward; those of others are there all the time.
+    """
+    facts = Facts(graph, profile, cluster, sharding, program, growing)
     return tuple(_costs(group, facts.link(group, prices)) for group in groups_of(graph, profile, join))
 
 
@@ -82,7 +85,6 @@ def _costs(group: Group, link: LinkFacts) -> LinkCosts:
         last=last,
         dropped=link.seconds.forward,
         dropped_extra=max(0, link.dropped_peak - output),
-        gradients=link.gradients,
     )
 
 

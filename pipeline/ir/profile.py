@@ -88,7 +88,6 @@ class LinkKernels:
     backward: tuple[Kernel, ...]
     held: tuple[Held, ...] = ()  # but for what entered it, and the memory that was there before
     writes: tuple[int | None, ...] = ()  # what leaves it
-    gradients: tuple[int | None, ...] = ()  # of the parameters that it reads, in order of first use
     saved: dict[str, tuple[int, ...]] = field(default_factory=dict)  # op -> what it keeps for backward
     results: dict[str, tuple[int | None, ...]] = field(default_factory=dict)  # op -> where its outputs lie
     dropped_peak: int = 0  # of a forward pass that keeps nothing for backward

@@ -21,7 +21,7 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
 from pipeline.ir.program import Program
-from pipeline.lowering import home_layouts, state_layouts
+from pipeline.lowering import state_layouts
 from stages.checkpoint.chain import Chain, Option
 from stages.checkpoint.schedule import Region
 
@@ -56,9 +56,9 @@ class Linear:
 def linearize(
     graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, program: Program, price: StepPrice
 ) -> Linear:
-    costs = link_costs(graph, profile, cluster, sharding, program, price.links)
-    each = growing(graph, cluster, sharding, program)
-    grown = tuple(sum(each[own.first : own.last_link + 1]) for own in costs)
+    owned = growing(graph, sharding, program)
+    costs = link_costs(graph, profile, cluster, sharding, program, price.links, owned)
+    grown = tuple(_grown(graph, cluster, sharding, costs, owned))
     given = sum(local_bytes(graph, v.name, sharding.inputs[v.name], cluster.sizes) for v in graph.of_role(Role.INPUT))
     fixed = price.fixed_bytes + given - sum(grown)
     part = _updated_part(graph, cluster, sharding)
@@ -82,19 +82,27 @@ def _optimizer_seconds(profile: Profile, cluster: Cluster, price: StepPrice, par
     return part * sum(kernel_seconds(kernel, card) for kernel in profile.kernels.optimizer)
 
 
-def growing(graph: OpGraph, cluster: Cluster, sharding: Sharding, program: Program) -> tuple[int, ...]:
-    """Of each link, the bytes of gradients that its backward leaves: of parameters that no later link reads."""
-    found = [0] * len(graph.chain)
+def growing(graph: OpGraph, sharding: Sharding, program: Program) -> frozenset[str]:
+    """The parameters whose gradients are not there until backward makes them: complete as they are, in one pass."""
     if program.micro_batches > 1:
-        return tuple(found)
-    home = home_layouts(graph, sharding)
+        return frozenset()
     states = state_layouts(graph, sharding)
-    owned = {name for name in states if name not in program.reduced and states[name] == home[name]}
-    for number in reversed(range(len(graph.chain))):
-        for name in {read for op in graph.chain[number].ops for read in graph.op(op).inputs} & owned:
-            owned.discard(name)
-            found[number] += local_bytes(graph, name, home[name], cluster.sizes)
-    return tuple(found)
+    stored = {name: sharding.storage[graph.values[name].origin] for name in states}
+    return frozenset(name for name in states if name not in program.reduced and states[name] == stored[name])
+
+
+def _grown(
+    graph: OpGraph, cluster: Cluster, sharding: Sharding, costs: tuple[LinkCosts, ...], owned: frozenset[str]
+) -> Iterator[int]:
+    """Of each link, the bytes of gradients that its backward leaves: of parameters that no later link reads."""
+    last: dict[str, int] = {}
+    for number, own in enumerate(costs):
+        for link in graph.chain[own.first : own.last_link + 1]:
+            last |= {read: number for op in link.ops for read in graph.op(op).inputs if read in owned}
+    for number in range(len(costs)):
+        mine = (name for name, place in last.items() if place == number)
+        layouts = ((name, sharding.storage[graph.values[name].origin]) for name in mine)
+        yield sum(local_bytes(graph, name, layout, cluster.sizes) for name, layout in layouts)
 
 
 def _chain(costs: tuple[LinkCosts, ...], grown: tuple[int, ...]) -> Chain | None:

@@ -126,7 +126,6 @@ def _link_kernels(outputs: dict[str, int], run: LinkRun) -> LinkKernels:
         backward=run.backward,
         held=tuple(Held(s.size, s.born, s.died, s.op, s.value) for s in (run.storages[place] for place in own)),
         writes=numbers(run.writes),
-        gradients=numbers(run.parameter_gradients),
         saved={op: tuple(n for n in found if n is not None) for op, found in kept.items()},
         results={op: numbers(run.places[op][-count:]) for op, count in outputs.items()},
         dropped_peak=run.dropped_peak,

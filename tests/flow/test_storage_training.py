@@ -18,7 +18,7 @@ from pipeline.ir.plan import Plan
 from pipeline.models import gpt
 from pipeline.models.data import TokenSequences
 from stages.checkpoint import schedule
-from stages.checkpoint.linearize import linearize
+from stages.checkpoint.linearize import Linear, linearize
 from stages.checkpoint.simulate import simulate
 from stages.train.worker import Trainer
 from tests import plans, storage_plans
@@ -112,11 +112,12 @@ def reports(tmp_path_factory) -> dict[str, list[dict]]:
     return found
 
 
-def price(name: str) -> StepPrice:
+def priced(name: str) -> tuple[StepPrice, Linear]:
     model, plan = MODELS[name], plan_of(name)
     program, _ = plans.lowered(model, plan)
-    cluster = storage_plans.cluster(plan.sizes)
-    return price_step(plans.graph_of(model), storage_plans.profile_of(model), cluster, plan.sharding, program, 2.0)
+    given = (plans.graph_of(model), storage_plans.profile_of(model), storage_plans.cluster(plan.sizes), plan.sharding)
+    price = price_step(*given, program, 2.0)
+    return price, linearize(*given, program, price)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -129,15 +130,15 @@ def test_the_losses_are_those_of_the_plain_loop(reports, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_stays_between_steps_is_what_is_priced(reports, name: str) -> None:
     """The graph is of float64, the training in float32; AdamW counts its steps for each parameter."""
-    expected = price(name).resident_bytes // 2 + 4 * len(plan_of(name).sharding.storage)
+    expected = priced(name)[0].resident_bytes // 2 + 4 * len(plan_of(name).sharding.storage)
     assert {report["resident"] for report in reports[name]} == {expected}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_peak_is_the_predicted_one(reports, name: str) -> None:
     """Buffers of collectives are not predicted, nor what an op lets go of early."""
-    found = price(name)
-    chain = linearize(found)
+    found = priced(name)[1]
+    chain = found.chain
     assert chain is not None
     peak = found.fixed_bytes + simulate(chain, schedule.no_recompute(chain).sequence).peak
     assert max(reports[name][0]["peak_bytes"]) == pytest.approx(peak / 2, rel=0.06)

@@ -131,7 +131,7 @@ def test_off_recomputes_nothing_and_full_everything(name):
     assert recomputed == set(range(links - 1))
     assert full.prediction.recompute_seconds > 0
     assert full.prediction.step_seconds > off.prediction.step_seconds
-    assert full.prediction.peak_bytes < off.prediction.peak_bytes
+    assert full.prediction.peak_bytes <= off.prediction.peak_bytes  # of so few links the last gradients may be the most
 
 
 def test_off_is_refused_where_recompute_would_fit():
@@ -202,7 +202,8 @@ def test_a_model_of_one_link():
     sharding = to_sharding(graph, choices, solution.picked)
     point = price_point(graph, profile, cluster, 0.0, sharding, solution.proof)
     price = price_step(graph, profile, cluster, point.sharding, lower(graph, point.sharding), 0.0)
-    assert linearize(price) is None
+    program = lower(graph, point.sharding)
+    assert linearize(graph, profile, cluster, point.sharding, program, price).chain is None
     settings = Checkpoint(recompute=Recompute.optimal)
     for budget, fits in ((10**6, True), (100, False)):
         frontier = Frontier(budget, 0.0, (Mesh(cluster.axes),), (point,))
@@ -217,8 +218,9 @@ def test_a_model_of_one_link():
 def test_the_chain_in_numbers():
     frontier = frontier_of("gpt")
     graph, sharding = GRAPHS["gpt"](), frontier.points[0].sharding
-    price = price_step(graph, profile_of("gpt"), preset(), sharding, lower(graph, sharding), 2.0)
-    chain = linearize(price)
+    program = lower(graph, sharding)
+    price = price_step(graph, profile_of("gpt"), preset(), sharding, program, 2.0)
+    chain = linearize(graph, profile_of("gpt"), preset(), sharding, program, price).chain
     assert chain.length == len(graph.chain) - 1
     assert chain.a[0] == 0  # the first link reads inputs, which stay where they are
     assert sum(chain.f) + sum(chain.b) == pytest.approx(sum(link.forward + link.backward for link in price.links))
@@ -242,7 +244,9 @@ def test_the_step_is_that_of_all_micro_batches(recompute):
     assert three.recompute_seconds == pytest.approx(3 * one.recompute_seconds)
     assert (one.recompute_seconds > 0) is (recompute == "full")
     assert three.optimizer_seconds == one.optimizer_seconds
-    assert (three.peak_bytes, three.resident_bytes) == (one.peak_bytes, one.resident_bytes)
+    assert three.resident_bytes == one.resident_bytes
+    gradients = sum(value.type.nbytes for value in GRAPHS["gpt"]().of_role(Role.PARAMETER))
+    assert one.peak_bytes <= three.peak_bytes <= one.peak_bytes + gradients  # they stay from pass to pass
 
 
 def test_common_values_are_beside_every_schedule():
@@ -266,17 +270,18 @@ def test_a_ladder_holds_no_more_than_predicted(share):
     graph = trace(model, batch)
     sharding, profile, cluster = replicated(graph), profile_graph(graph), preset(1)
     price = price_step(graph, profile, cluster, sharding, lower(graph, sharding), 0.0)
-    chain = linearize(price)
+    linear = linearize(graph, profile, cluster, sharding, lower(graph, sharding), price)
+    chain = linear.chain
     least, most = rotor.tightest(chain, 500).memory, simulate(chain, no_recompute(chain).sequence).peak
-    budget = price.fixed_bytes + math.ceil(least + share * (most - least))
+    budget = linear.fixed_bytes + math.ceil(least + share * (most - least))
     point = FrontierPoint(sharding, 0.0, 0, 0, Proof("none", "none", 0.0, 0.0, 0.0, 0, 0))
     frontier = Frontier(budget, 0.0, (Mesh(cluster.axes),), (point,))
     found = evaluate(graph, profile, cluster, frontier, 0, Checkpoint())
     plan = choose([found], cluster, frontier, WHERE)
     assert recomputes(plan.regions) is (share < 1)
     held = measured(graph, plan, model, batch)
-    assert 0.4 * (plan.prediction.peak_bytes - price.resident_bytes) < held
-    assert held <= plan.prediction.peak_bytes - price.resident_bytes
+    beside = price.resident_bytes // 2 + storage_bytes([*batch.values()])  # parameters without their gradients
+    assert 0.4 * (plan.prediction.peak_bytes - beside) < held <= plan.prediction.peak_bytes - beside
 
 
 def replicated(graph: OpGraph) -> Sharding:
@@ -290,13 +295,11 @@ def replicated(graph: OpGraph) -> Sharding:
 
 
 def measured(graph: OpGraph, plan: Plan, model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
-    """Bytes that a step holds at its worst, beyond parameters, their gradients and the batch."""
+    """Bytes that a step holds at its worst, beyond parameters and the batch."""
     namespace: dict = {}
     exec(write_module(graph, plan, lower(graph, plan.sharding)), namespace)
     program = namespace["Program"](dict(model.named_parameters()))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    there = [*model.parameters(), *(p.grad for p in model.parameters()), *batch.values()]
+    there = [*model.parameters(), *batch.values()]
     work = measure_peak(lambda: program.forward(**batch).backward(), there, torch.device("cpu"))
     return work - storage_bytes(there)
 
