@@ -24,8 +24,9 @@ $(VENV)/ready: pyproject.toml constraints.txt
 run: setup
 	@python -m stages run
 
+# In the order of collection: tests/flow, where few tests take long, comes first and leaves no long tail.
 test: setup
-	@python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	@python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 ui: setup
 	@python -m stages ui

@@ -91,7 +91,7 @@ class Example:
 
 def example(target: str, *args, **named) -> Example:
     """Builds the op; a `Draw` among the arguments becomes a value of the graph."""
-    torch.manual_seed(len(args) + 10 * len(target))
+    torch.default_generator.manual_seed(len(args) + 10 * len(target))
     values: dict[str, Value] = {}
     tensors: list[torch.Tensor] = []
 
@@ -138,7 +138,7 @@ def run_unsplit(op: Op, tensors: tuple[torch.Tensor, ...]):
     namespace, name, overload = op.target.split(".")
     function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     positional = [argument(a) for a in op.args.positional]
-    torch.manual_seed(7)  # random ops draw the same numbers whole and on each rank
+    torch.default_generator.manual_seed(7)  # random ops draw the same numbers whole and on each rank
     return function(*positional, **{k: argument(v) for k, v in op.args.named})
 
 
@@ -197,7 +197,7 @@ def check_strategy(it: Example, strategy: Strategy, ranks: int) -> None:
 
     def run(rank: int) -> list[torch.Tensor]:
         if strategy.body in ("", "apart"):
-            torch.manual_seed(7)
+            torch.default_generator.manual_seed(7)
         outputs = run_printed(line, [own[rank] for own in mine])
         _backward(outputs, [None if own is None else own[rank] for own in arriving])
         return [output.detach() for output in outputs]

@@ -459,7 +459,7 @@ def run_all() -> dict[str, str]:
     cases = {name: lambda c=case: check_conversion(*c) for name, case in conversions().items()} | CHECKS
     errors = {}
     for number, (name, case) in enumerate(cases.items()):
-        torch.manual_seed(number)
+        torch.default_generator.manual_seed(number)
         try:
             case()
             errors[name] = ""

@@ -66,7 +66,7 @@ class Trial:
             return [real(a) for a in arg] if isinstance(arg, tuple) else arg
 
         positional, named = self.arguments
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack for every absent device
         result = self.function(*(real(a) for a in positional), **{k: real(v) for k, v in named})
         return (result,) if isinstance(result, Tensor) else tuple(result)
 

@@ -24,5 +24,12 @@ def drawn_apart(draw: Callable[[], Tensor], axis: str) -> Tensor:
     shared = int(torch.randint(_SEEDS, ()))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed((shared + (position(axis)[0] + 1) * _SPREAD) % _SEEDS)
+        _seed((shared + (position(axis)[0] + 1) * _SPREAD) % _SEEDS, devices)
         return draw()
+
+
+def _seed(seed: int, devices: list[int]) -> None:
+    """Not `torch.manual_seed`: for each kind of device that is absent, every call keeps the stack it came from."""
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        torch.cuda.default_generators[device].manual_seed(seed)

@@ -21,9 +21,11 @@ import yaml
 
 from pipeline import artifacts
 from pipeline.config import load_config
+from tests.flow.warm import Server
 
 SOURCE = Path(__file__).parents[2]
 STAGES = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen", "train")
+WARM = Server()
 MARK = "SHARDWRIGHT_TEST"  # in the environment of every process we start, so that leftovers are found
 
 TINY: dict[str, dict[str, Any]] = {
@@ -121,6 +123,7 @@ def _copy_kernels(root: Path) -> None:
 class Project:
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.warm = False  # whether the stages that a command starts wait for their imports
         self.temporary = root.parent / f"{root.name}-tmp"  # of the processes started here
 
     # -- making -------------------------------------------------------------------------------------------------------
@@ -146,6 +149,7 @@ class Project:
     def tiny(cls, root: Path, *, tracking: bool = False, **changes: Mapping[str, Any]) -> Project:
         """A copy that trains a very small model, chosen as `tiny` in every group, without tracking."""
         project = cls.copy(root)
+        project.warm = True
         for group, content in TINY.items():
             project.write_yaml(f"conf/{group}/tiny.yaml", content | dict(changes.get(group, {})))
         project.choose(**dict.fromkeys(TINY, "tiny"))
@@ -194,17 +198,18 @@ class Project:
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, *, warm: bool = False) -> dict[str, str]:
         """`python` in dvc.yaml is this interpreter; what the caller set for itself does not reach the stages."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDWRIGHT", "MLFLOW", "DVC", "PYTHON"))}
-        path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
+        first = [str(WARM.folder)] if warm else []
+        path = os.pathsep.join([*first, str(Path(sys.executable).parent), kept.get("PATH", "")])
         self.temporary.mkdir(exist_ok=True)
         own = {"PATH": path, "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1", MARK: str(self.root)}
         return {**kept, **own}
 
-    def start(self, *arguments: str, to: Path | None = None) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, to: Path | None = None, warm: bool = False) -> subprocess.Popen[str]:
         """`python -m ...`, with pipes for what it says, or a file for all of it."""
-        command, environment = [sys.executable, "-m", *arguments], self.environment()
+        command, environment = [sys.executable, "-m", *arguments], self.environment(warm=warm)
         options: dict[str, Any] = {"cwd": self.root, "env": environment, "stdin": subprocess.DEVNULL, "text": True}
         options["preexec_fn"] = _heeds_interrupts
         if to is None:
@@ -213,7 +218,7 @@ class Project:
             return subprocess.Popen(command, stdout=file, stderr=file, **options)
 
     def run(self, *arguments: str, timeout: float = 240) -> Done:
-        process = self.start(*arguments)
+        process = self.start(*arguments, warm=self.warm)
         try:
             out, err = process.communicate(timeout=timeout)
         except BaseException:
@@ -223,7 +228,8 @@ class Project:
         return Done(process.returncode, out, err)
 
     def stages(self, *arguments: str) -> Done:
-        return self.run("stages", *arguments)
+        """`python -m stages ...`, without waiting for its imports."""
+        return Done(*WARM.run("stages", *arguments, folder=self.root, environment=self.environment(warm=self.warm)))
 
     def repro(self, *arguments: str) -> Done:
         return self.run("dvc", "repro", *arguments)
@@ -268,18 +274,13 @@ class Project:
         return {str(path.relative_to(self.root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
     def plain_losses(self, steps: int) -> list[float]:
-        """What the configured model, data and optimizer give in a plain loop; `python` of its own: fresh imports."""
-        code = [str((self.root / load_config(self.root).code).resolve()), str(self.root)]
-        script = Path(__file__).with_name("plain_loop.py")
-        done = subprocess.run(
-            [sys.executable, str(script), str(steps)],
-            cwd=self.root,
-            env=self.environment() | {"PYTHONPATH": os.pathsep.join(code), "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        return [float(line) for line in done.stdout.split()]
+        """What the configured model, data and optimizer give in a plain loop; in its own process: fresh imports."""
+        code = (self.root / load_config(self.root).code).resolve()
+        environment = self.environment() | {"PYTHONDONTWRITEBYTECODE": "1"}
+        path = (Path(__file__).parent, code, self.root)
+        status, out, err = WARM.run("plain_loop", str(steps), folder=self.root, environment=environment, path=path)
+        assert status == 0, err
+        return [float(line) for line in out.split()]
 
 
 def _command_line(process: psutil.Process) -> list[str]:
@@ -293,3 +294,20 @@ def worst_difference(found: list[float] | tuple[float, ...], wanted: list[float]
     """The largest relative difference of two series of the same length."""
     assert len(found) == len(wanted)
     return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+def check_against_plain(project: Project, ranks: int, tolerance: float) -> None:
+    report = project.load("report")
+    assert report.ranks == ranks and len(report.peak_bytes) == ranks
+    assert worst_difference(report.losses, project.plain_losses(report.steps)) < tolerance
+
+
+@contextmanager
+def undone(project: Project, *files: str) -> Iterator[None]:
+    """The files as they were, afterwards."""
+    before = {file: (project.root / file).read_bytes() for file in files}
+    try:
+        yield
+    finally:
+        for file, content in before.items():
+            (project.root / file).write_bytes(content)

@@ -20,8 +20,7 @@ from tests.flow.conftest import Maker
 from tests.flow.project import STAGES, Project
 
 pytestmark = pytest.mark.flow
-KILLS = 30
-AT_WRITING = len(STAGES)  # of these, one a stage at the moment its artifact appears
+MOMENTS = 2  # of each stage's life, besides that when its artifact appears
 START_S = 60.0
 
 
@@ -107,19 +106,19 @@ def kill(process: psutil.Process) -> bool:
     return alive
 
 
-def test_stages_killed_while_they_work(victim: Victim) -> None:
-    chance = random.Random(20)
-    kills = 0
-    for number in range(2 * KILLS):
-        if kills == KILLS - AT_WRITING:
-            break
-        stage = chance.choice(STAGES)
-        delay = chance.uniform(0, victim.lifetimes[stage])
-        dvc, process = victim.start(stage)
-        time.sleep(delay)
-        kills += kill(process)
-        victim.after(dvc, stage)
-        assert number < 2 * KILLS - 1, f"{kills} kills only"
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_killed_while_it_works(victim: Victim, stage: str) -> None:
+    """At any moment of the first and of the second half of its life; one that has ended by then is killed earlier."""
+    chance = random.Random(stage)
+    for half in range(MOMENTS):
+        delay = chance.uniform(half, half + 1) / MOMENTS * victim.lifetimes[stage]
+        killed = False
+        while not killed:
+            dvc, process = victim.start(stage)
+            time.sleep(delay)
+            killed = kill(process)
+            victim.after(dvc, stage)
+            delay *= 0.7
 
 
 @pytest.mark.parametrize("stage", STAGES)
