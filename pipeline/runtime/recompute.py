@@ -99,22 +99,18 @@ class _Holder:
 
 
 @dataclass
-class _Call:
-    """A call of `kept` on the first run of its region."""
+class _Arguments:
+    """Those of a call that its backward needs, by their places; the region keeps them."""
 
-    arguments: _Holder | None = None  # by which the region keeps those that backward needs
-    needed: list[int] = field(default_factory=list)  # their places
-    results: _Holder | None = None  # for the second run
-    single: bool = True
-    grads: tuple[bool, ...] = ()
-    random: Any = None  # the state of the generator after it, if it drew numbers
+    needed: list[int] = field(default_factory=list)
+    holder: _Holder | None = None
     notes: int = 0  # not yet asked for
     found: tuple[Tensor, ...] = ()
 
-    def argument(self, place: int) -> Tensor:
+    def at(self, place: int) -> Tensor:
         """Autograd asks the region for them once, and lets go of them with the last."""
-        if self.arguments is not None:
-            self.found, self.arguments = self.arguments.tensors(), None
+        if self.holder is not None:
+            self.found, self.holder = self.holder.tensors(), None
         self.notes -= 1
         tensor = self.found[self.needed.index(place)]
         self.found = self.found if self.notes else ()
@@ -125,12 +121,27 @@ class _Call:
 class _Note:
     """What autograd keeps in place of an argument, or of a view of it."""
 
-    call: _Call
+    arguments: _Arguments
     place: int
     view: tuple[Any, Any, int]
 
     def tensor(self) -> Tensor:
-        return self.call.argument(self.place).as_strided(*self.view)
+        return self.arguments.at(self.place).as_strided(*self.view)
+
+
+@dataclass
+class _Call:
+    """A call of `kept` on the first run of its region, for the second.
+
+    It knows nothing of the node that keeps the arguments: that node knows the region, which has this. Autograd's nodes
+    are not seen by the garbage collector, so such a ring would never be freed.
+    """
+
+    needed: tuple[int, ...]  # places of arguments
+    results: _Holder | None
+    single: bool
+    grads: tuple[bool, ...]
+    random: Any  # the state of the generator after it, if it drew numbers
 
 
 class _Frame:
@@ -155,7 +166,7 @@ class _Frame:
             _Frame.current = before
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        call = _Call()
+        own = _Arguments()
         given = {(_memory(a), a.dtype): n for n, a in enumerate(arguments) if isinstance(a, Tensor)}
         pack_around, unpack_around = self.around
 
@@ -163,10 +174,10 @@ class _Frame:
             place = given.get((_memory(tensor), tensor.dtype))
             if place is None:
                 return pack_around(tensor)
-            call.notes += 1
-            if place not in call.needed:
-                call.needed.append(place)
-            return _Note(call, place, (tensor.size(), tensor.stride(), tensor.storage_offset()))
+            own.notes += 1
+            if place not in own.needed:
+                own.needed.append(place)
+            return _Note(own, place, (tensor.size(), tensor.stride(), tensor.storage_offset()))
 
         def unpack(packed: Any) -> Tensor:
             return packed.tensor() if isinstance(packed, _Note) else unpack_around(packed)
@@ -176,13 +187,19 @@ class _Frame:
         with saved_tensors_hooks(pack, unpack):
             result = function(*arguments, **named)
         after = _random_state(device)
+        own.holder = _Holder([arguments[place] for place in own.needed])
         results = [result] if isinstance(result, Tensor) else list(result)
-        call.random = None if _same(before, after) else after
-        call.single, call.grads = isinstance(result, Tensor), tuple(t.requires_grad for t in results)
-        call.arguments = _Holder([arguments[place] for place in call.needed])
         with saved_tensors_hooks(*self.around):
-            call.results = _Holder(results)
-        self.calls.append(call)
+            kept_results = _Holder(results)
+        self.calls.append(
+            _Call(
+                needed=tuple(own.needed),
+                results=kept_results,
+                single=isinstance(result, Tensor),
+                grads=tuple(tensor.requires_grad for tensor in results),
+                random=None if _same(before, after) else after,
+            )
+        )
         return result
 
     def replay(self, arguments: tuple[Any, ...]) -> Any:
