@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.runtime import recompute as module
-from pipeline.runtime.recompute import kept, recompute
+from pipeline.runtime.recompute import _Arguments, _Call, _Frame, _Holder, kept, recompute
 
-OWN = (module._Frame, module._Call, module._Arguments, module._Holder)
+OWN = (_Frame, _Call, _Arguments, _Holder)
 
 
 def alive() -> int:
