@@ -1,4 +1,4 @@
-"""The fastest schedule of a partition with k micro-batches in flight: what waits between forward and backward counts k times.
+"""The fastest schedule of a partition with k micro-batches in flight: what waits for its backward counts k times.
 
 A partition is links i..l of a chain (chain.py, rotor.py: a, A, f, b, ft, bt, C). A micro-batch runs forwards, waits,
 and runs backwards; while it waits it holds its input a_i and h more. T(i,l,h,m) is the least time of one micro-batch,
@@ -39,7 +39,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Kinds:
-    """The distinct sub-chains: `of[i, l]` is the kind of links i..l (-1: none such, or too long), shorter ones first."""
+    """The distinct sub-chains: `of[i, l]` is the kind of links i..l (-1: none, or too long), shorter ones first."""
 
     of: Ints
     first: Ints  # of each kind, one that is such

@@ -14,7 +14,7 @@ are those of `torch.distributed.pipelining`:
 and its input is there; transfers take time between two devices and none of theirs. For the search there is `estimate`,
 with t the seconds of a micro-batch on a partition (F + B) and c of both transfers after it:
 
-    gpipe         sum t + sum c + (M-1) max t          at most the truth, which has max F + max B for max t (`gpipe_step`)
+    gpipe         sum t + sum c + (M-1) max t          at most the truth, which has max F + max B for max t
     1f1b          sum t + sum c + (M-1) max (t + c)    at least the truth where B is to F alike in all partitions, exact
                                                        where they are equal; else the truth may be more, but not more
                                                        than with max (F + c/2) + max (B + c/2) for max (t + c)
