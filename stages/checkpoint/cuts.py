@@ -75,20 +75,31 @@ class _Relaxed:
     once: float
 
 
-def search(field: Field, weights: Weights, gap: float = 0.0, keep: int = 8) -> list[Cuts]:
-    """The best ways to cut that were met, best first; the first is optimal within the gap. None: nothing fits."""
-    return _Search(field, weights, gap).run(keep)
+def search(
+    field: Field,
+    weights: Weights,
+    gap: float = 0.0,
+    keep: int = 8,
+    known: float = math.inf,
+    slowest: float = math.inf,
+) -> list[Cuts]:
+    """The best ways to cut that were met, best first; the first is optimal within the gap. None: nothing fits.
+
+    `known`: an estimate that some plan is known to have; worse ones, or with a partition slower than `slowest`, are not
+    looked for.
+    """
+    return _Search(field, weights, gap, known).run(keep, slowest)
 
 
 class _Search:
-    def __init__(self, field: Field, weights: Weights, gap: float) -> None:
+    def __init__(self, field: Field, weights: Weights, gap: float, known: float) -> None:
         self.field, self.weights, self.gap = field, weights, max(gap, ROUNDING)
         shape = (len(field.flight) + 1, field.total + 1, field.links, len(field.devices))
         self.values = np.empty(shape)
         self.met: dict[tuple[tuple[int, ...], tuple[int, ...]], Cuts] = {}
-        self.best = math.inf
+        self.best = known * (1 + 1e-9) if known < math.inf else known
 
-    def run(self, keep: int) -> list[Cuts]:
+    def run(self, keep: int, slowest: float) -> list[Cuts]:
         ticket = count()
         boxes: list[tuple[float, int, _Box]] = []
 
@@ -96,7 +107,7 @@ class _Search:
             if box is not None and not self.hopeless(box.bound):
                 heapq.heappush(boxes, (box.bound, next(ticket), box))
 
-        add(self.box(0.0, math.inf, 0.0, math.inf))
+        add(self.box(0.0, slowest, 0.0, math.inf))
         while boxes:
             bound, _, box = heapq.heappop(boxes)
             if self.hopeless(bound):

@@ -48,6 +48,11 @@ class Kinds:
     def __len__(self) -> int:
         return len(self.first)
 
+    def up_to(self, length: int) -> Kinds:
+        """Those of so many links at most, with the numbers they have here."""
+        count = int(np.searchsorted(self.last - self.first, length))
+        return Kinds(np.where(self.of < count, self.of, -1), self.first[:count], self.last[:count])
+
 
 def kinds_of(contents: Sequence[Hashable], longest: int | None = None) -> Kinds:
     """Sub-chains are of one kind where their links have equal contents in equal order."""

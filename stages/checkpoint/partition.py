@@ -22,6 +22,7 @@ link `split.link.seconds`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -38,6 +39,7 @@ from stages.checkpoint.pipelines import (
     Order,
     Pipeline,
     Timeline,
+    Weights,
     in_flight,
     orders,
     refusal,
@@ -48,6 +50,9 @@ from stages.checkpoint.schedule import Region
 
 Floats = NDArray[np.float64]
 Reshard = Callable[[int, Piece, Piece], float]  # seconds to lay out the activation before a link from plan to plan
+
+
+ROUGH_GAP = 0.02  # of the first search
 
 
 class PartitionError(SolveError):
@@ -144,17 +149,33 @@ def partition(
     plans: dict[object, PipelinePlan] = {}
     refused: list[str] = []
     for task in tasks(given, refused):
-        ways = search(
-            task.field, weights_of(task.pipeline, task.micro_batches, task.chunks), effort.gap, effort.candidates
-        )
-        for cuts in ways:
-            plan = plan_of(given, task, cuts)
-            plans.setdefault(
-                (plan.division, plan.pipeline, plan.chunks, plan.micro_batches, cuts.firsts, cuts.plans), plan
-            )
+        for cuts in ways_to_cut(task, effort):
+            plans.setdefault((task.name, cuts.firsts, cuts.plans), plan_of(task, cuts))
     if not plans:
         raise _nothing(given, refused)
     return sorted(plans.values(), key=lambda plan: (plan.seconds, plan.estimate, plan.firsts))
+
+
+def ways_to_cut(task: Task, effort: Effort) -> list[Cuts]:
+    """With little recompute to choose from first: no partition of a better plan is slower than that plan allows."""
+    weights = weights_of(task.pipeline, task.micro_batches, task.chunks)
+    rough = search(task.field(roughly=True), weights, ROUGH_GAP, 1)
+    known = rough[0].estimate if rough else math.inf
+    slowest = slowest_of(task, weights, known)
+    return search(task.field(slowest), weights, effort.gap, effort.candidates, known, slowest)
+
+
+def slowest_of(task: Task, weights: Weights, known: float) -> float:
+    """No plan with an estimate as good as that has a slower partition."""
+    if not weights.credit:
+        return known / (weights.sum + weights.peak) * (1 + 1e-9)
+    chains = ((timer.piece.weight, timer.chain) for timer in task.timers)
+    falls = any(
+        weights.credit * weight > min(o.f + o.b for o in chain.options(i))
+        for weights_made, chain in chains
+        for i, weight in enumerate(weights_made)
+    )
+    return math.inf if falls or not weights.peak else known / weights.peak * (1 + 1e-9)
 
 
 # --------------------------------------------------------------------------------------------------------- 1. tasks
@@ -178,8 +199,18 @@ class Task:
     micro_batches: int
     chunks: int
     timers: tuple[Timer, ...]
-    field: Field
+    plain: Field  # without seconds
     flights: tuple[int, ...]  # by number from the end
+
+    @property
+    def name(self) -> tuple[int, str, int, int]:
+        return self.division, self.pipeline.value, self.chunks, self.micro_batches
+
+    def field(self, slowest: float = math.inf, roughly: bool = False) -> Field:
+        """With the seconds of all partitions that are no slower."""
+        distinct = tuple(sorted(set(self.flights)))
+        seconds = [timer.seconds(distinct, slowest, roughly) for timer in self.timers]
+        return replace(self.plain, seconds=np.ascontiguousarray(seconds))
 
 
 def tasks(given: Given, refused: list[str]) -> Iterator[Task]:
@@ -195,7 +226,7 @@ def tasks(given: Given, refused: list[str]) -> Iterator[Task]:
             for pipeline in wishes.pipelines:
                 for shape in _shapes(given, division, pieces, pipeline, micro_batches, refused):
                     timers = tuple(timer(piece, shape.chunks) for piece in shape.pieces)
-                    what = _field(given, shape, timers, sends(shape.pieces), weights_of(pipeline, micro_batches).credit)
+                    what = _field(given, shape, sends(shape.pieces), weights_of(pipeline, micro_batches).credit)
                     yield Task(number, pipeline, micro_batches, shape.chunks, timers, what, shape.flights)
 
 
@@ -288,7 +319,7 @@ def _counts(wishes: Wishes, pieces: tuple[Piece, ...], possible: tuple[int, ...]
     )
 
 
-def _field(given: Given, shape: Shape, timers: tuple[Timer, ...], send: Floats, credit: float) -> Field:
+def _field(given: Given, shape: Shape, send: Floats, credit: float) -> Field:
     links = shape.pieces[0].links
     distinct = tuple(sorted(set(shape.flights)))
     starts = np.ones(links, dtype=bool)
@@ -299,7 +330,7 @@ def _field(given: Given, shape: Shape, timers: tuple[Timer, ...], send: Floats, 
     for s, size in enumerate(reversed(shape.fixed)):
         allowed[s] = np.array(shape.sizes) == size
     return Field(
-        seconds=np.ascontiguousarray([timer.seconds(distinct) for timer in timers]),
+        seconds=np.empty((len(shape.pieces), 0, links, links)),
         send=send,
         once=_sums([piece.once for piece in shape.pieces]),
         credit=credit * _sums([piece.weight for piece in shape.pieces]),
@@ -336,13 +367,13 @@ def one_way(cut: int, before: Piece, after: Piece, link: Callable[[float], float
 # ---------------------------------------------------------------------------------------------------- 4. in full
 
 
-def plan_of(given: Given, task: Task, cuts: Cuts) -> PipelinePlan:
+def plan_of(task: Task, cuts: Cuts) -> PipelinePlan:
     """The schedules of all partitions, and the step as simulated."""
-    spans = cuts.spans(task.field.links)
+    spans = cuts.spans(task.plain.links)
     parts = []
     for number, (first, last, p) in enumerate(spans):
         then = spans[number + 1] if number + 1 < len(spans) else None
-        send = float(task.field.send[last + 1, p, then[2]]) / 2 if then else 0.0
+        send = float(task.plain.send[last + 1, p, then[2]]) / 2 if then else 0.0
         parts.append(_part(task.timers[p], first, last, task.flights[len(spans) - 1 - number], send))
     order = orders(task.pipeline, len(spans) // task.chunks, task.micro_batches, task.chunks)
     timeline = simulate(order, [part.load for part in parts])

@@ -28,6 +28,7 @@ from stages.checkpoint.in_flight import Passage, drop_all, keep_all, run_partiti
 from stages.checkpoint.schedule import Keep, Region
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 FINE_SLOTS = 1000  # for a partition that has been chosen
 
 
@@ -94,7 +95,7 @@ class Form:
     hold: Floats
     peak: Floats
 
-    def memory(self, flights: NDArray[np.int64]) -> Floats:
+    def memory(self, flights: Ints) -> Floats:
         """[kind, flight]"""
         return np.asarray((flights - 1) * self.hold[:, None] + self.peak[:, None])
 
@@ -105,7 +106,8 @@ class Timer:
     def __init__(self, piece: Piece, terms: Terms) -> None:
         self.piece, self.terms, self.chain = piece, terms, piece.chain
         self.owned = np.concatenate([[0.0], np.cumsum(piece.resident)])
-        self._solved: dict[tuple[int, ...], tuple[Floats, NDArray[np.int64]]] = {}
+        self._tables: dict[int, HoldTable] = {}  # by the longest sub-chain
+        self._solved: dict[tuple[int, ...], tuple[HoldTable, Floats, Ints]] = {}
         self._schedules: dict[tuple[int, int], tuple[int, Region, Passage]] = {}
 
     @cached_property
@@ -123,39 +125,60 @@ class Timer:
 
     def room(self, i: int, l: int, flight: int) -> float:
         """Bytes for the schedule of links i..l."""
-        terms, loss = self.terms, self.chain.length
-        left = math.floor(terms.memory * terms.share) - (self.owned[l + 1] - self.owned[i])
-        if terms.all_buffers:
-            left -= (terms.micro_batches - flight) * self.chain.a[i] if i else 0.0
-            left -= (terms.micro_batches - 1) * self.chain.a[l + 1] if l < loss else 0.0
-        return float(left - ((flight - 1) * self.piece.loss_held if l == loss else 0.0))
+        return float(self._rooms(np.array([i]), np.array([l]), (flight,))[0, 0])
 
-    def _rooms(self, flights: tuple[int, ...]) -> Floats:
-        ends = list(zip(self.kinds.first.tolist(), self.kinds.last.tolist(), strict=True))
-        return np.array([[self.room(i, l, k) for k in flights] for i, l in ends])
+    def _rooms(self, i: Ints, l: Ints, flights: tuple[int, ...]) -> Floats:
+        """[sub-chain, flight]"""
+        terms, loss, k = self.terms, self.chain.length, np.array(flights)
+        sizes = np.array([*self.chain.a, 0.0])
+        left = np.full((len(i), len(k)), float(math.floor(terms.memory * terms.share)))
+        left -= (self.owned[l + 1] - self.owned[i])[:, None]
+        if terms.all_buffers:
+            left -= np.where(i > 0, sizes[i], 0.0)[:, None] * (terms.micro_batches - k)
+            left -= np.where(l < loss, sizes[l + 1], 0.0)[:, None] * (terms.micro_batches - 1)
+        return left - np.where(l == loss, self.piece.loss_held, 0.0)[:, None] * (k - 1)
 
     # --------------------------------------------------------------------------------------------------------- time
 
-    def seconds(self, flights: tuple[int, ...]) -> Floats:
-        """[flight, last link, first link]: of a micro-batch, infinite where it does not fit."""
-        best = self._best(flights)
+    def seconds(self, flights: tuple[int, ...], slowest: float = math.inf, roughly: bool = False) -> Floats:
+        """[flight, last link, first link]: of a micro-batch, infinite where it does not fit.
+
+        Roughly: recompute nothing or everything. Partitions that must be slower than `slowest` may be given as slower
+        than they are.
+        """
         of = self.kinds.of[:-1]
+        best = self._best(flights, slowest, roughly)
         return np.where(of >= 0, best.T[:, of], math.inf).transpose(0, 2, 1)
 
-    def _best(self, flights: tuple[int, ...]) -> Floats:
-        rooms, ways = self._rooms(flights), np.array(flights)
+    def _best(self, flights: tuple[int, ...], slowest: float, roughly: bool) -> Floats:
+        rooms, ways = self._rooms(self.kinds.first, self.kinds.last, flights), np.array(flights)
         if self.terms.recompute is not Recompute.SOLVED:
             fits = self._fixed_memory(ways) <= rooms
             return np.where(fits, self._fixed.time[:, None], math.inf)
-        forms = [
-            np.where(form.memory(ways) <= rooms, form.time[:, None], math.inf) for form in (self.kept, self.dropped)
-        ]
-        best = np.minimum(*forms)
-        if np.any((forms[0] == math.inf) & (rooms >= 0)):
-            rooms[self.kept.memory(ways) <= rooms] = -1  # nothing is faster
-            self._solved[flights] = self.table.least(flights, rooms)
-            best = np.minimum(best, self._solved[flights][0])
+        fits = self.kept.memory(ways) <= rooms
+        kept, dropped = (
+            np.where(ok, form.time[:, None], math.inf)
+            for ok, form in ((fits, self.kept), (self.dropped.memory(ways) <= rooms, self.dropped))
+        )
+        best = np.minimum(kept, dropped)
+        rooms[fits] = -1  # nothing is faster
+        table = self._table(slowest)
+        some = slice(len(table.kinds))
+        if not roughly and np.any(rooms[some] >= 0):
+            found = table.least(flights, rooms[some])
+            self._solved[flights] = table, *found
+            best[some] = np.minimum(best[some], found[0])
         return best
+
+    def _table(self, slowest: float) -> HoldTable:
+        """Of the sub-chains that may be as fast as that."""
+        least = np.cumsum([0.0, *(min(o.f + o.b for o in self.chain.options(i)) for i in range(self.piece.links))])
+        fast = least[self.kinds.last + 1] - least[self.kinds.first] <= slowest * (1 + 1e-9)
+        length = int((self.kinds.last - self.kinds.first + 1)[fast].max(initial=1))
+        if length not in self._tables:
+            kinds = self.kinds.up_to(length)
+            self._tables[length] = HoldTable(self.chain, self.terms.memory, self.terms.slots, kinds, self.terms.step)
+        return self._tables[length]
 
     @property
     def _fixed(self) -> Form:
@@ -166,17 +189,13 @@ class Timer:
         last = self.terms.recompute is Recompute.EXCEPT_LAST and self.terms.micro_batches == 1
         return last or self.terms.recompute is Recompute.NEVER
 
-    def _fixed_memory(self, flights: NDArray[np.int64]) -> Floats:
+    def _fixed_memory(self, flights: Ints) -> Floats:
         if self._never or self.terms.recompute is Recompute.ALWAYS:
             return self._fixed.memory(flights)
         kept, dropped = self.kept, self.dropped
         runs = np.maximum(dropped.memory(flights), (flights - 1) * dropped.hold[:, None] + kept.peak[:, None])
         waits = (flights - 2) * dropped.hold[:, None] + (kept.hold + dropped.peak)[:, None]
         return np.where(flights > 1, np.maximum(runs, waits), runs)
-
-    @cached_property
-    def table(self) -> HoldTable:
-        return HoldTable(self.chain, self.terms.memory, self.terms.slots, self.kinds, self.terms.step)
 
     @cached_property
     def kept(self) -> Form:
@@ -242,11 +261,10 @@ class Timer:
             return [kept]
         found = [drop_all(i, l, self.chain.length)]
         kind = self.kinds.of[i, l]
-        for flights, (best, extras) in self._solved.items():
-            if flight in flights and best[kind, flights.index(flight)] < math.inf:
+        for flights, (table, best, extras) in self._solved.items():
+            if flight in flights and kind < len(best) and best[kind, flights.index(flight)] < math.inf:
                 extra = int(extras[kind, flights.index(flight)])
-                found.append(self.table.region(i, l, flight, room, extra))
-                break
+                found.append(table.region(i, l, flight, room, extra))
         slots = max(FINE_SLOTS, self.terms.slots)
         fine = HoldTable(cut_chain(self.chain, i, l), max(1, math.floor(room)), slots, step=self.terms.step)
         best, extras = fine.least((flight,), np.full((len(fine.kinds), 1), room))
