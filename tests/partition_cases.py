@@ -31,10 +31,10 @@ class Case:
 
 def random_case(seed: int) -> Case:
     rng = random.Random(seed)
-    links, devices = rng.randint(2, 4), rng.randint(1, 4)
+    links, devices = rng.choice([2, 3, 3, 3, 4]), rng.randint(1, 4)
     micro = rng.sample([1, 2, 3, 4, 6], rng.randint(1, 2))
     pipeline = rng.choice([Pipeline.ONE_F_ONE_B] * 4 + list(Pipeline))
-    pieces = {m: tuple(_piece(rng, links, size, name) for size in (1, 2) for name in "xy") for m in micro}
+    pieces = {m: tuple(_piece(rng, links, size, name) for size, name in ((1, "x"), (1, "y"), (2, "x"))) for m in micro}
     sizes = tuple(rng.choice([c for c in compositions(devices) if len(c) <= links + 1])) if rng.random() < 0.3 else ()
     boundaries = tuple(sorted(rng.sample(range(1, links + 1), rng.randint(0, 2)))) if rng.random() < 0.2 else None
     slow = rng.randint(0, 3)

@@ -25,7 +25,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.checkpoint.cuts_kernels import sweep, trace
+from stages.checkpoint.cuts_kernels import ahead, sweep, trace
 from stages.checkpoint.pipelines import Weights
 
 Floats = NDArray[np.float64]
@@ -96,6 +96,7 @@ class _Search:
         self.field, self.weights, self.gap = field, weights, max(gap, ROUNDING)
         shape = (len(field.flight) + 1, field.total + 1, field.links, len(field.devices))
         self.values = np.empty(shape)
+        self.least = np.ascontiguousarray(field.seconds.min(axis=1))
         self.met: dict[tuple[tuple[int, ...], tuple[int, ...]], Cuts] = {}
         self.best = known * (1 + 1e-9) if known < math.inf else known
 
@@ -144,10 +145,10 @@ class _Search:
     def relaxed(self, slowest: float, most_once: float, limit: float) -> _Relaxed | None:
         f, peaked = self.field, self.weights.send_in_peak
         given = (f.seconds, f.send, peaked, f.once, f.credit, f.devices, f.flight)
-        if not math.isfinite(limit) or f.credit.any():  # with credits a sum may fall again
-            limit = np.finfo(np.float64).max
-        slowest = min(slowest, float(np.finfo(np.float64).max))
-        sweep(self.values, *given, f.allowed, f.starts, slowest, most_once, limit)
+        largest = float(np.finfo(np.float64).max)
+        slowest, limit = min(slowest, largest), min(limit, largest)
+        before = ahead(self.least, f.once, f.credit, f.devices, f.total, f.starts, slowest, most_once)
+        sweep(self.values, before, *given, f.allowed, f.starts, slowest, most_once, limit)
         ends = self.values[list(f.counts), f.total, 0]
         where = int(np.argmin(ends))
         partitions, plan = f.counts[where // len(f.devices)], where % len(f.devices)

@@ -12,8 +12,41 @@ Bools = NDArray[np.bool_]
 
 
 @njit(cache=True, nogil=True)
+def ahead(
+    least: Floats,
+    once: Floats,
+    credit: Floats,
+    devices: Ints,
+    total: int,
+    starts: Bools,
+    slowest: float,
+    most_once: float,
+) -> Floats:
+    """[i, d]: no less than that is the sum of partitions that hold links ..i-1 on d devices, whatever comes after them.
+
+    `least[p, last, first]` are seconds with the best number in flight; transfers are left out.
+    """
+    plans, links = least.shape[0], least.shape[1]
+    sums = np.full((links + 1, total + 1), np.inf)
+    sums[0, 0] = 0.0
+    for i in range(1, links + 1):
+        for p in range(plans):
+            size = devices[p]
+            for first in range(i - 1, -1, -1):
+                if once[p, i] - once[p, first] > most_once:
+                    break
+                time = least[p, i - 1, first]
+                if time <= slowest and starts[first]:
+                    time -= credit[p, i] - credit[p, first]
+                    for d in range(size, total + 1):
+                        sums[i, d] = min(sums[i, d], sums[first, d - size] + time)
+    return sums
+
+
+@njit(cache=True, nogil=True)
 def sweep(
     values: Floats,
+    before: Floats,
     seconds: Floats,
     send: Floats,
     send_in_peak: bool,
@@ -29,8 +62,8 @@ def sweep(
 ) -> None:
     """values[s, d, i, p] = the least sum over s partitions of links i.. on d devices, the first of them with plan p.
 
-    No partition is slower than `slowest` or has more than `most_once` to do once a step; sums above `limit` are left
-    out. `cuts.py` says what the arrays are.
+    No partition is slower than `slowest` or has more than `most_once` to do once a step; what is above `limit` together
+    with the partitions `before` it (from `ahead`) is left out. `cuts.py` says what the arrays are.
     """
     most, total, links, plans = len(flight), values.shape[1] - 1, values.shape[2], values.shape[3]
     values[:] = np.inf
@@ -49,7 +82,8 @@ def sweep(
                 if allowed[0, p] and devices[p] <= total:
                     for i in range(lowest[p, links - 1], links):
                         value = seconds[p, k, links - 1, i] - (credit[p, links] - credit[p, i])
-                        fits = once[p, links] - once[p, i] <= most_once and value <= limit
+                        fits = once[p, links] - once[p, i] <= most_once
+                        fits = fits and value + before[i, total - devices[p]] <= limit
                         if starts[i] and fits and seconds[p, k, links - 1, i] <= slowest:
                             values[1, devices[p], i, p] = value
             continue
@@ -83,7 +117,7 @@ def sweep(
                             if time > fast or not starts[first]:
                                 continue
                             value = base + time - (credit[p, i] - credit[p, first])
-                            if value <= limit and value < values[s + 1, after, first, p]:
+                            if value < values[s + 1, after, first, p] and value + before[first, total - after] <= limit:
                                 values[s + 1, after, first, p] = value
 
 

@@ -93,7 +93,7 @@ class Effort:
     slots: int = 500
     step: int = 4
     gap: float = 1e-4  # of the estimate, within which the search is optimal
-    candidates: int = 4  # of each schedule and number of micro-batches that are worked out in full
+    candidates: int = 16  # of each schedule and number of micro-batches that are worked out in full
     most_partitions: int = 64
 
 
