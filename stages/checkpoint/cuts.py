@@ -30,6 +30,7 @@ from stages.checkpoint.pipelines import Weights
 
 Floats = NDArray[np.float64]
 ROUNDING = 1e-12
+NEARLY = 0.02  # worse by estimate than the best may be better as simulated: such are kept if met
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +84,7 @@ def search(
     known: float = math.inf,
     slowest: float = math.inf,
 ) -> list[Cuts]:
-    """The best ways to cut that were met, best first; the first is optimal within the gap. None: nothing fits.
+    """Good ways to cut, best first: the first is optimal within the gap. Where nothing fits there is none.
 
     `known`: an estimate that some plan is known to have; worse ones, or with a partition slower than `slowest`, are not
     looked for.
@@ -115,7 +116,16 @@ class _Search:
                 break
             for part in self.halves(box):
                 add(part)
-        return sorted(self.met.values(), key=lambda cuts: (cuts.estimate, cuts.firsts, cuts.plans))[:keep]
+        return self.varied(keep)
+
+    def varied(self, keep: int) -> list[Cuts]:
+        """The best of each number of partitions, as the estimate errs most between these; then the best others."""
+        ways = sorted(self.met.values(), key=lambda cuts: (cuts.estimate, cuts.firsts, cuts.plans))
+        first_of = {len(cuts.firsts): cuts for cuts in reversed(ways)}
+        leaders = sorted(first_of.values(), key=lambda cuts: cuts.estimate)
+        others = [cuts for cuts in ways if cuts not in leaders]
+        few = leaders[: max(1, keep // 2)]
+        return sorted([*few, *others[: keep - len(few)]], key=lambda cuts: cuts.estimate)
 
     def hopeless(self, bound: float) -> bool:
         return bound >= self.best - self.gap * abs(self.best)
@@ -123,7 +133,7 @@ class _Search:
     def box(self, low: float, high: float, low_once: float, high_once: float) -> _Box | None:
         """None where nothing in it can be better than what is known."""
         rest = self.weights.peak * low + low_once
-        found = self.relaxed(high, high_once, (self.best - rest) / self.weights.sum)
+        found = self.relaxed(high, high_once, (self.best * (1 + NEARLY) - rest) / self.weights.sum)
         if found is None:
             return None
         return _Box(low, high, low_once, high_once, found, self.weights.sum * found.sum + rest)
@@ -149,14 +159,17 @@ class _Search:
         slowest, limit = min(slowest, largest), min(limit, largest)
         before = ahead(self.least, f.once, f.credit, f.devices, f.total, f.starts, slowest, most_once)
         sweep(self.values, before, *given, f.allowed, f.starts, slowest, most_once, limit)
-        ends = self.values[list(f.counts), f.total, 0]
-        where = int(np.argmin(ends))
-        partitions, plan = f.counts[where // len(f.devices)], where % len(f.devices)
-        total = float(self.values[partitions, f.total, 0, plan])
-        if total == math.inf:
+        found = [self.ending(count, given, slowest, most_once) for count in f.counts]
+        return min((one for one in found if one is not None), key=lambda one: one.sum, default=None)
+
+    def ending(self, partitions: int, given: tuple[object, ...], slowest: float, most_once: float) -> _Relaxed | None:
+        """The least sum with so many partitions."""
+        ends = self.values[partitions, self.field.total, 0]
+        plan = int(np.argmin(ends))
+        if ends[plan] == math.inf:
             return None
         rows = trace(self.values, partitions, plan, *given, slowest, most_once)
-        return self.note(tuple(map(int, rows[:, 0])), tuple(map(int, rows[:, 1])), total)
+        return self.note(tuple(map(int, rows[:, 0])), tuple(map(int, rows[:, 1])), float(ends[plan]))
 
     def note(self, firsts: tuple[int, ...], plans: tuple[int, ...], total: float) -> _Relaxed:
         slowest, once = measure(self.field, self.weights, firsts, plans)
