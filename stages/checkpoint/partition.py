@@ -144,15 +144,19 @@ def partition(
     effort: Effort = Effort(),  # noqa: B008
     reshard: Reshard | None = None,
 ) -> list[PipelinePlan]:
-    """The best plans found, shortest step first; PartitionError where there is none."""
+    """The best plans found, shortest step first; PartitionError where there is none.
+
+    `memory` is in bytes of a device; `reshard` adds to what the link between two pieces takes.
+    """
     given = Given(divisions, memory, wishes, effort, reshard)
     plans: dict[object, PipelinePlan] = {}
     refused: list[str] = []
-    for task in tasks(given, refused):
+    searched = 0
+    for searched, task in enumerate(tasks(given, refused), start=1):  # noqa: B007
         for cuts in ways_to_cut(task, effort):
             plans.setdefault((task.name, cuts.firsts, cuts.plans), plan_of(task, cuts))
     if not plans:
-        raise _nothing(given, refused)
+        raise _nothing(given, searched, refused)
     return sorted(plans.values(), key=lambda plan: (plan.seconds, plan.estimate, plan.firsts))
 
 
@@ -403,9 +407,43 @@ def _part(timer: Timer, first: int, last: int, flight: int, send: float) -> Part
     return Partition(first, last, piece, flight, region, load, passage.hold, used, room)
 
 
-def _nothing(given: Given, refused: list[str]) -> PartitionError:
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+def _nothing(given: Given, searched: int, refused: list[str]) -> PartitionError:
+    """Why there is no plan; if it is the memory, how much would do."""
     reasons = f" ({'; '.join(sorted(set(refused)))})" if refused else ""
+    if not searched:
+        remedy = "ask for other numbers of partitions or micro-batches, or another schedule"
+        return PartitionError(f"there is no pipeline as asked for{reasons}", remedy=remedy)
+    enough = _enough(given)
+    if enough is None:
+        remedy = "give plans for other numbers of devices, or other boundaries"
+        return PartitionError(f"no pipeline fits, whatever the memory{reasons}", remedy=remedy)
     return PartitionError(
         f"no pipeline fits {given.memory / 1e9:.4g} GB a device{reasons}",
-        remedy="allow recompute, more micro-batches or more partitions, or use more memory or devices",
+        remedy=f"{enough / 1e9:.4g} GB would do; or use more devices or smaller micro-batches",
     )
+
+
+def _enough(given: Given) -> int | None:
+    """A memory that has a plan, in four digits; recompute in parts may need less. None: no memory has one."""
+    low, high = given.memory, 2 * given.memory
+    while not _fits(given, high):
+        low, high = high, 4 * high
+        if high > given.memory * 2**40:
+            return None
+    while high - low > 1 and high > 1.001 * low:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(given, middle) else (middle, high)
+    digits = max(0, math.floor(math.log10(high)) - 3)
+    return -(-high // 10**digits) * 10**digits
+
+
+def _fits(given: Given, memory: int) -> bool:
+    """Whether there is a plan that recomputes nothing or everything of a partition."""
+    for task in tasks(replace(given, memory=memory), []):
+        weights = weights_of(task.pipeline, task.micro_batches, task.chunks)
+        if search(task.field(roughly=True), weights, gap=1.0, keep=1):
+            return True
+    return False

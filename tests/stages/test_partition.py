@@ -102,8 +102,10 @@ def test_boundaries_are_kept() -> None:
     assert first(four(), boundaries=(1, 2, 3)).firsts == (0, 1, 2, 3)
     with pytest.raises(PartitionError, match=r"cannot begin with the links \[3, 2\].*ascending links from 1 to 8"):
         first(four(), boundaries=(3, 2))
-    with pytest.raises(PartitionError, match="no pipeline fits"):
-        first(four(), boundaries=(4,))
+    with pytest.raises(PartitionError, match="no pipeline fits, whatever the memory"):
+        first(four(), boundaries=(4,))  # two plans of one device do not fill four
+    with pytest.raises(PartitionError, match="there is no pipeline as asked for"):
+        first(four(), partitions=(5,))
 
 
 def test_micro_batches_and_partitions_are_solved_or_given() -> None:
@@ -164,8 +166,11 @@ def test_torchs_buffers_count_if_asked() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(PartitionError, match=r"no pipeline fits 2e-09 GB a device; allow recompute"):
+    with pytest.raises(PartitionError, match=r"no pipeline fits 2e-09 GB a device; 1.8e-08 GB would do"):
         first(four(), memory=2)
+    assert first(four(), memory=18).firsts
+    with pytest.raises(PartitionError, match="no pipeline fits, whatever the memory"):
+        first(Division(4, {8: (layers(size=3),)}, lambda nbytes: 0.0))
     with pytest.raises(PartitionError, match="4 pieces runs in 2 rounds, which do not divide 9"):
         first(four((9,)), pipelines=(Pipeline.ZERO_BUBBLE,))
     with pytest.raises(PartitionError, match=r"pieces of \(1, 2\) devices are not 4"):
