@@ -11,8 +11,9 @@ On plain numbers, in four steps; `partition` is the table of contents:
                     shortest step wins.
 
 A partition's micro-batches in flight follow from the schedule and its place: `1f1b` from its number from the end alone;
-`gpipe` has all; `interleaved` and `zero_bubble` are searched for each number of partitions by itself. Partitions of an
-interleaved pipeline that lie on the same devices have plans of one mesh, and each has an equal share of the memory.
+`gpipe` has all; `interleaved` and `zero_bubble` are searched for each number of partitions by itself (the likeliest of
+many: `Effort.most_tasks`). Partitions of an interleaved pipeline that lie on the same devices have plans of one mesh,
+and each has an equal share of the memory.
 
 How to fill it from artifacts: each plan of `Frontier.pieces`, and of `Frontier.points` for all devices, is priced with
 `price_step` on `cluster.part(mesh)` at the size of a micro-batch: `chain` is `linearize(price)`, `resident` the bytes
@@ -26,12 +27,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import SolveError
-from stages.checkpoint.cuts import Cuts, Field, search
+from stages.checkpoint.cuts import NEARLY, Cuts, Field, search
 from stages.checkpoint.in_flight import keep_all, run_partition
 from stages.checkpoint.pieces import Piece, Recompute, Terms, Timer
 from stages.checkpoint.pipelines import (
@@ -53,6 +55,7 @@ Reshard = Callable[[int, Piece, Piece], float]  # seconds to lay out the activat
 
 
 ROUGH_GAP = 0.02  # of the first search
+FAR = 1.1  # times the best rough estimate: not looked at more closely
 
 
 class PartitionError(SolveError):
@@ -95,6 +98,7 @@ class Effort:
     gap: float = 1e-4  # of the estimate, within which the search is optimal
     candidates: int = 16  # of each schedule and number of micro-batches that are worked out in full
     most_partitions: int = 64
+    most_tasks: int = 8  # zero_bubble and interleaved: numbers of partitions that are searched in full, the likeliest
 
 
 @dataclass(frozen=True)
@@ -151,20 +155,37 @@ def partition(
     given = Given(divisions, memory, wishes, effort, reshard)
     plans: dict[object, PipelinePlan] = {}
     refused: list[str] = []
-    searched = 0
-    for searched, task in enumerate(tasks(given, refused), start=1):  # noqa: B007
-        for cuts in ways_to_cut(task, effort):
-            plans.setdefault((task.name, cuts.firsts, cuts.plans), plan_of(task, cuts))
+    every = list(tasks(given, refused))
+    for _, family in groupby(every, key=lambda task: task.family):
+        known = math.inf
+        for task in promising(list(family), effort.most_tasks):
+            for cuts in ways_to_cut(task, effort, known):
+                known = min(known, cuts.estimate)
+                plans.setdefault((task.family, task.chunks, cuts.firsts, cuts.plans), plan_of(task, cuts))
     if not plans:
-        raise _nothing(given, searched, refused)
+        raise _nothing(given, bool(every), refused)
     return sorted(plans.values(), key=lambda plan: (plan.seconds, plan.estimate, plan.firsts))
 
 
-def ways_to_cut(task: Task, effort: Effort) -> list[Cuts]:
+def promising(family: list[Task], most: int) -> list[Task]:
+    """Of the tasks of one schedule so many, by what they reach with little recompute to choose from."""
+    if len(family) <= most:
+        return family
+    known, ranks = math.inf, []
+    for number, task in enumerate(family):
+        found = search(task.field(roughly=True), task.weights, ROUGH_GAP, 1, known)
+        estimate = found[0].estimate if found else math.inf
+        known = min(known, estimate * FAR)
+        ranks.append((estimate, number))
+    return [family[number] for _, number in sorted(ranks)[:most]]
+
+
+def ways_to_cut(task: Task, effort: Effort, known: float = math.inf) -> list[Cuts]:
     """With little recompute to choose from first: no partition of a better plan is slower than that plan allows."""
-    weights = weights_of(task.pipeline, task.micro_batches, task.chunks)
-    rough = search(task.field(roughly=True), weights, ROUGH_GAP, 1)
-    known = rough[0].estimate if rough else math.inf
+    weights = task.weights
+    known *= 1 + NEARLY
+    rough = search(task.field(roughly=True), weights, ROUGH_GAP, 1, known)
+    known = rough[0].estimate if rough else known
     slowest = slowest_of(task, weights, known)
     return search(task.field(slowest), weights, effort.gap, effort.candidates, known, slowest)
 
@@ -207,8 +228,13 @@ class Task:
     flights: tuple[int, ...]  # by number from the end
 
     @property
-    def name(self) -> tuple[int, str, int, int]:
-        return self.division, self.pipeline.value, self.chunks, self.micro_batches
+    def family(self) -> tuple[int, int, str]:
+        """Tasks of one are alike but for the numbers of partitions."""
+        return self.division, self.micro_batches, self.pipeline.value
+
+    @property
+    def weights(self) -> Weights:
+        return weights_of(self.pipeline, self.micro_batches, self.chunks)
 
     def field(self, slowest: float = math.inf, roughly: bool = False) -> Field:
         """With the seconds of all partitions that are no slower."""
@@ -410,7 +436,7 @@ def _part(timer: Timer, first: int, last: int, flight: int, send: float) -> Part
 # ------------------------------------------------------------------------------------------------------- refusals
 
 
-def _nothing(given: Given, searched: int, refused: list[str]) -> PartitionError:
+def _nothing(given: Given, searched: bool, refused: list[str]) -> PartitionError:
     """Why there is no plan; if it is the memory, how much would do."""
     reasons = f" ({'; '.join(sorted(set(refused)))})" if refused else ""
     if not searched:
@@ -442,8 +468,7 @@ def _enough(given: Given) -> int | None:
 
 def _fits(given: Given, memory: int) -> bool:
     """Whether there is a plan that recomputes nothing or everything of a partition."""
-    for task in tasks(replace(given, memory=memory), []):
-        weights = weights_of(task.pipeline, task.micro_batches, task.chunks)
-        if search(task.field(roughly=True), weights, gap=1.0, keep=1):
-            return True
-    return False
+    return any(
+        search(task.field(roughly=True), task.weights, gap=1.0, keep=1)
+        for task in tasks(replace(given, memory=memory), [])
+    )
