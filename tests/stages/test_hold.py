@@ -91,7 +91,8 @@ def chains(draw, most: int = 4, rich: bool = False) -> Chain:
         else ()
         for i in range(n)
     )
-    return Chain(**plain, f_none=draw(several(seconds, n)), ft_none=draw(several(small, n)), more=more)
+    spiky = st.sampled_from((0, 1, 3, 12))  # a link may need much more when it is passed over
+    return Chain(**plain, f_none=draw(several(seconds, n)), ft_none=draw(several(spiky, n)), more=more)
 
 
 @st.composite

@@ -210,7 +210,7 @@ def test_the_last_micro_batch_waits_with_all_it_keeps() -> None:
 def test_the_likeliest_numbers_of_partitions_are_searched_where_there_are_many() -> None:
     pieces = {8: (layers(), layers(size=2), layers(size=4))}
     division, wishes = Division(4, pieces, lambda nbytes: 0.0), Wishes((Pipeline.ZERO_BUBBLE,))
-    every, few = (partition((division,), 40, wishes, Effort(most_tasks=most)) for most in (8, 1))
+    every, few = (partition((division,), 1000, wishes, Effort(most_tasks=most)) for most in (8, 1))
     assert len({len(plan.partitions) for plan in every}) > len({len(plan.partitions) for plan in few}) == 1
     assert few[0].seconds == every[0].seconds
 
