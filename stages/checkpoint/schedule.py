@@ -74,10 +74,11 @@ class Schedule:
 
 def flatten(region: Region, loss: int) -> tuple[Op, ...]:
     """The ops of a region in the order of execution; link `loss`, if it is in there, has no forward of its own."""
-    return (*_forwards(region, loss), *_backwards(region, loss))
+    return (*forwards(region, loss), *_backwards(region, loss))
 
 
-def _forwards(region: Region, loss: int) -> Iterator[Op]:
+def forwards(region: Region, loss: int) -> Iterator[Op]:
+    """What runs before the first backward of a region."""
     for step in region.steps:
         if isinstance(step, Region):
             yield Op(Kind.F_CK, step.first)
