@@ -56,7 +56,19 @@ def _piece(rng: random.Random, links: int, size: int, name: str) -> Piece:
         bt=some(links + 1, 2),
     )
     weight = tuple(b // 2 for b in chain.b)
-    return Piece(name, size, chain, some(links + 1, 4), some(links + 1, 6), weight)
+    common = rng.random() < 0.3  # values that several links read
+    return Piece(
+        name,
+        size,
+        chain,
+        some(links + 1, 4),
+        some(links + 1, 6),
+        weight,
+        held=some(links + 1, 1) if common else (),
+        crosses=some(links + 1, 3) if common else (),
+        everywhere=rng.randint(0, 2) if common else 0,
+        everywhere_held=rng.randint(0, 1) if common else 0,
+    )
 
 
 def compositions(total: int) -> list[tuple[int, ...]]:
@@ -124,11 +136,13 @@ def _one(case: Case, micro: int, ends: tuple[int, ...], pieces: tuple[Piece, ...
     loads = []
     for n, (piece, flight) in enumerate(zip(pieces, flights, strict=True)):
         first, last = ends[n], ends[n + 1] - 1
-        room = case.memory / chunks - sum(piece.resident[first : last + 1])
+        room = case.memory / chunks - sum(piece.resident[first : last + 1]) - piece.everywhere
+        room -= flight * (sum(piece.held[first : last + 1]) + piece.everywhere_held)
         time = next((p.time for p in passages(piece.chain, first, last) if p.memory(flight) <= room), math.inf)
         send = 0.0
         if n + 1 < count:
-            nbytes = max(piece.chain.a[last + 1], pieces[n + 1].chain.a[last + 1])
+            cut = last + 1
+            nbytes = max(p.chain.a[cut] + p.crosses[cut] for p in (piece, pieces[n + 1]))
             send = case.division.link(nbytes) + case.reshard(last + 1, piece, pieces[n + 1])
         weight, once = sum(piece.weight[first : last + 1]), sum(piece.once[first : last + 1])
         loads.append(Load(time, 0.0, send, weight, once))

@@ -85,6 +85,7 @@ class Wishes:
     boundaries: tuple[int, ...] | None = None  # first links of all partitions but the first
     partitions: tuple[int, ...] = ()  # how many; () is any number
     recompute: Recompute = Recompute.SOLVED
+    spans: tuple[tuple[int, int], ...] = ()  # for Recompute.MARKED: the first and last links of what is recomputed
     chunks: tuple[int, ...] = (2,)  # partitions on a device, for interleaved
     all_buffers: bool = False  # torch's buffers for every micro-batch count (pieces.py)
 
@@ -263,7 +264,14 @@ def tasks(given: Given, refused: list[str]) -> Iterator[Task]:
 def _terms(given: Given, micro_batches: int, chunks: int) -> Terms:
     wishes, effort = given.wishes, given.effort
     return Terms(
-        given.memory, micro_batches, wishes.recompute, 1 / chunks, wishes.all_buffers, effort.slots, effort.step
+        memory=given.memory,
+        micro_batches=micro_batches,
+        recompute=wishes.recompute,
+        share=1 / chunks,
+        all_buffers=wishes.all_buffers,
+        slots=effort.slots,
+        step=effort.step,
+        spans=wishes.spans,
     )
 
 
@@ -389,8 +397,8 @@ def _sends(pieces: tuple[Piece, ...], link: Callable[[float], float], reshard: R
 
 
 def one_way(cut: int, before: Piece, after: Piece, link: Callable[[float], float], reshard: Reshard | None) -> float:
-    """Seconds of one transfer: the larger of what a device of either side has of the activation."""
-    nbytes = max(before.chain.a[cut], after.chain.a[cut])
+    """Seconds of one transfer: the larger of what a device of either side has of the activation, and what joins it."""
+    nbytes = max(piece.chain.a[cut] + piece.crosses[cut] for piece in (before, after))
     return link(nbytes) + (reshard(cut, before, after) if reshard else 0.0)
 
 

@@ -2,10 +2,11 @@
 
 `Timer` gives the seconds of every partition at once for the search, and the schedule of one. Bytes a partition has:
 
-    resident + (k-1) hold + peak + buffers + loss  <=  memory * share
+    resident + everywhere + k held + (k-1) hold + peak + buffers + loss  <=  memory * share
 
-`resident` belongs to its links (parameters, gradients, optimizer state), hold and peak to its schedule (in_flight.py),
-and `share` is what one of several partitions on a device may have. Buffers: `torch.distributed.pipelining` makes one
+`resident` belongs to its links (parameters, gradients, optimizer state), `everywhere` to any partition, `held` to each
+micro-batch in flight (common values), hold and peak to its schedule (in_flight.py), and `share` is what one of several
+partitions on a device may have. Buffers: `torch.distributed.pipelining` makes one
 for every micro-batch's input and output gradient at the start, not only for those in flight; if asked, they count. The
 loss may hold more than its input between forward and backward (`Piece.loss_held`), once for each that waits.
 """
@@ -39,6 +40,7 @@ class Recompute(Enum):
     NEVER = "never"
     ALWAYS = "always"  # all of it, from its input
     EXCEPT_LAST = "except_last"  # the same, but for the last micro-batch
+    MARKED = "marked"  # the spans of links that are given, as far as they lie in it
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class Piece:
     """A plan of the whole model on a mesh of some devices, priced for one size of micro-batch.
 
     Link i of the chain, the loss included, has `resident[i]` bytes on each device and `once[i]` seconds once a step
-    (gradient sums, optimizer); `weight[i]` seconds of its backward make weight gradients. () is none.
+    (gradient sums, optimizer); `weight[i]` seconds of its backward make weight gradients. It holds `held[i]` bytes
+    beside the chain for each micro-batch in flight, and `crosses[i]` bytes beside its input cross a cut before it. ()
+    is none.
     """
 
     name: str
@@ -57,10 +61,14 @@ class Piece:
     weight: tuple[float, ...] = ()
     mesh: str = ""  # partitions on the same devices (interleaved) have plans of one mesh
     loss_held: float = 0.0
+    held: tuple[float, ...] = ()
+    crosses: tuple[float, ...] = ()
+    everywhere: float = 0.0  # bytes of any partition
+    everywhere_held: float = 0.0  # and for each of its micro-batches in flight
 
     def __post_init__(self) -> None:
         links = self.chain.length + 1
-        for name in ("resident", "once", "weight"):
+        for name in ("resident", "once", "weight", "held", "crosses"):
             values = tuple(getattr(self, name)) or (0.0,) * links
             object.__setattr__(self, name, values)
             if len(values) != links or not all(math.isfinite(x) and x >= 0 for x in values):
@@ -85,6 +93,7 @@ class Terms:
     all_buffers: bool = False
     slots: int = 500
     step: int = 4  # every how many slots a division between hold and the rest is tried (hold.py)
+    spans: tuple[tuple[int, int], ...] = ()  # first and last links of what MARKED recomputes
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +114,7 @@ class Timer:
 
     def __init__(self, piece: Piece, terms: Terms) -> None:
         self.piece, self.terms, self.chain = piece, terms, piece.chain
-        self.owned = np.concatenate([[0.0], np.cumsum(piece.resident)])
+        self.owned, self.waiting = (np.concatenate([[0.0], np.cumsum(x)]) for x in (piece.resident, piece.held))
         self._tables: dict[int, HoldTable] = {}  # by the longest sub-chain
         self._solved: dict[tuple[int, ...], tuple[HoldTable, Floats, Ints]] = {}
         self._schedules: dict[tuple[int, int], tuple[int, Region, Passage]] = {}
@@ -114,10 +123,11 @@ class Timer:
     def kinds(self) -> Kinds:
         """Of partitions whose parameters alone are not too much."""
         n = self.piece.links
-        room = self.terms.memory * self.terms.share
+        room = self.terms.memory * self.terms.share - self.piece.everywhere
         fitting = [np.searchsorted(self.owned, self.owned[i] + room, side="right") - 1 - i for i in range(n)]
         contents: list[Hashable] = [
-            (link, self.piece.resident[i], i == 0) for i, link in enumerate(contents_of(self.chain))
+            (link, self.piece.resident[i], self.piece.held[i], i == 0, self._marks[i])
+            for i, link in enumerate(contents_of(self.chain))
         ]
         return kinds_of(contents, max(1, int(max(fitting))))
 
@@ -132,7 +142,8 @@ class Timer:
         terms, loss, k = self.terms, self.chain.length, np.array(flights)
         sizes = np.array([*self.chain.a, 0.0])
         left = np.full((len(i), len(k)), float(math.floor(terms.memory * terms.share)))
-        left -= (self.owned[l + 1] - self.owned[i])[:, None]
+        left -= self.piece.everywhere + (self.owned[l + 1] - self.owned[i])[:, None]
+        left -= k * (self.piece.everywhere_held + self.waiting[l + 1] - self.waiting[i])[:, None]
         if terms.all_buffers:
             left -= np.where(i > 0, sizes[i], 0.0)[:, None] * (terms.micro_batches - k)
             left -= np.where(l < loss, sizes[l + 1], 0.0)[:, None] * (terms.micro_batches - 1)
@@ -182,6 +193,8 @@ class Timer:
 
     @property
     def _fixed(self) -> Form:
+        if self.terms.recompute is Recompute.MARKED:
+            return self.marked
         return self.kept if self._never else self.dropped
 
     @property
@@ -190,7 +203,7 @@ class Timer:
         return last or self.terms.recompute is Recompute.NEVER
 
     def _fixed_memory(self, flights: Ints) -> Floats:
-        if self._never or self.terms.recompute is Recompute.ALWAYS:
+        if self._never or self.terms.recompute is not Recompute.EXCEPT_LAST:
             return self._fixed.memory(flights)
         kept, dropped = self.kept, self.dropped
         runs = np.maximum(dropped.memory(flights), (flights - 1) * dropped.hold[:, None] + kept.peak[:, None])
@@ -234,6 +247,35 @@ class Timer:
                 peak[u] = max(chain.a[i] + own, kept.peak[inner])
         return Form(time, hold, peak)
 
+    @cached_property
+    def marked(self) -> Form:
+        """What is marked recomputed."""
+        spans = zip(self.kinds.first.tolist(), self.kinds.last.tolist(), strict=True)
+        ways = [run_partition(self.chain, self._marked_region(i, l), i, l) for i, l in spans]
+        return Form(*(np.array(column) for column in zip(*((w.time, w.hold, w.peak) for w in ways), strict=True)))
+
+    @cached_property
+    def _marks(self) -> list[int]:
+        """For each link its place in its span, -1 outside of all."""
+        marks = [-1] * self.piece.links
+        for first, last in self.terms.spans:
+            for link in range(first, min(last, self.chain.length - 1) + 1):  # the loss follows its forward at once
+                marks[link] = link - first
+        return marks
+
+    def _marked_region(self, i: int, l: int) -> Region:
+        steps: list[Keep | Region] = []
+        for link in range(i, l + 1):
+            if self._marks[link] < 0:
+                steps.append(Keep(link))
+            elif self._marks[link] == 0 or link == i:
+                steps.append(Region((Keep(link),)))
+            else:
+                begun = steps.pop()
+                assert isinstance(begun, Region)
+                steps.append(Region((*begun.steps, Keep(link))))
+        return Region(tuple(steps))
+
     # ----------------------------------------------------------------------------------------------------- schedules
 
     def schedule(self, i: int, l: int, flight: int) -> tuple[Region, Passage]:
@@ -246,7 +288,10 @@ class Timer:
 
     def _schedule(self, i: int, l: int, flight: int) -> tuple[Region, Passage]:
         if self.terms.recompute is not Recompute.SOLVED:
-            region = keep_all(i, l) if self._never else drop_all(i, l, self.chain.length)
+            if self.terms.recompute is Recompute.MARKED:
+                region = self._marked_region(i, l)
+            else:
+                region = keep_all(i, l) if self._never else drop_all(i, l, self.chain.length)
             return region, run_partition(self.chain, region, i, l)
         room = self.room(i, l, flight)
         ways = [(region, run_partition(self.chain, region, i, l)) for region in self._regions(i, l, flight, room)]
