@@ -47,7 +47,9 @@ def check(case: Case, plan: PipelinePlan) -> None:
         assert (part.region.first, part.region.last) == (part.first, part.last)
         passage = run_partition(part.piece.chain, part.region, part.first, part.last)
         assert passage.time == pytest.approx(part.load.time)
-        owned = sum(part.piece.resident[part.first : part.last + 1])
+        span = slice(part.first, part.last + 1)
+        owned = sum(part.piece.resident[span]) + part.piece.everywhere
+        owned += part.flight * (sum(part.piece.held[span]) + part.piece.everywhere_held)
         assert owned + passage.memory(part.flight) == pytest.approx(part.peak_bytes)
         assert part.peak_bytes <= part.room_bytes == case.memory / plan.chunks
 
