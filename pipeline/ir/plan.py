@@ -163,7 +163,7 @@ class Prediction:
     communication_seconds: float
     recompute_seconds: float
     optimizer_seconds: float
-    bubble_seconds: float = 0.0  # in which the devices of a pipeline that end last wait
+    bubble_seconds: float = 0.0  # in which the busiest devices of a pipeline wait; the seconds above are theirs
 
 
 @dataclass(frozen=True)

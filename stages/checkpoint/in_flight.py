@@ -39,16 +39,28 @@ class Passage:
 
 def run_partition(chain: Chain, region: Region, first: int, last: int) -> Passage:
     """Run links first..last as the region says; the steps of the region itself are not recomputed."""
+    ahead, waiting, back = _phases(chain, region, first, last)
+    seconds = [sum(step.seconds for step in steps) for steps in (ahead, back)]
+    return Passage(*seconds, held(chain, waiting), max(step.held for step in (*ahead, *back)))
+
+
+def worst_step(chain: Chain, region: Region, first: int, last: int) -> Step:
+    """The one that holds the peak of `run_partition`."""
+    ahead, _, back = _phases(chain, region, first, last)
+    return max((*ahead, *back), key=lambda step: step.held)
+
+
+def _phases(chain: Chain, region: Region, first: int, last: int) -> tuple[list[Step], State, list[Step]]:
+    """Forwards, what is held between, backwards."""
     sequence = flatten(region, chain.length)
     before = len(tuple(forwards(region, chain.length)))
     state = start(chain, first, last)
     ahead = _run(chain, state, sequence[:before], first)
-    state = sent(ahead[-1].state if ahead else state, last)
-    back = _run(chain, state, sequence[before:], first)
+    waiting = sent(ahead[-1].state if ahead else state, last)
+    back = _run(chain, waiting, sequence[before:], first)
     if back[-1].state != State(frozenset(), frozenset(), first):
         raise InvalidSequence(f"it ends with {back[-1].state}, not with the gradient of a_{first} alone")
-    seconds = [sum(step.seconds for step in steps) for steps in (ahead, back)]
-    return Passage(*seconds, held(chain, state), max(step.held for step in (*ahead, *back)))
+    return ahead, waiting, back
 
 
 def _run(chain: Chain, state: State, sequence: Sequence[Op], first: int) -> list[Step]:

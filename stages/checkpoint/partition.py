@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import SolveError
 from stages.checkpoint.cuts import NEARLY, Cuts, Field, search
-from stages.checkpoint.in_flight import keep_all, run_partition
+from stages.checkpoint.in_flight import keep_all, run_partition, worst_step
 from stages.checkpoint.pieces import Piece, Recompute, Terms, Timer
 from stages.checkpoint.pipelines import (
     Load,
@@ -48,7 +48,7 @@ from stages.checkpoint.pipelines import (
     simulate,
     weights_of,
 )
-from stages.checkpoint.schedule import Region
+from stages.checkpoint.schedule import Op, Region
 
 Floats = NDArray[np.float64]
 Reshard = Callable[[int, Piece, Piece], float]  # seconds to lay out the activation before a link from plan to plan
@@ -59,7 +59,25 @@ FAR = 1.1  # times the best rough estimate: not looked at more closely
 
 
 class PartitionError(SolveError):
-    """No pipeline fits, or what was asked for does not exist."""
+    """No pipeline fits, or what was asked for does not exist; if it is the memory, `floor` is what would do."""
+
+    floor: Floor | None = None
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least memory in which a pipeline was found, and the partition of it that needs the most."""
+
+    memory: int
+    pipeline: Pipeline
+    partition: int
+    partitions: int
+    first: int
+    last: int
+    flight: int
+    resident_bytes: float  # whatever is recomputed
+    waiting_bytes: float  # held by micro-batches that wait
+    op: Op  # at whose peak the rest is held
 
 
 @dataclass(frozen=True)
@@ -454,29 +472,64 @@ def _nothing(given: Given, searched: bool, refused: list[str]) -> PartitionError
     if enough is None:
         remedy = "give plans for other numbers of devices, or other boundaries"
         return PartitionError(f"no pipeline fits, whatever the memory{reasons}", remedy=remedy)
-    return PartitionError(
+    error = PartitionError(
         f"no pipeline fits {given.memory / 1e9:.4g} GB a device{reasons}",
         remedy=f"{enough / 1e9:.4g} GB would do; or use more devices or smaller micro-batches",
     )
+    error.floor = _floor(replace(given, memory=enough))
+    return error
 
 
 def _enough(given: Given) -> int | None:
-    """A memory that has a plan, in four digits; recompute in parts may need less. None: no memory has one."""
-    low, high = given.memory, 2 * given.memory
-    while not _fits(given, high):
+    """A memory that has a plan, in four digits: first with no choice of recompute, then with all. None: none has."""
+    low, high = given.memory, 2 * max(1, given.memory)
+    while not _fits(given, high, roughly=True):
         low, high = high, 4 * high
-        if high > given.memory * 2**40:
+        if high > max(1, given.memory) * 2**40:
             return None
-    while high - low > 1 and high > 1.001 * low:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fits(given, middle) else (middle, high)
+    high = _halved(given, low, high, 1.001, roughly=True)
+    if given.wishes.recompute is Recompute.SOLVED:
+        high = _halved(given, given.memory, high, 1.005, roughly=False)
     digits = max(0, math.floor(math.log10(high)) - 3)
-    return -(-high // 10**digits) * 10**digits
+    rounded = -(-high // 10**digits) * 10**digits
+    return rounded if _fits(given, rounded, roughly=False) else high
 
 
-def _fits(given: Given, memory: int) -> bool:
-    """Whether there is a plan that recomputes nothing or everything of a partition."""
-    return any(
-        search(task.field(roughly=True), task.weights, gap=1.0, keep=1)
-        for task in tasks(replace(given, memory=memory), [])
+def _halved(given: Given, low: int, high: int, near: float, roughly: bool) -> int:
+    """Nearly the least between them that fits, where `high` does."""
+    while high - low > 1 and high > near * low:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(given, middle, roughly) else (middle, high)
+    return high
+
+
+def _fits(given: Given, memory: int, roughly: bool) -> bool:
+    """Whether there is a plan; roughly, one that recomputes nothing or everything of a partition."""
+    return next(_some_cuts(replace(given, memory=memory), roughly), None) is not None
+
+
+def _some_cuts(given: Given, roughly: bool) -> Iterator[tuple[Task, Cuts]]:
+    for task in tasks(given, []):
+        found = search(task.field(roughly=roughly), task.weights, gap=1.0, keep=1)
+        if found:
+            yield task, found[0]
+
+
+def _floor(given: Given) -> Floor:
+    """Of a plan that fits: the partition that fills its room the most."""
+    task, cuts = next(_some_cuts(given, roughly=False))
+    plan = plan_of(task, cuts)
+    number, part = max(enumerate(plan.partitions), key=lambda one: one[1].peak_bytes / one[1].room_bytes)
+    span = (part.piece.chain, part.region, part.first, part.last)
+    return Floor(
+        memory=given.memory,
+        pipeline=plan.pipeline,
+        partition=number,
+        partitions=len(plan.partitions),
+        first=part.first,
+        last=part.last,
+        flight=part.flight,
+        resident_bytes=sum(part.piece.resident[part.first : part.last + 1]) + part.piece.everywhere,
+        waiting_bytes=(part.flight - 1) * part.hold_bytes,
+        op=worst_step(*span).op,
     )
