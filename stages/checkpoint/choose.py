@@ -287,9 +287,9 @@ def _floor_in_words(graph: OpGraph, floor: Floor) -> str:
     rest = floor.memory - floor.resident_bytes - floor.waiting_bytes
     waiting = f", {gigabytes(floor.waiting_bytes)} micro-batches that wait" if floor.waiting_bytes else ""
     return (
-        f"in partition {floor.partition} of {floor.partitions} (links {floor.first}..{floor.last},"
-        f" {floor.pipeline.value}, {floor.flight} in flight) {gigabytes(floor.resident_bytes)}"
-        f" are parameters, gradients and optimizer state{waiting} and {gigabytes(rest)} activations {_when(graph, floor.op)}"
+        f"in partition {floor.partition + 1} of {floor.partitions} (links {floor.first}..{floor.last},"
+        f" {floor.pipeline.value}, {floor.flight} in flight) {gigabytes(floor.resident_bytes)} are parameters,"
+        f" gradients and optimizer state{waiting} and {gigabytes(rest)} activations {_when(graph, floor.op)}"
     )
 
 

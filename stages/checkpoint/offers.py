@@ -60,7 +60,7 @@ def why_lost(offer: Offer, best: Prediction, budget: int) -> str:
     changes = {part: getattr(own, f"{part}_seconds") - getattr(best, f"{part}_seconds") for part in PARTS}
     telling = {part: change for part, change in changes.items() if abs(change) >= TELLING * slower}
     ordered = sorted(telling.items(), key=lambda one: -one[1])
-    unit, scale = _unit(slower)
+    unit, scale = _unit(max(slower, *map(abs, telling.values())))
     shown = ", ".join(f"{change * scale:+.3g} {part}" for part, change in ordered)
     return f"{slower * scale:.3g} {unit} slower: {shown}"
 

@@ -72,6 +72,8 @@ def find_pipelines(
     graph: OpGraph, profile: Profile, cluster: Cluster, frontier: Frontier, settings: Checkpoint, where: str
 ) -> Pipelines:
     """`where` is the file of the settings. A pipeline that is asked for and cannot be is an error."""
+    if settings.pipeline is Pipeline("off"):
+        return Pipelines()
     counts = slice_counts(graph, settings, frontier.micro_batches, cluster.devices, where)
     wishes = _wishes(graph, settings, cluster, where)
     filled: dict[str, Filled] = {}

@@ -9,7 +9,7 @@ from pipeline.ir.verify import verify_sharding
 from pipeline.stage import Inputs, Result
 from stages.checkpoint.choose import choose, evaluate
 from stages.checkpoint.describe import describe
-from stages.checkpoint.piped import Pipelines, find_pipelines
+from stages.checkpoint.piped import find_pipelines
 
 
 def run(inputs: Inputs, config: Config) -> Result:
@@ -23,9 +23,7 @@ def run(inputs: Inputs, config: Config) -> Result:
         evaluate(graph, profile, cluster, frontier, i, settings)
         for i in (range(len(frontier.points)) if may_stand_alone(settings, frontier) else ())
     ]
-    pipelines = Pipelines()
-    if settings.pipeline is not Pipeline("off"):
-        pipelines = find_pipelines(graph, profile, cluster, frontier, settings, file)
+    pipelines = find_pipelines(graph, profile, cluster, frontier, settings, file)
     plan = choose(candidates, cluster, frontier, where, graph, pipelines)
     inputs.log.info(describe(graph, plan))
     return Result(plan, figures(plan))
