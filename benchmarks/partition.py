@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     plan = partition((division,), MEMORY, effort=Effort())[0]
     seconds = time.perf_counter() - start
     _show(plan)
-    print(json.dumps({"cases": given.cases, "equal": equal, "seconds_96x64": round(seconds, 2)}))
+    print(json.dumps({"cases": given.cases, "equal": equal, "seconds": {f"{LAYERS}x{DEVICES}": round(seconds, 2)}}))
     return 0 if equal == given.cases and seconds < SECONDS else 1
 
 

@@ -194,7 +194,7 @@ def test_the_solve_stage_plans_the_pieces_of_a_fixed_pipeline(tmp_path: Path) ->
     assert "| piece | dp 2 |" in (tmp_path / "runs/solve/plans.md").read_text()
 
 
-# ------------------------------------------------------------------------------------------------- who refuses a pipeline
+# ------------------------------------------------------------------------------------------ who refuses a pipeline
 
 
 def test_codegen_refuses_a_pipeline(tmp_path: Path) -> None:
