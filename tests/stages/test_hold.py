@@ -192,3 +192,11 @@ def test_gpipes_way_holds_the_input_alone() -> None:
     assert run_partition(chain, drop_all(0, 1, 3), 0, 1).hold == 1
     assert str(drop_all(1, 3, 3)) == "(1 2) 3"
     assert run_partition(chain, drop_all(1, 3, 3), 1, 3).hold == 2 + 4
+
+
+@pytest.mark.parametrize(("last", "flight"), [(1, 2), (2, 1)])
+def test_what_is_passed_over_needs_room_though_it_is_dropped(last: int, flight: int) -> None:
+    """The middle link needs much while it runs without saving: where all is dropped, and where some is."""
+    chain = Chain((1,) * 4, (5,) * 3, (1,) * 3, (2, 2, 2, 1), (0,) * 3, (0,) * 4, ft_none=(0, 9, 0))
+    for memory in range(8, 17, 2):
+        agree(chain, 0, last, flight, memory)

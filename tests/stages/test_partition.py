@@ -168,9 +168,13 @@ def test_torchs_buffers_count_if_asked() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(PartitionError, match=r"no pipeline fits 2e-09 GB a device; 1.8e-08 GB would do"):
+    with pytest.raises(PartitionError, match=r"no pipeline fits 2e-09 GB a device; 1.5e-08 GB would do") as refused:
         first(four(), memory=2)
-    assert first(four(), memory=18).firsts
+    floor = refused.value.floor
+    assert floor.memory == 15 and floor.first <= floor.op.link <= floor.last
+    assert max(part.peak_bytes for part in first(four(), memory=15).partitions) == 15
+    with pytest.raises(PartitionError):
+        first(four(), memory=14)
     with pytest.raises(PartitionError, match="no pipeline fits, whatever the memory"):
         first(Division(4, {8: (layers(size=3),)}, lambda nbytes: 0.0))
     with pytest.raises(PartitionError, match="4 pieces runs in 2 rounds, which do not divide 9"):
@@ -184,6 +188,23 @@ def test_refusals() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ closed forms
+
+
+def test_what_is_marked_is_recomputed_as_far_as_a_partition_has_it() -> None:
+    timer = Timer(layers(), Terms(1000, 8, Recompute.MARKED, spans=((1, 2), (3, 3), (5, 8))))
+    drawn = {(i, last): str(timer.schedule(i, last, 2)[0]) for i, last in ((0, 8), (2, 5), (4, 4), (6, 8), (0, 1))}
+    assert drawn == {
+        (0, 8): "0 (1 2) (3) 4 (5 6 7) 8",
+        (2, 5): "(2) (3) 4 (5)",
+        (4, 4): "4",
+        (6, 8): "(6 7) 8",
+        (0, 1): "0 (1)",
+    }
+    for i in range(9):
+        for last in range(i, 9):
+            kind, (_, passage) = timer.kinds.of[i, last], timer.schedule(i, last, 2)
+            found = timer.marked.time[kind], timer.marked.hold[kind], timer.marked.peak[kind]
+            assert found == (passage.time, passage.hold, passage.peak)
 
 
 @pytest.mark.parametrize("seed", range(40))
