@@ -303,8 +303,8 @@ def _refusal(
         assert graph is not None
         floors.append((refused.floor.memory, _floor_in_words(graph, refused.floor)))
     if not floors:
-        assert refused is not None
-        return refused
+        what = "the frontier has no plan for all devices, and a pipeline is not asked for"
+        return SolveError(what, where=where, remedy="set `pipeline: solve` in conf/checkpoint, or solve without `pp`")
     least, consists = min(floors)
     optimal = min((c.optimal_bytes for c in candidates if c.optimal_bytes is not None), default=least)
     better = f"set `recompute: optimal`, which needs {budget_of(optimal)}, " if optimal < least else ""

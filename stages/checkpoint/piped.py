@@ -83,14 +83,23 @@ def find_pipelines(
         if (division := _division(graph, profile, cluster, frontier, split, counts, filled)) is not None
     )
     if not divisions or len(graph.chain) < 2:
-        if settings.pipeline is Pipeline("solve") and frontier.points:
+        if _may_do_without(settings, frontier):
             return Pipelines()
         raise _impossible(graph, cluster, frontier, where)
     try:
         plans = partition(divisions, frontier.budget_bytes, wishes, reshard=Resharding(graph, filled, cluster))
     except PartitionError as refused:
-        return Pipelines(refused=refused)
+        if refused.floor is not None:
+            return Pipelines(refused=refused)
+        key = next((key for key in ("boundaries", "partitions") if getattr(settings, key)), "pipeline")
+        if key == "pipeline" and _may_do_without(settings, frontier):
+            return Pipelines()
+        raise SolveError(refused.what, where=f"{where}: {key}", remedy=refused.remedy) from refused
     return Pipelines(tuple(Piped(plan, tuple(filled[part.piece.name] for part in plan.partitions)) for plan in plans))
+
+
+def _may_do_without(settings: Checkpoint, frontier: Frontier) -> bool:
+    return settings.pipeline is Pipeline("solve") and bool(frontier.points)
 
 
 def _impossible(graph: OpGraph, cluster: Cluster, frontier: Frontier, where: str) -> SolveError:

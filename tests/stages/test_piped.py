@@ -6,24 +6,37 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
+from pathlib import Path
 
 import pytest
 
+from pipeline import artifacts
+from pipeline.config import Cluster as ClusterSettings
+from pipeline.config import ClusterSource, Device, Preset, load_config
 from pipeline.cost.step import price_step
 from pipeline.errors import SolveError
+from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.codec import decode, encode
+from pipeline.ir.layout import B, Layout, P, R, S
 from pipeline.ir.plan import Partition, Plan, Region
 from pipeline.lowering import lower
+from pipeline.stage import Inputs
 from stages.checkpoint import pipelines, schedule
+from stages.checkpoint import run as stage
+from stages.checkpoint.choose import choose
 from stages.checkpoint.describe import describe
-from stages.checkpoint.fill import fill
+from stages.checkpoint.fill import fill, readers
 from stages.checkpoint.linearize import linearize
-from stages.checkpoint.piped import Piped, predict, slice_counts, usable_splits
+from stages.checkpoint.piped import Piped, find_pipelines, predict, slice_counts, usable_splits
+from stages.checkpoint.reshard import Resharding
 from stages.checkpoint.run import figures
 from stages.checkpoint.simulate import State, apply, start
 from stages.checkpoint.slices import sliced
-from tests.graphs import GRAPHS, profile_of
-from tests.pipeline_plans import FILE, pipelines_of, plan_with_pipelines, settings_of, with_pieces
+from stages.cluster.run import from_preset
+from tests.graphs import GRAPHS, SILENT, profile_of
+from tests.pipeline_plans import FILE, WHERE, pipelines_of, plan_with_pipelines, settings_of, with_pieces
+
+PROJECT = Path(__file__).parents[2]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 NAMES = ("gpt", "gpt_tied", "ladder", "shared", "mlp")
@@ -103,6 +116,21 @@ def played(order: pipelines.Order, loads: list[tuple[float, float, float, float]
     return [ends[str(row[-1])] for row in order.tasks]
 
 
+def sent(name: str, cluster: Cluster, piped: Piped, number: int, plan: Plan) -> float:
+    """Seconds of one transfer after a partition: the larger share of a device, and half of what is laid out anew."""
+    before, after = piped.fills[number], piped.fills[number + 1]
+    cut, graph = plan.partitions[number].last + 1, GRAPHS[name]()
+    value, sizes = graph.values[graph.chain[cut].input], []
+    common = [v for v, writer in graph.common.items() if writer < cut and any(cut <= r for r in readers(graph)[v])]
+    for one in (before, after):
+        own = [graph.values[v].type.nbytes / one.home[v].pieces(one.mesh.sizes) for v in (value.name, *common)]
+        sizes.append(sum(own) * 4 / plan.micro_batches)
+    moved = 0.0
+    if (before.mesh.sizes, before.home[value.name]) != (after.mesh.sizes, after.home[value.name]):
+        moved = Resharding(graph, {f.piece.name: f for f in piped.fills}, cluster)(cut, before.piece, after.piece)
+    return cluster.splits[0].link.seconds(max(sizes)) + moved
+
+
 def again(name: str, piped: Piped, plan: Plan) -> tuple[float, list[float]]:
     """The step's seconds and every device's bytes, from prices made anew."""
     cluster, frontier = with_pieces(name)
@@ -120,7 +148,7 @@ def again(name: str, piped: Piped, plan: Plan) -> tuple[float, list[float]]:
         k = part.in_flight
         own = sum(filled.piece.resident[span]) + filled.piece.everywhere + (k - 1) * hold + peak
         sizes.append(own + k * (sum(filled.piece.held[span]) + filled.piece.everywhere_held))
-    sends = [part.load.send for part in piped.plan.partitions]
+    sends = [sent(name, cluster, piped, number, plan) for number in range(len(plan.partitions) - 1)]
     devices = len(plan.partitions) // plan.chunks
     order = pipelines.orders(pipelines.Pipeline(plan.schedule), devices, plan.micro_batches, plan.chunks)
     ends = played(order, loads, sends)
@@ -288,8 +316,6 @@ def test_a_pipeline_that_is_solved_for_is_taken_where_it_is_faster() -> None:
 
 
 def test_no_pipeline_where_there_are_no_pieces() -> None:
-    from stages.checkpoint.piped import find_pipelines
-
     cluster, frontier = with_pieces("gpt")
     frontier = replace(frontier, pieces=())
     given = (GRAPHS["gpt"](), profile_of("gpt"), cluster, frontier)
@@ -417,3 +443,107 @@ def test_pieces_of_unlike_sizes_may_follow_one_another_where_links_are_alike() -
     assert every.sizes == () and set(every.meshes) == {"1", "2"}
     found = {tuple(p.plan.devices) for p in pipelines_of("gpt", pipeline="1f1b").found}
     assert any(len(set(devices)) > 1 for devices in found) and all(sum(devices) == 4 for devices in found)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_on_eight_devices_all_are_used_within_the_budget(kind: str) -> None:
+    tight = least("mlp", pipeline=kind, devices=8)
+    for budget in (None, tight):
+        plan = plan_with_pipelines("mlp", budget, devices=8, pipeline=kind)
+        covers("mlp", plan)
+        assert sum(prod(part.sizes) for part in plan.partitions) == 8 * plan.chunks
+        assert plan.prediction.peak_bytes <= plan.budget_bytes
+
+
+def test_where_links_differ_pieces_are_those_of_a_split() -> None:
+    """Two hosts of two: a piece of two is a host, and its links are faster than those between hosts."""
+    settings = ClusterSettings(
+        source=ClusterSource.preset,
+        device=Device.cpu,
+        devices=2,
+        nodes=2,
+        memory_gb=4,
+        preset=Preset(
+            matmul_gflops=50,
+            memory_gbytes_per_s=10,
+            launch_us=0.01,
+            latency_us=0.05,
+            link_gbytes_per_s=8,
+            network_latency_us=1,
+            network_gbytes_per_s=1,
+        ),
+    )
+    cluster = from_preset(settings)
+    splits = usable_splits(cluster)
+    assert [split.sizes for split in splits] == [split.sizes for split in cluster.splits] == [(2, 2), (1, 1, 1, 1)]
+    _, frontier = with_pieces("mlp")
+    found = find_pipelines(GRAPHS["mlp"](), profile_of("mlp"), cluster, frontier, settings_of("1f1b"), FILE).found
+    assert {piped.plan.devices for piped in found} == {(2, 2), (1, 1, 1, 1)}
+    two = next(piped for piped in found if piped.plan.devices == (2, 2))
+    assert two.fills[0].mesh.axes[0].links == cluster.splits[0].meshes["2"][0].axes[0].links
+    sends = [part.load.send for part in two.plan.partitions[:-1]]
+    assert all(send >= cluster.splits[0].link.latency for send in sends)
+
+
+# ----------------------------------------------------------------------------------------------------- between layouts
+
+
+def test_what_it_costs_to_lay_out_an_activation_anew() -> None:
+    graph = GRAPHS["gpt"]()
+    cluster, frontier = with_pieces("gpt")
+    split = next(s for s in cluster.splits if s.sizes == (2, 2))
+    mesh, one = split.meshes["2"][0], next(s for s in cluster.splits if len(s.sizes) == 4).meshes["1"][0]
+    value = graph.values[graph.chain[3].input]
+    points = {prod(frontier.meshes[p.mesh].sizes): p for p in frontier.pieces}
+
+    def filled(name: str, on: Mesh, layout: Layout):
+        point = points[prod(on.sizes)]
+        found = fill(name, graph, profile_of("gpt"), cluster.part(on), point.sharding, 2.0, 4, 1, lambda nbytes: 0.0)
+        return replace(found, mesh=on, home={**found.home, value.name: layout})
+
+    def seconds(a: tuple[Mesh, Layout], b: tuple[Mesh, Layout]) -> float:
+        both = {"a": filled("a", *a), "b": filled("b", *b)}
+        return Resharding(graph, both, cluster)(3, both["a"].piece, both["b"].piece)
+
+    whole, halves, summands = Layout((R,)), Layout((S(0),)), Layout((P,))
+    links = mesh.axes[0].links
+    gather = links["all_gather"].seconds(value.type.nbytes)
+    assert seconds((mesh, halves), (mesh, halves)) == seconds((mesh, whole), (mesh, whole)) == 0.0
+    assert seconds((mesh, halves), (mesh, whole)) >= gather / 2  # gathered; its gradient is sliced
+    assert seconds((one, whole), (mesh, halves)) == 0.0  # each gets its half
+    assert seconds((one, whole), (mesh, whole)) >= gather / 2  # each gets half, and gathers
+    reduce = links["all_reduce"].seconds(value.type.nbytes)
+    assert seconds((mesh, summands), (one, whole)) >= reduce / 2  # summed before it is sent
+    assert seconds((mesh, halves), (mesh, Layout((B,)))) > seconds((mesh, halves), (mesh, whole))
+
+
+# ------------------------------------------------------------------------------------------------------------ the stage
+
+
+@pytest.mark.parametrize("kind", ["off", "solve", "1f1b"])
+def test_the_stage_writes_the_plan(tmp_path: Path, kind: str) -> None:
+    cluster, frontier = with_pieces("gpt")
+    bodies = {"graph": GRAPHS["gpt"](), "profile": profile_of("gpt"), "cluster": cluster, "frontier": frontier}
+    made = {name: artifacts.make(name, body, [], {}) for name, body in bodies.items()}
+    config = replace(load_config(PROJECT), checkpoint=settings_of(kind))
+    result = stage.run(Inputs(tmp_path, made, SILENT, None), config)
+    assert result.body == plan_with_pipelines("gpt", pipeline=kind)
+    assert result.figures["schedule"] == (result.body.schedule or "none")
+    saved = artifacts.save(artifacts.make("plan", result.body, made.values(), {}), tmp_path)
+    assert artifacts.load("plan", tmp_path).body == result.body and saved.name == "plan.json"
+
+
+def test_partitions_of_the_mesh_that_the_user_fixes() -> None:
+    """Solve kept plans of its pieces alone: no plan without a pipeline is left."""
+    cluster, frontier = with_pieces("gpt")
+    halves = tuple(p for p in frontier.pieces if frontier.meshes[p.mesh].sizes == (2,))
+    frontier = replace(frontier, points=(), pieces=halves)
+    given = (GRAPHS["gpt"](), profile_of("gpt"), cluster, frontier)
+    for kind, count in (("1f1b", 2), ("interleaved", 4)):
+        found = find_pipelines(*given, settings_of(kind), FILE)
+        plan = choose([], cluster, frontier, WHERE, GRAPHS["gpt"](), found)
+        assert [part.sizes for part in plan.partitions] == [(2,)] * count
+    with pytest.raises(SolveError, match="the frontier has no plan for all devices, and a pipeline is not asked for"):
+        choose([], cluster, frontier, WHERE, GRAPHS["gpt"]())
+    with pytest.raises(SolveError, match=f"^{FILE}: partitions: there is no pipeline as asked for"):
+        find_pipelines(*given, settings_of("1f1b", partitions=3), FILE)
