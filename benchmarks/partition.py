@@ -18,7 +18,9 @@ import time
 from collections import Counter
 
 from stages.checkpoint.chain import Chain
-from stages.checkpoint.partition import Division, Effort, PartitionError, PipelinePlan, partition
+from stages.checkpoint.given import Division, Effort, PartitionError
+from stages.checkpoint.in_full import PipelinePlan
+from stages.checkpoint.partition import partition
 from stages.checkpoint.pieces import Piece
 from tests.partition_cases import least_estimate, random_case
 

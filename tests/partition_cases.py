@@ -10,8 +10,8 @@ from functools import cache
 from itertools import combinations, product
 
 from stages.checkpoint.chain import Chain
+from stages.checkpoint.given import Division, Wishes
 from stages.checkpoint.in_flight import Passage, run_partition
-from stages.checkpoint.partition import Division, Wishes
 from stages.checkpoint.pieces import Piece
 from stages.checkpoint.pipelines import Load, Pipeline, estimate, in_flight, orders, refusal, weights_of
 from stages.checkpoint.schedule import Keep, Region

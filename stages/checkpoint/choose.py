@@ -15,11 +15,11 @@ from pipeline.ir.profile import Profile
 from pipeline.lowering import lower
 from stages.checkpoint import rotor, schedule, timeline
 from stages.checkpoint.chain import Chain, discretise
-from stages.checkpoint.describe import axes_in_words, pipeline_in_words, recompute_in_words
+from stages.checkpoint.describe import axes_in_words, passes_in_words, pipeline_in_words, recompute_in_words
+from stages.checkpoint.given import Floor
 from stages.checkpoint.hand import fixed_schedule
 from stages.checkpoint.linearize import linearize
 from stages.checkpoint.offers import Offer, alternatives
-from stages.checkpoint.partition import Floor
 from stages.checkpoint.piped import Piped, Pipelines, predict
 from stages.checkpoint.simulate import Outcome, State, Step, simulate
 
@@ -67,7 +67,9 @@ def evaluate(
         found = replace(candidate, peak_bytes=price.fixed_bytes + need)
         if need > room:
             return _refused(found, graph, cluster, frontier, None)
-        return replace(found, regions=(Region(0, 0, False, ()),), outcome=_of_one_link(loss.forward + loss.backward))
+        return replace(
+            found, regions=(Region(0, 0, False, ()),), outcome=_of_one_link(loss.forward + loss.backward, need)
+        )
     try:
         best = _schedule(graph, chain, room, settings, frontier.micro_batches)
     except rotor.InfeasibleBudget as refusal:
@@ -82,10 +84,10 @@ def evaluate(
     return replace(_refused(found, graph, cluster, frontier, worst), optimal_bytes=least)
 
 
-def _of_one_link(seconds: float) -> Outcome:
+def _of_one_link(seconds: float, held: int) -> Outcome:
     """The whole model is the loss."""
     nothing = State(frozenset(), frozenset(), None)
-    return Outcome((Step(schedule.Op(schedule.Kind.B, 0), nothing, 0.0, seconds),), seconds, 0.0)
+    return Outcome((Step(schedule.Op(schedule.Kind.B, 0), nothing, held, seconds),), seconds, held)
 
 
 def _refused(
@@ -238,7 +240,7 @@ def _offer(candidate: Candidate, frontier: Frontier) -> Offer:
     words = [
         f"plan {candidate.point} of the frontier on {axes_in_words(_axes(candidate.mesh))}",
         "no pipeline",
-        f"{frontier.micro_batches} micro-batches",
+        passes_in_words(frontier.micro_batches),
         recompute_in_words(sum(region.recompute for region in regions)),
     ]
     fits = candidate.regions is not None
@@ -254,7 +256,7 @@ def _piped_offer(piped: Piped) -> Offer:
     what = ", ".join(
         [
             pipeline_in_words(plan.pipeline.value, spans),
-            f"{plan.micro_batches} micro-batches",
+            passes_in_words(plan.micro_batches),
             recompute_in_words(again),
         ]
     )

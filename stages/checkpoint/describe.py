@@ -51,6 +51,10 @@ def axes_in_words(axes: Axes) -> str:
     return " x ".join(f"{name}={size}" for name, size in axes)
 
 
+def passes_in_words(micro_batches: int) -> str:
+    return f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
+
+
 def recompute_in_words(regions: int) -> str:
     return f"{regions} recompute regions" if regions else "no recompute"
 

@@ -20,8 +20,10 @@ from pipeline.ir.plan import Frontier, Prediction
 from pipeline.ir.profile import Profile
 from stages.checkpoint import pieces, pipelines
 from stages.checkpoint.fill import Filled, fill
+from stages.checkpoint.given import Division, PartitionError, Wishes
 from stages.checkpoint.hand import boundary_links, spans_of
-from stages.checkpoint.partition import Division, Partition, PartitionError, PipelinePlan, Wishes, partition
+from stages.checkpoint.in_full import Partition, PipelinePlan
+from stages.checkpoint.partition import partition
 from stages.checkpoint.reshard import Resharding
 from stages.checkpoint.slices import batch_of, fits
 

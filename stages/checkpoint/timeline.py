@@ -6,7 +6,7 @@ from collections import Counter
 
 from pipeline.cost.step import StepPrice
 from pipeline.ir.plan import Event, Timeline, Total
-from stages.checkpoint.partition import PipelinePlan
+from stages.checkpoint.in_full import PipelinePlan
 from stages.checkpoint.schedule import Kind
 from stages.checkpoint.simulate import Outcome
 

@@ -10,8 +10,10 @@ from itertools import pairwise
 import pytest
 
 from stages.checkpoint.chain import Chain, ChainError
+from stages.checkpoint.given import Division, Effort, PartitionError, Wishes
 from stages.checkpoint.in_flight import run_partition
-from stages.checkpoint.partition import Division, Effort, PartitionError, PipelinePlan, Wishes, partition
+from stages.checkpoint.in_full import PipelinePlan
+from stages.checkpoint.partition import partition
 from stages.checkpoint.pieces import Piece, Recompute, Terms, Timer
 from stages.checkpoint.pipelines import Pipeline
 from tests.partition_cases import Case, least_estimate, random_case
