@@ -2,9 +2,9 @@
 
 On plain numbers, in four steps; `partition` is the table of contents:
 
-    1. `tasks`      (tasks.py) one search for each division, number of micro-batches and schedule. A `Division` (given.py)
-                    is the devices cut into pieces: any composition of `devices`, or exactly `sizes`; with the plans
-                    that pieces may take (`Piece`) and the link between neighbours.
+    1. `tasks`      (tasks.py) one search for each division, number of micro-batches and schedule. A `Division`
+                    (given.py) is the devices cut into pieces: any composition of `devices`, or exactly `sizes`; with
+                    the plans that pieces may take (`Piece`) and the link between neighbours.
     2. `Timer`      (pieces.py) seconds of every run of links as a partition, by plan and number in flight: the best
                     recompute within the memory that is left, from tables over what is held and what runs (hold.py).
     3. `search`     (cuts.py) the best ways to cut, by an estimate of the step (pipelines.py): Alpa's dynamic program.

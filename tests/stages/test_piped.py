@@ -145,8 +145,11 @@ def again(name: str, piped: Piped, plan: Plan) -> tuple[float, list[float]]:
         span = slice(part.first, part.last + 1)
         weight = min(sum(filled.piece.weight[span]), backward)
         loads.append((forward, backward, weight, sum(filled.piece.once[span])))
-        k = part.in_flight
-        own = sum(filled.piece.resident[span]) + filled.piece.everywhere + (k - 1) * hold + peak
+        k, loss = part.in_flight, chain.length
+        buffers = (plan.micro_batches - k) * chain.a[part.first] if part.first else 0  # torch has one for each
+        buffers += (plan.micro_batches - 1) * chain.a[part.last + 1] if part.last < loss else 0
+        buffers += (k - 1) * price.links[-1].memory.kept if part.last == loss else 0
+        own = buffers + sum(filled.piece.resident[span]) + filled.piece.everywhere + (k - 1) * hold + peak
         sizes.append(own + k * (sum(filled.piece.held[span]) + filled.piece.everywhere_held))
     sends = [sent(name, cluster, piped, number, plan) for number in range(len(plan.partitions) - 1)]
     devices = len(plan.partitions) // plan.chunks
@@ -168,7 +171,7 @@ def test_the_predicted_step_and_peak_are_found_again(name: str, kind: str) -> No
         covers(name, plan)
         seconds, sizes = again(name, piped, plan)
         assert plan.prediction.step_seconds == pytest.approx(seconds, rel=1e-9)
-        assert max(sizes) <= plan.prediction.peak_bytes + 1 <= plan.budget_bytes + 1
+        assert max(sizes) == pytest.approx(plan.prediction.peak_bytes, abs=1) and max(sizes) <= plan.budget_bytes
         assert sum(prod(part.sizes) for part in plan.partitions) == 4 * plan.chunks
 
 
