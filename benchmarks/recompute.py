@@ -25,6 +25,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -405,7 +406,8 @@ class Planner:
         outcome = simulate(chain, found.sequence)
         nothing = Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
         regions = self.linear.regions(found.regions)
-        plan = Plan((("d0", 1),), "cuda", budget, self.sharding, regions, nothing, (), released=self.released)
+        plan = Plan.whole((("d0", 1),), "cuda", budget, self.sharding, regions, nothing)
+        plan = replace(plan, released=self.released)
         text = write_module(self.graph, plan, self.program)
         return {
             "budget": budget,

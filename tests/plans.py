@@ -199,7 +199,7 @@ def graph_of(model: str) -> OpGraph:
 
 
 def plan_of(sharding: Sharding, regions: tuple[Region, ...], ranks: int) -> Plan:
-    return Plan(((AXIS, ranks),), "cpu", 0, sharding, regions, Prediction(*[0] * 7), ())
+    return Plan.whole(((AXIS, ranks),), "cpu", 0, sharding, regions, Prediction(*[0] * 7))
 
 
 def options_of(graph: OpGraph, ranks: int) -> dict[str, tuple[Strategy, ...]]:

@@ -67,7 +67,7 @@ SCHEDULES = {"kept": kept, "nested": nested, "everything": everything, "threes":
 
 def plan_for(graph: OpGraph, sharding: Sharding, devices: int, regions=None) -> Plan:
     nothing = Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
-    return Plan((("d0", devices),), "cpu", 0, sharding, regions or kept(graph), nothing, ())
+    return Plan.whole((("d0", devices),), "cpu", 0, sharding, regions or kept(graph), nothing)
 
 
 def uniform(graph: OpGraph, devices: int, split: bool = True) -> Sharding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeline.config.experiment import apply_experiment, experiments
 from pipeline.config.load import load_config, saved_file
+from pipeline.config.pipelines import PIPELINE_AXIS
 from pipeline.config.reference import reference
 from pipeline.config.schema import (
     GROUPS,
@@ -17,6 +18,7 @@ from pipeline.config.schema import (
     DType,
     Model,
     Only,
+    Pipeline,
     PlanUse,
     Precision,
     Preset,
@@ -34,6 +36,7 @@ from pipeline.config.source import listing
 
 __all__ = [
     "GROUPS",
+    "PIPELINE_AXIS",
     "Backend",
     "Checkpoint",
     "Cluster",
@@ -44,6 +47,7 @@ __all__ = [
     "Device",
     "Model",
     "Only",
+    "Pipeline",
     "PlanUse",
     "Precision",
     "Preset",

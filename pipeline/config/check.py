@@ -15,7 +15,7 @@ import typing
 from enum import Enum
 from typing import Any
 
-from pipeline.config.schema import MISSING, Form, Rule, rule_of
+from pipeline.config.schema import MISSING, SOLVE, Form, Rule, rule_of
 from pipeline.config.source import Key, Source, shown
 from pipeline.errors import ConfigError
 from pipeline.ops.dims import check_line
@@ -132,6 +132,9 @@ def _check_value(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -
 
 def _fits(value: Any, kind: Kind, rule: Rule) -> bool:
     """Whether the value has the field's type and range (of containers: only the container)."""
+    if rule.form is Form.COUNT:
+        number_given = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        return value is None or value == SOLVE or number_given
     if dataclasses.is_dataclass(kind.type):
         return isinstance(value, dict)
     if kind.type in (dict, list):

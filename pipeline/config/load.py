@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.check import check, nearest
-from pipeline.config.schema import GROUPS, MOST_DEVICES, Cluster, ClusterSource, Config, Root, Solve
+from pipeline.config.pipelines import check_checkpoint, check_pipeline
+from pipeline.config.schema import GROUPS, MOST_DEVICES, Checkpoint, Cluster, ClusterSource, Config, Root, Solve
 from pipeline.config.source import Key, Source, dotted, listing, read, shown
 from pipeline.errors import ConfigError
 
@@ -29,7 +30,13 @@ def load_config(root: Path, *, changed: dict[str, bytes] | None = None) -> Confi
     source = read(root, ROOT_FILE, (), changed)
     main: Root = build(Root, source)
     parts = {group: _load_group(root, group, getattr(main, group), source, changed) for group in GROUPS}
-    return Config(root=main, **parts)
+    config = Config(root=main, **parts)
+    check_pipeline(config, lambda group: _group_source(root, group, config, changed))
+    return config
+
+
+def _group_source(root: Path, group: str, config: Config, changed: dict[str, bytes] | None) -> Source:
+    return read(root, group_file(group, config.choices[group]), (group,), changed)
 
 
 def group_file(group: str, name: str) -> str:
@@ -58,6 +65,8 @@ def _load_group(root: Path, group: str, name: str, main: Source, changed: dict[s
     part = build(GROUPS[group], source)
     if isinstance(part, Cluster):
         _check_cluster(part, source)
+    if isinstance(part, Checkpoint):
+        check_checkpoint(part, source)
     if isinstance(part, Solve) and part.plan is not None:
         _check_saved(root, part.plan, source)
     return part

@@ -71,6 +71,8 @@ def _rows(schema: type, prefix: str) -> Iterator[tuple[str, str, str, str, str]]
 
 
 def _type(kind: Kind) -> str:
+    if kind.type is Any:
+        return "integer, text or null"
     if dataclasses.is_dataclass(kind.type) or kind.type is dict:
         text = "mapping"
     elif kind.type is list:
@@ -85,6 +87,8 @@ def _type(kind: Kind) -> str:
 def _allowed(kind: Kind, rule: Rule) -> str:
     if rule.form is Form.CHOICE:
         return "a file's name without `.yaml`"
+    if rule.form is Form.COUNT:
+        return "at least 1, or `solve`"
     if rule.form is Form.SAVED:
         return "a file's name without `.json`"
     if kind.type in (dict, list):

@@ -38,6 +38,7 @@ class Form(Enum):
     DIMS = "a mapping from an op, such as mylib.scale.default, to its line of dims, such as 'b n, n -> b n'"
     SIZES = "a mapping from the name of an axis to its size, such as {dp: 2, tp: 4}"
     SAVED = "the name of a saved plan, a file in conf/plan/, without its ending"
+    COUNT = "an integer of at least 1, solve or null"
     LAYOUTS = "a mapping from a parameter or a module, with * and ?, to a layout such as 'S(0) on tp'"
 
 
@@ -373,14 +374,61 @@ class Solve:
 class Recompute(StrEnum):
     optimal = "optimal"
     full = "full"
+    every = "every"
     off = "off"
+    always = "always"
+    except_last = "except_last"
+    never = "never"
+
+
+Pipeline = StrEnum(
+    "Pipeline",
+    {
+        "off": "off",
+        "solve": "solve",
+        "gpipe": "gpipe",
+        "1f1b": "1f1b",
+        "interleaved": "interleaved",
+        "zero_bubble": "zero_bubble",
+    },
+)
+Pipeline.__doc__ = "How a pipeline's work is ordered; not a class as `1f1b` is no name in Python."
+
+SOLVE = "solve"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     recompute: Recompute = setting(
-        "Which activations are dropped and computed again: the best choice within the memory budget (`optimal`), all"
-        " of them (`full`) or none (`off`)."
+        "Which activations are dropped and computed again: the best choice within the memory budget (`optimal`), those"
+        " of every link from its input (`full`), of every few blocks from theirs (`every`) or none (`off`); or as in"
+        " GPipe all of a partition from its input (`always`), the same but for the last micro-batch (`except_last`) or"
+        " none (`never`)."
+    )
+    every_blocks: int | None = setting(
+        "Repeated blocks that are recomputed together; read with `recompute: every`, null is 1.",
+        None,
+        at_least=1,
+        at_most=10**6,
+    )
+    pipeline: Pipeline = setting(
+        "Cut the model into partitions on devices of their own: never (`off`), where that is faster, with the best"
+        " schedule (`solve`), or always, with this one. Pipelines are planned, not yet trained.",
+        Pipeline("off"),
+    )
+    partitions: int | None = setting(
+        "Partitions of a pipeline; null is any number.", None, at_least=2, at_most=MOST_DEVICES
+    )
+    boundaries: list[str] | None = setting(
+        "Modules with which the partitions of a pipeline begin, but for the first, such as [blocks.6]; null is solved"
+        " for.",
+        None,
+    )
+    micro_batches: Any = setting(
+        "Micro-batches of a step of a pipeline: null is those of the train file, `solve` looks for the best multiple of"
+        " these that the batch allows.",
+        None,
+        form=Form.COUNT,
     )
     slots_per_link: int = setting(
         "Memory slots per link of the chain in the optimal search: more is finer and slower.",

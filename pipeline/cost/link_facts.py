@@ -8,7 +8,7 @@ itself where no conversion moves memory in it; else as pipeline.cost.memory has 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +21,7 @@ from pipeline.cost.unsplit import card_of
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import Link, OpGraph, Role
 from pipeline.ir.plan import Sharding, path_name
-from pipeline.ir.profile import Kernel, LinkKernels, Profile
+from pipeline.ir.profile import Kernel, LinkKernels, OpCost, Profile
 from pipeline.ir.program import Call, Convert, Program, Step, Tensor
 from pipeline.lowering import home_layouts
 from pipeline.ops.table import rule_of
@@ -113,6 +113,7 @@ class Facts:
         self.growing = growing
         self.home = home_layouts(graph, sharding)
         self.sizes = cluster.sizes
+        self.slices = profile.kernels.slices if profile.kernels else 1
         self.card = card_of(cluster.compute) if profile.kernels and profile.device == "cuda" else None
 
     def link(self, group: Group, prices: Sequence[LinkPrice]) -> LinkFacts:
@@ -124,7 +125,7 @@ class Facts:
         own = prices[group.first : group.last + 1]
         priced = Seconds(sum(price.forward for price in own), sum(price.backward for price in own))
         times, seconds = self._seconds(group, steps, priced)
-        if group.run is not None and group.run.held and not moved:
+        if group.run is not None and group.run.held and not moved and self.slices == 1:
             return self._as_run(group, group.run, steps, times, seconds, own[0].input_bytes)
         parts = link_parts(self.graph, self.profile, self.sharding, link, steps, exit_, self.sizes)
         return self._as_priced(link, steps, parts, times, seconds, own[0].input_bytes)
@@ -163,9 +164,9 @@ class Facts:
 
     def _part(self, op: str) -> Seconds:
         """Of the whole op's seconds, what one rank's part takes by the roofline."""
-        strategy, cost = self.sharding.strategies[op], self.profile.ops[op]
-        given = (self.graph, op, cost, strategy, self.cluster.compute)
-        own, whole = op_seconds(*given, self.sizes), op_seconds(*given, (1,) * len(self.sizes))
+        strategy, cost, compute = self.sharding.strategies[op], self.profile.ops[op], self.cluster.compute
+        own = op_seconds(self.graph, op, cost, strategy, compute, self.sizes)
+        whole = op_seconds(self.graph, op, _unsliced(cost, self.slices), strategy, compute, (1,) * len(self.sizes))
         return Seconds(
             own.forward / whole.forward if whole.forward else 1.0,
             own.backward / whole.backward if whole.backward else 1.0,
@@ -310,6 +311,16 @@ class Facts:
             dropped_peak=whole.dropped_peak,
             backward_peak=whole.kept + whole.backward_extra + input_bytes + whole.output + appear,
         )
+
+
+def _unsliced(cost: OpCost, slices: int) -> OpCost:
+    return replace(
+        cost,
+        flops_forward=slices * cost.flops_forward,
+        flops_backward=slices * cost.flops_backward,
+        bytes_forward=slices * cost.bytes_forward,
+        bytes_backward=slices * cost.bytes_backward,
+    )
 
 
 def _by_op(kernels: Iterable[Kernel], card: Card) -> dict[str, float]:

@@ -120,6 +120,31 @@ def resident_bytes(stored: float, state: float, optimizer_copies: float) -> floa
     return 2 * stored + optimizer_copies * state
 
 
+@dataclass(frozen=True)
+class ParameterPrice:
+    """What one parameter takes on a rank: bytes for good, and seconds once a step."""
+
+    resident: float  # with its gradient and the optimizer's state
+    gradient_sum: float
+    optimizer: float
+
+
+def parameter_prices(
+    graph: OpGraph, cluster: Cluster, sharding: Sharding, program: Program, optimizer_copies: float
+) -> dict[str, ParameterPrice]:
+    home = home_layouts(graph, sharding)
+    found = {}
+    for name, layout in state_layouts(graph, sharding).items():
+        stored, state = (local_bytes(graph, name, own, cluster.sizes) for own in (home[name], layout))
+        axes = _axes(cluster, program.reduced.get(name, ()), home[name], layout)
+        found[name] = ParameterPrice(
+            resident_bytes(stored, state, optimizer_copies),
+            update_seconds(stored, *axes),
+            optimizer_seconds(state, optimizer_copies, cluster.compute),
+        )
+    return found
+
+
 def price_step(
     graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, program: Program, optimizer_copies: float
 ) -> StepPrice:
@@ -129,30 +154,25 @@ def price_step(
         link = graph.chain[index]
         last = index == len(program.links) - 1
         exit_ = program.loss if last else Tensor(link.output, home[link.output])
-        compute, communication = _seconds(graph, profile, cluster, sharding, steps)
+        compute, communication = steps_seconds(graph, profile, cluster, sharding, steps)
         memory = link_memory(graph, profile, sharding, link, steps, exit_, cluster.sizes)
         entry = graph.values[link.input].type.nbytes // home[link.input].pieces(cluster.sizes) if link.input else 0
         links.append(LinkPrice(compute, communication, memory, entry))
     before = [(program.prologue, program.micro_batches), (program.shared, 1)]
-    priced = [(*_seconds(graph, profile, cluster, sharding, steps), times) for steps, times in before]
+    priced = [(*steps_seconds(graph, profile, cluster, sharding, steps), times) for steps, times in before]
     outside = Seconds(
         sum(times * (ops.forward + moves.forward) for ops, moves, times in priced),
         sum(times * (ops.backward + moves.backward) for ops, moves, times in priced),
     )
-    states = state_layouts(graph, sharding)
-    stored = {name: local_bytes(graph, name, home[name], cluster.sizes) for name in states}
-    state = {name: local_bytes(graph, name, layout, cluster.sizes) for name, layout in states.items()}
+    owned = parameter_prices(graph, cluster, sharding, program, optimizer_copies).values()
     return StepPrice(
         links=tuple(links),
         outside=outside,
-        gradient_sum=sum(
-            update_seconds(stored[name], *_axes(cluster, program.reduced.get(name, ()), home[name], layout))
-            for name, layout in states.items()
-        ),
-        optimizer=sum(optimizer_seconds(n, optimizer_copies, cluster.compute) for n in state.values()),
-        resident_bytes=round(sum(resident_bytes(stored[n], state[n], optimizer_copies) for n in states))
+        gradient_sum=sum(one.gradient_sum for one in owned),
+        optimizer=sum(one.optimizer for one in owned),
+        resident_bytes=round(sum(one.resident for one in owned))
         + sum(v.type.nbytes for v in graph.of_role(Role.BUFFER)),
-        shared_bytes=sum(_copied(graph, cluster, step, program.micro_batches) for step in program.shared),
+        shared_bytes=sum(copied_bytes(graph, cluster, step, program.micro_batches) for step in program.shared),
         micro_batches=program.micro_batches,
     )
 
@@ -163,13 +183,13 @@ def _axes(cluster: Cluster, summed: tuple[int, ...], home: Layout, state: Layout
     return [cluster.axes[n] for n in summed], [cluster.axes[n] for n in split]
 
 
-def _copied(graph: OpGraph, cluster: Cluster, step: Convert, micro_batches: int) -> int:
+def copied_bytes(graph: OpGraph, cluster: Cluster, step: Convert, micro_batches: int) -> int:
     """Bytes of a copy that is there for the whole step, of its gradient, and of what micro-batches before added up."""
     moved = conversion_of(step.source.layout, step.target.layout, cluster.sizes).forward != ""
     return (1 + moved + (micro_batches > 1)) * local_bytes(graph, step.target.value, step.target.layout, cluster.sizes)
 
 
-def _seconds(
+def steps_seconds(
     graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, steps: tuple[Step, ...]
 ) -> tuple[Seconds, Seconds]:
     """Seconds of ops and of conversions."""

@@ -1,4 +1,4 @@
-"""Everything that is decided: layouts, strategies, recompute; with what it is predicted to cost."""
+"""Everything that is decided: layouts, strategies, partitions, recompute; with what it is predicted to cost."""
 
 from __future__ import annotations
 
@@ -95,10 +95,64 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Partition:
+    """Links first..last of the model on devices of their own: all links where there is no pipeline."""
+
+    first: int
+    last: int
+    axes: tuple[tuple[str, int], ...]
+    sharding: Sharding  # of a pipeline's partition: of its own ops, and of the prologue
+    regions: tuple[Region, ...]
+    in_flight: int  # micro-batches whose forward has begun and whose backward has not ended, at most
+    peak_bytes: int
+    seconds: float  # of one micro-batch, forward, backward and recomputed
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+
+@dataclass(frozen=True)
 class Alternative:
-    point: int  # index on the frontier
+    """Another plan, and why it lost."""
+
+    what: str  # mesh, partitions, schedule, micro-batches, recompute
     seconds: float | None  # None: does not fit at any recompute
     peak_bytes: int
+    lost: str
+    point: int | None = None  # index on the frontier; None is a pipeline
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that the devices of a partition do."""
+
+    what: str  # forward, recompute, backward, weight gradients; prologue, gradient sums, optimizer
+    partition: int
+    first: int  # links
+    last: int
+    micro_batch: int | None  # None: once a step
+    start: float
+    seconds: float
+    held_bytes: int | None = None  # meanwhile; None where only the peak of the partition is known
+
+
+@dataclass(frozen=True)
+class Total:
+    """A partition's seconds of a step by what it does."""
+
+    partition: int
+    what: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The step as it is predicted to run; the events of a long one are left out, and `note` says so."""
+
+    events: tuple[Event, ...] = ()
+    totals: tuple[Total, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,20 +164,59 @@ class Prediction:
     communication_seconds: float
     recompute_seconds: float
     optimizer_seconds: float
+    bubble_seconds: float = 0.0  # in which the busiest devices of a pipeline wait; the seconds above are theirs
 
 
 @dataclass(frozen=True)
 class Plan:
-    axes: tuple[tuple[str, int], ...]
     device: str
     budget_bytes: int
-    sharding: Sharding
-    regions: tuple[Region, ...]
+    partitions: tuple[Partition, ...]  # one where there is no pipeline
     prediction: Prediction
-    alternatives: tuple[Alternative, ...]
+    alternatives: tuple[Alternative, ...] = ()
     micro_batches: int = 1  # forward and backward passes of a step
+    schedule: str = ""  # of a pipeline: gpipe, 1f1b, interleaved or zero_bubble
+    chunks: int = 1  # partitions on the same devices
+    timeline: Timeline = field(default_factory=Timeline)
     released: tuple[str, ...] = ()  # values that backward does not keep, and that are large: let go once they are read
+
+    @staticmethod
+    def whole(
+        axes: tuple[tuple[str, int], ...],
+        device: str,
+        budget_bytes: int,
+        sharding: Sharding,
+        regions: tuple[Region, ...],
+        prediction: Prediction,
+        micro_batches: int = 1,
+    ) -> Plan:
+        """A plan without a pipeline."""
+        last = regions[-1].last if regions else 0
+        only = Partition(0, last, axes, sharding, regions, 1, prediction.peak_bytes, prediction.step_seconds)
+        return Plan(device, budget_bytes, (only,), prediction, (), micro_batches)
+
+    @property
+    def pipelined(self) -> bool:
+        return len(self.partitions) > 1
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return self._only.axes
+
+    @property
+    def sharding(self) -> Sharding:
+        return self._only.sharding
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self._only.regions
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(size for _, size in self.axes)
+        return self._only.sizes
+
+    @property
+    def _only(self) -> Partition:
+        if self.pipelined:
+            raise ValueError(f"the plan is a pipeline of {len(self.partitions)} partitions: ask each of them")
+        return self.partitions[0]

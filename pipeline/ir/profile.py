@@ -112,6 +112,7 @@ class Kernels:
     optimizer: tuple[Kernel, ...]
     joined: tuple[Joined, ...] = ()  # in order; a link that stands alone is in none
     runs: tuple[LinkKernels, ...] = ()  # of these
+    slices: int = 1  # ops are priced for so small a part of the batch for which the kernels were run
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,27 @@
-"""Over the plans of the frontier: the least predicted step time that fits the budget, and why the others lost."""
+"""Over plans, meshes, partitions, micro-batches and recompute: the least predicted step time that fits the budget."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pipeline.config import Checkpoint, Recompute
+from pipeline.config import Checkpoint
 from pipeline.cost.resident import budget_of, gigabytes, resident_parts
 from pipeline.cost.step import StepPrice, price_step
 from pipeline.errors import SolveError
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Alternative, Frontier, Plan, Prediction, Region, Sharding
+from pipeline.ir.plan import Alternative, Frontier, Partition, Plan, Prediction, Region, Sharding
 from pipeline.ir.profile import Profile
 from pipeline.lowering import lower
-from stages.checkpoint import rotor, schedule
+from stages.checkpoint import rotor, schedule, timeline
 from stages.checkpoint.chain import Chain
-from stages.checkpoint.linearize import linearize
-from stages.checkpoint.simulate import simulate
+from stages.checkpoint.describe import axes_in_words, passes_in_words, pipeline_in_words, recompute_in_words
+from stages.checkpoint.given import Floor
+from stages.checkpoint.hand import LINK_BY_LINK, fixed_schedule
+from stages.checkpoint.linearize import Linear, linearize, loss_temporaries
+from stages.checkpoint.offers import Offer, alternatives
+from stages.checkpoint.piped import Piped, Pipelines, predict
+from stages.checkpoint.simulate import Outcome, State, Step, simulate
 from stages.checkpoint.within import fastest_within
 
 
@@ -27,17 +32,25 @@ class Candidate:
     point: int
     mesh: Mesh
     sharding: Sharding
-    price: StepPrice
-    fixed_bytes: int  # there whatever is recomputed
+    price: StepPrice  # its optimizer as `linear` has it
+    linear: Linear
     regions: tuple[Region, ...] | None
-    chain_seconds: float  # of one micro-batch
+    outcome: Outcome  # of one micro-batch; of nothing where none fits
     peak_bytes: int  # of the schedule, or the least that any schedule needs
     consists: str = ""  # where none fits: of what that is made
     optimal_bytes: int | None = None  # where none fits: what the best schedule needs, if another was asked for
 
     @property
+    def chain_seconds(self) -> float:
+        """Of one micro-batch."""
+        return self.outcome.time
+
+    @property
     def step_seconds(self) -> float:
         return self.price.seconds_with(self.chain_seconds)
+
+
+NOTHING = Outcome((), 0.0, 0.0)
 
 
 def evaluate(
@@ -47,29 +60,38 @@ def evaluate(
     cluster = cluster.on(mesh)
     program = lower(graph, sharding, frontier.micro_batches)
     price = price_step(graph, profile, cluster, sharding, program, frontier.optimizer_copies)
-    linear = linearize(graph, profile, cluster, sharding, program, price)
-    room, chain = frontier.budget_bytes - linear.fixed_bytes, linear.chain
-    candidate = Candidate(number, mesh, sharding, price, linear.fixed_bytes, None, 0.0, 0)
+    join = settings.recompute not in LINK_BY_LINK
+    linear = linearize(graph, profile, cluster, sharding, program, price, join)
+    price = replace(price, optimizer=linear.optimizer_seconds)
+    candidate = Candidate(number, mesh, sharding, price, linear, None, NOTHING, 0)
+    chain, fixed, budget = linear.chain, linear.fixed_bytes, frontier.budget_bytes
     if chain is None:
-        loss = price.links[0]
-        need = loss.memory.kept + loss.memory.backward_extra
-        regions = (Region(0, 0, False, ()),) if need <= room else None
-        found = replace(
-            candidate, regions=regions, chain_seconds=loss.forward + loss.backward, peak_bytes=linear.fixed_bytes + need
-        )
-        return found if regions else _refused(found, graph, cluster, frontier, None)
+        loss = linear.costs[0].ways[0]
+        need = loss_temporaries(linear.costs[0])
+        found = replace(candidate, peak_bytes=max(fixed + need, linear.optimizer_peak))
+        if found.peak_bytes > budget:
+            return _refused(found, graph, cluster, frontier, None)
+        regions = tuple(Region(link, link, False, ()) for link in range(len(graph.chain)))
+        return replace(found, regions=regions, outcome=_of_one_link(loss.forward + loss.backward, need))
     try:
-        best = _schedule(chain, room, settings)
+        best = _schedule(graph, chain, budget - fixed, settings, frontier.micro_batches)
     except rotor.InfeasibleBudget as refusal:
-        found = replace(candidate, peak_bytes=linear.fixed_bytes + refusal.tightest)
+        found = replace(candidate, peak_bytes=max(fixed + refusal.tightest, linear.optimizer_peak))
         return _refused(found, graph, cluster, frontier, refusal.op)
     outcome = simulate(chain, best.sequence)
-    found = replace(candidate, chain_seconds=outcome.time, peak_bytes=linear.fixed_bytes + int(outcome.peak))
-    if found.peak_bytes <= frontier.budget_bytes:
+    peak = max(fixed + int(outcome.peak), linear.optimizer_peak)
+    found = replace(candidate, outcome=outcome, peak_bytes=peak)
+    if found.peak_bytes <= budget:
         return replace(found, regions=linear.regions(best.regions))
     worst = max(outcome.steps, key=lambda step: step.held).op
-    least = linear.fixed_bytes + rotor.tightest(chain, _slots(chain, settings)).memory
+    least = max(fixed + rotor.tightest(chain, _slots(chain, settings)).memory, linear.optimizer_peak)
     return replace(_refused(found, graph, cluster, frontier, worst), optimal_bytes=least)
+
+
+def _of_one_link(seconds: float, held: int) -> Outcome:
+    """The whole model is the loss."""
+    nothing = State(frozenset(), frozenset(), None)
+    return Outcome((Step(schedule.Op(schedule.Kind.B, 0), nothing, held, seconds),), seconds, held)
 
 
 def _refused(
@@ -80,15 +102,25 @@ def _refused(
     parts = resident_parts(graph, candidate.sharding, cluster.sizes, frontier.optimizer_copies)
     largest = f" (the largest part: {parts[0].label} with {gigabytes(parts[0].nbytes)})" if parts else ""
     common = price.fixed_bytes - price.resident_bytes
-    inside = candidate.peak_bytes - candidate.fixed_bytes
-    link, forward = (op.link, op.kind is not schedule.Kind.B) if op else (0, False)
-    when = f"when link {link} ({_module(graph, link)}) runs {'forward' if forward else 'backward'}"
+    least, linear = candidate.peak_bytes, candidate.linear
+    if least == linear.optimizer_peak:
+        inside, when = least - price.resident_bytes, "what the optimizer takes while it runs, and the batch"
+        common = 0
+    else:
+        worst = op or schedule.Op(schedule.Kind.B, 0)
+        inside = least - price.resident_bytes - common
+        when = f"activations {_when(graph, replace(worst, link=linear.spans[worst.link][0]))}"
     shared = f", {gigabytes(common)} activations and copies that several links share" if common else ""
     return replace(
         candidate,
         consists=f"{gigabytes(price.resident_bytes)} are parameters, gradients and optimizer state{largest}{shared}"
-        f" and {gigabytes(inside)} {'other ' if common else ''}activations {when}",
+        f" and {gigabytes(inside)} {'other ' if common else ''}{when}",
     )
+
+
+def _when(graph: OpGraph, op: schedule.Op) -> str:
+    direction = "backward" if op.kind is schedule.Kind.B else "forward"
+    return f"when link {op.link} ({_module(graph, op.link)}) runs {direction}"
 
 
 def _module(graph: OpGraph, link: int) -> str:
@@ -98,13 +130,14 @@ def _module(graph: OpGraph, link: int) -> str:
     return ".".join(same or names[0]) or "the model itself"
 
 
-def _schedule(chain: Chain, room: int, settings: Checkpoint) -> schedule.Schedule:
+def _schedule(graph: OpGraph, chain: Chain, room: int, settings: Checkpoint, micro_batches: int) -> schedule.Schedule:
     """What the user asked for. Keeping everything is tried first: rounding to slots may hide that it fits."""
-    if settings.recompute is Recompute.full:
-        return schedule.full_recompute(chain)
+    fixed = fixed_schedule(graph, chain, settings, micro_batches)
+    if fixed is not None:
+        return fixed
     everything = schedule.no_recompute(chain)
     peak = int(simulate(chain, everything.sequence).peak)
-    if settings.recompute is Recompute.off or peak <= room:
+    if peak <= room:
         return everything
     slots = _slots(chain, settings)
     if room < rotor.tightest(chain).memory or not rotor.fits(chain, slots, room):
@@ -117,50 +150,189 @@ def _slots(chain: Chain, settings: Checkpoint) -> int:
     return max(500, settings.slots_per_link * (chain.length + 1))
 
 
+# ------------------------------------------------------------------------------------------------------- the choice
+
+
 def choose(
-    candidates: list[Candidate], cluster: Cluster, frontier: Frontier, where: str, released: tuple[str, ...] = ()
+    candidates: list[Candidate],
+    cluster: Cluster,
+    frontier: Frontier,
+    where: str,
+    graph: OpGraph | None = None,
+    pipelines: Pipelines = Pipelines(),  # noqa: B008
 ) -> Plan:
-    fitting = [c for c in candidates if c.regions is not None]
-    if not fitting:
-        raise _refusal(candidates, frontier, where)
-    best = min(fitting, key=lambda c: (c.step_seconds, c.peak_bytes))
+    """Of the plans without a pipeline and those with one; `graph` is needed for the latter."""
+    alone = [(_offer(one, frontier), one) for one in candidates]
+    piped = [(_piped_offer(one), one) for one in pipelines.found]
+    offers = [offer for offer, _ in (*alone, *piped)] + _refused_offer(pipelines)
+    best = min(offers, key=lambda offer: offer.rank, default=None)
+    if best is None or best.prediction is None:
+        raise _refusal(candidates, frontier, where, pipelines, graph)
+    others = alternatives(offers, best, frontier.budget_bytes)
+    for offer, own in alone:
+        if offer is best:
+            return _plan_alone(own, best.prediction, cluster, frontier, others)
+    (chosen,) = (own for offer, own in piped if offer is best)
+    assert graph is not None
+    return _plan_piped(chosen, best.prediction, graph, cluster, frontier, others)
+
+
+def _plan_alone(
+    best: Candidate,
+    prediction: Prediction,
+    cluster: Cluster,
+    frontier: Frontier,
+    others: tuple[Alternative, ...],
+) -> Plan:
     assert best.regions is not None
+    last = len(best.price.links) - 1
+    only = Partition(0, last, _axes(best.mesh), best.sharding, best.regions, 1, best.peak_bytes, best.chain_seconds)
     return Plan(
-        axes=tuple((axis.name, axis.size) for axis in best.mesh.axes),
         device=cluster.device,
         budget_bytes=frontier.budget_bytes,
-        sharding=best.sharding,
-        regions=best.regions,
-        prediction=_predict(best),
-        alternatives=tuple(
-            Alternative(c.point, c.step_seconds if c.regions is not None else None, c.peak_bytes) for c in candidates
-        ),
+        partitions=(only,),
+        prediction=prediction,
+        alternatives=others,
         micro_batches=frontier.micro_batches,
-        released=released,
+        timeline=timeline.of_one(best.price, best.outcome, best.linear),
     )
 
 
+def _plan_piped(
+    best: Piped,
+    prediction: Prediction,
+    graph: OpGraph,
+    cluster: Cluster,
+    frontier: Frontier,
+    others: tuple[Alternative, ...],
+) -> Plan:
+    plan = best.plan
+    partitions = tuple(
+        Partition(
+            first=part.first,
+            last=part.last,
+            axes=_axes(filled.mesh),
+            sharding=restricted(graph, filled.sharding, part.first, part.last),
+            regions=filled.linear.regions(part.region),
+            in_flight=part.flight,
+            peak_bytes=round(part.peak_bytes),
+            seconds=part.load.time,
+        )
+        for part, filled in zip(plan.partitions, best.fills, strict=True)
+    )
+    return Plan(
+        device=cluster.device,
+        budget_bytes=frontier.budget_bytes,
+        partitions=partitions,
+        prediction=prediction,
+        alternatives=others,
+        micro_batches=plan.micro_batches,
+        schedule=plan.pipeline.value,
+        chunks=plan.chunks,
+        timeline=timeline.of_pipeline(plan),
+    )
+
+
+def _axes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
+    return tuple((axis.name, axis.size) for axis in mesh.axes)
+
+
+def _offer(candidate: Candidate, frontier: Frontier) -> Offer:
+    regions = candidate.regions or ()
+    words = [
+        f"plan {candidate.point} of the frontier on {axes_in_words(_axes(candidate.mesh))}",
+        "no pipeline",
+        passes_in_words(frontier.micro_batches),
+        recompute_in_words(sum(region.recompute for region in regions)),
+    ]
+    fits = candidate.regions is not None
+    what = ", ".join(words if fits else words[:-1])
+    prediction = _predict(candidate) if fits else None
+    return Offer(what, "", ("point", candidate.point), candidate.peak_bytes, prediction, candidate.point)
+
+
+def _piped_offer(piped: Piped) -> Offer:
+    plan, axes = piped.plan, [_axes(filled.mesh) for filled in piped.fills]
+    spans = [(part.first, part.last, own) for part, own in zip(plan.partitions, axes, strict=True)]
+    again = sum(isinstance(step, schedule.Region) for part in plan.partitions for step in part.region.steps)
+    what = ", ".join(
+        [
+            pipeline_in_words(plan.pipeline.value, spans),
+            passes_in_words(plan.micro_batches),
+            recompute_in_words(again),
+        ]
+    )
+    kind = plan.pipeline, plan.chunks, plan.micro_batches, tuple(axes)
+    return Offer(what, plan.pipeline.value, kind, piped.peak_bytes, predict(piped))
+
+
+def _refused_offer(pipelines: Pipelines) -> list[Offer]:
+    floor = pipelines.refused.floor if pipelines.refused else None
+    if floor is None:
+        return []
+    return [Offer("any pipeline", floor.pipeline.value, "refused", floor.memory, None)]
+
+
 def _predict(best: Candidate) -> Prediction:
-    price = best.price
-    once = sum(link.forward + link.backward for link in price.links)
+    price, once = best.price, best.linear.once
+    moved = price.micro_batches * sum(link.communication.total for link in price.links)
     return Prediction(
         step_seconds=best.step_seconds,
         peak_bytes=best.peak_bytes,
         resident_bytes=price.resident_bytes,
-        compute_seconds=price.compute,
+        compute_seconds=price.micro_batches * once - moved + price.outside.total,
         communication_seconds=price.communication,
         recompute_seconds=price.micro_batches * max(0.0, best.chain_seconds - once),
         optimizer_seconds=price.optimizer,
     )
 
 
-def _refusal(candidates: list[Candidate], frontier: Frontier, where: str) -> SolveError:
-    least = min(candidates, key=lambda c: c.peak_bytes)
-    optimal = min((c.optimal_bytes for c in candidates if c.optimal_bytes is not None), default=least.peak_bytes)
-    better = f"set `recompute: optimal`, which needs {budget_of(optimal)}, " if optimal < least.peak_bytes else ""
+def _floor_in_words(graph: OpGraph, floor: Floor) -> str:
+    rest = floor.memory - floor.resident_bytes - floor.waiting_bytes
+    waiting = f", {gigabytes(floor.waiting_bytes)} micro-batches that wait" if floor.waiting_bytes else ""
+    return (
+        f"in partition {floor.partition + 1} of {floor.partitions} (links {floor.first}..{floor.last},"
+        f" {floor.pipeline.value}, {floor.flight} in flight) {gigabytes(floor.resident_bytes)} are parameters,"
+        f" gradients and optimizer state{waiting} and {gigabytes(rest)} activations {_when(graph, floor.op)}"
+    )
+
+
+def _refusal(
+    candidates: list[Candidate], frontier: Frontier, where: str, pipelines: Pipelines, graph: OpGraph | None
+) -> SolveError:
+    """The tightest budget that some plan fits, and what is its floor."""
+    refused = pipelines.refused
+    floors = [(one.peak_bytes, one.consists) for one in candidates]
+    if refused is not None and refused.floor is not None:
+        assert graph is not None
+        floors.append((refused.floor.memory, _floor_in_words(graph, refused.floor)))
+    if not floors:
+        what = "the frontier has no plan for all devices, and a pipeline is not asked for"
+        return SolveError(what, where=where, remedy="set `pipeline: solve` in conf/checkpoint, or solve without `pp`")
+    least, consists = min(floors)
+    optimal = min((c.optimal_bytes for c in candidates if c.optimal_bytes is not None), default=least)
+    better = f"set `recompute: optimal`, which needs {budget_of(optimal)}, " if optimal < least else ""
     return SolveError(
         f"no plan fits {gigabytes(frontier.budget_bytes)}: the tightest feasible budget is "
-        f"{budget_of(least.peak_bytes)}, of which {least.consists}",
+        f"{budget_of(least)}, of which {consists}",
         where=where,
         remedy=f"raise the budget to that, {better}or use more devices",
+    )
+
+
+def restricted(graph: OpGraph, sharding: Sharding, first: int, last: int) -> Sharding:
+    """What a partition needs of a sharding: its own ops, those of the prologue, and what they read."""
+    ops = [
+        graph.op(name) for name in (*graph.prologue, *(op for link in graph.chain[first : last + 1] for op in link.ops))
+    ]
+    read = {name for op in ops for name in op.inputs}
+    origins = {graph.values[name].origin for name in read}
+    values = read | {name for op in ops for name in op.outputs}
+    return Sharding(
+        strategies={op.name: sharding.strategies[op.name] for op in ops},
+        storage={name: layout for name, layout in sharding.storage.items() if name in origins},
+        inputs={name: layout for name, layout in sharding.inputs.items() if name in read},
+        paths={name: way for name, way in sharding.paths.items() if name.split(": ")[0] in values},
+        state={name: layout for name, layout in sharding.state.items() if name in origins},
+        regathered=tuple(name for name in sharding.regathered if name in origins),
     )

@@ -7,7 +7,7 @@ appears in backward and stays until the optimizer has used it: then they are no 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pipeline.cost.compute import local_bytes
@@ -34,6 +34,16 @@ class Linear:
     optimizer_peak: int  # bytes, when nothing of the chain is left
     optimizer_seconds: float
 
+    @property
+    def once(self) -> float:
+        """Seconds of every link once, forward and backward."""
+        return sum(own.ways[0].forward + own.ways[0].backward for own in self.costs)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The links of the graph that each link of the chain stands for."""
+        return tuple((own.first, own.last_link) for own in self.costs)
+
     def regions(self, region: Region) -> tuple[plan.Region, ...]:
         """As the plan has them: links that keep a part of themselves are a region with what they keep."""
         return tuple(self._regions(region))
@@ -54,10 +64,17 @@ class Linear:
 
 
 def linearize(
-    graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, program: Program, price: StepPrice
+    graph: OpGraph,
+    profile: Profile,
+    cluster: Cluster,
+    sharding: Sharding,
+    program: Program,
+    price: StepPrice,
+    join: bool = True,
 ) -> Linear:
+    """With `join`, links between which a cut would gain nothing are one; else each stands alone."""
     owned = growing(graph, sharding, program)
-    costs = link_costs(graph, profile, cluster, sharding, program, price.links, owned)
+    costs = link_costs(graph, profile, cluster, sharding, program, price.links, owned, join)
     grown = tuple(_grown(graph, cluster, sharding, costs, owned))
     given = sum(local_bytes(graph, v.name, sharding.inputs[v.name], cluster.sizes) for v in graph.of_role(Role.INPUT))
     fixed = price.fixed_bytes + given - sum(grown)
@@ -80,6 +97,16 @@ def _optimizer_seconds(profile: Profile, cluster: Cluster, price: StepPrice, par
         return price.optimizer
     card = card_of(cluster.compute)
     return part * sum(kernel_seconds(kernel, card) for kernel in profile.kernels.optimizer)
+
+
+def linearize_partitions(
+    graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, program: Program, price: StepPrice
+) -> Linear:
+    """For a pipeline: every link may begin a partition, gradients add up over the micro-batches, and the last link of a
+    partition makes its output for the next."""
+    found = linearize(graph, profile, cluster, sharding, program, price, join=False)
+    chain = found.chain and replace(found.chain, last=(), grown=())
+    return replace(found, chain=chain, fixed_bytes=price.fixed_bytes)
 
 
 def growing(graph: OpGraph, sharding: Sharding, program: Program) -> frozenset[str]:
@@ -116,7 +143,7 @@ def _chain(costs: tuple[LinkCosts, ...], grown: tuple[int, ...]) -> Chain | None
         f=tuple(way.forward for way in plain),
         b=(*(way.backward for way in plain), loss.ways[0].forward + loss.ways[0].backward),
         ft=tuple(way.forward_extra for way in plain),
-        bt=(*(way.backward_extra for way in plain), _loss_temporaries(loss)),
+        bt=(*(way.backward_extra for way in plain), loss_temporaries(loss)),
         f_none=tuple(link.dropped for link in links),
         ft_none=tuple(link.dropped_extra for link in links),
         more=tuple(tuple(_option(way, _saved(way, after)) for way in link.ways[1:]) for link, after in pairwise(costs)),
@@ -133,7 +160,7 @@ def _option(way: Way, saved: int) -> Option:
     return Option(way.forward, way.backward, saved, way.forward_extra, way.backward_extra)
 
 
-def _loss_temporaries(loss: LinkCosts) -> int:
+def loss_temporaries(loss: LinkCosts) -> int:
     """The loss runs forwards and backwards at once: what it keeps is alive beside the gradient it makes."""
     way = loss.ways[0]
     return max(way.saved + way.forward_extra, way.saved + loss.output_bytes + way.backward_extra)

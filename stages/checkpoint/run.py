@@ -1,14 +1,17 @@
-"""Checkpoint: for every plan of the frontier the best recompute within the budget; then the best of them all."""
+"""Checkpoint: for every plan of the frontier the best recompute within the budget, and pipelines; the best of all."""
 
 from __future__ import annotations
 
-from pipeline.config import Config
-from pipeline.ir.plan import Plan
+from dataclasses import replace
+
+from pipeline.config import Checkpoint, Config, Pipeline, Recompute
+from pipeline.ir.plan import Frontier, Plan
 from pipeline.ir.profile import as_run
 from pipeline.ir.verify import verify_sharding
 from pipeline.stage import Inputs, Result
 from stages.checkpoint.choose import choose, evaluate
 from stages.checkpoint.describe import describe
+from stages.checkpoint.piped import find_pipelines
 from stages.checkpoint.released import released
 
 
@@ -18,12 +21,22 @@ def run(inputs: Inputs, config: Config) -> Result:
     where = f"conf/solve/{config.choices['solve']}.yaml: memory_budget_gb"
     for point in (*frontier.points, *frontier.pieces):
         verify_sharding(graph, point.sharding, frontier.meshes[point.mesh].sizes)
+    settings, file = config.checkpoint, f"conf/checkpoint/{config.choices['checkpoint']}.yaml"
     candidates = [
-        evaluate(graph, profile, cluster, frontier, i, config.checkpoint) for i in range(len(frontier.points))
+        evaluate(graph, profile, cluster, frontier, i, settings)
+        for i in (range(len(frontier.points)) if may_stand_alone(settings, frontier) else ())
     ]
-    plan = choose(candidates, cluster, frontier, where, released(graph, profile))
+    pipelines = find_pipelines(graph, profile, cluster, frontier, settings, file)
+    plan = choose(candidates, cluster, frontier, where, graph, pipelines)
+    plan = replace(plan, released=released(graph, profile))
     inputs.log.info(describe(graph, plan))
     return Result(plan, figures(plan))
+
+
+def may_stand_alone(settings: Checkpoint, frontier: Frontier) -> bool:
+    """Whether plans without a pipeline are looked at: not where one is asked for, or a recompute that needs one."""
+    asked = settings.pipeline not in (Pipeline("off"), Pipeline("solve"))
+    return not asked and not (settings.recompute is Recompute.except_last and frontier.micro_batches > 1)
 
 
 def figures(plan: Plan) -> dict[str, float | int | str]:
@@ -37,5 +50,9 @@ def figures(plan: Plan) -> dict[str, float | int | str]:
         "recompute_ms": round(predicted.recompute_seconds * 1e3, 4),
         "optimizer_ms": round(predicted.optimizer_seconds * 1e3, 4),
         "budget_mb": round(plan.budget_bytes / 1e6, 3),
-        "recompute_regions": sum(region.recompute for region in plan.regions),
+        "bubble_ms": round(predicted.bubble_seconds * 1e3, 4),
+        "recompute_regions": sum(region.recompute for part in plan.partitions for region in part.regions),
+        "partitions": len(plan.partitions),
+        "schedule": plan.schedule or "none",
+        "micro_batches": plan.micro_batches,
     }

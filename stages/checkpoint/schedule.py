@@ -79,10 +79,11 @@ def flatten(region: Region, loss: int, early: bool = False) -> tuple[Op, ...]:
 
     With `early`, the second run of a region ends where its last link has all that its backward needs (`LAST`).
     """
-    return (*_forwards(region, loss), *_backwards(region, loss, early))
+    return (*forwards(region, loss), *_backwards(region, loss, early))
 
 
-def _forwards(region: Region, loss: int) -> Iterator[Op]:
+def forwards(region: Region, loss: int) -> Iterator[Op]:
+    """What runs before the first backward of a region."""
     for step in region.steps:
         if isinstance(step, Region):
             yield Op(Kind.F_CK, step.first)

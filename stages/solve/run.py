@@ -16,7 +16,7 @@ from pipeline.ir.profile import as_run
 from pipeline.log import Log, progress
 from pipeline.ops.discover import remember_in
 from pipeline.stage import Inputs, Result
-from stages.solve.meshes import meshes_of, pieces_of
+from stages.solve.meshes import asks_for_pipeline, meshes_of, pieces_of
 from stages.solve.on_mesh import OnMesh, best_rows, most_promising
 from stages.solve.optimizer import optimizer_copies
 from stages.solve.refusal import refusal, refusal_of_saved
@@ -51,12 +51,17 @@ def run(inputs: Inputs, config: Config) -> Result:
         next(mesh for mesh in tried if mesh.cluster.axes == home.axes).start_from(plan)
     kept = tried if as_is else most_promising(tried, budget, settings.frontier_meshes)
     found = _judged(kept, budget) if as_is else _searched(kept, memory, settings, inputs.log)
-    if all(point.resident_bytes > budget for point in found):
+    alone = not asks_for_pipeline(settings)
+    if alone and all(point.resident_bytes > budget for point in found):
         found.append(_small_enough(found, tried, kept, budget))
     pieces = [
         mesh
-        for size, meshes in ({} if as_is else pieces_of(cluster, settings)).items()
-        for mesh in most_promising(_with_plans(on, meshes, inputs.log), memory / size, settings.piece_meshes)
+        for size, meshes in ({} if as_is else pieces_of(cluster, settings, where)).items()
+        for mesh in (
+            most_promising(_with_plans(on, meshes, inputs.log), memory / size, settings.piece_meshes)
+            if alone
+            else _possible(on, meshes, meshes, inputs.log)
+        )
     ]
     parts = _searched(pieces, memory, settings, inputs.log)
     frontier = Frontier(
@@ -69,7 +74,7 @@ def run(inputs: Inputs, config: Config) -> Result:
         micro_batches,
     )
     inputs.log.info(beside(frontier))
-    figures = _figures(frontier, config, kept, [*tried, *pieces])
+    figures = _figures(frontier, config, [*kept, *pieces], [*tried, *pieces])
     figures["meshes"] = len(tried)
     figures["piece_plans"] = len(frontier.pieces)
     if cluster.device == "cuda" and profile.kernels:
@@ -139,10 +144,14 @@ def _searched(kept: list[OnMesh], memory: float, settings: Solve, log: Log) -> l
 
 
 def _figures(
-    frontier: Frontier, config: Config, kept: list[OnMesh], every: list[OnMesh]
+    frontier: Frontier, config: Config, planned: list[OnMesh], every: list[OnMesh]
 ) -> dict[str, float | int | str]:
-    """Sizes are those of the fastest plan's problem, seconds those of every mesh that was looked at."""
-    points, best, problem = frontier.points, frontier.points[0], kept[frontier.points[0].mesh].problem
+    """Sizes are those of the fastest plan's problem, seconds those of every mesh that was looked at.
+
+    Where a pipeline is asked for, plans are those of its pieces.
+    """
+    points = frontier.points or frontier.pieces
+    best, problem = points[0], planned[points[0].mesh].problem
     seconds = {"build": sum(mesh.build_seconds for mesh in every)}
     for mesh in every:
         for phase, spent in mesh.sweep.seconds.items():

@@ -43,6 +43,9 @@ def read_saved(name: str | None, root: Path, graph: OpGraph) -> tuple[Saved, ...
         return ()
     file = saved_file(name)
     body = load_saved(file, root, ("plan", "frontier")).body
+    if isinstance(body, Plan) and body.pipelined:
+        what = f"the saved plan is a pipeline of {len(body.partitions)} partitions, and one without is needed"
+        raise ArtifactError(what, where=file, remedy="save runs/solve/frontier.json instead, or set `plan: null`")
     if isinstance(body, Plan):
         found = [Saved(file, body.sizes, body.sharding)]
     else:

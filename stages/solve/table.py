@@ -21,7 +21,7 @@ def shown(mesh: Mesh) -> str:
 
 def beside(frontier: Frontier) -> str:
     """The fastest plan and those with names, for the log."""
-    best = frontier.points[0]
+    best = (frontier.points or frontier.pieces)[0]
     rows = [("fastest plan", best.seconds, best.peak_bytes, best.mesh)]
     rows += [(row.name, row.seconds, row.peak_bytes, row.mesh) for row in frontier.baselines]
     lines = [

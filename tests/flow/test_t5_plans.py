@@ -28,7 +28,9 @@ def outcomes(tmp_path_factory) -> list[dict[str, str]]:
     for sharding in SHARDINGS:
         plan = plans.FORCED[sharding](graph, 2)
         for schedule, regions in SCHEDULES.items():
-            _, source = plans.lowered("t5", replace(plan, regions=regions(graph)))
+            _, source = plans.lowered(
+                "t5", replace(plan, partitions=(replace(plan.partitions[0], regions=regions(graph)),))
+            )
             (folder / f"t5-{sharding}_{schedule}.py").write_text(source)
     return run_ranks(2, plans.run_programs, str(folder))
 

@@ -251,8 +251,12 @@ def sealed(data) -> None:
         ("graph", lambda b: b["ops"][0].update(args=3), "args"),
         ("graph", lambda b: b["ops"][0]["args"]["positional"].append({}), "args"),
         ("graph", lambda b: b["ops"][0]["args"]["positional"].append({"ref": 7}), "unknown argument"),
-        ("plan", lambda b: b["sharding"]["storage"].update({"out.weight": "Q"}), "cannot read the state 'Q'"),
-        ("plan", lambda b: b.update(regions="all"), "body.regions: expected a list"),
+        (
+            "plan",
+            lambda b: b["partitions"][0]["sharding"]["storage"].update({"out.weight": "Q"}),
+            "cannot read the state 'Q'",
+        ),
+        ("plan", lambda b: b.update(partitions="all"), "body.partitions: expected a list"),
     ],
 )
 def test_a_body_of_another_form_is_refused_though_its_digest_fits(made, tmp_path, kind, change, told):

@@ -29,14 +29,18 @@ from pipeline.ir.names import look_up, pattern
 from pipeline.ir.plan import (
     Alternative,
     Baseline,
+    Event,
     Frontier,
     FrontierPoint,
+    Partition,
     Plan,
     Prediction,
     Proof,
     Region,
     Sharding,
     Strategy,
+    Timeline,
+    Total,
 )
 from pipeline.ir.profile import Kernel, Kernels, LinkKernels, OpCost, Profile, Share, Step
 from pipeline.ir.report import Report
@@ -88,9 +92,23 @@ regions = st.recursive(
     max_leaves=6,
 )
 predictions = st.builds(Prediction, seconds, counts, counts, seconds, seconds, seconds, seconds)
-alternatives = st.builds(Alternative, counts, st.none() | seconds, counts)
+alternatives = st.builds(Alternative, names, st.none() | seconds, counts, names, st.none() | counts)
+plan_axes = tuples(st.tuples(names, counts))
+partitions = st.builds(Partition, counts, counts, plan_axes, shardings, tuples(regions), counts, counts, seconds)
+events = st.builds(Event, names, counts, counts, counts, st.none() | counts, seconds, seconds, st.none() | counts)
+totals = st.builds(Total, counts, names, seconds)
+timelines = st.builds(Timeline, tuples(events), tuples(totals), names)
 plans = st.builds(
-    Plan, tuples(st.tuples(names, counts)), names, counts, shardings, tuples(regions), predictions, tuples(alternatives)
+    Plan,
+    names,
+    counts,
+    tuples(partitions),
+    predictions,
+    tuples(alternatives),
+    counts,
+    names,
+    counts,
+    timelines,
 )
 kernels = st.builds(
     Kernel, names, seconds, counts, counts, names, tuples(tuples(counts)), names, st.booleans(), counts, names,

@@ -44,7 +44,7 @@ def sharded(storage: str = "R,R", inputs: str = "R,R") -> Sharding:
 def write(sharding: Sharding) -> str:
     graph = mlp_graph()
     links = tuple(Region(i, i, False, ()) for i in range(len(graph.chain)))
-    plan = Plan((("rows", 2), ("columns", 2)), "cpu", 0, sharding, links, Prediction(*[0] * 7), ())
+    plan = Plan.whole((("rows", 2), ("columns", 2)), "cpu", 0, sharding, links, Prediction(*[0] * 7))
     return write_module(graph, plan, lower(graph, sharding))
 
 

@@ -165,11 +165,18 @@ def test_the_best_of_all_plans_is_chosen_and_the_others_are_told():
     frontier = frontier_of("gpt")
     budget = candidate("gpt", 0, 1).peak_bytes - 200
     plan = plan_of("gpt", budget=budget)
-    assert [a.point for a in plan.alternatives] == list(range(len(frontier.points)))
-    assert plan.alternatives[0].seconds is None and plan.alternatives[0].peak_bytes > budget
+    points = range(len(frontier.points))
+    (chosen,) = set(points) - {a.point for a in plan.alternatives}
+    every = {point: candidate("gpt", point, budget) for point in points}
+    assert plan.prediction.step_seconds == min(c.step_seconds for c in every.values() if c.regions is not None)
+    assert plan.sharding == every[chosen].sharding
     fitting = [a for a in plan.alternatives if a.seconds is not None]
-    assert plan.prediction.step_seconds == min(a.seconds for a in fitting)
-    assert all(a.peak_bytes <= budget for a in fitting)
+    assert list(plan.alternatives) == sorted(plan.alternatives, key=lambda a: (a.seconds is None, a.seconds))
+    assert all(a.peak_bytes <= budget and a.seconds == every[a.point].step_seconds for a in fitting)
+    first = next(a for a in plan.alternatives if a.point == 0)
+    assert first.seconds is None and first.peak_bytes == every[0].peak_bytes > budget
+    assert first.lost.startswith("needs ") and " more than the budget of " in first.lost
+    assert all(re.match(r"\S+ (us|ms|s) slower: [+-]", a.lost) for a in fitting)
 
 
 def test_a_budget_below_what_stays_resident():

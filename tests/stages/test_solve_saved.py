@@ -59,7 +59,7 @@ def config(**asked: object) -> Config:
 
 def plan_with(sharding: Sharding, axes: tuple[tuple[str, int], ...] = (("d0", 2),)) -> Plan:
     """As the checkpoint stage writes it; what it was predicted to cost does not matter."""
-    return Plan(axes, "cpu", 1, sharding, (), Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0), ())
+    return Plan.whole(axes, "cpu", 1, sharding, (), Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0))
 
 
 def refused(root: Path, **asked: object) -> str:

@@ -1,0 +1,88 @@
+"""A way to cut worked out in full: the recompute of every partition in finer slots, then the schedule played."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from stages.checkpoint.cuts import Cuts
+from stages.checkpoint.in_flight import keep_all, run_partition
+from stages.checkpoint.pieces import Piece, Recompute, Timer
+from stages.checkpoint.pipelines import Load, Order, Pipeline, Timeline, orders, simulate
+from stages.checkpoint.schedule import Region
+from stages.checkpoint.tasks import Task
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Links first..last on one piece, and what they are predicted to take."""
+
+    first: int
+    last: int
+    piece: Piece
+    flight: int  # micro-batches whose forward has begun and whose backward has not ended, at most
+    region: Region  # its steps are run in order; those that are regions are recomputed
+    load: Load
+    hold_bytes: float  # of a micro-batch that waits
+    peak_bytes: float  # in all
+    room_bytes: float  # in all
+
+    @property
+    def regions(self) -> str:
+        return str(self.region)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    pipeline: Pipeline
+    chunks: int  # partitions on a device
+    micro_batches: int
+    partitions: tuple[Partition, ...]
+    estimate: float  # of a step, by closed form
+    seconds: float  # of a step, as simulated
+    division: int  # of those given
+    order: Order = field(repr=False)
+    timeline: Timeline = field(repr=False)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(part.piece.devices for part in self.partitions)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        return tuple(part.first for part in self.partitions)
+
+
+def plan_of(task: Task, cuts: Cuts) -> PipelinePlan:
+    """The schedules of all partitions, and the step as simulated."""
+    spans = cuts.spans(task.plain.links)
+    parts = []
+    for number, (first, last, p) in enumerate(spans):
+        then = spans[number + 1] if number + 1 < len(spans) else None
+        send = float(task.plain.send[last + 1, p, then[2]]) / 2 if then else 0.0
+        parts.append(_part(task.timers[p], first, last, task.flights[len(spans) - 1 - number], send))
+    order = orders(task.pipeline, len(spans) // task.chunks, task.micro_batches, task.chunks)
+    timeline = simulate(order, [part.load for part in parts])
+    return PipelinePlan(
+        pipeline=task.pipeline,
+        chunks=task.chunks,
+        micro_batches=task.micro_batches,
+        partitions=tuple(parts),
+        estimate=cuts.estimate,
+        seconds=timeline.seconds,
+        division=task.division,
+        order=order,
+        timeline=timeline,
+    )
+
+
+def _part(timer: Timer, first: int, last: int, flight: int, send: float) -> Partition:
+    piece, span = timer.piece, slice(first, last + 1)
+    region, passage = timer.schedule(first, last, flight)
+    weight = min(sum(piece.weight[span]), passage.backward)
+    load = Load(passage.forward, passage.backward, send, weight, sum(piece.once[span]))
+    if timer.terms.recompute is Recompute.EXCEPT_LAST:
+        kept = run_partition(piece.chain, keep_all(first, last), first, last)
+        load = replace(load, last_backward=kept.backward)
+    room = timer.terms.memory * timer.terms.share
+    used = room - timer.room(first, last, flight) + passage.memory(flight)
+    return Partition(first, last, piece, flight, region, load, passage.hold, used, room)

@@ -1,0 +1,282 @@
+"""Pipelines for the plans of a frontier: pieces priced, partitions searched, what comes out in figures.
+
+Which devices may be pieces is what the cluster offers as splits, each with its link and its meshes. Where all devices
+are linked alike any mix of sizes may follow one another, which holds all splits at once. A pass of the model may be cut
+into slices: the micro-batches of a step are passes times slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+from pipeline.config import Checkpoint, Pipeline, Recompute
+from pipeline.config.schema import SOLVE
+from pipeline.errors import SolveError
+from pipeline.ir.cluster import Cluster, LinkCost, Mesh, Split
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Frontier, Prediction
+from pipeline.ir.profile import Profile
+from stages.checkpoint import pieces, pipelines
+from stages.checkpoint.fill import Filled, fill
+from stages.checkpoint.given import Division, PartitionError, Wishes
+from stages.checkpoint.hand import boundary_links, spans_of
+from stages.checkpoint.in_full import Partition, PipelinePlan
+from stages.checkpoint.partition import partition
+from stages.checkpoint.reshard import Resharding
+from stages.checkpoint.slices import batch_of, fits
+
+MOST_PER_DEVICE = 8  # micro-batches for each device that are looked at: more shorten the bubble by little
+
+WAYS = {
+    Recompute.optimal: pieces.Recompute.SOLVED,
+    Recompute.full: pieces.Recompute.MARKED,
+    Recompute.every: pieces.Recompute.MARKED,
+    Recompute.off: pieces.Recompute.NEVER,
+    Recompute.never: pieces.Recompute.NEVER,
+    Recompute.always: pieces.Recompute.ALWAYS,
+    Recompute.except_last: pieces.Recompute.EXCEPT_LAST,
+}
+
+
+@dataclass(frozen=True)
+class Piped:
+    """A pipeline with the plans of its partitions."""
+
+    plan: PipelinePlan
+    fills: tuple[Filled, ...]  # of each partition
+
+    @property
+    def pieces(self) -> int:
+        """Groups of devices."""
+        return len(self.plan.partitions) // self.plan.chunks
+
+    def on(self, device: int) -> list[tuple[Partition, Filled]]:
+        """The partitions of one of them."""
+        pairs = list(zip(self.plan.partitions, self.fills, strict=True))
+        return pairs[device :: self.pieces]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(round(sum(part.peak_bytes for part, _ in self.on(device))) for device in range(self.pieces))
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """Those that fit, the fastest first; where none does, why."""
+
+    found: tuple[Piped, ...] = ()
+    refused: PartitionError | None = None
+
+
+def find_pipelines(
+    graph: OpGraph, profile: Profile, cluster: Cluster, frontier: Frontier, settings: Checkpoint, where: str
+) -> Pipelines:
+    """`where` is the file of the settings. A pipeline that is asked for and cannot be is an error."""
+    if settings.pipeline is Pipeline("off"):
+        return Pipelines()
+    counts = slice_counts(graph, settings, frontier.micro_batches, cluster.devices, where)
+    wishes = _wishes(graph, settings, cluster, where)
+    filled: dict[str, Filled] = {}
+    divisions = tuple(
+        division
+        for split in usable_splits(cluster)
+        if (division := _division(graph, profile, cluster, frontier, split, counts, filled)) is not None
+    )
+    if not divisions or len(graph.chain) < 2:
+        if _may_do_without(settings, frontier):
+            return Pipelines()
+        raise _impossible(graph, cluster, frontier, where)
+    try:
+        plans = partition(divisions, frontier.budget_bytes, wishes, reshard=Resharding(graph, filled, cluster))
+    except PartitionError as refused:
+        if refused.floor is not None:
+            return Pipelines(refused=refused)
+        key = next((key for key in ("boundaries", "partitions") if getattr(settings, key)), "pipeline")
+        if key == "pipeline" and _may_do_without(settings, frontier):
+            return Pipelines()
+        raise SolveError(refused.what, where=f"{where}: {key}", remedy=refused.remedy) from refused
+    return Pipelines(tuple(Piped(plan, tuple(filled[part.piece.name] for part in plan.partitions)) for plan in plans))
+
+
+def _may_do_without(settings: Checkpoint, frontier: Frontier) -> bool:
+    return settings.pipeline is Pipeline("solve") and bool(frontier.points)
+
+
+def _impossible(graph: OpGraph, cluster: Cluster, frontier: Frontier, where: str) -> SolveError:
+    if cluster.devices == 1:
+        what, remedy = "a pipeline needs several devices, and the cluster has one", "set `pipeline: off`"
+    elif len(graph.chain) < 2:
+        what, remedy = "the model is one link: it cannot be cut", "set `pipeline: off`"
+    elif not frontier.pieces:
+        what = "the frontier has no plans of fewer devices than all, which partitions could take"
+        remedy = "set `piece_meshes: 1` or more and no saved plan `as_is` in conf/solve, or `pipeline: off`"
+    else:
+        what = "no plan of the frontier is for the pieces into which the cluster splits, with such micro-batches"
+        remedy = "ask for fewer micro-batches, or set `pipeline: off`"
+    return SolveError(what, where=f"{where}: pipeline", remedy=remedy)
+
+
+# ---------------------------------------------------------------------------------------------------- the user's hand
+
+
+def slice_counts(graph: OpGraph, settings: Checkpoint, passes: int, devices: int, where: str) -> tuple[int, ...]:
+    """Into how many a pass may be cut."""
+    batch, asked = batch_of(graph), settings.micro_batches
+    if asked is None:
+        return (1,)
+    divisors = [q for q in range(1, batch + 1) if batch % q == 0]
+    if asked == SOLVE:
+        most = max(passes, MOST_PER_DEVICE * devices)
+        return tuple(q for q in divisors if passes * q <= most)
+    if asked % passes or asked // passes not in divisors:
+        raise SolveError(
+            f"got {asked}, and a step has {passes} passes of {batch} samples, of which each is cut into equal parts",
+            where=f"{where}: micro_batches",
+            remedy=f"use one of {', '.join(str(passes * q) for q in divisors)}",
+        )
+    return (asked // passes,)
+
+
+def _wishes(graph: OpGraph, settings: Checkpoint, cluster: Cluster, where: str) -> Wishes:
+    every = tuple(pipelines.Pipeline)
+    named = settings.pipeline is not Pipeline("solve")
+    boundaries = None
+    if settings.boundaries:
+        boundaries = boundary_links(graph, settings.boundaries, f"{where}: boundaries")
+    asked = settings.partitions or (len(boundaries) + 1 if boundaries else None)
+    marked = WAYS[settings.recompute] is pieces.Recompute.MARKED
+    return Wishes(
+        pipelines=(pipelines.Pipeline(settings.pipeline.value),) if named else every,
+        boundaries=boundaries,
+        partitions=(asked,) if asked else tuple(range(2, max(2, len(graph.chain)) + 1)),
+        recompute=WAYS[settings.recompute],
+        spans=spans_of(graph, settings) if marked else (),
+        chunks=tuple(n for n in range(2, asked // 2 + 1) if asked % n == 0) if asked else (2,),
+        all_buffers=True,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- divisions
+
+
+@dataclass(frozen=True)
+class Usable:
+    """Pieces that may follow one another: of these sizes, or any mix where none is given."""
+
+    sizes: tuple[int, ...]
+    link: LinkCost
+    meshes: dict[str, tuple[Mesh, ...]]
+
+
+def usable_splits(cluster: Cluster) -> tuple[Usable, ...]:
+    """Where devices are linked alike, one for all mixes of sizes."""
+    alike = cluster.group is not None and not cluster.group.members
+    if not alike:
+        return tuple(Usable(split.sizes, split.link, split.meshes) for split in cluster.splits)
+    meshes: dict[str, tuple[Mesh, ...]] = {}
+    for split in cluster.splits:
+        meshes |= {size: own for size, own in split.meshes.items() if size not in meshes}
+    return tuple(Usable((), _slowest(cluster.splits), meshes) for _ in cluster.splits[:1])
+
+
+def _slowest(splits: Iterable[Split]) -> LinkCost:
+    return max((split.link for split in splits), key=lambda link: link.seconds(1e6))
+
+
+def _division(
+    graph: OpGraph,
+    profile: Profile,
+    cluster: Cluster,
+    frontier: Frontier,
+    split: Usable,
+    counts: tuple[int, ...],
+    filled: dict[str, Filled],
+) -> Division | None:
+    """With the pieces that have plans, added to `filled`; None where a size has none."""
+    by_count = {}
+    for slices in counts:
+        own = list(_fills(graph, profile, cluster, frontier, split, slices))
+        have = {one.piece.devices for one in own}
+        if own and have.issuperset(split.sizes):
+            filled |= {one.piece.name: one for one in own}
+            by_count[frontier.micro_batches * slices] = tuple(one.piece for one in own)
+    if not by_count:
+        return None
+    return Division(cluster.devices, by_count, split.link.seconds, split.sizes)
+
+
+def _fills(
+    graph: OpGraph, profile: Profile, cluster: Cluster, frontier: Frontier, split: Usable, slices: int
+) -> Iterator[Filled]:
+    for number, point in enumerate(frontier.pieces):
+        mesh = _mesh_in(split, frontier.meshes[point.mesh])
+        if mesh is None or not fits(graph, point.sharding, mesh.sizes, slices):
+            continue
+        sizes = " + ".join(map(str, split.sizes)) or "any"
+        name = f"plan {number} of {prod(mesh.sizes)} in {sizes}, a {slices}th"
+        found = fill(
+            name,
+            graph,
+            profile,
+            cluster.part(mesh),
+            point.sharding,
+            frontier.optimizer_copies,
+            frontier.micro_batches,
+            slices,
+            split.link.seconds,
+        )
+        if found is not None:
+            yield found
+
+
+def _mesh_in(split: Usable, mesh: Mesh) -> Mesh | None:
+    """The mesh as this split has it: pieces of one size may be slower in another. Axes keep their names."""
+    for own in split.meshes.get(str(prod(mesh.sizes)), ()):
+        if own.sizes == mesh.sizes:
+            return Mesh(tuple(replace(a, name=b.name) for a, b in zip(own.axes, mesh.axes, strict=True)))
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def predict(piped: Piped) -> Prediction:
+    """Seconds by what they are for are those of the busiest devices; what is left of the step they wait."""
+    plan = piped.plan
+    busy = [
+        sum(event.end - event.start for event in row) + sum(part.load.once for part, _ in piped.on(device))
+        for device, row in enumerate(plan.timeline.events)
+    ]
+    device = max(range(piped.pieces), key=lambda number: busy[number])
+    compute = communication = recompute = optimizer = 0.0
+    for part, filled in piped.on(device):
+        span = slice(part.first, part.last + 1)
+        links, once = filled.price.links[span], filled.once[span]
+        compute += plan.micro_batches * sum(link.compute.total for link in links) + sum(one.compute for one in once)
+        communication += plan.micro_batches * sum(link.communication.total for link in links)
+        communication += sum(one.communication for one in once)
+        recompute += _recompute(part, sum(link.forward + link.backward for link in links), plan.micro_batches)
+        optimizer += sum(one.optimizer for one in once)
+    return Prediction(
+        step_seconds=plan.seconds,
+        peak_bytes=piped.peak_bytes,
+        resident_bytes=max(round(_resident(piped, number)) for number in range(piped.pieces)),
+        compute_seconds=compute,
+        communication_seconds=communication,
+        recompute_seconds=recompute,
+        optimizer_seconds=optimizer,
+        bubble_seconds=max(0.0, plan.seconds - compute - communication - recompute - optimizer),
+    )
+
+
+def _recompute(part: Partition, kept: float, micro_batches: int) -> float:
+    """Beyond the seconds of a micro-batch that keeps everything; the last one may keep it."""
+    load = part.load
+    last = load.time if load.last_backward is None else load.forward + load.last_backward
+    return max(0.0, (micro_batches - 1) * load.time + last - micro_batches * kept)
+
+
+def _resident(piped: Piped, device: int) -> float:
+    return sum(sum(p.piece.resident[p.first : p.last + 1]) + p.piece.everywhere for p, _ in piped.on(device))

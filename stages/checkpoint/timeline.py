@@ -1,0 +1,84 @@
+"""The predicted step of a plan as events, for plan.json."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pipeline.cost.step import StepPrice
+from pipeline.ir.plan import Event, Timeline, Total
+from stages.checkpoint.in_full import PipelinePlan
+from stages.checkpoint.linearize import Linear
+from stages.checkpoint.schedule import Kind
+from stages.checkpoint.simulate import Outcome
+
+MOST_EVENTS = 2000
+PHASES = {"F": "forward", "B": "backward", "W": "weight gradients"}
+WAITING = "waiting"
+
+
+def of_one(price: StepPrice, outcome: Outcome, linear: Linear) -> Timeline:
+    """Without a pipeline: link by link in the order of execution, one micro-batch after another."""
+    last, spans = len(linear.spans) - 1, linear.spans
+    loss, now = len(price.links) - 1, 0.0
+    events: list[Event] = []
+
+    def add(what: str, first: int, last: int, micro: int | None, seconds: float, held: int | None = None) -> None:
+        nonlocal now
+        if seconds:
+            events.append(Event(what, 0, first, last, micro, now, seconds, held))
+            now += seconds
+
+    add("prologue", 0, loss, None, price.outside.total)
+    for micro in range(price.micro_batches):
+        seen: set[int] = set()
+        for step in outcome.steps:
+            link = step.op.link
+            ran = "recompute" if link in seen else "forward"
+            what = ran if step.op.kind is not Kind.B else "loss" if link == last else "backward"
+            seen.add(link)
+            add(what, *spans[link], micro, step.seconds, linear.fixed_bytes + int(step.held))
+    add("gradient sums", 0, loss, None, price.gradient_sum)
+    add("optimizer", 0, loss, None, price.optimizer)
+    return _bounded(events)
+
+
+def of_pipeline(plan: PipelinePlan) -> Timeline:
+    """Of each partition the micro-batches as they pass, and what is done once they are through."""
+    events: list[Event] = []
+    size = len(plan.timeline.events)
+    for device, row in enumerate(plan.timeline.events):
+        for event in row:
+            part, task = plan.partitions[event.task.partition], event.task
+            seconds = event.end - event.start
+            if seconds:
+                what = PHASES[task.phase]
+                events.append(Event(what, task.partition, part.first, part.last, task.micro, event.start, seconds))
+        now = row[-1].end
+        for number in range(device, len(plan.partitions), size):
+            part = plan.partitions[number]
+            if part.load.once:
+                what = "gradient sums, optimizer"
+                events.append(Event(what, number, part.first, part.last, None, now, part.load.once))
+                now += part.load.once
+    return _bounded(events, waits(plan))
+
+
+def waits(plan: PipelinePlan) -> list[Total]:
+    """Seconds of a step in which the devices of the first partitions (each lies on its own) have nothing to do."""
+    found = []
+    for device, row in enumerate(plan.timeline.events):
+        busy = sum(event.end - event.start for event in row)
+        once = sum(part.load.once for part in plan.partitions[device :: len(plan.timeline.events)])
+        found.append(Total(device, WAITING, plan.seconds - busy - once))
+    return found
+
+
+def _bounded(events: list[Event], more: list[Total] | None = None) -> Timeline:
+    totals: Counter[tuple[int, str]] = Counter()
+    for event in events:
+        totals[event.partition, event.what] += event.seconds  # type: ignore[assignment]
+    sums = tuple(Total(number, what, seconds) for (number, what), seconds in sorted(totals.items()))
+    if len(events) > MOST_EVENTS:
+        note = f"{len(events)} events are too many to list: only the totals of each partition are kept"
+        return Timeline((), (*sums, *(more or ())), note)
+    return Timeline(tuple(sorted(events, key=lambda e: (e.start, e.partition))), (*sums, *(more or ())))

@@ -1,0 +1,149 @@
+"""Small random pipelines, and the search of every way to cut them, which uses nothing of hold.py and cuts.py."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, product
+
+from stages.checkpoint.chain import Chain
+from stages.checkpoint.given import Division, Wishes
+from stages.checkpoint.in_flight import Passage, run_partition
+from stages.checkpoint.pieces import Piece
+from stages.checkpoint.pipelines import Load, Pipeline, estimate, in_flight, orders, refusal, weights_of
+from stages.checkpoint.schedule import Keep, Region
+from stages.checkpoint.simulate import InvalidSequence
+
+
+@dataclass(frozen=True)
+class Case:
+    division: Division
+    memory: int
+    wishes: Wishes
+    toll: int  # for a cut between plans of unlike names
+
+    def reshard(self, cut: int, before: Piece, after: Piece) -> float:
+        return self.toll * (cut % 2 + 1) if before.name != after.name else 0.0
+
+
+def random_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    links, devices = rng.choice([2, 3, 3, 3, 4]), rng.randint(1, 4)
+    micro = rng.sample([1, 2, 3, 4, 6], rng.randint(1, 2))
+    pipeline = rng.choice([Pipeline.ONE_F_ONE_B] * 4 + list(Pipeline))
+    pieces = {m: tuple(_piece(rng, links, size, name) for size, name in ((1, "x"), (1, "y"), (2, "x"))) for m in micro}
+    sizes = tuple(rng.choice([c for c in compositions(devices) if len(c) <= links + 1])) if rng.random() < 0.3 else ()
+    boundaries = tuple(sorted(rng.sample(range(1, links + 1), rng.randint(0, 2)))) if rng.random() < 0.2 else None
+    slow = rng.randint(0, 3)
+    division = Division(devices, pieces, lambda nbytes: slow + nbytes / 2, sizes)
+    return Case(division, 2 * rng.randint(6, 24), Wishes((pipeline,), boundaries=boundaries), rng.randint(0, 4))
+
+
+def _piece(rng: random.Random, links: int, size: int, name: str) -> Piece:
+    def some(count: int, most: int) -> tuple[int, ...]:
+        return tuple(rng.randint(0, most) for _ in range(count))
+
+    a = some(links + 1, 3)
+    chain = Chain(
+        a=a,
+        saved=tuple(x + rng.randint(0, 4) for x in a[1:]),
+        f=some(links, 20 // size),
+        b=tuple(1 + x for x in some(links + 1, 30 // size)),
+        ft=some(links, 2),
+        bt=some(links + 1, 2),
+    )
+    weight = tuple(b // 2 for b in chain.b)
+    common = rng.random() < 0.3  # values that several links read
+    return Piece(
+        name,
+        size,
+        chain,
+        some(links + 1, 4),
+        some(links + 1, 6),
+        weight,
+        held=some(links + 1, 1) if common else (),
+        crosses=some(links + 1, 3) if common else (),
+        everywhere=rng.randint(0, 2) if common else 0,
+        everywhere_held=rng.randint(0, 1) if common else 0,
+    )
+
+
+def compositions(total: int) -> list[tuple[int, ...]]:
+    """Of 1 and 2."""
+    if total < 1:
+        return [()] if total == 0 else []
+    return [(first, *rest) for first in (1, 2) for rest in compositions(total - first)]
+
+
+# ---------------------------------------------------------------------------------------------------- every schedule
+
+
+def trees(first: int, last: int, loss: int, top: bool = True) -> Iterator[tuple[Keep | Region, ...]]:
+    """Every nesting of links first..last; inside a region the last link is kept, or it would run again for nothing."""
+    if first > last:
+        yield ()
+        return
+    for rest in trees(first + 1, last, loss, top):
+        yield (Keep(first), *rest)
+    for end in range(first, min(last, loss - 1) + 1):
+        if end < last or top:
+            for inner, rest in product(trees(first, end, loss, False), trees(end + 1, last, loss, top)):
+                yield (Region(inner), *rest)
+
+
+@cache
+def passages(chain: Chain, first: int, last: int) -> tuple[Passage, ...]:
+    found = set()
+    for steps in trees(first, last, chain.length):
+        try:
+            found.add(run_partition(chain, Region(steps), first, last))
+        except InvalidSequence:
+            continue
+    return tuple(sorted(found, key=lambda passage: passage.time))
+
+
+# --------------------------------------------------------------------------------------------------------- every cut
+
+
+def least_estimate(case: Case) -> float:
+    """The least estimate of a step over every way to cut; infinite where none fits."""
+    division, wishes = case.division, case.wishes
+    best = math.inf
+    for micro, pieces in division.pieces.items():
+        links = pieces[0].links
+        for count in range(1, links + 1):
+            for cuts in combinations(range(1, links), count - 1):
+                if wishes.boundaries is None or cuts == wishes.boundaries:
+                    for chosen in product(pieces, repeat=count):
+                        best = min(best, _one(case, micro, (0, *cuts, links), chosen))
+    return best
+
+
+def _one(case: Case, micro: int, ends: tuple[int, ...], pieces: tuple[Piece, ...]) -> float:
+    pipeline, count = case.wishes.pipelines[0], len(pieces)
+    chunks = 2 if pipeline is Pipeline.INTERLEAVED else 1
+    devices = count // chunks
+    used = tuple(piece.devices for piece in pieces)[:devices]
+    alike = {piece.devices for piece in pieces}
+    if count % chunks or (chunks > 1 and len(alike) > 1) or sum(used) != case.division.devices:
+        return math.inf
+    if (case.division.sizes and used != case.division.sizes) or refusal(pipeline, devices, chunks, micro):
+        return math.inf
+    flights = in_flight(orders(pipeline, devices, micro, chunks))
+    loads = []
+    for n, (piece, flight) in enumerate(zip(pieces, flights, strict=True)):
+        first, last = ends[n], ends[n + 1] - 1
+        room = case.memory / chunks - sum(piece.resident[first : last + 1]) - piece.everywhere
+        room -= flight * (sum(piece.held[first : last + 1]) + piece.everywhere_held)
+        time = next((p.time for p in passages(piece.chain, first, last) if p.memory(flight) <= room), math.inf)
+        send = 0.0
+        if n + 1 < count:
+            cut = last + 1
+            nbytes = max(p.chain.a[cut] + p.crosses[cut] for p in (piece, pieces[n + 1]))
+            send = case.division.link(nbytes) + case.reshard(last + 1, piece, pieces[n + 1])
+        weight, once = sum(piece.weight[first : last + 1]), sum(piece.once[first : last + 1])
+        loads.append(Load(time, 0.0, send, weight, once))
+    return estimate(weights_of(pipeline, micro, chunks), loads)

@@ -1,0 +1,60 @@
+"""Frontiers with plans for the pieces of pipelines, and the plans that the checkpoint stage makes of them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from pipeline.config import Checkpoint, Pipeline, Recompute
+from pipeline.ir.cluster import Cluster, Mesh
+from pipeline.ir.plan import Frontier, FrontierPoint, Plan
+from stages.checkpoint.choose import choose, evaluate
+from stages.checkpoint.piped import Pipelines, find_pipelines
+from stages.checkpoint.run import may_stand_alone
+from stages.solve.on_mesh import OnMesh
+from tests.graphs import GRAPHS, SILENT, preset, profile_of, solve_settings
+
+FILE = "conf/checkpoint/test.yaml"
+WHERE = "conf/solve/test.yaml: memory_budget_gb"
+
+
+@functools.cache
+def with_pieces(name: str, devices: int = 4, micro_batches: int = 4) -> tuple[Cluster, Frontier]:
+    """Two plans on all devices and on pieces of each smaller number."""
+    cluster = preset(devices)
+    meshes = [Mesh(cluster.axes), *(split.meshes[size][0] for split in cluster.splits for size in split.meshes)]
+    found = [_points(name, cluster, mesh, number, micro_batches) for number, mesh in enumerate(meshes)]
+    pieces = tuple(point for points in found[1:] for point in points)
+    return cluster, Frontier(
+        cluster.memory_bytes, 2.0, tuple(meshes), tuple(found[0]), (), pieces, micro_batches=micro_batches
+    )
+
+
+def _points(name: str, cluster: Cluster, mesh: Mesh, number: int, micro_batches: int) -> list[FrontierPoint]:
+    settings = solve_settings(frontier_points=2)
+    given = (GRAPHS[name](), profile_of(name), cluster.part(mesh), 2.0, settings, "conf/solve/test.yaml", SILENT)
+    points = OnMesh(*given, micro_batches).points(1e12, lambda done, note="": None)
+    return [replace(point, mesh=number) for point in points]
+
+
+def settings_of(pipeline: str = "solve", recompute: str = "optimal", **more: object) -> Checkpoint:
+    return Checkpoint(recompute=Recompute(recompute), pipeline=Pipeline(pipeline), **more)  # type: ignore[arg-type]
+
+
+def pipelines_of(name: str, budget: int | None = None, devices: int = 4, passes: int = 4, **asked: object) -> Pipelines:
+    cluster, frontier = with_pieces(name, devices, passes)
+    frontier = replace(frontier, budget_bytes=budget or frontier.budget_bytes)
+    return find_pipelines(GRAPHS[name](), profile_of(name), cluster, frontier, settings_of(**asked), FILE)  # type: ignore[arg-type]
+
+
+def plan_with_pipelines(
+    name: str, budget: int | None = None, devices: int = 4, passes: int = 4, **asked: object
+) -> Plan:
+    """What the stage would choose."""
+    cluster, frontier = with_pieces(name, devices, passes)
+    frontier = replace(frontier, budget_bytes=budget or frontier.budget_bytes)
+    settings, graph = settings_of(**asked), GRAPHS[name]()  # type: ignore[arg-type]
+    alone = range(len(frontier.points)) if may_stand_alone(settings, frontier) else ()
+    candidates = [evaluate(graph, profile_of(name), cluster, frontier, i, settings) for i in alone]
+    pipelines = pipelines_of(name, budget, devices, passes, **asked)
+    return choose(candidates, cluster, frontier, WHERE, graph, pipelines)

@@ -1,0 +1,245 @@
+"""Pipelines cut by dynamic programming, against every way to cut them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from stages.checkpoint.chain import Chain, ChainError
+from stages.checkpoint.given import Division, Effort, PartitionError, Wishes
+from stages.checkpoint.in_flight import run_partition
+from stages.checkpoint.in_full import PipelinePlan
+from stages.checkpoint.partition import partition
+from stages.checkpoint.pieces import Piece, Recompute, Terms, Timer
+from stages.checkpoint.pipelines import Pipeline
+from tests.partition_cases import Case, least_estimate, random_case
+
+
+def solve(case: Case) -> list[PipelinePlan]:
+    effort = Effort(slots=case.memory, step=1, gap=0.0)
+    return partition((case.division,), case.memory, case.wishes, effort, case.reshard)
+
+
+@pytest.mark.parametrize("group", range(20))
+def test_equals_the_search_of_all_cuts(group: int) -> None:
+    for seed in range(10 * group, 10 * group + 10):
+        case = random_case(seed)
+        best = least_estimate(case)
+        if best == math.inf:
+            with pytest.raises(PartitionError):
+                solve(case)
+        else:
+            plans = solve(case)
+            assert min(plan.estimate for plan in plans) == pytest.approx(best, rel=1e-9), seed
+            for plan in plans:
+                check(case, plan)
+
+
+def check(case: Case, plan: PipelinePlan) -> None:
+    """Partitions follow one another, fit, and their schedules take what is said."""
+    parts = plan.partitions
+    assert parts[0].first == 0 and parts[-1].last == parts[-1].piece.links - 1
+    assert all(a.last + 1 == b.first for a, b in pairwise(parts))
+    assert sum(plan.devices[: len(parts) // plan.chunks]) == case.division.devices
+    for part in parts:
+        assert (part.region.first, part.region.last) == (part.first, part.last)
+        passage = run_partition(part.piece.chain, part.region, part.first, part.last)
+        assert passage.time == pytest.approx(part.load.time)
+        span = slice(part.first, part.last + 1)
+        owned = sum(part.piece.resident[span]) + part.piece.everywhere
+        owned += part.flight * (sum(part.piece.held[span]) + part.piece.everywhere_held)
+        assert owned + passage.memory(part.flight) == pytest.approx(part.peak_bytes)
+        assert part.peak_bytes <= part.room_bytes == case.memory / plan.chunks
+
+
+def test_the_cases_are_of_every_sort() -> None:
+    cases = [random_case(seed) for seed in range(200)]
+    counts = Counter(case.wishes.pipelines[0] for case in cases)
+    assert min(counts[pipeline] for pipeline in Pipeline) > 10
+    assert any(case.wishes.boundaries for case in cases) and any(case.division.sizes for case in cases)
+
+
+# ------------------------------------------------------------------------------------------------- the user's hand
+
+
+def layers(count: int = 8, size: int = 1, hold: int = 4, name: str = "") -> Piece:
+    chain = Chain(
+        a=(1,) * (count + 1),
+        saved=(hold,) * count,
+        f=(2.0 / size,) * count,
+        b=(4.0 / size,) * count + (1.0,),
+        ft=(0,) * count,
+        bt=(0,) * (count + 1),
+    )
+    return Piece(name or f"on {size}", size, chain, (2.0,) * count + (0.0,), (0.5,) * (count + 1))
+
+
+def four(micro: tuple[int, ...] = (8,), **more) -> Division:
+    return Division(4, {m: (layers(**more),) for m in micro}, lambda nbytes: 0.0)
+
+
+def first(division: Division, memory: int = 1000, **wishes) -> PipelinePlan:
+    return partition((division,), memory, Wishes(**wishes))[0]
+
+
+def test_equal_layers_are_cut_evenly() -> None:
+    plan = first(four())
+    assert plan.firsts == (0, 2, 4, 6)
+    assert [part.flight for part in plan.partitions] == [4, 3, 2, 1]
+    assert [part.regions for part in plan.partitions] == ["0 1", "2 3", "4 5", "6 7 8"]
+    assert plan.estimate == 4 * 12 + 1 + 7 * 13 + 1.5
+    assert plan.seconds <= plan.estimate
+
+
+def test_the_first_partitions_recompute_where_the_last_need_not() -> None:
+    """Four in flight hold four times as much as one."""
+    plan = first(four(), memory=25, boundaries=(2, 4, 6))
+    assert [part.regions for part in plan.partitions] == ["(0 1)", "(2) 3", "4 5", "6 7 8"]
+    assert all(part.peak_bytes <= 25 for part in plan.partitions)
+
+
+def test_boundaries_are_kept() -> None:
+    assert first(four(), boundaries=(1, 2, 3)).firsts == (0, 1, 2, 3)
+    with pytest.raises(PartitionError, match=r"cannot begin with the links \[3, 2\].*ascending links from 1 to 8"):
+        first(four(), boundaries=(3, 2))
+    with pytest.raises(PartitionError, match="no pipeline fits, whatever the memory"):
+        first(four(), boundaries=(4,))  # two plans of one device do not fill four
+    with pytest.raises(PartitionError, match="there is no pipeline as asked for"):
+        first(four(), partitions=(5,))
+
+
+def test_micro_batches_and_partitions_are_solved_or_given() -> None:
+    division = four((2, 4, 8))
+    assert first(division).micro_batches == 2  # each costs the same here, whatever its size
+    assert first(division, micro_batches=(8,)).micro_batches == 8
+    pair = Division(4, {8: (layers(), layers(size=2))}, lambda nbytes: 0.0)
+    assert first(pair, partitions=(2,)).devices == (2, 2)
+    assert first(pair, partitions=(3,)).devices in ((1, 1, 2), (1, 2, 1), (2, 1, 1))
+    assert first(replace(pair, sizes=(1, 2, 1))).devices == (1, 2, 1)
+
+
+def test_a_slow_link_makes_fewer_partitions() -> None:
+    pair = Division(4, {4: (layers(), layers(size=2), layers(size=4))}, lambda nbytes: 0.01)
+    assert len(first(pair).partitions) == 1
+    halves = {4: (layers(), layers(size=2), replace(layers(size=4), chain=layers(size=1).chain))}
+    assert len(first(Division(4, halves, lambda nbytes: 0.01)).partitions) == 2
+
+
+@pytest.mark.parametrize(
+    ("recompute", "regions"),
+    [(Recompute.NEVER, "0 1"), (Recompute.ALWAYS, "(0 1)"), (Recompute.EXCEPT_LAST, "(0 1)")],
+)
+def test_gpipes_recompute(recompute: Recompute, regions: str) -> None:
+    plan = first(four(), pipelines=(Pipeline.GPIPE,), recompute=recompute)
+    assert [part.flight for part in plan.partitions] == [8] * 4
+    assert plan.partitions[0].regions == regions
+
+
+def test_gpipes_last_micro_batch_is_shorter() -> None:
+    always, but_last = (
+        first(four(), pipelines=(Pipeline.GPIPE,), recompute=recompute, boundaries=(2, 4, 6)).seconds
+        for recompute in (Recompute.ALWAYS, Recompute.EXCEPT_LAST)
+    )
+    assert always - but_last == 5
+
+
+def test_the_schedules_differ_in_what_they_wait() -> None:
+    piece = replace(layers(16), weight=(2.0,) * 16 + (0.0,))
+    division = Division(4, {8: (piece,)}, lambda nbytes: 0.0)
+    plain, inter, zero = (
+        first(division, pipelines=(pipeline,))
+        for pipeline in (Pipeline.ONE_F_ONE_B, Pipeline.INTERLEAVED, Pipeline.ZERO_BUBBLE)
+    )
+    assert zero.seconds < plain.seconds and inter.seconds < plain.seconds
+    assert len(inter.partitions) == 8 and inter.chunks == 2
+    best = partition((division,), 1000, Wishes(tuple(Pipeline)))
+    assert best[0].seconds == min(plain.seconds, inter.seconds, zero.seconds)
+    assert [plan.seconds for plan in best] == sorted(plan.seconds for plan in best)
+
+
+def test_torchs_buffers_count_if_asked() -> None:
+    timers = [Timer(layers(), Terms(100, 8, all_buffers=wanted)) for wanted in (False, True)]
+    lean, full = (timer.room(2, 3, 3) for timer in timers)
+    assert lean - full == (8 - 3) + (8 - 1)
+    assert timers[0].room(0, 3, 3) - timers[1].room(0, 3, 3) == 8 - 1
+    assert Timer(replace(layers(), loss_held=3), Terms(100, 8)).room(8, 8, 5) == 100 - 4 * 3
+
+
+def test_refusals() -> None:
+    with pytest.raises(PartitionError, match=r"no pipeline fits 2e-09 GB a device; 1.5e-08 GB would do") as refused:
+        first(four(), memory=2)
+    floor = refused.value.floor
+    assert floor.memory == 15 and floor.first <= floor.op.link <= floor.last
+    assert 14 <= max(part.peak_bytes for part in first(four(), memory=15).partitions) <= 15
+    with pytest.raises(PartitionError):
+        first(four(), memory=14)
+    with pytest.raises(PartitionError, match="no pipeline fits, whatever the memory"):
+        first(Division(4, {8: (layers(size=3),)}, lambda nbytes: 0.0))
+    with pytest.raises(PartitionError, match="4 pieces runs in 2 rounds, which do not divide 9"):
+        first(four((9,)), pipelines=(Pipeline.ZERO_BUBBLE,))
+    with pytest.raises(PartitionError, match=r"pieces of \(1, 2\) devices are not 4"):
+        Division(4, {}, lambda nbytes: 0.0, (1, 2))
+    with pytest.raises(PartitionError, match="plans of one model"):
+        first(Division(4, {8: (layers(), layers(7))}, lambda nbytes: 0.0))
+    with pytest.raises(ChainError, match="resident needs 9 numbers"):
+        replace(layers(), resident=(1.0,))
+
+
+# ------------------------------------------------------------------------------------------------------ closed forms
+
+
+def test_what_is_marked_is_recomputed_as_far_as_a_partition_has_it() -> None:
+    timer = Timer(layers(), Terms(1000, 8, Recompute.MARKED, spans=((1, 2), (3, 3), (5, 8))))
+    drawn = {(i, last): str(timer.schedule(i, last, 2)[0]) for i, last in ((0, 8), (2, 5), (4, 4), (6, 8), (0, 1))}
+    assert drawn == {
+        (0, 8): "0 (1 2) (3) 4 (5 6 7) 8",
+        (2, 5): "(2) (3) 4 (5)",
+        (4, 4): "4",
+        (6, 8): "(6 7) 8",
+        (0, 1): "0 (1)",
+    }
+    for i in range(9):
+        for last in range(i, 9):
+            kind, (_, passage) = timer.kinds.of[i, last], timer.schedule(i, last, 2)
+            found = timer.marked.time[kind], timer.marked.hold[kind], timer.marked.peak[kind]
+            assert found == (passage.time, passage.hold, passage.peak)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_fixed_recompute_is_what_the_simulator_says(seed: int) -> None:
+    for pieces in random_case(seed).division.pieces.values():
+        for mode in (Recompute.NEVER, Recompute.ALWAYS):
+            timer = Timer(pieces[0], Terms(10**6, 8, mode))
+            form = timer.kept if mode is Recompute.NEVER else timer.dropped
+            for i in range(pieces[0].links):
+                for last in range(i, pieces[0].links):
+                    kind, (_, passage) = timer.kinds.of[i, last], timer.schedule(i, last, 3)
+                    found = form.time[kind], form.hold[kind], form.peak[kind]
+                    assert found == (passage.time, passage.hold, passage.peak)
+
+
+def test_the_last_micro_batch_waits_with_all_it_keeps() -> None:
+    """One that is kept and one that is not: the kept one may wait while the other runs backwards."""
+    timer = Timer(layers(), Terms(1000, 8, Recompute.EXCEPT_LAST))
+    kept, dropped, kind = timer.kept, timer.dropped, timer.kinds.of[2, 4]
+    need = 2 * dropped.hold[kind] + kept.hold[kind] + dropped.peak[kind] - dropped.hold[kind]
+    seconds = [Timer(layers(), Terms(m, 8, Recompute.EXCEPT_LAST)).seconds((3,))[0, 4, 2] for m in range(60)]
+    tightest = next(m for m in range(60) if seconds[m] < math.inf)
+    assert tightest == need + 3 * 2  # the parameters
+
+
+def test_the_likeliest_numbers_of_partitions_are_searched_where_there_are_many() -> None:
+    pieces = {8: (layers(), layers(size=2), layers(size=4))}
+    division, wishes = Division(4, pieces, lambda nbytes: 0.0), Wishes((Pipeline.ZERO_BUBBLE,))
+    every, few = (partition((division,), 1000, wishes, Effort(most_tasks=most)) for most in (8, 1))
+    assert len({len(plan.partitions) for plan in every}) > len({len(plan.partitions) for plan in few}) == 1
+    assert few[0].seconds == every[0].seconds
+
+
+def test_the_same_numbers_give_the_same_plans() -> None:
+    case = random_case(3)
+    assert solve(case) == solve(case)

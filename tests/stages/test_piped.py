@@ -1,0 +1,557 @@
+"""From a frontier with pieces to a pipeline: what is predicted is worked out again, by other means."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from pipeline import artifacts
+from pipeline.config import Cluster as ClusterSettings
+from pipeline.config import ClusterSource, Device, Preset, load_config
+from pipeline.cost.step import price_step
+from pipeline.errors import SolveError
+from pipeline.ir.cluster import Cluster, Mesh
+from pipeline.ir.codec import decode, encode
+from pipeline.ir.layout import B, Layout, P, R, S
+from pipeline.ir.plan import Partition, Plan, Region
+from pipeline.lowering import lower
+from pipeline.stage import Inputs
+from stages.checkpoint import pipelines, schedule
+from stages.checkpoint import run as stage
+from stages.checkpoint.choose import choose
+from stages.checkpoint.describe import describe
+from stages.checkpoint.fill import fill, readers
+from stages.checkpoint.linearize import Linear, linearize_partitions
+from stages.checkpoint.piped import Piped, find_pipelines, predict, slice_counts, usable_splits
+from stages.checkpoint.reshard import Resharding
+from stages.checkpoint.run import figures
+from stages.checkpoint.simulate import State, apply, start
+from stages.checkpoint.slices import sliced
+from stages.cluster.run import from_preset
+from tests.graphs import GRAPHS, SILENT, profile_of
+from tests.pipeline_plans import FILE, WHERE, pipelines_of, plan_with_pipelines, settings_of, with_pieces
+
+PROJECT = Path(__file__).parents[2]
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+NAMES = ("gpt", "gpt_tied", "ladder", "shared", "mlp")
+
+
+def least(name: str, **asked: object) -> int:
+    """The tightest budget that the refusal names."""
+    with pytest.raises(SolveError) as refused:
+        plan_with_pipelines(name, budget=1000, **asked)
+    line = refused.value.line()
+    assert "\n" not in line and line.startswith("conf/solve/test.yaml: memory_budget_gb: no plan fits 1e-06 GB")
+    return round(float(re.search(r"tightest feasible budget is (\S+) GB", line)[1]) * 1e9)
+
+
+def covers(name: str, plan: Plan) -> None:
+    """Partitions follow one another, and their regions hold every link once."""
+    links = len(GRAPHS[name]().chain)
+    assert (plan.partitions[0].first, plan.partitions[-1].last) == (0, links - 1)
+    assert all(a.last + 1 == b.first for a, b in pairwise(plan.partitions))
+    for part in plan.partitions:
+        assert leaves(part.regions) == list(range(part.first, part.last + 1))
+
+
+def leaves(regions: tuple[Region, ...]) -> list[int]:
+    return [i for r in regions for i in (leaves(r.inner) if r.recompute else range(r.first, r.last + 1))]
+
+
+# ------------------------------------------------------------------------------------------- time and memory again
+
+
+def region_of(part: Partition, linear: Linear) -> schedule.Region:
+    """What a partition runs; a link that keeps a part of itself is one of the link's options."""
+
+    def step(region: Region) -> schedule.Keep | schedule.Region:
+        if region.kept:
+            numbers = [n for n, way in enumerate(linear.costs[region.first].ways) if way.kept == region.kept]
+            return schedule.Keep(region.first, numbers[0])
+        inner = tuple(map(step, region.inner))
+        return schedule.Region(inner) if region.recompute else schedule.Keep(region.first)
+
+    return schedule.Region(tuple(map(step, part.regions)))
+
+
+def replayed(linear: Linear, part: Partition) -> tuple[float, float, float, float]:
+    """Seconds forwards and backwards, bytes that wait and at the peak: op by op on the simulator."""
+    chain = linear.chain
+    region, loss = region_of(part, linear), chain.length
+    ahead = list(schedule.forwards(region, loss))
+    state, seconds, peak = start(chain, part.first, part.last), [0.0, 0.0], 0.0
+    waiting = state
+    for number, op in enumerate(schedule.flatten(region, loss)):
+        if number == len(ahead):
+            state = waiting = replace(state, activations=state.activations - {part.last + 1})
+        step = apply(chain, state, op, part.first)
+        seconds[number >= len(ahead)] += step.seconds
+        state, peak = step.state, max(peak, step.held)
+    assert state == State(frozenset(), frozenset(), part.first)
+    return (*seconds, replace(waiting, gradient=None).bytes(chain), peak)
+
+
+def played(order: pipelines.Order, loads: list[tuple[float, float, float, float]], sends: list[float]) -> list[float]:
+    """When each device has done its tasks: the longest path through them, by going round until nothing changes."""
+    ends: dict[str, float] = {}
+    split = order.pipeline is pipelines.Pipeline.ZERO_BUBBLE
+    for _ in range(sum(map(len, order.tasks)) + 1):
+        for row in order.tasks:
+            now = 0.0
+            for task in row:
+                p, m = task.partition, task.micro
+                forward, backward, weight, _ = loads[p]
+                if task.phase == "F":
+                    ready = ends.get(f"F{p - 1}.{m}", 0.0) + sends[p - 1] if p else 0.0
+                    takes = forward
+                elif task.phase == "B":
+                    later = p + 1 < order.partitions
+                    ready = ends.get(f"B{p + 1}.{m}", 0.0) + sends[p] if later else ends.get(f"F{p}.{m}", 0.0)
+                    takes = backward - (weight if split else 0.0)
+                else:
+                    ready, takes = ends.get(f"B{p}.{m}", 0.0), weight
+                now = ends[str(task)] = max(now, ready) + takes
+    return [ends[str(row[-1])] for row in order.tasks]
+
+
+def sent(name: str, cluster: Cluster, piped: Piped, number: int, plan: Plan) -> float:
+    """Seconds of one transfer after a partition: the larger share of a device, and half of what is laid out anew."""
+    before, after = piped.fills[number], piped.fills[number + 1]
+    cut, graph = plan.partitions[number].last + 1, GRAPHS[name]()
+    value, sizes = graph.values[graph.chain[cut].input], []
+    common = [v for v, writer in graph.common.items() if writer < cut and any(cut <= r for r in readers(graph)[v])]
+    for one in (before, after):
+        own = [graph.values[v].type.nbytes / one.home[v].pieces(one.mesh.sizes) for v in (value.name, *common)]
+        sizes.append(sum(own) * 4 / plan.micro_batches)
+    moved = 0.0
+    if (before.mesh.sizes, before.home[value.name]) != (after.mesh.sizes, after.home[value.name]):
+        moved = Resharding(graph, {f.piece.name: f for f in piped.fills}, cluster)(cut, before.piece, after.piece)
+    return cluster.splits[0].link.seconds(max(sizes)) + moved
+
+
+def again(name: str, piped: Piped, plan: Plan) -> tuple[float, list[float]]:
+    """The step's seconds and every device's bytes, from prices made anew."""
+    cluster, frontier = with_pieces(name)
+    graph, profile = sliced(GRAPHS[name](), profile_of(name), plan.micro_batches // frontier.micro_batches)
+    loads, sizes = [], []
+    for part, filled in zip(plan.partitions, piped.fills, strict=True):
+        on = cluster.part(filled.mesh)
+        program = lower(graph, filled.sharding, plan.micro_batches)
+        price = price_step(graph, profile, on, filled.sharding, program, frontier.optimizer_copies)
+        linear = linearize_partitions(graph, profile, on, filled.sharding, program, price)
+        chain = linear.chain
+        forward, backward, hold, peak = replayed(linear, part)
+        span = slice(part.first, part.last + 1)
+        weight = min(sum(filled.piece.weight[span]), backward)
+        loads.append((forward, backward, weight, sum(filled.piece.once[span])))
+        k, loss = part.in_flight, chain.length
+        buffers = (plan.micro_batches - k) * chain.a[part.first] if part.first else 0  # torch has one for each
+        buffers += (plan.micro_batches - 1) * chain.a[part.last + 1] if part.last < loss else 0
+        buffers += (k - 1) * price.links[-1].memory.kept if part.last == loss else 0
+        own = buffers + sum(filled.piece.resident[span]) + filled.piece.everywhere + (k - 1) * hold + peak
+        sizes.append(own + k * (sum(filled.piece.held[span]) + filled.piece.everywhere_held))
+    sends = [sent(name, cluster, piped, number, plan) for number in range(len(plan.partitions) - 1)]
+    devices = len(plan.partitions) // plan.chunks
+    order = pipelines.orders(pipelines.Pipeline(plan.schedule), devices, plan.micro_batches, plan.chunks)
+    ends = played(order, loads, sends)
+    seconds = max(end + sum(load[3] for load in loads[d::devices]) for d, end in enumerate(ends))
+    return seconds, [sum(sizes[d::devices]) for d in range(devices)]
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_predicted_step_and_peak_are_found_again(name: str, kind: str) -> None:
+    tight = least(name, pipeline=kind)
+    loose = pipelines_of(name, pipeline=kind).found[0]
+    for budget in (None, tight, max(tight, (2 * tight + loose.peak_bytes) // 3)):
+        piped = pipelines_of(name, budget, pipeline=kind).found[0]
+        plan = plan_with_pipelines(name, budget, pipeline=kind)
+        assert plan.schedule == kind and plan.pipelined and plan.micro_batches == 4
+        covers(name, plan)
+        seconds, sizes = again(name, piped, plan)
+        assert plan.prediction.step_seconds == pytest.approx(seconds, rel=1e-9)
+        assert max(sizes) == pytest.approx(plan.prediction.peak_bytes, abs=1) and max(sizes) <= plan.budget_bytes
+        assert sum(prod(part.sizes) for part in plan.partitions) == 4 * plan.chunks
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_the_parts_of_the_prediction_add_up(kind: str) -> None:
+    for budget in (None, least("gpt", pipeline=kind)):
+        for piped in pipelines_of("gpt", budget, pipeline=kind).found:
+            own = predict(piped)
+            parts = own.compute_seconds + own.communication_seconds + own.recompute_seconds + own.optimizer_seconds
+            assert own.step_seconds == pytest.approx(parts + own.bubble_seconds, rel=1e-9)
+            assert own.resident_bytes < own.peak_bytes
+            seconds = sum(event.end - event.start for row in piped.plan.timeline.events for event in row)
+            idle = piped.plan.timeline.seconds * piped.pieces - seconds
+            assert own.bubble_seconds <= idle
+
+
+def test_the_links_prices_are_the_steps() -> None:
+    """Where nothing is shared, what is given to the links is what the step has."""
+    for name in ("gpt", "mlp"):
+        cluster, frontier = with_pieces(name)
+        for point in (*frontier.points, *frontier.pieces):
+            on = cluster.part(frontier.meshes[point.mesh])
+            graph, profile = GRAPHS[name](), profile_of(name)
+            found = fill("x", graph, profile, on, point.sharding, 2.0, 4, 1, lambda nbytes: 1.0)
+            price, piece = found.price, found.piece
+            assert sum(piece.resident) + piece.everywhere == pytest.approx(price.resident_bytes + price.shared_bytes)
+            assert sum(piece.once) == pytest.approx(price.gradient_sum + price.optimizer + price.outside.total)
+            assert not any(piece.held) and not any(piece.crosses) and not piece.everywhere_held
+            backward = [link.compute.backward for link in price.links]
+            assert all(0 <= w <= b for w, b in zip(piece.weight, backward, strict=True)) and any(piece.weight)
+
+
+def test_what_links_share_counts_in_every_partition_that_needs_it() -> None:
+    cluster, frontier = with_pieces("gpt_tied")
+    on = cluster.part(frontier.meshes[frontier.pieces[0].mesh])
+    given = (on, frontier.pieces[0].sharding, 2.0, 4, 1, lambda nbytes: 1.0)
+    tied = fill("x", GRAPHS["gpt_tied"](), profile_of("gpt_tied"), *given).piece
+    table = next(v for v in GRAPHS["gpt_tied"]().values.values() if v.origin == "token.weight")
+    assert min(tied.resident[0], tied.resident[-2]) >= table.type.nbytes // 4  # both ends hold it, split or not
+    assert min(tied.once[0], tied.once[-2]) > 1.0  # and sum its gradient over the link
+    graph = GRAPHS["shared"]()
+    cluster, frontier = with_pieces("shared")
+    on = cluster.part(frontier.meshes[frontier.pieces[0].mesh])
+    given = (on, frontier.pieces[0].sharding, 2.0, 4, 1, lambda nbytes: 1.0)
+    read_by_many = fill("x", graph, profile_of("shared"), *given).piece
+    assert read_by_many.everywhere_held > 0 and not any(read_by_many.held)
+    writer = min(graph.common.values())
+    last = max(i for i, link in enumerate(graph.chain) if graph.reads_common(link))
+    assert [i for i, nbytes in enumerate(read_by_many.crosses) if nbytes] == list(range(writer + 1, last + 1))
+    ladder = GRAPHS["ladder"]()
+    cluster, frontier = with_pieces("ladder")
+    on = cluster.part(frontier.meshes[frontier.pieces[0].mesh])
+    given = (on, frontier.pieces[0].sharding, 2.0, 4, 1, lambda nbytes: 1.0)
+    skips = fill("x", ladder, profile_of("ladder"), *given).piece
+    ends = {link for name, writer in ladder.common.items() for link in (writer,)}
+    ends |= {i for i, link in enumerate(ladder.chain) if ladder.reads_common(link)}
+    assert {i for i, nbytes in enumerate(skips.held) if nbytes} == ends and not skips.everywhere_held
+
+
+# ------------------------------------------------------------------------------------------------------ the user's hand
+
+
+def test_boundaries_are_kept() -> None:
+    plan = plan_with_pipelines("gpt", pipeline="1f1b", boundaries=["layers.1"])
+    graph = GRAPHS["gpt"]()
+    assert len(plan.partitions) == 2
+    first = plan.partitions[1].first
+    begun = [op for link in graph.chain[:first] for op in link.ops if graph.op(op).module.startswith("layers.1")]
+    assert not begun and any(graph.op(op).module.startswith("layers.1") for op in graph.chain[first].ops)
+    solved = plan_with_pipelines("gpt", pipeline="1f1b", partitions=2)
+    assert solved.prediction.step_seconds <= plan.prediction.step_seconds
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_number_of_partitions_is_kept(count: int) -> None:
+    assert len(plan_with_pipelines("gpt", pipeline="gpipe", partitions=count).partitions) == count
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["layers.7"], "the model has no module layers.7; near it: layers."),
+        (["token"], "token lies in the first link"),
+        (["layers.1", "layers.0"], "not in the order in which they run; write layers.0, layers.1"),
+        (["layers.1.attention", "layers.1"], "layers.1.attention and layers.1 begin in the same link"),
+    ],
+)
+def test_boundaries_that_cannot_be(names: list[str], told: str) -> None:
+    with pytest.raises(SolveError) as refused:
+        pipelines_of("gpt", pipeline="1f1b", boundaries=names)
+    assert refused.value.line().startswith(f"{FILE}: boundaries: ") and told in refused.value.line()
+
+
+def test_micro_batches_fixed_and_solved_for() -> None:
+    graph = GRAPHS["gpt"]()  # of 4 samples
+    counts = {asked: slice_counts(graph, settings_of(micro_batches=asked), 4, 4, FILE) for asked in (None, 8, "solve")}
+    assert counts == {None: (1,), 8: (2,), "solve": (1, 2, 4)}
+    assert slice_counts(graph, settings_of(micro_batches="solve"), 4, 1, FILE) == (1, 2)  # 8 for each device
+    for asked in (6, 3, 2, 32):
+        with pytest.raises(SolveError, match=rf"micro_batches: got {asked}, .* use one of 4, 8, 16$"):
+            slice_counts(graph, settings_of(micro_batches=asked), 4, 4, FILE)
+    plans = {n: plan_with_pipelines("gpt", pipeline="1f1b", micro_batches=n) for n in (None, 8, 16, "solve")}
+    assert [plans[n].micro_batches for n in (None, 8, 16)] == [4, 8, 16]
+    fixed = min(plans[n].prediction.step_seconds for n in (None, 8, 16))
+    assert plans["solve"].prediction.step_seconds == pytest.approx(fixed)
+
+
+@pytest.mark.parametrize("recompute", ["never", "off", "always", "except_last", "full", "every"])
+def test_recompute_as_it_is_asked_for(recompute: str) -> None:
+    plan = plan_with_pipelines("gpt", pipeline="1f1b", recompute=recompute, partitions=2)
+    covers("gpt", plan)
+    (first, second), loss = plan.partitions, len(GRAPHS["gpt"]().chain) - 1
+    some = [[(r.first, r.last) for r in part.regions if r.recompute] for part in plan.partitions]
+    if recompute in ("never", "off"):
+        assert some == [[], []] and plan.prediction.recompute_seconds == pytest.approx(0)
+        return
+    assert plan.prediction.recompute_seconds > 0
+    if recompute == "full":
+        assert some[0] + some[1] == [(i, i) for i in range(loss)]
+    elif recompute == "every":  # layers of two links each, as far as a partition has them
+        layers = [(max(a, p.first), min(b, p.last)) for p in plan.partitions for a, b in ((2, 3), (4, 5))]
+        assert some[0] + some[1] == [(a, b) for a, b in layers if a <= b]
+    else:
+        assert some == [[(0, first.last)], [(second.first, loss - 1)]]
+
+
+def test_all_but_the_last_micro_batch() -> None:
+    """It is faster than always, by what the last backward saves on its way."""
+    always, except_last, never = (
+        plan_with_pipelines("gpt", pipeline="gpipe", recompute=how, partitions=2).prediction
+        for how in ("always", "except_last", "never")
+    )
+    assert never.step_seconds < except_last.step_seconds < always.step_seconds
+    assert except_last.recompute_seconds == pytest.approx(always.recompute_seconds * 3 / 4, rel=0.3)
+
+
+def test_a_pipeline_that_is_solved_for_is_taken_where_it_is_faster() -> None:
+    plan = plan_with_pipelines("gpt", micro_batches="solve")
+    named = [plan_with_pipelines("gpt", pipeline=kind, micro_batches="solve") for kind in SCHEDULES]
+    alone = plan_with_pipelines("gpt", pipeline="off")
+    every = [alone, *named]
+    assert plan.prediction.step_seconds == pytest.approx(min(p.prediction.step_seconds for p in every))
+    assert not alone.pipelined and alone.schedule == "" and alone.chunks == 1 and all(p.pipelined for p in named)
+    assert ("no pipeline" in " ".join(a.what for a in plan.alternatives)) is plan.pipelined
+
+
+def test_no_pipeline_where_there_are_no_pieces() -> None:
+    cluster, frontier = with_pieces("gpt")
+    frontier = replace(frontier, pieces=())
+    given = (GRAPHS["gpt"](), profile_of("gpt"), cluster, frontier)
+    assert not find_pipelines(*given, settings_of("solve"), FILE).found
+    with pytest.raises(SolveError, match=f"^{FILE}: pipeline: the frontier has no plans of fewer devices"):
+        find_pipelines(*given, settings_of("1f1b"), FILE)
+    one = replace(cluster, devices=1, splits=())
+    with pytest.raises(SolveError, match="pipeline needs several devices, and the cluster has one"):
+        find_pipelines(*given[:2], one, frontier, settings_of("1f1b"), FILE)
+
+
+# ------------------------------------------------------------------------------------------------------------ budgets
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+def test_the_budget_that_is_named_is_accepted_and_its_floor_told(kind: str) -> None:
+    with pytest.raises(SolveError) as refused:
+        plan_with_pipelines("gpt", budget=1000, pipeline=kind)
+    line = refused.value.line()
+    assert re.search(rf"in partition \d of \d \(links \d\.\.\d, {kind}, \d in flight\)", line)
+    assert re.search(r"activations when link \d \(\S+\) runs (forward|backward); raise the budget to that", line)
+    tight = least("gpt", pipeline=kind)
+    plan = plan_with_pipelines("gpt", budget=tight, pipeline=kind)
+    assert plan.prediction.peak_bytes <= tight and plan.prediction.recompute_seconds > 0
+    with pytest.raises(SolveError):
+        plan_with_pipelines("gpt", budget=round(0.97 * tight), pipeline=kind)
+
+
+def test_the_tightest_budget_is_that_of_all_plans() -> None:
+    alone, piped = least("gpt", pipeline="off"), least("gpt", pipeline="1f1b")
+    assert least("gpt", pipeline="solve") <= min(alone, piped) * 1.01
+
+
+def test_pipelines_that_do_not_fit_are_told_as_an_alternative() -> None:
+    alone, piped = (least("gpt", pipeline=kind, recompute="off") for kind in ("off", "1f1b"))
+    budget = (alone + piped) // 2
+    plan = plan_with_pipelines("gpt", budget=budget, recompute="off")
+    (told,) = (a for a in plan.alternatives if a.what == "any pipeline")
+    assert not plan.pipelined and told.seconds is None and told.peak_bytes == pytest.approx(piped, rel=0.01)
+    assert told.lost == f"needs {(told.peak_bytes - budget) / 1e9:.4g} GB more than the budget of {budget / 1e9:.4g} GB"
+
+
+# ------------------------------------------------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_the_timeline_is_that_of_the_step(kind: str) -> None:
+    plan = plan_with_pipelines("gpt", pipeline=kind)
+    events, step = plan.timeline.events, plan.prediction.step_seconds
+    devices = len(plan.partitions) // plan.chunks
+    assert max(e.start + e.seconds for e in events) == pytest.approx(step)
+    for device in range(devices):
+        own = sorted((e for e in events if e.partition % devices == device), key=lambda e: e.start)
+        assert all(a.start + a.seconds <= b.start + 1e-12 for a, b in pairwise(own))
+        waits = sum(t.seconds for t in plan.timeline.totals if t.partition == device and t.what == "waiting")
+        assert sum(e.seconds for e in own) + waits == pytest.approx(step)
+    for number, part in enumerate(plan.partitions):
+        own = [e for e in events if e.partition == number and e.micro_batch is not None]
+        assert sum(e.seconds for e in own) == pytest.approx(plan.micro_batches * part.seconds)
+        assert {e.micro_batch for e in own} == set(range(4)) and {(e.first, e.last) for e in own} == {
+            (part.first, part.last)
+        }
+
+
+@pytest.mark.parametrize("recompute", ["off", "full", "always"])
+def test_the_timeline_of_a_plan_without_a_pipeline_sums_to_its_step(recompute: str) -> None:
+    plan = plan_with_pipelines("gpt", pipeline="off", recompute=recompute)
+    events = plan.timeline.events
+    assert sum(e.seconds for e in events) == pytest.approx(plan.prediction.step_seconds)
+    assert sum(t.seconds for t in plan.timeline.totals) == pytest.approx(plan.prediction.step_seconds)
+    assert all(a.start + a.seconds == pytest.approx(b.start) for a, b in pairwise(events))
+    assert max(e.held_bytes for e in events if e.held_bytes) == plan.prediction.peak_bytes
+    spent = sum(e.seconds for e in events if e.what == "recompute")
+    assert spent == pytest.approx(plan.prediction.recompute_seconds, abs=1e-15)
+    assert (spent > 0) is (recompute != "off")
+
+
+def test_a_long_timeline_keeps_its_totals(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stages.checkpoint import timeline
+
+    whole = plan_with_pipelines("gpt", pipeline="1f1b").timeline
+    monkeypatch.setattr(timeline, "MOST_EVENTS", 3)
+    short = plan_with_pipelines("gpt", pipeline="1f1b").timeline
+    assert not short.events and short.totals == whole.totals
+    assert short.note.startswith(f"{len(whole.events)} events are too many")
+
+
+def test_the_plan_is_written_and_read() -> None:
+    plan = plan_with_pipelines("gpt", pipeline="interleaved")
+    assert decode(Plan, encode(plan)) == plan
+    for name in ("axes", "sharding", "regions", "sizes"):
+        with pytest.raises(ValueError, match="the plan is a pipeline of 4 partitions: ask each of them"):
+            getattr(plan, name)
+    ops = {op for part in plan.partitions for op in part.sharding.strategies}
+    assert ops == {op.name for op in GRAPHS["gpt"]().ops}
+    links = [{op for link in GRAPHS["gpt"]().chain[p.first : p.last + 1] for op in link.ops} for p in plan.partitions]
+    prologue = set(GRAPHS["gpt"]().prologue)
+    assert [set(part.sharding.strategies) for part in plan.partitions] == [own | prologue for own in links]
+
+
+def test_alternatives_say_why_they_lost() -> None:
+    plan = plan_with_pipelines("gpt", micro_batches="solve")
+    assert len(plan.alternatives) == 10
+    assert [a.seconds for a in plan.alternatives] == sorted(a.seconds for a in plan.alternatives)
+    scale = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+    for other in plan.alternatives:
+        slower, unit, parts = re.fullmatch(r"(\S+) (us|ms|s) slower: (.*)", other.lost).groups()
+        assert other.seconds - plan.prediction.step_seconds == pytest.approx(float(slower) * scale[unit], rel=0.01)
+        changes = [float(part.split()[0]) for part in parts.split(", ")]
+        assert sum(changes) == pytest.approx(float(slower), rel=0.3, abs=0.1 * float(slower) + 0.1)
+        assert "micro-batches" in other.what and "recompute" in other.what
+
+
+def test_a_pipeline_in_one_line_and_in_figures() -> None:
+    plan = plan_with_pipelines("gpt", pipeline="1f1b", partitions=2)
+    line = describe(GRAPHS["gpt"](), plan)
+    assert re.match(r"4 ranks; 1f1b of 2 partitions \(links 0\.\.\d on d0=2, \d\.\.8 on d0=2\); bubble \d+%; ", line)
+    own = figures(plan)
+    assert (own["partitions"], own["schedule"], own["micro_batches"]) == (2, "1f1b", 4) and own["bubble_ms"] > 0
+
+
+def test_pieces_of_unlike_sizes_may_follow_one_another_where_links_are_alike() -> None:
+    cluster, _ = with_pieces("gpt")
+    (every,) = usable_splits(cluster)
+    assert every.sizes == () and set(every.meshes) == {"1", "2"}
+    found = {tuple(p.plan.devices) for p in pipelines_of("gpt", pipeline="1f1b").found}
+    assert any(len(set(devices)) > 1 for devices in found) and all(sum(devices) == 4 for devices in found)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_on_eight_devices_all_are_used_within_the_budget(kind: str) -> None:
+    tight = least("mlp", pipeline=kind, devices=8)
+    for budget in (None, tight):
+        plan = plan_with_pipelines("mlp", budget, devices=8, pipeline=kind)
+        covers("mlp", plan)
+        assert sum(prod(part.sizes) for part in plan.partitions) == 8 * plan.chunks
+        assert plan.prediction.peak_bytes <= plan.budget_bytes
+
+
+def test_where_links_differ_pieces_are_those_of_a_split() -> None:
+    """Two hosts of two: a piece of two is a host, and its links are faster than those between hosts."""
+    settings = ClusterSettings(
+        source=ClusterSource.preset,
+        device=Device.cpu,
+        devices=2,
+        nodes=2,
+        memory_gb=4,
+        preset=Preset(
+            matmul_gflops=50,
+            memory_gbytes_per_s=10,
+            launch_us=0.01,
+            latency_us=0.05,
+            link_gbytes_per_s=8,
+            network_latency_us=1,
+            network_gbytes_per_s=1,
+        ),
+    )
+    cluster = from_preset(settings)
+    splits = usable_splits(cluster)
+    assert [split.sizes for split in splits] == [split.sizes for split in cluster.splits] == [(2, 2), (1, 1, 1, 1)]
+    _, frontier = with_pieces("mlp")
+    found = find_pipelines(GRAPHS["mlp"](), profile_of("mlp"), cluster, frontier, settings_of("1f1b"), FILE).found
+    assert {piped.plan.devices for piped in found} == {(2, 2), (1, 1, 1, 1)}
+    two = next(piped for piped in found if piped.plan.devices == (2, 2))
+    assert two.fills[0].mesh.axes[0].links == cluster.splits[0].meshes["2"][0].axes[0].links
+    sends = [part.load.send for part in two.plan.partitions[:-1]]
+    assert all(send >= cluster.splits[0].link.latency for send in sends)
+
+
+# ----------------------------------------------------------------------------------------------------- between layouts
+
+
+def test_what_it_costs_to_lay_out_an_activation_anew() -> None:
+    graph = GRAPHS["gpt"]()
+    cluster, frontier = with_pieces("gpt")
+    split = next(s for s in cluster.splits if s.sizes == (2, 2))
+    mesh, one = split.meshes["2"][0], next(s for s in cluster.splits if len(s.sizes) == 4).meshes["1"][0]
+    value = graph.values[graph.chain[3].input]
+    points = {prod(frontier.meshes[p.mesh].sizes): p for p in frontier.pieces}
+
+    def filled(name: str, on: Mesh, layout: Layout):
+        point = points[prod(on.sizes)]
+        found = fill(name, graph, profile_of("gpt"), cluster.part(on), point.sharding, 2.0, 4, 1, lambda nbytes: 0.0)
+        return replace(found, mesh=on, home={**found.home, value.name: layout})
+
+    def seconds(a: tuple[Mesh, Layout], b: tuple[Mesh, Layout]) -> float:
+        both = {"a": filled("a", *a), "b": filled("b", *b)}
+        return Resharding(graph, both, cluster)(3, both["a"].piece, both["b"].piece)
+
+    whole, halves, summands = Layout((R,)), Layout((S(0),)), Layout((P,))
+    links = mesh.axes[0].links
+    gather = links["all_gather"].seconds(value.type.nbytes)
+    assert seconds((mesh, halves), (mesh, halves)) == seconds((mesh, whole), (mesh, whole)) == 0.0
+    assert seconds((mesh, halves), (mesh, whole)) >= gather / 2  # gathered; its gradient is sliced
+    assert seconds((one, whole), (mesh, halves)) == 0.0  # each gets its half
+    assert seconds((one, whole), (mesh, whole)) >= gather / 2  # each gets half, and gathers
+    reduce = links["all_reduce"].seconds(value.type.nbytes)
+    assert seconds((mesh, summands), (one, whole)) >= reduce / 2  # summed before it is sent
+    assert seconds((mesh, halves), (mesh, Layout((B,)))) > seconds((mesh, halves), (mesh, whole))
+
+
+# ------------------------------------------------------------------------------------------------------------ the stage
+
+
+@pytest.mark.parametrize("kind", ["off", "solve", "1f1b"])
+def test_the_stage_writes_the_plan(tmp_path: Path, kind: str) -> None:
+    cluster, frontier = with_pieces("gpt")
+    bodies = {"graph": GRAPHS["gpt"](), "profile": profile_of("gpt"), "cluster": cluster, "frontier": frontier}
+    made = {name: artifacts.make(name, body, [], {}) for name, body in bodies.items()}
+    config = replace(load_config(PROJECT), checkpoint=settings_of(kind))
+    result = stage.run(Inputs(tmp_path, made, SILENT, None), config)
+    assert replace(result.body, released=()) == plan_with_pipelines("gpt", pipeline=kind)
+    assert result.figures["schedule"] == (result.body.schedule or "none")
+    saved = artifacts.save(artifacts.make("plan", result.body, made.values(), {}), tmp_path)
+    assert artifacts.load("plan", tmp_path).body == result.body and saved.name == "plan.json"
+
+
+def test_partitions_of_the_mesh_that_the_user_fixes() -> None:
+    """Solve kept plans of its pieces alone: no plan without a pipeline is left."""
+    cluster, frontier = with_pieces("gpt")
+    halves = tuple(p for p in frontier.pieces if frontier.meshes[p.mesh].sizes == (2,))
+    frontier = replace(frontier, points=(), pieces=halves)
+    given = (GRAPHS["gpt"](), profile_of("gpt"), cluster, frontier)
+    for kind, count in (("1f1b", 2), ("interleaved", 4)):
+        found = find_pipelines(*given, settings_of(kind), FILE)
+        plan = choose([], cluster, frontier, WHERE, GRAPHS["gpt"](), found)
+        assert [part.sizes for part in plan.partitions] == [(2,)] * count
+    with pytest.raises(SolveError, match="the frontier has no plan for all devices, and a pipeline is not asked for"):
+        choose([], cluster, frontier, WHERE, GRAPHS["gpt"]())
+    with pytest.raises(SolveError, match=f"^{FILE}: partitions: there is no pipeline as asked for"):
+        find_pipelines(*given, settings_of("1f1b", partitions=3), FILE)

@@ -1,0 +1,221 @@
+"""Blocks and boundaries as links, slices of a batch, meshes of a pipeline's pieces, and who refuses a pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import artifacts
+from pipeline.config import Checkpoint, Recompute, load_config
+from pipeline.cost.step import price_step
+from pipeline.errors import ArtifactError, SolveError
+from pipeline.ir.graph import Role
+from pipeline.ir.layout import Layout, S
+from pipeline.ir.plan import Region
+from pipeline.lowering import lower
+from pipeline.stage import Inputs
+from stages.checkpoint.chain import Chain
+from stages.checkpoint.hand import block_runs, fixed_schedule
+from stages.checkpoint.slices import batch_of, fits, sliced
+from stages.codegen import run as codegen
+from stages.solve import run as solve
+from stages.solve.meshes import meshes_of, pieces_of
+from stages.solve.saved import read_saved
+from tests.graphs import GRAPHS, SILENT, frontier_of, plan_of, preset, profile_of, solve_settings
+from tests.pipeline_plans import plan_with_pipelines
+
+PROJECT = Path(__file__).parents[2]
+WHERE = "conf/solve/test.yaml"
+
+
+# ------------------------------------------------------------------------------------------------------------- blocks
+
+
+@pytest.mark.parametrize(
+    ("kinds", "runs"),
+    [
+        ("abababc", [[(0, 1), (2, 3), (4, 5)]]),
+        ("xababy", [[(1, 2), (3, 4)]]),
+        ("xaaaay", [[(1, 1), (2, 2), (3, 3), (4, 4)]]),
+        ("xaabaaby", [[(1, 3), (4, 6)]]),
+        ("aaabcbcbc", [[(0, 0), (1, 1), (2, 2)], [(3, 4), (5, 6), (7, 8)]]),
+        ("abc", [[(0, 0), (1, 1), (2, 2)]]),
+    ],
+)
+def test_repeated_blocks(kinds: str, runs: list) -> None:
+    assert block_runs([ord(kind) for kind in kinds]) == runs
+
+
+def repeats(kinds: list[int]) -> bool:
+    sizes = range(1, len(kinds) // 2 + 1)
+    return any(kinds[b : b + n] == kinds[b + n : b + 2 * n] for n in sizes for b in range(len(kinds) - 2 * n + 1))
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=24))
+def test_blocks_of_a_run_are_alike_and_nothing_repeats_between_runs(kinds: list[int]) -> None:
+    runs = block_runs(kinds)
+    if not repeats(kinds):
+        assert runs == [[(link, link) for link in range(len(kinds))]]
+        return
+    ends = [-1]
+    for run in runs:
+        assert len(run) > 1 and all(before[1] + 1 == after[0] for before, after in pairwise(run))
+        assert len({tuple(kinds[first : last + 1]) for first, last in run}) == 1
+        assert run[0][0] > ends[-1] and not repeats(kinds[ends[-1] + 1 : run[0][0]])
+        ends.append(run[-1][1])
+    assert not repeats(kinds[ends[-1] + 1 :])
+
+
+OF_EIGHT = Chain((1,) * 9, (1,) * 8, (1,) * 8, (1,) * 9, (0,) * 8, (0,) * 9)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "more", "drawn"),
+    [
+        ("off", {}, "0 1 2 3 4 5 6 7 8"),
+        ("never", {}, "0 1 2 3 4 5 6 7 8"),
+        ("except_last", {}, "0 1 2 3 4 5 6 7 8"),
+        ("full", {}, "(0) (1) (2) (3) (4) (5) (6) (7) 8"),
+        ("always", {}, "(0 1 2 3 4 5 6 7) 8"),
+        ("every", {}, "0 1 (2 3) (4 5) 6 7 8"),
+        ("every", {"every_blocks": 2}, "0 1 (2 3 4 5) 6 7 8"),
+        ("every", {"every_blocks": 9}, "0 1 (2 3 4 5) 6 7 8"),
+    ],
+)
+def test_what_is_recomputed_without_a_pipeline(recompute: str, more: dict, drawn: str) -> None:
+    """A GPT of two layers, of two links each."""
+    settings = Checkpoint(recompute=Recompute(recompute), **more)
+    assert str(fixed_schedule(GRAPHS["gpt"](), OF_EIGHT, settings, 1).regions) == drawn
+
+
+def test_the_best_recompute_is_not_fixed() -> None:
+    assert fixed_schedule(GRAPHS["gpt"](), OF_EIGHT, Checkpoint(recompute=Recompute.optimal), 4) is None
+
+
+def test_per_block_recompute_holds_less_than_none_and_takes_a_forward_more() -> None:
+    off, every, full = (plan_of("gpt", recompute=how) for how in ("off", "every", "full"))
+    assert [r for r in every.regions if r.recompute] == [
+        Region(2, 3, True, (Region(2, 2, False, ()), Region(3, 3, False, ()))),
+        Region(4, 5, True, (Region(4, 4, False, ()), Region(5, 5, False, ()))),
+    ]
+    assert off.prediction.step_seconds < every.prediction.step_seconds
+    assert off.prediction.step_seconds < full.prediction.step_seconds
+    assert every.prediction.peak_bytes < off.prediction.peak_bytes
+
+
+# ------------------------------------------------------------------------------------------------------------- slices
+
+
+@pytest.mark.parametrize("name", list(GRAPHS))
+def test_a_slice_of_the_batch_has_its_part_of_the_work(name: str) -> None:
+    graph, profile = GRAPHS[name](), profile_of(name)
+    q = next(q for q in (4, 3) if batch_of(graph) % q == 0)
+    small, costs = sliced(graph, profile, q)
+    for value in graph.values.values():
+        after = small.values[value.name]
+        if value.role in (Role.PARAMETER, Role.BUFFER):
+            assert after == value
+        else:
+            assert after.type.numel in (value.type.numel, value.type.numel // q)
+    for value in graph.of_role(Role.INPUT):
+        assert small.values[value.name].type.shape == (value.type.shape[0] // q, *value.type.shape[1:])
+    for op in graph.ops:
+        whole, part = profile.ops[op.name], costs.ops[op.name]
+        assert part.flops_forward in (whole.flops_forward, whole.flops_forward / q)
+        assert whole.bytes_forward / q <= part.bytes_forward <= whole.bytes_forward
+        assert part.kernels_forward == whole.kernels_forward and part.saves == whole.saves
+    sharding, cluster = frontier_of(name).points[0].sharding, preset()
+    one, many = (
+        price_step(g, p, cluster, sharding, lower(g, sharding, n), 2.0)
+        for g, p, n in ((graph, profile, 1), (small, costs, q))
+    )
+    assert one.resident_bytes == many.resident_bytes and one.optimizer == many.optimizer
+    for a, b in zip(one.links, many.links, strict=True):
+        assert a.input_bytes / q - 1 <= b.input_bytes <= a.input_bytes
+        assert b.forward <= a.forward * (1 + 1e-9) and q * b.forward >= a.forward * (1 - 1e-9)  # q launches for one
+        assert b.memory.kept <= a.memory.kept
+
+
+def test_an_unsliced_graph_is_the_same() -> None:
+    graph, profile = GRAPHS["mlp"](), profile_of("mlp")
+    assert sliced(graph, profile, 1) == (graph, profile)
+
+
+def test_a_split_batch_has_fewer_slices() -> None:
+    graph = GRAPHS["gpt"]()  # of 4 samples
+    sharding = frontier_of("gpt").points[0].sharding
+    split = replace(sharding, inputs={name: Layout((S(0),)) for name in sharding.inputs})
+    assert batch_of(graph) == 4
+    assert [fits(graph, split, (2,), q) for q in (1, 2, 4)] == [True, True, False]
+
+
+# ------------------------------------------------------------------------------------------------ meshes of the pieces
+
+
+def test_a_mesh_with_partitions_is_that_of_a_piece() -> None:
+    cluster = preset(8)
+    for mesh, sizes, names in (
+        ({"pp": 2, "dp": 2, "tp": 2}, (2, 2), ["dp", "tp"]),
+        ({"tp": 4, "pp": 2}, (4,), ["tp"]),
+        ({"pp": 8}, (1,), ["d0"]),
+        ({"pp": 4, "dp": 1, "tp": 2}, (2,), ["tp"]),
+    ):
+        settings = solve_settings(mesh=mesh)
+        assert meshes_of(cluster, settings, WHERE) == ()
+        (((size, (found,)),)) = pieces_of(cluster, settings, WHERE).items()
+        assert (found.sizes, [axis.name for axis in found.axes]) == (sizes, names) and size == 8 // mesh["pp"]
+    alone = solve_settings(mesh={"pp": 1, "dp": 8})
+    (whole,) = meshes_of(cluster, alone, WHERE)
+    assert whole.sizes == (8,) and pieces_of(cluster, alone, WHERE) == {}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "told"),
+    [
+        ({"pp": 3, "dp": 2}, "mesh: 3 x 2 is 6 devices, the cluster has 8"),
+        ({"pp": 2, "dp": 2, "tp": 4}, "mesh: 2 x 2 x 4 is 16 devices, the cluster has 8"),
+    ],
+)
+def test_meshes_with_partitions_that_the_cluster_does_not_have(mesh: dict, told: str) -> None:
+    with pytest.raises(SolveError) as refused:
+        pieces_of(preset(8), solve_settings(mesh=mesh), WHERE)
+    assert told in refused.value.line()
+
+
+def test_the_solve_stage_plans_the_pieces_of_a_fixed_pipeline(tmp_path: Path) -> None:
+    bodies = {"graph": GRAPHS["mlp"](), "profile": profile_of("mlp"), "cluster": preset(4)}
+    made = {kind: artifacts.make(kind, body, [], {}) for kind, body in bodies.items()}
+    settings = solve_settings(mesh={"pp": 2, "dp": 2}, frontier_points=2)
+    config = replace(load_config(PROJECT), solve=settings)
+    result = solve.run(Inputs(tmp_path, made, SILENT, None), config)
+    frontier = result.body
+    assert frontier.points == () and frontier.pieces and [mesh.sizes for mesh in frontier.meshes] == [(2,)]
+    assert frontier.meshes[0].axes[0].name == "dp" and result.figures["mesh"] == "dp 2"
+    assert "| piece | dp 2 |" in (tmp_path / "runs/solve/plans.md").read_text()
+
+
+# ------------------------------------------------------------------------------------------ who refuses a pipeline
+
+
+def test_codegen_refuses_a_pipeline(tmp_path: Path) -> None:
+    bodies = {"graph": GRAPHS["gpt"](), "plan": plan_with_pipelines("gpt", pipeline="1f1b")}
+    made = {kind: artifacts.make(kind, body, [], {}) for kind, body in bodies.items()}
+    with pytest.raises(SolveError) as refused:
+        codegen.run(Inputs(tmp_path, made, SILENT, None), load_config(PROJECT))
+    line = refused.value.line()
+    assert "module.py for pipelines is not written yet" in line
+    assert "set `pipeline: off` in conf/checkpoint/rotor.yaml" in line
+
+
+def test_a_saved_pipeline_is_refused(tmp_path: Path) -> None:
+    plan = plan_with_pipelines("gpt", pipeline="1f1b")
+    path = artifacts.save(artifacts.make("plan", plan, [], {}), tmp_path)
+    (tmp_path / "conf/plan").mkdir(parents=True)
+    path.rename(tmp_path / "conf/plan/mine.json")
+    with pytest.raises(ArtifactError, match="the saved plan is a pipeline of"):
+        read_saved("mine", tmp_path, GRAPHS["gpt"]())
