@@ -141,6 +141,20 @@ def test_a_slice_of_the_batch_has_its_part_of_the_work(name: str) -> None:
         assert b.memory.kept <= a.memory.kept
 
 
+def test_weights_and_what_no_input_reaches_stay_whole() -> None:
+    graph, profile = GRAPHS["gpt"](), profile_of("gpt")
+    small, costs = sliced(graph, profile, 4)
+    positions = [op for op in graph.ops if op.module == "position"]
+    assert positions and all(small.values[o].type == graph.values[o].type for op in positions for o in op.outputs)
+    assert all(costs.ops[op.name] == profile.ops[op.name] for op in positions)
+    (head,) = (op for op in graph.ops if op.module == "head")
+    weight = sum(graph.values[n].type.nbytes for n in head.inputs if graph.values[n].role is Role.PARAMETER)
+    whole, part = profile.ops[head.name], costs.ops[head.name]
+    assert part.bytes_forward == weight + -(-(whole.bytes_forward - weight) // 4)
+    assert part.bytes_backward == 2 * weight + -(-(whole.bytes_backward - 2 * weight) // 4)
+    assert (part.flops_forward, part.flops_backward) == (whole.flops_forward / 4, whole.flops_backward / 4)
+
+
 def test_an_unsliced_graph_is_the_same() -> None:
     graph, profile = GRAPHS["mlp"](), profile_of("mlp")
     assert sliced(graph, profile, 1) == (graph, profile)
