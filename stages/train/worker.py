@@ -168,7 +168,9 @@ class Trainer:
         return sum(map(float, losses)) / len(losses)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "amp")
+        """Without its cache, which would hold cast weights of recomputed regions until the end of the forward pass."""
+        amp = self.precision == "amp"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=amp, cache_enabled=False)
 
     def _held(self) -> list[Tensor]:
         """Parameters, gradients and optimizer state: what stays between steps."""
