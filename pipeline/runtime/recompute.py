@@ -11,6 +11,7 @@ region, which may be another region that drops it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ def replaying() -> bool:
 
 def kept(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """The function's result; in a region it is not computed a second time."""
-    frame = _Frame.current
+    frame = _here.frame
     if frame is None or not torch.is_grad_enabled():
         return function(*arguments, **named)
     arguments = _as_autocast(function, arguments)
@@ -99,15 +100,12 @@ class _Holder:
 
 
 @dataclass
-class _Call:
-    """A call of `kept` on the first run of its region."""
+class _Given:
+    """The arguments of a call of `kept` that its backward needs. Notes know it and a region does not: who keeps the
+    arguments knows the region, and autograd's part of such a circle is not seen by the garbage collector."""
 
-    arguments: _Holder | None = None  # by which the region keeps those that backward needs
+    arguments: _Holder | None = None  # by which the region keeps them
     needed: list[int] = field(default_factory=list)  # their places
-    results: _Holder | None = None  # for the second run
-    single: bool = True
-    grads: tuple[bool, ...] = ()
-    random: Any = None  # the state of the generator after it, if it drew numbers
     notes: int = 0  # not yet asked for
     found: tuple[Tensor, ...] = ()
 
@@ -121,52 +119,61 @@ class _Call:
         return tensor
 
 
+@dataclass
+class _Made:
+    """The results of a call of `kept` on the first run of its region, for the second."""
+
+    results: _Holder | None
+    single: bool
+    grads: tuple[bool, ...]
+    needed: tuple[int, ...]  # places of the arguments that backward needs
+    random: Any = None  # the state of the generator after it, if it drew numbers
+
+
 @dataclass(frozen=True)
 class _Note:
     """What autograd keeps in place of an argument, or of a view of it."""
 
-    call: _Call
+    given: _Given
     place: int
     view: tuple[Any, Any, int]
 
     def tensor(self) -> Tensor:
-        return self.call.argument(self.place).as_strided(*self.view)
+        return self.given.argument(self.place).as_strided(*self.view)
 
 
 class _Frame:
     """A region, from its first run to its second."""
 
-    current: _Frame | None = None
-
     def __init__(self, around: Hooks) -> None:
         self.around = around
         self.runs = 0
-        self.calls: list[_Call] = []
+        self.calls: list[_Made] = []
         self.next = 0
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        before, _Frame.current = _Frame.current, self
+        before, _here.frame = _here.frame, self
         self.runs += 1
         self.next = 0
         try:
             yield
         finally:
-            _Frame.current = before
+            _here.frame = before
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        call = _Call()
-        given = {(_memory(a), a.dtype): n for n, a in enumerate(arguments) if isinstance(a, Tensor)}
+        given = _Given()
+        places = {(_memory(a), a.dtype): n for n, a in enumerate(arguments) if isinstance(a, Tensor)}
         pack_around, unpack_around = self.around
 
         def pack(tensor: Tensor) -> Any:  # autograd holds on to it: it must not refer to the arguments
-            place = given.get((_memory(tensor), tensor.dtype))
+            place = places.get((_memory(tensor), tensor.dtype))
             if place is None:
                 return pack_around(tensor)
-            call.notes += 1
-            if place not in call.needed:
-                call.needed.append(place)
-            return _Note(call, place, (tensor.size(), tensor.stride(), tensor.storage_offset()))
+            given.notes += 1
+            if place not in given.needed:
+                given.needed.append(place)
+            return _Note(given, place, (tensor.size(), tensor.stride(), tensor.storage_offset()))
 
         def unpack(packed: Any) -> Tensor:
             return packed.tensor() if isinstance(packed, _Note) else unpack_around(packed)
@@ -177,12 +184,12 @@ class _Frame:
             result = function(*arguments, **named)
         after = _random_state(device)
         results = [result] if isinstance(result, Tensor) else list(result)
-        call.random = None if _same(before, after) else after
-        call.single, call.grads = isinstance(result, Tensor), tuple(t.requires_grad for t in results)
-        call.arguments = _Holder([arguments[place] for place in call.needed])
+        given.arguments = _Holder([arguments[place] for place in given.needed])
         with saved_tensors_hooks(*self.around):
-            call.results = _Holder(results)
-        self.calls.append(call)
+            held = _Holder(results)
+        single, grads = isinstance(result, Tensor), tuple(t.requires_grad for t in results)
+        drew = None if _same(before, after) else after
+        self.calls.append(_Made(held, single, grads, tuple(given.needed), drew))
         return result
 
     def replay(self, arguments: tuple[Any, ...]) -> Any:
@@ -195,6 +202,13 @@ class _Frame:
         found, call.results = call.results.tensors(), None
         results = [tensor.detach().requires_grad_(grad) for tensor, grad in zip(found, call.grads, strict=True)]
         return results[0] if call.single else tuple(results)
+
+
+class _Here(threading.local):
+    frame: _Frame | None = None  # the region that this thread runs
+
+
+_here = _Here()
 
 
 def _memory(tensor: Tensor) -> int:
