@@ -87,6 +87,19 @@ class _Held(torch.autograd.Function):
         return dummy.new_empty(0)
 
 
+class _Again(torch.autograd.Function):
+    """Results as the second run has them: what is computed of them keeps this node, which does not keep them.
+
+    A leaf would be kept by the node that its gradient goes to, until the second run ends.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dummy: Tensor, grads: tuple[bool, ...], *results: Tensor) -> tuple[Tensor, ...]:
+        found = tuple(tensor.detach() for tensor in results)
+        ctx.mark_non_differentiable(*(tensor for tensor, grad in zip(found, grads, strict=True) if not grad))
+        return found
+
+
 class _Holder:
     """Keeps tensors as autograd would: it lives as long as the result of its node."""
 
@@ -200,8 +213,8 @@ class _Frame:
             _set_random_state(call.random, next(a.device for a in arguments if isinstance(a, Tensor)))
         assert call.results is not None, "a region is run again once"
         found, call.results = call.results.tensors(), None
-        results = [tensor.detach().requires_grad_(grad) for tensor, grad in zip(found, call.grads, strict=True)]
-        return results[0] if call.single else tuple(results)
+        results = _Again.apply(torch.empty(0, requires_grad=True), call.grads, *found)  # type: ignore[no-untyped-call]
+        return results[0] if call.single else results
 
 
 class _Here(threading.local):
