@@ -41,7 +41,8 @@ def random_plan(model: str, sizes: tuple[int, ...], seed: int) -> Plan:
     storage = plans.random_storage(graph, strategies, sizes, draw, lambda shape: stored(draw, shape, sizes))
     inputs = {v.name: stored(draw, v.type.shape, sizes) for v in graph.of_role(Role.INPUT)}
     regions = plans.random_regions(0, len(graph.chain) - 1, draw, draw.randint(0, 2))
-    return plan_of(graph, plans.sharding_of(graph, picked, storage, inputs, sizes), regions, sizes)
+    plan = plan_of(graph, plans.sharding_of(graph, picked, storage, inputs, sizes), regions, sizes)
+    return plans.with_kept(graph, plan, draw)
 
 
 def plan_of(graph: OpGraph, sharding: Sharding, regions, sizes: tuple[int, ...]) -> Plan:

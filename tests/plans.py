@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import B, Layout, R, S
 from pipeline.ir.names import look_up
-from pipeline.ir.plan import Plan, Prediction, Region, Sharding, Strategy
-from pipeline.ir.program import Convert, Program
+from pipeline.ir.plan import Plan, Prediction, Region, Sharding, Strategy, path_name
+from pipeline.ir.program import Call, Convert, Program
 from pipeline.ir.verify import gathered, verify_graph, verify_sharding
 from pipeline.lowering import lower
 from pipeline.models import gpt, mlp
@@ -230,7 +230,7 @@ def random_plan(graph: OpGraph, ranks: int, seed: int) -> Plan:
     inputs = {v.name: source(v.type.shape) for v in graph.of_role(Role.INPUT)}
     stored = random_storage(graph, options_of(graph, ranks), (ranks,), draw, source)
     regions = random_regions(0, len(graph.chain) - 1, draw, draw.randint(0, 3))
-    return plan_of(sharding_of(graph, picked, stored, inputs, (ranks,)), regions, ranks)
+    return with_kept(graph, plan_of(sharding_of(graph, picked, stored, inputs, (ranks,)), regions, ranks), draw)
 
 
 def random_storage(
@@ -287,6 +287,37 @@ def random_regions(first: int, last: int, draw: random.Random, depth: int, inner
             found.append(Region(first, first, False, ()))
             first += 1
     return tuple(found)
+
+
+def with_kept(graph: OpGraph, plan: Plan, draw: random.Random) -> Plan:
+    """Regions keep any of the results that they may keep; names of any values are given up after their last use."""
+    links = keepable(graph, plan)
+
+    def drawn(region: Region) -> Region:
+        names = [name for link in links[region.first : region.last + 1] for name in link]
+        share = draw.choice([0.0, 0.4, 1.0]) if region.recompute else 0.0
+        kept = tuple(name for name in names if draw.random() < share)
+        return replace(region, inner=tuple(map(drawn, region.inner)), kept=kept)
+
+    written = [name for link in graph.chain for op in link.ops for name in graph.op(op).outputs]
+    share = draw.choice([0.0, 0.3, 1.0])
+    released = tuple(name for name in written if draw.random() < share)
+    (only,) = plan.partitions
+    return replace(plan, partitions=(replace(only, regions=tuple(map(drawn, only.regions))),), released=released)
+
+
+def keepable(graph: OpGraph, plan: Plan) -> list[list[str]]:
+    """Of each link: the products that no body replaces, and the conversions of what is no parameter."""
+
+    def name(step: Call | Convert) -> str:
+        if isinstance(step, Convert):
+            trained = graph.values[step.source.value].role is Role.PARAMETER
+            return "" if trained else path_name(step.source.value, step.source.layout, step.target.layout)
+        rule = rule_of(graph.op(step.op))
+        whole = not plan.sharding.strategies[step.op].body.strip(",")
+        return step.op if rule is not None and rule.is_product and whole else ""
+
+    return [[found for found in map(name, steps) if found] for steps in lower(graph, plan.sharding).links]
 
 
 def follow(

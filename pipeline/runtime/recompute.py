@@ -11,6 +11,7 @@ region, which may be another region that drops it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ def replaying() -> bool:
 
 def kept(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """The function's result; in a region it is not computed a second time."""
-    frame = _Frame.current
+    frame = _here.frame
     if frame is None or not torch.is_grad_enabled():
         return function(*arguments, **named)
     arguments = _as_autocast(function, arguments)
@@ -86,6 +87,19 @@ class _Held(torch.autograd.Function):
         return dummy.new_empty(0)
 
 
+class _Again(torch.autograd.Function):
+    """Results as the second run has them: what is computed of them keeps this node, which does not keep them.
+
+    A leaf would be kept by the node that its gradient goes to, until the second run ends.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dummy: Tensor, grads: tuple[bool, ...], *results: Tensor) -> tuple[Tensor, ...]:
+        found = tuple(tensor.detach() for tensor in results)
+        ctx.mark_non_differentiable(*(tensor for tensor, grad in zip(found, grads, strict=True) if not grad))
+        return found
+
+
 class _Holder:
     """Keeps tensors as autograd would: it lives as long as the result of its node."""
 
@@ -99,85 +113,80 @@ class _Holder:
 
 
 @dataclass
-class _Arguments:
-    """Those of a call that its backward needs, by their places; the region keeps them."""
+class _Given:
+    """The arguments of a call of `kept` that its backward needs. Notes know it and a region does not: who keeps the
+    arguments knows the region, and autograd's part of such a circle is not seen by the garbage collector."""
 
-    needed: list[int] = field(default_factory=list)
-    holder: _Holder | None = None
+    arguments: _Holder | None = None  # by which the region keeps them
+    needed: list[int] = field(default_factory=list)  # their places
     notes: int = 0  # not yet asked for
     found: tuple[Tensor, ...] = ()
 
-    def at(self, place: int) -> Tensor:
+    def argument(self, place: int) -> Tensor:
         """Autograd asks the region for them once, and lets go of them with the last."""
-        if self.holder is not None:
-            self.found, self.holder = self.holder.tensors(), None
+        if self.arguments is not None:
+            self.found, self.arguments = self.arguments.tensors(), None
         self.notes -= 1
         tensor = self.found[self.needed.index(place)]
         self.found = self.found if self.notes else ()
         return tensor
 
 
+@dataclass
+class _Made:
+    """The results of a call of `kept` on the first run of its region, for the second."""
+
+    results: _Holder | None
+    single: bool
+    grads: tuple[bool, ...]
+    needed: tuple[int, ...]  # places of the arguments that backward needs
+    random: Any = None  # the state of the generator after it, if it drew numbers
+
+
 @dataclass(frozen=True)
 class _Note:
     """What autograd keeps in place of an argument, or of a view of it."""
 
-    arguments: _Arguments
+    given: _Given
     place: int
     view: tuple[Any, Any, int]
 
     def tensor(self) -> Tensor:
-        return self.arguments.at(self.place).as_strided(*self.view)
-
-
-@dataclass
-class _Call:
-    """A call of `kept` on the first run of its region, for the second.
-
-    It knows nothing of the node that keeps the arguments: that node knows the region, which has this. Autograd's nodes
-    are not seen by the garbage collector, so such a ring would never be freed.
-    """
-
-    needed: tuple[int, ...]  # places of arguments
-    results: _Holder | None
-    single: bool
-    grads: tuple[bool, ...]
-    random: Any  # the state of the generator after it, if it drew numbers
+        return self.given.argument(self.place).as_strided(*self.view)
 
 
 class _Frame:
     """A region, from its first run to its second."""
 
-    current: _Frame | None = None
-
     def __init__(self, around: Hooks) -> None:
         self.around = around
         self.runs = 0
-        self.calls: list[_Call] = []
+        self.calls: list[_Made] = []
         self.next = 0
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        before, _Frame.current = _Frame.current, self
+        before, _here.frame = _here.frame, self
         self.runs += 1
         self.next = 0
         try:
             yield
         finally:
-            _Frame.current = before
+            _here.frame = before
 
     def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        own = _Arguments()
-        given = {(_memory(a), a.dtype): n for n, a in enumerate(arguments) if isinstance(a, Tensor)}
+        given = _Given()
+        places = {(_memory(a), a.dtype): n for n, a in enumerate(arguments) if isinstance(a, Tensor)}
         pack_around, unpack_around = self.around
 
         def pack(tensor: Tensor) -> Any:  # autograd holds on to it: it must not refer to the arguments
-            place = given.get((_memory(tensor), tensor.dtype))
+            place = places.get((_memory(tensor), tensor.dtype))
             if place is None:
                 return pack_around(tensor)
-            own.notes += 1
-            if place not in own.needed:
-                own.needed.append(place)
-            return _Note(own, place, (tensor.size(), tensor.stride(), tensor.storage_offset()))
+            given.notes += 1
+            if place not in given.needed:
+                given.needed.append(place)
+            return _Note(given, place, (tensor.size(), tensor.stride(), tensor.storage_offset()))
 
         def unpack(packed: Any) -> Tensor:
             return packed.tensor() if isinstance(packed, _Note) else unpack_around(packed)
@@ -187,19 +196,13 @@ class _Frame:
         with saved_tensors_hooks(pack, unpack):
             result = function(*arguments, **named)
         after = _random_state(device)
-        own.holder = _Holder([arguments[place] for place in own.needed])
         results = [result] if isinstance(result, Tensor) else list(result)
+        given.arguments = _Holder([arguments[place] for place in given.needed])
         with saved_tensors_hooks(*self.around):
-            kept_results = _Holder(results)
-        self.calls.append(
-            _Call(
-                needed=tuple(own.needed),
-                results=kept_results,
-                single=isinstance(result, Tensor),
-                grads=tuple(tensor.requires_grad for tensor in results),
-                random=None if _same(before, after) else after,
-            )
-        )
+            held = _Holder(results)
+        single, grads = isinstance(result, Tensor), tuple(t.requires_grad for t in results)
+        drew = None if _same(before, after) else after
+        self.calls.append(_Made(held, single, grads, tuple(given.needed), drew))
         return result
 
     def replay(self, arguments: tuple[Any, ...]) -> Any:
@@ -210,8 +213,15 @@ class _Frame:
             _set_random_state(call.random, next(a.device for a in arguments if isinstance(a, Tensor)))
         assert call.results is not None, "a region is run again once"
         found, call.results = call.results.tensors(), None
-        results = [tensor.detach().requires_grad_(grad) for tensor, grad in zip(found, call.grads, strict=True)]
-        return results[0] if call.single else tuple(results)
+        results = _Again.apply(torch.empty(0, requires_grad=True), call.grads, *found)  # type: ignore[no-untyped-call]
+        return results[0] if call.single else results
+
+
+class _Here(threading.local):
+    frame: _Frame | None = None  # the region that this thread runs
+
+
+_here = _Here()
 
 
 def _memory(tensor: Tensor) -> int:

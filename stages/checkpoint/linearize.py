@@ -21,7 +21,7 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
 from pipeline.ir.program import Program
-from pipeline.lowering import state_layouts
+from pipeline.lowering import home_layouts, state_layouts
 from stages.checkpoint.chain import Chain, Option
 from stages.checkpoint.schedule import Region
 
@@ -76,12 +76,21 @@ def linearize(
     owned = growing(graph, sharding, program)
     costs = link_costs(graph, profile, cluster, sharding, program, price.links, owned, join)
     grown = tuple(_grown(graph, cluster, sharding, costs, owned))
-    given = sum(local_bytes(graph, v.name, sharding.inputs[v.name], cluster.sizes) for v in graph.of_role(Role.INPUT))
+    given = _given(graph, profile, cluster, sharding)
     fixed = price.fixed_bytes + given - sum(grown)
     part = _updated_part(graph, cluster, sharding)
     extra = profile.step.optimizer_bytes if profile.step else 0
     peak = price.resident_bytes + given + round(part * extra)
     return Linear(_chain(costs, grown), costs, fixed, peak, _optimizer_seconds(profile, cluster, price, part))
+
+
+def _given(graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding) -> int:
+    """Bytes of the batch, and of what is computed before the chain for its links (masks, rotary angles)."""
+    home = home_layouts(graph, sharding)
+    read = {profile.storage[name] for link in graph.chain for op in link.ops for name in graph.op(op).inputs}
+    made = {name for op in graph.prologue for name in graph.op(op).outputs} & read
+    inputs = {value.name for value in graph.of_role(Role.INPUT)}
+    return sum(local_bytes(graph, name, home[name], cluster.sizes) for name in sorted(inputs | made))
 
 
 def _updated_part(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> float:

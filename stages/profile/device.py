@@ -70,9 +70,9 @@ def plain_attention(a: Attention) -> Tensor:
 
 
 def _attention_on_cpu(a: Attention) -> Tensor:
-    """Flash attention where it can run: four dims and no dropout; else plain matrix products."""
+    """Flash attention where it can run, also with grouped heads: four dims and no dropout; else plain products."""
     mask = None if a.attn_mask is None else _additive(a.attn_mask, a.q.dtype)
-    if a.dropout_p or a.q.dim() != 4 or a.enable_gqa or (mask is not None and mask.requires_grad):
+    if a.dropout_p or a.q.dim() != 4 or (mask is not None and mask.requires_grad):
         math = aten._scaled_dot_product_attention_math
         return math(a.q, a.k, a.v, mask, a.dropout_p, a.is_causal, scale=a.scale, enable_gqa=a.enable_gqa)[0]
     flash = aten._scaled_dot_product_flash_attention_for_cpu

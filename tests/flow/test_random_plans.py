@@ -5,6 +5,7 @@ Strategies, storage and recompute are drawn at random for each op; the written p
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -97,16 +98,20 @@ def test_random_plans_use_every_conversion_and_nested_recompute() -> None:
     """What the random plans are worth: all of the table occurs in them."""
     from pipeline.cost.conversions import TABLE
 
-    seen, nested, states, again = set(), 0, 0, 0
+    seen, nested, states, again, texts = set(), 0, 0, 0, ""
     for ranks, name in RANDOM:
         plan = plan_named(name, ranks)
-        program, _ = plans.lowered(name.partition("-")[0], plan)
+        program, text = plans.lowered(name.partition("-")[0], plan)
+        texts += text
         seen |= {"".join(c for c in pair if c in "RBSP") for pair in plans.conversions_in(program)}
         nested += any(inner.recompute for region in plan.regions for inner in region.inner)
         states += bool(plan.sharding.state)
         again += bool(plan.sharding.regathered) and any(region.recompute for region in plan.regions)
     assert seen == set(TABLE)
     assert nested >= 5 and states >= 20 and again >= 10
+    kept = re.findall(r"= kept\(\s*([\w.]+)", texts)
+    assert {"F.linear", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"} <= set(kept) and len(kept) > 300
+    assert len(re.findall(r"^    del ", texts, re.M)) > 100
 
 
 # ---- plans that have a name

@@ -17,7 +17,7 @@ from pipeline.ir.plan import Region
 from stages.trace.chain import find_chain
 from tests.graphs import ladder_graph, shared_graph, trace
 from tests.interpreter import run_graph
-from tests.plans import random_regions
+from tests.plans import random_regions, with_kept
 from tests.programs import (
     ODD,
     SCHEDULES,
@@ -126,14 +126,14 @@ def test_t5_under_recompute(regions):
 @settings(max_examples=60, deadline=None)
 @given(STEPS, st.integers(0, 1000))
 def test_any_graph_under_any_recompute(steps, seed):
-    """Skips of any length from anywhere to anywhere, regions around any of them."""
+    """Skips of any length from anywhere to anywhere, regions around any of them that keep any of their products."""
     ops = random_ops(steps)
     graph = find_chain(ops)
     draw = random.Random(seed)
     regions = random_regions(0, len(graph.chain) - 1, draw, draw.randint(0, 3))
     model = Weights(ops)
     batch = {"inputs": torch.randn(SIZE, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
-    program = load(write(graph, plan_for(graph, uniform(graph, 1), 1, regions)))
+    program = load(write(graph, with_kept(graph, plan_for(graph, uniform(graph, 1), 1, regions), draw)))
     wanted = run_graph(graph, model, batch)
     found = program["Program"](dict(model.named_parameters())).forward(**batch)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)

@@ -1,0 +1,159 @@
+"""The recompute benchmark without a GPU: how points are judged and told, and the programs that it plans."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from benchmarks import recompute
+from benchmarks.measure_steps import text
+from benchmarks.recompute import EQUAL, Planner, judged, report, row
+
+GB = 10**9
+
+
+def peer(peak: float, ms: float) -> dict[str, float]:
+    return {"peak": peak * GB, "ms": ms, "loss": 1.0, "seconds": 1.0}
+
+
+PEERS = {
+    "none": peer(10.0, 100.0),
+    "per block": peer(4.0, 130.0),
+    "sequential 2": peer(7.0, 125.0),
+    "sequential 4": peer(6.0, 128.0),
+    "compile 1.0": peer(8.0, 90.0),
+    "compile 0.5": peer(5.0, 96.0),
+}
+
+
+def ours(budget: float, peak: float, ms: float, predicted: float, recomputes: bool = True) -> dict[str, Any]:
+    measured = {"peak": peak * GB, "ms": ms, "loss": 1.0}
+    return {"budget": budget * GB, "measured": measured, "predicted_ms": predicted, "recomputes": recomputes}
+
+
+# --------------------------------------------------------------------------------------------------------- judgement
+
+
+def test_a_point_is_held_to_the_fastest_peer_that_fits_its_budget():
+    found = judged(ours(8.0, 7.6, 110.0, 99.0), PEERS)
+    assert found["used"] == pytest.approx(0.95) and found["error"] == pytest.approx(0.1)
+    assert found["best"] == "sequential 2" and found["gain"] == pytest.approx(125 / 110 - 1)
+    assert found["between"] and found["compiled"] == pytest.approx(110 / 90)
+
+
+def test_a_peer_of_the_same_peak_counts_and_a_larger_one_does_not():
+    assert judged(ours(7.0, 6.9, 120.0, 120.0), PEERS)["best"] == "sequential 2"
+    assert judged(ours(7.0 / EQUAL + 1e-6, 6.9, 120.0, 120.0), PEERS)["best"] == "sequential 2"
+    assert judged(ours(6.9, 6.8, 120.0, 120.0), PEERS)["best"] == "sequential 4"
+
+
+def test_where_no_peer_fits_there_is_nothing_to_gain_on():
+    found = judged(ours(3.0, 2.9, 150.0, 150.0), PEERS)
+    assert found["best"] is None and found["gain"] is None and found["compiled"] is None and not found["between"]
+
+
+@pytest.mark.parametrize(("budget", "between"), [(4.0, False), (4.1, True), (9.9, True), (10.0, False), (12.0, False)])
+def test_between_every_block_and_none(budget, between):
+    assert judged(ours(budget, budget, 110.0, 110.0), PEERS)["between"] is between
+
+
+# ------------------------------------------------------------------------------------------------------------- report
+
+
+def found() -> dict[str, Any]:
+    points = [
+        ours(4.0, 3.9, 126.0, 120.0),
+        ours(10.0, 9.0, 100.0, 100.0, recomputes=False),
+        ours(6.5, 6.4, 112.0, 112.0),
+        ours(3.0, 3.03, 150.0, 150.0),
+    ]
+    broken = {**PEERS, "sequential 3": {"error": "OutOfMemoryError", "seconds": 1.0}}
+    return {"peers": {"small": broken}, "ours": {"small": points}}
+
+
+def test_the_last_line_is_the_result():
+    lines = report(found()).splitlines()
+    assert json.loads(lines[-1]) == {
+        "points": 4,
+        "over_budget": 1,
+        "least_used": pytest.approx(3.9 / 4.0, abs=1e-4),  # what keeps everything need not use its budget
+        "worst_time_error": pytest.approx(6 / 126, abs=1e-4),
+        "slower_than_eager_peers": 0,
+        "least_gain_between": pytest.approx(128 / 112 - 1, abs=1e-4),
+        "times_of_compiled": pytest.approx((100 / 90 + 112 / 96) / 2, abs=1e-3),
+    }
+
+
+def test_the_table_has_every_peer_that_ran_and_every_point_from_large_to_small():
+    told = report(found())
+    rows = told.splitlines()
+    assert sum(bool(re.match(r"  (none|per block|sequential \d|compile \S+) ", line)) for line in rows) == len(PEERS)
+    assert "sequential 3" not in told
+    budgets = [float(line.split()[0]) for line in rows if re.match(r" +\d+\.\d\d +\d", line)]
+    assert budgets == [10.0, 6.5, 4.0, 3.0]
+    assert "sequential 4 (+14.3%)" in told and "none fits" in told and "per block (+3.2%)" in told
+
+
+def test_a_point_that_is_slower_than_a_peer_is_counted():
+    slow = found()
+    slow["ours"]["small"][2]["measured"]["ms"] = 140.0
+    told = json.loads(report(slow).splitlines()[-1])
+    assert told["slower_than_eager_peers"] == 1 and told["least_gain_between"] < 0
+
+
+def test_a_report_without_compiled_peers():
+    eager = found()
+    eager["peers"]["small"] = {label: one for label, one in PEERS.items() if not label.startswith("compile")}
+    assert json.loads(report(eager).splitlines()[-1])["times_of_compiled"] is None
+
+
+# ------------------------------------------------------------------------------------------------------------ planning
+
+CALIBRATION = {"matmul_tflops": {"large_bfloat16": 600.0, "large_float32": 50.0}, "copy_tb_per_s": 4.0}
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    sizes = {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 512, "n_positions": 128, "use_cache": False}
+    tiny = row("GPT2", "LMHeadModel", sizes, text(16, 128, 512), "transformer.h.*")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(recompute.MODELS, "tiny", tiny)
+        return Planner("tiny", CALIBRATION)
+
+
+def test_smaller_budgets_recompute_more(planner):
+    budgets = planner.budgets(7)
+    assert budgets == sorted(budgets, reverse=True) and len(set(budgets)) == 7
+    plans = [planner.schedule(budget) for budget in budgets]
+    assert all(plan["predicted_peak"] <= budget for plan, budget in zip(plans, budgets, strict=True))
+    assert [plan["recomputes"] for plan in plans] == [False] + [True] * 6
+    times = [plan["predicted_ms"] for plan in plans]
+    assert all(later >= sooner * 0.999 for sooner, later in pairwise(times))
+    assert times[-1] > times[0] * 1.02
+    again = [plan["regions"].count("(") + plan["regions"].count(".") for plan in plans]  # regions, and links in part
+    assert again[0] == 0 and again[-1] > again[1] > 0
+    for plan in plans:
+        ast.parse(plan["text"])
+        assert ("recompute(" in plan["text"]) is plan["recomputes"]
+    assert any("kept(" in plan["text"] for plan in plans) and all("del " in plan["text"] for plan in plans)
+
+
+def test_below_the_least_there_is_no_plan(planner):
+    least = planner.budgets(2)[-1]
+    assert planner.schedule(least) is not None
+    assert planner.schedule(int(least * 0.97)) is None
+    assert planner.schedule(planner.linear.fixed_bytes) is None
+    assert planner.schedule(planner.linear.optimizer_peak - 1) is None
+
+
+def test_more_than_everything_takes_is_no_better(planner):
+    most = planner.budgets(2)[0]
+    enough, plenty = planner.schedule(most), planner.schedule(10 * most)
+    assert enough["text"] == plenty["text"] and not plenty["recomputes"]
+    assert enough["predicted_peak"] == plenty["predicted_peak"] == most
