@@ -30,6 +30,9 @@ CAST = "_to_copy"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
+Life = tuple[Any, int, int, int]  # what it is, its bytes, and from which kernel until before which it is there
+
+
 @dataclass(frozen=True, eq=False)
 class StepFacts:
     """A step of a link; memory is by identity, so that what two steps keep counts once."""
@@ -54,6 +57,14 @@ class LinkFacts:
     forward_peak: int
     dropped_peak: int
     backward_peak: int  # with the gradients at both ends
+    lives: tuple[Life, ...] = ()  # of what its forward pass holds, where it was run
+
+    def second_peak(self, present: Container[Any]) -> int:
+        """The most that its second run holds, where results that it kept are present from its beginning."""
+        if not self.lives:
+            return self.forward_peak
+        lives = [(size, 0 if owner in present else born, died) for owner, size, born, died in self.lives]
+        return max(self.forward_peak, _peak(lives, 0, max(died for *_, died in lives)))
 
 
 @dataclass(frozen=True)
@@ -254,6 +265,11 @@ class Facts:
             forward_peak=max(_peak(lives, 0, count), sum({**kept, **output}.values())),
             dropped_peak=round(run.dropped_peak * ratio),
             backward_peak=_peak(lives, count, end),
+            lives=tuple(
+                (n, size[n], held.born, count if held.died is None else min(held.died, count))
+                for n, held in enumerate(run.held)
+                if n not in outside and held.born < count
+            ),
         )
 
     def _is_output(self, run: LinkKernels, number: int, link: Link, values: Mapping[str, str]) -> bool:

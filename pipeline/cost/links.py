@@ -102,18 +102,21 @@ def _way(
     saved: Mapping[Any, int],
     backward: float,
     forward: float | None = None,
-    kept: tuple[str, ...] | None = None,
+    kept: Sequence[StepFacts] | None = None,
 ) -> Way:
     nbytes, out = sum(saved.values()), sum(link.output.values())
     ends = link.input_bytes + out
-    peak = link.backward_peak if kept is None else max(link.backward_peak, link.forward_peak + out)
+    peak = link.backward_peak
+    if kept is not None:
+        present = {owner for step in kept for owner in (*step.results, *step.private)}
+        peak = max(peak, link.second_peak(present) + out)
     return Way(
         forward=link.seconds.forward if forward is None else forward,
         backward=backward,
         saved=nbytes,
         forward_extra=max(0, link.forward_peak - nbytes),
         backward_extra=max(0, peak - ends - nbytes),
-        kept=kept,
+        kept=None if kept is None else tuple(step.name for step in kept),
     )
 
 
@@ -138,7 +141,7 @@ def _keeping(link: LinkFacts, chosen: list[StepFacts], again: Mapping[StepFacts,
     for step in chosen:
         saved |= {**step.results, **step.private}
     repeated = sum(step.spared if step in chosen else seconds for step, seconds in again.items())
-    return _way(link, saved, link.seconds.backward + repeated, kept=tuple(step.name for step in chosen))
+    return _way(link, saved, link.seconds.backward + repeated, kept=chosen)
 
 
 def _worth(link: LinkFacts, chosen: list[StepFacts], step: StepFacts) -> float:

@@ -282,6 +282,22 @@ def test_a_second_run_lets_go_of_an_argument_with_its_backward():
     assert seen and all("passed'" not in alive and "last" not in alive for alive in seen)
 
 
+def test_a_second_run_lets_go_of_a_result_with_its_name():
+    """What is computed of it does not keep it, as it would keep a leaf."""
+    weight, expired = torch.randn(WIDTH, WIDTH, requires_grad=True), []
+
+    def region(x: Tensor) -> Tensor:
+        made = kept(F.linear, torch.tanh(x), weight)
+        memory = StorageWeakRef(made.untyped_storage())
+        passed = made * 2
+        del made
+        expired.append(memory.expired())
+        return torch.tanh(passed)
+
+    recompute(region, torch.randn(BATCH, WIDTH)).sum().backward()
+    assert expired == [False, True]
+
+
 def test_an_error_in_a_region_leaves_no_region_behind():
     model = Watched()
 

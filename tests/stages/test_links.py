@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.recompute import unsplit
+from pipeline.cost.compute import Seconds
+from pipeline.cost.link_facts import LinkFacts
 from pipeline.cost.links import MOST_WAYS, LinkCosts, Way, link_costs
 from pipeline.cost.step import StepPrice, price_step
 from pipeline.ir.graph import OpGraph, Role
@@ -311,6 +313,15 @@ def test_a_rank_of_two_keeps_half():
         assert half.ways[0].saved == pytest.approx(whole.ways[0].saved / 2, rel=0.01)
         assert half.last.saved == pytest.approx(whole.last.saved / 2, rel=0.01)
         assert half.ways[0].forward < whole.ways[0].forward
+
+
+def test_a_second_run_has_what_it_kept_from_its_beginning():
+    """Beside what it needs for a moment before the kept result would be made."""
+    lives = (("large", 10, 0, 1), ("kept", 4, 1, 2), ("other", 3, 1, 3))
+    facts = LinkFacts((), Seconds(0.0, 0.0), {}, {}, 0, 10, 0, 0, lives)
+    assert facts.second_peak(()) == 10 and facts.second_peak({"other"}) == 13
+    assert facts.second_peak({"kept"}) == 14 and facts.second_peak({"kept", "other"}) == 17
+    assert replace(facts, lives=()).second_peak({"kept"}) == 10  # where it was not run, as priced
 
 
 def test_joined_links_are_run_once_for_all_that_are_equal():
