@@ -294,13 +294,15 @@ def report(found: dict[str, Any]) -> str:
     lines, rows = [], []
     for name, plans in found["ours"].items():
         known = {label: one for label, one in found["peers"][name].items() if "error" not in one}
+        for one in (one for one in plans if "error" in one["measured"]):
+            lines.append(f"{name}: {one['name']} failed: {one['measured']['error']}")
         lines += [f"{name}: peers", f"{'':26}{'peak GB':>9}{'ms':>9}"]
         lines += [f"  {label:24}{one['peak'] / 1e9:9.2f}{one['ms']:9.1f}" for label, one in known.items()]
         lines += [
             f"{name}: ours",
             f"  {'budget':>8}{'peak':>8}{'used':>8}{'ms':>9}{'predicted':>11}{'':4}best peer within",
         ]
-        for one in sorted(plans, key=lambda one: -one["budget"]):
+        for one in sorted((one for one in plans if "error" not in one["measured"]), key=lambda one: -one["budget"]):
             rows.append(judged(one, known))
             lines.append(_line(one, rows[-1]))
     eager = [row["gain"] for row in rows if row["between"] and row["gain"] is not None]
@@ -309,7 +311,8 @@ def report(found: dict[str, Any]) -> str:
         "points": len(rows),
         "over_budget": sum(row["used"] > 1 for row in rows),
         "least_used": round(min((row["used"] for row in rows if row["recomputes"]), default=1.0), 4),
-        "worst_time_error": round(max(row["error"] for row in rows), 4),
+        "failed": sum("error" in one["measured"] for plans in found["ours"].values() for one in plans),
+        "worst_time_error": round(max((row["error"] for row in rows), default=0.0), 4),
         "slower_than_eager_peers": sum((row["gain"] or 0.0) < -0.005 for row in rows),
         "least_gain_between": round(min(eager, default=0.0), 4),
         "times_of_compiled": round(statistics.median(compiled), 3) if compiled else None,
@@ -318,19 +321,20 @@ def report(found: dict[str, Any]) -> str:
 
 
 def judged(one: dict[str, Any], peers_: dict[str, Any]) -> dict[str, Any]:
-    """One of our points: how much of its budget it used, and the fastest peer that needs no more than its peak."""
+    """One of our points: how much of its budget it used, and the fastest peer that needs no more than that budget."""
     measured = one["measured"]
     fitting = {label: peer for label, peer in peers_.items() if peer["peak"] <= one["budget"] * EQUAL}
     eager = {label: peer["ms"] for label, peer in fitting.items() if not label.startswith("compile")}
     compiled = [peer["ms"] for label, peer in fitting.items() if label.startswith("compile")]
     best = min(eager, key=lambda label: eager[label], default=None)
+    low, high = (peers_.get(label, {"peak": 0})["peak"] for label in ("per block", "none"))
     return {
         "used": measured["peak"] / one["budget"],
         "recomputes": one["recomputes"],
         "error": abs(one["predicted_ms"] / measured["ms"] - 1),
         "best": best,
         "gain": None if best is None else eager[best] / measured["ms"] - 1,
-        "between": peers_["per block"]["peak"] * EQUAL < one["budget"] < peers_["none"]["peak"],
+        "between": low * EQUAL < one["budget"] < high,
         "compiled": measured["ms"] / min(compiled) if compiled else None,
     }
 
