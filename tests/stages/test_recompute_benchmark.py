@@ -71,6 +71,7 @@ def found() -> dict[str, Any]:
         ours(10.0, 9.0, 100.0, 100.0, recomputes=False),
         ours(6.5, 6.4, 112.0, 112.0),
         ours(3.0, 3.03, 150.0, 150.0),
+        {**ours(2.0, 2.0, 1.0, 1.0), "name": "small_4", "measured": {"error": "RuntimeError: no"}},
     ]
     broken = {**PEERS, "sequential 3": {"error": "OutOfMemoryError", "seconds": 1.0}}
     return {"peers": {"small": broken}, "ours": {"small": points}}
@@ -82,6 +83,7 @@ def test_the_last_line_is_the_result():
         "points": 4,
         "over_budget": 1,
         "least_used": pytest.approx(3.9 / 4.0, abs=1e-4),  # what keeps everything need not use its budget
+        "failed": 1,
         "worst_time_error": pytest.approx(6 / 126, abs=1e-4),
         "slower_than_eager_peers": 0,
         "least_gain_between": pytest.approx(128 / 112 - 1, abs=1e-4),
