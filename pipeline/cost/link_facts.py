@@ -45,6 +45,12 @@ class StepFacts:
     private: Mapping[Any, int]  # what it keeps for backward that is neither given to it nor its result
     keeps: bool  # anything at all
     keeps_result: bool
+    collective: bool = False
+
+    @property
+    def attends(self) -> bool:
+        """A product whose backward needs its result."""
+        return self.dear and self.keeps_result and not self.collective
 
 
 @dataclass(frozen=True)
@@ -311,10 +317,17 @@ class Facts:
         appear = sum(local_bytes(self.graph, name, self.home[name], self.sizes) for name in grown)
         found = []
         for step, (forward, casts), own in zip(steps, times, parts.steps, strict=True):
-            mine = bool(own.kept.keys() & own.results.keys())
             found.append(
                 StepFacts(
-                    self._name(step), forward, casts, self._dear(step), own.results, own.private, bool(own.kept), mine
+                    self._name(step),
+                    forward,
+                    casts,
+                    self._dear(step),
+                    own.results,
+                    own.private,
+                    keeps=bool(own.kept),
+                    keeps_result=bool(own.kept.keys() & own.results.keys()),
+                    collective=isinstance(step, Convert),
                 )
             )
         return LinkFacts(

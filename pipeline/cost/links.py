@@ -121,19 +121,33 @@ def _way(
 
 
 def _partial(link: LinkFacts, whole: Way) -> list[Way]:
-    """Ways that keep some results: from all that are dear to none, the cheapest to compute again left out first."""
+    """Ways that keep some results, from much to little; none that is no better than another in time and bytes."""
     again = _again(link.steps)
-    chosen = [step for step in again if step.dear and step.seconds > step.spared and again[step] > step.spared]
+    dear = [step for step in again if step.dear and step.seconds > step.spared and again[step] > step.spared]
+    ways = [_keeping(link, chosen, again) for chosen in _choices(link, dear) if chosen]
     found: list[Way] = []
     before = whole
-    while chosen:
-        way = _keeping(link, chosen, again)
-        if way.saved <= before.saved - WORTH * whole.saved:
+    for way in sorted(ways, key=lambda way: (way.backward, way.saved)):
+        if way.backward > whole.backward and way.saved <= before.saved - WORTH * whole.saved:
             found.append(way)
             before = way
-        worst = min(chosen, key=lambda step: _worth(link, chosen, step))
-        chosen = [step for step in chosen if step is not worst]
-    return _thinned([way for way in found if way.backward > whole.backward], MOST_WAYS)
+    return _thinned(found, MOST_WAYS)
+
+
+def _choices(link: LinkFacts, dear: list[StepFacts]) -> list[list[StepFacts]]:
+    """What to keep of the dear steps: all, and less and less, the cheapest for its bytes left out first; collectives
+    alone, attention alone, and these two."""
+    found = [
+        [step for step in dear if step.collective],
+        [step for step in dear if step.attends],
+        [step for step in dear if step.collective or step.attends],
+    ]
+    left = dear
+    while left:
+        found.append(left)
+        worst = min(left, key=lambda step: _worth(link, left, step))
+        left = [step for step in left if step is not worst]
+    return found
 
 
 def _keeping(link: LinkFacts, chosen: list[StepFacts], again: Mapping[StepFacts, float]) -> Way:

@@ -253,11 +253,12 @@ def predict(piped: Piped) -> Prediction:
     compute = communication = recompute = optimizer = 0.0
     for part, filled in piped.on(device):
         span = slice(part.first, part.last + 1)
-        links, once = filled.price.links[span], filled.once[span]
-        compute += plan.micro_batches * sum(link.compute.total for link in links) + sum(one.compute for one in once)
-        communication += plan.micro_batches * sum(link.communication.total for link in links)
-        communication += sum(one.communication for one in once)
-        recompute += _recompute(part, sum(link.forward + link.backward for link in links), plan.micro_batches)
+        once, ways = filled.once[span], [own.ways[0] for own in filled.linear.costs[span]]
+        kept = sum(way.forward + way.backward for way in ways)
+        moved = sum(link.communication.total for link in filled.price.links[span])
+        compute += plan.micro_batches * (kept - moved) + sum(one.compute for one in once)
+        communication += plan.micro_batches * moved + sum(one.communication for one in once)
+        recompute += _recompute(part, kept, plan.micro_batches)
         optimizer += sum(one.optimizer for one in once)
     return Prediction(
         step_seconds=plan.seconds,

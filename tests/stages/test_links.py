@@ -268,7 +268,6 @@ def check_ways(costs: tuple[LinkCosts, ...], program: Program) -> int:
         for before, way in zip(own.ways, parts, strict=False):
             assert way.saved < before.saved and way.backward > before.backward
             assert way.kept and set(way.kept) <= names and len(set(way.kept)) == len(way.kept)
-            assert before.kept is None or set(way.kept) < set(before.kept)
             assert way.saved >= own.output_bytes and way.forward == whole.forward
         for way in (*own.ways, own.last):
             assert min(way.forward_extra, way.backward_extra, way.saved) >= 0
