@@ -25,9 +25,18 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.runtime import collectives
 from pipeline.runtime.regather import keep_shards, keeping_shards
 
-_replaying = False
 Result = TypeVar("Result")  # a tensor, or several
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class _Here(threading.local):
+    """What this thread runs: backward has threads of its own."""
+
+    frame: _Frame | None = None  # the region
+    replaying = False  # for the second time
+
+
+_here = _Here()
 
 
 def recompute(region: Callable[..., Result], *arguments: Any) -> Result:
@@ -44,7 +53,7 @@ def recompute(region: Callable[..., Result], *arguments: Any) -> Result:
 
 def replaying() -> bool:
     """Whether this is the second run of a region: what changes state (batch-norm statistics) must not do so again."""
-    return _replaying
+    return _here.replaying
 
 
 def kept(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -66,13 +75,12 @@ def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[No
 
 @contextmanager
 def _replay(keeping: bool) -> Iterator[None]:
-    global _replaying
-    before, _replaying = _replaying, True
+    before, _here.replaying = _here.replaying, True
     try:
         with keep_shards() if keeping else nullcontext():
             yield
     finally:
-        _replaying = before
+        _here.replaying = before
 
 
 # ------------------------------------------------------------------------------------------------------ what is kept
@@ -215,13 +223,6 @@ class _Frame:
         found, call.results = call.results.tensors(), None
         results = _Again.apply(torch.empty(0, requires_grad=True), call.grads, *found)  # type: ignore[no-untyped-call]
         return results[0] if call.single else results
-
-
-class _Here(threading.local):
-    frame: _Frame | None = None  # the region that this thread runs
-
-
-_here = _Here()
 
 
 def _memory(tensor: Tensor) -> int:

@@ -151,7 +151,7 @@ class Trainer:
 
     def _measure(self, first: Batch, later: list[Batch], losses: list[float], seconds: list[float]) -> int:
         """A step under the memory profiler; its time does not count as a step's."""
-        held = [*self._held(), *first.values()]
+        held = (tensor for tensor in [*self._held(), *first.values()])  # lets go of old gradients once it is read
         return measure_peak(lambda: self._timed_step(first, later, losses, seconds), held, self.device)
 
     def _timed_step(self, first: Batch, later: list[Batch], losses: list[float], seconds: list[float]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -411,3 +412,35 @@ def test_gathered_weights_and_kept_collectives(regions, sums):
         for one, other in zip(gradients, plain[at][3], strict=True):
             assert torch.equal(one, other)
     assert not _notes
+
+
+def test_whether_a_region_runs_again_is_a_matter_of_its_thread():
+    """Two that run again at once, and end in the other order than they began."""
+    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+    told: list[bool] = []
+
+    def region(meet):
+        def run(x):
+            if replaying():
+                meet()
+            return x.exp()
+
+        x = torch.ones(2, requires_grad=True)
+        recompute(run, x).sum().backward()
+        told.append(replaying())
+
+    def one() -> None:
+        first_in.set()
+        second_in.wait(5)
+
+    def two() -> None:
+        first_in.wait(5)
+        second_in.set()
+        first_out.wait(5)
+
+    other = threading.Thread(target=region, args=(two,))
+    other.start()
+    region(one)
+    first_out.set()
+    other.join()
+    assert told == [False, False] and not replaying()
