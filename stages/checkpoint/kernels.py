@@ -109,7 +109,10 @@ def fill(best: NDArray[np.float64], links: Links, need: NDArray[np.int64]) -> No
         for i in range(n - 1, -1, -1):
             first = first_of(i, n)
             for l in range(i, n):
-                _keep(best, links, need, i, l, low, row)
+                if i == l:
+                    _end(links.ends, links.waiting[l], i, low, row)
+                else:
+                    _keep(best, links, need, i, l, low, row)
                 column = l * (l + 1) // 2
                 bound = row[0] if block == 0 else min(row[0], best[block - 1, first + l, WIDTH - 1])
                 limit = bound + margin - (once[i] - once[l + 1]) + passed[i]
@@ -163,14 +166,8 @@ def _keep(
     low: int,
     row: NDArray[np.float64],
 ) -> None:
-    """row[m] = keep(i,l,low+m)."""
+    """row[m] = keep(i,l,low+m) for i < l."""
     row[:] = np.inf
-    if i == l:
-        for k in range(links.ends.starts[i], links.ends.starts[i + 1]):
-            start = max(links.waiting[l] + links.ends.forward[k], links.ends.backward[k]) - low
-            for m in range(max(start, 0), WIDTH):
-                row[m] = min(row[m], links.ends.seconds[k])
-        return
     at = first_of(i + 1, len(links.starts) - 1) + l
     for k in range(links.starts[i], links.starts[i + 1]):
         saved, seconds = links.saved[k], links.seconds[k]
@@ -179,6 +176,16 @@ def _keep(
         for m in range(max(start, 0), WIDTH):
             source = low + m - saved
             row[m] = min(row[m], seconds + best[source // WIDTH, at, source % WIDTH])
+
+
+@njit(cache=True, nogil=True, fastmath=NO_NAN)
+def _end(ends: Ends, waiting: int, i: int, low: int, row: NDArray[np.float64]) -> None:
+    """row[m] = keep(i,i,low+m)."""
+    row[:] = np.inf
+    for k in range(ends.starts[i], ends.starts[i + 1]):
+        start = max(waiting + ends.forward[k], ends.backward[k]) - low
+        for m in range(max(start, 0), WIDTH):
+            row[m] = min(row[m], ends.seconds[k])
 
 
 @njit(cache=True, nogil=True, fastmath=NO_NAN)
