@@ -23,6 +23,7 @@ from pipeline.ir.graph import Link, OpGraph, Role
 from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.profile import Kernel, LinkKernels, OpCost, Profile
 from pipeline.ir.program import Call, Convert, Program, Step, Tensor
+from pipeline.low_precision import LOW
 from pipeline.lowering import home_layouts
 from pipeline.ops.table import rule_of
 
@@ -159,7 +160,7 @@ class Facts:
         run, card, ops = group.run, self.card, group.ops
         if run is None or card is None:
             return [(self._forward(step), 0.0) for step in steps], priced
-        forward, casts = _by_op(run.forward, card), _by_op((k for k in run.forward if k.name == CAST), card)
+        forward, casts = _by_op(run.forward, card), _by_op((k for k in run.forward if self._is_cast(k)), card)
         backward = _by_op(run.backward, card)
         times = []
         whole = Seconds(0.0, 0.0)
@@ -178,6 +179,10 @@ class Facts:
         calls = sum(isinstance(step, Call) for step in steps)
         issued = host.kernel * len(run.forward) + host.op * calls, host.backward_kernel * len(run.backward)
         return times, Seconds(max(whole.forward, issued[0]), max(whole.backward + beside, issued[1]))
+
+    def _is_cast(self, kernel: Kernel) -> bool:
+        """Of an argument, as `kept` makes it apart from the product itself."""
+        return kernel.name == CAST and bool(kernel.op) and self.graph.op(kernel.op).target.split(".")[1] in LOW
 
     def _part(self, op: str) -> Seconds:
         """Of the whole op's seconds, what one rank's part takes by the roofline."""
@@ -241,7 +246,7 @@ class Facts:
             saved = set(run.saved.get(there, ())) - outside
             results = {n: size[n] for n in run.results.get(there, ()) if n is not None and n not in outside}
             given = {n for n in saved if run.held[n].value and n not in results}
-            cast = {n for n in saved if run.held[n].born < count and run.forward[run.held[n].born].name == CAST}
+            cast = {n for n in saved if run.held[n].born < count and self._is_cast(run.forward[run.held[n].born])}
             private = {n: size[n] for n in saved - given - cast - set(results) if run.held[n].op == there}
             keeps = bool(run.saved.get(there))
             found.append(

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.runtime import collectives
+from pipeline.low_precision import LOW
 from pipeline.runtime.regather import keep_shards, keeping_shards
 
 Result = TypeVar("Result")  # a tensor, or several
@@ -230,9 +230,12 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _as_autocast(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """As autocast would cast them inside the function, where a note could not find them."""
+    """As autocast would cast them inside the function, where a note could not find them.
+
+    Only where the function is one that autocast casts for: any other runs as it would without `kept`.
+    """
     device = next((a.device.type for a in arguments if isinstance(a, Tensor)), "cpu")
-    if not torch.is_autocast_enabled(device) or function.__module__ == collectives.__name__:
+    if not torch.is_autocast_enabled(device) or getattr(function, "__name__", "") not in LOW:
         return arguments
     dtype = torch.get_autocast_dtype(device)
     return tuple(a.to(dtype) if isinstance(a, Tensor) and a.dtype == torch.float32 else a for a in arguments)

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from pipeline.low_precision import LOW
+
 
 def _names(*lines: str) -> frozenset[str]:
     return frozenset(name for line in lines for name in line.split())
 
 
-LOW = _names(
-    "__matmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul multi_dot conv1d conv2d conv3d conv_transpose1d",
-    "conv_transpose2d conv_transpose3d convolution linear matmul mm mv prelu scaled_dot_product_attention",
-)
 FULL = _names(
     "acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cdist cosine_similarity cumprod cumsum dist",
     "erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log_softmax log1p log2",

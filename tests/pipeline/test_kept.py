@@ -444,3 +444,14 @@ def test_whether_a_region_runs_again_is_a_matter_of_its_thread():
     first_out.set()
     other.join()
     assert told == [False, False] and not replaying()
+
+
+def test_autocast_does_what_it_would_without_kept():
+    """It runs a softmax in float32: an argument is not made less precise because its result is kept."""
+    x = torch.linspace(-3, 3, 12).view(3, 4).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        plain = torch.softmax(x.exp(), -1)
+        found = recompute(lambda x: kept(torch.softmax, x.exp(), -1), x)
+    assert torch.equal(found, plain) and found.dtype == torch.float32
+    wanted = torch.autograd.grad(plain.square().sum(), x)
+    assert torch.equal(torch.autograd.grad(found.square().sum(), x)[0], wanted[0])
