@@ -25,7 +25,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -352,7 +351,9 @@ def _line(one: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 def plan_all(name: str, found: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    planner = Planner(name, found["calibration"])
+    from benchmarks.recompute_plans import Planner  # measuring needs none of what it imports
+
+    planner = Planner(MODELS[name], found["calibration"])
     wanted = {int(budget + LIBRARIES) for budget in planner.budgets(BUDGETS)}
     wanted |= {int(one["peak"] * EQUAL) for one in found["peers"][name].values() if "error" not in one}
     rows = []
@@ -365,101 +366,6 @@ def plan_all(name: str, found: dict[str, Any], folder: Path) -> list[dict[str, A
             told = f"{budget / 1e9:8.2f} GB {one['predicted_ms']:8.1f} ms"
             print(f"{name:12}{told}  {one['regions'][:80]}", flush=True)
     return rows
-
-
-class Planner:
-    """Our schedules for one model on one card."""
-
-    def __init__(self, name: str, calibration: dict[str, Any]) -> None:
-        from benchmarks.profile_accuracy import trace_row
-        from pipeline.cost.step import price_step
-        from pipeline.ir.profile import as_run
-        from pipeline.lowering import lower
-        from stages.checkpoint.linearize import linearize
-        from stages.checkpoint.released import released
-        from stages.profile.run import make_profile
-        from stages.profile.step import adamw
-
-        self.graph = trace_row(MODELS[name])
-        self.profile, _ = make_profile(self.graph, "cuda", "amp", adamw, logging.getLogger())
-        priced = as_run(self.graph, self.profile.types)
-        cluster = one_card(calibration)
-        self.sharding = unsplit(self.graph)
-        self.program = lower(priced, self.sharding)
-        price = price_step(priced, self.profile, cluster, self.sharding, self.program, optimizer_copies=2.0)
-        self.linear = linearize(priced, self.profile, cluster, self.sharding, self.program, price)
-        self.released = released(priced, self.profile)
-
-    def schedule(self, budget: int) -> dict[str, Any] | None:
-        """Its program, predicted peak and milliseconds; None where nothing fits."""
-        from pipeline.ir.plan import Plan, Prediction
-        from stages.checkpoint import rotor, schedule
-        from stages.checkpoint.simulate import simulate
-        from stages.checkpoint.within import fastest_within
-        from stages.codegen.module import write_module
-
-        chain, fixed = self.linear.chain, self.linear.fixed_bytes
-        room, slots = budget - fixed, max(500, 20 * (chain.length + 1))
-        if budget < self.linear.optimizer_peak:
-            return None
-        found = everything = schedule.no_recompute(chain)
-        if simulate(chain, found.sequence).peak > room:
-            if room <= 0 or not rotor.fits(chain, slots, room):
-                return None
-            found = fastest_within(chain, room, slots)
-        outcome = simulate(chain, found.sequence)
-        nothing = Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
-        regions = self.linear.regions(found.regions)
-        plan = Plan.whole((("d0", 1),), "cuda", budget, self.sharding, regions, nothing)
-        plan = replace(plan, released=self.released)
-        text = write_module(self.graph, plan, self.program)
-        return {
-            "budget": budget,
-            "predicted_peak": max(fixed + int(outcome.peak), self.linear.optimizer_peak),
-            "recomputes": found != everything,
-            "predicted_ms": 1e3 * (outcome.time + self.linear.optimizer_seconds),
-            "regions": str(found.regions),
-            "text": text,
-        }
-
-    def budgets(self, count: int) -> list[int]:
-        """From what keeping everything takes to the tightest, in even steps."""
-        from stages.checkpoint import rotor, schedule
-        from stages.checkpoint.simulate import simulate
-
-        chain, fixed = self.linear.chain, self.linear.fixed_bytes
-        top = int(simulate(chain, schedule.no_recompute(chain).sequence).peak)
-        low = rotor.tightest(chain, max(500, 20 * (chain.length + 1))).memory
-        low = max(low, self.linear.optimizer_peak - fixed)
-        return [fixed + top - (top - low) * n // (count - 1) for n in range(count)]
-
-
-def one_card(calibration: dict[str, Any]) -> Any:
-    """The card that was measured, as a cluster of one."""
-    from benchmarks.profile_accuracy import card_of
-    from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
-
-    card = card_of(calibration)
-    products = {dtype: Curve((1.0,), (rate,)) for dtype, rate in card.products.items()}
-    compute = Compute(
-        products["float32"], card.memory, 1e-5, 1e-5, matmul_by_dtype=products, processors=card.processors
-    )
-    axis = Axis("d0", 1, {name: LinkCost(0.0, 1e12) for name in COLLECTIVES})
-    return Cluster("preset", "cuda", 1, 141 * 10**9, compute, (axis,))
-
-
-def unsplit(graph: Any) -> Any:
-    """Every op as it is, on one device."""
-    from pipeline.ir.graph import Role
-    from pipeline.ir.layout import Layout, R
-    from pipeline.ir.plan import Sharding, Strategy
-
-    whole = Layout((R,))
-    return Sharding(
-        {op.name: Strategy("R", (whole,) * len(op.inputs), (whole,) * len(op.outputs)) for op in graph.ops},
-        {value.origin: whole for value in graph.of_role(Role.PARAMETER)},
-        {value.name: whole for value in graph.of_role(Role.INPUT)},
-    )
 
 
 if __name__ == "__main__":

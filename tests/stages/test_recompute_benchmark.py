@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import recompute
 from benchmarks.measure_steps import text
-from benchmarks.recompute import EQUAL, Planner, judged, report, row
+from benchmarks.recompute import EQUAL, judged, report, row
+from benchmarks.recompute_plans import Planner
 
 GB = 10**9
 
@@ -123,10 +123,7 @@ CALIBRATION = {"matmul_tflops": {"large_bfloat16": 600.0, "large_float32": 50.0}
 def planner() -> Planner:
     pytest.importorskip("transformers", reason="the extra `hf` is not installed")
     sizes = {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 512, "n_positions": 128, "use_cache": False}
-    tiny = row("GPT2", "LMHeadModel", sizes, text(16, 128, 512), "transformer.h.*")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(recompute.MODELS, "tiny", tiny)
-        return Planner("tiny", CALIBRATION)
+    return Planner(row("GPT2", "LMHeadModel", sizes, text(16, 128, 512), "transformer.h.*"), CALIBRATION)
 
 
 def test_smaller_budgets_recompute_more(planner):
