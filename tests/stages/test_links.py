@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.recompute import unsplit
+from benchmarks.recompute_plans import unsplit
 from pipeline.cost.compute import Seconds
 from pipeline.cost.link_facts import LinkFacts
 from pipeline.cost.links import MOST_WAYS, LinkCosts, Way, link_costs
