@@ -1,16 +1,18 @@
 """Recompute on a GPU: our schedules beside what PyTorch offers: `python -m benchmarks.recompute`.
 
-Models with random weights in bf16 autocast (float32 weights, AdamW). Measured, in this order:
+Models with random weights in bf16 autocast (float32 weights, AdamW). In this order:
 
+    trace   the models as graphs
     peers   nothing recomputed; every block recomputed; `checkpoint_sequential` over the blocks with 2, 3... segments;
             `activation_memory_budget` of torch.compile at several fractions
+    blocks  of each model, compiled: what they take and what they keep
     plan    for the peak of every peer, and for budgets from what keeping everything takes down to the tightest: our
-            schedule within it, as a program
+            schedule within it, as a program of compiled blocks
     ours    those programs
 
-Peak is the most that torch has allocated in a step, time the median step. Planning needs no GPU and measuring needs
-torch and transformers alone, so the three may run on different machines: `--only peers --folder DIR`, then
-`--only plan`, then `--only ours`, with the same folder.
+Peak is the most that torch has allocated in a step, time the median step, steps following one another. Tracing and
+planning need no GPU and the others torch and transformers alone, so each may run on a machine of its own:
+`--only peers --folder DIR` and so on, with the same folder. With `--eager` our programs are not compiled.
 """
 
 from __future__ import annotations
@@ -24,22 +26,33 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from benchmarks.measure_steps import image, locate, text
+from pipeline.ir.codec import decode, encode
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.profile import Compiled
+from pipeline.runtime import compiled
+from stages.profile.compiled import measure_blocks
 
+PARTS = ("trace", "peers", "blocks", "plan", "ours")
 WARM_UP, STEPS = 3, 7
-FRACTIONS = (1.0, 0.5)  # of torch.compile's memory budget
+FRACTIONS = "1.0,0.8,0.5"  # of torch.compile's memory budget
 BUDGETS = 8  # of ours, between keeping everything and the tightest
 LIBRARIES = 73e6  # bytes that the card's libraries hold, on an H200
 EQUAL = 1.001  # peaks that differ by less are equal
+NOISE = 0.005  # of a step
+CLOSE = 1.03  # peers whose peaks are this close share a budget: the lower one
 
 
 def row(family: str, task: str, config: dict[str, Any], batch: dict[str, Any], blocks: str) -> dict[str, Any]:
@@ -75,10 +88,11 @@ MODELS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("peers", "plan", "ours"), help="one part, the others from the folder")
+    parser.add_argument("--only", choices=PARTS, help="one part, the others from the folder")
     parser.add_argument("--folder", type=Path, default=Path("runs/recompute"), help="where results and programs lie")
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes minutes")
+    parser.add_argument("--eager", action="store_true", help="our programs without torch.compile")
+    parser.add_argument("--fractions", default=FRACTIONS, help="memory budgets of torch.compile, which takes minutes")
     parser.add_argument(
         "--calibration", type=Path, help="a file of benchmarks.measure_steps; else the card is measured"
     )
@@ -89,22 +103,48 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     state = folder / "state.json"
     found: dict[str, Any] = json.loads(state.read_text()) if state.exists() else {"peers": {}, "ours": {}}
-    if arguments.only in (None, "peers"):
-        found["calibration"] = _calibration(arguments.calibration)
+    parts = (arguments.only,) if arguments.only else PARTS
+    for part in parts:
         for name in names:
-            found["peers"][name] = peers(name, () if arguments.no_compile else FRACTIONS)
+            run_part(part, name, found, arguments)
             state.write_text(json.dumps(found))
-    if arguments.only in (None, "plan"):
-        for name in names:
-            found["ours"][name] = plan_all(name, found, folder)
-            state.write_text(json.dumps(found))
-    if arguments.only in (None, "ours"):
-        for name in names:
-            for one in found["ours"][name]:
-                one["measured"] = ours(name, folder / f"{one['name']}.py")
-            state.write_text(json.dumps(found))
+    if "ours" in parts:
         print(report(found))
     return 0
+
+
+def run_part(part: str, name: str, found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    folder: Path = arguments.folder
+    if part == "trace":
+        from benchmarks.profile_accuracy import trace_row  # measuring needs none of what it imports
+
+        (folder / f"{name}.json").write_text(json.dumps(encode(trace_row(MODELS[name]))))
+    elif part == "peers":
+        if "calibration" not in found:
+            found["calibration"] = _calibration(arguments.calibration)
+        found["peers"].setdefault(name, {}).update(
+            peers(name, [float(part) for part in arguments.fractions.split(",") if part])
+        )
+    elif part == "blocks" and not arguments.eager:
+        amp, card = MODELS[name]["mode"] == "amp", torch.device("cuda")
+        blocks = measure_blocks(graph_of(name, folder), card, amp, told=lambda line: print(name, line, flush=True))
+        found.setdefault("blocks", {})[name] = encode(blocks)
+        _forget()
+    elif part == "plan":
+        found["ours"][name] = plan_all(name, found, arguments)
+    elif part == "ours":
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it would go on without compiling
+        torch._dynamo.config.recompile_limit = 64
+        known: dict[bytes, Any] = {}  # several budgets may have one program
+        for one in found["ours"][name]:
+            source = folder / f"{one['name']}.py"
+            known[source.read_bytes()] = known.get(source.read_bytes()) or ours(name, source)
+            one["measured"] = known[source.read_bytes()]
+            print(one["name"], one["measured"], flush=True)
+
+
+def graph_of(name: str, folder: Path) -> OpGraph:
+    return decode(OpGraph, json.loads((folder / f"{name}.json").read_text()))
 
 
 def _calibration(path: Path | None) -> Any:
@@ -147,14 +187,13 @@ def measure(loss_of: Callable[[], Tensor], parameters: list[nn.Parameter]) -> di
         step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(STEPS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    for mark in marks[:-1]:  # the host runs ahead of the card, as in training
+        mark.record()
         step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+    marks[-1].record()
+    torch.cuda.synchronize()
+    times = [start.elapsed_time(end) for start, end in pairwise(marks)]
     return {"peak": torch.cuda.max_memory_allocated(), "ms": statistics.median(times), "loss": first}
 
 
@@ -219,7 +258,7 @@ def sequential(module: nn.Module, pattern: str, segments: int) -> None:
         setattr(parent, name, Passed() if number else Sequential([block for *_, block in found], segments))
 
 
-def peers(name: str, fractions: tuple[float, ...]) -> dict[str, Any]:
+def peers(name: str, fractions: list[float]) -> dict[str, Any]:
     model = MODELS[name]
     count = len(blocks_of(build(model)[0], model["blocks"]))
     ways: dict[str, Callable[[nn.Module], Any]] = {
@@ -228,13 +267,10 @@ def peers(name: str, fractions: tuple[float, ...]) -> dict[str, Any]:
     }
     for segments in sorted({2, 3, 4, 5, 6, 8, count // 2, count}):
         ways[f"sequential {segments}"] = functools.partial(sequential, pattern=model["blocks"], segments=segments)
+    ways |= {f"compile {part}": functools.partial(_compiled, fraction=part) for part in fractions}
     found = {}
     for label, change in ways.items():
         found[label] = _attempt(model, change)
-        print(f"{name:12} {label:16} {found[label]}", flush=True)
-    for fraction in fractions:
-        label = f"compile {fraction}"
-        found[label] = _attempt(model, functools.partial(_compiled, fraction=fraction))
         print(f"{name:12} {label:16} {found[label]}", flush=True)
     return found
 
@@ -257,14 +293,30 @@ def _attempt(model: dict[str, Any], change: Callable[[nn.Module], Any]) -> dict[
     except Exception as error:  # a peer that cannot do a model says so
         result = {"error": f"{type(error).__name__}: {error}"[:300]}
     module = batch = changed = None  # type: ignore[assignment]
+    _forget()
+    return result | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def _forget() -> None:
     gc.collect()
     torch.cuda.empty_cache()
-    return result | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+_compiled_code: dict[tuple[CodeType, float], Any] = {}
+
+
+def compiled_once(function: FunctionType, keeps: float) -> Any:
+    """As the runtime compiles it, but a function that several programs have once."""
+    code = function.__code__.replace(co_filename="", co_firstlineno=1)
+    if (code, keeps) not in _compiled_code:
+        _compiled_code[code, keeps] = compiled(function, keeps)
+    return _compiled_code[code, keeps]
 
 
 def load(path: Path) -> ModuleType:
     program = ModuleType("program")
-    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), program.__dict__)
+    with patch("pipeline.runtime.compiled", compiled_once):
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), program.__dict__)
     return program
 
 
@@ -304,37 +356,40 @@ def report(found: dict[str, Any]) -> str:
         for one in sorted((one for one in plans if "error" not in one["measured"]), key=lambda one: -one["budget"]):
             rows.append(judged(one, known))
             lines.append(_line(one, rows[-1]))
-    eager = [row["gain"] for row in rows if row["between"] and row["gain"] is not None]
-    compiled = [row["compiled"] for row in rows if row["compiled"] is not None]
+    between = [row for row in rows if row["between"]]
     result = {
         "points": len(rows),
         "over_budget": sum(row["used"] > 1 for row in rows),
         "least_used": round(min((row["used"] for row in rows if row["recomputes"]), default=1.0), 4),
         "failed": sum("error" in one["measured"] for plans in found["ours"].values() for one in plans),
         "worst_time_error": round(max((row["error"] for row in rows), default=0.0), 4),
-        "slower_than_eager_peers": sum((row["gain"] or 0.0) < -0.005 for row in rows),
-        "least_gain_between": round(min(eager, default=0.0), 4),
-        "times_of_compiled": round(statistics.median(compiled), 3) if compiled else None,
+        "slower_than_peers": sum((row["gain"] or 0.0) < -NOISE for row in rows),
+        "least_gain_between": _least(row["gain"] for row in between),
+        "least_gain_between_over_eager": _least(row["gain_over_eager"] for row in between),
     }
     return "\n".join([*lines, json.dumps(result)])
+
+
+def _least(gains: Iterable[float | None]) -> float | None:
+    known = [gain for gain in gains if gain is not None]
+    return round(min(known), 4) if known else None
 
 
 def judged(one: dict[str, Any], peers_: dict[str, Any]) -> dict[str, Any]:
     """One of our points: how much of its budget it used, and the fastest peer that needs no more than that budget."""
     measured = one["measured"]
-    fitting = {label: peer for label, peer in peers_.items() if peer["peak"] <= one["budget"] * EQUAL}
-    eager = {label: peer["ms"] for label, peer in fitting.items() if not label.startswith("compile")}
-    compiled = [peer["ms"] for label, peer in fitting.items() if label.startswith("compile")]
-    best = min(eager, key=lambda label: eager[label], default=None)
+    fitting = {label: peer["ms"] for label, peer in peers_.items() if peer["peak"] <= one["budget"] * EQUAL}
+    eager = [ms for label, ms in fitting.items() if not label.startswith("compile")]
+    best = min(fitting, key=lambda label: fitting[label], default=None)
     low, high = (peers_.get(label, {"peak": 0})["peak"] for label in ("per block", "none"))
     return {
         "used": measured["peak"] / one["budget"],
         "recomputes": one["recomputes"],
         "error": abs(one["predicted_ms"] / measured["ms"] - 1),
         "best": best,
-        "gain": None if best is None else eager[best] / measured["ms"] - 1,
+        "gain": None if best is None else fitting[best] / measured["ms"] - 1,
+        "gain_over_eager": min(eager) / measured["ms"] - 1 if eager else None,
         "between": low * EQUAL < one["budget"] < high,
-        "compiled": measured["ms"] / min(compiled) if compiled else None,
     }
 
 
@@ -350,12 +405,15 @@ def _line(one: dict[str, Any], row: dict[str, Any]) -> str:
 # --------------------------------------------------------------------------------------------------------- planning
 
 
-def plan_all(name: str, found: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+def plan_all(name: str, found: dict[str, Any], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from benchmarks.recompute_plans import Planner  # measuring needs none of what it imports
 
-    planner = Planner(MODELS[name], found["calibration"])
+    folder: Path = arguments.folder
+    blocks = None if arguments.eager else decode(Compiled, found["blocks"][name])
+    planner = Planner(graph_of(name, folder), found["calibration"], blocks)
     wanted = {int(budget + LIBRARIES) for budget in planner.budgets(BUDGETS)}
-    wanted |= {int(one["peak"] * EQUAL) for one in found["peers"][name].values() if "error" not in one}
+    for budget in sorted(int(one["peak"] * EQUAL) for one in found["peers"][name].values() if "error" not in one):
+        wanted |= set() if any(budget <= known < budget * CLOSE for known in wanted) else {budget}
     rows = []
     for budget in sorted(wanted, reverse=True):
         one = planner.schedule(int(budget - LIBRARIES))

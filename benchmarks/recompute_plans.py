@@ -6,16 +6,16 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.profile_accuracy import card_of, trace_row
+from benchmarks.profile_accuracy import card_of
 from pipeline.cost.step import price_step
 from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
-from pipeline.ir.graph import Role
+from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R
 from pipeline.ir.plan import Plan, Prediction, Sharding, Strategy
-from pipeline.ir.profile import as_run
+from pipeline.ir.profile import Compiled, as_run
 from pipeline.lowering import lower
 from stages.checkpoint import rotor, schedule
-from stages.checkpoint.linearize import linearize
+from stages.checkpoint.linearize import Join, linearize
 from stages.checkpoint.released import released
 from stages.checkpoint.simulate import simulate
 from stages.checkpoint.within import fastest_within
@@ -27,15 +27,17 @@ from stages.profile.step import adamw
 class Planner:
     """Our schedules for one model on one card."""
 
-    def __init__(self, model: dict[str, Any], calibration: dict[str, Any]) -> None:
-        self.graph = trace_row(model)
-        self.profile, _ = make_profile(self.graph, "cuda", "amp", adamw, logging.getLogger())
+    def __init__(self, graph: OpGraph, calibration: dict[str, Any], compiled: Compiled | None) -> None:
+        self.graph = graph
+        profile, _ = make_profile(self.graph, "cuda", "amp", adamw, logging.getLogger())
+        self.profile = replace(profile, compiled=compiled)
         priced = as_run(self.graph, self.profile.types)
         cluster = one_card(calibration)
         self.sharding = unsplit(self.graph)
         self.program = lower(priced, self.sharding)
         price = price_step(priced, self.profile, cluster, self.sharding, self.program, optimizer_copies=2.0)
-        self.linear = linearize(priced, self.profile, cluster, self.sharding, self.program, price)
+        way = Join.COMPILED if compiled else Join.NEEDLESS
+        self.linear = linearize(priced, self.profile, cluster, self.sharding, self.program, price, way)
         self.released = released(priced, self.profile)
 
     def schedule(self, budget: int) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ Every rank draws the same numbers, so each knows what all hold; `gathered` fetch
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from pipeline import runtime
 from pipeline.cost.conversions import TABLE, conversion
 from pipeline.ir.layout import B, Layout, P, R, S, State
+from pipeline.runtime.collectives import all_reduce
+from pipeline.runtime.compiled import compiled
 from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.losses import mean_cross_entropy, mean_of_pieces
 from pipeline.runtime.memory import storage_bytes
@@ -393,6 +396,27 @@ def check_recompute() -> None:
         torch.testing.assert_close(a, b)
 
 
+def moving_block(x: Tensor, p: dict[str, Tensor]) -> Tensor:
+    h = torch.tanh(x @ p["w"])
+    h = all_reduce(h, axis=AXIS)
+    return torch.sin(h) * 2
+
+
+def check_compiled() -> None:
+    """A compiled block moves what it would move, and its gradients are those of the plain one."""
+    shape = torch.rand(4, 3), torch.rand(3, 3)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, when it compiles
+        for block in (moving_block, compiled(moving_block, keeps=1.0)):
+            x, w = (tensor.clone().requires_grad_() for tensor in shape)
+            result = block(x * (dist.get_rank() + 1), {"w": w})
+            result.square().sum().backward()
+            found.append((result.detach(), x.grad, w.grad))
+    for plain, own in zip(*found, strict=True):
+        torch.testing.assert_close(own, plain)
+
+
 def check_pieces_of_parameters() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.arange(72.0).view(6, 12)
@@ -448,6 +472,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "micro-batches": check_micro_batches,
     "copies of a step": check_copies_of_a_step,
     "recompute": check_recompute,
+    "compiled": check_compiled,
     "pieces of parameters": check_pieces_of_parameters,
     "meshes": check_meshes,
     "scope": check_scope,

@@ -144,6 +144,9 @@ class Model:
         " under bfloat16 autocast.",
         Precision.fp32,
     )
+    compile: bool = setting(
+        "Compile the blocks of the program with `torch.compile`. On a GPU here, profile measures what they take.", False
+    )
     ops: dict[str, str] | None = setting(
         "How ops of your own may be split: op to line of dims (`docs/how-to-add-an-op.md`).", None, form=Form.DIMS
     )

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import accumulate
 from typing import Any
 
+from pipeline.blocks import blocks_of
 from pipeline.cost.compute import Seconds, local_bytes, op_seconds
 from pipeline.cost.conversions import conversion_of
 from pipeline.cost.kernels import Card, kernel_seconds
@@ -85,10 +87,21 @@ class Group:
     ops: dict[str, str]  # each of its ops -> the op that stands for it in that run
 
 
-def groups_of(graph: OpGraph, profile: Profile, join: bool) -> tuple[Group, ...]:
-    """Every link alone, or with those between which nothing crosses that a backward needs."""
+class Join(Enum):
+    """Which links are taken as one."""
+
+    NONE = "none"  # each stands alone
+    NEEDLESS = "needless"  # those between which nothing crosses that a backward needs
+    COMPILED = "compiled"  # those of a block, which is compiled
+
+
+def groups_of(graph: OpGraph, profile: Profile, join: Join) -> tuple[Group, ...]:
+    if join is Join.COMPILED:
+        return tuple(
+            Group(first, last, _as_one(graph.chain[first : last + 1]), None, {}) for first, last in blocks_of(graph)
+        )
     kernels = profile.kernels
-    joined = {group.first: group for group in kernels.joined} if kernels and join else {}
+    joined = {group.first: group for group in kernels.joined} if kernels and join is Join.NEEDLESS else {}
     firsts: dict[tuple[bool, int], tuple[str, ...]] = {}  # a run -> the ops of the first links that it stands for
     found: list[Group] = []
     number = 0
@@ -179,6 +192,37 @@ class Facts:
         calls = sum(isinstance(step, Call) for step in steps)
         issued = host.kernel * len(run.forward) + host.op * calls, host.backward_kernel * len(run.backward)
         return times, Seconds(max(whole.forward, issued[0]), max(whole.backward + beside, issued[1]))
+
+    def share(self, group: Group) -> tuple[Seconds, float]:
+        """Of the whole block's seconds and bytes, what one rank has; its collectives are not in it."""
+        own, whole = Seconds(0.0, 0.0), Seconds(0.0, 0.0)
+        held = [0, 0]
+        for name in group.link.ops:
+            cost, strategy = self.profile.ops[name], self.sharding.strategies[name]
+            mine = op_seconds(self.graph, name, cost, strategy, self.cluster.compute, self.sizes)
+            unsplit = _unsliced(cost, self.slices)
+            all_ = op_seconds(self.graph, name, unsplit, strategy, self.cluster.compute, (1,) * len(self.sizes))
+            own = Seconds(own.forward + mine.forward, own.backward + mine.backward)
+            whole = Seconds(whole.forward + all_.forward, whole.backward + all_.backward)
+            for output, layout in zip(self.graph.op(name).outputs, strategy.outputs, strict=True):
+                nbytes = self.graph.values[output].type.nbytes
+                held[0] += nbytes // layout.pieces(self.sizes)
+                held[1] += self.slices * nbytes
+        seconds = Seconds(
+            own.forward / whole.forward if whole.forward else 1.0,
+            own.backward / whole.backward if whole.backward else 1.0,
+        )
+        return seconds, held[0] / held[1] if held[1] else 1.0
+
+    def moved(self, group: Group) -> Seconds:
+        """Seconds of its conversions."""
+        steps = (step for number in range(group.first, group.last + 1) for step in self.program.links[number])
+        each = [convert_seconds(self.graph, self.cluster, step) for step in steps if isinstance(step, Convert)]
+        return Seconds(sum(one.forward for one in each), sum(one.backward for one in each))
+
+    def output_bytes(self, group: Group) -> int:
+        name = group.link.output
+        return local_bytes(self.graph, name, self.home[name], self.sizes)
 
     def _is_cast(self, kernel: Kernel) -> bool:
         """Of an argument, as `kept` makes it apart from the product itself."""

@@ -8,15 +8,15 @@ last to keep something only has its arguments made (`pipeline.runtime.kept` and 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.cost.link_facts import Facts, Group, LinkFacts, StepFacts, groups_of
+from pipeline.cost.link_facts import Facts, Group, Join, LinkFacts, StepFacts, groups_of
 from pipeline.cost.step import LinkPrice
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Sharding
-from pipeline.ir.profile import Profile
+from pipeline.ir.profile import CompiledWay, Profile
 from pipeline.ir.program import Program
 
 MOST_WAYS = 8  # of keeping a part of a link
@@ -33,6 +33,7 @@ class Way:
     forward_extra: int  # at its forward peak beyond what it keeps
     backward_extra: int  # at its backward peak beyond what it keeps and the gradients at its two ends
     kept: tuple[str, ...] | None = None  # steps whose results are not computed again; None: nothing is
+    compiled: float | None = None  # the part that it keeps of what it would keep for backward, where it is compiled
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,56 @@ def link_costs(
     program: Program,
     prices: Sequence[LinkPrice],
     growing: Container[str] = (),
-    join: bool = True,
+    join: Join = Join.NEEDLESS,
 ) -> tuple[LinkCosts, ...]:
-    """Of every link of the chain, priced by pipeline.cost.step.price_step; joined where a cut would gain nothing.
+    """Of every link of the chain, priced by pipeline.cost.step.price_step; or of several that are taken as one.
 
     `growing` are the parameters whose gradients appear in backward; those of others are there all the time.
     """
     facts = Facts(graph, profile, cluster, sharding, program, growing)
-    return tuple(_costs(group, facts.link(group, prices)) for group in groups_of(graph, profile, join))
+    groups = groups_of(graph, profile, join)
+    if join is not Join.COMPILED:
+        return tuple(_costs(group, facts.link(group, prices)) for group in groups)
+    if profile.compiled is None or not profile.compiled.runs:
+        return tuple(_unmeasured(_costs(group, facts.link(group, prices))) for group in groups)
+    runs = {block.first: profile.compiled.runs[block.run] for block in profile.compiled.blocks}
+    return tuple(_measured(group, facts, prices[group.first].input_bytes, runs[group.first]) for group in groups)
+
+
+# ------------------------------------------------------------------------------------------------------- compiled
+
+
+def _unmeasured(costs: LinkCosts) -> LinkCosts:
+    """A block whose compiled form was not measured: as it would be without, and all of it kept or nothing."""
+    return replace(costs, ways=(replace(costs.ways[0], compiled=1.0),))
+
+
+def _measured(group: Group, facts: Facts, input_bytes: int, runs: Sequence[CompiledWay]) -> LinkCosts:
+    part, held = facts.share(group)
+    moved, output = facts.moved(group), facts.output_bytes(group)
+
+    def way(run: CompiledWay, saved: float) -> Way:
+        nbytes = round(held * saved)
+        return Way(
+            forward=part.forward * run.forward + moved.forward,
+            backward=part.backward * run.backward + moved.backward,
+            saved=nbytes,
+            forward_extra=max(0, round(held * run.forward_peak) - nbytes),
+            backward_extra=max(0, round(held * run.backward_peak) - nbytes - input_bytes - output),
+            compiled=run.keeps,
+        )
+
+    whole = way(runs[0], runs[0].saved)
+    return LinkCosts(
+        first=group.first,
+        last_link=group.last,
+        input_bytes=input_bytes,
+        output_bytes=output,
+        ways=(whole, *(way(run, run.saved) for run in runs[1:])),
+        last=way(runs[0], runs[0].saved_alone),
+        dropped=whole.forward,
+        dropped_extra=max(0, round(held * runs[0].forward_peak) - output),
+    )
 
 
 # -------------------------------------------------------------------------------------------------------- the ways

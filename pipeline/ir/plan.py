@@ -92,6 +92,7 @@ class Region:
     recompute: bool
     inner: tuple[Region, ...]
     kept: tuple[str, ...] = ()  # ops, and conversions, inside it whose results are not dropped
+    compiled: float | None = None  # without recompute: its links are one compiled function, which keeps this part
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,38 @@ class Kernels:
 
 
 @dataclass(frozen=True)
+class CompiledWay:
+    """A block that was compiled to keep at most a part of what it has for backward, as it ran on the device.
+
+    Peaks are those of its two passes: what entered is not counted, the gradient of what left is.
+    """
+
+    keeps: float  # that part
+    forward: float  # seconds
+    backward: float
+    saved: int  # bytes after forward, what leaves it included
+    saved_alone: int  # bytes after forward once what leaves it is gone
+    forward_peak: int
+    backward_peak: int
+
+
+@dataclass(frozen=True)
+class CompiledBlock:
+    first: int
+    last: int  # of its links
+    run: int  # its place in `Compiled.runs`
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The blocks of the unsplit step, compiled and measured: equal ones once."""
+
+    device: str  # that they ran on
+    blocks: tuple[CompiledBlock, ...]
+    runs: tuple[tuple[CompiledWay, ...], ...]  # each with all kept first
+
+
+@dataclass(frozen=True)
 class Profile:
     device: str  # that it is made for
     precision: str
@@ -130,6 +162,7 @@ class Profile:
     )  # dtypes of values that autocast makes others than the graph has
     step: Step | None = None
     kernels: Kernels | None = None
+    compiled: Compiled | None = None  # where blocks are compiled, and could be measured
 
 
 def as_run(graph: OpGraph, types: dict[str, str]) -> OpGraph:

@@ -15,6 +15,7 @@ from pipeline.runtime.collectives import (
     shard,
     sum_gradient,
 )
+from pipeline.runtime.compiled import channels_last, compiled
 from pipeline.runtime.embedding import row_split_embedding
 from pipeline.runtime.experts import expert_split
 from pipeline.runtime.losses import class_split_cross_entropy, mean_cross_entropy, mean_of_pieces
@@ -31,7 +32,9 @@ __all__ = [
     "all_reduce_both",
     "all_to_all",
     "batch_norm",
+    "channels_last",
     "class_split_cross_entropy",
+    "compiled",
     "drawn_apart",
     "expert_split",
     "gather",

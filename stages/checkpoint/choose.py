@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pipeline.config import Checkpoint
+from pipeline.cost.link_facts import Join
 from pipeline.cost.resident import budget_of, gigabytes, resident_parts
 from pipeline.cost.step import StepPrice, price_step
 from pipeline.errors import SolveError
@@ -60,7 +61,8 @@ def evaluate(
     cluster = cluster.on(mesh)
     program = lower(graph, sharding, frontier.micro_batches)
     price = price_step(graph, profile, cluster, sharding, program, frontier.optimizer_copies)
-    join = settings.recompute not in LINK_BY_LINK
+    by_block = Join.NEEDLESS if profile.compiled is None else Join.COMPILED
+    join = Join.NONE if settings.recompute in LINK_BY_LINK else by_block
     linear = linearize(graph, profile, cluster, sharding, program, price, join)
     price = replace(price, optimizer=linear.optimizer_seconds)
     candidate = Candidate(number, mesh, sharding, price, linear, None, NOTHING, 0)
@@ -71,7 +73,8 @@ def evaluate(
         found = replace(candidate, peak_bytes=max(fixed + need, linear.optimizer_peak))
         if found.peak_bytes > budget:
             return _refused(found, graph, cluster, frontier, None)
-        regions = tuple(Region(link, link, False, ()) for link in range(len(graph.chain)))
+        compiled = None if profile.compiled is None else 1.0
+        regions = tuple(Region(link, link, False, (), (), compiled) for link in range(len(graph.chain)))
         return replace(found, regions=regions, outcome=_of_one_link(loss.forward + loss.backward, need))
     try:
         best = _schedule(graph, chain, budget - fixed, settings, frontier.micro_batches)
@@ -82,10 +85,18 @@ def evaluate(
     peak = max(fixed + int(outcome.peak), linear.optimizer_peak)
     found = replace(candidate, outcome=outcome, peak_bytes=peak)
     if found.peak_bytes <= budget:
-        return replace(found, regions=linear.regions(best.regions))
+        regions = linear.regions(best.regions)
+        return replace(found, regions=regions if profile.compiled is None else tuple(map(_compiled, regions)))
     worst = max(outcome.steps, key=lambda step: step.held).op
     least = max(fixed + rotor.tightest(chain, _slots(chain, settings)).memory, linear.optimizer_peak)
     return replace(_refused(found, graph, cluster, frontier, worst), optimal_bytes=least)
+
+
+def _compiled(region: Region) -> Region:
+    """With every function compiled, also where the links of the graph are taken one by one."""
+    if region.recompute:
+        return replace(region, inner=tuple(map(_compiled, region.inner)))
+    return region if region.compiled is not None else replace(region, compiled=1.0)
 
 
 def _of_one_link(seconds: float, held: int) -> Outcome:

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from pipeline.blocks import convolves
 from pipeline.cost.compute import local_bytes
 from pipeline.cost.kernels import kernel_seconds
+from pipeline.cost.link_facts import Join
 from pipeline.cost.links import LinkCosts, Way, link_costs
 from pipeline.cost.step import StepPrice
 from pipeline.cost.unsplit import card_of
@@ -55,7 +57,10 @@ class Linear:
                 yield plan.Region(first, last, True, self.regions(step))
                 continue
             own = self.costs[step.link]
-            kept = own.ways[step.option].kept
+            kept, compiled = own.ways[step.option].kept, own.ways[step.option].compiled
+            if compiled is not None:
+                yield plan.Region(own.first, own.last_link, False, (), (), compiled)
+                continue
             each = tuple(plan.Region(n, n, False, ()) for n in range(own.first, own.last_link + 1))
             if kept is None:
                 yield from each
@@ -70,9 +75,8 @@ def linearize(
     sharding: Sharding,
     program: Program,
     price: StepPrice,
-    join: bool = True,
+    join: Join = Join.NEEDLESS,
 ) -> Linear:
-    """With `join`, links between which a cut would gain nothing are one; else each stands alone."""
     owned = growing(graph, sharding, program)
     costs = link_costs(graph, profile, cluster, sharding, program, price.links, owned, join)
     grown = tuple(_grown(graph, cluster, sharding, costs, owned))
@@ -90,7 +94,14 @@ def _given(graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Shardin
     read = {profile.storage[name] for link in graph.chain for op in link.ops for name in graph.op(op).inputs}
     made = {name for op in graph.prologue for name in graph.op(op).outputs} & read
     inputs = {value.name for value in graph.of_role(Role.INPUT)}
-    return sum(local_bytes(graph, name, home[name], cluster.sizes) for name in sorted(inputs | made))
+    nbytes = {name: local_bytes(graph, name, home[name], cluster.sizes) for name in inputs | made}
+    again = (name for name in inputs if len(graph.values[name].type.shape) == 4) if _laid_out(graph, profile) else ()
+    return sum(nbytes.values()) + sum(nbytes[name] for name in again)
+
+
+def _laid_out(graph: OpGraph, profile: Profile) -> bool:
+    """Whether images are copied, with their channels together: compiled programs do so for convolutions."""
+    return profile.compiled is not None and convolves(graph)
 
 
 def _updated_part(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> float:
@@ -113,7 +124,7 @@ def linearize_partitions(
 ) -> Linear:
     """For a pipeline: every link may begin a partition, gradients add up over the micro-batches, and the last link of a
     partition makes its output for the next."""
-    found = linearize(graph, profile, cluster, sharding, program, price, join=False)
+    found = linearize(graph, profile, cluster, sharding, program, price, Join.NONE)
     chain = found.chain and replace(found.chain, last=(), grown=())
     return replace(found, chain=chain, fixed_bytes=price.fixed_bytes)
 

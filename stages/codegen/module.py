@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import string
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.ir.graph import Op, OpGraph, Role
+from pipeline.blocks import convolves
+from pipeline.ir.graph import Link, Op, OpGraph, Role
 from pipeline.ir.names import pattern
 from pipeline.ir.plan import Plan, Region
 from pipeline.ir.program import Program, Tensor
@@ -18,12 +20,28 @@ LINE = 120  # the longest that the text has
 
 
 @dataclass(frozen=True)
-class Caller:
-    """A link as `forward` calls it."""
+class Leaf:
+    """Links that are one function; where it is run again, the steps whose results it keeps."""
 
+    first: int
+    last: int
+    kept: tuple[str, ...]
+    compiled: float | None  # the part of its activations that it keeps for backward, where it is compiled
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A function as `forward` calls it."""
+
+    leaf: Leaf
     function: str
     scope: str  # the attribute that holds its parameters
     block: Block
+
+    @property
+    def called(self) -> str:
+        part = self.leaf.compiled
+        return self.function if part is None else f"{self.function}_keeps_{round(100 * part)}"
 
     def arguments(self) -> list[str]:
         own = ["x"] if self.block.takes_x else []
@@ -35,17 +53,21 @@ def write_module(graph: OpGraph, plan: Plan, program: Program) -> str:
     before = _prologue(graph, plan, program, mesh)
     copies = _copies(graph, plan, program, mesh, before) if program.micro_batches > 1 and program.shared else None
     outside = _outside(graph, plan, before.names | (copies.names if copies else {}))
-    blocks = _blocks(graph, plan, program, mesh, outside)
+    leaves = list(_leaves(plan.regions))
+    blocks = [_block(leaf, graph, plan, program, mesh, outside) for leaf in leaves]
     functions = _function_names(blocks, {known.name for known in outside.values()})
     scopes = _scope_names(blocks)
-    callers = [Caller(functions[_text_of(b)], scopes[b.prefix], b) for b in blocks]
+    callers = [Caller(f, functions[_text_of(b)], scopes[b.prefix], b) for f, b in zip(leaves, blocks, strict=True)]
     used = set(before.used).union(copies.used if copies else (), *(b.used for b in blocks))
     used |= {"scope"} if any(b.reads_parameters for b in blocks) else set()
     used |= {"recompute"} if any(r.recompute for r in plan.regions) else set()
     used |= {"keep_shards"} if used & {"again", "regather"} else set()
+    used |= {"compiled"} if any(leaf.compiled is not None for leaf in leaves) else set()
+    used |= {"channels_last"} if "compiled" in used and convolves(graph) else set()
     parts = [
         *(_function(name, block) for name, block in _distinct(blocks, functions).items()),
-        _class(graph, plan, before, copies, callers, scopes, keeps_shards="keep_shards" in used),
+        *_compiled(callers),
+        _class(graph, plan, before, copies, callers, scopes, used),
     ]
     functional = any(re.search(r"\bF\.", part) for part in parts)
     header = _header(graph, plan, program, used, functional)
@@ -110,33 +132,32 @@ def _common_name(op: Op) -> str:
     return "_".join([*parts[-1:], kind])
 
 
-def _blocks(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh, outside: dict[Tensor, Outside]) -> list[Block]:
-    home = home_layouts(graph, plan.sharding)
-    kept, released = _kept_in(plan.regions), frozenset(plan.released)
-    blocks = []
-    for index, (link, steps) in enumerate(zip(graph.chain, program.links, strict=True)):
-        entry = Tensor(link.input, home[link.input]) if link.input else None
-        last = index == len(graph.chain) - 1
-        exit_ = program.loss if last else Tensor(link.output, home[link.output])
-        common = tuple(Tensor(name, home[name]) for name in link.common)
-        own = kept.get(index, ())
-        writer = BlockWriter(graph, plan.sharding, mesh, _prefix(graph, index), outside, own, released)
-        blocks.append(writer.write(steps, entry, exit_, common))
-    return blocks
-
-
-def _kept_in(regions: tuple[Region, ...]) -> dict[int, tuple[str, ...]]:
-    """Link -> the steps whose results it keeps, where it is run again."""
-    found: dict[int, tuple[str, ...]] = {}
+def _leaves(regions: tuple[Region, ...], kept: tuple[str, ...] = ()) -> Iterator[Leaf]:
     for region in regions:
-        found |= _kept_in(region.inner)
-        found |= dict.fromkeys(range(region.first, region.last + 1), region.kept) if region.kept else {}
-    return found
+        if region.recompute:
+            yield from _leaves(region.inner, region.kept or kept)
+        else:
+            yield Leaf(region.first, region.last, kept, region.compiled)
 
 
-def _prefix(graph: OpGraph, index: int) -> str:
-    """The innermost module that holds all the link's ops and parameters."""
-    ops = [graph.op(name) for name in graph.chain[index].ops]
+def _block(
+    leaf: Leaf, graph: OpGraph, plan: Plan, program: Program, mesh: Mesh, outside: dict[Tensor, Outside]
+) -> Block:
+    home = home_layouts(graph, plan.sharding)
+    links = graph.chain[leaf.first : leaf.last + 1]
+    steps = tuple(step for own in program.links[leaf.first : leaf.last + 1] for step in own)
+    entry = Tensor(links[0].input, home[links[0].input]) if links[0].input else None
+    exit_ = program.loss if leaf.last == len(graph.chain) - 1 else Tensor(links[-1].output, home[links[-1].output])
+    read = {name for link in graph.chain[leaf.last + 1 :] for name in graph.reads_common(link)}
+    common = tuple(Tensor(name, home[name]) for link in links for name in link.common if name in read)
+    prefix = _prefix(graph, links)
+    writer = BlockWriter(graph, plan.sharding, mesh, prefix, outside, leaf.kept, frozenset(plan.released))
+    return writer.write(steps, entry, exit_, common)
+
+
+def _prefix(graph: OpGraph, links: tuple[Link, ...]) -> str:
+    """The innermost module that holds all ops of the links, and their parameters."""
+    ops = [graph.op(name) for link in links for name in link.ops]
     paths = [op.module.split(".") for op in ops]
     for op in ops:
         tensors = (graph.values[name] for name in op.inputs)
@@ -189,6 +210,15 @@ def _distinct(blocks: list[Block], functions: dict[str, str]) -> dict[str, Block
     for block in blocks:
         found.setdefault(functions[_text_of(block)], block)
     return found
+
+
+def _compiled(callers: list[Caller]) -> list[str]:
+    """Each function as it is compiled: in as many ways as it is called."""
+    ways = {
+        c.called: f"compiled({c.function}, keeps={c.leaf.compiled})" for c in callers if c.leaf.compiled is not None
+    }
+    told = "# Compiled when first called. Of what a block has for backward it keeps this part, the rest is made again."
+    return ["\n".join([told, *(f"{name} = {text}" for name, text in ways.items())])] if ways else []
 
 
 def _one_or_many(start: str, items: list[str], end: str) -> str:
@@ -259,10 +289,12 @@ def _class(
     copies: Before | None,
     callers: list[Caller],
     scopes: dict[str, str],
-    keeps_shards: bool,
+    used: set[str],
 ) -> str:
+    keeps_shards = "keep_shards" in used
     prefixes = sorted({c.block.prefix for c in callers if c.block.reads_parameters}, key=list(scopes).index)
     lines = ["class Program:", "    def __init__(self, tensors: dict[str, Tensor]) -> None:"]
+    lines += ["        tensors = channels_last(tensors)"] if "channels_last" in used else []
     lines += ["        self.tensors = tensors"] if before.reads_parameters or copies or not prefixes else []
     for prefix in prefixes:
         lines += _indented(statement(f'self.{scopes[prefix]} = scope(tensors, "{prefix}")'), 8)
@@ -276,6 +308,10 @@ def _class(
     inputs = ", ".join(f"{name}: Tensor" for name in names) if plain else "**batch: Tensor"
     lines += ["", *_indented(statement(f"def forward(self, {inputs}) -> Tensor:"), 4)]
     lines += [] if plain else [f'        {own} = batch["{name}"]' for name, own in names.items()]
+    for value in graph.of_role(Role.INPUT) if "channels_last" in used else ():
+        if len(value.type.shape) == 4 and "float" in value.type.dtype:
+            own = names[value.name]
+            lines.append(f"        {own} = {own}.contiguous(memory_format=torch.channels_last)")
     lines += ["        p = self.tensors"] if before.reads_parameters else []
     exact = ["        with torch.autocast(DEVICE.type, enabled=False):"] if before.exact else []
     lines += [*exact, *_indented(list(before.lines), 12 if exact else 8)]
@@ -301,10 +337,10 @@ def _region_lines(regions: tuple[Region, ...], callers: list[Caller], methods: l
     lines = []
     for region in regions:
         if not region.recompute:
-            caller = callers[region.first]
+            (caller,) = (caller for caller in callers if caller.leaf.first == region.first)
             where = f"# {caller.block.prefix}" if caller.block.prefix else ""
             targets = ", ".join(["x", *caller.block.writes])
-            lines += statement(f"{targets} = {caller.function}({', '.join(caller.arguments())})", where)
+            lines += statement(f"{targets} = {caller.called}({', '.join(caller.arguments())})", where)
             continue
         arguments, results = _ends(region, callers)
         name = f"links_{region.first}_to_{region.last}"
@@ -318,9 +354,10 @@ def _region_lines(regions: tuple[Region, ...], callers: list[Caller], methods: l
 
 def _ends(region: Region, callers: list[Caller]) -> tuple[list[str], list[str]]:
     """What a region takes: x and what its links read of others. What it returns: x and what later links read of it."""
-    inside = callers[region.first : region.last + 1]
+    inside = [caller for caller in callers if region.first <= caller.leaf.first <= region.last]
     written = [name for caller in inside for name in caller.block.writes]
     read = dict.fromkeys(name for caller in inside for name in caller.block.common.values())
-    later = {name for caller in callers[region.last + 1 :] for name in caller.block.common.values()}
+    after = (caller for caller in callers if caller.leaf.first > region.last)
+    later = {name for caller in after for name in caller.block.common.values()}
     arguments = [*(["x"] if inside[0].block.takes_x else []), *(name for name in read if name not in written)]
     return arguments, ["x", *(name for name in written if name in later)]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from pipeline.config import Config
 from pipeline.files import write_atomic
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.profile import Profile, as_run
+from pipeline.ir.profile import Compiled, Profile, as_run
 from pipeline.log import Log
 from pipeline.ops.table import rule_of
 from pipeline.optimizer import build_optimizer, try_optimizer
@@ -29,6 +32,8 @@ def run(inputs: Inputs, config: Config) -> Result:
     try_optimizer(config.train.optimizer, where)
     build = functools.partial(build_optimizer, config.train.optimizer, where)
     profile, why = make_profile(graph, device, precision, build, inputs.log)
+    if config.model.compile:
+        profile = replace(profile, compiled=compiled_blocks(graph, device, precision, inputs.log))
     files = write_pictures(inputs.root, profile, why, config.choices["model"])
     unknown = sorted({op.target for op in graph.ops if rule_of(op) is None})
     for target in unknown:
@@ -60,6 +65,20 @@ def make_profile(graph: OpGraph, device: str, precision: str, build: Build, log:
         kernels=all_kernels(graph, step),
     )
     return profile, ""
+
+
+def compiled_blocks(graph: OpGraph, device: str, precision: str, log: Log) -> Compiled:
+    """Blocks as they are compiled, measured where there is the device; else it is only known that they are."""
+    from stages.profile.compiled import measure_blocks  # torch's compiler is slow to import
+
+    if device != "cuda" or not torch.cuda.is_available():
+        log.info("compiled blocks cannot be measured here: they are priced as if they were not compiled")
+        return Compiled("", (), ())
+    try:
+        return measure_blocks(graph, torch.device("cuda"), precision == "amp", told=log.debug)
+    except (RuntimeError, KeyError) as error:  # a block that does not fit alone, or that cannot be compiled
+        log.warning("compiled blocks could not be measured (%s): priced as if not compiled", str(error).splitlines()[0])
+        return Compiled("", (), ())
 
 
 def write_pictures(root: Path, profile: Profile, why: str, model: str) -> tuple[Path, Path]:

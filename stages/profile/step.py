@@ -83,7 +83,7 @@ def _joined(
             last += 1
         if last > first:
             links = graph.chain[first : last + 1]
-            end = _ends_of(ends, first, last)
+            end = ends_of(ends, first, last)
             entering = tuple(forms[name] for name in end.reads)
             key = (tuple(link.block for link in links), entering)
             ops = tuple(op for link in links for op in link.ops)
@@ -102,7 +102,7 @@ def _needed(graph: OpGraph, runs: list[LinkRun], ends: tuple[Ends, ...], number:
     return any(place is None or place in saved for place, saved in zip(places, kept, strict=True))
 
 
-def _ends_of(ends: tuple[Ends, ...], first: int, last: int) -> Ends:
+def ends_of(ends: tuple[Ends, ...], first: int, last: int) -> Ends:
     """Of links first..last as one."""
     inside = {name for end in ends[first : last + 1] for name in end.writes}
     later = {name for end in ends[last + 1 :] for name in end.reads}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -54,6 +55,16 @@ def test_two_ranks_train_as_a_plain_loop_does(
     wanted = plain_losses(project, report.steps, capsys)
     assert worst_difference(report.losses, wanted) < 2 * torch.finfo(torch.bfloat16).eps
     assert wanted != full, "the precision changes nothing"
+
+
+def test_two_ranks_with_compiled_blocks_train_as_a_plain_loop_does(project: Project, capsys: Told) -> None:
+    project.write_yaml("conf/model/tiny.yaml", TINY["model"] | {"compile": True})
+    run_stages(*STAGES)
+    report, plan = project.load("report"), project.load("plan")
+    assert report.ranks == 2 and all(region.compiled == 1.0 for region in plan.regions if not region.recompute)
+    text = (project.root / "runs/codegen/module.py").read_text()
+    assert len(re.findall(r"^\w+_keeps_100 = compiled\(", text, re.M)) >= 3
+    assert worst_difference(report.losses, plain_losses(project, report.steps, capsys)) < 1e-5
 
 
 def test_a_plan_for_gpus_is_made_and_not_trained_without_them(project: Project, capsys: Told) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.recompute_plans import unsplit
 from pipeline.cost.compute import Seconds
-from pipeline.cost.link_facts import LinkFacts
+from pipeline.cost.link_facts import Join, LinkFacts
 from pipeline.cost.links import MOST_WAYS, LinkCosts, Way, link_costs
 from pipeline.cost.step import StepPrice, price_step
 from pipeline.ir.graph import OpGraph, Role
@@ -113,7 +113,7 @@ class Case:
     def costs(self, join: bool = True) -> tuple[LinkCosts, ...]:
         grown = growing(self.graph, self.sharding, self.program)
         given = self.graph, self.profile, preset(1), self.sharding, self.program, self.price.links, grown
-        return link_costs(*given, join=join)
+        return link_costs(*given, join=Join.NEEDLESS if join else Join.NONE)
 
 
 @functools.cache

@@ -1,0 +1,60 @@
+"""Links that make one block of the model: what is compiled as one function.
+
+A module that stands in a list (`layers.3`) is a block with all its links, and what lies between blocks is one too.
+Where such a module holds lists of its own (`stages.1.layers.0`), as many of their modules as stay small are one block.
+A model without lists is cut as its chain is: one block would leave nothing to choose.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from pipeline.ir.graph import Link, OpGraph
+
+FEWEST = 4  # blocks by which a model is cut
+MOST_OPS = 64  # of several inner modules as one block
+
+Path = tuple[str, ...]
+
+
+def blocks_of(graph: OpGraph) -> tuple[tuple[int, int], ...]:
+    """(first, last) links of each block, in order."""
+    homes = [_home(graph, link) for link in graph.chain]
+    inner: list[list[int]] = []  # the links of each innermost module
+    for _, numbers in groupby(range(len(homes)), key=lambda number: homes[number]):
+        inner.append(list(numbers))
+    blocks: list[list[int]] = []
+    for own in inner:
+        if blocks and _belong(homes[blocks[-1][0]], homes[own[0]]) and _ops(graph, blocks[-1] + own) <= MOST_OPS:
+            blocks[-1] += own
+        else:
+            blocks.append(own)
+    if len(blocks) < FEWEST:
+        return tuple((number, number) for number in range(len(homes)))
+    return tuple((own[0], own[-1]) for own in blocks)
+
+
+def convolves(graph: OpGraph) -> bool:
+    """Whether it has convolutions over two dims, which are faster where channels lie together in memory."""
+    return any(op.target.startswith(("aten.conv2d.", "aten.convolution.")) for op in graph.ops)
+
+
+def _home(graph: OpGraph, link: Link) -> tuple[Path, Path]:
+    """The outermost and the innermost numbered module that hold all ops of the link; nothing where there is none."""
+    paths = [graph.op(name).module.split(".") for name in link.ops]
+    shared: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    numbered = [place + 1 for place, part in enumerate(shared) if part.isdigit()]
+    return (tuple(shared[: numbered[0]]), tuple(shared[: numbered[-1]])) if numbered else ((), ())
+
+
+def _belong(one: tuple[Path, Path], other: tuple[Path, Path]) -> bool:
+    """Whether they are inside one numbered module."""
+    return one[0] == other[0] != ()
+
+
+def _ops(graph: OpGraph, links: list[int]) -> int:
+    return sum(len(graph.chain[number].ops) for number in links)

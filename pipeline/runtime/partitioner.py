@@ -1,0 +1,35 @@
+"""What a compiled block keeps for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+class ReadsMasksOff(CustomPartitionerFn):  # type: ignore[misc]
+    """What torch would keep for backward, but for masks that can be read off a result (where it is not above zero).
+
+    The next block keeps the result anyway. torch sees one block alone, where a mask is smaller.
+    """
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[object], **named: Any) -> Any:
+        (end,) = graph.graph.find_nodes(op="output")
+        for result in end.args[0][: named["num_fwd_outputs"]]:
+            for reader in result.users if isinstance(result, fx.Node) else ():
+                if _is_mask(reader) and reader.all_input_nodes == [result]:
+                    reader.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        return min_cut_rematerialization_partition(graph, inputs, **({"compiler": "inductor"} | named))
+
+    def uuid(self) -> str:
+        return "masks are read off results"
+
+
+def _is_mask(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype == torch.bool

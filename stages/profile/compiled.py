@@ -1,0 +1,251 @@
+"""Blocks of the model as `torch.compile` makes them, run on the device: what they take and what they keep.
+
+What a compiled block does is not known before it is compiled: it is measured, each distinct block by itself, in every
+way of keeping less for backward that torch's partitioner has. Weights and inputs are random; what enters a block has
+the order in memory that the block before it gave it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.blocks import blocks_of
+from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
+from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
+from pipeline.runtime.compiled import compiled
+from stages.profile.link import Ends, link_ends
+from stages.profile.step import ends_of
+
+Measured = tuple[CompiledWay, tuple[Tensor, ...]]  # and what left the block
+KEEPS = (1.0, 0.9, 0.8, 0.65, 0.5, 0.3, 0.0)  # parts of what a block would keep for backward
+REPEATS = 9
+BUSY = 48  # products that the card is given before a pass: the host is ahead then, and clocks are those of a long run
+
+
+def measure_blocks(
+    graph: OpGraph,
+    device: torch.device,
+    amp: bool,
+    keeps: Iterable[float] = KEEPS,
+    measure: Measure | None = None,
+    told: Callable[[str], None] = lambda line: None,
+) -> Compiled:
+    """On the GPU, unless there is another way to measure."""
+    bench = _Bench(graph, device, amp, tuple(keeps), measure or measure_on_card)
+    blocks = []
+    for first, last in blocks_of(graph):
+        before = len(bench.runs)
+        blocks.append(CompiledBlock(first, last, bench.run(first, last)))
+        if len(bench.runs) > before:
+            told(f"links {first}..{last}: {bench.runs[-1]}")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Compiled(name, tuple(blocks), tuple(bench.runs))
+
+
+class _Bench:
+    def __init__(
+        self, graph: OpGraph, device: torch.device, amp: bool, keeps: tuple[float, ...], measure: Measure
+    ) -> None:
+        self.graph, self.device, self.amp, self.keeps, self.measure = graph, device, amp, keeps, measure
+        self.ends = link_ends(graph)
+        self.runs: list[tuple[CompiledWay, ...]] = []
+        self.known: dict[object, tuple[int, tuple[Tensor, ...]]] = {}  # block -> its run, and what left it
+        self.values: dict[str, Tensor] = {}  # what is there before the chain, and what links write
+        self.high = _bound(graph)
+        with torch.no_grad():
+            for name in graph.prologue:
+                self._call_prologue(name)
+
+    def run(self, first: int, last: int) -> int:
+        links = self.graph.chain[first : last + 1]
+        ends = ends_of(self.ends, first, last)
+        entering = [self.values[name] for name in ends.reads]
+        key = (tuple(link.block for link in links), *((t.dtype, t.shape, t.stride()) for t in entering))
+        if key not in self.known:
+            ops = [op for link in links for op in link.ops]
+            self.known[key] = self._measured(ops, ends)
+        number, left = self.known[key]
+        self.values.update(zip(ends.writes, left, strict=True))
+        return number
+
+    def _measured(self, ops: list[str], ends: Ends) -> tuple[int, tuple[Tensor, ...]]:
+        names = list(dict.fromkeys(name for op in ops for name in self.graph.op(op).inputs))
+        written = {name for op in ops for name in self.graph.op(op).outputs}
+        names = [name for name in names if name not in written]
+        arguments = [self._argument(name) for name in names]
+        function = as_function(self.graph, ops, names, ends.writes, self.device)
+        ways: list[CompiledWay] = []
+        left: tuple[Tensor, ...] = ()
+        for keeps in self.keeps:
+            torch._dynamo.reset()  # it gives up on a function that it has compiled often, and tells by the code's name
+            block = Block(compiled(function, keeps), arguments, self._autocast())
+            with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+                found, left = self.measure(block, keeps)
+            if not ways or found.saved_alone < ways[-1].saved_alone:
+                ways.append(found)
+        self.runs.append(tuple(ways))
+        return len(self.runs) - 1, left
+
+    def _autocast(self) -> Callable[[], AbstractContextManager[Any]]:
+        return lambda: torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp, cache_enabled=False)
+
+    def _argument(self, name: str) -> Tensor:
+        value = self.graph.values[name]
+        if value.role is Role.RESULT:
+            own = self.values[name].detach()
+            return own.requires_grad_(value.grad and own.is_floating_point())
+        tensor = self._given(name)
+        return nn.Parameter(tensor) if value.role is Role.PARAMETER and tensor.is_floating_point() else tensor
+
+    def _given(self, name: str) -> Tensor:
+        """A parameter, buffer or input: the latter two are the same for all blocks."""
+        if name in self.values:
+            return self.values[name]
+        value = self.graph.values[name]
+        shape, dtype = value.type.shape, getattr(torch, value.type.dtype)
+        if dtype.is_floating_point:
+            tensor = torch.randn(shape, device=self.device).mul_(0.02).to(dtype)
+            tensor = tensor.abs_() if value.role is Role.BUFFER else tensor  # variances are never negative
+            if len(shape) == 4:
+                tensor = tensor.contiguous(memory_format=torch.channels_last)
+        else:
+            tensor = torch.randint(self.high, shape, device=self.device).to(dtype)
+        if value.role is not Role.PARAMETER:
+            self.values[name] = tensor
+        return tensor
+
+    def _call_prologue(self, name: str) -> None:
+        op = self.graph.op(name)
+        arguments = {read: self._given(read) for read in op.inputs}
+        function = as_function(self.graph, [name], list(arguments), op.outputs, self.device)
+        self.values.update(zip(op.outputs, function(*arguments.values()), strict=True))
+
+
+@dataclass(frozen=True)
+class Block:
+    function: Callable[..., tuple[Tensor, ...]]
+    arguments: list[Tensor]
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+    def forward(self) -> list[Tensor]:
+        with self.autocast():
+            return list(self.function(*self.arguments))
+
+    def backward(self, edges: list[Any], gradients: list[Tensor]) -> tuple[Tensor | None, ...]:
+        wanted = [tensor for tensor in self.arguments if tensor.requires_grad]
+        return torch.autograd.grad(edges, wanted, gradients, allow_unused=True) if wanted and edges else ()
+
+    def both(self, between: Callable[[], None] = lambda: None) -> None:
+        results = self.forward()
+        edges, gradients = _ends(results)
+        results.clear()
+        between()
+        self.backward(edges, gradients)
+
+
+Measure = Callable[[Block, float], Measured]
+
+
+def _ends(results: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
+    """Where gradients enter, and gradients; both without the results."""
+    trained = [tensor for tensor in results if tensor.requires_grad]
+    return [torch.autograd.graph.get_gradient_edge(t) for t in trained], [torch.ones_like(t) for t in trained]
+
+
+def measure_on_card(block: Block, keeps: float) -> Measured:
+    """As it runs on the GPU that its arguments are on."""
+    for _ in range(2):
+        block.both()
+    results, saved, forward_peak = _weigh(block.forward)
+    left = tuple(tensor.detach().clone() for tensor in results)
+    edges, gradients = _ends(results)
+    given = sum(gradient.untyped_storage().nbytes() for gradient in gradients)
+    _, gone, _ = _weigh(results.clear)
+    _, _, backward_peak = _weigh(lambda: block.backward(edges, gradients))
+    edges.clear()
+    gradients.clear()
+    forward, backward = _seconds(block)
+    alone = saved + gone
+    return CompiledWay(keeps, forward, backward, saved, alone, forward_peak, alone + given + backward_peak), left
+
+
+def _weigh(work: Callable[[], Any]) -> tuple[Any, int, int]:
+    """Its result, the bytes that it left, and the most that there were beyond those at its beginning."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = work()
+    torch.cuda.synchronize()
+    return result, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+
+
+def _seconds(block: Block) -> tuple[float, float]:
+    """Of its passes: medians of the later ones, when the card is as warm as in training."""
+    side = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    room = torch.empty_like(side)
+    found = []
+    for _ in range(2 * REPEATS):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        for _ in range(BUSY):
+            torch.mm(side, side, out=room)
+        marks[0].record()
+        block.both(marks[1].record)
+        marks[2].record()
+        found.append(marks)
+    torch.cuda.synchronize()
+    times = [(one.elapsed_time(two) / 1e3, two.elapsed_time(three) / 1e3) for one, two, three in found[REPEATS:]]
+    return statistics.median(forward for forward, _ in times), statistics.median(backward for _, backward in times)
+
+
+# --------------------------------------------------------------------------------------------------- as a function
+
+
+def as_function(
+    graph: OpGraph, ops: Iterable[str], reads: list[str], writes: Iterable[str], device: torch.device
+) -> Callable[..., tuple[Tensor, ...]]:
+    """These ops as a Python function of tensors, which torch.compile can read."""
+    names = {read: f"a{number}" for number, read in enumerate(reads)}
+    given: dict[str, Any] = {"torch": torch, "DEVICE": device, "inf": float("inf"), "nan": float("nan")}
+    lines = []
+    for name in ops:
+        op = graph.op(name)
+        positional = [_text(arg, names) for arg in op.args.positional]
+        named = [f"{key}={_text(arg, names)}" for key, arg in op.args.named if key != "pin_memory"]
+        for output in op.outputs:
+            names[output] = f"v{len(names)}"
+        single = op.outputs == (op.name,)
+        targets = ", ".join(names[output] for output in op.outputs) + ("" if single else ",")
+        lines.append(f"    {targets} = torch.ops.{op.target}({', '.join([*positional, *named])})")
+    results = ", ".join(names[name] for name in writes)
+    head = f"def block({', '.join(names[read] for read in reads)}):"
+    exec("\n".join([head, *lines, f"    return ({results},)"]), given)
+    function: Callable[..., tuple[Tensor, ...]] = given["block"]
+    return function
+
+
+def _text(arg: Arg, names: Mapping[str, str]) -> str:
+    if isinstance(arg, Ref):
+        return names[arg.value]
+    if isinstance(arg, Torch):
+        return "DEVICE" if arg.kind == "device" else f"torch.{arg.name}"
+    if isinstance(arg, tuple):
+        return f"[{', '.join(_text(item, names) for item in arg)}]"
+    return repr(arg)
+
+
+def _bound(graph: OpGraph) -> int:
+    """Below which an integer is a row of every table and a class of every loss."""
+    found = [2**31 - 1]
+    for op in graph.ops:
+        if op.target.startswith("aten.embedding."):
+            found.append(graph.values[op.inputs[0]].type.shape[0])
+        if op.target.startswith("aten.cross_entropy_loss."):
+            found.append(graph.values[op.inputs[0]].type.shape[1])
+    return min(found) if len(found) > 1 else 2

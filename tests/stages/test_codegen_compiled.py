@@ -1,0 +1,108 @@
+"""Programs whose blocks are compiled: their text, and that they compute what the plain ones do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.blocks import blocks_of
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Region
+from tests.graphs import gpt_graph, trace
+from tests.programs import load, plan_for, uniform, write
+from tests.stages.test_codegen import ruff
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.norm(self.conv(x)))
+
+
+class Net(nn.Module):
+    """Convolutions with batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.ModuleList(Residual(8) for _ in range(3))
+        self.end = nn.Linear(8, 5)
+
+    def forward(self, image: Tensor, label: Tensor) -> Tensor:
+        x = self.start(image)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.end(x.mean((2, 3))), label)
+
+
+def given() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    return {"image": torch.randn(4, 3, 6, 6, generator=draw), "label": torch.randint(5, (4,), generator=draw)}
+
+
+def regions(graph: OpGraph, keeps: tuple[float, ...], again: tuple[int, int] | None = None) -> tuple[Region, ...]:
+    """A leaf for each block, with what it keeps in turn; blocks `again` are recomputed together."""
+    spans = blocks_of(graph)
+    leaves = [Region(*span, False, (), (), keeps[n % len(keeps)]) for n, span in enumerate(spans)]
+    if again is None:
+        return tuple(leaves)
+    first, last = again
+    inside = tuple(leaves[first : last + 1])
+    return (*leaves[:first], Region(inside[0].first, inside[-1].last, True, inside), *leaves[last + 1 :])
+
+
+def test_blocks_are_the_modules_of_lists_and_what_lies_between():
+    graph = gpt_graph()
+    spans = blocks_of(graph)
+    assert [first for first, _ in spans[1:]] == [last + 1 for _, last in spans[:-1]]
+    assert spans[0][0] == 0 and spans[-1][1] == len(graph.chain) - 1
+    assert [last - first + 1 for first, last in spans] == [2, 2, 2, 3]  # tables, two layers of two halves, the end
+
+
+def test_equal_blocks_are_one_function_compiled_in_as_many_ways_as_it_is_called():
+    graph = gpt_graph()
+    text = write(graph, plan_for(graph, uniform(graph, 1), 1, regions(graph, (1.0, 0.5))))
+    ruff(text)
+    made = re.findall(r"^(\w+) = compiled\((\w+), keeps=(\S+)\)$", text, re.M)
+    assert all(name == f"{function}_keeps_{round(100 * float(keeps))}" for name, function, keeps in made)
+    functions = [function for _, function, _ in made]
+    assert len(set(functions)) < len(functions) == len(set(made))
+    called = re.findall(r"x = (\w+)\(", text[text.index("class Program") :])
+    assert set(called) == {name for name, *_ in made}
+
+
+def step(text: str, module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    parameters = {name: nn.Parameter(value.detach().clone()) for name, value in module.named_parameters()}
+    buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
+    torch.manual_seed(7)
+    loss = load(text)["Program"]({**buffers, **parameters}).forward(**batch)
+    loss.backward()
+    return loss.detach(), {name: value.grad for name, value in parameters.items()}, buffers
+
+
+@pytest.mark.parametrize(("keeps", "again"), [((1.0,), (1, 2)), ((0.4, 0.0), None)])
+def test_compiled_blocks_compute_the_same_inside_regions_and_out_of_them(keeps, again):
+    """Also batch-norm statistics, which change once a step though a region runs twice."""
+    torch.manual_seed(0)
+    net, batch = Net(), given()
+    graph = trace(net, batch)
+    plain = plan_for(graph, uniform(graph, 1), 1, tuple(Region(n, n, False, ()) for n in range(len(graph.chain))))
+    ours = plan_for(graph, uniform(graph, 1), 1, regions(graph, keeps, again))
+    text = write(graph, ours)
+    assert ("recompute(" in text) == (again is not None) and "channels_last(tensors)" in text
+    (loss, gradients, buffers), wanted = step(text, net, batch), step(write(graph, plain), net, batch)
+    torch.testing.assert_close(loss, wanted[0], rtol=1e-5, atol=1e-6)
+    for name, gradient in wanted[1].items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    for name, buffer in wanted[2].items():
+        torch.testing.assert_close(buffers[name], buffer, rtol=1e-4, atol=1e-6, msg=name)

@@ -1,0 +1,96 @@
+"""Blocks as they are compiled and measured; here without a GPU, by what autograd keeps of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline.blocks import MOST_OPS, blocks_of
+from pipeline.ir.graph import Role
+from pipeline.ir.profile import CompiledWay
+from stages.profile.compiled import Block, as_function, measure_blocks
+from tests.graphs import gpt, gpt_batch, gpt_graph, mlp_graph, trace
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
+
+
+class Layer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(super().forward(x))
+
+
+class Stage(nn.Sequential):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__(*(Layer(width, width) for _ in range(layers)))
+
+
+class Staged(nn.Module):
+    """Lists in a list: the second is too long for one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(4, 4)
+        self.stages = nn.ModuleList([Stage(4, 3), Stage(4, MOST_OPS // 2), Stage(4, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        for stage in self.stages:
+            x = stage(x)
+        return x.square().mean()
+
+
+def test_modules_of_an_inner_list_are_one_block_while_they_stay_small():
+    graph = trace(Staged(), {"x": torch.randn(2, 4)})
+    spans = blocks_of(graph)
+    assert [first for first, _ in spans[1:]] == [last + 1 for _, last in spans[:-1]]
+    assert spans[0][0] == 0 and spans[-1][1] == len(graph.chain) - 1
+    ops = [sum(len(graph.chain[n].ops) for n in range(first, last + 1)) for first, last in spans]
+    assert max(ops) <= MOST_OPS and len(spans) == 6  # start, 3 layers, two parts of the long list, 2 layers, the end
+
+
+def test_a_model_without_lists_is_cut_as_its_chain_is():
+    graph = mlp_graph()
+    assert all(first == last for first, last in blocks_of(graph)) or len(blocks_of(graph)) >= 4
+
+
+def test_ops_as_a_function_compute_what_the_module_does():
+    module, batch, graph = gpt(), gpt_batch(), gpt_graph()
+    inputs = [value for value in graph.values.values() if value.role is not Role.RESULT]
+    names = [value.name for value in inputs]
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers()), **batch}
+    given = [tensors[value.origin or value.name] for value in inputs]
+    function = as_function(graph, [op.name for op in graph.ops], names, [graph.output], torch.device("cpu"))
+    (loss,) = function(*given)
+    torch.testing.assert_close(loss, module(**batch))
+
+
+def kept(block: Block, keeps: float) -> tuple[CompiledWay, tuple[Tensor, ...]]:
+    """Bytes that autograd keeps of a block beside what it was given."""
+    given = {t.untyped_storage().data_ptr() for t in block.arguments}
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        found.update({storage.data_ptr(): storage.nbytes()} if storage.data_ptr() not in given else {})
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        results = block.forward()
+    left = tuple(result.detach().clone() for result in results)
+    block.both()
+    alone = sum(found.values())
+    return CompiledWay(keeps, 1.0, 1.0, alone + 1, alone, 0, 0), left
+
+
+def test_equal_blocks_are_measured_once_and_ways_keep_less_and_less():
+    graph = gpt_graph()
+    found = measure_blocks(graph, torch.device("cpu"), amp=False, keeps=(1.0, 0.5, 0.0), measure=kept)
+    assert [(block.first, block.last) for block in found.blocks] == list(blocks_of(graph))
+    tables, one, two, end = (block.run for block in found.blocks)
+    assert one == two and len({tables, one, end}) == len(found.runs) == 3
+    for ways in found.runs:
+        assert ways[0].keeps == 1.0
+        sizes = [way.saved_alone for way in ways]
+        assert sizes == sorted(set(sizes), reverse=True)
+    assert len(found.runs[one]) == 3 and found.runs[one][-1].saved_alone == 0
