@@ -1,0 +1,195 @@
+"""The first op that differs, where a program does: run on all ranks at once, after the verdict.
+
+One step is run again from the module's own state before it, so that nothing of an earlier fault is left:
+
+1. The step is equal now: it was the optimizer's step before it, on pieces, that went wrong.
+2. The traced graph, run op by op, differs from the module: the trace is at fault.
+3. The values that the program writes beside those of the graph, in the order of the program: forward first.
+4. Then gradients of what ops write, in the order of backward; then those of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipeline.ir.graph import Op, OpGraph, Role
+from pipeline.ir.program import Call, Program
+from stages.verify.compare import SHARE, TOLERANCE, Gap, gap, of_gradient
+from stages.verify.interpret import Values, interpret
+from stages.verify.record import Noted, Recorder, names_of, recorded
+from stages.verify.steps import LOSS, Difference, Rank, compare_step, tolerance_of
+from stages.verify.truth import MakeOptimizer, State, Step, Truth
+
+NEAR = 10 * TOLERANCE  # for values inside a step
+SMALL = 1e-6  # a value below is held against this: zeros may come with rounding
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Where a program leaves the module's way."""
+
+    what: str  # a sentence
+    op: str = ""
+    target: str = ""
+    module: str = ""
+    source: str = ""
+    line: int = 0  # of module.py
+    text: str = ""  # of that line
+    difference: float = 0.0
+    size: float = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program's texts, and what they were written from."""
+
+    graph: OpGraph
+    program: Program
+    written: str  # as codegen writes it
+    text: str  # as it is run
+    path: str
+
+
+def locate(case: Case, truth: Truth, make: MakeOptimizer, first: Difference) -> Fault:
+    """`first` is what differed first; the truth's steps have not been taken yet."""
+    before, step = _step(truth.first, truth.steps, first.step)
+    if first.kind == "parameter":
+        return _of_update(first)
+    for at in [first.at] if first.kind == LOSS else range(len(step.batches)):
+        fault = _in_pass(case, truth, make, first, before, step, at)
+        if fault is not None:
+            return fault
+    return _of_parameter(case, first)
+
+
+def _in_pass(
+    case: Case, truth: Truth, make: MakeOptimizer, first: Difference, before: State, step: Step, at: int
+) -> Fault | None:
+    recorder = Recorder(names_of(case.written, case.program))
+    rank = Rank(recorded(case.text, case.path, recorder), before, make)
+    losses = rank.run(step.batches, draws=truth.draw, on_pass=lambda number: _switch(recorder, number == at))
+    again = [d for d in compare_step(rank, losses, step, first.step) if d.relative > tolerance_of(truth.kind)]
+    if not again and first.kind != "buffer":
+        return _of_update(first)
+    values = interpret(case.graph, before, step.batches[at], at, len(step.batches), draw=truth.draw)
+    return (
+        _of_trace(values, step, at, tolerance_of(truth.kind))
+        or _forward(case, rank, recorder, values)
+        or _backward(case, rank, recorder, values)
+    )
+
+
+def _switch(recorder: Recorder, on: bool) -> None:
+    recorder.on = on
+
+
+def _step(before: State, steps: Iterable[Step], number: int) -> tuple[State, Step]:
+    """The state before a step, and the step."""
+    before = _copied(before)
+    for place, step in enumerate(steps):
+        if place == number:
+            return before, step
+        before = _copied(step.after)
+    raise AssertionError(f"there are fewer than {number + 1} steps")
+
+
+def _copied(state: State) -> State:
+    return State(
+        {n: t.clone() for n, t in state.parameters.items()}, {n: t.clone() for n, t in state.constants.items()}
+    )
+
+
+def _of_update(first: Difference) -> Fault:
+    return Fault(
+        f"up to it all is equal, but the optimizer's step {first.step + (first.kind == 'parameter')} on pieces of the "
+        "parameters is not its step on the whole: it must work element by element"
+    )
+
+
+def _of_trace(values: Values, step: Step, at: int, tolerance: float) -> Fault | None:
+    """Whether the graph, op by op, is the module."""
+    far = Gap(float((values.loss - step.losses[at]).abs()), float(step.losses[at].abs()))
+    if far.relative() <= tolerance:
+        return None
+    return Fault(
+        "the traced graph itself is not the module: run op by op, it has another loss",
+        difference=far.difference,
+        size=far.size,
+    )
+
+
+def _forward(case: Case, rank: Rank, recorder: Recorder, values: Values) -> Fault | None:
+    for noted in recorder.noted.values():
+        tensor = noted.written.tensor
+        far = gap(noted.value, values.values[tensor.value], tensor.layout, rank.axes)
+        if far.relative(SMALL) > NEAR:
+            return _fault(case, noted, far)
+    return None
+
+
+def _backward(case: Case, rank: Rank, recorder: Recorder, values: Values) -> Fault | None:
+    """The first in the order of backward; it is what reads the value that is at fault."""
+    known = [values.gradients[v.name] for v in case.graph.of_role(Role.PARAMETER) if v.name in values.gradients]
+    floor = SHARE * max((float(g.abs().max()) for g in known if g.numel()), default=0.0)
+    for noted in reversed(recorder.noted.values()):
+        tensor, expected = noted.written.tensor, values.gradients.get(noted.written.tensor.value)
+        if not noted.written.by_op or (noted.gradient is None and expected is None):
+            continue
+        far = gap(noted.gradient, expected, of_gradient(tensor.layout), rank.axes)
+        if far.relative(floor) > NEAR:
+            return _of_readers(case, noted, far)
+    return None
+
+
+def _of_readers(case: Case, noted: Noted, far: Gap) -> Fault:
+    value = noted.written.tensor.value
+    readers = [op.name for op in case.graph.ops if value in op.inputs]
+    fault = _fault(case, noted, far)
+    return Fault(
+        f"forward is equal, but the gradient of the result of {fault.op} is not: see what reads it, "
+        f"{', '.join(readers)}, and its conversions",
+        *(fault.op, fault.target, fault.module, fault.source, fault.line, fault.text, far.difference, far.size),
+    )
+
+
+def _of_parameter(case: Case, first: Difference) -> Fault:
+    """All that the passes compute is equal: what is left is how a parameter's own gradient is brought together."""
+    if first.kind == "buffer":
+        op = next((op for op in case.graph.ops if _names(case, first.name) & set(op.mutates)), None)
+        return _of_op(case, f"the buffer {first.name} differs after the step", op)
+    op = next((op for op in case.graph.ops if _names(case, first.name) & set(op.inputs)), None)
+    line = next((n for n, text in enumerate(case.text.splitlines(), 1) if text.startswith("PARAMETERS")), 0)
+    return _of_op(
+        case,
+        f"all results and their gradients are equal, but the gradient of {first.name} is not: see its conversions, and "
+        f"its row of PARAMETERS, line {line} and after",
+        op,
+    )
+
+
+def _names(case: Case, origin: str) -> set[str]:
+    return {value.name for value in case.graph.values.values() if value.origin == origin}
+
+
+def _of_op(case: Case, what: str, op: Op | None) -> Fault:
+    return Fault(what) if op is None else Fault(what, op.name, op.target, op.module, op.source)
+
+
+def _fault(case: Case, noted: Noted, far: Gap) -> Fault:
+    step, line = noted.written.step, noted.line
+    text = case.text.splitlines()[line - 1].strip()
+    if isinstance(step, Call):
+        op = case.graph.op(step.op)
+        what = f"the result of {op.name} differs"
+        return Fault(what, op.name, op.target, op.module, op.source, line, text, far.difference, far.size)
+    value = case.graph.values[step.source.value]
+    way = f"{step.source.layout} -> {step.target.layout}"
+    if value.role is Role.RESULT:
+        op = next(op for op in case.graph.ops if value.name in op.outputs)
+        what = f"the result of {op.name} differs after its conversion {way}"
+        return Fault(what, op.name, op.target, op.module, op.source, line, text, far.difference, far.size)
+    readers = [op for op in case.graph.ops if value.name in op.inputs]
+    what = f"the {value.role.value} {value.origin} differs after its conversion {way}"
+    op = readers[0]
+    return Fault(what, op.name, op.target, op.module, op.source, line, text, far.difference, far.size)

@@ -1,0 +1,158 @@
+"""A written program's steps on one rank, each held against the same step of the unsplit module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.ir.layout import Layout, replicated
+from pipeline.ir.names import look_up
+from pipeline.runtime.gradients import Gradients, Row
+from pipeline.runtime.mesh import set_mesh
+from pipeline.runtime.parameters import piece_of
+from pipeline.runtime.passes import run_passes
+from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, gap
+from stages.verify.float64 import in_float64
+from stages.verify.truth import Batch, Kind, MakeOptimizer, State, Step, Truth, seeded
+
+NO_ROW: Row = ("", "", "")  # of a parameter that the program does not train
+LOSS = "loss"
+SURE = 1e-6  # of a parameter after a step: optimizers make much of little
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one thing in one step, relative to its size."""
+
+    kind: str  # loss, gradient, buffer; parameter: after the optimizer's step
+    name: str
+    step: int
+    relative: float
+    at: int = 0  # which of the step's passes, of a loss
+
+
+@dataclass
+class Verdict:
+    tolerance: float
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def worst(self) -> float:
+        """Over the tolerance; the parameters follow from the gradients, and only help to find a fault."""
+        return max((d.relative for d in self.differences if d.kind != "parameter"), default=0.0) / self.tolerance
+
+    @property
+    def equal(self) -> bool:
+        return self.worst <= 1.0
+
+    def first(self) -> Difference | None:
+        """What differs first: of a step the losses, then gradients and buffers; parameters where it was they."""
+        order = (LOSS, "gradient", "buffer", "parameter")
+        limit = {"parameter": max(self.tolerance, SURE)}
+        found = [d for d in self.differences if d.relative > limit.get(d.kind, self.tolerance)]
+        return min(found, key=lambda d: (d.step, order.index(d.kind), d.at), default=None)
+
+
+class Rank:
+    """A program with this rank's pieces of a state."""
+
+    def __init__(self, program: ModuleType, state: State, make: MakeOptimizer) -> None:
+        set_mesh(program.MESH)
+        program.DEVICE = torch.device("cpu")  # type: ignore[attr-defined]
+        self.axes = list(program.MESH)
+        self.passes: int = program.MICRO_BATCHES
+        self.inputs = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
+        table: dict[str, Row] = program.PARAMETERS
+        self.rows = {name: look_up(table, name) or NO_ROW for name in state.parameters}
+        self.parameters = {
+            name: nn.Parameter(piece_of(value, Layout.parse(self.rows[name][0]), self.axes))
+            for name, value in state.parameters.items()
+            if self.rows[name][0]
+        }
+        rest = {name: value for name, value in state.parameters.items() if name not in self.parameters}
+        self.constants = {name: value.clone() for name, value in (state.constants | rest).items()}
+        self.program = program.Program({**self.constants, **self.parameters})
+        rows = [self.rows[name] for name in self.parameters]
+        self.gradients = Gradients(self.parameters.values(), rows, self.axes)
+        self.updated = dict(zip(self.parameters, self.gradients.updated, strict=True))
+        self.optimizer = make(list(self.gradients.updated))
+
+    def layout(self, name: str) -> Layout:
+        """How a parameter lies; one that is not trained lies whole."""
+        text = self.rows[name][0] if name in self.rows else ""
+        return Layout.parse(text) if text else replicated(len(self.axes))
+
+    def run(self, batches: list[Batch], *, draws: bool, on_pass: Callable[[int], None] | None = None) -> list[Tensor]:
+        """The losses of one step's passes; gradients are there afterwards. `on_pass` is told each before it begins."""
+        pieces = [{name: piece_of(x, self.inputs[name], self.axes) for name, x in b.items()} for b in batches]
+        begun = iter(range(-1, len(pieces)))
+
+        def around() -> AbstractContextManager[None]:
+            number = next(begun)  # the first is for copies that all passes share
+            if on_pass:
+                on_pass(number)
+            return seeded(max(number, 0))
+
+        with in_float64(widen=True, draws=draws):
+            return run_passes(self.program, self.gradients, pieces, self.passes, around)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.gradients.publish()
+
+
+def tolerance_of(kind: Kind) -> float:
+    return IN_FLOAT32 if kind.casts and not kind.widened else TOLERANCE
+
+
+def judge(program: ModuleType, truth: Truth, make: MakeOptimizer) -> Verdict:
+    """All steps of the program beside those of the module."""
+    rank = Rank(program, truth.first, make)
+    verdict = Verdict(tolerance_of(truth.kind))
+    for number, step in enumerate(truth.steps):
+        losses = rank.run(step.batches, draws=truth.draw)
+        verdict.differences += compare_step(rank, losses, step, number)
+        rank.update()
+        verdict.differences += compare_state(rank, step.after, number)
+    return verdict
+
+
+def compare_step(rank: Rank, losses: list[Tensor], step: Step, number: int) -> list[Difference]:
+    """Losses, and the gradients as the optimizer gets them: whole, in shards, or in pieces."""
+    whole = replicated(len(rank.axes))
+    found = [
+        Difference(LOSS, LOSS, number, gap(loss, wanted, whole, rank.axes).relative(), at)
+        for at, (loss, wanted) in enumerate(zip(losses, step.losses, strict=True))
+    ]
+    floor = SHARE * _largest(step.gradients)
+    for name in rank.rows:
+        own = rank.updated.get(name)
+        layout = whole if own is None else Layout.parse(rank.rows[name][2])
+        far = gap(None if own is None else own.grad, step.gradients.get(name), layout, rank.axes)
+        found.append(Difference("gradient", name, number, far.relative(floor)))
+    return found
+
+
+def _largest(tensors: dict[str, Tensor]) -> float:
+    return max((float(t.abs().max()) for t in tensors.values() if t.numel()), default=0.0)
+
+
+def compare_state(rank: Rank, expected: State, step: int) -> list[Difference]:
+    """Buffers, and the parameters, after the optimizer's step."""
+    whole = replicated(len(rank.axes))
+    found = [
+        Difference("buffer", name, step, gap(rank.constants[name], value, whole, rank.axes).relative())
+        for name, value in expected.constants.items()
+    ]
+    floor = SHARE * _largest(expected.parameters)
+    for name, value in expected.parameters.items():
+        own: Any = rank.parameters.get(name, rank.constants.get(name))
+        far = gap(own, value, rank.layout(name), rank.axes).relative(floor)
+        found.append(Difference("parameter", name, step, far))
+    return found
