@@ -11,10 +11,10 @@ One step is run again from the module's own state before it, so that nothing of 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pipeline.ir.graph import Op, OpGraph, Role
-from pipeline.ir.program import Call, Program
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.program import Call, Convert, Program
 from stages.verify.compare import SHARE, TOLERANCE, Gap, gap, of_gradient
 from stages.verify.interpret import Values, interpret
 from stages.verify.record import Noted, Recorder, names_of, recorded
@@ -77,6 +77,7 @@ def _in_pass(
         _of_trace(values, step, at, tolerance_of(truth.kind))
         or _forward(case, rank, recorder, values)
         or _backward(case, rank, recorder, values)
+        or _of_buffer(case, recorder, first)
     )
 
 
@@ -138,58 +139,63 @@ def _backward(case: Case, rank: Rank, recorder: Recorder, values: Values) -> Fau
             continue
         far = gap(noted.gradient, expected, of_gradient(tensor.layout), rank.axes)
         if far.relative(floor) > NEAR:
-            return _of_readers(case, noted, far)
+            return _of_readers(case, recorder, noted, far)
     return None
 
 
-def _of_readers(case: Case, noted: Noted, far: Gap) -> Fault:
+def _of_readers(case: Case, recorder: Recorder, noted: Noted, far: Gap) -> Fault:
     value = noted.written.tensor.value
-    readers = [op.name for op in case.graph.ops if value in op.inputs]
-    fault = _fault(case, noted, far)
-    return Fault(
-        f"forward is equal, but the gradient of the result of {fault.op} is not: see what reads it, "
-        f"{', '.join(readers)}, and its conversions",
-        *(fault.op, fault.target, fault.module, fault.source, fault.line, fault.text, far.difference, far.size),
+    steps = {other.line: other.written.step for other in recorder.noted.values()}
+    reading = sorted(line for line, step in steps.items() if isinstance(step, Convert) and step.source.value == value)
+    reading = reading or sorted(
+        n for n, step in steps.items() if isinstance(step, Call) and step.op in _readers(case, value)
     )
+    where = f"{'line' if len(reading) == 1 else 'lines'} {', '.join(map(str, reading))}"
+    what = f"forward is equal, but the gradient of the result of {{op}} is not: see what reads it, {where}"
+    fault = _fault(case, noted, far)
+    return replace(fault, what=what.format(op=fault.op))
+
+
+def _readers(case: Case, value: str) -> set[str]:
+    return {op.name for op in case.graph.ops if value in op.inputs}
 
 
 def _of_parameter(case: Case, first: Difference) -> Fault:
     """All that the passes compute is equal: what is left is how a parameter's own gradient is brought together."""
-    if first.kind == "buffer":
-        op = next((op for op in case.graph.ops if _names(case, first.name) & set(op.mutates)), None)
-        return _of_op(case, f"the buffer {first.name} differs after the step", op)
     op = next((op for op in case.graph.ops if _names(case, first.name) & set(op.inputs)), None)
     line = next((n for n, text in enumerate(case.text.splitlines(), 1) if text.startswith("PARAMETERS")), 0)
-    return _of_op(
-        case,
-        f"all results and their gradients are equal, but the gradient of {first.name} is not: see its conversions, and "
-        f"its row of PARAMETERS, line {line} and after",
-        op,
+    what = (
+        f"all results and their gradients are equal, but the {first.kind} of {first.name} is not: see its conversions, "
+        f"and its row of PARAMETERS, line {line} and after"
     )
+    return Fault(what) if op is None else Fault(what, op.name, op.target, op.module, op.source)
+
+
+def _of_buffer(case: Case, recorder: Recorder, first: Difference) -> Fault | None:
+    """The line that changes it."""
+    names = _names(case, first.name)
+    for noted in recorder.noted.values() if first.kind == "buffer" else ():
+        step = noted.written.step
+        if isinstance(step, Call) and names & set(case.graph.op(step.op).mutates):
+            what = f"results are equal, but {step.op} leaves another {first.name} behind"
+            return replace(_fault(case, noted, Gap(0.0, 0.0)), what=what)
+    return None
 
 
 def _names(case: Case, origin: str) -> set[str]:
     return {value.name for value in case.graph.values.values() if value.origin == origin}
 
 
-def _of_op(case: Case, what: str, op: Op | None) -> Fault:
-    return Fault(what) if op is None else Fault(what, op.name, op.target, op.module, op.source)
-
-
 def _fault(case: Case, noted: Noted, far: Gap) -> Fault:
+    """What a line writes differs; of a conversion the op is that of the value, or one that reads it."""
     step, line = noted.written.step, noted.line
-    text = case.text.splitlines()[line - 1].strip()
     if isinstance(step, Call):
-        op = case.graph.op(step.op)
-        what = f"the result of {op.name} differs"
-        return Fault(what, op.name, op.target, op.module, op.source, line, text, far.difference, far.size)
-    value = case.graph.values[step.source.value]
-    way = f"{step.source.layout} -> {step.target.layout}"
-    if value.role is Role.RESULT:
-        op = next(op for op in case.graph.ops if value.name in op.outputs)
-        what = f"the result of {op.name} differs after its conversion {way}"
-        return Fault(what, op.name, op.target, op.module, op.source, line, text, far.difference, far.size)
-    readers = [op for op in case.graph.ops if value.name in op.inputs]
-    what = f"the {value.role.value} {value.origin} differs after its conversion {way}"
-    op = readers[0]
+        op, what = case.graph.op(step.op), f"the result of {step.op} differs"
+    else:
+        value = case.graph.values[step.source.value]
+        made = value.role is Role.RESULT
+        op = next(op for op in case.graph.ops if value.name in (op.outputs if made else op.inputs))
+        named = f"result of {op.name}" if made else f"{value.role.value} {value.origin}"
+        what = f"the {named} differs after its conversion {step.source.layout} -> {step.target.layout}"
+    text = case.text.splitlines()[line - 1].strip()
     return Fault(what, op.name, op.target, op.module, op.source, line, text, far.difference, far.size)

@@ -97,22 +97,15 @@ def _table(result: dict[str, Any]) -> list[str]:
 
 
 def _verdict(result: dict[str, Any]) -> list[str]:
-    rows, worst = result["rows"], result["rows"][0]["relative"]
-    gradients = sum(row["kind"] == "gradient" for row in rows)
+    rows, tolerance = result["rows"], result["tolerance"]
+    compared = [row["relative"] for row in rows if row["kind"] != "buffer"]
+    buffers = len(rows) - len(compared)
+    worst = f"{max(compared):.1e}, tolerance {tolerance:g}"
     if result["equal"]:
-        return [
-            f"equal: loss, {gradients} gradients and {_buffers(rows)}; largest relative difference {worst:.1e}, "
-            f"tolerance {result['tolerance']:g}"
-        ]
-    wrong = sum(row["relative"] > result["tolerance"] for row in rows)
-    return [
-        f"not equal: {wrong} of {len(rows)} differ, the largest by {worst:.1e}, tolerance {result['tolerance']:g}",
-        *_fault(result["fault"]),
-    ]
-
-
-def _buffers(rows: list[dict[str, Any]]) -> str:
-    return f"{sum(row['kind'] == 'buffer' for row in rows)} buffers"
+        with_buffers = f", {buffers} buffers" if buffers else ""
+        return [f"equal: loss, {len(compared) - 1} gradients{with_buffers}; largest relative difference {worst}"]
+    wrong = sum(row["differs"] for row in rows)
+    return [f"not equal: {wrong} of {len(rows)} differ, the largest by {worst}", *_fault(result["fault"])]
 
 
 def _fault(fault: dict[str, Any]) -> list[str]:

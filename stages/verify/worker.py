@@ -49,7 +49,7 @@ def main(work: Path) -> None:
         report_error(work, rank, error.line())
         raise SystemExit(1) from None
     except Exception as error:  # the user's model, data and perhaps edited program run here
-        report_error(work, rank, f"{_line(error, job['module_path'])}{type(error).__name__}: {error}")
+        report_error(work, rank, f"{failing_line(error, job['module_path'])}{type(error).__name__}: {error}")
         raise
     finally:
         dist.destroy_process_group()
@@ -109,17 +109,20 @@ def _result(verdict: Verdict, truth: Truth) -> dict[str, Any]:
     for d in verdict.differences:
         if d.kind != "parameter":
             worst[d.kind, d.name] = max(worst.get((d.kind, d.name), (0.0, d.step)), (d.relative, d.step))
-    rows = [{"kind": k, "name": n, "relative": r, "step": s} for (k, n), (r, s) in worst.items()]
+    rows = [
+        {"kind": k, "name": n, "relative": r, "step": s, "differs": r > verdict.limit(k)}
+        for (k, n), (r, s) in worst.items()
+    ]
     return {
         "equal": verdict.equal,
         "tolerance": verdict.tolerance,
-        "rows": sorted(rows, key=lambda row: -row["relative"]),
+        "rows": sorted(rows, key=lambda row: (not row["differs"], -row["relative"])),
         **asdict(truth.kind),
         "draw": truth.draw,
     }
 
 
-def _line(error: BaseException, path: str) -> str:
+def failing_line(error: BaseException, path: str) -> str:
     """The line of the program that was running, if any."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     return f"{AT}{lines[-1]}: " if lines else ""
