@@ -3,13 +3,13 @@
     --models gpt2,bert,llama,qwen2,t5,vit,swin,resnet,mixtral,opt   --ranks 2,3,4   --random 100
     --plans "solver,ddp,zero1,zero3,tensor,sequence,vocabulary,ddp x tensor"        --keep FOLDER for what differs
 
-Ten families of Hugging Face, tiny, each on 2, 3 and 4 ranks (real processes, gloo) under the solver's own plan and under
-plans that are forced on it: DDP, ZeRO-1, ZeRO-3, tensor parallel, the same with the sequence split in between, the
-vocabulary split, and on four ranks data by tensor parallel; each without and with recompute. Kinds that a model's shapes
-do not allow on so many ranks are left out. Then random plans of a small GPT, any valid strategy for any op, on meshes of
-one and two axes. Three steps of AdamW in float64: the loss and all gradients, as `python -m stages verify` compares them
-(docs/verify.md). Last line: how many cases, how many of them are equal, and the largest difference over its tolerance
-(1e-9, or 1e-5 where the model itself casts to float32).
+Ten families of Hugging Face, tiny, each on 2, 3 and 4 ranks (real processes, gloo) under the solver's own plan and
+under plans that are forced on it: DDP, ZeRO-1, ZeRO-3, tensor parallel, the same with the sequence split in between,
+the vocabulary split, and on four ranks data by tensor parallel; each without and with recompute. Kinds that a model's
+shapes do not allow on so many ranks are left out. Then random plans of a small GPT, any valid strategy for any op, on
+meshes of one and two axes. Three steps of AdamW in float64: the loss and all gradients, as `python -m stages verify`
+compares them (docs/verify.md). Last line: how many cases, how many of them are equal, and the largest difference over
+its tolerance: 1e-9, and 1e-5 of the model as it is written where that casts to float32.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def main(arguments: list[str]) -> int:
     start = time.perf_counter()
     for count in ranks:
         with Group(count) as group:
-            for case in all_cases(count):
-                answer = found[case.label] = group.judge(case)
+            for case, answer in group.judge(all_cases(count)):
+                found[case.label] = answer
                 _show(case.label, answer)
                 if given.keep and not _equal(answer):
                     given.keep.mkdir(parents=True, exist_ok=True)

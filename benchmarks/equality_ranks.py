@@ -6,6 +6,7 @@ import multiprocessing
 import tempfile
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from functools import cache
@@ -51,16 +52,20 @@ class Group:
         self.processes.clear()
         self.folder.cleanup()
 
-    def judge(self, case: Case) -> dict[str, Any]:
-        """What rank 0 found; or the error of the first rank that had one."""
-        for pipe in self.pipes:
-            pipe.send(case)
-        answers = [self._answer(pipe) for pipe in self.pipes]
-        failed = [answer for answer in answers if "error" in answer]
-        if failed:
-            self._stop()
-            self._start()
-        return failed[0] if failed else answers[0]
+    def judge(self, cases: Iterator[Case]) -> Iterator[tuple[Case, dict[str, Any]]]:
+        """Each case with what rank 0 found, or the first error of a rank; the next is planned while the ranks work."""
+        case = next(cases, None)
+        while case is not None:
+            for pipe in self.pipes:
+                pipe.send(case)
+            following = next(cases, None)
+            answers = [self._answer(pipe) for pipe in self.pipes]
+            failed = [answer for answer in answers if "error" in answer]
+            if failed:
+                self._stop()
+                self._start()
+            yield case, failed[0] if failed else answers[0]
+            case = following
 
     def _answer(self, pipe: Any) -> dict[str, Any]:
         try:
@@ -99,8 +104,8 @@ def _judge(case: Case, path: Path) -> dict[str, Any]:
     path.write_text(case.text)
     truth = _truth(case.model, case.plan.micro_batches, draws_alike(case.graph, case.text))
     verdict = judge(load_program(str(path)), truth, optimizer)
-    worst = max((d for d in verdict.differences if d.kind != "parameter"), key=lambda d: d.relative)
-    found = {"worst": verdict.worst, "tolerance": verdict.tolerance, "at": f"{worst.kind} {worst.name}"}
+    worst = verdict.worst
+    found: dict[str, Any] = {"worst": worst.over, "tolerance": worst.tolerance, "at": f"{worst.kind} {worst.name}"}
     first = verdict.first()
     if not verdict.equal and first is not None:
         program = lower(case.graph, case.plan.sharding, case.plan.micro_batches)

@@ -131,9 +131,7 @@ def judged(tried: Tried, case: Case) -> dict[str, Any]:
     verdict = judge(load_program(case.path), known, tried.make)
     first = verdict.first()
     fault = None if verdict.equal or first is None else asdict(locate(case, truth(), tried.make, first))
-    kinds = {d.kind for d in verdict.differences if d.relative > verdict.tolerance}
-    return (
-        {"equal": verdict.equal, "worst": verdict.worst, "fault": fault, "draw": draw, "kinds": kinds}
-        | asdict(known.kind)
-        | {"tolerance": verdict.tolerance}
-    )
+    kinds = {d.kind for d in verdict.differences if d.over > 1.0}
+    tolerances = {d.tolerance: d.relative for d in verdict.differences if d.kind == "loss"}
+    found = {"equal": verdict.equal, "fault": fault, "draw": draw, "kinds": kinds, "tolerances": tolerances}
+    return found | asdict(known.kind)

@@ -1,4 +1,4 @@
-"""How far what the ranks hold is from the unsplit tensor: every function here is called on all ranks at once."""
+"""How far what the ranks hold is from the unsplit tensor; all ranks call these functions at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ class Gap:
 
 
 def gap(found: Tensor | None, expected: Tensor | None, layout: Layout, axes: Sequence[str]) -> Gap:
-    """Of a tensor in pieces by the layout from the whole; one that is not there is zeros."""
+    """Of a tensor in pieces by the layout from the whole, on all ranks; one that is not there is zeros."""
+    return everywhere([own_gap(found, expected, layout, axes)])[0]
+
+
+def own_gap(found: Tensor | None, expected: Tensor | None, layout: Layout, axes: Sequence[str]) -> Gap:
+    """The same on this rank alone; where the layout is partial the ranks meet."""
     if found is None and expected is None:
         return Gap(0.0, 0.0)
     partial = [axis for axis, state in zip(axes, layout.states, strict=True) if state == P]
@@ -45,9 +50,17 @@ def gap(found: Tensor | None, expected: Tensor | None, layout: Layout, axes: Seq
     if partial and found.is_floating_point():
         found = combine(found, joined(tuple(partial)))
     wanted = torch.zeros_like(found) if wanted is None else wanted
-    own = _largest(found, wanted)
     size = 0.0 if expected is None or not expected.numel() else float(_finite(expected).abs().max())
-    return Gap(everywhere(own), size)
+    return Gap(_largest(found, wanted), size)
+
+
+def everywhere(gaps: Sequence[Gap]) -> list[Gap]:
+    """Each with the largest difference of all ranks; sizes are of whole tensors."""
+    if not dist.is_initialized() or not gaps:
+        return list(gaps)
+    largest = torch.tensor([each.difference for each in gaps], dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return [Gap(difference, each.size) for difference, each in zip(largest.tolist(), gaps, strict=True)]
 
 
 def _largest(found: Tensor, wanted: Tensor) -> float:
@@ -63,15 +76,6 @@ def _largest(found: Tensor, wanted: Tensor) -> float:
 def _finite(tensor: Tensor) -> Tensor:
     """A mask's infinities are no size."""
     return tensor.double().nan_to_num(0.0, 0.0, 0.0)
-
-
-def everywhere(number: float) -> float:
-    """The largest of the ranks'."""
-    if not dist.is_initialized():
-        return number
-    largest = torch.tensor(number, dtype=torch.float64)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return float(largest)
 
 
 def of_gradient(layout: Layout) -> Layout:

@@ -73,10 +73,10 @@ def _failed(error: LaunchFailed, config: Config, log: Log) -> int:
 
 def _notes(result: dict[str, Any]) -> list[str]:
     notes = []
-    if result["widened"]:
-        notes.append("the model casts to lower types, which do not run beside float64: taken as casts to float64")
+    if result["casts"] and result["runs_as_written"]:
+        notes.append("the model itself casts to lower types: compared as it is written, and in float64 throughout")
     elif result["casts"]:
-        notes.append(f"the model itself casts to lower types: the tolerance is {result['tolerance']:g}")
+        notes.append("the model casts to lower types, which do not run beside float64: taken as casts to float64")
     if result["draws"] and result["draw"]:
         notes.append("random ops draw the same numbers on both sides")
     elif result["draws"]:
@@ -87,25 +87,28 @@ def _notes(result: dict[str, Any]) -> list[str]:
 def _table(result: dict[str, Any]) -> list[str]:
     rows = result["rows"]
     shown = [row for row in rows if row["kind"] == "loss"] + [row for row in rows if row["kind"] != "loss"][:SHOWN]
-    names = [row["name"] if row["kind"] == "loss" else f"{row['kind']} of {row['name']}" for row in shown]
-    names = [name.replace("buffer of", "buffer") for name in names]
+    names = [_name(row) for row in shown]
     width = max(map(len, names))
-    lines = [f"{'':{width}}  {'difference':>10}  step"]
-    lines += [f"{n:{width}}  {row['relative']:10.1e}  {row['step'] + 1:4}" for n, row in zip(names, shown, strict=True)]
+    lines = [f"{'':{width}}  difference  tolerance  step"]
+    for name, row in zip(names, shown, strict=True):
+        lines.append(f"{name:{width}}  {row['relative']:10.1e}  {row['tolerance']:9.0e}  {row['step'] + 1:4}")
     left = len(rows) - len(shown)
-    return [*lines, *([f"and {left} more, each smaller"] if left > 0 else [])]
+    return [*lines, *([f"and {left} more, each nearer"] if left > 0 else [])]
+
+
+def _name(row: dict[str, Any]) -> str:
+    return {"loss": "loss", "gradient": f"gradient of {row['name']}", "buffer": f"buffer {row['name']}"}[row["kind"]]
 
 
 def _verdict(result: dict[str, Any]) -> list[str]:
-    rows, tolerance = result["rows"], result["tolerance"]
-    compared = [row["relative"] for row in rows if row["kind"] != "buffer"]
-    buffers = len(rows) - len(compared)
-    worst = f"{max(compared):.1e}, tolerance {tolerance:g}"
+    rows = result["rows"]
+    furthest = f"{rows[0]['relative']:.1e}, tolerance {rows[0]['tolerance']:g}"
     if result["equal"]:
-        with_buffers = f", {buffers} buffers" if buffers else ""
-        return [f"equal: loss, {len(compared) - 1} gradients{with_buffers}; largest relative difference {worst}"]
-    wrong = sum(row["differs"] for row in rows)
-    return [f"not equal: {wrong} of {len(rows)} differ, the largest by {worst}", *_fault(result["fault"])]
+        counts = {kind: sum(row["kind"] == kind for row in rows) for kind in ("gradient", "buffer")}
+        told = ", ".join(["loss", *(f"{count} {kind}s" for kind, count in counts.items() if count)])
+        return [f"equal: {told}; largest relative difference {furthest}"]
+    wrong = sum(row["relative"] > row["tolerance"] for row in rows)
+    return [f"not equal: {wrong} of {len(rows)} differ, the furthest by {furthest}", *_fault(result["fault"])]
 
 
 def _fault(fault: dict[str, Any]) -> list[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +16,9 @@ from pipeline.runtime.gradients import Gradients, Row
 from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.passes import run_passes
-from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, gap
+from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, everywhere, own_gap
 from stages.verify.float64 import in_float64
-from stages.verify.truth import Batch, Kind, MakeOptimizer, State, Step, Truth, seeded
+from stages.verify.truth import Batch, MakeOptimizer, Passes, State, Truth, seeded
 
 NO_ROW: Row = ("", "", "")  # of a parameter that the program does not train
 LOSS = "loss"
@@ -35,31 +34,40 @@ class Difference:
     name: str
     step: int
     relative: float
+    tolerance: float
     at: int = 0  # which of the step's passes, of a loss
 
+    @property
+    def over(self) -> float:
+        """The tolerance; 1 is just equal."""
+        return self.relative / self.tolerance
 
-@dataclass
+
+@dataclass(frozen=True)
 class Verdict:
-    tolerance: float
-    differences: list[Difference] = field(default_factory=list)
-
-    def limit(self, kind: str) -> float:
-        return self.tolerance if kind in (LOSS, "gradient") else max(self.tolerance, AFTER_UPDATE)
+    differences: tuple[Difference, ...]
 
     @property
-    def worst(self) -> float:
-        """Over the tolerance; the parameters follow from the gradients, and only help to find a fault."""
-        return max((d.relative / self.limit(d.kind) for d in self.differences if d.kind != "parameter"), default=0.0)
+    def judged(self) -> list[Difference]:
+        """The parameters follow from the gradients, and only help to find a fault."""
+        return [d for d in self.differences if d.kind != "parameter"]
+
+    @property
+    def worst(self) -> Difference:
+        return max(self.judged, key=lambda d: d.over)
 
     @property
     def equal(self) -> bool:
-        return self.worst <= 1.0
+        return self.worst.over <= 1.0
 
     def first(self) -> Difference | None:
-        """What differs first: of a step the losses, then gradients and buffers; parameters where it was they."""
+        """What differs first: of a step the losses, then gradients and buffers; parameters where it was they.
+
+        Of the module as it is written just where nothing else does.
+        """
         order = (LOSS, "gradient", "buffer", "parameter")
-        found = [d for d in self.differences if d.relative > self.limit(d.kind)]
-        return min(found, key=lambda d: (d.step, order.index(d.kind), d.at), default=None)
+        found = [d for d in self.differences if d.over > 1.0]
+        return min(found, key=lambda d: (d.tolerance == IN_FLOAT32, d.step, order.index(d.kind), d.at), default=None)
 
 
 class Rank:
@@ -110,36 +118,38 @@ class Rank:
         self.gradients.publish()
 
 
-def tolerance_of(kind: Kind) -> float:
-    return IN_FLOAT32 if kind.casts and not kind.widened else TOLERANCE
-
-
 def judge(program: ModuleType, truth: Truth, make: MakeOptimizer) -> Verdict:
     """All steps of the program beside those of the module."""
     rank = Rank(program, truth.first, make)
-    verdict = Verdict(tolerance_of(truth.kind))
+    found: list[Difference] = []
     for number, step in enumerate(truth.steps):
         losses = rank.run(step.batches, draws=truth.draw)
-        verdict.differences += compare_step(rank, losses, step, number)
+        found += compare_passes(rank, losses, step.passes, number, TOLERANCE)
+        if step.as_written is not None:
+            found += compare_passes(rank, losses, step.as_written, number, IN_FLOAT32)
         rank.update()
-        verdict.differences += compare_state(rank, step.after, number)
-    return verdict
+        found += compare_state(rank, step.after, number)
+    return Verdict(tuple(found))
 
 
-def compare_step(rank: Rank, losses: list[Tensor], step: Step, number: int) -> list[Difference]:
+def compare_passes(rank: Rank, losses: list[Tensor], expected: Passes, step: int, tolerance: float) -> list[Difference]:
     """Losses, and the gradients as the optimizer gets them: whole, in shards, or in pieces."""
     whole = replicated(len(rank.axes))
-    found = [
-        Difference(LOSS, LOSS, number, gap(loss, wanted, whole, rank.axes).relative(), at)
-        for at, (loss, wanted) in enumerate(zip(losses, step.losses, strict=True))
-    ]
-    floor = SHARE * _largest(step.gradients)
+    gaps = [own_gap(loss, wanted, whole, rank.axes) for loss, wanted in zip(losses, expected.losses, strict=True)]
     for name in rank.rows:
         own = rank.updated.get(name)
         layout = whole if own is None else Layout.parse(rank.rows[name][2])
-        far = gap(None if own is None else own.grad, step.gradients.get(name), layout, rank.axes)
-        found.append(Difference("gradient", name, number, far.relative(floor)))
-    return found
+        gaps.append(own_gap(None if own is None else own.grad, expected.gradients.get(name), layout, rank.axes))
+    floor = SHARE * _largest(expected.gradients)
+    together = everywhere(gaps)
+    of_losses, of_gradients = together[: len(losses)], together[len(losses) :]
+    return [
+        *(Difference(LOSS, LOSS, step, each.relative(), tolerance, at) for at, each in enumerate(of_losses)),
+        *(
+            Difference("gradient", name, step, each.relative(floor), tolerance)
+            for name, each in zip(rank.rows, of_gradients, strict=True)
+        ),
+    ]
 
 
 def _largest(tensors: dict[str, Tensor]) -> float:
@@ -149,13 +159,12 @@ def _largest(tensors: dict[str, Tensor]) -> float:
 def compare_state(rank: Rank, expected: State, step: int) -> list[Difference]:
     """Buffers, and the parameters, after the optimizer's step."""
     whole = replicated(len(rank.axes))
-    found = [
-        Difference("buffer", name, step, gap(rank.constants[name], value, whole, rank.axes).relative())
-        for name, value in expected.constants.items()
-    ]
+    held = {**rank.constants, **rank.parameters}
+    buffers = {n: own_gap(held[n], value, whole, rank.axes) for n, value in expected.constants.items()}
+    trained = {n: own_gap(held[n], value, rank.layout(n), rank.axes) for n, value in expected.parameters.items()}
+    together = iter(everywhere([*buffers.values(), *trained.values()]))
     floor = SHARE * _largest(expected.parameters)
-    for name, value in expected.parameters.items():
-        own: Any = rank.parameters.get(name, rank.constants.get(name))
-        far = gap(own, value, rank.layout(name), rank.axes).relative(floor)
-        found.append(Difference("parameter", name, step, far))
-    return found
+    return [
+        *(Difference("buffer", name, step, next(together).relative(), AFTER_UPDATE) for name in buffers),
+        *(Difference("parameter", name, step, next(together).relative(floor), AFTER_UPDATE) for name in trained),
+    ]

@@ -1,10 +1,16 @@
-"""What the user's own unsplit module does in float64: the steps that a program is held against."""
+"""What the user's own unsplit module does in float64: the steps that a program is held against.
+
+Many modules cast to float32 somewhere, whatever type they have. Adam would turn that rounding into steps of its own. So
+the steps are those of the module with such casts widened, which a program must equal closely; and before each, the
+module as it is written is run in the same state, which a program must equal up to the rounding of float32.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +32,21 @@ class State:
 
 
 @dataclass(frozen=True)
+class Passes:
+    """The forward and backward passes of a step; gradients are the module's own until the next step."""
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]  # of the mean of the losses
+
+
+@dataclass(frozen=True)
 class Step:
     """A step of the unsplit module; its tensors are the module's own until the next step."""
 
     batches: list[Batch]  # one for each pass
-    losses: list[Tensor]
-    gradients: dict[str, Tensor]  # of the mean of the losses
+    passes: Passes
     after: State
+    as_written: Passes | None  # with casts to lower types, where the module has any
 
 
 @dataclass(frozen=True)
@@ -40,7 +54,7 @@ class Kind:
     """What a module does with types and random numbers."""
 
     casts: bool  # to a lower type than float64
-    widened: bool  # ... which does not run: these are taken as casts to float64
+    runs_as_written: bool  # or not: such a cast may not fit beside float64
     draws: bool  # draws random numbers
 
 
@@ -62,14 +76,18 @@ def seeded(number: int) -> Iterator[None]:
 def truth_of(build: Build, batches: Sequence[Sequence[Batch]], make: MakeOptimizer, *, draw: bool) -> Truth:
     doubled = [[{name: _double(x) for name, x in batch.items()} for batch in step] for step in batches]
     kind = kind_of(build, doubled[0][0], draw=draw)
-    module = build().double().train()
-    return Truth(kind, draw, state_of(module), steps_of(module, doubled, make, kind, draw=draw))
+    module = _made(build)
+    return Truth(kind, draw, state_of(module), steps_of(module, build, doubled, make, kind, draw=draw))
+
+
+def _made(build: Build) -> nn.Module:
+    return build().double().train()
 
 
 def kind_of(build: Build, batch: Batch, *, draw: bool) -> Kind:
     """Found out by running it: as it is written or, where that fails, with its casts to lower types widened."""
     for widen in (False, True):
-        module = build().double().train()
+        module = _made(build)
         with in_float64(widen=widen, draws=draw) as mode:
             try:
                 pick_loss(module(**batch)).backward()
@@ -77,21 +95,30 @@ def kind_of(build: Build, batch: Batch, *, draw: bool) -> Kind:
             except RuntimeError:  # such as a product of two types
                 if widen:
                     raise
-    return Kind(mode.casts, widen, mode.drew)
+    return Kind(mode.casts, not widen, mode.drew)
 
 
 def steps_of(
-    module: nn.Module, batches: Iterable[list[Batch]], make: MakeOptimizer, kind: Kind, *, draw: bool
+    module: nn.Module, build: Build, batches: Iterable[list[Batch]], make: MakeOptimizer, kind: Kind, *, draw: bool
 ) -> Iterator[Step]:
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    optimizer = make(list(trained.values()))
-    for passes in batches:
-        optimizer.zero_grad(set_to_none=True)
-        with in_float64(widen=kind.widened, draws=draw):
-            losses = [_pass(module, batch, number, len(passes)) for number, batch in enumerate(passes)]
+    optimizer = make([p for p in module.parameters() if p.requires_grad])
+    written = _made(build) if kind.casts and kind.runs_as_written else None
+    for step in batches:
+        as_written = None
+        if written is not None:
+            written.load_state_dict(module.state_dict())
+            as_written = _passes(written, step, widen=False, draw=draw)
+        passes = _passes(module, step, widen=True, draw=draw)
         optimizer.step()
-        gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
-        yield Step(passes, losses, gradients, state_of(module))
+        yield Step(step, passes, state_of(module), as_written)
+
+
+def _passes(module: nn.Module, batches: list[Batch], *, widen: bool, draw: bool) -> Passes:
+    module.zero_grad(set_to_none=True)
+    with in_float64(widen=widen, draws=draw):
+        losses = [_pass(module, batch, number, len(batches)) for number, batch in enumerate(batches)]
+    named = module.named_parameters()
+    return Passes(losses, {name: p.grad for name, p in named if p.requires_grad and p.grad is not None})
 
 
 def _pass(module: nn.Module, batch: Batch, number: int, count: int) -> Tensor:
@@ -111,14 +138,16 @@ def state_of(module: nn.Module) -> State:
 
 def kept(truth: Truth) -> Truth:
     """With copies of all tensors, so that several programs can be held against it."""
-    first = _copy(truth.first)
-    steps = [
-        Step(s.batches, s.losses, {n: g.clone() for n, g in s.gradients.items()}, _copy(s.after)) for s in truth.steps
-    ]
+    first = copied(truth.first)
+    steps = [Step(s.batches, _copied(s.passes), copied(s.after), _copied(s.as_written)) for s in truth.steps]
     return Truth(truth.kind, truth.draw, first, steps)
 
 
-def _copy(state: State) -> State:
+def _copied(passes: Passes | None) -> Any:
+    return passes and Passes(passes.losses, {name: g.clone() for name, g in passes.gradients.items()})
+
+
+def copied(state: State) -> State:
     return State(*({n: t.clone() for n, t in group.items()} for group in (state.parameters, state.constants)))
 
 

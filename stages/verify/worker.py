@@ -29,7 +29,7 @@ from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.source import load_program
 from stages.verify.float64 import draws_alike
 from stages.verify.locate import Case, locate
-from stages.verify.steps import Verdict, judge
+from stages.verify.steps import Difference, Verdict, judge
 from stages.verify.truth import Batch, Truth, truth_of
 
 AT = "line "  # begins the word of a rank on a program that fails
@@ -105,21 +105,12 @@ class Setting:
 
 
 def _result(verdict: Verdict, truth: Truth) -> dict[str, Any]:
-    worst: dict[tuple[str, str], tuple[float, int]] = {}
-    for d in verdict.differences:
-        if d.kind != "parameter":
-            worst[d.kind, d.name] = max(worst.get((d.kind, d.name), (0.0, d.step)), (d.relative, d.step))
-    rows = [
-        {"kind": k, "name": n, "relative": r, "step": s, "differs": r > verdict.limit(k)}
-        for (k, n), (r, s) in worst.items()
-    ]
-    return {
-        "equal": verdict.equal,
-        "tolerance": verdict.tolerance,
-        "rows": sorted(rows, key=lambda row: (not row["differs"], -row["relative"])),
-        **asdict(truth.kind),
-        "draw": truth.draw,
-    }
+    """A row for everything that is compared: where it is furthest, by the tolerance that it has there."""
+    worst: dict[tuple[str, str], Difference] = {}
+    for d in verdict.judged:
+        worst[d.kind, d.name] = max(worst.get((d.kind, d.name), d), d, key=lambda each: each.over)
+    rows = sorted(worst.values(), key=lambda d: -d.over)
+    return {"equal": verdict.equal, "rows": [asdict(d) for d in rows], **asdict(truth.kind), "draw": truth.draw}
 
 
 def failing_line(error: BaseException, path: str) -> str:
