@@ -7,7 +7,7 @@
 
 Random numbers are drawn alike where the program draws whole tensors, as the module does: in the order of the elements,
 whatever their order in memory. A program that splits a random op has other numbers than the module: then nothing is
-drawn, on either side. Dropout keeps all, other ops give their mean.
+drawn, on either side. Dropout keeps all, other ops give their mean, or the least of whole numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from pipeline.ir.graph import Op, OpGraph
 
@@ -27,18 +28,22 @@ aten = torch.ops.aten
 
 
 class InFloat64(TorchDispatchMode):
-    """Notes what was cast to a lower type and whether anything was drawn."""
+    """Notes to which lower types anything was cast, and whether anything was drawn."""
 
     def __init__(self, *, widen: bool, draws: bool) -> None:
         super().__init__()
         self.widen, self.draws = widen, draws
-        self.casts = self.drew = False
+        self.casts: set[torch.dtype] = set()
+        self.drew = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in LOW:
-            self.casts |= any(isinstance(a, Tensor) and a.dtype is torch.float64 for a in args)
+            if any(isinstance(a, Tensor) and a.dtype is torch.float64 for a in args):
+                self.casts.add(kwargs["dtype"])
             kwargs["dtype"] = torch.float64 if self.widen else kwargs["dtype"]
+        if self.widen and not function._schema.is_mutable:
+            args = tree_map(_widened, args)
         if function is aten._grouped_mm.default and args[0].dtype is torch.float64:  # it has no such kernel
             return grouped_product(*args, **kwargs)
         if function in DRAWS:
@@ -59,6 +64,11 @@ def in_float64(*, widen: bool, draws: bool) -> Iterator[InFloat64]:
             yield mode
     finally:
         torch.set_default_dtype(before)
+
+
+def _widened(value: Any) -> Any:
+    """A tensor that the module keeps beside its parameters and buffers has the type it was made with."""
+    return value.double() if isinstance(value, Tensor) and value.dtype in LOW else value
 
 
 # ---- random numbers
@@ -107,6 +117,11 @@ def _coin_like(draws: bool, x: Tensor, p: float = 0.5, **kwargs: Any) -> Tensor:
     return aten.bernoulli_.float(empty, p) if draws else empty.fill_(1.0)
 
 
+def _whole(draws: bool, draw: Any, args: tuple[Any, ...], named: dict[str, Any], least: int = 0) -> Tensor:
+    """Whole numbers: in order already; the least of them in place of a mean."""
+    return draw(*args, **named) if draws else draw(*args, **named).fill_(least)
+
+
 DRAWS: dict[Any, Callable[..., Any]] = {
     aten.bernoulli_.float: _fill(aten.bernoulli_.float, lambda p=0.5: 1.0),
     aten.bernoulli.default: _coin,
@@ -116,6 +131,13 @@ DRAWS: dict[Any, Callable[..., Any]] = {
     aten.exponential_.default: _fill(aten.exponential_.default, lambda rate=1.0: 1 / rate),
     aten.rand.default: _make(aten.uniform_.default, 0.5, like=False),
     aten.randn.default: _make(aten.normal_.default, 0.0, like=False),
+    aten.randint.default: lambda draws, high, size, **named: _whole(draws, aten.randint.default, (high, size), named),
+    aten.randint.low: lambda draws, low, high, size, **named: _whole(
+        draws, aten.randint.low, (low, high, size), named, low
+    ),
+    aten.randperm.default: lambda draws, count, **named: (
+        aten.randperm.default(count, **named) if draws else torch.arange(count)
+    ),
     aten.rand_like.default: _make(aten.uniform_.default, 0.5, like=True),
     aten.randn_like.default: _make(aten.normal_.default, 0.0, like=True),
 }

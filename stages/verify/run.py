@@ -73,10 +73,12 @@ def _failed(error: LaunchFailed, config: Config, log: Log) -> int:
 
 def _notes(result: dict[str, Any]) -> list[str]:
     notes = []
-    if result["casts"] and result["runs_as_written"]:
-        notes.append("the model itself casts to lower types: compared as it is written, and in float64 throughout")
+    if result["casts"] and result["as_written"]:
+        notes.append("the model itself casts to float32: compared as it is written, and in float64 throughout")
     elif result["casts"]:
-        notes.append("the model casts to lower types, which do not run beside float64: taken as casts to float64")
+        notes.append(
+            "the model itself casts to lower types, in a way that has no float64: compared in float64 throughout"
+        )
     if result["draws"] and result["draw"]:
         notes.append("random ops draw the same numbers on both sides")
     elif result["draws"]:

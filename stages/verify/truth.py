@@ -54,7 +54,7 @@ class Kind:
     """What a module does with types and random numbers."""
 
     casts: bool  # to a lower type than float64
-    runs_as_written: bool  # or not: such a cast may not fit beside float64
+    as_written: bool  # it can be held against itself as it is written: these casts run, and are to float32 alone
     draws: bool  # draws random numbers
 
 
@@ -95,22 +95,32 @@ def kind_of(build: Build, batch: Batch, *, draw: bool) -> Kind:
             except RuntimeError:  # such as a product of two types
                 if widen:
                     raise
-    return Kind(mode.casts, not widen, mode.drew)
+    return Kind(bool(mode.casts), not widen and mode.casts <= {torch.float32}, mode.drew)
 
 
 def steps_of(
     module: nn.Module, build: Build, batches: Iterable[list[Batch]], make: MakeOptimizer, kind: Kind, *, draw: bool
 ) -> Iterator[Step]:
     optimizer = make([p for p in module.parameters() if p.requires_grad])
-    written = _made(build) if kind.casts and kind.runs_as_written else None
+    written = _made(build) if kind.casts and kind.as_written else None
     for step in batches:
         as_written = None
         if written is not None:
-            written.load_state_dict(module.state_dict())
+            _take(written, state_of(module))
             as_written = _passes(written, step, widen=False, draw=draw)
         passes = _passes(module, step, widen=True, draw=draw)
         optimizer.step()
         yield Step(step, passes, state_of(module), as_written)
+
+
+def _take(module: nn.Module, state: State) -> None:
+    for own, given in zip(_groups(state_of(module)), _groups(state), strict=True):
+        for name, tensor in own.items():
+            tensor.copy_(given[name])
+
+
+def _groups(state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return state.parameters, state.constants
 
 
 def _passes(module: nn.Module, batches: list[Batch], *, widen: bool, draw: bool) -> Passes:
@@ -148,7 +158,7 @@ def _copied(passes: Passes | None) -> Any:
 
 
 def copied(state: State) -> State:
-    return State(*({n: t.clone() for n, t in group.items()} for group in (state.parameters, state.constants)))
+    return State(*({n: t.clone() for n, t in group.items()} for group in _groups(state)))
 
 
 def _double(tensor: Tensor) -> Tensor:

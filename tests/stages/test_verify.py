@@ -264,9 +264,9 @@ def test_a_wrong_trace_is_told(outcomes) -> None:
 def test_casts_are_found_by_running_the_module(outcomes) -> None:
     """As it is written the module has the rounding of float32; with its casts widened it has not."""
     found, beside = outcomes["casts"], outcomes["casts beside weights"]
-    assert found["equal"] and found["casts"] and found["runs_as_written"]
+    assert found["equal"] and found["casts"] and found["as_written"]
     assert found["tolerances"][1e-9] < 1e-12 < 1e-9 < found["tolerances"][1e-5] < 1e-5
-    assert beside["equal"] and beside["casts"] and not beside["runs_as_written"] and set(beside["tolerances"]) == {1e-9}
+    assert beside["equal"] and beside["casts"] and not beside["as_written"] and set(beside["tolerances"]) == {1e-9}
     assert not outcomes["statistics"]["casts"] and set(outcomes["statistics"]["tolerances"]) == {1e-9}
 
 
@@ -327,10 +327,14 @@ def test_nothing_is_drawn_where_it_cannot_be_alike() -> None:
     with in_float64(widen=True, draws=False):
         assert torch.equal(torch.nn.functional.dropout(torch.ones(9), 0.5), torch.full((9,), 2.0))
         assert torch.equal(torch.rand(2), torch.full((2,), 0.5)) and not torch.randn_like(torch.ones(2)).any()
+        assert torch.equal(torch.randint(3, 9, (2,)), torch.full((2,), 3)) and not torch.randint(9, (2,)).any()
+        assert torch.equal(torch.randperm(4), torch.arange(4))
 
 
 def test_types_are_widened() -> None:
+    kept = torch.ones(2, 2)
     with in_float64(widen=True, draws=True) as mode:
         made = [torch.zeros(2, dtype=torch.float32), torch.tensor([1.5], dtype=torch.bfloat16), torch.ones(2).float()]
-        assert all(t.dtype is torch.float64 for t in made) and mode.casts
+        assert all(t.dtype is torch.float64 for t in made) and mode.casts == {torch.float32}
+        assert (kept @ torch.ones(2)).dtype is torch.float64
     assert torch.get_default_dtype() is torch.float32
