@@ -23,7 +23,8 @@ class Group:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.context = multiprocessing.get_context("spawn")
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["torch", "torch._dynamo"])  # imported once for all ranks
         self.processes: list[Any] = []
 
     def __enter__(self) -> Group:
@@ -84,12 +85,19 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Any) -> None:
     timeout = timedelta(seconds=COLLECTIVE_S)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timeout)
     while True:
-        case = pipe.recv()
         try:
-            pipe.send(_judge(case, Path(folder) / f"{rank}.py"))
-        except Exception as error:  # a program that fails is one of the answers
-            lines = traceback.format_exception(error)
-            pipe.send({"error": f"{type(error).__name__}: {error}".splitlines()[0], "details": "".join(lines)})
+            case = pipe.recv()
+        except EOFError:  # nobody asks any more
+            return
+        pipe.send(_answer(case, Path(folder) / f"{rank}.py"))
+
+
+def _answer(case: Case, path: Path) -> dict[str, Any]:
+    try:
+        return _judge(case, path)
+    except Exception as error:  # a program that fails is one of the answers
+        details = "".join(traceback.format_exception(error))
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0], "details": details}
 
 
 def _judge(case: Case, path: Path) -> dict[str, Any]:
