@@ -39,6 +39,16 @@ class Casting(nn.Module):
         return torch.softmax(self.linear(x).float(), -1).square().mean()
 
 
+class Copying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return (self.last(y.clone()) + y).square().mean()
+
+
 class WholeTensor(torch.optim.SGD):
     """Its step is of the size of its learning rate, whatever the gradient: not element by element."""
 
@@ -68,6 +78,16 @@ def shards(graph: OpGraph) -> Plan:
     return plans.zero(graph, 2)
 
 
+def cut_graph(graph: OpGraph) -> OpGraph:
+    """As if the trace had read a detach: the loss is right, gradients are not."""
+    return replace(
+        graph,
+        ops=tuple(
+            replace(op, target="aten.detach.default") if op.target == "aten.clone.default" else op for op in graph.ops
+        ),
+    )
+
+
 def wrong_graph(graph: OpGraph) -> OpGraph:
     """As if the trace had read another number than forward has."""
     ops = [replace(op, target="aten.sigmoid.default") if op.target == "aten.tanh.default" else op for op in graph.ops]
@@ -95,6 +115,7 @@ TRIED: dict[str, Tried] = {
     "wrong statistics": Tried(Stateful, rows, split, ("True, 0.1, ", "True, 0.2, ")),
     "an optimizer of whole tensors": Tried(Ladder, sequences, shards, make=by_norm),
     "a wrong trace": Tried(Ladder, sequences, split, traced=wrong_graph),
+    "a trace that cuts a gradient": Tried(Copying, rows, split, traced=cut_graph),
     "casts": Tried(lambda: Casting(beside=False), rows, split),
     "casts beside weights": Tried(lambda: Casting(beside=True), rows, split),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,19 +51,19 @@ def own_gap(found: Tensor | None, expected: Tensor | None, layout: Layout, axes:
         found = combine(found, joined(tuple(partial)))
     wanted = torch.zeros_like(found) if wanted is None else wanted
     size = 0.0 if expected is None or not expected.numel() else float(_finite(expected).abs().max())
-    return Gap(_largest(found, wanted), size)
+    return Gap(_furthest(found, wanted), size)
 
 
 def everywhere(gaps: Sequence[Gap]) -> list[Gap]:
     """Each with the largest difference of all ranks; sizes are of whole tensors."""
     if not dist.is_initialized() or not gaps:
         return list(gaps)
-    largest = torch.tensor([each.difference for each in gaps], dtype=torch.float64)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return [Gap(difference, each.size) for difference, each in zip(largest.tolist(), gaps, strict=True)]
+    furthest = torch.tensor([each.difference for each in gaps], dtype=torch.float64)
+    dist.all_reduce(furthest, op=dist.ReduceOp.MAX)
+    return [Gap(difference, each.size) for difference, each in zip(furthest.tolist(), gaps, strict=True)]
 
 
-def _largest(found: Tensor, wanted: Tensor) -> float:
+def _furthest(found: Tensor, wanted: Tensor) -> float:
     if found.shape != wanted.shape:
         return float("inf")
     if not found.numel():
@@ -76,6 +76,11 @@ def _largest(found: Tensor, wanted: Tensor) -> float:
 def _finite(tensor: Tensor) -> Tensor:
     """A mask's infinities are no size."""
     return tensor.double().nan_to_num(0.0, 0.0, 0.0)
+
+
+def largest(tensors: Iterable[Tensor]) -> float:
+    """Of all their elements."""
+    return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
 
 
 def of_gradient(layout: Layout) -> Layout:

@@ -2,8 +2,8 @@
 
 One step is run again from the module's own state before it, so that nothing of an earlier fault is left:
 
-1. The step is equal now: it was the optimizer's step before it, on pieces, that went wrong.
-2. The traced graph, run op by op, differs from the module: the trace is at fault.
+1. The traced graph, run op by op, differs from the module: the trace is at fault.
+2. The step is equal now: it was the optimizer's step before it, on pieces, that went wrong.
 3. The values that the program writes beside those of the graph, in the order of the program: forward first.
 4. Then gradients of what ops write, in the order of backward; then those of the parameters.
 """
@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor as Data
 
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.program import Call, Convert, Program
-from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, Gap, gap, of_gradient
+from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, Gap, gap, largest, of_gradient
 from stages.verify.interpret import Values, interpret
 from stages.verify.record import Noted, Recorder, names_of, recorded
 from stages.verify.steps import LOSS, Difference, Rank, compare_passes
@@ -60,6 +61,9 @@ def locate(case: Case, truth: Truth, make: MakeOptimizer, first: Difference) -> 
     before, step = _step(truth.first, truth.steps, first.step)
     if first.kind == "parameter":
         return _of_update(first)
+    fault = _of_trace(case, before, step, draw=truth.draw)
+    if fault is not None:
+        return fault
     for at in [first.at] if first.kind == LOSS else range(len(step.batches)):
         fault = _in_pass(case, truth, make, first, before, step, at)
         if fault is not None:
@@ -78,8 +82,7 @@ def _in_pass(
         return _of_update(first)
     values = interpret(case.graph, before, step.batches[at], at, len(step.batches), draw=truth.draw)
     return (
-        _of_trace(values, step.passes.losses[at])
-        or _forward(case, rank, recorder, values)
+        _forward(case, rank, recorder, values)
         or _backward(case, rank, recorder, values)
         or _of_buffer(case, recorder, first)
     )
@@ -106,13 +109,25 @@ def _of_update(first: Difference) -> Fault:
     )
 
 
-def _of_trace(values: Values, expected: Data) -> Fault | None:
+def _of_trace(case: Case, before: State, step: Step, *, draw: bool) -> Fault | None:
     """Whether the graph, op by op, is the module."""
-    far = Gap(float((values.loss - expected).abs()), float(expected.abs()))
-    if far.relative() <= TOLERANCE:
-        return None
-    what = "the traced graph itself is not the module: run op by op, it has another loss"
-    return Fault(what, difference=far.difference, size=far.size)
+    count, wrong = len(step.batches), "the traced graph itself is not the module: run op by op, it has another"
+    summed: dict[str, Data] = {}
+    for at, (batch, loss) in enumerate(zip(step.batches, step.passes.losses, strict=True)):
+        values = interpret(case.graph, before, batch, at, count, draw=draw)
+        far = Gap(float((values.loss - loss).abs()), float(loss.abs()))
+        if far.relative() > TOLERANCE:
+            return Fault(f"{wrong} loss", difference=far.difference, size=far.size)
+        for value in case.graph.of_role(Role.PARAMETER):
+            if value.name in values.gradients:
+                summed[value.origin] = summed.get(value.origin, 0) + values.gradients[value.name]
+    floor = SHARE * largest(summed.values())
+    for name, gradient in summed.items():
+        expected = step.passes.gradients.get(name, torch.zeros_like(gradient))
+        far = Gap(float((gradient - expected).abs().max()), largest([expected]))
+        if far.relative(floor) > NEAR:
+            return Fault(f"{wrong} gradient of {name}", difference=far.difference, size=far.size)
+    return None
 
 
 def _forward(case: Case, rank: Rank, recorder: Recorder, values: Values) -> Fault | None:
@@ -126,11 +141,11 @@ def _forward(case: Case, rank: Rank, recorder: Recorder, values: Values) -> Faul
 
 def _backward(case: Case, rank: Rank, recorder: Recorder, values: Values) -> Fault | None:
     """The first in the order of backward; it is what reads the value that is at fault."""
-    known = [values.gradients[v.name] for v in case.graph.of_role(Role.PARAMETER) if v.name in values.gradients]
-    floor = SHARE * max((float(g.abs().max()) for g in known if g.numel()), default=0.0)
+    parameters = (value.name for value in case.graph.of_role(Role.PARAMETER))
+    floor = SHARE * largest(values.gradients[name] for name in parameters if name in values.gradients)
     for noted in reversed(recorder.noted.values()):
         tensor, expected = noted.written.tensor, values.gradients.get(noted.written.tensor.value)
-        if not noted.written.by_op or (noted.gradient is None and expected is None):
+        if expected is None or not noted.written.by_op:
             continue
         far = gap(noted.gradient, expected, of_gradient(tensor.layout), rank.axes)
         if far.relative(floor) > NEAR:
@@ -140,19 +155,15 @@ def _backward(case: Case, rank: Rank, recorder: Recorder, values: Values) -> Fau
 
 def _of_readers(case: Case, recorder: Recorder, noted: Noted, far: Gap) -> Fault:
     value = noted.written.tensor.value
-    steps = {other.line: other.written.step for other in recorder.noted.values()}
-    reading = sorted(line for line, step in steps.items() if isinstance(step, Convert) and step.source.value == value)
-    reading = reading or sorted(
-        n for n, step in steps.items() if isinstance(step, Call) and step.op in _readers(case, value)
-    )
+    reading = sorted({n.line for n in recorder.noted.values() if _reads(case, n.written.step, value)})
     where = f"{'line' if len(reading) == 1 else 'lines'} {', '.join(map(str, reading))}"
-    what = f"forward is equal, but the gradient of the result of {{op}} is not: see what reads it, {where}"
     fault = _fault(case, noted, far)
-    return replace(fault, what=what.format(op=fault.op))
+    what = f"forward is equal, but the gradient of the result of {fault.op} is not: see what reads it, {where}"
+    return replace(fault, what=what)
 
 
-def _readers(case: Case, value: str) -> set[str]:
-    return {op.name for op in case.graph.ops if value in op.inputs}
+def _reads(case: Case, step: Call | Convert, value: str) -> bool:
+    return step.source.value == value if isinstance(step, Convert) else value in case.graph.op(step.op).inputs
 
 
 def _of_parameter(case: Case, first: Difference) -> Fault:

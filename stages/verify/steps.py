@@ -16,7 +16,7 @@ from pipeline.runtime.gradients import Gradients, Row
 from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.passes import run_passes
-from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, everywhere, own_gap
+from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, everywhere, largest, own_gap
 from stages.verify.float64 import in_float64
 from stages.verify.truth import Batch, MakeOptimizer, Passes, State, Truth, seeded
 
@@ -140,7 +140,7 @@ def compare_passes(rank: Rank, losses: list[Tensor], expected: Passes, step: int
         own = rank.updated.get(name)
         layout = whole if own is None else Layout.parse(rank.rows[name][2])
         gaps.append(own_gap(None if own is None else own.grad, expected.gradients.get(name), layout, rank.axes))
-    floor = SHARE * _largest(expected.gradients)
+    floor = SHARE * largest(expected.gradients.values())
     together = everywhere(gaps)
     of_losses, of_gradients = together[: len(losses)], together[len(losses) :]
     return [
@@ -152,10 +152,6 @@ def compare_passes(rank: Rank, losses: list[Tensor], expected: Passes, step: int
     ]
 
 
-def _largest(tensors: dict[str, Tensor]) -> float:
-    return max((float(t.abs().max()) for t in tensors.values() if t.numel()), default=0.0)
-
-
 def compare_state(rank: Rank, expected: State, step: int) -> list[Difference]:
     """Buffers, and the parameters, after the optimizer's step."""
     whole = replicated(len(rank.axes))
@@ -163,7 +159,7 @@ def compare_state(rank: Rank, expected: State, step: int) -> list[Difference]:
     buffers = {n: own_gap(held[n], value, whole, rank.axes) for n, value in expected.constants.items()}
     trained = {n: own_gap(held[n], value, rank.layout(n), rank.axes) for n, value in expected.parameters.items()}
     together = iter(everywhere([*buffers.values(), *trained.values()]))
-    floor = SHARE * _largest(expected.parameters)
+    floor = SHARE * largest(expected.parameters.values())
     return [
         *(Difference("buffer", name, step, next(together).relative(), AFTER_UPDATE) for name in buffers),
         *(Difference("parameter", name, step, next(together).relative(floor), AFTER_UPDATE) for name in trained),

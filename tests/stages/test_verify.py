@@ -90,7 +90,7 @@ EDITS = {
     "a gradient that is too small": (
         'x_b = all_gather(x, axis="d0", dim=2)  # S(2) -> B [12, 8, 16]\n    # here',
         'x_b = pipeline_gather(x, axis="d0", dim=2)\n    # here',
-        ("add_4", "layers.1", "add = ", "forward is equal, but the gradient of the result of add_4 is not"),
+        ("add_4", "layers.1", "add = ", "the gradient of the result of add_4 is not: see what reads it, line"),
     ),
 }  # fmt: skip
 
@@ -259,6 +259,7 @@ def test_an_optimizer_that_needs_whole_tensors_is_told(outcomes) -> None:
 
 def test_a_wrong_trace_is_told(outcomes) -> None:
     assert "the traced graph itself is not the module" in outcomes["a wrong trace"]["fault"]["what"]
+    assert outcomes["a trace that cuts a gradient"]["fault"]["what"].endswith("another gradient of first.weight")
 
 
 def test_casts_are_found_by_running_the_module(outcomes) -> None:
