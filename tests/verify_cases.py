@@ -49,6 +49,17 @@ class Copying(nn.Module):
         return (self.last(y.clone()) + y).square().mean()
 
 
+class Centred(nn.Module):
+    """The second norm's running mean is nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.linear, self.last = nn.BatchNorm1d(6), nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(self.linear(self.first(x))) * x).square().mean()
+
+
 class WholeTensor(torch.optim.SGD):
     """Its step is of the size of its learning rate, whatever the gradient: not element by element."""
 
@@ -112,6 +123,7 @@ TRIED: dict[str, Tried] = {
     "dropout that is split": Tried(lambda: Ladder(dropout=0.3), sequences, split),
     "dropout that is whole": Tried(lambda: Ladder(dropout=0.3), sequences, whole),
     "statistics": Tried(Stateful, rows, split),
+    "statistics of rounding": Tried(Centred, rows, split),
     "wrong statistics": Tried(Stateful, rows, split, ("True, 0.1, ", "True, 0.2, ")),
     "an optimizer of whole tensors": Tried(Ladder, sequences, shards, make=by_norm),
     "a wrong trace": Tried(Ladder, sequences, split, traced=wrong_graph),

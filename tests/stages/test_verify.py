@@ -247,6 +247,7 @@ def test_dropout(outcomes, name: str, draws: bool, alike: bool) -> None:
 
 def test_statistics(outcomes) -> None:
     assert outcomes["statistics"]["equal"] and not outcomes["statistics"]["draws"]
+    assert outcomes["statistics of rounding"]["equal"]
     wrong = outcomes["wrong statistics"]
     assert not wrong["equal"] and "gradient" not in wrong["kinds"]
     assert wrong["fault"]["op"] == "batch_norm" and "another norm.running_mean" in wrong["fault"]["what"]
