@@ -24,7 +24,7 @@ NO_ROW: Row = ("", "", "")  # of a parameter that the program does not train
 LOSS = "loss"
 # Adam makes much of little: a bias before a norm, whose gradient is rounding alone, moves by 1e-10; statistics follow.
 AFTER_UPDATE = 1e-6
-SMALL = 1e-3  # a buffer below is held against this: statistics begin with zeros and ones, and a mean may be rounding
+UNIT = 1.0  # a buffer below is held against this: statistics begin with zeros and ones, and a mean may be rounding
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,6 @@ def compare_state(rank: Rank, expected: State, step: int) -> list[Difference]:
     together = iter(everywhere([*buffers.values(), *trained.values()]))
     floor = SHARE * largest(expected.parameters.values())
     return [
-        *(Difference("buffer", name, step, next(together).relative(SMALL), AFTER_UPDATE) for name in buffers),
+        *(Difference("buffer", name, step, next(together).relative(UNIT), AFTER_UPDATE) for name in buffers),
         *(Difference("parameter", name, step, next(together).relative(floor), AFTER_UPDATE) for name in trained),
     ]
