@@ -1,5 +1,6 @@
 # make run   set up, run the pipeline, print the summary        make test  set up, run the whole test suite
 # make ui    the MLflow UI on 127.0.0.1                         make lint  formatting, lint and types
+# make verify  hold the written program against the unsplit module, in float64
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHONUNBUFFERED = 1
 
 .DEFAULT_GOAL := run
-.PHONY: run test ui lint format docs setup clean
+.PHONY: run test verify ui lint format docs setup clean
 
 setup: $(VENV)/ready
 
@@ -27,6 +28,9 @@ run: setup
 # In the order of collection: tests/flow, where few tests take long, comes first and leaves no long tail.
 test: setup
 	@python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+verify: setup
+	@python -m stages verify
 
 ui: setup
 	@python -m stages ui

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,7 @@ class Result:
 
 def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
     """Runs one stage on what is in runs/. The artifact is written last: until then the old one is not replaced."""
-    config = load_config(root)
-    add_code_path(root, config.code)
-    digests = {key: config.digest(key) for key in _all_keys()}
-    found = _read(stage, root, digests, accept_edited=config.train.accept_edited_module)
-    know_own_ops(config, found["graph"].body if "graph" in found else None)
+    config, found = read(stage.reads, root)
     tracker = Tracker(root, config.tracking, log, label=config.choices["model"])
     started = time.perf_counter()
     log.info(f"{_reading(stage)}")
@@ -89,7 +85,8 @@ def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, l
         )
         raise
     figures = {**result.figures, "seconds": round(time.perf_counter() - started, 3)}
-    made = artifacts.make(stage.writes, result.body, found.values(), {key: digests[key] for key in stage.config})
+    digests = {key: config.digest(key) for key in stage.config}
+    made = artifacts.make(stage.writes, result.body, found.values(), digests)
     path = artifacts.save(made, root)
     _write_summary(stage, root, figures)
     log.info(f"wrote {path.relative_to(root)} in {figures['seconds']:.1f} s")
@@ -101,10 +98,15 @@ def _all_keys() -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for stage in STAGES.values() for key in stage.config))
 
 
-def _read(stage: Stage, root: Path, digests: Mapping[str, str], *, accept_edited: bool) -> dict[str, Artifact]:
-    found = {kind: artifacts.load(kind, root, accept_edited=accept_edited) for kind in stage.reads}
-    artifacts.check_together(found.values(), digests)
-    return found
+def read(kinds: Iterable[str], root: Path) -> tuple[Config, dict[str, Artifact]]:
+    """The configuration and the artifacts of these kinds, which belong together and to it; own ops are then known."""
+    config = load_config(root)
+    add_code_path(root, config.code)
+    accept = config.train.accept_edited_module
+    found = {kind: artifacts.load(kind, root, accept_edited=accept) for kind in kinds}
+    artifacts.check_together(found.values(), {key: config.digest(key) for key in _all_keys()})
+    know_own_ops(config, found["graph"].body if "graph" in found else None)
+    return config, found
 
 
 def _reading(stage: Stage) -> str:

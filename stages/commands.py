@@ -70,6 +70,21 @@ def apply(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return 0
 
 
+def verify(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Runs the written program beside the unsplit module; status 1 where they differ."""
+    from stages.codegen.module import write_module
+    from stages.verify.run import verify as compare
+
+    return compare(root, arguments.steps, write_module, log)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
 def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Sends tracked runs that the store could not take when they were made."""
     from pipeline.config import load_config
@@ -104,6 +119,11 @@ COMMANDS = {
         "write an experiment's settings into conf/",
         apply,
         lambda p: p.add_argument("name", help="a file of conf/experiment/, without its ending"),
+    ),
+    "verify": Command(
+        "hold the written program against the unsplit module, in float64",
+        verify,
+        lambda p: p.add_argument("--steps", type=_positive, default=3, help="optimizer steps that are compared"),
     ),
     "sync": Command("send tracked runs that are still waiting", sync),
     "ui": Command("serve the MLflow UI on 127.0.0.1", ui),

@@ -25,14 +25,14 @@ from pipeline.runtime.collectives import all_gather
 
 
 class _Note:
-    """How a tensor was made, from a tensor that is there anyway or from another such note."""
+    """How a tensor was made, from a tensor that is there anyway or from a view of what another note makes."""
 
-    def __init__(self, source: Tensor | _Note, move: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, source: Tensor | _Kept, move: Callable[[Tensor], Tensor]) -> None:
         self.source, self.move = source, move
         self.made: Tensor | None = None  # by backward, for as long as its ops need it
 
     def make(self) -> Tensor:
-        source = self.source.make() if isinstance(self.source, _Note) else self.source
+        source = self.source.make() if isinstance(self.source, _Kept) else self.source
         with torch.no_grad():
             return self.move(source)
 
@@ -46,13 +46,16 @@ class _Note:
 
 
 class _Kept:
-    """What autograd keeps in place of a tensor: the note, and which view of the result it was."""
+    """What is kept in place of a tensor: the note, and which view of the result it was."""
 
     def __init__(self, note: _Note, tensor: Tensor) -> None:
         self.note, self.view = note, (tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def tensor(self) -> Tensor:
         return self.note.whole().as_strided(*self.view)
+
+    def make(self) -> Tensor:
+        return self.note.make().as_strided(*self.view)
 
 
 _notes: dict[int, _Note] = {}  # by where the result lies in memory, for as long as it lives
@@ -62,8 +65,9 @@ def again(conversion: Callable[..., Tensor], x: Tensor, **arguments: Any) -> Ten
     """The conversion; inside `keep_shards` its result is dropped after the forward pass and made again in backward."""
     result = conversion(x, **arguments)
     place, before = result.untyped_storage().data_ptr(), x.untyped_storage().data_ptr()
-    if place not in (0, before):  # on an axis of one rank nothing is made
-        note = _Note(_notes.get(before) or x.detach(), partial(conversion, **arguments))
+    if place not in (0, before):  # on an axis of one rank nothing is made, and a piece of the first dim is a view
+        source = _Kept(_notes[before], x) if before in _notes else x.detach()
+        note = _Note(source, partial(conversion, **arguments))
         _notes[place] = note
         weakref.finalize(result, _notes.pop, place, None)
         if result.requires_grad:

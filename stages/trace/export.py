@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from pipeline.errors import TraceError
+from pipeline.loss import pick_loss
 from stages.trace.certain import CertainBranches
 from stages.trace.source import user_line
 
@@ -27,24 +27,6 @@ class LossOnly(nn.Module):
 
     def forward(self, **batch: Tensor) -> Tensor:
         return pick_loss(self.model(**batch))
-
-
-def pick_loss(output: Any) -> Tensor:
-    """The loss in what a module returns: the tensor itself, the entry `loss`, or the first of a tuple."""
-    if isinstance(output, Mapping):
-        output = output.get("loss")
-    elif hasattr(output, "loss"):
-        output = output.loss
-    elif isinstance(output, tuple | list) and output:
-        output = output[0]
-    if not isinstance(output, Tensor) or output.numel() != 1 or not output.is_floating_point():
-        found = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-        raise TraceError(
-            f"the model's output holds no scalar loss (found {found})",
-            where="conf/model: module",
-            remedy="return the loss as a scalar tensor, as the entry 'loss', or first in a tuple",
-        )
-    return output
 
 
 def export_loss(model: nn.Module, batch: dict[str, Tensor]) -> ExportedProgram:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,12 +23,13 @@ from pipeline.ir.layout import Layout
 from pipeline.ir.names import look_up
 from pipeline.launch import follow_parent, report_error
 from pipeline.optimizer import build_optimizer
+from pipeline.runtime.batches import Batches
 from pipeline.runtime.gradients import Gradients, Row
 from pipeline.runtime.memory import measure_peak, storage_bytes
 from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.passes import run_passes
-from stages.train.data import Batches
+from pipeline.runtime.source import load_program
 
 Batch = dict[str, Tensor]  # of one micro-batch
 MEASURED_STEP = 1  # memory is measured on the second step: by then the optimizer state exists
@@ -53,14 +53,6 @@ def main(work: Path) -> None:
         raise
     finally:
         dist.destroy_process_group()
-
-
-def load_program(path: str) -> ModuleType:
-    """Always from its source: no bytecode beside it under runs/ that could be older than the plan."""
-    module = ModuleType("shardwright_program")
-    module.__file__ = path
-    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), module.__dict__)
-    return module
 
 
 class Trainer:

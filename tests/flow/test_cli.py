@@ -73,6 +73,12 @@ def test_loudness(planned: Project) -> None:
     assert planned.stages("check", "-q").ok().text == ""
 
 
+def test_verify_runs_on_real_ranks(planned: Project) -> None:
+    done = planned.stages("verify", "--steps", "1").ok()
+    assert done.out.splitlines()[-1].startswith("equal: loss, 37 gradients")
+    assert "usage: python -m stages" in planned.stages("verify", "--steps", "0").err
+
+
 def test_interrupt_during_training_leaves_nothing(planned: Project) -> None:
     before = planned.snapshot()
     process = planned.start("stages", "train")

@@ -106,6 +106,36 @@ def test_a_group_of_one_keeps_its_parameter() -> None:
 # ---- several conversions one after another, and recompute regions around them
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_piece_of_what_was_gathered_is_converted_once_more(dim: int) -> None:
+    """On the first dim the piece is a view: backward must make the piece again, not the whole that it lies in."""
+
+    torch.default_generator.manual_seed(dim)
+    shards = torch.randn(2, 3, 6, dtype=torch.float64)
+    inputs = torch.randn(2, ROWS, 3 if dim else 6, dtype=torch.float64)
+
+    def converted(shard: Tensor, again) -> Tensor:
+        whole = again(runtime.all_gather, shard, axis="d0", dim=0)
+        own = again(runtime.narrow, whole, axis="d0", dim=dim)
+        return again(runtime.all_reduce_both, own, axis="d0")
+
+    def gradients(again) -> dict:
+        def rank(at):
+            shard, x = shards[at[0]].clone().requires_grad_(), inputs[at[0]].clone().requires_grad_()
+            with runtime.keep_shards():
+                y = F.linear(x, converted(shard, again))
+            y.square().sum().backward()
+            return x.grad, shard.grad
+
+        return run_threads(rank, mesh(2))
+
+    plain = gradients(plainly)
+    for at, found in gradients(runtime.again).items():
+        for a, b in zip(found, plain[at], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert not _notes
+
+
 def chain_of(x: Tensor, shard: Tensor, again, alive: list[StorageWeakRef]) -> Tensor:
     """A weight that two axes split: gathered on both, as a sum and as it is; nothing of the way is kept."""
     first = again(runtime.all_gather, shard, axis="d0", dim=0)

@@ -19,11 +19,12 @@ from pipeline.errors import TraceError
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel, LinkKernels
 from pipeline.ir.verify import verify_graph
+from pipeline.loss import pick_loss
 from stages.profile.costs import all_kernels, op_costs
 from stages.profile.step import profile_step
 from stages.trace.build import fake_mode, to_fake
 from stages.trace.chain import find_chain
-from stages.trace.export import export_loss, pick_loss
+from stages.trace.export import export_loss
 from stages.trace.lower import Ops, lower
 from stages.trace.simplify import simplify
 from tests.families import FAMILIES, LENGTH, llama, mixtral, t5, tokens

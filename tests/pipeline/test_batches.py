@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.ir.layout import Layout
+from pipeline.runtime import batches
 from pipeline.runtime.mesh import MeshAxis
-from stages.train import data
 from tests.mesh_plans import stored
 from tests.meshes import everywhere, own_piece
 
@@ -38,11 +38,11 @@ def batch_at(layouts: dict[str, Layout], sizes: tuple[int, ...], at: tuple[int, 
     axes = {f"d{n}": MeshAxis(size, i, None) for n, (size, i) in enumerate(zip(sizes, at, strict=True))}
     specs = {name: {"shape": list(shape), "dtype": "int64"} for name, shape in SHAPES.items()}
     job = {"model": {"batch": specs}, "data": {"shuffle": False, "seed": 0}, "where": {"data": ""}}
-    with mock.patch.object(data, "axis_of", axes.__getitem__):
+    with mock.patch.object(batches, "axis_of", axes.__getitem__):
         samples = Samples()
-        batches = data.Batches(samples, job, layouts, list(axes))
+        found = batches.Batches(samples, job, layouts, list(axes))
         samples.read.clear()
-        return batches[0], samples.read
+        return found[0], samples.read
 
 
 @settings(deadline=None)

@@ -1,0 +1,101 @@
+"""The models of benchmarks.equality: ten families of Hugging Face, tiny, with random weights; and a small GPT.
+
+Sizes divide by 2, by 3 and by 4, but for the key and value heads, which are four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WORDS, LENGTH, SAMPLES, CLASSES = 96, 12, 12, 12
+WIDTH, HEADS, INNER, LAYERS = 48, 12, 96, 2
+STEPS = 3
+TEXT = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": WORDS}
+DECODER = {**TEXT, "intermediate_size": INNER, "num_key_value_heads": 4, "use_cache": False}
+
+
+def text(number: int) -> dict[str, Tensor]:
+    """Some targets are left out, of the first samples more: ranks then hold different numbers of them."""
+    generator = torch.Generator().manual_seed(number)
+    found = {n: torch.randint(1, WORDS, (SAMPLES, LENGTH), generator=generator) for n in ("input_ids", "labels")}
+    found["labels"][: 2 + number, : LENGTH // 2] = -100
+    return found
+
+
+def image(side: int) -> Callable[[int], dict[str, Tensor]]:
+    def batch(number: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        pixels = torch.randn(SAMPLES, 3, side, side, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.randint(CLASSES, (SAMPLES,), generator=generator)}
+
+    return batch
+
+
+def _hf(model: str, config: str, **values: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import transformers
+
+        found: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**values))
+        return found
+
+    return build
+
+
+def _gpt() -> nn.Module:
+    from pipeline.models.gpt import GPT
+
+    return GPT(vocab_size=12, context=12, width=12, layers=2, heads=12)
+
+
+def _tokens(number: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    found = {n: torch.randint(12, (12, 12), generator=generator) for n in ("input_ids", "labels")}
+    found["labels"][: 2 + number, :5] = -100
+    return found
+
+
+Model = tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]  # what builds it, and batch number n
+_T5 = {"d_model": WIDTH, "num_layers": LAYERS, "num_heads": HEADS, "d_kv": 4, "d_ff": INNER, "vocab_size": WORDS}
+_VIT = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": INNER}
+_SWIN = {"embed_dim": 24, "depths": [2, 2], "num_heads": [6, 12], "window_size": 4, "patch_size": 4}
+_RESNET = {"depths": [1, 2], "hidden_sizes": [24, 48], "embedding_size": 12, "layer_type": "bottleneck"}
+_OPT = {**TEXT, "ffn_dim": INNER, "word_embed_proj_dim": WIDTH, "max_position_embeddings": 32, "use_cache": False}
+_GPT2 = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "vocab_size": WORDS, "n_positions": 32}
+FAMILIES: dict[str, Model] = {
+    "gpt2": (_hf("GPT2LMHeadModel", "GPT2Config", **_GPT2, use_cache=False), text),
+    "bert": (_hf("BertForMaskedLM", "BertConfig", **TEXT, intermediate_size=INNER), text),
+    "llama": (_hf("LlamaForCausalLM", "LlamaConfig", **DECODER), text),
+    "qwen2": (_hf("Qwen2ForCausalLM", "Qwen2Config", **DECODER), text),
+    "t5": (
+        _hf("T5ForConditionalGeneration", "T5Config", **_T5, decoder_start_token_id=0, pad_token_id=0, use_cache=False),
+        text,
+    ),
+    "vit": (_hf("ViTForImageClassification", "ViTConfig", **_VIT, image_size=24, patch_size=8, num_labels=CLASSES),
+            image(24)),
+    "swin": (_hf("SwinForImageClassification", "SwinConfig", **_SWIN, image_size=32, num_labels=CLASSES), image(32)),
+    "resnet": (_hf("ResNetForImageClassification", "ResNetConfig", **_RESNET, num_labels=CLASSES), image(24)),
+    "mixtral": (_hf("MixtralForCausalLM", "MixtralConfig", **DECODER, num_local_experts=4), text),
+    "opt": (_hf("OPTForCausalLM", "OPTConfig", **_OPT), text),
+}  # fmt: skip
+GPT = "gpt"
+MODELS: dict[str, Model] = {**FAMILIES, GPT: (_gpt, _tokens)}
+
+
+def build(name: str) -> nn.Module:
+    """With the same weights every time."""
+    torch.manual_seed(0)
+    return MODELS[name][0]()
+
+
+def batches(name: str, passes: int = 1) -> list[list[dict[str, Tensor]]]:
+    """Of each step, one for each of its passes."""
+    batch = MODELS[name][1]
+    return [[batch(step * passes + n) for n in range(passes)] for step in range(STEPS)]
+
+
+def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)

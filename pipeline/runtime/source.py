@@ -1,0 +1,14 @@
+"""A generated program, loaded from its source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+
+def load_program(path: str) -> ModuleType:
+    """Always from its source: no bytecode beside it under runs/ that could be older than the plan."""
+    module = ModuleType("shardwright_program")
+    module.__file__ = path
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), module.__dict__)
+    return module

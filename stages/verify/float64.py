@@ -1,0 +1,165 @@
+"""Everything in float64, with random numbers that both sides share: a mode around what is run.
+
+| what is run            | types that it names                                                              |
+|------------------------|----------------------------------------------------------------------------------|
+| the user's module      | as written: a cast to float32 is one, and is noted; widened where it fails so     |
+| graph, written program | widened: they were traced in another type, and name that type where it was read   |
+
+Random numbers are drawn alike where the program draws whole tensors, as the module does: in the order of the elements,
+whatever their order in memory. A program that splits a random op has other numbers than the module: then nothing is
+drawn, on either side. Dropout keeps all, other ops give their mean, or the least of whole numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from pipeline.ir.graph import Op, OpGraph
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+aten = torch.ops.aten
+
+
+class InFloat64(TorchDispatchMode):
+    """Notes to which lower types anything was cast, and whether anything was drawn."""
+
+    def __init__(self, *, widen: bool, draws: bool) -> None:
+        super().__init__()
+        self.widen, self.draws = widen, draws
+        self.casts: set[torch.dtype] = set()
+        self.drew = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in LOW:
+            if any(isinstance(a, Tensor) and a.dtype is torch.float64 for a in args):
+                self.casts.add(kwargs["dtype"])
+            kwargs["dtype"] = torch.float64 if self.widen else kwargs["dtype"]
+        if self.widen and not function._schema.is_mutable:
+            args = tree_map(_widened, args)
+        if function is aten._grouped_mm.default and args[0].dtype is torch.float64:  # it has no such kernel
+            return grouped_product(*args, **kwargs)
+        if function in DRAWS:
+            self.drew = True
+            return DRAWS[function](self.draws, *args, **kwargs)
+        result = function(*args, **kwargs)
+        if function is aten.lift_fresh.default and self.widen and result.dtype in LOW:  # torch.tensor(numbers)
+            return result.double()
+        return result
+
+
+@contextmanager
+def in_float64(*, widen: bool, draws: bool) -> Iterator[InFloat64]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with InFloat64(widen=widen, draws=draws) as mode:
+            yield mode
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _widened(value: Any) -> Any:
+    """A tensor that the module keeps beside its parameters and buffers has the type it was made with."""
+    return value.double() if isinstance(value, Tensor) and value.dtype in LOW else value
+
+
+# ---- random numbers
+
+
+def draws_alike(graph: OpGraph, text: str) -> bool:
+    """Whether the program draws what the module does, in its order: no op apart, none moved before the chain."""
+    return "drawn_apart(" not in text and not any(is_random(graph.op(name)) for name in graph.prologue)
+
+
+def is_random(op: Op) -> bool:
+    namespace, name, overload = op.target.split(".")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if namespace == "aten" else None
+    return packet is not None and torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags
+
+
+def _fill(draw: Callable[..., Any], mean: Callable[..., float]) -> Callable[..., Tensor]:
+    """An op that fills a tensor: in the order of its elements, or with the mean of what it would draw."""
+
+    def run(draws: bool, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not draws:
+            return x.fill_(mean(*args))
+        return x.copy_(draw(torch.empty(x.shape, dtype=x.dtype), *args, **kwargs))
+
+    return run
+
+
+def _make(draw: Callable[..., Any], mean: float, like: bool) -> Callable[..., Tensor]:
+    """An op that makes a tensor of a shape, or of the shape of another."""
+
+    def run(draws: bool, given: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
+        shape: Sequence[int] = given.shape if like else given
+        dtype = dtype or (given.dtype if like else torch.get_default_dtype())
+        x = torch.empty(tuple(shape), dtype=dtype)
+        return draw(x) if draws else x.fill_(mean)
+
+    return run
+
+
+def _coin(draws: bool, probability: Tensor, **kwargs: Any) -> Tensor:
+    return aten.bernoulli.default(probability.contiguous()) if draws else torch.ones_like(probability)
+
+
+def _coin_like(draws: bool, x: Tensor, p: float = 0.5, **kwargs: Any) -> Tensor:
+    empty = torch.empty(x.shape, dtype=x.dtype)
+    return aten.bernoulli_.float(empty, p) if draws else empty.fill_(1.0)
+
+
+def _whole(draws: bool, draw: Any, args: tuple[Any, ...], named: dict[str, Any], least: int = 0) -> Tensor:
+    """Whole numbers: in order already; the least of them in place of a mean."""
+    return draw(*args, **named) if draws else draw(*args, **named).fill_(least)
+
+
+DRAWS: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli_.float: _fill(aten.bernoulli_.float, lambda p=0.5: 1.0),
+    aten.bernoulli.default: _coin,
+    aten.bernoulli.p: _coin_like,
+    aten.uniform_.default: _fill(aten.uniform_.default, lambda low=0.0, high=1.0: (low + high) / 2),
+    aten.normal_.default: _fill(aten.normal_.default, lambda mean=0.0, std=1.0: mean),
+    aten.exponential_.default: _fill(aten.exponential_.default, lambda rate=1.0: 1 / rate),
+    aten.rand.default: _make(aten.uniform_.default, 0.5, like=False),
+    aten.randn.default: _make(aten.normal_.default, 0.0, like=False),
+    aten.randint.default: lambda draws, high, size, **named: _whole(draws, aten.randint.default, (high, size), named),
+    aten.randint.low: lambda draws, low, high, size, **named: _whole(
+        draws, aten.randint.low, (low, high, size), named, low
+    ),
+    aten.randperm.default: lambda draws, count, **named: (
+        aten.randperm.default(count, **named) if draws else torch.arange(count)
+    ),
+    aten.rand_like.default: _make(aten.uniform_.default, 0.5, like=True),
+    aten.randn_like.default: _make(aten.normal_.default, 0.0, like=True),
+}
+
+
+# ---- a product of groups, which torch has for lower types alone
+
+
+def grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any, **named: Any) -> Tensor:
+    """`torch._grouped_mm`: the groups end at `offs`, on the dim that the three-dimensional factor does not have."""
+    if offs is None:
+        return a @ b
+    ends = offs.tolist()
+    groups = list(zip([0, *ends[:-1]], ends, strict=True))
+    if a.dim() == 2 and b.dim() == 3:  # rows
+        found = a.new_zeros(a.shape[0], b.shape[2])
+        for number, (start, end) in enumerate(groups):
+            found[start:end] = a[start:end] @ b[number]
+        return found
+    if a.dim() == 3:  # columns
+        found = a.new_zeros(a.shape[1], b.shape[1])
+        for number, (start, end) in enumerate(groups):
+            found[:, start:end] = a[number] @ b[:, start:end]
+        return found
+    return torch.stack([a[:, start:end] @ b[start:end] for start, end in groups])

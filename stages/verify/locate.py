@@ -1,0 +1,207 @@
+"""The first op that differs, where a program does: run on all ranks at once, after the verdict.
+
+One step is run again from the module's own state before it, so that nothing of an earlier fault is left:
+
+1. The traced graph, run op by op, differs from the module: the trace is at fault.
+2. The step is equal now: it was the optimizer's step before it, on pieces, that went wrong.
+3. The values that the program writes beside those of the graph, in the order of the program: forward first.
+4. Then gradients of what ops write, in the order of backward; then those of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor as Data
+
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.program import Call, Convert, Program
+from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, Gap, gap, largest, of_gradient
+from stages.verify.interpret import Values, interpret
+from stages.verify.record import Noted, Recorder, names_of, recorded
+from stages.verify.steps import LOSS, Difference, Rank, compare_passes
+from stages.verify.truth import MakeOptimizer, State, Step, Truth, copied
+
+NEAR = 10 * TOLERANCE  # for values inside a step
+SMALL = 1e-6  # a value below is held against this: zeros may come with rounding
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Where a program leaves the module's way."""
+
+    what: str  # a sentence
+    op: str = ""
+    target: str = ""
+    module: str = ""
+    source: str = ""
+    line: int = 0  # of module.py
+    text: str = ""  # of that line
+    difference: float = 0.0
+    size: float = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program's texts, and what they were written from."""
+
+    graph: OpGraph
+    program: Program
+    written: str  # as codegen writes it
+    text: str  # as it is run
+    path: str
+
+
+def locate(case: Case, truth: Truth, make: MakeOptimizer, first: Difference) -> Fault:
+    """`first` is what differed first; the truth's steps have not been taken yet."""
+    if first.tolerance == IN_FLOAT32:
+        return Fault("in float64 throughout all is equal: the difference is the rounding of the model's own casts")
+    before, step = _step(truth.first, truth.steps, first.step)
+    if first.kind == "parameter":
+        return _of_update(first)
+    fault = _of_trace(case, before, step, draw=truth.draw)
+    if fault is not None:
+        return fault
+    for at in [first.at] if first.kind == LOSS else range(len(step.batches)):
+        fault = _in_pass(case, truth, make, first, before, step, at)
+        if fault is not None:
+            return fault
+    return _of_parameter(case, first)
+
+
+def _in_pass(
+    case: Case, truth: Truth, make: MakeOptimizer, first: Difference, before: State, step: Step, at: int
+) -> Fault | None:
+    recorder = Recorder(names_of(case.written, case.program))
+    rank = Rank(recorded(case.text, case.path, recorder), before, make)
+    losses = rank.run(step.batches, draws=truth.draw, on_pass=lambda number: _switch(recorder, number == at))
+    again = compare_passes(rank, losses, step.passes, first.step, TOLERANCE)
+    if first.kind != "buffer" and not any(d.over > 1.0 for d in again):
+        return _of_update(first)
+    values = interpret(case.graph, before, step.batches[at], at, len(step.batches), draw=truth.draw)
+    return (
+        _forward(case, rank, recorder, values)
+        or _backward(case, rank, recorder, values)
+        or _of_buffer(case, recorder, first)
+    )
+
+
+def _switch(recorder: Recorder, on: bool) -> None:
+    recorder.on = on
+
+
+def _step(before: State, steps: Iterable[Step], number: int) -> tuple[State, Step]:
+    """The state before a step, and the step."""
+    before = copied(before)
+    for place, step in enumerate(steps):
+        if place == number:
+            return before, step
+        before = copied(step.after)
+    raise AssertionError(f"there are fewer than {number + 1} steps")
+
+
+def _of_update(first: Difference) -> Fault:
+    return Fault(
+        f"up to it all is equal, but the optimizer's step {first.step + (first.kind == 'parameter')} on pieces of the "
+        "parameters is not its step on the whole: it must work element by element"
+    )
+
+
+def _of_trace(case: Case, before: State, step: Step, *, draw: bool) -> Fault | None:
+    """Whether the graph, op by op, is the module."""
+    count, wrong = len(step.batches), "the traced graph itself is not the module: run op by op, it has another"
+    summed: dict[str, Data] = {}
+    for at, (batch, loss) in enumerate(zip(step.batches, step.passes.losses, strict=True)):
+        values = interpret(case.graph, before, batch, at, count, draw=draw)
+        far = Gap(float((values.loss - loss).abs()), float(loss.abs()))
+        if far.relative() > TOLERANCE:
+            return Fault(f"{wrong} loss", difference=far.difference, size=far.size)
+        for value in case.graph.of_role(Role.PARAMETER):
+            if value.name in values.gradients:
+                summed[value.origin] = summed.get(value.origin, 0) + values.gradients[value.name]
+    floor = SHARE * largest(summed.values())
+    for name, gradient in summed.items():
+        expected = step.passes.gradients.get(name, torch.zeros_like(gradient))
+        far = Gap(float((gradient - expected).abs().max()), largest([expected]))
+        if far.relative(floor) > NEAR:
+            return Fault(f"{wrong} gradient of {name}", difference=far.difference, size=far.size)
+    return None
+
+
+def _forward(case: Case, rank: Rank, recorder: Recorder, values: Values) -> Fault | None:
+    for noted in recorder.noted.values():
+        tensor = noted.written.tensor
+        far = gap(noted.value, values.values[tensor.value], tensor.layout, rank.axes)
+        if far.relative(SMALL) > NEAR:
+            return _fault(case, noted, far)
+    return None
+
+
+def _backward(case: Case, rank: Rank, recorder: Recorder, values: Values) -> Fault | None:
+    """The first in the order of backward; it is what reads the value that is at fault."""
+    parameters = (value.name for value in case.graph.of_role(Role.PARAMETER))
+    floor = SHARE * largest(values.gradients[name] for name in parameters if name in values.gradients)
+    for noted in reversed(recorder.noted.values()):
+        tensor, expected = noted.written.tensor, values.gradients.get(noted.written.tensor.value)
+        if expected is None or not noted.written.by_op:
+            continue
+        far = gap(noted.gradient, expected, of_gradient(tensor.layout), rank.axes)
+        if far.relative(floor) > NEAR:
+            return _of_readers(case, recorder, noted, far)
+    return None
+
+
+def _of_readers(case: Case, recorder: Recorder, noted: Noted, far: Gap) -> Fault:
+    value = noted.written.tensor.value
+    reading = sorted({n.line for n in recorder.noted.values() if _reads(case, n.written.step, value)})
+    where = f"{'line' if len(reading) == 1 else 'lines'} {', '.join(map(str, reading))}"
+    fault = _fault(case, noted, far)
+    what = f"forward is equal, but the gradient of the result of {fault.op} is not: see what reads it, {where}"
+    return replace(fault, what=what)
+
+
+def _reads(case: Case, step: Call | Convert, value: str) -> bool:
+    return step.source.value == value if isinstance(step, Convert) else value in case.graph.op(step.op).inputs
+
+
+def _of_parameter(case: Case, first: Difference) -> Fault:
+    """All that the passes compute is equal: what is left is how a parameter's own gradient is brought together."""
+    op = next((op for op in case.graph.ops if _names(case, first.name) & set(op.inputs)), None)
+    line = next((n for n, text in enumerate(case.text.splitlines(), 1) if text.startswith("PARAMETERS")), 0)
+    what = (
+        f"all results and their gradients are equal, but the {first.kind} of {first.name} is not: see its conversions, "
+        f"and its row of PARAMETERS, line {line} and after"
+    )
+    return Fault(what) if op is None else Fault(what, op.name, op.target, op.module, op.source)
+
+
+def _of_buffer(case: Case, recorder: Recorder, first: Difference) -> Fault | None:
+    """The line that changes it."""
+    names = _names(case, first.name)
+    for noted in recorder.noted.values() if first.kind == "buffer" else ():
+        step = noted.written.step
+        if isinstance(step, Call) and names & set(case.graph.op(step.op).mutates):
+            what = f"results are equal, but {step.op} leaves another {first.name} behind"
+            return replace(_fault(case, noted, Gap(0.0, 0.0)), what=what)
+    return None
+
+
+def _names(case: Case, origin: str) -> set[str]:
+    return {value.name for value in case.graph.values.values() if value.origin == origin}
+
+
+def _fault(case: Case, noted: Noted, far: Gap) -> Fault:
+    """What a line writes differs; of a conversion the op is that of the value, or one that reads it."""
+    step, line = noted.written.step, noted.line
+    if isinstance(step, Call):
+        op, what = case.graph.op(step.op), f"the result of {step.op} differs"
+    else:
+        value = case.graph.values[step.source.value]
+        made = value.role is Role.RESULT
+        op = next(op for op in case.graph.ops if value.name in (op.outputs if made else op.inputs))
+        named = f"result of {op.name}" if made else f"{value.role.value} {value.origin}"
+        what = f"the {named} differs after its conversion {step.source.layout} -> {step.target.layout}"
+    text = case.text.splitlines()[line - 1].strip()
+    return Fault(what, op.name, op.target, op.module, op.source, line, text, far.difference, far.size)

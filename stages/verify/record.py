@@ -1,0 +1,189 @@
+"""A program that notes every tensor it writes, and every gradient that reaches one.
+
+Codegen writes one statement for each step of a link, in order; so the text as it was written says which name of which
+function is which tensor. The text that is run may have been edited: its names are looked up in that of codegen, and
+those that are not there are not noted. Functions are shared by links, and regions run twice: links are counted as they
+are called, and a region's own method says with which link it begins.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+
+from torch import Tensor as Data
+
+from pipeline.ir.program import Call, Program, Step, Tensor
+from pipeline.runtime.recompute import replaying
+
+BEFORE = -1  # in place of a link's number: what is done before the chain
+_NOTE, _ENTER, _BEGIN = "_shardwright_note", "_shardwright_enter", "_shardwright_begin"
+_REGION = re.compile(r"links_(\d+)_to_\d+")
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a name stands for."""
+
+    tensor: Tensor
+    step: Step
+
+    @property
+    def by_op(self) -> bool:
+        return isinstance(self.step, Call)
+
+
+Names = dict[tuple[int, str], Written]  # link, name -> what it is
+
+
+@dataclass
+class Noted:
+    written: Written
+    line: int
+    value: Data
+    gradient: Data | None = None
+
+    def keep(self, gradient: Data) -> None:
+        self.gradient = gradient.detach().clone()
+
+
+@dataclass
+class Recorder:
+    names: Names
+    on: bool = False
+    link: int = BEFORE
+    noted: dict[tuple[int, str], Noted] = field(default_factory=dict)
+
+    def begin(self, link: int) -> None:
+        self.link = link
+
+    def enter(self) -> None:
+        self.link += 1
+
+    def note(self, before: bool, line: int, /, **tensors: object) -> None:
+        if not self.on or replaying():  # gradients go through what the first run of a region wrote
+            return
+        for name, tensor in tensors.items():
+            key = (BEFORE if before else self.link, name)
+            if key in self.names and isinstance(tensor, Data):
+                noted = self.noted[key] = Noted(self.names[key], line, tensor.detach().clone())
+                if tensor.requires_grad and noted.written.by_op:
+                    tensor.register_hook(noted.keep)
+
+
+# ---- which name is which tensor
+
+
+def names_of(text: str, program: Program) -> Names:
+    """Of the text as codegen wrote it."""
+    tree = ast.parse(text)
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Program")
+    methods = {node.name: node for node in owner.body if isinstance(node, ast.FunctionDef)}
+    found: Names = {}
+    calls = list(_links(methods["forward"].body, functions, methods))
+    for link, (name, steps) in enumerate(zip(calls, program.links, strict=True)):
+        found |= _match(link, _statements(functions[name].body), steps)
+    first = [s for s in _statements(methods["forward"].body) if _is_step(s, functions)]
+    if "copies" in methods:
+        copies = [s for s in _statements(methods["copies"].body) if _is_step(s, functions)]
+        found |= _match(BEFORE, copies, program.shared)
+        return found | _match(BEFORE, first, program.prologue)
+    return found | _match(BEFORE, first, (*program.prologue, *program.shared))
+
+
+def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Assignments and calls, also those under a `with`."""
+    found: list[ast.stmt] = []
+    for node in body:
+        if isinstance(node, ast.With):
+            found += _statements(node.body)
+        elif isinstance(node, ast.Assign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+            found.append(node)
+    return found
+
+
+def _is_step(node: ast.stmt, functions: dict[str, ast.FunctionDef]) -> bool:
+    """Not a link, a region, an input by its own name, or the parameters."""
+    assert isinstance(node, ast.Assign | ast.Expr)
+    if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
+        return node.value.func.id not in (*functions, "recompute")
+    return ast.unparse(node.value) != "self.tensors" and not ast.unparse(node.value).startswith("batch[")
+
+
+def _links(
+    body: list[ast.stmt], functions: dict[str, ast.FunctionDef], methods: dict[str, ast.FunctionDef]
+) -> Iterator[str]:
+    """The functions of the links, in the order in which forward calls them."""
+    for node in _statements(body):
+        call = node.value if isinstance(node, ast.Assign | ast.Expr) else None
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            continue
+        if call.func.id == "recompute" and isinstance(call.args[0], ast.Attribute):
+            yield from _links(methods[call.args[0].attr].body, functions, methods)
+        elif call.func.id in functions:
+            yield call.func.id
+
+
+def _match(link: int, statements: list[ast.stmt], steps: tuple[Step, ...]) -> Names:
+    found: Names = {}
+    for node, step in zip(statements, steps, strict=True):
+        tensors = step.outputs if isinstance(step, Call) else (step.target,)
+        for name, tensor in zip(_targets(node), tensors, strict=False):
+            found[link, name] = Written(tensor, step)
+    return found
+
+
+def _targets(node: ast.stmt) -> list[str]:
+    if not isinstance(node, ast.Assign):
+        return []
+    return [part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+
+
+# ---- the text that is run, with notes
+
+
+def recorded(text: str, path: str, recorder: Recorder) -> ModuleType:
+    """The program, noting what it writes; lines have the numbers of the text."""
+    tree = ast.parse(text, path)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            node.body = [_call(_ENTER, node), *_noting(node.body, before=False)]
+        elif isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name != "__init__":
+                    method.body = _begun(method)
+    ast.fix_missing_locations(tree)
+    module = ModuleType("shardwright_program")
+    module.__file__ = path
+    given = {_NOTE: recorder.note, _ENTER: recorder.enter, _BEGIN: recorder.begin}
+    module.__dict__.update(given)
+    exec(compile(tree, path, "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+def _begun(method: ast.FunctionDef) -> list[ast.stmt]:
+    region = _REGION.fullmatch(method.name)
+    first = int(region[1]) if region else 0
+    begin = _call(_BEGIN, method, ast.Constant(first - 1))
+    return [begin, *(method.body if region else _noting(method.body, before=True))]
+
+
+def _noting(body: list[ast.stmt], *, before: bool) -> list[ast.stmt]:
+    found: list[ast.stmt] = []
+    for node in body:
+        found.append(node)
+        if isinstance(node, ast.With):
+            node.body = _noting(node.body, before=before)
+        elif isinstance(node, ast.Assign) and (names := _targets(node)):
+            tensors = [ast.keyword(name, ast.Name(name, ast.Load())) for name in names]
+            found.append(_call(_NOTE, node, ast.Constant(before), ast.Constant(node.lineno), keywords=tensors))
+    return found
+
+
+def _call(name: str, at: ast.stmt, *args: ast.expr, keywords: list[ast.keyword] | None = None) -> ast.Expr:
+    call = ast.Expr(ast.Call(ast.Name(name, ast.Load()), list(args), keywords or []))
+    return ast.copy_location(call, at)

@@ -1,0 +1,126 @@
+"""Verify: the written program on real processes, beside the user's own unsplit module, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts import KINDS
+from pipeline.config import Config
+from pipeline.errors import TrainError
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Plan
+from pipeline.ir.program import Program
+from pipeline.launch import LaunchFailed, run_ranks
+from pipeline.log import Log
+from pipeline.lowering import lower
+from pipeline.stage import read
+
+Write = Callable[[OpGraph, Plan, Program], str]
+SHOWN = 8  # rows of the table
+FILE = "runs/codegen/module.py"
+
+
+def verify(root: Path, steps: int, write: Write, log: Log) -> int:
+    """`write` is codegen's: a program that was edited is held against what it was."""
+    config, found = read(("graph", "plan", "module"), root)
+    graph, plan = found["graph"].body, found["plan"].body
+    if found["module"].edited:
+        log.warning(f"{FILE} was edited by hand: verifying it as it is")
+    written = write(graph, plan, lower(graph, plan.sharding, plan.micro_batches))
+    log.info("%d steps on %d ranks, in float64 on the CPU", steps, prod(plan.sizes))
+    try:
+        result = run_ranks("stages.verify.worker", _job(root, config, steps, written), prod(plan.sizes), _limit(config))
+    except LaunchFailed as error:
+        return _failed(error, config, log)
+    print("\n".join([*_notes(result), *_table(result), *_verdict(result)]))
+    return 0 if result["equal"] else 1
+
+
+def _job(root: Path, config: Config, steps: int, written: str) -> dict[str, Any]:
+    """Everything a rank needs, as plain values."""
+    return {
+        "root": str(root),
+        "module_path": str(KINDS["module"].path(root)),
+        "written": written,
+        "steps": steps,
+        **{group: config.plain(group) for group in ("model", "data", "train")},
+        "where": {group: f"conf/{group}/{config.choices[group]}.yaml" for group in ("model", "data", "train")},
+    }
+
+
+def _limit(config: Config) -> float:
+    return config.train.timeout_s
+
+
+def _failed(error: LaunchFailed, config: Config, log: Log) -> int:
+    """A program that cannot be run is not equal; anything else is not the program's fault."""
+    from stages.verify.worker import AT
+
+    for line in error.log.splitlines():
+        log.debug(line)
+    if str(error).startswith(AT):
+        print(f"not equal: the program fails in {FILE}, {error}")
+        return 1
+    raise TrainError(
+        f"verification failed: {error}",
+        where=f"conf/train/{config.choices['train']}.yaml" if "did not finish" in str(error) else None,
+        remedy="run with -v for details" if "did not finish" not in str(error) else "raise timeout_s",
+    ) from error
+
+
+def _notes(result: dict[str, Any]) -> list[str]:
+    notes = []
+    if result["casts"] and result["as_written"]:
+        notes.append("the model itself casts to float32: compared as it is written, and in float64 throughout")
+    elif result["casts"]:
+        notes.append(
+            "the model itself casts to lower types, in a way that has no float64: compared in float64 throughout"
+        )
+    if result["draws"] and result["draw"]:
+        notes.append("random ops draw the same numbers on both sides")
+    elif result["draws"]:
+        notes.append("random ops are split: dropout is off on both sides, other ops give their mean")
+    return notes
+
+
+def _table(result: dict[str, Any]) -> list[str]:
+    rows = result["rows"]
+    shown = [row for row in rows if row["kind"] == "loss"] + [row for row in rows if row["kind"] != "loss"][:SHOWN]
+    names = [_name(row) for row in shown]
+    width = max(map(len, names))
+    lines = [f"{'':{width}}  difference  tolerance  step"]
+    for name, row in zip(names, shown, strict=True):
+        lines.append(f"{name:{width}}  {row['relative']:10.1e}  {row['tolerance']:9.0e}  {row['step'] + 1:4}")
+    left = len(rows) - len(shown)
+    return [*lines, *([f"and {left} more, each nearer"] if left > 0 else [])]
+
+
+def _name(row: dict[str, Any]) -> str:
+    return {"loss": "loss", "gradient": f"gradient of {row['name']}", "buffer": f"buffer {row['name']}"}[row["kind"]]
+
+
+def _verdict(result: dict[str, Any]) -> list[str]:
+    rows = result["rows"]
+    furthest = f"{rows[0]['relative']:.1e}, tolerance {rows[0]['tolerance']:g}"
+    if result["equal"]:
+        counts = {kind: sum(row["kind"] == kind for row in rows) for kind in ("gradient", "buffer")}
+        told = ", ".join(["loss", *(f"{count} {kind}s" for kind, count in counts.items() if count)])
+        return [f"equal: {told}; largest relative difference {furthest}"]
+    wrong = sum(row["relative"] > row["tolerance"] for row in rows)
+    return [f"not equal: {wrong} of {len(rows)} differ, the furthest by {furthest}", *_fault(result["fault"])]
+
+
+def _fault(fault: dict[str, Any]) -> list[str]:
+    lines = [f"first differing: {fault['what']}"]
+    if fault["op"]:
+        module = f" in {fault['module']}" if fault["module"] else ""
+        source = f" ({fault['source']})" if fault["source"] else ""
+        lines.append(f"  op {fault['op']}, {fault['target']}{module}{source}")
+    if fault["line"]:
+        lines.append(f"  {FILE}, line {fault['line']}: {fault['text']}")
+    if fault["size"] or fault["difference"]:
+        lines.append(f"  largest difference {fault['difference']:.3g} of values up to {fault['size']:.3g}")
+    return lines

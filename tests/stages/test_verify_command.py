@@ -1,0 +1,342 @@
+"""`python -m stages verify`: right programs are found equal, wrong ones unequal, and the wrong line is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import load_config
+from pipeline.ir.program import Call
+from pipeline.launch import LaunchFailed
+from pipeline.lowering import lower
+from pipeline.stage import read
+from stages.__main__ import main
+from stages.verify import run as verify_run
+from stages.verify.float64 import grouped_product, in_float64
+from stages.verify.record import BEFORE, names_of
+from stages.verify.worker import AT, failing_line
+from stages.verify.worker import verify as verify_on_a_rank
+from tests import plans, programs
+from tests.flow.project import TINY
+from tests.ranks import run_ranks
+from tests.verify_cases import TRIED, case_of, judge_all
+
+SOURCE = Path(__file__).parents[2]
+RANKS = 2
+CHANGES: dict[str, dict[str, Any]] = {
+    "solve": {"only": "tensor"},
+    "checkpoint": {"recompute": "full"},
+    "train": {"micro_batches": 2, "accept_edited_module": True},
+}
+FILE = "runs/codegen/module.py"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    """A small GPT, split as tensors, recomputed, of two passes a step; all stages but train have run."""
+    root = tmp_path_factory.mktemp("verify")
+    shutil.copytree(SOURCE / "conf", root / "conf")
+    (root / "code").mkdir()
+    for group, content in TINY.items():
+        (root / f"conf/{group}/tiny.yaml").write_text(yaml.safe_dump(content | CHANGES.get(group, {})))
+    text = re.sub(rf"(?m)^({'|'.join(TINY)}): \S+", r"\1: tiny", (root / "conf/config.yaml").read_text())
+    text = text.replace("code: pipeline/models", "code: code").replace("enabled: true", "enabled: false")
+    (root / "conf/config.yaml").write_text(text)
+    here = Path.cwd()
+    os.chdir(root)
+    try:
+        for stage in ("trace", "profile", "cluster", "solve", "checkpoint", "codegen"):
+            assert main([stage, "-q"]) == 0
+    finally:
+        os.chdir(here)
+    return root
+
+
+EDITS = {
+    "a factor": (
+        "gelu = F.gelu(linear)",
+        "gelu = F.gelu(linear) * 1.001",
+        ("gelu", "layers.0", "gelu = ", "the result of gelu differs"),
+    ),
+    "a reduction is dropped": (
+        'reduce_scatter(linear_1, axis="d0", dim=2)',
+        "linear_1.chunk(2, 2)[torch.distributed.get_rank()].contiguous()",
+        ("linear_5", "layers.0.down", "linear_1_s2 = ", "after its conversion P -> S(2)"),
+    ),
+    "a wrong dim": (
+        "transpose = view.transpose(1, 2)",
+        "transpose = view.transpose(1, 2).flip(2)",
+        ("transpose", "layers.0.attention", "transpose = ", "the result of transpose differs"),
+    ),
+    "a constant": (
+        'p["weight"], p["bias"], 1e-05)',
+        'p["weight"], p["bias"], 1e-04)',
+        ("layer_norm_4", "norm", "layer_norm = ", "the result of layer_norm_4 differs"),
+    ),
+    "a gradient that is not summed": (
+        '"layers.*.norm_mlp.bias": ("R", "d0", "R")',
+        '"layers.*.norm_mlp.bias": ("R", "", "R")',
+        ("layer_norm_1", "layers.0.norm_mlp", "", "the gradient of layers.0.norm_mlp.bias is not: see its conversions"),
+    ),
+    "a gradient that is too small": (
+        'x_b = all_gather(x, axis="d0", dim=2)  # S(2) -> B [12, 8, 16]\n    # here',
+        'x_b = pipeline_gather(x, axis="d0", dim=2)\n    # here',
+        ("add_4", "layers.1", "add = ", "the gradient of the result of add_4 is not: see what reads it, line"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def judged(project) -> dict[str, dict[str, Any]]:
+    """The program as it was written, and with each of the edits, in one group of ranks: text -> what a rank answers."""
+    config, text = load_config(project), (project / FILE).read_text()
+    _, found = read(("graph", "plan"), project)
+    written = programs.write(found["graph"].body, found["plan"].body)
+    jobs = {}
+    for number, edited in enumerate([text, *(_edited(text, *edit[:2]) for edit in EDITS.values())]):
+        path = project / f"{number}.py"
+        path.write_text(edited)
+        jobs[edited] = verify_run._job(project, config, 2, written) | {"module_path": str(path)}
+    return run_ranks(RANKS, _verify_all, jobs)[0]
+
+
+def _edited(text: str, old: str, new: str) -> str:
+    assert old in text, old
+    return text.replace(old, new).replace("import all_gather", "import gather as pipeline_gather, all_gather")
+
+
+def _verify_all(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {text: verify_on_a_rank(job) for text, job in jobs.items()}
+
+
+# ---- the command
+
+
+@pytest.fixture
+def verify(project, judged, monkeypatch, capsys):
+    """The command, with ranks that have answered already; its status and what it prints."""
+    monkeypatch.chdir(project)
+    answers = {text: dict(answer) for text, answer in judged.items()}
+
+    def ranks(module: str, job: dict[str, Any], count: int, limit: float) -> dict[str, Any]:
+        assert (module, count) == ("stages.verify.worker", RANKS)
+        answer = answers[Path(job["module_path"]).read_text()]
+        if "error" in answer:
+            raise LaunchFailed(answer["error"])
+        return answer
+
+    monkeypatch.setattr(verify_run, "run_ranks", ranks)
+    text = (project / FILE).read_text()
+
+    def run(edit: str = "", error: str = "") -> tuple[int, list[str], list[str]]:
+        edited = _edited(text, *EDITS[edit][:2]) if edit else text
+        answers[edited] |= {"error": error} if error else {}
+        (project / FILE).write_text(edited)
+        try:
+            status = main(["verify", "-q", "--steps", "2"])
+        finally:
+            (project / FILE).write_text(text)
+        told = capsys.readouterr()
+        return status, told.out.splitlines(), told.err.splitlines()
+
+    return run
+
+
+def test_a_right_program_is_equal(verify) -> None:
+    status, lines, errors = verify()
+    assert status == 0 and not errors
+    assert lines[-1].startswith("equal: loss, 37 gradients; largest relative difference") and "1e-09" in lines[-1]
+    assert any(re.match(r"loss +\d\.\de[-+]\d+ +1e-09 +\d", line) for line in lines)
+    assert lines[-2].endswith("more, each nearer")
+
+
+def test_a_wrong_program_is_not(verify) -> None:
+    status, lines, errors = verify("a factor")
+    assert status == 1
+    assert errors == ["[verify] warning: runs/codegen/module.py was edited by hand: verifying it as it is"]
+    told = "\n".join(lines)
+    assert re.search(r"^not equal: \d+ of 38 differ, the furthest by \d.\de-\d+, tolerance 1e-09$", told, re.MULTILINE)
+    assert "op gelu, aten.gelu.default in layers.0 (gpt.py:" in told
+    line = next(n for n, text in enumerate(Path(FILE).read_text().splitlines(), 1) if "F.gelu(" in text)
+    assert f"{FILE}, line {line}: gelu = F.gelu(linear) * 1.001" in told
+    assert re.search(r"largest difference 0\.00\d+ of values up to \d", told)
+
+
+def test_a_program_that_does_not_run_is_not_equal(verify) -> None:
+    status, lines, _ = verify("a factor", error=f"{AT}12: NameError: no_such")
+    assert (status, lines[-1]) == (1, f"not equal: the program fails in {FILE}, line 12: NameError: no_such")
+
+
+def test_ranks_that_fail_are_one_line(verify) -> None:
+    status, _, errors = verify(error="it did not finish within 3 s")
+    assert status == 2 and len(errors) == 1 and "did not finish within 3 s; raise timeout_s" in errors[0]
+
+
+def test_the_line_of_a_program_that_fails() -> None:
+    program: dict[str, Any] = {}
+    exec(compile("def f():\n    g()\n\n\ndef g():\n    no_such\n", "module.py", "exec"), program)
+    with pytest.raises(NameError) as caught:
+        program["f"]()
+    assert failing_line(caught.value, "module.py") == f"{AT}6: "
+    assert failing_line(ValueError(), "module.py") == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "told"),
+    [
+        ("conf/train/tiny.yaml", "accept_edited_module: true", "accept_edited_module: false", "does not match its dig"),
+        ("conf/model/tiny.yaml", "layers: 2", "layers: 1", "other settings of model"),
+        ("conf/solve/tiny.yaml", "only: tensor", "only: data", "other settings of solve"),
+    ],
+)
+def test_a_mistake_is_one_line(project, verify, file: str, old: str, new: str, told: str) -> None:
+    before = (project / file).read_text()
+    assert old in before
+    (project / file).write_text(before.replace(old, new))
+    try:
+        status, _, lines = verify("a factor")
+    finally:
+        (project / file).write_text(before)
+    assert status == 2 and len(lines) == 1 and lines[0].startswith("error: ") and told in lines[0]
+
+
+def test_nothing_to_verify_is_one_line(tmp_path, monkeypatch, capsys) -> None:
+    shutil.copytree(SOURCE / "conf", tmp_path / "conf")
+    (tmp_path / "pipeline/models").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify", "-q"]) == 2
+    line = capsys.readouterr().err.strip()
+    assert "runs/trace/graph.json" in line and "dvc repro trace" in line and "\n" not in line
+
+
+# ---- the first differing op
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_the_first_differing_op_is_named(project, judged, name: str) -> None:
+    op, module, line, told = EDITS[name][2]
+    answer = judged[_edited((project / FILE).read_text(), *EDITS[name][:2])]
+    fault = answer["fault"]
+    assert not answer["equal"]
+    assert (fault["op"], fault["module"]) == (op, module), fault
+    assert told in fault["what"] and fault["text"].startswith(line)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("cases")
+    cases = {name: case_of(tried, folder / f"{n}.py") for n, (name, tried) in enumerate(TRIED.items())}
+    return run_ranks(RANKS, judge_all, cases)[0]
+
+
+@pytest.mark.parametrize(("name", "draws", "alike"), [("split", True, False), ("whole", True, True)])
+def test_dropout(outcomes, name: str, draws: bool, alike: bool) -> None:
+    """Whole it draws the module's own numbers, also a second time in a region; split it is off on both sides."""
+    found = outcomes[f"dropout that is {name}"]
+    assert found["equal"] and (found["draws"], found["draw"]) == (draws, alike)
+
+
+def test_statistics(outcomes) -> None:
+    assert outcomes["statistics"]["equal"] and not outcomes["statistics"]["draws"]
+    assert outcomes["statistics of rounding"]["equal"]
+    wrong = outcomes["wrong statistics"]
+    assert not wrong["equal"] and "gradient" not in wrong["kinds"]
+    assert wrong["fault"]["op"] == "batch_norm" and "another norm.running_mean" in wrong["fault"]["what"]
+    assert "batch_norm(" in wrong["fault"]["text"]
+
+
+def test_an_optimizer_that_needs_whole_tensors_is_told(outcomes) -> None:
+    assert "the optimizer's step 1 on pieces" in outcomes["an optimizer of whole tensors"]["fault"]["what"]
+
+
+def test_a_wrong_trace_is_told(outcomes) -> None:
+    assert "the traced graph itself is not the module" in outcomes["a wrong trace"]["fault"]["what"]
+    assert outcomes["a trace that cuts a gradient"]["fault"]["what"].endswith("another gradient of first.weight")
+
+
+def test_casts_are_found_by_running_the_module(outcomes) -> None:
+    """As it is written the module has the rounding of float32; with its casts widened it has not."""
+    found, beside = outcomes["casts"], outcomes["casts beside weights"]
+    assert found["equal"] and found["casts"] and found["as_written"]
+    assert found["tolerances"][1e-9] < 1e-12 < 1e-9 < found["tolerances"][1e-5] < 1e-5
+    assert beside["equal"] and beside["casts"] and not beside["as_written"] and set(beside["tolerances"]) == {1e-9}
+    assert not outcomes["statistics"]["casts"] and set(outcomes["statistics"]["tolerances"]) == {1e-9}
+
+
+# ---- names, types, products
+
+
+@pytest.mark.parametrize("schedule", programs.SCHEDULES)
+@pytest.mark.parametrize("model", [*programs.ODD, "gpt", "gpt_tied", "ladder", "shared"])
+def test_every_result_of_a_program_has_its_name(model: str, schedule: str) -> None:
+    graph = programs.odd_graph(model)
+    plan = programs.plan_for(graph, programs.uniform(graph, 2), 2, programs.SCHEDULES[schedule](graph))
+    program = lower(graph, plan.sharding, plan.micro_batches)
+    names = names_of(programs.write(graph, plan), program)
+    readers = graph.consumers()
+    for link, steps in enumerate((program.prologue, *program.links), BEFORE):
+        named = {written.tensor for (number, _), written in names.items() if number == link}
+        for step in steps:
+            written = step.outputs if isinstance(step, Call) else (step.target,)
+            assert {t for t in written if readers[t.value]} <= named
+
+
+def test_names_of_copies_that_are_made_once_a_step() -> None:
+    graph = plans.graph_of("tied")
+    plan = plans.zero(graph, 2)
+    program = lower(graph, plan.sharding, 3)
+    names = names_of(programs.write_module(graph, plan, program), program)
+    assert program.shared
+    assert {convert.target for convert in program.shared} <= {w.tensor for (n, _), w in names.items() if n == BEFORE}
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(1, 3), st.integers(1, 3))
+def test_a_product_of_groups(rows: list[int], k: int, n: int) -> None:
+    """Rows, columns or what is summed in groups; the gradient of one form is another."""
+    a, b = torch.randn(sum(rows), k).double(), torch.randn(len(rows), k, n).double()
+    ends = torch.tensor(rows).cumsum(0).int()
+    parts = torch.split(a, rows)
+    wanted = torch.cat([part @ matrix for part, matrix in zip(parts, b, strict=True)])
+    torch.testing.assert_close(grouped_product(a, b, ends), wanted)
+    torch.testing.assert_close(grouped_product(b.mT, a.mT, ends), wanted.mT)
+    torch.testing.assert_close(grouped_product(a.mT, a, ends), torch.stack([p.mT @ p for p in parts]))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_numbers_are_drawn_in_the_order_of_the_elements(order: tuple[int, ...]) -> None:
+    """Not in that of the memory, which a conversion changes."""
+    x = torch.ones(2, 3, 4).double()
+    laid = x.permute(order).contiguous().permute([order.index(i) for i in range(3)])
+    found = []
+    for tensor in (x, laid):
+        torch.manual_seed(3)
+        with in_float64(widen=True, draws=True) as mode:
+            found.append(torch.nn.functional.dropout(tensor, 0.5))
+        assert mode.drew
+    assert torch.equal(*found) and 0 in found[0]
+
+
+def test_nothing_is_drawn_where_it_cannot_be_alike() -> None:
+    with in_float64(widen=True, draws=False):
+        assert torch.equal(torch.nn.functional.dropout(torch.ones(9), 0.5), torch.full((9,), 2.0))
+        assert torch.equal(torch.rand(2), torch.full((2,), 0.5)) and not torch.randn_like(torch.ones(2)).any()
+        assert torch.equal(torch.randint(3, 9, (2,)), torch.full((2,), 3)) and not torch.randint(9, (2,)).any()
+        assert torch.equal(torch.randperm(4), torch.arange(4))
+
+
+def test_types_are_widened() -> None:
+    kept = torch.ones(2, 2)
+    with in_float64(widen=True, draws=True) as mode:
+        made = [torch.zeros(2, dtype=torch.float32), torch.tensor([1.5], dtype=torch.bfloat16), torch.ones(2).float()]
+        assert all(t.dtype is torch.float64 for t in made) and mode.casts == {torch.float32}
+        assert (kept @ torch.ones(2)).dtype is torch.float64
+    assert torch.get_default_dtype() is torch.float32

@@ -1,0 +1,170 @@
+"""Programs, right and wrong, that `verify` judges on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Plan
+from pipeline.lowering import lower
+from pipeline.runtime.source import load_program
+from stages.codegen.module import write_module
+from stages.verify.float64 import draws_alike
+from stages.verify.locate import Case, locate
+from stages.verify.steps import judge
+from stages.verify.truth import truth_of
+from tests import plans
+from tests.graphs import trace
+from tests.programs import Stateful, everything, uniform
+from tests.skips import Ladder, sequences
+
+
+class Casting(nn.Module):
+    """Casts to float32, as norms and losses of many models do; `beside` its weights, where only float64 fits."""
+
+    def __init__(self, beside: bool) -> None:
+        super().__init__()
+        self.linear, self.beside = nn.Linear(6, 6), beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.beside:
+            return F.linear(x.float(), self.linear.weight).square().mean()
+        return torch.softmax(self.linear(x).float(), -1).square().mean()
+
+
+class Copying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return (self.last(y.clone()) + y).square().mean()
+
+
+class Centred(nn.Module):
+    """The second norm's running mean is nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.linear, self.last = nn.BatchNorm1d(6), nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.last(self.linear(self.first(x))) * x).square().mean()
+
+
+class WholeTensor(torch.optim.SGD):
+    """Its step is of the size of its learning rate, whatever the gradient: not element by element."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= group["lr"] * p.grad / p.grad.norm()
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def by_norm(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return WholeTensor(parameters, lr=1e-2)
+
+
+def split(graph: OpGraph) -> Plan:
+    return plans.data_parallel(graph, 2)
+
+
+def whole(graph: OpGraph) -> Plan:
+    return plans.plan_of(uniform(graph, 2, split=False), everything(graph), 2)
+
+
+def shards(graph: OpGraph) -> Plan:
+    return plans.zero(graph, 2)
+
+
+def cut_graph(graph: OpGraph) -> OpGraph:
+    """As if the trace had read a detach: the loss is right, gradients are not."""
+    return replace(
+        graph,
+        ops=tuple(
+            replace(op, target="aten.detach.default") if op.target == "aten.clone.default" else op for op in graph.ops
+        ),
+    )
+
+
+def wrong_graph(graph: OpGraph) -> OpGraph:
+    """As if the trace had read another number than forward has."""
+    ops = [replace(op, target="aten.sigmoid.default") if op.target == "aten.tanh.default" else op for op in graph.ops]
+    return replace(graph, ops=tuple(ops))
+
+
+@dataclass(frozen=True)
+class Tried:
+    build: Callable[[], nn.Module]
+    batch: Callable[[], dict[str, Tensor]]
+    plan: Callable[[OpGraph], Plan]
+    edit: tuple[str, str] = ("", "")
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw
+    traced: Callable[[OpGraph], OpGraph] = lambda graph: graph
+
+
+def rows() -> dict[str, Tensor]:
+    return {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(5))}
+
+
+TRIED: dict[str, Tried] = {
+    "dropout that is split": Tried(lambda: Ladder(dropout=0.3), sequences, split),
+    "dropout that is whole": Tried(lambda: Ladder(dropout=0.3), sequences, whole),
+    "statistics": Tried(Stateful, rows, split),
+    "statistics of rounding": Tried(Centred, rows, split),
+    "wrong statistics": Tried(Stateful, rows, split, ("True, 0.1, ", "True, 0.2, ")),
+    "an optimizer of whole tensors": Tried(Ladder, sequences, shards, make=by_norm),
+    "a wrong trace": Tried(Ladder, sequences, split, traced=wrong_graph),
+    "a trace that cuts a gradient": Tried(Copying, rows, split, traced=cut_graph),
+    "casts": Tried(lambda: Casting(beside=False), rows, split),
+    "casts beside weights": Tried(lambda: Casting(beside=True), rows, split),
+}
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
+
+
+def case_of(tried: Tried, path: Path) -> Case:
+    graph = tried.traced(trace(seeded(tried.build), tried.batch()))
+    plan = tried.plan(graph)
+    program = lower(graph, plan.sharding, plan.micro_batches)
+    written = write_module(graph, plan, program)
+    assert tried.edit[0] in written
+    text = written.replace(*tried.edit) if tried.edit[0] else written
+    path.write_text(text)
+    return Case(graph, program, written, text, str(path))
+
+
+def judge_all(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    """On a rank: the verdict on each, and the fault where there is one."""
+    return {name: judged(TRIED[name], case) for name, case in cases.items()}
+
+
+def judged(tried: Tried, case: Case) -> dict[str, Any]:
+    draw = draws_alike(case.graph, case.text)
+
+    def truth():
+        return truth_of(lambda: seeded(tried.build), [[tried.batch()]] * 3, tried.make, draw=draw)
+
+    known = truth()
+    verdict = judge(load_program(case.path), known, tried.make)
+    first = verdict.first()
+    fault = None if verdict.equal or first is None else asdict(locate(case, truth(), tried.make, first))
+    kinds = {d.kind for d in verdict.differences if d.over > 1.0}
+    tolerances = {d.tolerance: d.relative for d in verdict.differences if d.kind == "loss"}
+    found = {"equal": verdict.equal, "fault": fault, "draw": draw, "kinds": kinds, "tolerances": tolerances}
+    return found | asdict(known.kind)
