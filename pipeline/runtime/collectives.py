@@ -9,7 +9,7 @@ inner factor of the dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,10 +61,15 @@ def _sum(axis: MeshAxis) -> Move:
 
 def _pieces(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
     """The pieces of each rank, stacked on a new first dim, one after another in memory also for images by channel."""
+    return _rows(x, size, dim, parts).contiguous()
+
+
+def _rows(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
+    """The same where they lie, if they can be seen so."""
     if parts == 1:
-        return torch.stack(x.chunk(size, dim)).contiguous()
+        return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0)
     digits = x.unflatten(dim, (parts, size, x.shape[dim] // (parts * size)))
-    return digits.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
+    return digits.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
 
 def _joined(pieces: Tensor, dim: int, parts: int) -> Tensor:
@@ -136,6 +141,31 @@ def _exchange(axis: MeshAxis, split: tuple[int, int], join: tuple[int, int]) -> 
         return _joined(incoming, *join)
 
     return move
+
+
+# Moves of several tensors at once: one collective, in which each rank's pieces of all lie one after another.
+
+Split = tuple[int, int]  # the dim on which a tensor is split, and its parts
+
+
+def join_several(pieces: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis) -> list[Tensor]:
+    """The wholes of pieces of one dtype."""
+    flat = torch.cat([piece.reshape(-1) for piece in pieces])
+    rows = flat.new_empty((axis.size, flat.numel()))
+    all_gather_into(rows.view(-1), flat, group=axis.group)
+    del flat  # before the wholes are made
+    parts = rows.split([piece.numel() for piece in pieces], 1)
+    return [_joined(x.unflatten(1, p.shape), *split) for x, p, split in zip(parts, pieces, splits, strict=True)]
+
+
+def sum_and_split_several(wholes: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis) -> list[Tensor]:
+    """This rank's pieces of the sums over the ranks."""
+    parts = [_rows(whole, axis.size, *split) for whole, split in zip(wholes, splits, strict=True)]
+    rows = torch.cat([part.reshape(axis.size, -1) for part in parts], 1)
+    own = rows.new_empty(rows.shape[1])
+    reduce_scatter_from(own, rows.view(-1), group=axis.group)
+    found = own.split([part.numel() // axis.size for part in parts])
+    return [x.view(part.shape[1:]) for x, part in zip(found, parts, strict=True)]
 
 
 # The conversions, by the names that generated programs use.

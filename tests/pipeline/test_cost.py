@@ -311,7 +311,9 @@ def test_the_price_of_zero_3():
         whole, once, twice = (entry.memory for entry in held)
         saved = matrix if link is not graph.chain[0] else 0  # the step's inputs have no gradient
         assert once.kept - whole.kept == saved and twice.kept == whole.kept
-        assert once.forward_peak == twice.forward_peak == whole.forward_peak + matrix + bias
+        assert once.forward_peak == whole.forward_peak + matrix + bias
+        together = 2 * (matrix + bias)  # copies of one collective, beside what it receives
+        assert twice.forward_peak == max(once.forward_peak, together if matrix and bias else 0)
         assert twice.backward_extra >= whole.backward_extra + saved
         assert held[1].communication.forward == held[2].communication.forward
         more = held[2].communication.backward - held[1].communication.backward
