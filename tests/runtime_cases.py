@@ -155,6 +155,25 @@ def check_sums() -> None:
             assert sums.order == list(range(len(sums.buckets)))
 
 
+def check_old_values() -> None:
+    """What a bucket holds from the step before does not count: the first gradient takes its place."""
+    ranks = dist.get_world_size()
+    first, second, unread = params = parameters(3, 4, 5)
+    sums = summed(params)
+    for passes in (1, 2):
+        for flat in sums.buffers():
+            flat.fill_(float("nan"))
+        sums.start(armed=passes == 1)
+        for left in reversed(range(passes)):
+            if not left:
+                sums.arm()
+            (first.sum() + 2 * second.sum()).backward()
+        sums.wait()
+        for p, factor in ((first, 1.0), (second, 2.0), (unread, 0.0)):
+            torch.testing.assert_close(p.grad, torch.full_like(p, passes * factor * ranks))
+        inside_of_buckets(sums)
+
+
 def inside_of_buckets(sums: Gradients) -> None:
     for bucket in sums.buckets:
         start, end = bucket.flat.data_ptr(), bucket.flat.data_ptr() + bucket.flat.numel() * bucket.flat.element_size()
@@ -439,6 +458,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "mean cross entropy": check_cross_entropy,
     "mean of pieces": check_mean_of_pieces,
     "gradients are summed": check_sums,
+    "old values of buckets": check_old_values,
     "one send order": check_send_order,
     "tied parameter": check_tied,
     "parameters without a gradient": check_missing,
