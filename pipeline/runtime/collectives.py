@@ -148,14 +148,24 @@ def _exchange(axis: MeshAxis, split: tuple[int, int], join: tuple[int, int]) -> 
 Split = tuple[int, int]  # the dim on which a tensor is split, and its parts
 
 
-def join_several(pieces: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis) -> list[Tensor]:
-    """The wholes of pieces of one dtype."""
-    flat = torch.cat([piece.reshape(-1) for piece in pieces])
-    rows = flat.new_empty((axis.size, flat.numel()))
-    all_gather_into(rows.view(-1), flat, group=axis.group)
-    del flat  # before the wholes are made
-    parts = rows.split([piece.numel() for piece in pieces], 1)
-    return [_joined(x.unflatten(1, p.shape), *split) for x, p, split in zip(parts, pieces, splits, strict=True)]
+class Joining:
+    """The wholes of pieces of one dtype, while they come together."""
+
+    def __init__(self, pieces: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis, waits: bool = True) -> None:
+        self.shapes, self.splits = [piece.shape for piece in pieces], splits
+        self.flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        self.rows = self.flat.new_empty((axis.size, self.flat.numel()))
+        later = {} if waits else {"async_op": True}
+        self.work = all_gather_into(self.rows.view(-1), self.flat, group=axis.group, **later)
+
+    def finish(self) -> list[Tensor]:
+        if self.work is not None:
+            self.work.wait()
+        rows = self.rows
+        del self.flat, self.rows, self.work  # before the wholes are made
+        parts = rows.split([shape.numel() for shape in self.shapes], 1)
+        given = zip(parts, self.shapes, self.splits, strict=True)
+        return [_joined(part.unflatten(1, shape), *split) for part, shape, split in given]
 
 
 def sum_and_split_several(wholes: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis) -> list[Tensor]:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.ir.layout import Layout, Place
+from pipeline.runtime.ahead import Ahead
 from pipeline.runtime.collectives import all_gather_into, reduce_scatter_from
 from pipeline.runtime.mesh import MeshAxis, axis_of, joined
 
@@ -51,6 +52,7 @@ class Gradients:
         grouped = _grouped([m for m in members if m.summed or m.digits], first_mb, bucket_mb)
         self.buckets: list[_Sum | _Shards] = [(_Shards if group[0].digits else _Sum)(group) for group in grouped]
         self.updated = self._updated([m.parameter for m in members])
+        self.ahead = Ahead()
         self.next = 0
         self.armed = True
         self.order: list[int] = []  # buckets in the order they were sent in this step
@@ -86,6 +88,7 @@ class Gradients:
         self.next = 0
         self.order = []
         self.armed = armed
+        self.ahead.start()
         for bucket in self.buckets:
             bucket.reset()
             bucket.missing = set(range(len(bucket.members)))
@@ -101,6 +104,7 @@ class Gradients:
 
     def wait(self) -> None:
         """After backward: sends what no gradient reached, and waits for all; then the optimizer may step."""
+        self.ahead.stop()
         while self.next < len(self.buckets):
             self._send()
         for bucket in self.buckets:

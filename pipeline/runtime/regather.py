@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.runtime.collectives import Split, all_gather, join_several, sum_and_split_several
+from pipeline.runtime import ahead
+from pipeline.runtime.collectives import Joining, Split, sum_and_split_several
 from pipeline.runtime.mesh import MeshAxis, axis_of
 
 
@@ -61,6 +62,12 @@ class _Group:
         self.wanted = [0] * len(sources)
         self.made: list[Tensor | None] = [None] * len(sources)
 
+    def gather(self, pieces: Sequence[Tensor], numbers: Iterable[int]) -> list[Tensor]:
+        """Ahead of time where the pieces are parameters themselves."""
+        splits = [self.splits[n] for n in numbers]
+        stored = all(isinstance(source, Tensor) for source in self.sources)
+        return ahead.gather(pieces, splits, self.axis) if stored else Joining(pieces, splits, self.axis).finish()
+
     def take(self, number: int) -> Tensor:
         """One of them; when the first is asked for, all that will be are made, and each goes when it is asked for last.
 
@@ -71,8 +78,7 @@ class _Group:
                 n for n, wanted in enumerate(self.wanted) if (wanted > 0 or n == number) and self.made[n] is None
             ]
             with torch.no_grad():
-                pieces = [_taken(self.sources[n]) for n in missing]
-                found = join_several(pieces, [self.splits[n] for n in missing], self.axis)
+                found = self.gather([_taken(self.sources[n]) for n in missing], missing)
             for n, made in zip(missing, found, strict=True):
                 self.made[n] = made
         whole = self.made[number]
@@ -141,11 +147,6 @@ def again(conversion: Callable[..., Tensor], x: Tensor, **arguments: Any) -> Ten
     return result
 
 
-def regather(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
-    """S(dim) -> B, gathered again in backward"""
-    return again(all_gather, x, axis=axis, dim=dim, parts=parts)
-
-
 class _Together(torch.autograd.Function):
     """Gathered together; backward has the gradients of all, and sums and splits them together."""
 
@@ -153,7 +154,7 @@ class _Together(torch.autograd.Function):
     def forward(ctx: Any, group: _Group, *pieces: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.shapes = group, [piece.shape for piece in pieces]
         ctx.set_materialize_grads(False)
-        wholes = join_several(pieces, group.splits, group.axis)
+        wholes = group.gather(pieces, range(len(pieces)))
         ctx.mark_non_differentiable(
             *(w for w, needs in zip(wholes, ctx.needs_input_grad[1:], strict=True) if not needs)
         )
@@ -193,6 +194,12 @@ def regather_together(*given: tuple[Tensor, int] | tuple[Tensor, int, int], axis
             _remember(whole, _Member(group, place))
             found[n] = whole
     return tuple(found[n] for n in range(len(tensors)))
+
+
+def regather(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
+    """S(dim) -> B, gathered again in backward"""
+    (whole,) = regather_together((x, dim, parts), axis=axis)
+    return whole
 
 
 class _Depth(threading.local):
