@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipeline import runtime
 from pipeline.cost.conversions import TABLE, conversion
 from pipeline.ir.layout import B, Layout, P, R, S, State
+from pipeline.runtime import later
 from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.losses import mean_cross_entropy, mean_of_pieces
 from pipeline.runtime.memory import storage_bytes
@@ -446,6 +447,25 @@ def check_ahead_of_another_order() -> None:
     assert len(gradients.ahead.seen) == 3 and outside.shape == (2 * ranks,), "outside of a step nothing begins"
 
 
+def check_later() -> None:
+    """The loss is summed while backward runs, and is there when the gradients are; outside of a step it is at once."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    (weight,) = parameters(3)
+    gradients = summed([weight])
+    value = weight.detach().sum()
+    for _ in range(2):
+        gradients.start()
+        loss = runtime.all_reduce(weight.sum() * (rank + 1), axis=AXIS, is_last=True)
+        assert len(later._under_way) == 1
+        loss.backward()
+        gradients.wait()
+        total = ranks * (ranks + 1) / 2
+        torch.testing.assert_close(loss.detach(), value * total)
+        torch.testing.assert_close(weight.grad, torch.full_like(weight, total))
+        assert not later.in_step()
+    torch.testing.assert_close(runtime.all_reduce(value, axis=AXIS, is_last=True), value * ranks)
+
+
 def check_recompute() -> None:
     """Conversions inside nested recompute regions give the same gradients; a summed parameter is summed once."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -529,6 +549,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "copies of a step": check_copies_of_a_step,
     "gathers ahead": check_ahead,
     "gathers ahead in another order": check_ahead_of_another_order,
+    "the loss comes later": check_later,
     "recompute": check_recompute,
     "pieces of parameters": check_pieces_of_parameters,
     "meshes": check_meshes,

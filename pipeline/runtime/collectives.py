@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.runtime import later
 from pipeline.runtime.mesh import MeshAxis, axis_of
 
 Move = Callable[[Tensor], Tensor]
@@ -49,10 +50,12 @@ def _nothing(x: Tensor) -> Tensor:
     return x
 
 
-def _sum(axis: MeshAxis) -> Move:
+def _sum(axis: MeshAxis, may_wait: bool = False) -> Move:
     def move(x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
-        if axis.size > 1:
+        if axis.size > 1 and may_wait and later.in_step():
+            later.add(dist.all_reduce(total, group=axis.group, async_op=True))
+        elif axis.size > 1:
             dist.all_reduce(total, group=axis.group)
         return total
 
@@ -186,9 +189,9 @@ def sum_gradient(x: Tensor, axis: str) -> Tensor:
     return _apply(x, _nothing, _sum(axis_of(axis)))
 
 
-def all_reduce(x: Tensor, axis: str) -> Tensor:
-    """P -> R"""
-    return _apply(x, _sum(axis_of(axis)), _nothing)
+def all_reduce(x: Tensor, axis: str, is_last: bool = False) -> Tensor:
+    """P -> R; the last of a program, which is the loss, need not be there before the gradients are"""
+    return _apply(x, _sum(axis_of(axis), may_wait=is_last), _nothing)
 
 
 def all_reduce_both(x: Tensor, axis: str) -> Tensor:

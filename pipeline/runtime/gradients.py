@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.ir.layout import Layout, Place
+from pipeline.runtime import later
 from pipeline.runtime.ahead import Ahead
 from pipeline.runtime.collectives import all_gather_into, reduce_scatter_from
 from pipeline.runtime.mesh import MeshAxis, axis_of, joined
@@ -89,6 +90,7 @@ class Gradients:
         self.order = []
         self.armed = armed
         self.ahead.start()
+        later.start()
         for bucket in self.buckets:
             bucket.reset()
             bucket.missing = set(range(len(bucket.members)))
@@ -111,6 +113,7 @@ class Gradients:
             bucket.go_on()
         for bucket in self.buckets:
             bucket.wait()
+        later.finish()
 
     def publish(self) -> None:
         """After the optimizer: every rank gets the values that others have updated."""

@@ -18,7 +18,7 @@ from pipeline.cost.conversions import (
     step_axis,
 )
 from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
-from pipeline.ir.layout import Layout
+from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.program import Call, Convert, Step, Tensor
 from pipeline.ops.rule import Rendered, call, plain_view
@@ -116,6 +116,7 @@ class BlockWriter:
         self.names = Names()
         self.bases: dict[str, str] = {}  # value -> what its copies are named after
         self.readers = graph.consumers()
+        self.loss = Tensor(graph.output, replicated(len(mesh.axes)))
         self.arguments: dict[str, str] = {}
         self.reads_parameters = False
         self.used: set[str] = set()
@@ -184,7 +185,8 @@ class BlockWriter:
     def _convert(self, step: Convert) -> None:
         source = self._name(step.source)
         target = self._target(step)
-        text = convert_text(source, step, self.mesh)
+        is_last = step.target == self.loss and not self.readers[step.target.value]
+        text = convert_text(source, step, self.mesh, is_last)
         text = self._kept(text) if _path(step) in self.kept else text
         self.used.update(re.match(r"(?:(?:again|kept)\(?)?\w+", text)[0].split("("))
         self.lines += statement(f"{target} = {text}", self._remark(step.target, arrow_from=step.source))
@@ -304,7 +306,7 @@ def _arguments(text: str) -> list[str]:
     return [*found, text[start:].strip()]
 
 
-def convert_text(source: str, step: Convert, mesh: Mesh) -> str:
+def convert_text(source: str, step: Convert, mesh: Mesh, is_last: bool = False) -> str:
     """`all_gather(x, axis="d0", dim=1)`; `regather(...)` or `again(gather, x, ...)` where backward makes it again."""
     ends = step.source.layout, step.target.layout
     entry = conversion_of(*ends, mesh.sizes)
@@ -312,6 +314,8 @@ def convert_text(source: str, step: Convert, mesh: Mesh) -> str:
     name, _ = mesh.axes[step_axis(*ends, mesh.sizes)]
     told = step_arguments(*ends, mesh.sizes)
     arguments = [source, f'axis="{name}"', *(f"{argument}={number}" for argument, number in told.items())]
+    if is_last and entry.function == "all_reduce":
+        arguments.append("is_last=True")
     if entry.again and entry != REGATHER:
         return f"again({', '.join([entry.function, *arguments])})"
     return f"{entry.function}({', '.join(arguments)})"

@@ -254,7 +254,15 @@ def test_wrapping_does_not_change_what_is_called():
     assert ast.dump(ast.parse("\n".join(statement(text, "# R")))) == ast.dump(ast.parse(text))
 
 
-# ------------------------------------------------------------------------------------------------------ ZeRO-3
+# -------------------------------------------------------------------------------------------------- loss, ZeRO-3
+
+
+def test_the_sum_of_the_loss_is_the_last_line_and_alone_is_last():
+    graph, plan = plans.graph_of("gpt"), storage_plans.plan_named("gpt", "ddp")
+    text = write_module(graph, plan, lower(graph, plan.sharding))
+    (line,) = (line for line in text.splitlines() if "is_last=True" in line)
+    before_class = text[: text.index("class Program")].rstrip().splitlines()
+    assert before_class[-2] == line and "all_reduce(" in line and "P -> R []" in line
 
 
 @pytest.mark.parametrize("name", ["zero3", "zero3_on_both", "ddp_zero3", "zero3_tp"])
