@@ -84,7 +84,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of one rank; two ranks are on CPUs")
     parser.add_argument("--models", default=",".join(ONE_RANK), help="of one rank; empty for none")
     parser.add_argument("--peers", default="", help="of two ranks; by default all on a CPU, none on a GPU")
-    parser.add_argument("--sizes", default=",".join(TWO_RANKS), help="of two ranks")
+    parser.add_argument("--sizes", default=",".join(TWO_RANKS), help="of two ranks; empty for none")
     parser.add_argument("--pairs", type=int, default=40, help="of steps, for each figure")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile on a GPU")
     arguments = parser.parse_args()
@@ -99,7 +99,7 @@ def main() -> int:
         return 0
     torch.set_num_threads(1)
     rows = one_rank(arguments.folder, arguments.device, models, arguments.pairs, not arguments.no_compile)
-    rows += two_ranks(arguments.folder, peers, sizes, arguments.pairs) if peers else []
+    rows += two_ranks(arguments.folder, peers, sizes, arguments.pairs) if peers and sizes else []
     print(json.dumps({row.name: round(row.found.ratio, 4) for row in rows}))
     return 0 if all(row.met for row in rows) else 1
 
