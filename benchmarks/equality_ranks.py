@@ -111,7 +111,7 @@ def _judge(case: Case, path: Path) -> dict[str, Any]:
 
     path.write_text(case.text)
     truth = _truth(case.model, case.plan.micro_batches, draws_alike(case.graph, case.text))
-    verdict = judge(load_program(str(path)), truth, optimizer)
+    verdict = judge(load_program(str(path), compiles=False), truth, optimizer)
     worst = verdict.worst
     found: dict[str, Any] = {"worst": worst.over, "tolerance": worst.tolerance, "at": f"{worst.kind} {worst.name}"}
     first = verdict.first()

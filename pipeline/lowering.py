@@ -9,7 +9,7 @@ On an axis where a parameter is stored `R` and an op reads it as `B`, the step s
 is DDP), and the parameter counts as `B`: what ops that read it otherwise need there is local (`B -> R` masks the
 gradient, `B -> S` takes a piece). What is left of the way to its readers is converted. A parameter that several links
 read in a layout it is not stored in is converted once, before the chain; one that is regathered (ZeRO-3) by each link,
-which lets go of the copy.
+which lets go of the copy. A link begins with these, so that those of one axis are one collective.
 
 A step may run the chain on several micro-batches. What is converted before it is then made once for all of them, also
 for a layout that one of the links alone reads; a parameter that belongs to one link is converted with it each time.
@@ -40,7 +40,7 @@ def lower(graph: OpGraph, sharding: Sharding, micro_batches: int = 1) -> Program
         steps = _steps(graph, sharding, link.ops, home, copies)
         if index == len(graph.chain) - 1:
             steps += _convert(graph, sharding, Tensor(graph.output, home[graph.output]), _loss(graph, home), {})
-        links.append(tuple(steps))
+        links.append(tuple(_regathers_first(steps)))
     reduced = _reduced(graph, sharding)
     return Program(tuple(prologue), tuple(shared), tuple(links), reduced, _loss(graph, home), micro_batches)
 
@@ -142,6 +142,17 @@ def _steps(
         outputs = tuple(Tensor(n, s) for n, s in zip(op.outputs, strategy.outputs, strict=True))
         steps.append(Call(op.name, tuple(inputs), outputs))
     return steps
+
+
+def _regathers_first(steps: list[Step]) -> list[Step]:
+    """What is made again before all else, and of that the first step of every way before the second."""
+    depth: dict[Tensor, int] = {}
+    for step in steps:
+        if isinstance(step, Convert) and step.again:
+            depth[step.target] = depth.get(step.source, -1) + 1
+    first = [step for step in steps if isinstance(step, Convert) and step.again]
+    first.sort(key=lambda step: (depth[step.target], str(step.source.layout), str(step.target.layout)))
+    return [*first, *(step for step in steps if not (isinstance(step, Convert) and step.again))]
 
 
 def _same(value: Value, have: Layout, want: Layout) -> bool:

@@ -14,4 +14,15 @@ BODIES = (  # local forms of ops
     "mean_of_pieces",
     "row_split_embedding",
 )
-NAMES = (*CONVERSIONS, *BODIES, "again", "channels_last", "compiled", "keep_shards", "kept", "recompute", "scope")
+NAMES = (
+    *CONVERSIONS,
+    *BODIES,
+    "again",
+    "channels_last",
+    "compiled",
+    "keep_shards",
+    "kept",
+    "recompute",
+    "regather_together",
+    "scope",
+)

@@ -236,6 +236,7 @@ def run_threads(function: Callable[[At], object], axes: tuple[Axis, ...]) -> dic
     with (
         mock.patch.multiple(collectives, dist=Simulated, axis_of=of_thread, **replaced),
         mock.patch.multiple(runtime_axes, dist=Simulated, axis_of=of_thread),
+        mock.patch("pipeline.runtime.regather.axis_of", of_thread),
     ):
         threads = [threading.Thread(target=run, args=(at,)) for at in places]
         for thread in threads:

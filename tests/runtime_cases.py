@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipeline import runtime
 from pipeline.cost.conversions import TABLE, conversion
 from pipeline.ir.layout import B, Layout, P, R, S, State
+from pipeline.runtime import later
 from pipeline.runtime.collectives import all_reduce
 from pipeline.runtime.compiled import compiled
 from pipeline.runtime.gradients import Gradients
@@ -156,6 +157,25 @@ def check_sums() -> None:
                 torch.testing.assert_close(p.grad, 2 * weights[:, number].sum() * p.detach())
             inside_of_buckets(sums)
             assert sums.order == list(range(len(sums.buckets)))
+
+
+def check_old_values() -> None:
+    """What a bucket holds from the step before does not count: the first gradient takes its place."""
+    ranks = dist.get_world_size()
+    first, second, unread = params = parameters(3, 4, 5)
+    sums = summed(params)
+    for passes in (1, 2):
+        for flat in sums.buffers():
+            flat.fill_(float("nan"))
+        sums.start(armed=passes == 1)
+        for left in reversed(range(passes)):
+            if not left:
+                sums.arm()
+            (first.sum() + 2 * second.sum()).backward()
+        sums.wait()
+        for p, factor in ((first, 1.0), (second, 2.0), (unread, 0.0)):
+            torch.testing.assert_close(p.grad, torch.full_like(p, passes * factor * ranks))
+        inside_of_buckets(sums)
 
 
 def inside_of_buckets(sums: Gradients) -> None:
@@ -370,6 +390,85 @@ def check_copies_of_a_step() -> None:
         assert len(reached) == 3 * (step + 1), "by the passes that read it as it is stored"
 
 
+class Gathering:
+    """Two layers whose weights are gathered for each, the first of them in a region that runs again."""
+
+    def __init__(self, shards: list[nn.Parameter]) -> None:
+        self.shards = shards
+
+    def forward(self, x: Tensor) -> Tensor:
+        with runtime.keep_shards():
+            return self.layer(recompute(lambda x: self.layer(x, 0), x), 1).sum()
+
+    def layer(self, x: Tensor, number: int) -> Tensor:
+        weight, bias = self.shards[2 * number : 2 * number + 2]
+        whole, added = runtime.regather_together((weight, 0), (bias, 0), axis=AXIS)
+        return torch.tanh(torch.nn.functional.linear(x, whole, added))
+
+
+def check_ahead() -> None:
+    """From the second step on every gather but the first has begun before it is asked for; new values are gathered."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    size = 2 * ranks
+    whole = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((size, size), (size,)) * 2]
+    shards = [nn.Parameter(p.detach().chunk(ranks)[rank].clone()) for p in whole]
+    program = Gathering(shards)
+    gradients = Gradients(shards, [("S(0)", "", "S(0)")] * 4, [AXIS])
+    optimizers = [torch.optim.SGD(ps, lr=0.1) for ps in (whole, gradients.updated)]
+    inputs = torch.randn(3, ranks, 3, size, dtype=torch.float64, requires_grad=True)
+    for step, passes in enumerate((1, 1, 2)):
+        expected = torch.zeros((), dtype=torch.float64)
+        for x in inputs[:passes].flatten(0, 1):
+            y = torch.tanh(torch.nn.functional.linear(x, whole[0], whole[1]))
+            expected = expected + torch.tanh(torch.nn.functional.linear(y, whole[2], whole[3])).sum() / passes
+        optimizers[0].zero_grad()
+        expected.backward()
+        run_passes(program, gradients, [{"x": inputs[n, rank]} for n in range(passes)], passes)
+        asked = len(gradients.ahead.seen)
+        assert asked == passes * 5, "for two layers forward, for one of them again, for two layers backward"
+        assert gradients.ahead.used == (0, asked - 1, 4)[step], "of a step that is longer than the last, as much as it"
+        for p, shard in zip(whole, shards, strict=True):
+            torch.testing.assert_close(shard.grad, p.grad.chunk(ranks)[rank])
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def check_ahead_of_another_order() -> None:
+    """What was begun and is not asked for is left; the values are right whatever order a step takes."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    shards = [nn.Parameter(torch.full((2,), 1.0 * rank + 10 * n)) for n in range(3)]
+    gradients = Gradients(shards, [("S(0)", "", "S(0)")] * 3, [AXIS])
+    for order, used in (((0, 1, 2), 0), ((0, 1, 2), 2), ((0, 2, 1), 0), ((0, 2), 1), ((2, 0, 1), 0)):
+        gradients.start()
+        for n in order:
+            found = runtime.regather(shards[n], axis=AXIS, dim=0).detach()
+            assert found.tolist() == [1.0 * r + 10 * n for r in range(ranks) for _ in range(2)]
+        assert gradients.ahead.used == used
+        gradients.wait()
+        assert gradients.ahead.begun is None
+    outside = runtime.regather(shards[0], axis=AXIS, dim=0)
+    assert len(gradients.ahead.seen) == 3 and outside.shape == (2 * ranks,), "outside of a step nothing begins"
+
+
+def check_later() -> None:
+    """The loss is summed while backward runs, and is there when the gradients are; outside of a step it is at once."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    (weight,) = parameters(3)
+    gradients = summed([weight])
+    value = weight.detach().sum()
+    for _ in range(2):
+        gradients.start()
+        loss = runtime.all_reduce(weight.sum() * (rank + 1), axis=AXIS, is_last=True)
+        assert len(later._under_way) == 1
+        loss.backward()
+        gradients.wait()
+        total = ranks * (ranks + 1) / 2
+        torch.testing.assert_close(loss.detach(), value * total)
+        torch.testing.assert_close(weight.grad, torch.full_like(weight, total))
+        assert not later.in_step()
+    torch.testing.assert_close(runtime.all_reduce(value, axis=AXIS, is_last=True), value * ranks)
+
+
 def check_recompute() -> None:
     """Conversions inside nested recompute regions give the same gradients; a summed parameter is summed once."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -463,6 +562,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "mean cross entropy": check_cross_entropy,
     "mean of pieces": check_mean_of_pieces,
     "gradients are summed": check_sums,
+    "old values of buckets": check_old_values,
     "one send order": check_send_order,
     "tied parameter": check_tied,
     "parameters without a gradient": check_missing,
@@ -471,6 +571,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "shards among other parameters": check_shards_among_others,
     "micro-batches": check_micro_batches,
     "copies of a step": check_copies_of_a_step,
+    "gathers ahead": check_ahead,
+    "gathers ahead in another order": check_ahead_of_another_order,
+    "the loss comes later": check_later,
     "recompute": check_recompute,
     "compiled": check_compiled,
     "pieces of parameters": check_pieces_of_parameters,

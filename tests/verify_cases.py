@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Plan
+from pipeline.ir.plan import Plan, Region
 from pipeline.lowering import lower
 from pipeline.runtime.source import load_program
 from stages.codegen.module import write_module
@@ -119,7 +119,20 @@ def rows() -> dict[str, Tensor]:
     return {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(5))}
 
 
+def in_blocks(graph: OpGraph) -> Plan:
+    """Two links are one compiled function, then one, then two in a region..."""
+    spans, link, leaves = [2, 1], 0, []
+    while link < len(graph.chain):
+        last = min(link + spans[len(leaves) % 2], len(graph.chain)) - 1
+        leaf = Region(link, last, False, (), (), 0.5)
+        leaves.append(leaf if len(leaves) % 3 else Region(link, last, True, (leaf,)))
+        link = last + 1
+    return plans.plan_of(uniform(graph, 2), tuple(leaves), 2)
+
+
 TRIED: dict[str, Tried] = {
+    "compiled blocks": Tried(Ladder, sequences, in_blocks),
+    "a wrong compiled block": Tried(Ladder, sequences, in_blocks, ("torch.tanh(", "1.01 * torch.tanh(")),
     "dropout that is split": Tried(lambda: Ladder(dropout=0.3), sequences, split),
     "dropout that is whole": Tried(lambda: Ladder(dropout=0.3), sequences, whole),
     "statistics": Tried(Stateful, rows, split),
@@ -161,7 +174,7 @@ def judged(tried: Tried, case: Case) -> dict[str, Any]:
         return truth_of(lambda: seeded(tried.build), [[tried.batch()]] * 3, tried.make, draw=draw)
 
     known = truth()
-    verdict = judge(load_program(case.path), known, tried.make)
+    verdict = judge(load_program(case.path, compiles=False), known, tried.make)
     first = verdict.first()
     fault = None if verdict.equal or first is None else asdict(locate(case, truth(), tried.make, first))
     kinds = {d.kind for d in verdict.differences if d.over > 1.0}

@@ -18,7 +18,7 @@
 | `B -> P`       | mask_both       | mask           | mask                       | local                               |
 
 (1) Every step on the way of such a parameter to its readers is made again in backward; the others keep their names:
-`again(gather, ...)`.
+`again(gather, ...)`. Those of a link that go over one axis are one collective, `regather_together`.
 
 A step changes the state on one axis. The digits that the other axes take (see pipeline.ir.layout) stay where they are:
 gathering the outer of two axes on one dim leaves the inner one on a factor, `S(0),S(0) -> R,S(0:2)`; only where the
@@ -27,11 +27,14 @@ inner one is gathered is it `S(0),S(0) -> S(0),R`. What lies between other layou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from pipeline.cost.compute import Seconds
 from pipeline.ir.cluster import COLLECTIVES, Axis, Compute
 from pipeline.ir.layout import Layout, State
+from pipeline.ir.program import Convert, Step
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,23 @@ def conversion_of(source: Layout, target: Layout, sizes: tuple[int, ...]) -> Con
     """The table's entry for one step between layouts."""
     axis = step_axis(source, target, sizes)
     return conversion(source.states[axis], target.states[axis])
+
+
+def gathered_together(steps: Sequence[Step], sizes: tuple[int, ...]) -> list[tuple[Convert, ...]]:
+    """Steps next to each other that regather over one axis: a program has one collective for them."""
+    found: list[tuple[Convert, ...]] = []
+    for over, run in groupby(steps, lambda step: _regathers_over(step, sizes)):
+        together = tuple(step for step in run if isinstance(step, Convert))
+        if over is not None and len(together) > 1:
+            found.append(together)
+    return found
+
+
+def _regathers_over(step: Step, sizes: tuple[int, ...]) -> int | None:
+    if not isinstance(step, Convert) or not step.again:
+        return None
+    ends = step.source.layout, step.target.layout
+    return step_axis(*ends, sizes) if conversion_of(*ends, sizes) is TABLE["SB"] else None
 
 
 def step_arguments(source: Layout, target: Layout, sizes: tuple[int, ...]) -> dict[str, int]:

@@ -3,7 +3,9 @@
 Two tensors share memory where one is a view of the other, or where a conversion does nothing in the forward pass.
 Parameters, inputs and results of the prologue are resident and not counted here; a gathered copy of a parameter is. One
 that is made again in backward is alive while the link runs forward, and in backward from the first op that needs it
-until its gradient is there; in between nothing of it is kept.
+until its gradient is there; in between nothing of it is kept. Copies that are gathered together are made again so,
+when the first of them is needed, and each goes with the last op that needs it. What the collective receives lies beside
+them while they are made, and what it sends beside their gradients when these are summed.
 
 A common value (an activation that later links read) and its gradient are counted once, on their own, by the link that
 writes it, and nowhere else: not in what any link keeps, nor in its peaks. They are alive from the forward of their
@@ -16,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.cost.compute import local_bytes
-from pipeline.cost.conversions import conversion_of
+from pipeline.cost.conversions import conversion_of, gathered_together
 from pipeline.ir.graph import Link, OpGraph
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
@@ -126,12 +128,16 @@ def link_parts(
     own = {owner: size for held in kept_by for owner, size in held.items() if owner not in again}
     kept = {exit_: storage.size(exit_), **own}
     most = max((need.forward for need in needs), default=0)
+    together = _together(steps, sizes)
+    gathered = _gather_peak(steps, storage, together)
     whole = LinkMemory(
         output=storage.size(exit_),
         kept=sum(kept.values()),
-        forward_peak=_forward_peak(steps, storage, kept) + most,
-        dropped_peak=_forward_peak(steps, storage, {exit_: storage.size(exit_)}) + most,
-        backward_extra=_backward_extra(graph, steps, storage, kept_by, kept, output, needs, graph.reads_common(link)),
+        forward_peak=max(_forward_peak(steps, storage, kept) + most, gathered),
+        dropped_peak=max(_forward_peak(steps, storage, {exit_: storage.size(exit_)}) + most, gathered),
+        backward_extra=_backward_extra(
+            graph, steps, storage, kept_by, kept, output, needs, graph.reads_common(link), together
+        ),
         common=common_bytes,
     )
     by_step = (_step_memory(step, held, storage) for step, held in zip(steps, kept_by, strict=True))
@@ -197,6 +203,24 @@ def _forward_peak(steps: tuple[Step, ...], storage: _Storage, kept: dict[Tensor,
     return private + sum(storage.bytes.get(owner, 0) for owner in written)
 
 
+Together = tuple[Tensor, ...]  # copies that one collective makes
+
+
+def _together(steps: tuple[Step, ...], sizes: tuple[int, ...]) -> tuple[Together, ...]:
+    return tuple(tuple(step.target for step in run) for run in gathered_together(steps, sizes))
+
+
+def _gather_peak(steps: tuple[Step, ...], storage: _Storage, together: tuple[Together, ...]) -> int:
+    """The most that is alive while a collective makes its copies: these come before all else in a link."""
+    last = {run[-1]: run for run in together}
+    alive = peak = 0
+    for step in steps:
+        alive += sum(storage.bytes.get(tensor, 0) for tensor in _written(step))
+        if isinstance(step, Convert) and step.target in last:
+            peak = max(peak, alive + sum(map(storage.size, last[step.target])))
+    return peak
+
+
 def _backward_extra(
     graph: OpGraph,
     steps: tuple[Step, ...],
@@ -206,6 +230,7 @@ def _backward_extra(
     output: Tensor,
     needs: list[_Temporaries],
     carried: tuple[str, ...],
+    together: tuple[Together, ...],
 ) -> int:
     """Walks the link backwards: gradients appear as ops are undone, what was kept goes when no earlier op needs it.
 
@@ -217,18 +242,28 @@ def _backward_extra(
         for owner in kept_by[index]:
             needed_until[owner] = index
     made = {tensor: index for index, step in enumerate(steps) for tensor in _written(step)}
-    needed_until |= {owner: made[owner] + 1 for owner in needed_until if owner in made and owner not in kept}
+    run_of = {copy: run for run in together for copy in run}
+    alone = [owner for owner in needed_until if owner in made and owner not in kept and owner not in run_of]
+    needed_until |= {owner: made[owner] + 1 for owner in alone}
     held = dict(kept)
     gradients: dict[Tensor, int] = {output: storage.size(output)}
     start = sum(held.values())
     peak = 0
+    asked: set[Together] = set()
+    last = [s for s in steps if isinstance(s, Convert) and any(s.target == run[-1] for run in together)]
     for index in reversed(range(len(steps))):
         step = steps[index]
         held |= {owner: size for owner, size in kept_by[index].items() if owner not in kept}
+        for run in {run_of[owner] for owner in kept_by[index] if owner in run_of} - asked:
+            asked.add(run)
+            again = {copy: storage.size(copy) for copy in run if copy in needed_until}
+            held |= again
+            peak = max(peak, sum(held.values()) + sum(gradients.values()) + sum(again.values()))
+        sent = sum(map(storage.size, run_of[step.target])) if step in last else 0
         for tensor in _read(step):
             if graph.values[tensor.value].grad:
                 gradients.setdefault(tensor, local_bytes(graph, tensor.value, tensor.layout, storage.sizes))
-        peak = max(peak, sum(held.values()) + sum(gradients.values()) + needs[index].backward)
+        peak = max(peak, sum(held.values()) + sum(gradients.values()) + needs[index].backward + sent)
         for tensor in _written(step):
             gradients.pop(tensor, None)
         held = {t: n for t, n in held.items() if needed_until.get(t, len(steps)) < index}

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import prod
 
 from pipeline.cost.compute import Seconds, local_bytes, op_seconds, optimizer_seconds
-from pipeline.cost.conversions import conversion_of
+from pipeline.cost.conversions import TABLE, conversion_of, step_axis
 from pipeline.cost.joined import joined_link
 from pipeline.cost.memory import LinkMemory, link_memory
 from pipeline.cost.paths import Paths
@@ -61,6 +61,7 @@ class StepPrice:
     resident_bytes: int
     shared_bytes: int  # copies of parameters that several links read, and their gradients
     micro_batches: int = 1
+    ahead_bytes: int = 0  # what is gathered before it is asked for: of one link at a time, at most of the largest
 
     @property
     def common_bytes(self) -> int:
@@ -70,7 +71,7 @@ class StepPrice:
     @property
     def fixed_bytes(self) -> int:
         """What is there whatever is recomputed."""
-        return self.resident_bytes + self.common_bytes + self.shared_bytes
+        return self.resident_bytes + self.common_bytes + self.shared_bytes + self.ahead_bytes
 
     @property
     def seconds(self) -> float:
@@ -174,7 +175,21 @@ def price_step(
         + sum(v.type.nbytes for v in graph.of_role(Role.BUFFER)),
         shared_bytes=sum(copied_bytes(graph, cluster, step, program.micro_batches) for step in program.shared),
         micro_batches=program.micro_batches,
+        ahead_bytes=max((ahead_bytes(graph, steps, cluster.sizes) for steps in program.links), default=0),
     )
+
+
+def ahead_bytes(graph: OpGraph, steps: Sequence[Step], sizes: tuple[int, ...]) -> int:
+    """What a link's gather of parameters as they are stored receives and sends (pipeline.runtime.ahead)."""
+    again = [step for step in steps if isinstance(step, Convert) and step.again]
+    made = {step.target for step in again}
+    found: dict[int, int] = {}
+    for step in again:
+        ends = step.source.layout, step.target.layout
+        if step.source not in made and conversion_of(*ends, sizes) is TABLE["SB"]:
+            axis, whole = step_axis(*ends, sizes), local_bytes(graph, step.target.value, step.target.layout, sizes)
+            found[axis] = found.get(axis, 0) + whole + whole // sizes[axis]
+    return max(found.values(), default=0)
 
 
 def _axes(cluster: Cluster, summed: tuple[int, ...], home: Layout, state: Layout) -> tuple[list[Axis], list[Axis]]:

@@ -23,7 +23,7 @@ from pipeline.runtime.norms import batch_norm
 from pipeline.runtime.parameters import scope
 from pipeline.runtime.random import drawn_apart
 from pipeline.runtime.recompute import kept, recompute
-from pipeline.runtime.regather import again, keep_shards, regather
+from pipeline.runtime.regather import again, keep_shards, regather, regather_together
 
 __all__ = [
     "again",
@@ -50,6 +50,7 @@ __all__ = [
     "recompute",
     "reduce_scatter",
     "regather",
+    "regather_together",
     "row_split_embedding",
     "scope",
     "shard",

@@ -9,13 +9,14 @@ inner factor of the dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.runtime import later
 from pipeline.runtime.mesh import MeshAxis, axis_of
 
 Move = Callable[[Tensor], Tensor]
@@ -49,10 +50,12 @@ def _nothing(x: Tensor) -> Tensor:
     return x
 
 
-def _sum(axis: MeshAxis) -> Move:
+def _sum(axis: MeshAxis, may_wait: bool = False) -> Move:
     def move(x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
-        if axis.size > 1:
+        if axis.size > 1 and may_wait and later.in_step():
+            later.add(dist.all_reduce(total, group=axis.group, async_op=True))
+        elif axis.size > 1:
             dist.all_reduce(total, group=axis.group)
         return total
 
@@ -61,10 +64,15 @@ def _sum(axis: MeshAxis) -> Move:
 
 def _pieces(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
     """The pieces of each rank, stacked on a new first dim, one after another in memory also for images by channel."""
+    return _rows(x, size, dim, parts).contiguous()
+
+
+def _rows(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
+    """The same where they lie, if they can be seen so."""
     if parts == 1:
-        return torch.stack(x.chunk(size, dim)).contiguous()
+        return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0)
     digits = x.unflatten(dim, (parts, size, x.shape[dim] // (parts * size)))
-    return digits.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
+    return digits.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
 
 def _joined(pieces: Tensor, dim: int, parts: int) -> Tensor:
@@ -138,6 +146,41 @@ def _exchange(axis: MeshAxis, split: tuple[int, int], join: tuple[int, int]) -> 
     return move
 
 
+# Moves of several tensors at once: one collective, in which each rank's pieces of all lie one after another.
+
+Split = tuple[int, int]  # the dim on which a tensor is split, and its parts
+
+
+class Joining:
+    """The wholes of pieces of one dtype, while they come together."""
+
+    def __init__(self, pieces: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis, waits: bool = True) -> None:
+        self.shapes, self.splits = [piece.shape for piece in pieces], splits
+        self.flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        self.rows = self.flat.new_empty((axis.size, self.flat.numel()))
+        later = {} if waits else {"async_op": True}
+        self.work = all_gather_into(self.rows.view(-1), self.flat, group=axis.group, **later)
+
+    def finish(self) -> list[Tensor]:
+        if self.work is not None:
+            self.work.wait()
+        rows = self.rows
+        del self.flat, self.rows, self.work  # before the wholes are made
+        parts = rows.split([shape.numel() for shape in self.shapes], 1)
+        given = zip(parts, self.shapes, self.splits, strict=True)
+        return [_joined(part.unflatten(1, shape), *split) for part, shape, split in given]
+
+
+def sum_and_split_several(wholes: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis) -> list[Tensor]:
+    """This rank's pieces of the sums over the ranks."""
+    parts = [_rows(whole, axis.size, *split) for whole, split in zip(wholes, splits, strict=True)]
+    rows = torch.cat([part.reshape(axis.size, -1) for part in parts], 1)
+    own = rows.new_empty(rows.shape[1])
+    reduce_scatter_from(own, rows.view(-1), group=axis.group)
+    found = own.split([part.numel() // axis.size for part in parts])
+    return [x.view(part.shape[1:]) for x, part in zip(found, parts, strict=True)]
+
+
 # The conversions, by the names that generated programs use.
 
 
@@ -146,9 +189,9 @@ def sum_gradient(x: Tensor, axis: str) -> Tensor:
     return _apply(x, _nothing, _sum(axis_of(axis)))
 
 
-def all_reduce(x: Tensor, axis: str) -> Tensor:
-    """P -> R"""
-    return _apply(x, _sum(axis_of(axis)), _nothing)
+def all_reduce(x: Tensor, axis: str, is_last: bool = False) -> Tensor:
+    """P -> R; the last of a program, which is the loss, need not be there before the gradients are"""
+    return _apply(x, _sum(axis_of(axis), may_wait=is_last), _nothing)
 
 
 def all_reduce_both(x: Tensor, axis: str) -> Tensor:

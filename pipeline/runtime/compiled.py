@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -16,11 +17,27 @@ from pipeline.runtime_names import NAMES
 STATEFUL = {"batch_norm"}  # does something else on the second run of a region
 
 
+class _Here:
+    as_written = False
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Programs that are loaded in it are not compiled: their arithmetic is that of their lines."""
+    before, _Here.as_written = _Here.as_written, True
+    try:
+        yield
+    finally:
+        _Here.as_written = before
+
+
 def compiled(function: Callable[..., Any], keeps: float) -> Callable[..., Any]:
     """The function, compiled when it is first called.
 
     Of what it has for backward it keeps at most the part `keeps`; backward makes the rest again, in its own kernels.
     """
+    if _Here.as_written:
+        return function
     from torch._inductor import config as inductor  # slow to import, and few programs need them
     from torch._inductor.compile_fx import compile_fx
 

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.ir.layout import Layout, Place
+from pipeline.runtime import later
+from pipeline.runtime.ahead import Ahead
 from pipeline.runtime.collectives import all_gather_into, reduce_scatter_from
 from pipeline.runtime.mesh import MeshAxis, axis_of, joined
 
@@ -51,6 +53,7 @@ class Gradients:
         grouped = _grouped([m for m in members if m.summed or m.digits], first_mb, bucket_mb)
         self.buckets: list[_Sum | _Shards] = [(_Shards if group[0].digits else _Sum)(group) for group in grouped]
         self.updated = self._updated([m.parameter for m in members])
+        self.ahead = Ahead()
         self.next = 0
         self.armed = True
         self.order: list[int] = []  # buckets in the order they were sent in this step
@@ -86,6 +89,8 @@ class Gradients:
         self.next = 0
         self.order = []
         self.armed = armed
+        self.ahead.start()
+        later.start()
         for bucket in self.buckets:
             bucket.reset()
             bucket.missing = set(range(len(bucket.members)))
@@ -101,12 +106,14 @@ class Gradients:
 
     def wait(self) -> None:
         """After backward: sends what no gradient reached, and waits for all; then the optimizer may step."""
+        self.ahead.stop()
         while self.next < len(self.buckets):
             self._send()
         for bucket in self.buckets:
             bucket.go_on()
         for bucket in self.buckets:
             bucket.wait()
+        later.finish()
 
     def publish(self) -> None:
         """After the optimizer: every rank gets the values that others have updated."""
@@ -171,26 +178,39 @@ def _grouped(members: list[_Member], first_mb: float, bucket_mb: float) -> list[
 
 
 class _Sum:
-    """Gradients that are summed over the ranks of some axes; each is a view of the bucket."""
+    """Gradients that are summed over the ranks of some axes.
+
+    Autograd makes the first of a step anew, without adding to zeros, and it is copied to its slot of the bucket, which
+    takes its place: there later passes add theirs.
+    """
 
     def __init__(self, members: list[_Member]) -> None:
         self.members = members
         self.axis = axis_of(joined(members[0].summed))
         self.flat = _flat(members[0].parameter, sum(m.parameter.numel() for m in members))
+        parameters = [m.parameter for m in members]
+        slots = self.flat.split([parameter.numel() for parameter in parameters])
+        self.slots = [slot.view_as(parameter) for slot, parameter in zip(slots, parameters, strict=True)]
+        self.arrived: set[int] = set()  # numbers of those whose gradient lies in its slot
         self.missing = set(range(len(members)))  # numbers of those whose gradient the last pass has not finished
         self.work: Any = None
-        offset = 0
-        for parameter in (m.parameter for m in members):
-            parameter.grad = self.flat[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
 
     def reset(self) -> None:
-        self.flat.zero_()
+        self.arrived.clear()
+        for member in self.members:
+            member.parameter.grad = None
 
     def take(self, number: int) -> None:
-        """It lies in its place, added to what was there."""
+        if number not in self.arrived:
+            parameter, slot = self.members[number].parameter, self.slots[number]
+            assert parameter.grad is not None
+            slot.copy_(parameter.grad)
+            parameter.grad = slot
+            self.arrived.add(number)
 
     def send(self) -> None:
+        for number in set(range(len(self.members))) - self.arrived:
+            self.members[number].parameter.grad = self.slots[number].zero_()
         if self.axis.size > 1:
             self.work = dist.all_reduce(self.flat, group=self.axis.group, async_op=True)
 

@@ -5,6 +5,10 @@ the result and of any view of it, so the copy goes when the link's function retu
 first op that asks, and lets go of it when its gradient is there. Where one conversion follows another, the note goes
 back to what is stored.
 
+A link's parameters are gathered together (`regather_together`): one collective forward, one more in backward for those
+of which backward needs something, when it asks for the first of them, and one for the gradients of all. A copy goes
+when the last op that needs it is undone.
+
 Recompute regions have hooks of their own on what autograd keeps, and autograd asks the innermost alone: `keep_shards`
 passes on to the hooks around it what it does not replace. A region enters it on both its runs.
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,63 +25,199 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.runtime.collectives import all_gather
+from pipeline.runtime import ahead
+from pipeline.runtime.collectives import Joining, Split, sum_and_split_several
+from pipeline.runtime.mesh import MeshAxis, axis_of
 
 
 class _Note:
     """How a tensor was made, from a tensor that is there anyway or from a view of what another note makes."""
 
-    def __init__(self, source: Tensor | _Kept, move: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, source: Tensor | _Source, move: Callable[[Tensor], Tensor]) -> None:
         self.source, self.move = source, move
+        self.wanted = False
         self.made: Tensor | None = None  # by backward, for as long as its ops need it
 
-    def make(self) -> Tensor:
-        source = self.source.make() if isinstance(self.source, _Kept) else self.source
-        with torch.no_grad():
-            return self.move(source)
+    def want(self) -> None:
+        """Backward will ask for it: once for each call, and once in all for what it is made from."""
+        if not self.wanted and not isinstance(self.source, Tensor):
+            self.source.want()
+        self.wanted = True
 
-    def whole(self) -> Tensor:
+    def take(self) -> Tensor:
         if self.made is None:
-            self.made = self.make()
+            with torch.no_grad():
+                self.made = self.move(_taken(self.source))
         return self.made
 
     def forget(self, gradient: Tensor) -> None:
         self.made = None
 
 
+class _Group:
+    """Tensors that are gathered together: how, and what backward needs of them."""
+
+    def __init__(self, sources: Sequence[Tensor | _Source], splits: Sequence[Split], axis: MeshAxis) -> None:
+        self.sources, self.splits, self.axis = sources, splits, axis
+        self.wanted = [0] * len(sources)
+        self.made: list[Tensor | None] = [None] * len(sources)
+
+    def gather(self, pieces: Sequence[Tensor], numbers: Iterable[int]) -> list[Tensor]:
+        """Ahead of time where the pieces are parameters themselves."""
+        splits = [self.splits[n] for n in numbers]
+        stored = all(isinstance(source, Tensor) for source in self.sources)
+        return ahead.gather(pieces, splits, self.axis) if stored else Joining(pieces, splits, self.axis).finish()
+
+    def take(self, number: int) -> Tensor:
+        """One of them; when the first is asked for, all that will be are made, and each goes when it is asked for last.
+
+        What is asked for once more, as by a second backward pass, is made once more.
+        """
+        if self.made[number] is None:
+            missing = [
+                n for n, wanted in enumerate(self.wanted) if (wanted > 0 or n == number) and self.made[n] is None
+            ]
+            with torch.no_grad():
+                found = self.gather([_taken(self.sources[n]) for n in missing], missing)
+            for n, made in zip(missing, found, strict=True):
+                self.made[n] = made
+        whole = self.made[number]
+        assert whole is not None
+        self.wanted[number] -= 1
+        if self.wanted[number] <= 0:
+            self.made[number] = None
+        return whole
+
+
+class _Member:
+    """One tensor of a group."""
+
+    def __init__(self, group: _Group, number: int) -> None:
+        self.group, self.number = group, number
+
+    def want(self) -> None:
+        source = self.group.sources[self.number]
+        if not self.group.wanted[self.number] and not isinstance(source, Tensor):
+            source.want()
+        self.group.wanted[self.number] += 1
+
+    def take(self) -> Tensor:
+        return self.group.take(self.number)
+
+
+class _View:
+    """A part of what a note makes, from which another is made."""
+
+    def __init__(self, note: _Source, tensor: Tensor) -> None:
+        self.note, self.view = note, (tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def want(self) -> None:
+        self.note.want()
+
+    def take(self) -> Tensor:
+        return self.note.take().as_strided(*self.view)
+
+
+_Source = _Note | _Member | _View
+
+
+def _taken(source: Tensor | _Source) -> Tensor:
+    return source if isinstance(source, Tensor) else source.take()
+
+
 class _Kept:
     """What is kept in place of a tensor: the note, and which view of the result it was."""
 
-    def __init__(self, note: _Note, tensor: Tensor) -> None:
+    def __init__(self, note: _Source, tensor: Tensor) -> None:
         self.note, self.view = note, (tensor.size(), tensor.stride(), tensor.storage_offset())
+        note.want()
 
     def tensor(self) -> Tensor:
-        return self.note.whole().as_strided(*self.view)
-
-    def make(self) -> Tensor:
-        return self.note.make().as_strided(*self.view)
+        return self.note.take().as_strided(*self.view)
 
 
-_notes: dict[int, _Note] = {}  # by where the result lies in memory, for as long as it lives
+_notes: dict[int, _Source] = {}  # by where the result lies in memory, for as long as it lives
+
+
+def _remember(result: Tensor, note: _Source) -> None:
+    place = _memory(result)
+    _notes[place] = note
+    weakref.finalize(result, _notes.pop, place, None)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _source_of(x: Tensor) -> Tensor | _Source:
+    note = _notes.get(_memory(x))
+    return x.detach() if note is None else _View(note, x)
 
 
 def again(conversion: Callable[..., Tensor], x: Tensor, **arguments: Any) -> Tensor:
     """The conversion; inside `keep_shards` its result is dropped after the forward pass and made again in backward."""
     result = conversion(x, **arguments)
-    place, before = result.untyped_storage().data_ptr(), x.untyped_storage().data_ptr()
-    if place not in (0, before):  # on an axis of one rank nothing is made, and a piece of the first dim is a view
-        source = _Kept(_notes[before], x) if before in _notes else x.detach()
-        note = _Note(source, partial(conversion, **arguments))
-        _notes[place] = note
-        weakref.finalize(result, _notes.pop, place, None)
+    if _memory(result) not in (0, _memory(x)):  # on an axis of one rank nothing is made; a piece of dim 0 is a view
+        note = _Note(_source_of(x), partial(conversion, **arguments))
+        _remember(result, note)
         if result.requires_grad:
             result.register_hook(note.forget)
     return result
 
 
+class _Together(torch.autograd.Function):
+    """Gathered together; backward has the gradients of all, and sums and splits them together."""
+
+    @staticmethod
+    def forward(ctx: Any, group: _Group, *pieces: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.shapes = group, [piece.shape for piece in pieces]
+        ctx.set_materialize_grads(False)
+        wholes = group.gather(pieces, range(len(pieces)))
+        ctx.mark_non_differentiable(
+            *(w for w, needs in zip(wholes, ctx.needs_input_grad[1:], strict=True) if not needs)
+        )
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        group, needs = ctx.group, ctx.needs_input_grad[1:]
+        chosen = [n for n, need in enumerate(needs) if need]
+        like = next(gradient for gradient in gradients if gradient is not None)
+        whole = [_zeros(like, ctx.shapes[n], group, n) if gradients[n] is None else gradients[n] for n in chosen]
+        pieces = sum_and_split_several(whole, [group.splits[n] for n in chosen], group.axis)
+        found = dict(zip(chosen, pieces, strict=True))
+        return (None, *(found.get(n) for n in range(len(needs))))
+
+
+def _zeros(like: Tensor, shape: torch.Size, group: _Group, number: int) -> Tensor:
+    """The gradient of what no op has read: every rank brings it, whatever the ranks have read."""
+    dim, _ = group.splits[number]
+    return like.new_zeros([size * (group.axis.size if n == dim else 1) for n, size in enumerate(shape)])
+
+
+def regather_together(*given: tuple[Tensor, int] | tuple[Tensor, int, int], axis: str) -> tuple[Tensor, ...]:
+    """`regather` of several tensors, each with its dim (and parts), by one collective for each dtype."""
+    mesh_axis = axis_of(axis)
+    tensors = [tensor for tensor, *_ in given]
+    if mesh_axis.size == 1:
+        return tuple(tensors)
+    splits = [(split[0], split[1] if len(split) > 1 else 1) for _, *split in given]
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [n for n, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        sources = [_source_of(tensors[n]) for n in alike]
+        group = _Group(sources, [splits[n] for n in alike], mesh_axis)
+        wholes = _Together.apply(group, *(tensors[n] for n in alike))  # type: ignore[no-untyped-call]
+        for place, (n, whole) in enumerate(zip(alike, wholes, strict=True)):
+            _remember(whole, _Member(group, place))
+            found[n] = whole
+    return tuple(found[n] for n in range(len(tensors)))
+
+
 def regather(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """S(dim) -> B, gathered again in backward"""
-    return again(all_gather, x, axis=axis, dim=dim, parts=parts)
+    (whole,) = regather_together((x, dim, parts), axis=axis)
+    return whole
 
 
 class _Depth(threading.local):
@@ -98,7 +238,7 @@ def keep_shards() -> Iterator[None]:
     pack, unpack = around or (Tensor.detach, Tensor.detach)
 
     def keep(tensor: Tensor) -> Any:
-        note = _notes.get(tensor.untyped_storage().data_ptr()) if _notes else None
+        note = _notes.get(_memory(tensor)) if _notes else None
         return pack(tensor) if note is None else _Kept(note, tensor)
 
     def give(kept: Any) -> Tensor:

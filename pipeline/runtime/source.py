@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
+from pipeline.runtime.compiled import as_written
 
-def load_program(path: str) -> ModuleType:
+
+def load_program(path: str, *, compiles: bool = True) -> ModuleType:
     """Always from its source: no bytecode beside it under runs/ that could be older than the plan."""
     module = ModuleType("shardwright_program")
     module.__file__ = path
-    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), module.__dict__)
+    with nullcontext() if compiles else as_written():
+        exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), module.__dict__)
     return module

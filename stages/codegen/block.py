@@ -9,9 +9,16 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from pipeline import runtime_names
-from pipeline.cost.conversions import REGATHER, conversion_of, made_again, step_arguments, step_axis
+from pipeline.cost.conversions import (
+    REGATHER,
+    conversion_of,
+    gathered_together,
+    made_again,
+    step_arguments,
+    step_axis,
+)
 from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
-from pipeline.ir.layout import Layout
+from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.program import Call, Convert, Step, Tensor
 from pipeline.ops.rule import Rendered, call, plain_view
@@ -109,6 +116,7 @@ class BlockWriter:
         self.names = Names()
         self.bases: dict[str, str] = {}  # value -> what its copies are named after
         self.readers = graph.consumers()
+        self.loss = Tensor(graph.output, replicated(len(mesh.axes)))
         self.arguments: dict[str, str] = {}
         self.reads_parameters = False
         self.used: set[str] = set()
@@ -122,8 +130,14 @@ class BlockWriter:
             self.names.known[entry] = "x"
         self._name_what_is_read(steps)
         ends = self._last_uses(steps, {exit_, *common} | ({entry} if entry is not None else set()))
+        runs = gathered_together(steps, self.mesh.sizes)
+        together = {run[0]: run for run in runs if not any(_path(step) in self.kept for step in run)}
+        inside = {step for run in together.values() for step in run[1:]}
         for number, step in enumerate(steps):
-            self._convert(step) if isinstance(step, Convert) else self._call(step)
+            if step in together:
+                self._convert_together(together[step])
+            elif step not in inside:
+                self._convert(step) if isinstance(step, Convert) else self._call(step)
             if number in ends:
                 self.lines.append(f"del {', '.join(map(self._name, ends[number]))}")
         return Block(
@@ -170,15 +184,35 @@ class BlockWriter:
 
     def _convert(self, step: Convert) -> None:
         source = self._name(step.source)
-        value = self.graph.values[step.source.value]
-        base = self.bases.setdefault(value.name, source)
-        base = value.origin.rpartition(".")[2] if value.role in (Role.PARAMETER, Role.BUFFER) else base
-        target = self.names.give(step.target, f"{base}_{suffix(step.target.layout)}")
-        text = convert_text(source, step, self.mesh)
-        name = path_name(step.source.value, step.source.layout, step.target.layout)
-        text = self._kept(text) if name in self.kept else text
+        target = self._target(step)
+        is_last = step.target == self.loss and not self.readers[step.target.value]
+        text = convert_text(source, step, self.mesh, is_last)
+        text = self._kept(text) if _path(step) in self.kept else text
         self.used.update(re.match(r"(?:(?:again|kept)\(?)?\w+", text)[0].split("("))
         self.lines += statement(f"{target} = {text}", self._remark(step.target, arrow_from=step.source))
+
+    def _target(self, step: Convert) -> str:
+        value = self.graph.values[step.source.value]
+        base = self.bases.setdefault(value.name, self._name(step.source))
+        base = value.origin.rpartition(".")[2] if value.role in (Role.PARAMETER, Role.BUFFER) else base
+        return self.names.give(step.target, f"{base}_{suffix(step.target.layout)}")
+
+    def _convert_together(self, steps: tuple[Convert, ...]) -> None:
+        """One collective; each tensor has a line with its dim, and parts where there are several."""
+        self.used.add("regather_together")
+        sizes = self.mesh.sizes
+        rows = []
+        for step in steps:
+            ends = step.source.layout, step.target.layout
+            told = step_arguments(*ends, sizes)
+            given = ", ".join([self._name(step.source), *map(str, told.values())])
+            rows.append(f"    ({given}),  {self._remark(step.target, arrow_from=step.source)}")
+        axis, _ = self.mesh.axes[step_axis(steps[0].source.layout, steps[0].target.layout, sizes)]
+        targets = [self._target(step) for step in steps]
+        head = f"{', '.join(targets)} = regather_together("
+        if len(head) > WIDTH:
+            head = "\n".join(["(", *(f"    {name}," for name in targets), ") = regather_together("])
+        self.lines += [*head.splitlines(), *rows, f'    axis="{axis}",', ")"]
 
     def _call(self, step: Call) -> None:
         op = self.graph.op(step.op)
@@ -247,6 +281,10 @@ class BlockWriter:
         return tensor.layout.local_shape(self.graph.values[tensor.value].type.shape, self.mesh.sizes)
 
 
+def _path(step: Convert) -> str:
+    return path_name(step.source.value, step.source.layout, step.target.layout)
+
+
 def statement(text: str, remark: str = "") -> list[str]:
     """One line with its layout behind it; where that is too long, the arguments on lines of their own."""
     if len(text) + len(remark) + 2 <= WIDTH or "(" not in text:
@@ -268,7 +306,7 @@ def _arguments(text: str) -> list[str]:
     return [*found, text[start:].strip()]
 
 
-def convert_text(source: str, step: Convert, mesh: Mesh) -> str:
+def convert_text(source: str, step: Convert, mesh: Mesh, is_last: bool = False) -> str:
     """`all_gather(x, axis="d0", dim=1)`; `regather(...)` or `again(gather, x, ...)` where backward makes it again."""
     ends = step.source.layout, step.target.layout
     entry = conversion_of(*ends, mesh.sizes)
@@ -276,6 +314,8 @@ def convert_text(source: str, step: Convert, mesh: Mesh) -> str:
     name, _ = mesh.axes[step_axis(*ends, mesh.sizes)]
     told = step_arguments(*ends, mesh.sizes)
     arguments = [source, f'axis="{name}"', *(f"{argument}={number}" for argument, number in told.items())]
+    if is_last and entry.function == "all_reduce":
+        arguments.append("is_last=True")
     if entry.again and entry != REGATHER:
         return f"again({', '.join([entry.function, *arguments])})"
     return f"{entry.function}({', '.join(arguments)})"

@@ -61,7 +61,7 @@ def write_module(graph: OpGraph, plan: Plan, program: Program) -> str:
     used = set(before.used).union(copies.used if copies else (), *(b.used for b in blocks))
     used |= {"scope"} if any(b.reads_parameters for b in blocks) else set()
     used |= {"recompute"} if any(r.recompute for r in plan.regions) else set()
-    used |= {"keep_shards"} if used & {"again", "regather"} else set()
+    used |= {"keep_shards"} if used & {"again", "regather", "regather_together"} else set()
     used |= {"compiled"} if any(leaf.compiled is not None for leaf in leaves) else set()
     used |= {"channels_last"} if "compiled" in used and convolves(graph) else set()
     parts = [

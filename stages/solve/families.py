@@ -4,10 +4,12 @@ On one axis of the mesh, with the same costs for all:
 
 | role      | inputs of the step | ops                                            | parameters                    |
 |-----------|--------------------|------------------------------------------------|-------------------------------|
-| data      | split on dim 0     | split on dim 0 of their activations, if they can | whole; gradients summed       |
+| data      | split on dim 0     | split on dim 0 of their activations, if they can (1) | whole; gradients summed   |
 | zero1..3  | same               | same                                           | as the forms of ZeRO say      |
 | tensor    | whole              | those with a weight split it, if they can      | split as they are read        |
 | sequence  | whole              | same; in between, activations may be split on dim 1 | same                     |
+
+(1) Not where nothing of the step's inputs comes in, as in a table of positions: its dim 0 is not the batch's.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from itertools import product
 
-from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ir.layout import Layout, State
 from pipeline.ir.plan import Strategy
 from stages.solve.problem import Choices
@@ -95,7 +98,8 @@ class Families:
             split = [
                 k
                 for k in left
-                if not any(s.kind == "S" for s in states(k, True))
+                if name in self._fed
+                and not any(s.kind == "S" for s in states(k, True))
                 and {s.dim for s in states(k, False) if s.kind == "S"} == {0}
             ]
             return tuple(split or whole)
@@ -103,12 +107,32 @@ class Families:
         if large:
             split = [k for k in left if any(options[k].inputs[i].states[axis].kind == "S" for i in large)]
             return tuple(split or whole)
-        banned = {0} if role is Parallel.sequence else {0, 1}
-        ranks = [len(self.graph.values[n].type.shape) for n in (*op.inputs, *op.outputs)]
-        if max(ranks, default=0) > 3:  # heads, or a vocabulary, lie on another dim than the sequence
-            banned = {0}
-        kept = [k for k in left if not any(s.kind == "S" and s.dim in banned for s in states(k, False))]
+        read = [name for i, name in enumerate(op.inputs) if i not in weights]
+        banned = [self._banned(op, value, role) for value in (*read, *op.outputs)]
+        kept = [
+            k
+            for k in left
+            if not any(s.kind == "S" and s.dim in dims for s, dims in zip(states(k, False), banned, strict=True))
+        ]
         return tuple(kept or whole)
+
+    def _banned(self, op: Op, value: str, role: Parallel) -> set[int]:
+        """The dims that tensor parallelism does not split: those of batch and sequence."""
+        wide = max(len(self.graph.values[n].type.shape) for n in (*op.inputs, *op.outputs)) > 3
+        flat = self.graph.values[value].grad and len(self.graph.values[value].type.shape) == 2
+        # Heads lie on another dim than the sequence, and so does a vocabulary once batch and sequence are one.
+        return {0} if role is Parallel.sequence or wide or flat else {0, 1}
+
+    @cached_property
+    def _fed(self) -> frozenset[str]:
+        """The ops into which something of the step's inputs comes."""
+        values = {value.name for value in self.graph.of_role(Role.INPUT)}
+        ops = []
+        for op in self.graph.ops:
+            if values.intersection(op.inputs):
+                values.update(op.outputs)
+                ops.append(op.name)
+        return frozenset(ops)
 
 
 def _storage(ways: tuple[Stored, ...], roles: tuple[Parallel, ...]) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ from types import ModuleType
 from torch import Tensor as Data
 
 from pipeline.ir.program import Call, Program, Step, Tensor
+from pipeline.runtime import later
+from pipeline.runtime.compiled import as_written
 from pipeline.runtime.recompute import replaying
 
 BEFORE = -1  # in place of a link's number: what is done before the chain
@@ -61,11 +63,13 @@ class Recorder:
         self.link = link
 
     def enter(self) -> None:
-        self.link += 1
+        """The next function: of one link, or of several that are compiled as one."""
+        self.link = min(link for link, _ in self.names if link > self.link)
 
     def note(self, before: bool, line: int, /, **tensors: object) -> None:
         if not self.on or replaying():  # gradients go through what the first run of a region wrote
             return
+        later.settle()
         for name, tensor in tensors.items():
             key = (BEFORE if before else self.link, name)
             if key in self.names and isinstance(tensor, Data):
@@ -84,9 +88,13 @@ def names_of(text: str, program: Program) -> Names:
     (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Program")
     methods = {node.name: node for node in owner.body if isinstance(node, ast.FunctionDef)}
     found: Names = {}
-    calls = list(_links(methods["forward"].body, functions, methods))
-    for link, (name, steps) in enumerate(zip(calls, program.links, strict=True)):
-        found |= _match(link, _statements(functions[name].body), steps)
+    steps = [(link, step) for link, own in enumerate(program.links) for step in own]
+    for name in _links(methods["forward"].body, functions | _compiled(tree, functions), methods):
+        statements = _statements((functions | _compiled(tree, functions))[name].body)
+        count = sum(map(_steps_of, statements))
+        found |= _match(steps[0][0], statements, tuple(step for _, step in steps[:count]))
+        steps = steps[count:]
+    assert not steps, "steps that no function has"
     first = [s for s in _statements(methods["forward"].body) if _is_step(s, functions)]
     if "copies" in methods:
         copies = [s for s in _statements(methods["copies"].body) if _is_step(s, functions)]
@@ -107,11 +115,12 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _is_step(node: ast.stmt, functions: dict[str, ast.FunctionDef]) -> bool:
-    """Not a link, a region, an input by its own name, or the parameters."""
+    """Not a link, a region, an input by its own name or laid out in memory, or the parameters."""
     assert isinstance(node, ast.Assign | ast.Expr)
     if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
-        return node.value.func.id not in (*functions, "recompute")
-    return ast.unparse(node.value) != "self.tensors" and not ast.unparse(node.value).startswith("batch[")
+        return node.value.func.id.partition("_keeps_")[0] not in (*functions, "recompute")
+    told = ast.unparse(node.value)
+    return told != "self.tensors" and not told.startswith("batch[") and "torch.channels_last" not in told
 
 
 def _links(
@@ -128,12 +137,36 @@ def _links(
             yield call.func.id
 
 
+def _compiled(tree: ast.Module, functions: dict[str, ast.FunctionDef]) -> dict[str, ast.FunctionDef]:
+    """Names of compiled functions -> the function: `a_keeps_50 = compiled(a, keeps=0.5)`."""
+    found = {}
+    for node in _statements(tree.body):
+        if isinstance(node, ast.Assign) and _called(node) == "compiled":
+            assert isinstance(node.value, ast.Call)
+            found[_targets(node)[0]] = functions[ast.unparse(node.value.args[0])]
+    return found
+
+
+def _called(node: ast.stmt) -> str:
+    call = node.value if isinstance(node, ast.Assign | ast.Expr) else None
+    return call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
+
+
+def _steps_of(node: ast.stmt) -> int:
+    """One, unless parameters are gathered together."""
+    return len(_targets(node)) if _called(node) == "regather_together" else 1
+
+
 def _match(link: int, statements: list[ast.stmt], steps: tuple[Step, ...]) -> Names:
     found: Names = {}
-    for node, step in zip(statements, steps, strict=True):
-        tensors = step.outputs if isinstance(step, Call) else (step.target,)
-        for name, tensor in zip(_targets(node), tensors, strict=False):
+    left = iter(steps)
+    for node in statements:
+        own = [next(left) for _ in range(_steps_of(node))]
+        tensors = [t for step in own for t in (step.outputs if isinstance(step, Call) else (step.target,))]
+        by = [step for step in own for _ in (step.outputs if isinstance(step, Call) else (step.target,))]
+        for name, tensor, step in zip(_targets(node), tensors, by, strict=False):
             found[link, name] = Written(tensor, step)
+    assert next(left, None) is None, "a step without a statement"
     return found
 
 
@@ -161,7 +194,8 @@ def recorded(text: str, path: str, recorder: Recorder) -> ModuleType:
     module.__file__ = path
     given = {_NOTE: recorder.note, _ENTER: recorder.enter, _BEGIN: recorder.begin}
     module.__dict__.update(given)
-    exec(compile(tree, path, "exec", dont_inherit=True), module.__dict__)
+    with as_written():
+        exec(compile(tree, path, "exec", dont_inherit=True), module.__dict__)
     return module
 
 

@@ -59,9 +59,9 @@ def verify(job: dict[str, Any]) -> dict[str, Any]:
     root, path = Path(job["root"]), job["module_path"]
     graph: OpGraph = artifacts.load("graph", root).body
     text = Path(path).read_text()
-    setting = Setting(job, load_program(path), draw=draws_alike(graph, text))
+    setting = Setting(job, load_program(path, compiles=False), draw=draws_alike(graph, text))
     truth = setting.truth()
-    verdict = judge(load_program(path), truth, setting.optimizer)
+    verdict = judge(load_program(path, compiles=False), truth, setting.optimizer)
     fault = None
     first = verdict.first()
     if not verdict.equal and first is not None:

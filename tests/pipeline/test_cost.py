@@ -302,6 +302,7 @@ def test_the_price_of_zero_3():
     """As ZeRO-2, with each matrix gathered a second time and nothing of it kept; a bias is not needed again."""
     graph, plain = mlp_graph(), data_parallel()
     ddp, kept, again = (price("mlp", s) for s in (plain, stored(plain), stored(plain, regathered=True)))
+    largest = 0
     assert kept.gradient_sum == again.gradient_sum == 0.0
     assert kept.resident_bytes == again.resident_bytes == ddp.resident_bytes / 2
     for link, *held in zip(graph.chain, ddp.links, kept.links, again.links, strict=True):
@@ -311,11 +312,16 @@ def test_the_price_of_zero_3():
         whole, once, twice = (entry.memory for entry in held)
         saved = matrix if link is not graph.chain[0] else 0  # the step's inputs have no gradient
         assert once.kept - whole.kept == saved and twice.kept == whole.kept
-        assert once.forward_peak == twice.forward_peak == whole.forward_peak + matrix + bias
+        assert once.forward_peak == whole.forward_peak + matrix + bias
+        together = 2 * (matrix + bias)  # copies of one collective, beside what it receives
+        assert twice.forward_peak == max(once.forward_peak, together if matrix and bias else 0)
+        largest = max(largest, matrix + bias)
         assert twice.backward_extra >= whole.backward_extra + saved
         assert held[1].communication.forward == held[2].communication.forward
         more = held[2].communication.backward - held[1].communication.backward
         assert more == pytest.approx(AXIS.links["all_gather"].seconds(matrix) if saved else 0.0)
+    assert again.ahead_bytes == largest + largest // 2, "the next link's copies are gathered while this one computes"
+    assert kept.ahead_bytes == ddp.ahead_bytes == 0 and again.fixed_bytes == again.resident_bytes + again.ahead_bytes
 
 
 @pytest.mark.parametrize("way", ["ddp", "zero1", "zero2", "zero3"])

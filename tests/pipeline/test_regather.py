@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,10 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline import runtime
 from pipeline.cost.conversions import REGATHER, TABLE, entry_bytes, entry_seconds
+from pipeline.runtime import collectives
+from pipeline.runtime.mesh import MeshAxis
 from pipeline.runtime.recompute import recompute
 from pipeline.runtime.regather import _notes
 from tests.graphs import preset
-from tests.meshes import mesh, run_threads
+from tests.meshes import Simulated, mesh, run_threads
 
 ROWS = 4
 
@@ -101,6 +105,123 @@ def test_without_the_context_it_is_an_all_gather() -> None:
 def test_a_group_of_one_keeps_its_parameter() -> None:
     ((alive, _),) = run(1, "regather", 0, True).values()
     assert alive == 2  # the parameter itself
+
+
+# ---- several tensors by one collective
+
+SHAPES = ((6, 6), (6,), (4, 6), (12, 3))  # whole; each is split on its dim, the last on an inner factor
+SPLITS = ((0, 1), (0, 1), (1, 1), (0, 2))
+
+
+def piece_of(whole: Tensor, split: tuple[int, int], ranks: int, rank: int) -> Tensor:
+    return collectives.piece(whole, MeshAxis(ranks, rank, None), *split).clone()
+
+
+def mixed(x: Tensor, wholes: list[Tensor]) -> Tensor:
+    """The first is read twice, the fourth by no op; of the second backward keeps nothing."""
+    first, bias, second, _ = wholes
+    return torch.tanh(F.linear(torch.tanh(F.linear(x, first, bias)) @ first, second))
+
+
+def run_together(ranks: int, together: bool, frozen: int = -1, calls: list[str] | None = None) -> dict:
+    torch.default_generator.manual_seed(ranks)
+    whole = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
+    inputs = torch.randn(ranks, ROWS, 6, dtype=torch.float64)
+
+    def rank(at):
+        shards = [piece_of(w, split, ranks, at[0]) for w, split in zip(whole, SPLITS, strict=True)]
+        for number, shard in enumerate(shards):
+            shard.requires_grad_(number != frozen)
+        x = inputs[at[0]].clone().requires_grad_()
+        given = [(shard, *split) for shard, split in zip(shards, SPLITS, strict=True)]
+        with runtime.keep_shards():
+            if together:
+                wholes = list(runtime.regather_together(*given, axis="d0"))
+            else:
+                wholes = [runtime.all_gather(s, axis="d0", dim=dim, parts=parts) for s, dim, parts in given]
+            same = all(torch.equal(w.detach(), expected) for w, expected in zip(wholes, whole, strict=True))
+            watched = [StorageWeakRef(w.untyped_storage()) for w in wholes]
+            y = mixed(x, wholes)
+            del wholes
+        alive = [not memory.expired() for memory in watched]
+        y.sum().backward()
+        return same, alive, [x.grad, *(s.grad for s in shards)]
+
+    if calls is None:
+        return run_threads(rank, mesh(ranks))
+    gather, scatter = Simulated.all_gather, Simulated.reduce_scatter
+    with (
+        mock.patch.object(Simulated, "all_gather", counted(gather, "gather", calls)),
+        mock.patch.object(Simulated, "reduce_scatter", counted(scatter, "scatter", calls)),
+    ):
+        return run_threads(rank, mesh(ranks))
+
+
+def counted(function, name: str, calls: list[str]):
+    def call(output: Tensor, tensor: Tensor, group) -> None:
+        if group[1] == 0:
+            calls.append(f"{name} {max(output.numel(), tensor.numel())}")
+        function(output, tensor, group)
+
+    return staticmethod(call)
+
+
+@pytest.mark.parametrize("frozen", [-1, 0, 2])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_together_is_the_same_as_one_by_one(ranks: int, frozen: int) -> None:
+    alone, together = run_together(ranks, False, frozen), run_together(ranks, True, frozen)
+    for at, (same, alive, gradients) in together.items():
+        assert same and not any(alive), "the gathered weights are still in memory after the forward pass"
+        for number, (found, expected) in enumerate(zip(gradients, alone[at][2], strict=True)):
+            if expected is None:  # frozen, or read by no op: that one has zeros
+                assert found is None or (number == len(SHAPES) and not found.any())
+            else:
+                torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert not _notes
+
+
+def test_together_is_three_collectives() -> None:
+    """All are gathered; then those of which backward keeps something; then the gradients of all are summed."""
+    calls: list[str] = []
+    run_together(2, True, calls=calls)
+    first, bias, second, unread = (torch.Size(shape).numel() for shape in SHAPES)
+    every = first + bias + second + unread
+    assert calls == [f"gather {every}", f"gather {first + second}", f"scatter {every}"]
+
+
+def test_each_type_has_its_own_collective() -> None:
+    def rank(at):
+        shards = [torch.full((3,), 1.0 + at[0], dtype=t, requires_grad=True) for t in (torch.float32, torch.float64)]
+        found = runtime.regather_together((shards[0], 0), (shards[1], 0), axis="d0")
+        sum(((w.double() ** 2).sum() for w in found), torch.zeros(())).backward()
+        return [w.detach() for w in found], [s.grad for s in shards]
+
+    for at, (wholes, gradients) in run_threads(rank, mesh(2)).items():
+        for whole, gradient, dtype in zip(wholes, gradients, (torch.float32, torch.float64), strict=True):
+            assert whole.dtype == gradient.dtype == dtype
+            assert whole.tolist() == [1.0] * 3 + [2.0] * 3
+            assert gradient.tolist() == [4.0 * (1 + at[0])] * 3
+
+
+def test_a_second_backward_pass_gathers_once_more() -> None:
+    calls: list[str] = []
+
+    def rank(at):
+        shards = [torch.randn(3, 6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        x = torch.randn(ROWS, 6, dtype=torch.float64, requires_grad=True)
+        with runtime.keep_shards():
+            first, second = runtime.regather_together((shards[0], 0), (shards[1], 0), axis="d0")
+            y = F.linear(F.linear(x, first), second)
+            del first, second
+        y.sum().backward(retain_graph=True)
+        once = [t.grad.clone() for t in (x, *shards)]
+        y.sum().backward()
+        return once, [t.grad for t in (x, *shards)]
+
+    with mock.patch.object(Simulated, "all_gather", counted(Simulated.all_gather, "gather", calls)):
+        for once, twice in run_threads(rank, mesh(2)).values():
+            torch.testing.assert_close(twice, [2 * gradient for gradient in once])
+    assert len(calls) > 2
 
 
 # ---- several conversions one after another, and recompute regions around them

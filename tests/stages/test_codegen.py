@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.cost.conversions import gathered_together
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R, S
 from pipeline.ir.names import look_up
 from pipeline.ir.plan import Sharding
+from pipeline.ir.program import Convert
 from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import view_op
@@ -24,6 +26,7 @@ from pipeline.ops.table import rule_of
 from pipeline.runtime_names import NAMES
 from stages.codegen.block import statement
 from stages.codegen.module import write_module
+from tests import plans, storage_plans
 from tests.graphs import GRAPHS, frontier_of, gpt_graph, mlp_graph, plan_of, trace
 from tests.programs import ODD, functions, load, nested, odd, odd_graph, plan_for, uniform, write
 
@@ -249,3 +252,37 @@ def test_wrapping_does_not_change_what_is_called():
     assert ast.dump(ast.parse(wrapped)) == ast.dump(ast.parse(text))
     text = f"y = {'a' * 60} * f({'b' * 60}) + g(1)"
     assert ast.dump(ast.parse("\n".join(statement(text, "# R")))) == ast.dump(ast.parse(text))
+
+
+# -------------------------------------------------------------------------------------------------- loss, ZeRO-3
+
+
+def test_the_sum_of_the_loss_is_the_last_line_and_alone_is_last():
+    graph, plan = plans.graph_of("gpt"), storage_plans.plan_named("gpt", "ddp")
+    text = write_module(graph, plan, lower(graph, plan.sharding))
+    (line,) = (line for line in text.splitlines() if "is_last=True" in line)
+    before_class = text[: text.index("class Program")].rstrip().splitlines()
+    assert before_class[-2] == line and "all_reduce(" in line and "P -> R []" in line
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero3_on_both", "ddp_zero3", "zero3_tp"])
+def test_a_function_gathers_its_parameters_together(name, tmp_path):
+    """Before all else, one collective for each axis; each parameter on a line with its layouts."""
+    plan = storage_plans.plan_named("gpt8" if "_" in name else "gpt", name)
+    graph = plans.graph_of("gpt8" if "_" in name else "gpt")
+    program = lower(graph, plan.sharding)
+    text = write_module(graph, plan, program)
+    for steps in program.links:
+        again = [isinstance(step, Convert) and step.again for step in steps]
+        assert again == sorted(again, reverse=True)
+        assert {step.target for run in gathered_together(steps, plan.sizes) for step in run} <= {
+            step.target for step, first in zip(steps, again, strict=True) if first
+        }
+    blocks = [ast.unparse(node) for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    together = [block for block in blocks if "regather_together(" in block]
+    assert together and all(block.count("regather_together(") <= len(plan.sizes) for block in together)
+    layer = next(block for block in together if "up.weight" in block)
+    assert re.search(r"\(p\['up.weight'\], 0(, \d+)?\)", layer)
+    assert re.search(r'    \(p\["up.weight"\], 0.*\),  # .*S\(0.* -> .*B.* \[\d+, \d+\]', text)
+    (tmp_path / "module.py").write_text(text)
+    assert ruff(tmp_path) == ""

@@ -8,12 +8,14 @@ import pytest
 
 from pipeline.config import Only, Search
 from pipeline.errors import SolveError
-from pipeline.ir.graph import Role
+from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Sharding
+from pipeline.lowering import lower
 from stages.solve.baselines import baselines
 from stages.solve.constraints import Hand
 from stages.solve.elimination import Elimination
 from stages.solve.exact import restrict
+from stages.solve.families import Families, named
 from stages.solve.frontier import Sweep
 from stages.solve.problem import Given, build, to_sharding
 from stages.solve.storage import Way, storage_choices
@@ -150,6 +152,32 @@ def test_baselines_stand_beside_the_fastest_plan():
     assert {"DDP", "ZeRO-1", "ZeRO-3", "tensor", "tensor + sequence", "DDP x tensor", "ZeRO-1 x sequence"} <= set(rows)
     assert all(row.seconds >= best - 1e-15 for row in rows.values())
     assert rows["ZeRO-3"].peak_bytes < rows["ZeRO-1"].peak_bytes < rows["DDP"].peak_bytes
+
+
+def of_family(name: str) -> tuple[OpGraph, Sharding]:
+    """The fastest plan of one of the kinds that have names, on one axis."""
+    graph, problem, choices = problem_of("gpt", preset(2))
+    left = restrict(problem, Families(graph, choices).kept(named(1)[name]))
+    return graph, to_sharding(graph, choices, left.expand(Elimination(left.problem).minimise().picked))
+
+
+def test_data_parallelism_does_not_split_what_has_no_batch():
+    """A table of positions is read whole: its dim 0 is not the batch's, and its gradient is summed with the others."""
+    graph, plan = of_family("DDP")
+    (table,) = (op for op in graph.ops if op.module == "position")
+    assert str(plan.strategies[table.name].outputs[0]) == "B"
+    moved = [step for step in lower(graph, plan).conversions() if step.source.value != graph.output]
+    assert not moved
+
+
+def test_tensor_parallelism_splits_the_vocabulary():
+    """Megatron's: the head's logits stay split, and the loss is that of split classes."""
+    graph, plan = of_family("tensor")
+    (loss,) = (op for op in graph.ops if op.outputs[0] == graph.output)
+    assert str(plan.storage["head.weight"]) == "S(0)"
+    assert str(plan.strategies[loss.name].inputs[0]) == "S(1)" and plan.strategies[loss.name].body
+    logits = graph.values[loss.inputs[0]].name
+    assert logits not in {step.source.value for step in lower(graph, plan).conversions()}
 
 
 def test_one_device_has_no_baselines():

@@ -263,6 +263,13 @@ def test_a_wrong_trace_is_told(outcomes) -> None:
     assert outcomes["a trace that cuts a gradient"]["fault"]["what"].endswith("another gradient of first.weight")
 
 
+def test_compiled_blocks_are_compared_as_they_are_written(outcomes) -> None:
+    """Several links are one function, some of them in regions."""
+    assert outcomes["compiled blocks"]["equal"]
+    wrong = outcomes["a wrong compiled block"]
+    assert not wrong["equal"] and "tanh" in wrong["fault"]["op"] and "1.01 * torch.tanh(" in wrong["fault"]["text"]
+
+
 def test_casts_are_found_by_running_the_module(outcomes) -> None:
     """As it is written the module has the rounding of float32; with its casts widened it has not."""
     found, beside = outcomes["casts"], outcomes["casts beside weights"]

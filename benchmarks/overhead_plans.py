@@ -1,0 +1,71 @@
+"""The programs that benchmarks.overhead measures: one rank unsplit, two ranks in ways that have a name."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.overhead_models import batch_two, build_two
+from benchmarks.profile_accuracy import trace_row
+from benchmarks.recompute_plans import unsplit
+from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Plan, Prediction, Region, Sharding
+from pipeline.ir.profile import as_run
+from pipeline.lowering import lower, with_paths
+from stages.checkpoint.released import released
+from stages.codegen.module import write_module
+from stages.profile.run import make_profile
+from stages.profile.step import adamw
+from stages.solve.exact import restrict
+from stages.solve.families import Families, named
+from stages.solve.problem import Given, build, to_sharding
+from stages.solve.wide import fastest
+from stages.trace.chain import find_chain
+from stages.trace.export import export_loss
+from stages.trace.lower import lower as to_ops
+from stages.trace.simplify import simplify
+
+SEARCH_S = 20.0
+FAMILIES = {"ddp": "DDP", "zero3": "ZeRO-3", "tensor": "tensor"}
+
+
+def one_rank(model: dict[str, Any], device: str) -> str:
+    graph = trace_row({**model, "batch": model[device], "mode": "amp" if device == "cuda" else "fp32"})
+    return _text(graph, device, unsplit(graph), 1)
+
+
+def two_ranks(sizes: dict[str, int], name: str) -> str:
+    """The fastest plan of that family on two CPU processes."""
+    model, batch = build_two(sizes), batch_two(sizes)
+    graph = find_chain(simplify(to_ops(export_loss(model, batch), model, tuple(batch))))
+    return _text(graph, "cpu", _forced(graph, FAMILIES[name]), 2)
+
+
+def _forced(graph: OpGraph, family: str) -> Sharding:
+    cluster = two_processes()
+    profile, _ = make_profile(graph, "cpu", "fp32", adamw, logging.getLogger())
+    priced = as_run(graph, profile.types)
+    problem, choices = build(priced, profile, Given(cluster.axes, cluster.compute, 2.0))
+    kept = Families(priced, choices).kept(named(1)[family])
+    assert kept is not None, f"{family} does not fit this model"
+    left = restrict(problem, kept)
+    picked = left.expand(fastest(left.problem, SEARCH_S))
+    return with_paths(priced, to_sharding(priced, choices, picked), cluster)
+
+
+def two_processes() -> Cluster:
+    """Figures of a laptop; they decide between plans of one family, not between families."""
+    links = {kind: LinkCost(5e-5, 2e9) for kind in COLLECTIVES}
+    compute = Compute(Curve((1e6,), (5e10,)), 1e10, 5e-6, 5e-6)
+    return Cluster("preset", "cpu", 2, 4 * 10**9, compute, (Axis("d0", 2, links),))
+
+
+def _text(graph: OpGraph, device: str, sharding: Sharding, ranks: int) -> str:
+    precision = "amp" if device == "cuda" else "fp32"
+    profile, _ = make_profile(graph, device, precision, adamw, logging.getLogger())
+    regions = tuple(Region(number, number, False, ()) for number in range(len(graph.chain)))
+    plan = Plan.whole((("d0", ranks),), device, 0, sharding, regions, Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0))
+    plan = replace(plan, released=released(as_run(graph, profile.types), profile))
+    return write_module(graph, plan, lower(graph, sharding))
