@@ -26,6 +26,8 @@ def run(inputs: Inputs, config: Config) -> Result:
     if edited:
         inputs.log.warning("runs/codegen/module.py was edited by hand: training with it as it is")
     measured = launch(inputs, config, plan)
+    for note in measured["notes"]:
+        inputs.log.warning(note)
     report = make_report(measured, plan, edited)
     return Result(report, figures(report))
 

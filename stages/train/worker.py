@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from pipeline.errors import ShardwrightError, TrainError
 from pipeline.instantiate import instantiate
-from pipeline.ir.layout import Layout
+from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
 from pipeline.launch import follow_parent, report_error
 from pipeline.optimizer import build_optimizer
 from pipeline.runtime.gradients import Gradients, Row
+from pipeline.runtime.initial import Initial
 from pipeline.runtime.memory import measure_peak, storage_bytes
 from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.parameters import piece_of
@@ -73,6 +74,7 @@ class Trainer:
         self.micro_batches: int = program.MICRO_BATCHES
         self.precision: str = job["model"]["precision"]
         self.table: Mapping[str, Row] = program.PARAMETERS
+        self.notes: list[str] = []  # for the user
         self.tensors = self._tensors()
         self.parameters = {name: t for name, t in self.tensors.items() if isinstance(t, nn.Parameter)}
         self.program = program.Program(self.tensors)
@@ -89,25 +91,32 @@ class Trainer:
         return look_up(self.table, name) or ("", "", "")
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The seeded model's own initial values, of which each rank keeps its pieces."""
+        """The seeded model's own initial values: each is made in turn, and this rank keeps its piece."""
         torch.manual_seed(self.job["train"]["seed"])
-        model = instantiate(self.job["model"]["module"], f"{self.job['where']['model']}: module").train()
-        if self.precision == "bf16":
-            model = model.bfloat16()
-        tensors: dict[str, Tensor] = {name: buffer.to(self.device) for name, buffer in model.named_buffers()}
-        for name, parameter in model.named_parameters():
-            layout, *_ = self._row(name)
-            if layout and parameter.requires_grad:
-                piece = piece_of(parameter.detach(), Layout.parse(layout), self.axes)
-                tensors[name] = nn.Parameter(piece.to(self.device))
-            else:
-                tensors[name] = parameter.detach().to(self.device)
-        return tensors
+        initial = Initial(self._build)
+        if initial.whole:
+            self.notes.append(f"every rank held the whole model while it was built: {initial.whole}")
+        named = {**dict(initial.module.named_buffers()), **dict(initial.module.named_parameters())}
+        values = zip(named.items(), initial.values(named.values()), strict=True)
+        return {name: self._own(name, tensor, value) for (name, tensor), value in values}
+
+    def _build(self) -> nn.Module:
+        model: nn.Module = instantiate(self.job["model"]["module"], f"{self.job['where']['model']}: module")
+        return model.train()
+
+    def _own(self, name: str, tensor: Tensor, value: Tensor) -> Tensor:
+        """What this rank holds of a tensor of the model, given its value."""
+        layout, *_ = self._row(name)
+        trained = bool(layout) and isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        piece = piece_of(value, Layout.parse(layout) if trained else replicated(len(self.axes)), self.axes)
+        own = self._in_precision(piece)
+        return nn.Parameter(own) if trained else own
 
     def _on_device(self, batch: Batch) -> Batch:
-        return {name: self._input(tensor) for name, tensor in batch.items()}
+        return {name: self._in_precision(tensor) for name, tensor in batch.items()}
 
-    def _input(self, tensor: Tensor) -> Tensor:
+    def _in_precision(self, tensor: Tensor) -> Tensor:
+        """On the device; floating numbers in bfloat16 where that is what is trained in."""
         half = self.precision == "bf16" and tensor.is_floating_point()
         return tensor.to(self.device, torch.bfloat16 if half else None)
 
@@ -142,6 +151,7 @@ class Trainer:
             "seconds": seconds,
             "samples": self._samples,
             "peak_bytes": self._gather(peak),
+            "notes": self.notes,
         }
 
     @property
