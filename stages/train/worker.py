@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -20,17 +19,15 @@ from torch import Tensor, nn
 
 from pipeline.errors import ShardwrightError, TrainError
 from pipeline.instantiate import instantiate
-from pipeline.ir.layout import Layout, replicated
-from pipeline.ir.names import look_up
+from pipeline.ir.layout import Layout
 from pipeline.launch import follow_parent, report_error
 from pipeline.optimizer import build_optimizer
-from pipeline.runtime.gradients import Gradients, Row
-from pipeline.runtime.initial import Initial
+from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.memory import measure_peak, storage_bytes
 from pipeline.runtime.mesh import set_mesh
-from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.passes import run_passes
 from stages.train.data import Batches
+from stages.train.tensors import OwnTensors, Stored
 
 Batch = dict[str, Tensor]  # of one micro-batch
 MEASURED_STEP = 1  # memory is measured on the second step: by then the optimizer state exists
@@ -42,7 +39,10 @@ def main(work: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=job["train"]["timeout_s"]))
     rank = dist.get_rank()
     try:
-        result = Trainer(job, work).train()
+        trainer = Trainer(job, work)
+        result = trainer.train()
+        if job["train"]["export"]:
+            trainer.own.export(Path(job["weights_path"]))
         if rank == 0:
             (work / "result.json").write_text(json.dumps(result))
         dist.barrier()
@@ -73,12 +73,12 @@ class Trainer:
         self.axes = list(program.MESH)
         self.micro_batches: int = program.MICRO_BATCHES
         self.precision: str = job["model"]["precision"]
-        self.table: Mapping[str, Row] = program.PARAMETERS
-        self.notes: list[str] = []  # for the user
-        self.tensors = self._tensors()
+        stored = Stored(program.PARAMETERS, self.axes)
+        self.own = self._own_tensors(stored)
+        self.tensors = self.own.tensors
         self.parameters = {name: t for name, t in self.tensors.items() if isinstance(t, nn.Parameter)}
         self.program = program.Program(self.tensors)
-        rows = [self._row(name) for name in self.parameters]
+        rows = [stored.row(name) for name in self.parameters]
         self.gradients = Gradients(self.parameters.values(), rows, self.axes)
         where = f"{job['where']['train']}: optimizer"
         self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.gradients.updated))
@@ -86,31 +86,14 @@ class Trainer:
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
         self.batches = Batches(dataset, job, layouts, self.axes)
 
-    def _row(self, name: str) -> Row:
-        """How a parameter, its gradient and the optimizer's state lie; nothing for one that is not trained."""
-        return look_up(self.table, name) or ("", "", "")
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """The seeded model's own initial values: each is made in turn, and this rank keeps its piece."""
+    def _own_tensors(self, stored: Stored) -> OwnTensors:
         torch.manual_seed(self.job["train"]["seed"])
-        initial = Initial(self._build)
-        if initial.whole:
-            self.notes.append(f"every rank held the whole model while it was built: {initial.whole}")
-        named = {**dict(initial.module.named_buffers()), **dict(initial.module.named_parameters())}
-        values = zip(named.items(), initial.values(named.values()), strict=True)
-        return {name: self._own(name, tensor, value) for (name, tensor), value in values}
+        where = f"{self.job['where']['train']}: init_from"
+        return OwnTensors(self._build, stored, self._in_precision, self.job["train"]["init_from"], where)
 
     def _build(self) -> nn.Module:
         model: nn.Module = instantiate(self.job["model"]["module"], f"{self.job['where']['model']}: module")
         return model.train()
-
-    def _own(self, name: str, tensor: Tensor, value: Tensor) -> Tensor:
-        """What this rank holds of a tensor of the model, given its value."""
-        layout, *_ = self._row(name)
-        trained = bool(layout) and isinstance(tensor, nn.Parameter) and tensor.requires_grad
-        piece = piece_of(value, Layout.parse(layout) if trained else replicated(len(self.axes)), self.axes)
-        own = self._in_precision(piece)
-        return nn.Parameter(own) if trained else own
 
     def _on_device(self, batch: Batch) -> Batch:
         return {name: self._in_precision(tensor) for name, tensor in batch.items()}
@@ -151,7 +134,7 @@ class Trainer:
             "seconds": seconds,
             "samples": self._samples,
             "peak_bytes": self._gather(peak),
-            "notes": self.notes,
+            "held_whole": self.own.whole,
         }
 
     @property
