@@ -22,6 +22,7 @@ from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout
 from pipeline.launch import follow_parent, report_error
 from pipeline.optimizer import build_optimizer
+from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.memory import measure_peak, storage_bytes
 from pipeline.runtime.mesh import set_mesh
@@ -80,6 +81,8 @@ class Trainer:
         self.program = program.Program(self.tensors)
         rows = [stored.row(name) for name in self.parameters]
         self.gradients = Gradients(self.parameters.values(), rows, self.axes)
+        limit = job["train"]["clip_norm"]
+        self.clipping = Clipping(self.gradients.updated, rows, self.axes, limit) if limit is not None else None
         where = f"{job['where']['train']}: optimizer"
         self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.gradients.updated))
         layouts = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
@@ -156,6 +159,8 @@ class Trainer:
         """The mean loss of the micro-batches; but for the first, each goes to the device when its turn comes."""
         batches = chain([first], map(self._on_device, later))
         losses = run_passes(self.program, self.gradients, batches, self.micro_batches, self._autocast)
+        if self.clipping is not None:
+            self.clipping.clip()
         self.optimizer.step()
         self.gradients.publish()
         return sum(map(float, losses)) / len(losses)

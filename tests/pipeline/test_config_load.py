@@ -17,6 +17,7 @@ PROJECT = Path(__file__).parents[2]
 SOLVE = "conf/solve/glpk.yaml"
 SOLVE_KEYS = ", ".join(field.name for field in dataclasses.fields(Solve))
 MAIN = "conf/config.yaml"
+TRAIN = "conf/train/adamw.yaml"
 CHOICES = "model: gpt_small\ndata: synthetic_tokens\ncluster: local_cpu\nsolve: glpk\ncheckpoint: rotor\ntrain: adamw\n"
 
 

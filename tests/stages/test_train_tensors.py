@@ -21,7 +21,7 @@ from tests import plans
 from tests.ranks import run_ranks
 from tests.storage_plans import plan_named
 
-STEPS, BATCH, SAMPLES, RATE = 3, 8, 64, 0.05
+STEPS, BATCH, SAMPLES, RATE, CLIP = 3, 8, 64, 0.05, 0.5
 PLANS = ("tp", "zero3", "zero1", "ddp")
 SIZES = plans.GPT8 | {"tie": True}
 FILES = {"tp": "model.safetensors.index.json", "zero3": "model.safetensors", "zero1": "model.pt", "ddp": "model.pt"}
@@ -44,11 +44,11 @@ def write_files(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
-def job(module: Path, weights: Path | None, **train: Any) -> dict[str, Any]:
+def job(module: Path, weights: Path) -> dict[str, Any]:
     shape = {"shape": [BATCH, SIZES["context"]], "dtype": "int64"}
     data = {"vocab_size": SIZES["vocab_size"], "length": SIZES["context"], "samples": SAMPLES}
     optimizer = {"_target_": "torch.optim.SGD", "lr": RATE}
-    settings = {"steps": STEPS, "seed": 3, "init_from": weights and str(weights), "optimizer": optimizer}
+    settings = {"steps": STEPS, "seed": 3, "init_from": str(weights), "optimizer": optimizer, "clip_norm": CLIP}
     return {
         "module_path": str(module),
         "model": {
@@ -57,7 +57,7 @@ def job(module: Path, weights: Path | None, **train: Any) -> dict[str, Any]:
             "batch": {"input_ids": shape, "labels": shape},
         },
         "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences", **data}, "shuffle": False, "seed": 0},
-        "train": {**settings, **train},
+        "train": settings,
         "where": {"model": "model", "data": "data", "train": "train"},
     }
 
@@ -89,6 +89,7 @@ def plain() -> tuple[list[float], nn.Module]:
         optimizer.zero_grad()
         loss = model(**batch(step))
         loss.backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
         optimizer.step()
         losses.append(loss.item())
     return losses, model
