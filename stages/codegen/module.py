@@ -30,7 +30,8 @@ class Caller:
         return [*own, *self.block.common.values(), *([f"self.{self.scope}"] if self.block.reads_parameters else [])]
 
 
-def write_module(graph: OpGraph, plan: Plan, program: Program) -> str:
+def write_module(graph: OpGraph, plan: Plan, program: Program, digest: str = "") -> str:
+    """`digest` is that of the plan's artifact, for the header."""
     mesh = Mesh(plan.axes)
     before = _prologue(graph, plan, program, mesh)
     copies = _copies(graph, plan, program, mesh, before) if program.micro_batches > 1 and program.shared else None
@@ -48,7 +49,7 @@ def write_module(graph: OpGraph, plan: Plan, program: Program) -> str:
         _class(graph, plan, before, copies, callers, scopes, keeps_shards="keep_shards" in used),
     ]
     functional = any(re.search(r"\bF\.", part) for part in parts)
-    header = _header(graph, plan, program, used, functional)
+    header = _header(graph, plan, program, used, functional, digest)
     return "\n\n\n".join([header, *parts]) + "\n"
 
 
@@ -203,12 +204,13 @@ def _runtime_import(used: set[str]) -> str:
     return line if len(line) <= LINE else _one_or_many("from pipeline.runtime import (", sorted(used), ")")
 
 
-def _header(graph: OpGraph, plan: Plan, program: Program, used: set[str], functional: bool) -> str:
+def _header(graph: OpGraph, plan: Plan, program: Program, used: set[str], functional: bool, digest: str) -> str:
     mesh = ", ".join(f"{name}={size}" for name, size in plan.axes)
     rows = "\n".join(f'    "{name}": {entry},' for name, entry in _parameters(graph, plan, program).items())
     inputs = [f'"{name}": "{layout}"' for name, layout in plan.sharding.inputs.items()]
     functions = "import torch.nn.functional as F\n" if functional else ""
-    return f'''"""The training program for the mesh {mesh}, written from runs/checkpoint/plan.json.
+    told = f"\n\nThe plan's digest is {digest}." if digest else ""
+    return f'''"""The training program for the mesh {mesh}, written from runs/checkpoint/plan.json.{told}
 
 Each line's layout stands behind it with the shape of one rank's piece: R replicated, B replicated with a partial
 gradient, S(d) split on dim d, P partial sums. `del` lets go of what backward does not need, `kept` is not computed

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline import artifacts
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R, S
 from pipeline.ir.names import look_up
@@ -22,11 +25,14 @@ from pipeline.ops.dims import strategies
 from pipeline.ops.rule import view_op
 from pipeline.ops.table import rule_of
 from pipeline.runtime_names import NAMES
+from pipeline.stage import Inputs
 from stages.codegen.block import statement
 from stages.codegen.module import write_module
-from tests.graphs import GRAPHS, frontier_of, gpt_graph, mlp_graph, plan_of, trace
+from stages.codegen.run import run
+from tests.graphs import GRAPHS, SILENT, frontier_of, gpt_graph, mlp_graph, plan_of, trace
 from tests.programs import ODD, functions, load, nested, odd, odd_graph, plan_for, uniform, write
 
+ROOT = Path(__file__).parents[2]
 RULES = "E,F,I,UP,B,RUF"
 
 
@@ -47,6 +53,47 @@ def ruff(folder: Path) -> str:
 def test_the_same_plan_gives_the_same_bytes(name):
     graph, plan = GRAPHS[name](), plan_of(name)
     assert write(graph, plan) == write(graph, plan) == write(trace(*odd(name)), plan_of(name))
+
+
+DIGEST_OF_TEXTS = """
+import hashlib
+from tests.graphs import gpt_graph, plan_of
+from tests.programs import plan_for, nested, odd_graph, uniform, write
+graph = gpt_graph(2)
+found = [write(graph, plan_of("gpt")), write(graph, plan_of("gpt", recompute="full"))]
+for name in ("names", "frozen", "stateful", "unet"):
+    graph = odd_graph(name)
+    found.append(write(graph, plan_for(graph, uniform(graph, 2), 2, nested(graph))))
+print(hashlib.sha256("".join(found).encode()).hexdigest())
+"""
+
+
+def test_the_same_plan_gives_the_same_bytes_in_every_process():
+    """Sets of strings have another order in each."""
+    found = set()
+    for seed in ("1", "12345"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-W", "ignore", "-c", DIGEST_OF_TEXTS]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
+def test_the_header_names_the_plan_and_how_to_write_it_again(tmp_path):
+    """The digest is that of plan.json, and the one by which the module is checked."""
+    plan = artifacts.make("plan", plan_of("mlp"), [], {})
+    inputs = Inputs(tmp_path, {"graph": artifacts.make("graph", mlp_graph(), [], {}), "plan": plan}, SILENT, None)
+    made = artifacts.make("module", run(inputs, None).body, inputs.artifacts.values(), {})
+    recorded = json.loads(artifacts.save(plan, tmp_path).read_text())["digest"]
+    text = artifacts.save(made, tmp_path).read_text()
+    assert recorded == plan.digest
+    assert f"# shardwright input plan {recorded}\n" in text
+    docstring = ast.get_docstring(ast.parse(text))
+    assert f"The plan's digest is {recorded}." in docstring and "`dvc repro codegen`" in docstring
+    assert ruff(tmp_path / "runs" / "codegen") == ""
+    assert max(map(len, text.splitlines())) <= 120
+    assert artifacts.load("module", tmp_path) == made
 
 
 def texts() -> dict[str, str]:
