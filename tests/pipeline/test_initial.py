@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+
 from pipeline.models import gpt, mlp
 from pipeline.runtime import initial
 from pipeline.runtime.initial import Initial
