@@ -12,9 +12,7 @@ from pipeline.ir.plan import Plan, Region
 from pipeline.ir.program import Program, Tensor
 from pipeline.lowering import home_layouts, state_layouts
 from pipeline.ops.table import rule_of
-from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, Outside, free_name, returned, statement
-
-LINE = 120  # the longest that the text has
+from stages.codegen.block import LINE, RESERVED, Block, BlockWriter, Mesh, Outside, free_name, returned, statement
 
 
 @dataclass(frozen=True)
@@ -68,19 +66,19 @@ def _prologue(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh) -> Befor
     """What `forward` does before the chain, with the inputs' names; what is shared too, where there is one pass."""
     home = home_layouts(graph, plan.sharding)
     inputs = {Tensor(name, home[name]): own for name, own in _input_names(graph).items()}
-    writer = BlockWriter(graph, plan.sharding, mesh, "", {})
+    rules = (rule_of(graph.op(name)) for name in graph.prologue)
+    exact = any(rule is not None and rule.is_product for rule in rules)
+    writer = BlockWriter(graph, plan.sharding, mesh, "", {}, indent=12 if exact else 8)
     for tensor, name in inputs.items():
         writer.names.give(tensor, name)
     shared = program.shared if program.micro_batches == 1 else ()
     block = writer.write((*program.prologue, *shared), None, next(iter(inputs)))
-    rules = (rule_of(graph.op(name)) for name in graph.prologue)
-    exact = any(rule is not None and rule.is_product for rule in rules)
     return Before(block.lines, writer.names.known, block.used, block.reads_parameters, exact)
 
 
 def _copies(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh, before: Before) -> Before:
     """What is shared, where a step has several passes: made once for all of them."""
-    writer = BlockWriter(graph, plan.sharding, mesh, "", {})
+    writer = BlockWriter(graph, plan.sharding, mesh, "", {}, indent=8)
     writer.names.taken.update(before.names.values())
     block = writer.write(program.shared, None, program.shared[-1].target)
     return Before(block.lines, writer.names.known, block.used, block.reads_parameters)
@@ -267,7 +265,7 @@ def _class(
     lines = ["class Program:", "    def __init__(self, tensors: dict[str, Tensor]) -> None:"]
     lines += ["        self.tensors = tensors"] if before.reads_parameters or copies or not prefixes else []
     for prefix in prefixes:
-        lines += _indented(statement(f'self.{scopes[prefix]} = scope(tensors, "{prefix}")'), 8)
+        lines += _indented(statement(f'self.{scopes[prefix]} = scope(tensors, "{prefix}")', indent=8), 8)
     names = _input_names(graph)
     if copies is not None:
         read = {name for caller in callers for name in caller.block.common.values()}
@@ -276,14 +274,15 @@ def _class(
         names |= {name: name for name in passed}
     plain = all(name == own for name, own in names.items())
     inputs = ", ".join(f"{name}: Tensor" for name in names) if plain else "**batch: Tensor"
-    lines += ["", *_indented(statement(f"def forward(self, {inputs}) -> Tensor:"), 4)]
+    lines += ["", *_indented(statement(f"def forward(self, {inputs}) -> Tensor:", indent=4), 4)]
     lines += [] if plain else [f'        {own} = batch["{name}"]' for name, own in names.items()]
     lines += ["        p = self.tensors"] if before.reads_parameters else []
     exact = ["        with torch.autocast(DEVICE.type, enabled=False):"] if before.exact else []
     lines += [*exact, *_indented(list(before.lines), 12 if exact else 8)]
     methods: list[str] = []
     lines += ["        with keep_shards():"] if keeps_shards else []
-    lines += _indented(_region_lines(plan.regions, callers, methods), 12 if keeps_shards else 8)
+    indent = 12 if keeps_shards else 8
+    lines += _indented(_region_lines(plan.regions, callers, methods, indent), indent)
     lines += ["        return x", *methods]
     return "\n".join(lines)
 
@@ -299,21 +298,24 @@ def _indented(lines: list[str], columns: int) -> list[str]:
     return [f"{' ' * columns}{line}" for line in lines]
 
 
-def _region_lines(regions: tuple[Region, ...], callers: list[Caller], methods: list[str]) -> list[str]:
+def _region_lines(regions: tuple[Region, ...], callers: list[Caller], methods: list[str], indent: int) -> list[str]:
+    """Lines for that indent; methods are added to those that there are."""
     lines = []
     for region in regions:
         if not region.recompute:
             caller = callers[region.first]
             where = f"# {caller.block.prefix}" if caller.block.prefix else ""
             targets = ", ".join(["x", *caller.block.writes])
-            lines += statement(f"{targets} = {caller.function}({', '.join(caller.arguments())})", where)
+            lines += statement(f"{targets} = {caller.function}({', '.join(caller.arguments())})", where, indent)
             continue
         arguments, results = _ends(region, callers)
         name = f"links_{region.first}_to_{region.last}"
-        lines += statement(f"{', '.join(results)} = recompute({', '.join([f'self.{name}', *arguments])})")
-        body = _region_lines(region.inner, callers, methods)
+        call = f"recompute({', '.join([f'self.{name}', *arguments])})"
+        lines += statement(f"{', '.join(results)} = {call}", indent=indent)
+        body = _region_lines(region.inner, callers, methods, 8)
         parameters = ", ".join(["self", *(f"{a}: Tensor" for a in arguments)])
-        methods += ["", *_indented(statement(f"def {name}({parameters}) -> {returned(len(results))}:"), 4)]
+        head = f"def {name}({parameters}) -> {returned(len(results))}:"
+        methods += ["", *_indented(statement(head, indent=4), 4)]
         methods += [*(f"        {line}" for line in body), f"        return {', '.join(results)}"]
     return lines
 

@@ -37,13 +37,15 @@ RULES = "E,F,I,UP,B,RUF"
 
 
 def ruff(folder: Path) -> str:
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--output-format", "concise"]
-    found = subprocess.run(
-        [*command, "--select", RULES, "--line-length", "120", "--target-version", "py311", str(folder)],
-        capture_output=True,
-        text=True,
-    )
-    return "" if found.returncode == 0 else found.stdout + found.stderr
+    """What it finds, and what it would write otherwise."""
+    shared = ["--isolated", "--no-cache", "--line-length", "120", "--target-version", "py311"]
+    found = ""
+    for command in (["check", "--output-format", "concise", "--select", RULES], ["format", "--diff"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, *shared, str(folder)], capture_output=True, text=True
+        )
+        found += "" if done.returncode == 0 else done.stdout + done.stderr
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- bytes
@@ -126,8 +128,9 @@ def test_the_text_is_clean(written, tmp_path):
 
 
 def test_ruff_is_really_asked(tmp_path):
-    (tmp_path / "bad.py").write_text("import os\n")
-    assert "F401" in ruff(tmp_path)
+    (tmp_path / "bad.py").write_text("import os\n\n\nx = f( 1)\n")
+    found = ruff(tmp_path)
+    assert "F401" in found and "+x = f(1)" in found
 
 
 def test_every_text_compiles_and_no_line_is_too_long(written):
