@@ -92,9 +92,16 @@ def _input_names(graph: OpGraph) -> dict[str, str]:
 
 
 def _outside(graph: OpGraph, plan: Plan, before: dict[Tensor, str]) -> dict[Tensor, Outside]:
-    """What blocks may read beside x and parameters: what is made before the chain, and the common values."""
+    """What blocks may read beside x and parameters: what is made before the chain, and the common values.
+
+    A block calls what is made for it without the number, as layers may each have theirs (`cos.unsqueeze(1)`).
+    """
     home = home_layouts(graph, plan.sharding)
-    found = {tensor: Outside(name, name) for tensor, name in before.items()}
+    inputs = _input_names(graph)
+    found = {
+        tensor: Outside(name, name if tensor.value in inputs else re.sub(r"_\d+(?=_|$)", "", name))
+        for tensor, name in before.items()
+    }
     taken = RESERVED.union(before.values())
     for name in graph.common:
         base = _common_name(graph.op(graph.values[name].origin))

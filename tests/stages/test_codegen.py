@@ -161,6 +161,28 @@ def test_a_deep_gpt_has_no_more_functions_than_a_shallow_one():
     assert len(deep.splitlines()) - len(shallow.splitlines()) <= 10 * 3
 
 
+class Turned(nn.Module):
+    """Each layer makes its own view of a table that is there before the chain, as rotary embeddings do."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+
+    def forward(self, x):
+        table = torch.arange(4.0).cos()
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * table.unsqueeze(0) + table.exp().unsqueeze(0)
+        return x.square().mean()
+
+
+def test_layers_that_each_have_their_own_view_of_a_table_share_a_function():
+    found = []
+    for layers in (2, 6):
+        graph = trace(Turned(layers), {"x": torch.zeros(4, 4)})
+        found.append(write(graph, plan_for(graph, uniform(graph, 2), 2)))
+    assert functions(found[0]) == functions(found[1])
+
+
 def test_each_block_is_called_with_its_own_parameters():
     graph = gpt_graph(2)
     text = write(graph, plan_for(graph, uniform(graph, 2), 2))
