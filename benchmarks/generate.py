@@ -1,9 +1,12 @@
 """A program for a model of 70 billion parameters, without memory for its weights: `python -m benchmarks.generate`.
 
 Llama's largest shapes (80 layers of width 8192, 28672 inside, 64 heads with 8 for keys and values, 32000 words) under
-bfloat16 autocast, planned for 8 boxes of 8 H100 that are described, not measured. Every stage up to codegen runs as a
-user runs it, each in a process of its own, with its wall seconds, its seconds on the processor and its largest resident
-memory; so codegen's figures have in them the start of Python and the reading of graph.json and plan.json.
+bfloat16 autocast, planned for 8 boxes of 8 H100 that are described, not measured. The plan is the solver's for
+`--solved-layers` layers; each further layer is stored and computed as the last of these, and every two links are
+recomputed together. With as many as `--layers` the plan is all the stages' own.
+
+Every stage runs as a user runs it, in a process of its own, with its wall seconds, its seconds on the processor and its
+largest resident memory; so codegen's figures have in them the start of Python and the reading of graph and plan.
 
 Then one rank's shards are made as train makes them, one tensor after another, for a model of the same widths and
 `--drawn-layers` layers: numbers are drawn for all of it, and what is in memory beside the shards is told in sizes of
@@ -26,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).resolve().parent.parent
-STAGES = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen")
+STAGES = ("trace", "profile", "cluster", "solve", "checkpoint")
 SECONDS, BYTES = 20.0, 4 * 2**30
 WIDTH, INSIDE, HEADS, KEY_HEADS, WORDS = 8192, 28672, 64, 8, 32000
 BATCH, LENGTH = 64, 2048
@@ -36,6 +39,7 @@ ROOM = 3.0  # sizes of the largest tensor that making a rank's shards may take b
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--solved-layers", type=int, default=2)
     parser.add_argument("--drawn-layers", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="a folder for conf/ and runs/, which then stay")
     parser.add_argument("--draw", type=Path, help=argparse.SUPPRESS)
@@ -45,10 +49,27 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
         root = arguments.keep or Path(folder)
-        write_project(root, arguments.layers)
-        used = {stage: run_stage(stage, root) for stage in STAGES}
+        used = plan(root, arguments.layers, arguments.solved_layers)
+        used |= {"codegen": run_stage("codegen", root)}
         shards = in_process(["-m", "benchmarks.generate", "--draw", str(root)], arguments.drawn_layers)
         return report(root, used, shards)
+
+
+def plan(root: Path, layers: int, solved: int) -> dict[str, dict[str, float]]:
+    """What the stages took that led to plan.json, by name."""
+    write_project(root, layers)
+    if solved >= layers:
+        return {stage: run_stage(stage, root) for stage in STAGES}
+    from benchmarks.generate_plans import save_deep_plan
+
+    shallow = root / "shallow"
+    write_project(shallow, solved)
+    print(f"{solved} layers")
+    used = {f"{stage}_{solved}": run_stage(stage, shallow) for stage in STAGES}
+    print(f"{layers} layers")
+    used |= {"trace": run_stage("trace", root)}
+    save_deep_plan(shallow, root, solved)
+    return used
 
 
 # -- the project
