@@ -126,11 +126,11 @@ class _Keeper(TorchDispatchMode):
         written = {views[id(t)].memory for t in _written(func, args, kwargs)}
         target = _overwritten(func, args, kwargs, views)
         used = {view.memory for view in views.values()}
+        self._make_room(ROOM * self.largest, used)
         for memory in used:
             if not memory.writers or memory.given is not None:
                 self._take_given(memory, memory in written)
             self._fill(memory, empty=memory is target)
-        self._make_room(ROOM * self.largest, used)
         return views
 
     def _after(self, func: Any, args: Any, kwargs: Any, views: dict[int, View], states: States, result: Any) -> None:
