@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,6 +86,23 @@ def _positive(text: str) -> int:
     return number
 
 
+def export(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Copies the weights that the last training run wrote."""
+    weights = root / "runs" / "train" / "weights" / "model.safetensors"
+    if not weights.is_file():
+        raise ShardwrightError(
+            "the last training run wrote no weights",
+            where="runs/train/weights",
+            remedy="set `export: true` in your conf/train file and run `dvc repro train`",
+        )
+    try:
+        shutil.copyfile(weights, arguments.out)
+    except OSError as error:
+        raise ShardwrightError(f"cannot be written: {error.strerror or error}", where=str(arguments.out)) from error
+    log.info("wrote %s, %.1f MB", arguments.out, weights.stat().st_size / 1e6)
+    return 0
+
+
 def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Sends tracked runs that the store could not take when they were made."""
     from pipeline.config import load_config
@@ -124,6 +142,11 @@ COMMANDS = {
         "hold the written program against the unsplit module, in float64",
         verify,
         lambda p: p.add_argument("--steps", type=_positive, default=3, help="optimizer steps that are compared"),
+    ),
+    "export": Command(
+        "copy the trained weights to a safetensors file",
+        export,
+        lambda p: p.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors"),
     ),
     "sync": Command("send tracked runs that are still waiting", sync),
     "ui": Command("serve the MLflow UI on 127.0.0.1", ui),

@@ -35,6 +35,7 @@ WAYS = {"zero1": Way.zero1, "zero2": Way.gathered, "zero3": Way.regathered}
 NAMED: dict[str, Named] = {
     "ddp": Named((2,), (0,)),
     **{name: Named((2,), (0,), shards=(0,), way=way) for name, way in WAYS.items()},
+    "tp": Named((2,), (), (0,)),
     "ddp_ddp": Named((2, 2), (0, 1)),
     **{f"{name}_on_both": Named((2, 2), (0, 1), shards=(0, 1), way=way) for name, way in WAYS.items()},
     **{f"ddp_{name}": Named((2, 2), (0, 1), shards=(1,), way=way) for name, way in WAYS.items()},

@@ -13,11 +13,12 @@ from typing import Any
 
 from pipeline.config.check import check, nearest
 from pipeline.config.pipelines import check_checkpoint, check_pipeline
-from pipeline.config.schema import GROUPS, MOST_DEVICES, Checkpoint, Cluster, ClusterSource, Config, Root, Solve
+from pipeline.config.schema import GROUPS, MOST_DEVICES, Checkpoint, Cluster, ClusterSource, Config, Root, Solve, Train
 from pipeline.config.source import Key, Source, dotted, listing, read, shown
 from pipeline.errors import ConfigError
 
 ROOT_FILE = "conf/config.yaml"
+WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".pt", ".pth", ".bin")
 _RESOLVER = re.compile(r"(?<!\\)\$\{\s*[A-Za-z_][\w.]*\s*:")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -69,7 +70,16 @@ def _load_group(root: Path, group: str, name: str, main: Source, changed: dict[s
         check_checkpoint(part, source)
     if isinstance(part, Solve) and part.plan is not None:
         _check_saved(root, part.plan, source)
+    if isinstance(part, Train) and part.init_from is not None:
+        _check_weights(root, part.init_from, source)
     return part
+
+
+def _check_weights(root: Path, file: str, source: Source) -> None:
+    if not file.endswith(WEIGHT_FILES):
+        raise source.error(("init_from",), f"got {shown(file)}, expected a file ending in {', '.join(WEIGHT_FILES)}")
+    if not (root / file).is_file():
+        raise source.error(("init_from",), f"there is no file {file}", "give a path from the project's folder, or null")
 
 
 def _check_saved(root: Path, name: str, source: Source) -> None:

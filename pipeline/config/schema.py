@@ -457,6 +457,21 @@ class Train:
     optimizer: dict[str, Any] = setting("What builds the optimizer, without its `params`.", form=Form.TARGET)
     timeout_s: float = setting("Seconds after which the run is given up.", 600.0, above=0, at_most=LONGEST_S)
     accept_edited_module: bool = setting("Run `runs/codegen/module.py` even if it was edited by hand.", False)
+    clip_norm: float | None = setting(
+        "Largest norm of all gradients together; larger ones are scaled down to it. null: they are taken as they are.",
+        None,
+        above=0,
+    )
+    init_from: str | None = setting(
+        "File with weights of the unsplit model, by its own names: `.safetensors`, its `.index.json`, or a state dict"
+        " (`.pt`, `.pth`, `.bin`); null draws them with `seed`. DVC sees its name alone: after a change of its content"
+        " run `dvc repro --force train`.",
+        None,
+    )
+    export: bool = setting(
+        "Write the trained weights to `runs/train/weights/model.safetensors`, whole and by the model's own names.",
+        False,
+    )
 
 
 # ---- conf/experiment/*.yaml

@@ -153,6 +153,11 @@ class OpGraph:
         return tuple(self.values[n].type for n in names)
 
     def consumers(self) -> dict[str, list[Op]]:
+        """Each value -> the ops that read it, in order; found once."""
+        return self._consumers
+
+    @cached_property
+    def _consumers(self) -> dict[str, list[Op]]:
         users: dict[str, list[Op]] = {name: [] for name in self.values}
         for op in self.ops:
             for name in dict.fromkeys(op.inputs):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
-from pipeline.ir.layout import Layout
-from pipeline.runtime.collectives import piece
+from pipeline.ir.layout import Layout, Run
+from pipeline.runtime.collectives import gather, piece
 from pipeline.runtime.mesh import axis_of
 
 
@@ -17,6 +18,22 @@ def piece_of(tensor: Tensor, layout: Layout, axes: Iterable[str]) -> Tensor:
     for split in layout.splits(tuple(axis.size for axis in held)):
         tensor = piece(tensor, held[split.axis], split.dim, split.parts)
     return tensor.contiguous().clone()
+
+
+def whole_of(piece: Tensor, layout: Layout, axes: Iterable[str]) -> Tensor:
+    """The unsplit tensor, on every rank; all ranks ask for it together."""
+    names = list(axes)
+    sizes = tuple(axis_of(name).size for name in names)
+    with torch.no_grad():
+        for split in reversed(layout.splits(sizes)):
+            piece = gather(piece, names[split.axis], split.dim, split.parts)
+    return piece.detach()
+
+
+def runs_of(shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> tuple[tuple[Run, ...], ...]:
+    """This rank's piece as runs of indices of each dim of the unsplit tensor."""
+    held = [axis_of(name) for name in axes]
+    return layout.runs(shape, tuple(axis.size for axis in held), tuple(axis.rank for axis in held))
 
 
 def scope(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

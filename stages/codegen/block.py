@@ -24,7 +24,7 @@ from pipeline.ir.program import Call, Convert, Step, Tensor
 from pipeline.ops.rule import Rendered, call, plain_view
 from pipeline.ops.table import rule_of
 
-WIDTH = 108  # of a line inside a method, so that the text keeps to 120 columns
+LINE = 120  # the longest that the text has
 RESERVED = {"F", "float", "p", "self", "torch", "x", "DEVICE", *runtime_names.NAMES}
 
 
@@ -109,10 +109,14 @@ class BlockWriter:
         outside: dict[Tensor, Outside],
         kept: Container[str] = (),
         released: Container[str] = (),
+        indent: int = 4,
     ) -> None:
-        """`kept` steps are not computed a second time; names of `released` values are given up after their last use."""
+        """`kept` steps are not computed a second time; names of `released` values are given up after their last use.
+
+        `indent` is that of the lines where they will stand.
+        """
         self.graph, self.sharding, self.mesh, self.prefix = graph, sharding, mesh, prefix
-        self.outside, self.kept, self.released = outside, kept, released
+        self.outside, self.kept, self.released, self.indent = outside, kept, released, indent
         self.names = Names()
         self.bases: dict[str, str] = {}  # value -> what its copies are named after
         self.readers = graph.consumers()
@@ -189,7 +193,7 @@ class BlockWriter:
         text = convert_text(source, step, self.mesh, is_last)
         text = self._kept(text) if _path(step) in self.kept else text
         self.used.update(re.match(r"(?:(?:again|kept)\(?)?\w+", text)[0].split("("))
-        self.lines += statement(f"{target} = {text}", self._remark(step.target, arrow_from=step.source))
+        self.lines += statement(f"{target} = {text}", self._remark(step.target, arrow_from=step.source), self.indent)
 
     def _target(self, step: Convert) -> str:
         value = self.graph.values[step.source.value]
@@ -210,7 +214,7 @@ class BlockWriter:
         axis, _ = self.mesh.axes[step_axis(steps[0].source.layout, steps[0].target.layout, sizes)]
         targets = [self._target(step) for step in steps]
         head = f"{', '.join(targets)} = regather_together("
-        if len(head) > WIDTH:
+        if len(head) > LINE - self.indent:
             head = "\n".join(["(", *(f"    {name}," for name in targets), ") = regather_together("])
         self.lines += [*head.splitlines(), *rows, f'    axis="{axis}",', ")"]
 
@@ -222,13 +226,13 @@ class BlockWriter:
         self.used.update(set(re.findall(r"\b(\w+)\(", text)) & set(runtime_names.BODIES))
         base = op.target.split(".")[1]
         if not any(self._is_read(tensor) for tensor in step.outputs):  # it changes a buffer, or draws random numbers
-            self.lines += statement(text, self._remark(step.outputs[0]))
+            self.lines += statement(text, self._remark(step.outputs[0]), self.indent)
             return
         names = (base if self._is_read(tensor) else f"_{base}" for tensor in step.outputs)
         targets = ", ".join(self.names.give(t, name) for t, name in zip(step.outputs, names, strict=True))
         if len(op.outputs) == 1 and op.outputs != (op.name,):  # a list of one result
             targets = f"({targets},)"
-        self.lines += statement(f"{targets} = {text}", self._remark(step.outputs[0]))
+        self.lines += statement(f"{targets} = {text}", self._remark(step.outputs[0]), self.indent)
 
     def _kept(self, text: str) -> str:
         """`kept(F.linear, x, ...)` for `F.linear(x, ...)`"""
@@ -285,13 +289,14 @@ def _path(step: Convert) -> str:
     return path_name(step.source.value, step.source.layout, step.target.layout)
 
 
-def statement(text: str, remark: str = "") -> list[str]:
+def statement(text: str, remark: str = "", indent: int = 0) -> list[str]:
     """One line with its layout behind it; where that is too long, the arguments on lines of their own."""
-    if len(text) + len(remark) + 2 <= WIDTH or "(" not in text:
+    width = LINE - indent
+    if len(f"{text}  {remark}".rstrip()) <= width or "(" not in text:
         return [f"{text}  {remark}".rstrip()]
     head, inside = text[: text.index("(") + 1], text[text.index("(") + 1 : text.rindex(")")]
     tail = text[text.rindex(")") :]
-    rows = [inside] if len(inside) + 4 <= WIDTH else [f"{argument}," for argument in _arguments(inside)]
+    rows = [inside] if len(inside) + 4 <= width else [f"{argument}," for argument in _arguments(inside)]
     return [head, *(f"    {row}" for row in rows), f"{tail}  {remark}".rstrip()]
 
 

@@ -14,9 +14,7 @@ from pipeline.ir.plan import Plan, Region
 from pipeline.ir.program import Program, Tensor
 from pipeline.lowering import home_layouts, state_layouts
 from pipeline.ops.table import rule_of
-from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, Outside, free_name, returned, statement
-
-LINE = 120  # the longest that the text has
+from stages.codegen.block import LINE, RESERVED, Block, BlockWriter, Mesh, Outside, free_name, returned, statement
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,8 @@ class Caller:
         return [*own, *self.block.common.values(), *([f"self.{self.scope}"] if self.block.reads_parameters else [])]
 
 
-def write_module(graph: OpGraph, plan: Plan, program: Program) -> str:
+def write_module(graph: OpGraph, plan: Plan, program: Program, digest: str = "") -> str:
+    """`digest` is that of the plan's artifact, for the header."""
     mesh = Mesh(plan.axes)
     before = _prologue(graph, plan, program, mesh)
     copies = _copies(graph, plan, program, mesh, before) if program.micro_batches > 1 and program.shared else None
@@ -70,7 +69,7 @@ def write_module(graph: OpGraph, plan: Plan, program: Program) -> str:
         _class(graph, plan, before, copies, callers, scopes, used),
     ]
     functional = any(re.search(r"\bF\.", part) for part in parts)
-    header = _header(graph, plan, program, used, functional)
+    header = _header(graph, plan, program, used, functional, digest)
     return "\n\n\n".join([header, *parts]) + "\n"
 
 
@@ -89,19 +88,19 @@ def _prologue(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh) -> Befor
     """What `forward` does before the chain, with the inputs' names; what is shared too, where there is one pass."""
     home = home_layouts(graph, plan.sharding)
     inputs = {Tensor(name, home[name]): own for name, own in _input_names(graph).items()}
-    writer = BlockWriter(graph, plan.sharding, mesh, "", {})
+    rules = (rule_of(graph.op(name)) for name in graph.prologue)
+    exact = any(rule is not None and rule.is_product for rule in rules)
+    writer = BlockWriter(graph, plan.sharding, mesh, "", {}, indent=12 if exact else 8)
     for tensor, name in inputs.items():
         writer.names.give(tensor, name)
     shared = program.shared if program.micro_batches == 1 else ()
     block = writer.write((*program.prologue, *shared), None, next(iter(inputs)))
-    rules = (rule_of(graph.op(name)) for name in graph.prologue)
-    exact = any(rule is not None and rule.is_product for rule in rules)
     return Before(block.lines, writer.names.known, block.used, block.reads_parameters, exact)
 
 
 def _copies(graph: OpGraph, plan: Plan, program: Program, mesh: Mesh, before: Before) -> Before:
     """What is shared, where a step has several passes: made once for all of them."""
-    writer = BlockWriter(graph, plan.sharding, mesh, "", {})
+    writer = BlockWriter(graph, plan.sharding, mesh, "", {}, indent=8)
     writer.names.taken.update(before.names.values())
     block = writer.write(program.shared, None, program.shared[-1].target)
     return Before(block.lines, writer.names.known, block.used, block.reads_parameters)
@@ -115,9 +114,16 @@ def _input_names(graph: OpGraph) -> dict[str, str]:
 
 
 def _outside(graph: OpGraph, plan: Plan, before: dict[Tensor, str]) -> dict[Tensor, Outside]:
-    """What blocks may read beside x and parameters: what is made before the chain, and the common values."""
+    """What blocks may read beside x and parameters: what is made before the chain, and the common values.
+
+    A block calls what is made for it without the number, as layers may each have theirs (`cos.unsqueeze(1)`).
+    """
     home = home_layouts(graph, plan.sharding)
-    found = {tensor: Outside(name, name) for tensor, name in before.items()}
+    inputs = _input_names(graph)
+    found = {
+        tensor: Outside(name, name if tensor.value in inputs else re.sub(r"_\d+(?=_|$)", "", name))
+        for tensor, name in before.items()
+    }
     taken = RESERVED.union(before.values())
     for name in graph.common:
         base = _common_name(graph.op(graph.values[name].origin))
@@ -233,12 +239,13 @@ def _runtime_import(used: set[str]) -> str:
     return line if len(line) <= LINE else _one_or_many("from pipeline.runtime import (", sorted(used), ")")
 
 
-def _header(graph: OpGraph, plan: Plan, program: Program, used: set[str], functional: bool) -> str:
+def _header(graph: OpGraph, plan: Plan, program: Program, used: set[str], functional: bool, digest: str) -> str:
     mesh = ", ".join(f"{name}={size}" for name, size in plan.axes)
     rows = "\n".join(f'    "{name}": {entry},' for name, entry in _parameters(graph, plan, program).items())
     inputs = [f'"{name}": "{layout}"' for name, layout in plan.sharding.inputs.items()]
     functions = "import torch.nn.functional as F\n" if functional else ""
-    return f'''"""The training program for the mesh {mesh}, written from runs/checkpoint/plan.json.
+    told = f"\n\nThe plan's digest is {digest}." if digest else ""
+    return f'''"""The training program for the mesh {mesh}, written from runs/checkpoint/plan.json.{told}
 
 Each line's layout stands behind it with the shape of one rank's piece: R replicated, B replicated with a partial
 gradient, S(d) split on dim d, P partial sums. `del` lets go of what backward does not need, `kept` is not computed
@@ -297,7 +304,7 @@ def _class(
     lines += ["        tensors = channels_last(tensors)"] if "channels_last" in used else []
     lines += ["        self.tensors = tensors"] if before.reads_parameters or copies or not prefixes else []
     for prefix in prefixes:
-        lines += _indented(statement(f'self.{scopes[prefix]} = scope(tensors, "{prefix}")'), 8)
+        lines += _indented(statement(f'self.{scopes[prefix]} = scope(tensors, "{prefix}")', indent=8), 8)
     names = _input_names(graph)
     if copies is not None:
         read = {name for caller in callers for name in caller.block.common.values()}
@@ -306,7 +313,7 @@ def _class(
         names |= {name: name for name in passed}
     plain = all(name == own for name, own in names.items())
     inputs = ", ".join(f"{name}: Tensor" for name in names) if plain else "**batch: Tensor"
-    lines += ["", *_indented(statement(f"def forward(self, {inputs}) -> Tensor:"), 4)]
+    lines += ["", *_indented(statement(f"def forward(self, {inputs}) -> Tensor:", indent=4), 4)]
     lines += [] if plain else [f'        {own} = batch["{name}"]' for name, own in names.items()]
     for value in graph.of_role(Role.INPUT) if "channels_last" in used else ():
         if len(value.type.shape) == 4 and "float" in value.type.dtype:
@@ -317,7 +324,8 @@ def _class(
     lines += [*exact, *_indented(list(before.lines), 12 if exact else 8)]
     methods: list[str] = []
     lines += ["        with keep_shards():"] if keeps_shards else []
-    lines += _indented(_region_lines(plan.regions, callers, methods), 12 if keeps_shards else 8)
+    indent = 12 if keeps_shards else 8
+    lines += _indented(_region_lines(plan.regions, callers, methods, indent), indent)
     lines += ["        return x", *methods]
     return "\n".join(lines)
 
@@ -333,21 +341,24 @@ def _indented(lines: list[str], columns: int) -> list[str]:
     return [f"{' ' * columns}{line}" for line in lines]
 
 
-def _region_lines(regions: tuple[Region, ...], callers: list[Caller], methods: list[str]) -> list[str]:
+def _region_lines(regions: tuple[Region, ...], callers: list[Caller], methods: list[str], indent: int) -> list[str]:
+    """Lines for that indent; methods are added to those that there are."""
     lines = []
     for region in regions:
         if not region.recompute:
             (caller,) = (caller for caller in callers if caller.leaf.first == region.first)
             where = f"# {caller.block.prefix}" if caller.block.prefix else ""
             targets = ", ".join(["x", *caller.block.writes])
-            lines += statement(f"{targets} = {caller.called}({', '.join(caller.arguments())})", where)
+            lines += statement(f"{targets} = {caller.called}({', '.join(caller.arguments())})", where, indent)
             continue
         arguments, results = _ends(region, callers)
         name = f"links_{region.first}_to_{region.last}"
-        lines += statement(f"{', '.join(results)} = recompute({', '.join([f'self.{name}', *arguments])})")
-        body = _region_lines(region.inner, callers, methods)
+        call = f"recompute({', '.join([f'self.{name}', *arguments])})"
+        lines += statement(f"{', '.join(results)} = {call}", indent=indent)
+        body = _region_lines(region.inner, callers, methods, 8)
         parameters = ", ".join(["self", *(f"{a}: Tensor" for a in arguments)])
-        methods += ["", *_indented(statement(f"def {name}({parameters}) -> {returned(len(results))}:"), 4)]
+        head = f"def {name}({parameters}) -> {returned(len(results))}:"
+        methods += ["", *_indented(statement(head, indent=4), 4)]
         methods += [*(f"        {line}" for line in body), f"        return {', '.join(results)}"]
     return lines
 

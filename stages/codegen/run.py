@@ -20,6 +20,6 @@ def run(inputs: Inputs, config: Config) -> Result:
         )
     verify_sharding(graph, plan.sharding, plan.sizes)
     program = lower(graph, plan.sharding, plan.micro_batches)
-    text = write_module(graph, plan, program)
+    text = write_module(graph, plan, program, inputs.artifacts["plan"].digest)
     functions = sum(line.startswith("def ") for line in text.splitlines())
     return Result(text, {"lines": len(text.splitlines()), "functions": functions})

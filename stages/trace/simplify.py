@@ -11,6 +11,7 @@ away. Key and value heads that were repeated for the mask's sake are not: attent
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -62,18 +63,29 @@ def _without_mask(op: Op, constants: _Constants) -> Op:
     mask = op.args.get(MASK, "attn_mask", None)
     if not isinstance(mask, Ref) or op.args.get(CAUSAL, "is_causal", False):
         return op
-    found = constants.value(mask.value)
-    if found is None:
+    if constants.value(mask.value) is None:
         bias = constants.bare_bias(mask.value)
         return op if bias is None else _with(op, causal=False, mask=Ref(bias))
-    shown = found if found.dtype == torch.bool else found == 0
-    if found.dtype != torch.bool and not bool((shown | (found <= HIDDEN)).all()):
-        return op  # a bias, not a mask
+    shown = constants.shown(mask.value)
+    return op if shown is None else _with(op, causal=shown is Shown.PAST)
+
+
+class Shown(Enum):
+    """What a mask leaves of a sequence."""
+
+    ALL = "all"
+    PAST = "past"  # the lower triangle
+
+
+def _shown(mask: Tensor) -> Shown | None:
+    shown = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not bool((shown | (mask <= HIDDEN)).all()):
+        return None  # a bias, not a mask
     if bool(shown.all()):
-        return _with(op, causal=False)
-    if shown.shape[-1] == shown.shape[-2] and bool((shown == torch.ones_like(shown[..., :, :]).tril()).all()):
-        return _with(op, causal=True)
-    return op
+        return Shown.ALL
+    rows, columns = shown.shape[-2:]
+    past = rows == columns and bool((shown == torch.ones(rows, columns, dtype=torch.bool).tril()).all())
+    return Shown.PAST if past else None
 
 
 def _with(op: Op, causal: bool, mask: Ref | None = None) -> Op:
@@ -119,6 +131,14 @@ class _Constants:
         self.writers = {name: op for op in graph.ops for name in op.outputs}
         self.values = graph.values
         self.known: dict[str, Tensor | None] = {}
+        self.masks: dict[str, Shown | None] = {}
+
+    def shown(self, name: str) -> Shown | None:
+        """Of a mask; found once, as all layers may have the same."""
+        if name not in self.masks:
+            mask = self.value(name)
+            self.masks[name] = None if mask is None else _shown(mask)
+        return self.masks[name]
 
     def value(self, name: str) -> Tensor | None:
         if name not in self.known:

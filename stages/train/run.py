@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeline.artifacts import KINDS
 from pipeline.config import Config
 from pipeline.errors import TrainError
+from pipeline.files import write_atomic
 from pipeline.ir.plan import Plan
 from pipeline.ir.report import Report
 from pipeline.launch import LaunchFailed, run_ranks
@@ -26,8 +27,23 @@ def run(inputs: Inputs, config: Config) -> Result:
     if edited:
         inputs.log.warning("runs/codegen/module.py was edited by hand: training with it as it is")
     measured = launch(inputs, config, plan)
+    if measured["held_whole"]:
+        inputs.log.warning("every rank held the whole model while it was built: %s", measured["held_whole"])
+    keep_weights(weights_path(inputs.root), config.train.export)
     report = make_report(measured, plan, edited)
     return Result(report, figures(report))
+
+
+def weights_path(root: Path) -> Path:
+    return root / "runs" / "train" / "weights" / "model.safetensors"
+
+
+def keep_weights(path: Path, exported: bool) -> None:
+    """What an earlier run wrote does not stay; DVC wants the folder in any case, with something in it."""
+    if not exported:
+        path.unlink(missing_ok=True)
+    about = {"weights": path.name if exported else None}
+    write_atomic(path.parent / "about.json", (json.dumps(about) + "\n").encode())
 
 
 def check_device(plan: Plan, where: str) -> None:
@@ -68,11 +84,13 @@ def launch(inputs: Inputs, config: Config, plan: Plan) -> dict:
 
 def make_job(inputs: Inputs, config: Config) -> dict:
     """Everything a rank needs, as plain values."""
+    init_from = config.train.init_from
     return {
         "module_path": str(KINDS["module"].path(inputs.root)),
+        "weights_path": str(weights_path(inputs.root)),
         "model": config.plain("model"),
         "data": config.plain("data"),
-        "train": config.plain("train"),
+        "train": {**config.plain("train"), "init_from": init_from and str(inputs.root / init_from)},
         "where": {group: f"conf/{group}/{config.choices[group]}.yaml" for group in ("model", "data", "train")},
     }
 

@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -20,16 +19,16 @@ from torch import Tensor, nn
 from pipeline.errors import ShardwrightError, TrainError
 from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout
-from pipeline.ir.names import look_up
 from pipeline.launch import follow_parent, report_error
 from pipeline.optimizer import build_optimizer
 from pipeline.runtime.batches import Batches
-from pipeline.runtime.gradients import Gradients, Row
+from pipeline.runtime.clipping import Clipping
+from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.memory import measure_peak, storage_bytes
 from pipeline.runtime.mesh import set_mesh
-from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.passes import run_passes
 from pipeline.runtime.source import load_program
+from stages.train.tensors import OwnTensors, Stored
 
 Batch = dict[str, Tensor]  # of one micro-batch
 MEASURED_STEP = 1  # memory is measured on the second step: by then the optimizer state exists
@@ -41,7 +40,10 @@ def main(work: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=job["train"]["timeout_s"]))
     rank = dist.get_rank()
     try:
-        result = Trainer(job, work).train()
+        trainer = Trainer(job, work)
+        result = trainer.train()
+        if job["train"]["export"]:
+            trainer.own.export(Path(job["weights_path"]))
         if rank == 0:
             (work / "result.json").write_text(json.dumps(result))
         dist.barrier()
@@ -64,42 +66,35 @@ class Trainer:
         self.axes = list(program.MESH)
         self.micro_batches: int = program.MICRO_BATCHES
         self.precision: str = job["model"]["precision"]
-        self.table: Mapping[str, Row] = program.PARAMETERS
-        self.tensors = self._tensors()
+        stored = Stored(program.PARAMETERS, self.axes)
+        self.own = self._own_tensors(stored)
+        self.tensors = self.own.tensors
         self.parameters = {name: t for name, t in self.tensors.items() if isinstance(t, nn.Parameter)}
         self.program = program.Program(self.tensors)
-        rows = [self._row(name) for name in self.parameters]
+        rows = [stored.row(name) for name in self.parameters]
         self.gradients = Gradients(self.parameters.values(), rows, self.axes)
+        limit = job["train"]["clip_norm"]
+        self.clipping = Clipping(self.gradients.updated, rows, self.axes, limit) if limit is not None else None
         where = f"{job['where']['train']}: optimizer"
         self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.gradients.updated))
         layouts = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
         self.batches = Batches(dataset, job, layouts, self.axes)
 
-    def _row(self, name: str) -> Row:
-        """How a parameter, its gradient and the optimizer's state lie; nothing for one that is not trained."""
-        return look_up(self.table, name) or ("", "", "")
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """The seeded model's own initial values, of which each rank keeps its pieces."""
+    def _own_tensors(self, stored: Stored) -> OwnTensors:
         torch.manual_seed(self.job["train"]["seed"])
-        model = instantiate(self.job["model"]["module"], f"{self.job['where']['model']}: module").train()
-        if self.precision == "bf16":
-            model = model.bfloat16()
-        tensors: dict[str, Tensor] = {name: buffer.to(self.device) for name, buffer in model.named_buffers()}
-        for name, parameter in model.named_parameters():
-            layout, *_ = self._row(name)
-            if layout and parameter.requires_grad:
-                piece = piece_of(parameter.detach(), Layout.parse(layout), self.axes)
-                tensors[name] = nn.Parameter(piece.to(self.device))
-            else:
-                tensors[name] = parameter.detach().to(self.device)
-        return tensors
+        where = f"{self.job['where']['train']}: init_from"
+        return OwnTensors(self._build, stored, self._in_precision, self.job["train"]["init_from"], where)
+
+    def _build(self) -> nn.Module:
+        model: nn.Module = instantiate(self.job["model"]["module"], f"{self.job['where']['model']}: module")
+        return model.train()
 
     def _on_device(self, batch: Batch) -> Batch:
-        return {name: self._input(tensor) for name, tensor in batch.items()}
+        return {name: self._in_precision(tensor) for name, tensor in batch.items()}
 
-    def _input(self, tensor: Tensor) -> Tensor:
+    def _in_precision(self, tensor: Tensor) -> Tensor:
+        """On the device; floating numbers in bfloat16 where that is what is trained in."""
         half = self.precision == "bf16" and tensor.is_floating_point()
         return tensor.to(self.device, torch.bfloat16 if half else None)
 
@@ -134,6 +129,7 @@ class Trainer:
             "seconds": seconds,
             "samples": self._samples,
             "peak_bytes": self._gather(peak),
+            "held_whole": self.own.whole,
         }
 
     @property
@@ -155,6 +151,8 @@ class Trainer:
         """The mean loss of the micro-batches; but for the first, each goes to the device when its turn comes."""
         batches = chain([first], map(self._on_device, later))
         losses = run_passes(self.program, self.gradients, batches, self.micro_batches, self._autocast)
+        if self.clipping is not None:
+            self.clipping.clip()
         self.optimizer.step()
         self.gradients.publish()
         return sum(map(float, losses)) / len(losses)

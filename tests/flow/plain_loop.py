@@ -65,6 +65,8 @@ def main(root, steps):
             loss = output["loss"] if isinstance(output, dict) else output
             (loss / passes).backward()
             losses.append(loss.item())
+        if train.get("clip_norm") is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), train["clip_norm"])
         optimizer.step()
         print(repr(sum(losses) / passes))
 

@@ -62,6 +62,8 @@ def job(module: Path) -> dict:
         "train": {
             "steps": STEPS,
             "seed": 3,
+            "init_from": None,
+            "clip_norm": None,
             "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01, "weight_decay": 0.1},
         },
         "where": {"model": "model", "data": "data", "train": "train"},

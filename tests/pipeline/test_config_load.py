@@ -17,6 +17,7 @@ PROJECT = Path(__file__).parents[2]
 SOLVE = "conf/solve/glpk.yaml"
 SOLVE_KEYS = ", ".join(field.name for field in dataclasses.fields(Solve))
 MAIN = "conf/config.yaml"
+TRAIN = "conf/train/adamw.yaml"
 CHOICES = "model: gpt_small\ndata: synthetic_tokens\ncluster: local_cpu\nsolve: glpk\ncheckpoint: rotor\ntrain: adamw\n"
 
 
@@ -387,6 +388,17 @@ def test_wrong_text(project: Path, content: str | bytes, rest: str | None) -> No
         assert line.startswith(f"{SOLVE}: bad YAML: ")
     else:
         assert line == SOLVE + rest
+
+
+def test_the_file_of_initial_weights(project: Path) -> None:
+    text = (project / TRAIN).read_text()
+    given = text.replace("init_from: null", "init_from: model.safetensors")
+    assert "there is no file model.safetensors; give a path from the project's folder" in refusal(project, TRAIN, given)
+    (project / "model.safetensors").write_bytes(b"")
+    (project / TRAIN).write_text(given)
+    assert load_config(project).train.init_from == "model.safetensors"
+    other = text.replace("init_from: null", "init_from: model.onnx")
+    assert "got 'model.onnx', expected a file ending in .safetensors" in refusal(project, TRAIN, other)
 
 
 # ---- mistakes in the choice of files

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline import artifacts
 from pipeline.cost.conversions import gathered_together
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R, S
@@ -24,23 +27,28 @@ from pipeline.ops.dims import strategies
 from pipeline.ops.rule import view_op
 from pipeline.ops.table import rule_of
 from pipeline.runtime_names import NAMES
+from pipeline.stage import Inputs
 from stages.codegen.block import statement
 from stages.codegen.module import write_module
+from stages.codegen.run import run
 from tests import plans, storage_plans
-from tests.graphs import GRAPHS, frontier_of, gpt_graph, mlp_graph, plan_of, trace
+from tests.graphs import GRAPHS, SILENT, frontier_of, gpt_graph, mlp_graph, plan_of, trace
 from tests.programs import ODD, functions, load, nested, odd, odd_graph, plan_for, uniform, write
 
+ROOT = Path(__file__).parents[2]
 RULES = "E,F,I,UP,B,RUF"
 
 
 def ruff(folder: Path) -> str:
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--output-format", "concise"]
-    found = subprocess.run(
-        [*command, "--select", RULES, "--line-length", "120", "--target-version", "py311", str(folder)],
-        capture_output=True,
-        text=True,
-    )
-    return "" if found.returncode == 0 else found.stdout + found.stderr
+    """What it finds, and what it would write otherwise."""
+    shared = ["--isolated", "--no-cache", "--line-length", "120", "--target-version", "py311"]
+    found = ""
+    for command in (["check", "--output-format", "concise", "--select", RULES], ["format", "--diff"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, *shared, str(folder)], capture_output=True, text=True
+        )
+        found += "" if done.returncode == 0 else done.stdout + done.stderr
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- bytes
@@ -50,6 +58,47 @@ def ruff(folder: Path) -> str:
 def test_the_same_plan_gives_the_same_bytes(name):
     graph, plan = GRAPHS[name](), plan_of(name)
     assert write(graph, plan) == write(graph, plan) == write(trace(*odd(name)), plan_of(name))
+
+
+DIGEST_OF_TEXTS = """
+import hashlib
+from tests.graphs import gpt_graph, plan_of
+from tests.programs import plan_for, nested, odd_graph, uniform, write
+graph = gpt_graph(2)
+found = [write(graph, plan_of("gpt")), write(graph, plan_of("gpt", recompute="full"))]
+for name in ("names", "frozen", "stateful", "unet"):
+    graph = odd_graph(name)
+    found.append(write(graph, plan_for(graph, uniform(graph, 2), 2, nested(graph))))
+print(hashlib.sha256("".join(found).encode()).hexdigest())
+"""
+
+
+def test_the_same_plan_gives_the_same_bytes_in_every_process():
+    """Sets of strings have another order in each."""
+    found = set()
+    for seed in ("1", "12345"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-W", "ignore", "-c", DIGEST_OF_TEXTS]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
+def test_the_header_names_the_plan_and_how_to_write_it_again(tmp_path):
+    """The digest is that of plan.json, and the one by which the module is checked."""
+    plan = artifacts.make("plan", plan_of("mlp"), [], {})
+    inputs = Inputs(tmp_path, {"graph": artifacts.make("graph", mlp_graph(), [], {}), "plan": plan}, SILENT, None)
+    made = artifacts.make("module", run(inputs, None).body, inputs.artifacts.values(), {})
+    recorded = json.loads(artifacts.save(plan, tmp_path).read_text())["digest"]
+    text = artifacts.save(made, tmp_path).read_text()
+    assert recorded == plan.digest
+    assert f"# shardwright input plan {recorded}\n" in text
+    docstring = ast.get_docstring(ast.parse(text))
+    assert f"The plan's digest is {recorded}." in docstring and "`dvc repro codegen`" in docstring
+    assert ruff(tmp_path / "runs" / "codegen") == ""
+    assert max(map(len, text.splitlines())) <= 120
+    assert artifacts.load("module", tmp_path) == made
 
 
 def texts() -> dict[str, str]:
@@ -82,8 +131,9 @@ def test_the_text_is_clean(written, tmp_path):
 
 
 def test_ruff_is_really_asked(tmp_path):
-    (tmp_path / "bad.py").write_text("import os\n")
-    assert "F401" in ruff(tmp_path)
+    (tmp_path / "bad.py").write_text("import os\n\n\nx = f( 1)\n")
+    found = ruff(tmp_path)
+    assert "F401" in found and "+x = f(1)" in found
 
 
 def test_every_text_compiles_and_no_line_is_too_long(written):
@@ -112,6 +162,28 @@ def test_a_deep_gpt_has_no_more_functions_than_a_shallow_one():
     assert len(functions(deep)) == 7
     # a layer more is two calls more, and two lines that take its parameters
     assert len(deep.splitlines()) - len(shallow.splitlines()) <= 10 * 3
+
+
+class Turned(nn.Module):
+    """Each layer makes its own view of a table that is there before the chain, as rotary embeddings do."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+
+    def forward(self, x):
+        table = torch.arange(4.0).cos()
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * table.unsqueeze(0) + table.exp().unsqueeze(0)
+        return x.square().mean()
+
+
+def test_layers_that_each_have_their_own_view_of_a_table_share_a_function():
+    found = []
+    for layers in (2, 6):
+        graph = trace(Turned(layers), {"x": torch.zeros(4, 4)})
+        found.append(write(graph, plan_for(graph, uniform(graph, 2), 2)))
+    assert functions(found[0]) == functions(found[1])
 
 
 def test_each_block_is_called_with_its_own_parameters():

@@ -22,6 +22,7 @@ from pipeline.ir.verify import verify_graph
 from pipeline.loss import pick_loss
 from stages.profile.costs import all_kernels, op_costs
 from stages.profile.step import profile_step
+from stages.trace import simplify as simplify_module
 from stages.trace.build import fake_mode, to_fake
 from stages.trace.chain import find_chain
 from stages.trace.export import export_loss
@@ -261,3 +262,13 @@ def test_a_branch_that_is_certain_is_followed(probability):
 def test_a_branch_that_is_not_certain_is_refused_with_its_line():
     with pytest.raises(TraceError, match=r"test_trace_families\.py:\d+: the model cannot be exported"):
         trace(lambda: Branch(0.5), {"x": torch.randn(4, 4)})
+
+
+def test_a_mask_that_all_layers_share_is_looked_at_once(monkeypatch):
+    """Of a large batch it has billions of elements."""
+    seen = []
+    monkeypatch.setattr(simplify_module, "_shown", lambda mask: seen.append(mask.shape) or simplify_module.Shown.PAST)
+    graph = trace(llama, tokens())
+    attention = [op for op in graph.ops if op.target == simplify_module.ATTENTION]
+    assert len(attention) == 2 and len(seen) == 1
+    assert all(op.args.get(simplify_module.CAUSAL, "is_causal", False) for op in attention)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
-from stages.train.run import Follower
+import pytest
+
+from pipeline.errors import ShardwrightError
+from stages.commands import COMMANDS
+from stages.train.run import Follower, keep_weights, weights_path
+from tests.graphs import SILENT
 
 
 class Live:
@@ -29,3 +35,27 @@ def test_samples_are_those_of_all_micro_batches(tmp_path: Path) -> None:
     expected = {"loss": 2.5, "step_ms": 500.0, "samples_per_second": 72.0, "resident_mb": 3.0}
     assert live.logged == [(0, expected), (1, expected)]
     assert shown == [(1, "loss 2.5000"), (2, "loss 2.5000")]
+
+
+def test_weights_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:
+    path = weights_path(tmp_path)
+    keep_weights(path, exported=False)
+    path.write_bytes(b"weights")
+    keep_weights(path, exported=True)
+    assert path.read_bytes() == b"weights"
+    assert json.loads((path.parent / "about.json").read_text()) == {"weights": path.name}
+    keep_weights(path, exported=False)
+    assert not path.exists() and json.loads((path.parent / "about.json").read_text()) == {"weights": None}
+
+
+def test_export_copies_what_training_wrote(tmp_path: Path) -> None:
+    target = tmp_path / "copy.safetensors"
+    arguments = argparse.Namespace(out=target)
+    with pytest.raises(ShardwrightError, match="`export: true`"):
+        COMMANDS["export"].run(tmp_path, arguments, SILENT)  # type: ignore[arg-type]
+    weights_path(tmp_path).parent.mkdir(parents=True)
+    weights_path(tmp_path).write_bytes(b"weights")
+    assert COMMANDS["export"].run(tmp_path, arguments, SILENT) == 0  # type: ignore[arg-type]
+    assert target.read_bytes() == b"weights"
+    with pytest.raises(ShardwrightError, match="cannot be written"):
+        COMMANDS["export"].run(tmp_path, argparse.Namespace(out=tmp_path), SILENT)  # type: ignore[arg-type]

@@ -1,0 +1,150 @@
+"""Training from a file of weights and back into one, on two ranks: as the unsplit model does with these weights."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from pipeline.models import gpt
+from pipeline.models.data import TokenSequences
+from pipeline.weights import WeightsError
+from stages.train.worker import Trainer
+from tests import plans
+from tests.ranks import run_ranks
+from tests.storage_plans import plan_named
+
+STEPS, BATCH, SAMPLES, RATE, CLIP = 3, 8, 64, 0.05, 0.5
+PLANS = ("tp", "zero3", "zero1", "ddp")
+SIZES = plans.GPT8 | {"tie": True}
+FILES = {"tp": "model.safetensors.index.json", "zero3": "model.safetensors", "zero1": "model.pt", "ddp": "model.pt"}
+
+
+def given_model() -> nn.Module:
+    """With weights that no seed of the runs gives."""
+    torch.manual_seed(99)
+    return gpt.build(**SIZES)
+
+
+def write_files(folder: Path) -> None:
+    state = given_model().state_dict()
+    torch.save(state, folder / "model.pt")
+    untied = {name: tensor for name, tensor in state.items() if name != "token.weight"}  # as transformers writes them
+    save_file(untied, folder / "model.safetensors")
+    places = {name: f"part-{number % 3}.safetensors" for number, name in enumerate(state)}
+    for file in set(places.values()):
+        save_file({name: state[name].clone() for name in state if places[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def job(module: Path, weights: Path) -> dict[str, Any]:
+    shape = {"shape": [BATCH, SIZES["context"]], "dtype": "int64"}
+    data = {"vocab_size": SIZES["vocab_size"], "length": SIZES["context"], "samples": SAMPLES}
+    optimizer = {"_target_": "torch.optim.SGD", "lr": RATE}
+    settings = {"steps": STEPS, "seed": 3, "init_from": str(weights), "optimizer": optimizer, "clip_norm": CLIP}
+    return {
+        "module_path": str(module),
+        "model": {
+            "precision": "fp32",
+            "module": {"_target_": "pipeline.models.gpt.build", **SIZES},
+            "batch": {"input_ids": shape, "labels": shape},
+        },
+        "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences", **data}, "shuffle": False, "seed": 0},
+        "train": settings,
+        "where": {"model": "model", "data": "data", "train": "train"},
+    }
+
+
+def train(folder: str) -> dict[str, list[float]]:
+    """On a rank: the losses of every plan; its trained weights lie beside its program."""
+    found = {}
+    for name in PLANS:
+        work = Path(folder) / name
+        work.mkdir(exist_ok=True)
+        trainer = Trainer(job(Path(folder) / f"{name}.py", Path(folder) / FILES[name]), work)
+        found[name] = trainer.train()["losses"]
+        trainer.own.export(work / "trained.safetensors")
+    return found
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    data = TokenSequences(SIZES["vocab_size"], SIZES["context"], SAMPLES)
+    rows = [data[(step * BATCH + i) % len(data)] for i in range(BATCH)]
+    return {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
+
+
+@cache
+def plain() -> tuple[list[float], nn.Module]:
+    model = given_model().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**batch(step))
+        loss.backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, list[dict[str, list[float]]]]:
+    folder = tmp_path_factory.mktemp("weights")
+    write_files(folder)
+    for name in PLANS:
+        (folder / f"{name}.py").write_text(plans.lowered("tied8", plan_named("tied8", name))[1])
+    return folder, run_ranks(2, train, str(folder))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_training_from_a_file_is_that_of_the_unsplit_model_with_these_weights(trained, name: str) -> None:
+    for losses in trained[1]:
+        assert losses[name] == pytest.approx(plain()[0], rel=2e-6)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_exported_is_the_users_own_model(trained, name: str) -> None:
+    state = load_file(trained[0] / name / "trained.safetensors")
+    model = plain()[1]
+    assert state.keys() == model.state_dict().keys()
+    for key, tensor in model.state_dict().items():
+        torch.testing.assert_close(state[key], tensor, rtol=1e-4, atol=1e-6)
+    own = gpt.build(**SIZES).train()
+    own.load_state_dict(state, strict=True)
+    assert own.head.weight is own.token.weight
+    assert own(**batch(STEPS)).item() == pytest.approx(model(**batch(STEPS)).item(), rel=2e-6)
+
+
+def refusals(folder: str) -> list[str]:
+    """On a rank: what is said of files that are not the model's."""
+    state = given_model().state_dict()
+    name = next(iter(state))
+    wrong = {
+        "less": {n: t for n, t in state.items() if n != "norm.weight"},
+        "more": {**state, "other": torch.zeros(2)},
+        "shape": {**state, name: torch.zeros(3)},
+    }
+    found = []
+    for what, content in wrong.items():
+        path = Path(folder) / f"{what}-{dist.get_rank()}.pt"
+        torch.save(content, path)
+        try:
+            Trainer(job(Path(folder) / "ddp.py", path), Path(folder))
+        except WeightsError as error:
+            found.append(error.line())
+    return found
+
+
+def test_a_file_of_another_model_is_refused(trained) -> None:
+    for less, more, shape in run_ranks(2, refusals, str(trained[0])):
+        assert less == "train: init_from: these are not weights of this model: it has no norm.weight"
+        assert more == "train: init_from: these are not weights of this model: the model has no other"
+        assert "has shape [3] instead of" in shape
