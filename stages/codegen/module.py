@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.names import pattern
-from pipeline.ir.plan import Plan
+from pipeline.ir.plan import Plan, Sharding
 from pipeline.ir.program import Program
 from pipeline.lowering import state_layouts
 from stages.codegen.functions import functions_of
@@ -56,12 +57,17 @@ PARAMETERS = {{
 
 def _parameters(graph: OpGraph, plan: Plan, program: Program) -> dict[str, str]:
     """One row per parameter; equal rows of numbered modules are written once, with `*` for the number."""
-    rows = {}
-    for name, state in state_layouts(graph, plan.sharding).items():
-        origin, summed = graph.values[name].origin, program.reduced.get(name, ())
-        over = "+".join(plan.axes[axis][0] for axis in summed)
-        rows[origin] = f'("{plan.sharding.storage[origin]}", "{over}", "{state}")'
+    rows = dict(parameter_rows(graph, plan.axes, plan.sharding, program))
     entries: dict[str, set[str]] = {}
     for name, row in rows.items():
         entries.setdefault(pattern(name), set()).add(row)
     return {pattern(name) if len(entries[pattern(name)]) == 1 else name: row for name, row in rows.items()}
+
+
+def parameter_rows(
+    graph: OpGraph, axes: tuple[tuple[str, int], ...], sharding: Sharding, program: Program
+) -> Iterator[tuple[str, str]]:
+    for name, state in state_layouts(graph, sharding).items():
+        origin, summed = graph.values[name].origin, program.reduced.get(name, ())
+        over = "+".join(axes[axis][0] for axis in summed)
+        yield origin, f'("{sharding.storage[origin]}", "{over}", "{state}")'

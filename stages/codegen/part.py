@@ -276,7 +276,7 @@ def _copies_method(copies: Before, passed: list[str]) -> list[str]:
 
 
 def _indented(lines: list[str], columns: int) -> list[str]:
-    return [f"{' ' * columns}{line}" for line in lines]
+    return [f"{' ' * columns}{line}".rstrip() for line in lines]
 
 
 def _region_lines(part: Part, regions: tuple[Region, ...], callers: list[Caller], methods: list[str]) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 LINE = 120  # the longest that the text has
 
 
-def one_or_many(start: str, items: list[str], end: str) -> str:
-    """The items behind one another, or each on a line of its own where that is too long."""
+def one_or_many(start: str, items: list[str], end: str, within: int = 0) -> str:
+    """The items behind one another, or each on a line of its own where that is too long in so many columns."""
     line = f"{start}{', '.join(items)}{end}"
     rows = "".join(f"    {item},\n" for item in items)
-    return line if len(line) <= LINE else f"{start}\n{rows}{end}"
+    return line if len(line) + within <= LINE else f"{start}\n{rows}{end}"
 
 
 def runtime_import(used: set[str]) -> str:
