@@ -24,7 +24,6 @@ from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.passes import Copies
 from pipeline.runtime.source import load_program
-from stages.codegen.partitions import write_partitions
 from tests.plans import keepable, random_regions
 from tests.ranks import AXIS
 
@@ -60,10 +59,6 @@ def _regions(graph: OpGraph, plan: Plan, first: int, last: int, draw: random.Ran
 
 def random_cuts(graph: OpGraph, count: int, draw: random.Random) -> list[int]:
     return sorted(draw.sample(range(1, len(graph.chain)), count - 1))
-
-
-def write(graph: OpGraph, plan: Plan) -> str:
-    return write_partitions(graph, plan)
 
 
 # ---- running them

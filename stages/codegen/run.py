@@ -8,7 +8,6 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan
 from pipeline.ir.verify import verify_sharding
 from pipeline.lowering import lower
-from pipeline.ops.table import rule_of
 from pipeline.partitions import part_of
 from pipeline.stage import Inputs, Result
 from stages.codegen.module import write_module
@@ -28,34 +27,20 @@ def _alone(graph: OpGraph, plan: Plan) -> str:
 
 
 def _piped(graph: OpGraph, plan: Plan, config: Config) -> str:
-    own = [part_of(graph, partition.first, partition.last) for partition in plan.partitions]
     _check_slices(plan, config)
-    _check_draws(own, config)
-    for part, partition in zip(own, plan.partitions, strict=True):
-        verify_sharding(part, partition.sharding, partition.sizes)
+    for partition in plan.partitions:
+        verify_sharding(part_of(graph, partition.first, partition.last), partition.sharding, partition.sizes)
     return write_partitions(graph, plan)
 
 
 def _check_slices(plan: Plan, config: Config) -> None:
     """Sizes in the program are those of the graph, which is traced for a pass."""
     if plan.slices > 1:
+        files = {group: f"conf/{group}/{config.choices[group]}.yaml" for group in ("checkpoint", "model", "train")}
         raise SolveError(
             f"the pipeline cuts each pass of the train file into {plan.slices} micro-batches, and the model is traced "
             "for a pass: its program cannot be written yet",
             where="runs/checkpoint/plan.json",
-            remedy=f"set `micro_batches: null` in conf/checkpoint/{config.choices['checkpoint']}.yaml, and "
-            f"`micro_batches: {plan.micro_batches}` in conf/train/{config.choices['train']}.yaml",
-        )
-
-
-def _check_draws(parts: list[OpGraph], config: Config) -> None:
-    """Each partition computes what it needs of the prologue by itself: random numbers would differ."""
-    drawn = [op.name for part in parts for op in map(part.op, part.prologue) if (r := rule_of(op)) and r.random]
-    twice = sorted({name for name in drawn if drawn.count(name) > 1})
-    if twice:
-        raise SolveError(
-            f"several partitions read {twice[0]}, which draws random numbers from the batch alone",
-            where="runs/checkpoint/plan.json",
-            remedy="cut the model elsewhere (`boundaries`), or set `pipeline: off` in "
-            f"conf/checkpoint/{config.choices['checkpoint']}.yaml",
+            remedy=f"set `micro_batches: null` in {files['checkpoint']}; for smaller ones, a smaller `batch` in "
+            f"{files['model']} and more `micro_batches` in {files['train']}",
         )
