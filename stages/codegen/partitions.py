@@ -6,7 +6,8 @@ import re
 from dataclasses import replace
 from math import prod
 
-from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.graph import OpGraph, Role, Value
+from pipeline.ir.layout import Layout
 from pipeline.ir.names import ranges
 from pipeline.ir.plan import Plan, Region
 from pipeline.lowering import home_layouts, lower
@@ -60,12 +61,13 @@ def _shifted(region: Region, first: int) -> Region:
 
 def _attributes(part: Part) -> str:
     last = part.first + len(part.graph.chain) - 1
+    links = f"Links {part.first} to {last}" if last > part.first else f"Link {last}"
     inputs = [f'"{value.name}": "{part.sharding.inputs[value.name]}"' for value in part.graph.of_role(Role.INPUT)]
     parameters = ranges(dict(parameter_rows(part.graph, part.axes, part.sharding, part.program)))
     rows = [f'    "{name}": {row},' for name, row in parameters.items()]
     return "\n".join(
         [
-            f'"""Links {part.first} to {last}."""',
+            f'"""{links}."""',
             "",
             one_or_many("MESH: ClassVar = {", [f'"{name}": {size}' for name, size in part.axes], "}", within=4),
             one_or_many("INPUTS: ClassVar = {", inputs, "}", within=4),
@@ -110,8 +112,8 @@ import torch
 SCHEDULE = "{plan.schedule}"
 MICRO_BATCHES = {plan.micro_batches}  # forward and backward passes of a step
 DEVICES = ({", ".join(devices)}{"," if len(devices) == 1 else ""})  # of each piece; {turns}
-# What each partition sends to the next of one micro-batch, with its whole shape and its layouts at both ends; its
-# gradient comes back where it has one.
+# What each partition sends to the next of one micro-batch: its whole shape, its type (outside autocast), its layouts
+# at both ends, and whether its gradient comes back.
 {_sent(graph, plan, written)}
 # Parameters that several partitions hold, and these: their gradients have to be summed over them.
 {_tied(written)}'''
@@ -125,11 +127,20 @@ def _sent(graph: OpGraph, plan: Plan, written: list[Written]) -> str:
         for name in crossing(graph, after.first):
             value, common = graph.values[name], written[number].part.common
             own = common[name].name if name in common else "x"
-            ends = f'"from": "{homes[number][name]}", "to": "{homes[number + 1][name]}"'
-            kind = f'"shape": {value.type.shape}, "dtype": "{value.type.dtype}"'
-            lines += [f'        "{own}": {{{kind}, {ends}, "gradient": {value.grad}}},']
+            lines += sent_row(own, value, homes[number][name], homes[number + 1][name])
         lines += ["    },"]
     return "\n".join([*lines, ")"])
+
+
+def sent_row(name: str, value: Value, source: Layout, target: Layout) -> list[str]:
+    items = [
+        f'"shape": {value.type.shape}',
+        f'"dtype": "{value.type.dtype}"',
+        f'"from": "{source}"',
+        f'"to": "{target}"',
+        f'"gradient": {value.grad}',
+    ]
+    return [f"        {line}" for line in one_or_many(f'"{name}": {{', items, "},", within=8).splitlines()]
 
 
 def _tied(written: list[Written]) -> str:

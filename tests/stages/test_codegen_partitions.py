@@ -16,7 +16,8 @@ import torch
 from pipeline import artifacts
 from pipeline.config import load_config
 from pipeline.errors import SolveError, TrainError
-from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.graph import OpGraph, Role, TensorType, Value
+from pipeline.ir.layout import Layout, R, S
 from pipeline.ir.names import look_up
 from pipeline.ir.plan import Partition, Plan, Region
 from pipeline.ir.verify import InvalidSharding
@@ -26,7 +27,7 @@ from pipeline.runtime.source import load_program
 from pipeline.runtime_names import NAMES
 from pipeline.stage import Inputs
 from stages.codegen import run as codegen
-from stages.codegen.partitions import write_partitions
+from stages.codegen.partitions import sent_row, write_partitions
 from stages.train import run as train
 from stages.verify import run as verify
 from tests.graphs import GRAPHS, SILENT, gpt_graph
@@ -167,7 +168,8 @@ def test_how_partitions_follow_one_another_is_told(cases) -> None:
         assert len(program["PARTITIONS"]) == len(plan.partitions) == len(program["DEVICES"]) * plan.chunks
         for number, (one, part) in enumerate(zip(program["PARTITIONS"], plan.partitions, strict=True)):
             assert one.__name__ == f"Partition{number}" and dict(part.axes) == one.MESH
-            assert one.__doc__ == f"Links {part.first} to {part.last}."
+            several = f"Links {part.first} to {part.last}."
+            assert one.__doc__ == (several if part.last > part.first else f"Link {part.first}.")
             assert program["DEVICES"][number % len(program["DEVICES"])] == prod(one.MESH.values()), name
     assert "partition n is on piece n % 2" in cases["chosen"][2]
 
@@ -185,6 +187,16 @@ def test_what_is_sent_has_the_layouts_of_both_ends(cases) -> None:
                 assert (row["from"], row["to"]) == (str(ends[0][value]), str(ends[1][value]))
                 assert row["shape"] == graph.values[value].type.shape and row["gradient"] == graph.values[value].grad
     assert any(len(rows) > 1 for rows in load(cases["shared"][2])["SENT"])
+
+
+def test_what_is_sent_is_told_in_short_lines() -> None:
+    value = Value("h", TensorType((131072, 131072, 131072), "bfloat16"), Role.RESULT, "h", True)
+    layouts = [Layout((state, S(1), S(2))) for state in (S(0), R)]
+    short, long = sent_row("x", value, *layouts), sent_row("decoder_final_layer_norm_mul", value, *layouts)
+    assert len(short) > 1 or len(short[0]) <= 120
+    assert len(long) == 7 and max(map(len, long)) <= 120
+    row = ast.literal_eval("{" + "".join(long) + "}")["decoder_final_layer_norm_mul"]
+    assert row["shape"] == value.type.shape and row["to"] == "R,S(1),S(2)" and row["gradient"] is True
 
 
 def test_every_parameter_is_in_the_partitions_that_read_it(cases) -> None:
