@@ -178,9 +178,9 @@ class Plan:
     micro_batches: int = 1  # forward and backward passes of a step
     schedule: str = ""  # of a pipeline: gpipe, 1f1b, interleaved or zero_bubble
     chunks: int = 1  # partitions on the same devices
-    slices: int = 1  # micro-batches into which a pipeline cuts a pass, for which the graph is traced
     timeline: Timeline = field(default_factory=Timeline)
     released: tuple[str, ...] = ()  # values that backward does not keep, and that are large: let go once they are read
+    slices: int = 1  # micro-batches into which a pipeline cuts a pass, for which the graph is traced
 
     @staticmethod
     def whole(
