@@ -46,7 +46,7 @@ KINDS = {
         Kind("profile", "profile", "profile.json", Profile, version=3),
         Kind("cluster", "cluster", "cluster.json", Cluster, version=2),
         Kind("frontier", "solve", "frontier.json", Frontier, version=2),
-        Kind("plan", "checkpoint", "plan.json", Plan, version=3),
+        Kind("plan", "checkpoint", "plan.json", Plan, version=4),
         Kind("module", "codegen", "module.py", str, version=3),
         Kind("report", "train", "report.json", Report),
     )

@@ -30,19 +30,22 @@ from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.program import Call, Convert, Program, Step, Tensor
 
 
-def lower(graph: OpGraph, sharding: Sharding, micro_batches: int = 1) -> Program:
+def lower(graph: OpGraph, sharding: Sharding, micro_batches: int = 1, *, to_loss: bool = True) -> Program:
+    """`to_loss` is false for a partition of a pipeline but the last: its output leaves as it is written."""
     home = home_layouts(graph, sharding)
     shared = _shared(graph, sharding, home, by_value=micro_batches > 1)
+    written = Tensor(graph.output, home[graph.output])
+    output = _loss(graph, home) if to_loss else written
     prologue = _steps(graph, sharding, graph.prologue, home, {})
     links = []
     for index, link in enumerate(graph.chain):
         copies = {c.target: c.target for c in shared}
         steps = _steps(graph, sharding, link.ops, home, copies)
         if index == len(graph.chain) - 1:
-            steps += _convert(graph, sharding, Tensor(graph.output, home[graph.output]), _loss(graph, home), {})
+            steps += _convert(graph, sharding, written, output, {})
         links.append(tuple(_regathers_first(steps)))
     reduced = _reduced(graph, sharding)
-    return Program(tuple(prologue), tuple(shared), tuple(links), reduced, _loss(graph, home), micro_batches)
+    return Program(tuple(prologue), tuple(shared), tuple(links), reduced, output, micro_batches)
 
 
 def home_layouts(graph: OpGraph, sharding: Sharding) -> dict[str, Layout]:
@@ -54,7 +57,7 @@ def home_layouts(graph: OpGraph, sharding: Sharding) -> dict[str, Layout]:
         if value.role is Role.PARAMETER:
             stored, summed = sharding.storage[value.origin].states, reduced.get(value.name, ())
             home[value.name] = Layout(tuple(B if axis in summed else state for axis, state in enumerate(stored)))
-        elif value.role is Role.INPUT:
+        elif value.role in (Role.INPUT, Role.ENTERS):
             home[value.name] = sharding.inputs[value.name]
         elif value.role is Role.BUFFER:
             home[value.name] = replicated(axes)

@@ -151,7 +151,7 @@ class Facts:
         link = group.link
         steps = tuple(step for number in range(group.first, group.last + 1) for step in self.program.links[number])
         last = group.last == len(self.program.links) - 1
-        exit_ = self.program.loss if last else Tensor(link.output, self.home[link.output])
+        exit_ = self.program.output if last else Tensor(link.output, self.home[link.output])
         moved = any(isinstance(s, Convert) and self._moves(s) for s in steps)
         own = prices[group.first : group.last + 1]
         priced = Seconds(sum(price.forward for price in own), sum(price.backward for price in own))

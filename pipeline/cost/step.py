@@ -154,7 +154,7 @@ def price_step(
     for index, steps in enumerate(program.links):
         link = graph.chain[index]
         last = index == len(program.links) - 1
-        exit_ = program.loss if last else Tensor(link.output, home[link.output])
+        exit_ = program.output if last else Tensor(link.output, home[link.output])
         compute, communication = steps_seconds(graph, profile, cluster, sharding, steps)
         memory = link_memory(graph, profile, sharding, link, steps, exit_, cluster.sizes)
         entry = graph.values[link.input].type.nbytes // home[link.input].pieces(cluster.sizes) if link.input else 0

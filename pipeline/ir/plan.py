@@ -24,7 +24,7 @@ class Sharding:
 
     strategies: dict[str, Strategy]
     storage: dict[str, Layout]
-    inputs: dict[str, Layout]
+    inputs: dict[str, Layout]  # of a partition, also of what enters it
     paths: dict[str, tuple[Layout, ...]] = field(default_factory=dict)  # `value: source -> target` -> what lies between
     state: dict[str, Layout] = field(default_factory=dict)  # of the optimizer's, where it is not the storage's (ZeRO-1)
     regathered: tuple[str, ...] = ()  # parameters of which only the shard is kept: gathered again in backward (ZeRO-3)
@@ -102,7 +102,7 @@ class Partition:
     first: int
     last: int
     axes: tuple[tuple[str, int], ...]
-    sharding: Sharding  # of a pipeline's partition: of its own ops, and of the prologue
+    sharding: Sharding  # of a pipeline's partition: of its own ops, and what it needs of the prologue
     regions: tuple[Region, ...]
     in_flight: int  # micro-batches whose forward has begun and whose backward has not ended, at most
     peak_bytes: int
@@ -180,6 +180,7 @@ class Plan:
     chunks: int = 1  # partitions on the same devices
     timeline: Timeline = field(default_factory=Timeline)
     released: tuple[str, ...] = ()  # values that backward does not keep, and that are large: let go once they are read
+    slices: int = 1  # micro-batches into which a pipeline cuts a pass, for which the graph is traced
 
     @staticmethod
     def whole(

@@ -41,7 +41,7 @@ class Program:
     shared: tuple[Convert, ...]  # parameters that several links read in a layout they are not stored in
     links: tuple[tuple[Step, ...], ...]
     reduced: dict[str, tuple[int, ...]]  # parameter -> axes over which the step sums its gradient, in buckets
-    loss: Tensor
+    output: Tensor  # the loss; of a partition before the last, the activation that leaves it
     micro_batches: int = 1  # how often a step runs prologue and links; what is shared is converted once for all of them
 
     def conversions(self) -> Iterator[Convert]:

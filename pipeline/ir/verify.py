@@ -103,13 +103,14 @@ def _every_op_has_a_strategy(graph: OpGraph, sharding: Sharding, sizes: Sizes) -
 
 
 def _every_source_is_stored(graph: OpGraph, sharding: Sharding, sizes: Sizes) -> Iterator[str]:
-    """A parameter or an input is whole or split; it has no summands."""
+    """A parameter or an input is whole or split; it has no summands. What enters a partition may have them."""
     parameters = {value.origin for value in graph.of_role(Role.PARAMETER)}
-    inputs = {value.name for value in graph.of_role(Role.INPUT)}
+    inputs = {value.name for value in graph.values.values() if value.role in (Role.INPUT, Role.ENTERS)}
     for have, want, what in ((sharding.storage, parameters, "a parameter"), (sharding.inputs, inputs, "an input")):
         if odd := set(have) ^ want:
             yield f"{min(odd)} is not both {what} of the graph and stored"
-    for name, layout in (*sharding.storage.items(), *sharding.inputs.items(), *sharding.state.items()):
+    fed = ((name, layout) for name, layout in sharding.inputs.items() if graph.values[name].role is Role.INPUT)
+    for name, layout in (*sharding.storage.items(), *fed, *sharding.state.items()):
         if any(state.kind not in "RS" for state in layout.states):
             yield f"{name} is stored as {layout}"
 

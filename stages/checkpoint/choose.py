@@ -14,6 +14,7 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Alternative, Frontier, Partition, Plan, Prediction, Region, Sharding
 from pipeline.ir.profile import Profile
 from pipeline.lowering import lower
+from pipeline.partitions import restricted
 from stages.checkpoint import rotor, schedule, timeline
 from stages.checkpoint.chain import Chain
 from stages.checkpoint.describe import axes_in_words, passes_in_words, pipeline_in_words, recompute_in_words
@@ -240,6 +241,7 @@ def _plan_piped(
         micro_batches=plan.micro_batches,
         schedule=plan.pipeline.value,
         chunks=plan.chunks,
+        slices=best.fills[0].slices,
         timeline=timeline.of_pipeline(plan),
     )
 
@@ -328,22 +330,4 @@ def _refusal(
         f"{budget_of(least)}, of which {consists}",
         where=where,
         remedy=f"raise the budget to that, {better}or use more devices",
-    )
-
-
-def restricted(graph: OpGraph, sharding: Sharding, first: int, last: int) -> Sharding:
-    """What a partition needs of a sharding: its own ops, those of the prologue, and what they read."""
-    ops = [
-        graph.op(name) for name in (*graph.prologue, *(op for link in graph.chain[first : last + 1] for op in link.ops))
-    ]
-    read = {name for op in ops for name in op.inputs}
-    origins = {graph.values[name].origin for name in read}
-    values = read | {name for op in ops for name in op.outputs}
-    return Sharding(
-        strategies={op.name: sharding.strategies[op.name] for op in ops},
-        storage={name: layout for name, layout in sharding.storage.items() if name in origins},
-        inputs={name: layout for name, layout in sharding.inputs.items() if name in read},
-        paths={name: way for name, way in sharding.paths.items() if name.split(": ")[0] in values},
-        state={name: layout for name, layout in sharding.state.items() if name in origins},
-        regathered=tuple(name for name in sharding.regathered if name in origins),
     )

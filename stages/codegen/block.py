@@ -51,6 +51,10 @@ class Block:
     used: frozenset[str]  # names of runtime functions
 
     @property
+    def text(self) -> str:
+        return "\n".join((self.signature, *self.lines, *self.result))
+
+    @property
     def signature(self) -> str:
         arguments = ["x: Tensor"] if self.takes_x else []
         arguments += [f"{name}: Tensor" for name in self.common]
@@ -123,6 +127,7 @@ class BlockWriter:
         self.loss = Tensor(graph.output, replicated(len(mesh.axes)))
         self.arguments: dict[str, str] = {}
         self.reads_parameters = False
+        self.returned: set[str] = set()  # values; what leaves a partition may have no reader in its graph
         self.used: set[str] = set()
         self.lines: list[str] = []
         self._group = ""
@@ -130,6 +135,7 @@ class BlockWriter:
     def write(
         self, steps: tuple[Step, ...], entry: Tensor | None, exit_: Tensor, common: tuple[Tensor, ...] = ()
     ) -> Block:
+        self.returned = {tensor.value for tensor in (exit_, *common)}
         if entry is not None:
             self.names.known[entry] = "x"
         self._name_what_is_read(steps)
@@ -249,7 +255,7 @@ class BlockWriter:
         return f"kept(lambda {', '.join(names)}: {text}, {', '.join(names)})"
 
     def _is_read(self, tensor: Tensor) -> bool:
-        return bool(self.readers[tensor.value]) or tensor.value == self.graph.output
+        return bool(self.readers[tensor.value]) or tensor.value in self.returned
 
     def _heading(self, module: str, source: str) -> None:
         title = f"# {module or 'here'}" + (f" ({source})" if source else "")

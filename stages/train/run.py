@@ -16,12 +16,14 @@ from pipeline.launch import LaunchFailed, run_ranks
 from pipeline.log import Advance, progress
 from pipeline.stage import Inputs, Result
 from pipeline.tracker import Live
+from pipeline.trainable import refuse_pipeline
 
 WARM_UP = 3  # steps that are left out of the median: allocators and caches fill up
 
 
 def run(inputs: Inputs, config: Config) -> Result:
     plan: Plan = inputs["plan"]
+    refuse_pipeline(plan, config)
     check_device(plan, f"conf/cluster/{config.choices['cluster']}.yaml: device")
     edited = inputs.artifacts["module"].edited
     if edited:

@@ -17,6 +17,7 @@ from pipeline.launch import LaunchFailed, run_ranks
 from pipeline.log import Log
 from pipeline.lowering import lower
 from pipeline.stage import read
+from pipeline.trainable import refuse_pipeline
 
 Write = Callable[[OpGraph, Plan, Program], str]
 SHOWN = 8  # rows of the table
@@ -27,6 +28,7 @@ def verify(root: Path, steps: int, write: Write, log: Log) -> int:
     """`write` is codegen's: a program that was edited is held against what it was."""
     config, found = read(("graph", "plan", "module"), root)
     graph, plan = found["graph"].body, found["plan"].body
+    refuse_pipeline(plan, config)
     if found["module"].edited:
         log.warning(f"{FILE} was edited by hand: verifying it as it is")
     written = write(graph, plan, lower(graph, plan.sharding, plan.micro_batches))

@@ -12,7 +12,7 @@ import pytest
 PROJECT = Path(__file__).parents[2]
 REACH_ACROSS = {"stages.__main__", "stages.commands", "stages.summary"}
 SLOW = {"omegaconf", "pyomo", "mlflow", "dvc"}
-LIGHT = ("pipeline.ir", "pipeline.ops", "pipeline.cost", "pipeline.runtime", "pipeline.lowering")
+LIGHT = ("pipeline.ir", "pipeline.ops", "pipeline.cost", "pipeline.runtime", "pipeline.lowering", "pipeline.partitions")
 LIGHT_FILES = ("stages.checkpoint.rotor", "stages.cluster.probe", "stages.cluster.join")
 
 

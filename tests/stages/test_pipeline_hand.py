@@ -22,7 +22,6 @@ from pipeline.stage import Inputs
 from stages.checkpoint.chain import Chain
 from stages.checkpoint.hand import block_runs, fixed_schedule
 from stages.checkpoint.slices import batch_of, fits, sliced
-from stages.codegen import run as codegen
 from stages.solve import run as solve
 from stages.solve.meshes import meshes_of, pieces_of
 from stages.solve.saved import read_saved
@@ -214,16 +213,6 @@ def test_the_solve_stage_plans_the_pieces_of_a_fixed_pipeline(tmp_path: Path) ->
 
 
 # ------------------------------------------------------------------------------------------ who refuses a pipeline
-
-
-def test_codegen_refuses_a_pipeline(tmp_path: Path) -> None:
-    bodies = {"graph": GRAPHS["gpt"](), "plan": plan_with_pipelines("gpt", pipeline="1f1b")}
-    made = {kind: artifacts.make(kind, body, [], {}) for kind, body in bodies.items()}
-    with pytest.raises(SolveError) as refused:
-        codegen.run(Inputs(tmp_path, made, SILENT, None), load_config(PROJECT))
-    line = refused.value.line()
-    assert "module.py for pipelines is not written yet" in line
-    assert "set `pipeline: off` in conf/checkpoint/rotor.yaml" in line
 
 
 def test_a_saved_pipeline_is_refused(tmp_path: Path) -> None:

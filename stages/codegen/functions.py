@@ -1,0 +1,70 @@
+"""Functions of the generated module: blocks of equal text, in whichever class, are one."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+
+from stages.codegen.block import RESERVED, Block, free_name, statement
+from stages.codegen.part import Caller, Written
+
+GLOBALS = {"Program", "Tensor", "MESH", "MICRO_BATCHES", "INPUTS", "PARAMETERS"}  # what else a module has by name
+OF_PIPELINES = {"SCHEDULE", "DEVICES", "SENT", "TIED", "PARTITIONS"}
+
+
+@dataclass(frozen=True)
+class Functions:
+    names: dict[str, str]  # text of a block -> the function's name
+    texts: list[str]  # definitions; then how they are compiled, where they are
+
+
+def functions_of(parts: list[Written]) -> Functions:
+    blocks = [block for part in parts for block in part.blocks]
+    variables = set().union(*(part.variables for part in parts))
+    names = _names(blocks, variables | {part.part.name for part in parts})
+    callers = [caller for part in parts for caller in part.callers(names)]
+    texts = [_text(name, block) for name, block in _distinct(blocks, names).items()]
+    return Functions(names, [*texts, *_compiled(callers)])
+
+
+def _names(blocks: list[Block], variables: set[str]) -> dict[str, str]:
+    """Block text -> name: the module's, without numbers; with a letter where one module has several functions."""
+    taken = RESERVED | variables | GLOBALS | OF_PIPELINES
+    by_base: dict[str, list[str]] = {}
+    for block in blocks:
+        base = "_".join(part for part in block.prefix.split(".") if part and not part.isdigit()) or "model"
+        base = f"{base}_block" if base in taken else base
+        texts = by_base.setdefault(base, [])
+        if block.text not in texts:
+            texts.append(block.text)
+    names = {}
+    for base, texts in by_base.items():
+        for number, text in enumerate(texts):
+            names[text] = free_name(base if len(texts) == 1 else f"{base}_{_letters(number)}", taken)
+    return names
+
+
+def _letters(number: int) -> str:
+    letter = string.ascii_lowercase[number % 26]
+    return letter if number < 26 else _letters(number // 26 - 1) + letter
+
+
+def _distinct(blocks: list[Block], functions: dict[str, str]) -> dict[str, Block]:
+    found: dict[str, Block] = {}
+    for block in blocks:
+        found.setdefault(functions[block.text], block)
+    return found
+
+
+def _compiled(callers: list[Caller]) -> list[str]:
+    """Each function as it is compiled: in as many ways as it is called."""
+    ways = {
+        c.called: f"compiled({c.function}, keeps={c.leaf.compiled})" for c in callers if c.leaf.compiled is not None
+    }
+    told = "# Compiled when first called. Of what a block has for backward it keeps this part, the rest is made again."
+    return ["\n".join([told, *(f"{name} = {text}" for name, text in ways.items())])] if ways else []
+
+
+def _text(name: str, block: Block) -> str:
+    body = (f"    {line}" for line in (*block.lines, f"return {', '.join(block.result)}"))
+    return "\n".join([*statement(f"def {name}{block.signature}:"), *body])

@@ -1,0 +1,152 @@
+"""The module of a pipeline: a class per partition, functions that they share, and how partitions follow one another."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import prod
+
+from pipeline.ir.graph import OpGraph, Role, Value
+from pipeline.ir.layout import Layout
+from pipeline.ir.names import ranges
+from pipeline.ir.plan import Plan, Region
+from pipeline.lowering import home_layouts, lower
+from pipeline.partitions import crossing, part_of
+from stages.codegen.block import RESERVED, Outside
+from stages.codegen.functions import functions_of
+from stages.codegen.module import parameter_rows, told_digest
+from stages.codegen.part import Part, Written, class_text, common_names, write_part
+from stages.codegen.text import one_or_many, runtime_import
+
+
+def write_partitions(graph: OpGraph, plan: Plan, digest: str = "") -> str:
+    parts = parts_of(graph, plan)
+    written = [write_part(part) for part in parts]
+    functions = functions_of(written)
+    classes = [class_text(one, functions.names, _attributes(one.part)) for one in written]
+    texts = [*functions.texts, *classes, _order(parts)]
+    functional = any(re.search(r"\bF\.", text) for text in texts)
+    return "\n\n\n".join([_header(graph, plan, written, functional, digest), *texts]) + "\n"
+
+
+def parts_of(graph: OpGraph, plan: Plan) -> list[Part]:
+    """Every partition as a class of its own; what crosses cuts has one name in all of them."""
+    common = common_names(graph, RESERVED.union(value.name for value in graph.of_role(Role.INPUT)))
+    return [_part(graph, plan, number, common) for number in range(len(plan.partitions))]
+
+
+def _part(graph: OpGraph, plan: Plan, number: int, common: dict[str, Outside]) -> Part:
+    partition = plan.partitions[number]
+    own = part_of(graph, partition.first, partition.last)
+    last = partition.last == len(graph.chain) - 1
+    program = lower(own, partition.sharding, plan.micro_batches, to_loss=last)
+    return Part(
+        own,
+        partition.sharding,
+        partition.axes,
+        tuple(_shifted(region, partition.first) for region in partition.regions),
+        program,
+        plan.released,
+        name=f"Partition{number}",
+        first=partition.first,
+        common=common,
+        leaving=crossing(graph, partition.last + 1)[1:],
+    )
+
+
+def _shifted(region: Region, first: int) -> Region:
+    inner = tuple(_shifted(one, first) for one in region.inner)
+    return replace(region, first=region.first - first, last=region.last - first, inner=inner)
+
+
+def _attributes(part: Part) -> str:
+    last = part.first + len(part.graph.chain) - 1
+    links = f"Links {part.first} to {last}" if last > part.first else f"Link {last}"
+    inputs = [f'"{value.name}": "{part.sharding.inputs[value.name]}"' for value in part.graph.of_role(Role.INPUT)]
+    parameters = ranges(dict(parameter_rows(part.graph, part.axes, part.sharding, part.program)))
+    rows = [f'    "{name}": {row},' for name, row in parameters.items()]
+    return "\n".join(
+        [
+            f'"""{links}."""',
+            "",
+            one_or_many("MESH: ClassVar = {", [f'"{name}": {size}' for name, size in part.axes], "}", within=4),
+            one_or_many("INPUTS: ClassVar = {", inputs, "}", within=4),
+            *(["PARAMETERS: ClassVar = {", *rows, "}"] if rows else ["PARAMETERS: ClassVar = {}"]),
+        ]
+    )
+
+
+def _order(parts: list[Part]) -> str:
+    return one_or_many("PARTITIONS = (", [part.name for part in parts], ")")
+
+
+def _header(graph: OpGraph, plan: Plan, written: list[Written], functional: bool, digest: str) -> str:
+    count, used = len(plan.partitions), set().union(*(one.used for one in written))
+    pieces = count // plan.chunks
+    functions = "import torch.nn.functional as F\n" if functional else ""
+    imports = f"{runtime_import(used)}\n\n" if used else ""
+    devices = [str(prod(partition.sizes)) for partition in plan.partitions[:pieces]]
+    turns = f"partition n is on piece n % {pieces}" if plan.chunks > 1 else "partition n is on piece n"
+    return f'''"""The training program of a pipeline of {count} partitions, written from runs/checkpoint/plan.json.{told_digest(digest)}
+
+A class for each partition, for one micro-batch: `forward` takes what the partition before sends (x and, by their names,
+the values in `SENT`) and of the batch what its `INPUTS` name; it returns what the next one reads, x first, and the last
+one the loss. `MESH`, `INPUTS` and `PARAMETERS` are those of its piece. How tensors get from the layout of one
+partition's mesh to that of the next is not written here: `SENT` has both.
+
+Each line's layout stands behind it with the shape of one rank's piece: R replicated, B replicated with a partial
+gradient, S(d) split on dim d, P partial sums. `del` lets go of what backward does not need, `kept` is not computed
+again in a recompute region. Of each parameter: how it is stored, the axes over which its gradient is summed during
+backward, and how the optimizer's state is stored; `0-3` stands for any of these numbers. Write it again with
+`dvc repro codegen`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+{functions}from torch import Tensor
+
+{imports}DEVICE = torch.device("{plan.device}")
+SCHEDULE = "{plan.schedule}"
+MICRO_BATCHES = {plan.micro_batches}  # forward and backward passes of a step
+DEVICES = ({", ".join(devices)}{"," if len(devices) == 1 else ""})  # of each piece; {turns}
+# What each partition sends to the next of one micro-batch: its whole shape, its type (outside autocast), its layouts
+# at both ends, and whether its gradient comes back.
+{_sent(graph, plan, written)}
+# Parameters that several partitions hold, and these: their gradients have to be summed over them.
+{_tied(written)}'''
+
+
+def _sent(graph: OpGraph, plan: Plan, written: list[Written]) -> str:
+    homes = [home_layouts(one.part.graph, one.part.sharding) for one in written]
+    lines = ["SENT = ("]
+    for number, after in enumerate(plan.partitions[1:]):
+        lines += [f"    {{  # from Partition{number} to Partition{number + 1}"]
+        for name in crossing(graph, after.first):
+            value, common = graph.values[name], written[number].part.common
+            own = common[name].name if name in common else "x"
+            lines += sent_row(own, value, homes[number][name], homes[number + 1][name])
+        lines += ["    },"]
+    return "\n".join([*lines, ")"])
+
+
+def sent_row(name: str, value: Value, source: Layout, target: Layout) -> list[str]:
+    items = [
+        f'"shape": {value.type.shape}',
+        f'"dtype": "{value.type.dtype}"',
+        f'"from": "{source}"',
+        f'"to": "{target}"',
+        f'"gradient": {value.grad}',
+    ]
+    return [f"        {line}" for line in one_or_many(f'"{name}": {{', items, "},", within=8).splitlines()]
+
+
+def _tied(written: list[Written]) -> str:
+    holders: dict[str, list[int]] = {}
+    for number, one in enumerate(written):
+        for value in one.part.graph.of_role(Role.PARAMETER):
+            holders.setdefault(value.origin, []).append(number)
+    rows = [f'"{name}": {tuple(numbers)}' for name, numbers in holders.items() if len(numbers) > 1]
+    return one_or_many("TIED = {", rows, "}") if rows else "TIED: dict[str, tuple[int, ...]] = {}"
