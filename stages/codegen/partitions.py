@@ -87,7 +87,8 @@ def _header(graph: OpGraph, plan: Plan, written: list[Written], functional: bool
     imports = f"{runtime_import(used)}\n\n" if used else ""
     devices = [str(prod(partition.sizes)) for partition in plan.partitions[:pieces]]
     turns = f"partition n is on piece n % {pieces}" if plan.chunks > 1 else "partition n is on piece n"
-    return f'''"""The training program of a pipeline of {count} partitions, written from runs/checkpoint/plan.json.{told_digest(digest)}
+    begin = f"The training program of a pipeline of {count} partitions, written from runs/checkpoint/plan.json."
+    return f'''"""{begin}{told_digest(digest)}
 
 A class for each partition, for one micro-batch: `forward` takes what the partition before sends (x and, by their names,
 the values in `SENT`) and of the batch what its `INPUTS` name; it returns what the next one reads, x first, and the last
