@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.runtime.axes import combine, combining, own_range, position
+from pipeline.runtime.axes import combine, own_range, position
 from pipeline.runtime.collectives import all_reduce
 
 
@@ -26,9 +26,8 @@ def mean_cross_entropy(
 ) -> Tensor:
     """Divides by the count of valid targets of all ranks: a mean of means is wrong where the counts differ."""
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    count = combining(_weight_of(logits, target, weight, ignore_index), axis)
     loss = F.cross_entropy(logits, target, weight, reduction="sum", **options)  # type: ignore[arg-type]
-    return loss / count().to(logits.dtype)
+    return loss / combine(_weight_of(logits, target, weight, ignore_index), axis).to(logits.dtype)
 
 
 def _weight_of(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
