@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.measure_steps import image, locate, text
+from pipeline.models import gpt
 
 # One rank: models of transformers, short enough for a CPU; on a GPU larger batches, so that it has something to do.
 ONE_RANK: dict[str, dict[str, Any]] = {
@@ -68,18 +69,10 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-class Layer(nn.Module):
+class Layer(gpt.Layer):
     def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm_attention = nn.LayerNorm(width)
+        super().__init__(width, heads)
         self.attention = Attention(width, heads)
-        self.norm_mlp = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_attention(x))
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
 
 
 class GPT(nn.Module):

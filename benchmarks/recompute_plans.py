@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.profile_accuracy import card_of
+from pipeline.cost.groups import Join
 from pipeline.cost.step import price_step
 from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
 from pipeline.ir.graph import OpGraph, Role
@@ -15,7 +16,7 @@ from pipeline.ir.plan import Plan, Prediction, Sharding, Strategy
 from pipeline.ir.profile import Compiled, as_run
 from pipeline.lowering import lower
 from stages.checkpoint import rotor, schedule
-from stages.checkpoint.linearize import Join, linearize
+from stages.checkpoint.linearize import linearize
 from stages.checkpoint.released import released
 from stages.checkpoint.simulate import simulate
 from stages.checkpoint.within import fastest_within

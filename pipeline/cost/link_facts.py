@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import accumulate
 from typing import Any
 
-from pipeline.blocks import blocks_of
 from pipeline.cost.compute import Seconds, local_bytes, op_seconds
 from pipeline.cost.conversions import conversion_of
+from pipeline.cost.groups import Group
 from pipeline.cost.kernels import Card, kernel_seconds
 from pipeline.cost.memory import LinkParts, link_parts
 from pipeline.cost.step import LinkPrice, convert_seconds
@@ -74,59 +73,6 @@ class LinkFacts:
             return self.forward_peak
         lives = [(size, 0 if owner in present else born, died) for owner, size, born, died in self.lives]
         return max(self.forward_peak, _peak(lives, 0, max(died for *_, died in lives)))
-
-
-@dataclass(frozen=True)
-class Group:
-    """Links first..last of the chain that are taken as one, and how they were run, if they were."""
-
-    first: int
-    last: int
-    link: Link
-    run: LinkKernels | None
-    ops: dict[str, str]  # each of its ops -> the op that stands for it in that run
-
-
-class Join(Enum):
-    """Which links are taken as one."""
-
-    NONE = "none"  # each stands alone
-    NEEDLESS = "needless"  # those between which nothing crosses that a backward needs
-    COMPILED = "compiled"  # those of a block, which is compiled
-
-
-def groups_of(graph: OpGraph, profile: Profile, join: Join) -> tuple[Group, ...]:
-    if join is Join.COMPILED:
-        return tuple(
-            Group(first, last, _as_one(graph.chain[first : last + 1]), None, {}) for first, last in blocks_of(graph)
-        )
-    kernels = profile.kernels
-    joined = {group.first: group for group in kernels.joined} if kernels and join is Join.NEEDLESS else {}
-    firsts: dict[tuple[bool, int], tuple[str, ...]] = {}  # a run -> the ops of the first links that it stands for
-    found: list[Group] = []
-    number = 0
-    while number < len(graph.chain):
-        group = joined.get(number)
-        last = group.last if group else number
-        links = graph.chain[number : last + 1]
-        link = _as_one(links)
-        run, ops = None, {}
-        if kernels:
-            place = group.run if group else kernels.chain[number]
-            run = (kernels.runs if group else kernels.links)[place]
-            there = firsts.setdefault((group is not None, place), link.ops)
-            ops = dict(zip(link.ops, there, strict=True))
-        found.append(Group(number, last, link, run, ops))
-        number = last + 1
-    return tuple(found)
-
-
-def _as_one(links: tuple[Link, ...]) -> Link:
-    if len(links) == 1:
-        return links[0]
-    ops = tuple(op for link in links for op in link.ops)
-    common = tuple(name for link in links for name in link.common)
-    return Link(ops, links[0].input, links[-1].output, links[0].block, common)
 
 
 class Facts:

@@ -11,7 +11,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.cost.link_facts import Facts, Group, Join, LinkFacts, StepFacts, groups_of
+from pipeline.cost.groups import Group, Join, groups_of
+from pipeline.cost.link_facts import Facts, LinkFacts, StepFacts
 from pipeline.cost.step import LinkPrice
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph

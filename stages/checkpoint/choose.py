@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pipeline.config import Checkpoint
-from pipeline.cost.link_facts import Join
+from pipeline.cost.groups import Join
 from pipeline.cost.resident import budget_of, gigabytes, resident_parts
 from pipeline.cost.step import StepPrice, price_step
 from pipeline.errors import SolveError

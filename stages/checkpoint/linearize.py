@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from pipeline.blocks import convolves
 from pipeline.cost.compute import local_bytes
+from pipeline.cost.groups import Join
 from pipeline.cost.kernels import kernel_seconds
-from pipeline.cost.link_facts import Join
 from pipeline.cost.links import LinkCosts, Way, link_costs
 from pipeline.cost.step import StepPrice
 from pipeline.cost.unsplit import card_of

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.blocks import blocks_of
+from pipeline.blocks import blocks_of, convolves
 from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
 from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
 from pipeline.runtime.compiled import compiled
@@ -59,6 +59,7 @@ class _Bench:
         self.known: dict[object, tuple[int, tuple[Tensor, ...]]] = {}  # block -> its run, and what left it
         self.values: dict[str, Tensor] = {}  # what is there before the chain, and what links write
         self.high = _bound(graph)
+        self.by_channel = convolves(graph)  # as the program lays them out
         with torch.no_grad():
             for name in graph.prologue:
                 self._call_prologue(name)
@@ -113,7 +114,7 @@ class _Bench:
         if dtype.is_floating_point:
             tensor = torch.randn(shape, device=self.device).mul_(0.02).to(dtype)
             tensor = tensor.abs_() if value.role is Role.BUFFER else tensor  # variances are never negative
-            if len(shape) == 4:
+            if self.by_channel and len(shape) == 4:
                 tensor = tensor.contiguous(memory_format=torch.channels_last)
         else:
             tensor = torch.randint(self.high, shape, device=self.device).to(dtype)

@@ -76,7 +76,7 @@ def compiled_blocks(graph: OpGraph, device: str, precision: str, log: Log) -> Co
         return Compiled("", (), ())
     try:
         return measure_blocks(graph, torch.device("cuda"), precision == "amp", told=log.debug)
-    except (RuntimeError, KeyError) as error:  # a block that does not fit alone, or that cannot be compiled
+    except (RuntimeError, AttributeError) as error:  # a block that does not fit alone, or cannot be run by itself
         log.warning("compiled blocks could not be measured (%s): priced as if not compiled", str(error).splitlines()[0])
         return Compiled("", (), ())
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from benchmarks.recompute_plans import unsplit
 from pipeline.cost.compute import Seconds
-from pipeline.cost.link_facts import Join, LinkFacts
+from pipeline.cost.groups import Join
+from pipeline.cost.link_facts import LinkFacts
 from pipeline.cost.links import MOST_WAYS, LinkCosts, Way, link_costs
 from pipeline.cost.step import StepPrice, price_step
 from pipeline.ir.graph import OpGraph, Role
