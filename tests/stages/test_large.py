@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stages.solve.data import FORBIDDEN, Edge, Holding, Node, Problem
+from stages.solve.large.arrays import flatten
+from stages.solve.large.descent import Searcher
 from stages.solve.large.presolve import NoChoice, reduce
 from stages.solve.large.run import search
 
@@ -89,7 +91,7 @@ def test_search_finds_the_optimum_of_nearly_all_small_problems():
         if best == math.inf:
             continue
         solved += 1
-        found = search(problem, limit, time.monotonic() + 0.3, workers=0, step=1.0)
+        found = search(problem, limit, time.monotonic() + 1.0, workers=0, step=1.0)
         assert found.bound <= best + 1e-6
         if found.picked is None:
             continue
@@ -101,10 +103,29 @@ def test_search_finds_the_optimum_of_nearly_all_small_problems():
     assert equal >= 0.95 * solved
 
 
-def test_what_cannot_fit_is_not_answered():
+def test_what_cannot_fit_is_proven_so_and_ends_the_search():
     node = Node("n", np.array([1.0, 2.0]), (Holding(0, 1, np.array([5.0, 4.0])),))
-    found = search(Problem((node,), ()), 3.0, time.monotonic() + 0.5, workers=0)
-    assert found.picked is None
+    hour = time.monotonic() + 3600
+    for workers in (0, 2):
+        found = search(Problem((node,), ()), 3.0, hour, workers=workers)
+        assert found.picked is None
+        assert found.bound > 2.0
+    assert time.monotonic() < hour - 1800
+
+
+@SLOW
+@given(st.integers(0, 10**6))
+def test_only_what_cannot_fit_is_called_impossible(seed):
+    problem, limit = make(seed)
+    try:
+        reduced = reduce(problem)
+    except NoChoice:
+        return
+    if not reduced.problem.nodes:
+        return
+    searcher = Searcher(flatten(reduced.problem, reduced.base, limit, reduced.constant), time.monotonic() + 0.05)
+    searcher.run(0.5)
+    assert not (searcher.impossible and optimum(problem, limit) < math.inf)
 
 
 def grid(side: int) -> dict:

@@ -85,12 +85,18 @@ class Searcher:
 
     @property
     def finished(self) -> bool:
-        return time.monotonic() >= self.deadline or self.proven
+        return time.monotonic() >= self.deadline or self.proven or self.impossible
 
     @property
     def proven(self) -> bool:
         slack = self.gap * abs(self.cost) + 0.999 * self.step
         return self.best is not None and self.bound >= self.cost - slack
+
+    @property
+    def impossible(self) -> bool:
+        """The bound, rounding errors of high prices aside, is above what any solution costs: nothing fits."""
+        rounding = 1e-9 * self.arrays.limit * float(self.best_prices.sum())
+        return self.best is None and self.bound - self.arrays.constant - rounding > self.arrays.forbidden
 
     # ---------------------------------------------------------------- pieces
 

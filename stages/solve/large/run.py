@@ -157,7 +157,7 @@ def _work(arrays: Arrays, deadline: float, seed: int, number: int, slots: list[_
     searcher = Searcher(arrays, deadline, seed + number, step, slots[number].write, fetch)
     searcher.run(SHARES[number % len(SHARES)])
     slots[number].write(searcher)
-    slots[number].numbers[3] = searcher.proven
+    slots[number].numbers[3] = searcher.proven or searcher.impossible
 
 
 def _fork(function: Any, *arguments: Any) -> Any:
