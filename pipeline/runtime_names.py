@@ -20,6 +20,7 @@ NAMES = (
     "again",
     "channels_last",
     "compiled",
+    "count_targets",
     "keep_shards",
     "kept",
     "recompute",

@@ -21,7 +21,7 @@ from pipeline.runtime import later
 from pipeline.runtime.collectives import all_reduce
 from pipeline.runtime.compiled import compiled
 from pipeline.runtime.gradients import Gradients
-from pipeline.runtime.losses import mean_cross_entropy, mean_of_pieces
+from pipeline.runtime.losses import count_targets, mean_cross_entropy, mean_of_pieces
 from pipeline.runtime.memory import storage_bytes
 from pipeline.runtime.mesh import axis_of, set_mesh
 from pipeline.runtime.parameters import piece_of, scope
@@ -102,7 +102,7 @@ def check_cross_entropy() -> None:
     """Ranks hold different numbers of valid targets, the last none at all."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     rows = 4
-    for ignored, smoothing in [(-100, 0.0), (2, 0.3)]:
+    for ignored, smoothing, early in [(-100, 0.0, False), (2, 0.3, False), (2, 0.3, True)]:
         logits = torch.randn(rows * ranks, 5, dtype=torch.float64, requires_grad=True)
         target = torch.randint(5, (rows * ranks,))
         target[rows * (ranks - 1) :] = ignored
@@ -112,7 +112,10 @@ def check_cross_entropy() -> None:
         expected = F.cross_entropy(logits, target, **options)
         expected.backward()
         own = logits.detach().chunk(ranks)[rank].clone().requires_grad_()
-        loss = mean_cross_entropy(own, target.chunk(ranks)[rank], AXIS, **options)
+        mine = target.chunk(ranks)[rank]
+        if early:
+            count_targets(mine, AXIS, ignored)
+        loss = mean_cross_entropy(own, mine, AXIS, **options)
         pieces.check_values(P, gathered(loss.detach()), expected.detach(), "the loss")
         loss.backward()
         pieces.check_gradients(S(0), gathered(own.grad), logits.grad, "the logits")
@@ -451,21 +454,33 @@ def check_ahead_of_another_order() -> None:
 
 
 def check_later() -> None:
-    """The loss is summed while backward runs, and is there when the gradients are; outside of a step it is at once."""
+    """The sum of a loss rides in a bucket, a second one goes alone; both are there when the gradients are.
+
+    What is of another type than the gradients goes alone too. Outside of a step it is summed at once.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     (weight,) = parameters(3)
-    gradients = summed([weight])
-    value = weight.detach().sum()
-    for _ in range(2):
+    gradients, other = summed([weight]), summed(parameters(2))
+    value, total = weight.detach().sum(), ranks * (ranks + 1) / 2
+    for dtype, riding in ((weight.dtype, 1), (torch.float16, 0)):
         gradients.start()
-        loss = runtime.all_reduce(weight.sum() * (rank + 1), axis=AXIS, is_last=True)
-        assert len(later._under_way) == 1
-        loss.backward()
+        other.start()
+        losses = [runtime.all_reduce((weight.sum() * (rank + 1)).to(dtype), axis=AXIS, is_last=True) for _ in range(3)]
+        assert sum(seat.rider is not None for seat in (*gradients.seats, *other.seats)) == 2 * riding
+        assert len(later._under_way) == 3 - 2 * riding
+        sum(losses).backward()
+        other.wait()
         gradients.wait()
-        total = ranks * (ranks + 1) / 2
-        torch.testing.assert_close(loss.detach(), value * total)
-        torch.testing.assert_close(weight.grad, torch.full_like(weight, total))
-        assert not later.in_step()
+        for loss in losses:
+            torch.testing.assert_close(loss.detach(), (value * total).to(dtype))
+        torch.testing.assert_close(weight.grad, torch.full_like(weight, 3 * total))
+        assert not later.in_step() and not later._under_way
+    gradients.start()
+    loss = runtime.all_reduce(weight.sum() * (rank + 1), axis=AXIS, is_last=True)
+    later.settle()
+    torch.testing.assert_close(loss.detach(), value * total)
+    gradients.wait()
+    torch.testing.assert_close(loss.detach(), value * total)
     torch.testing.assert_close(runtime.all_reduce(value, axis=AXIS, is_last=True), value * ranks)
 
 

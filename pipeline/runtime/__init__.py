@@ -18,7 +18,7 @@ from pipeline.runtime.collectives import (
 from pipeline.runtime.compiled import channels_last, compiled
 from pipeline.runtime.embedding import row_split_embedding
 from pipeline.runtime.experts import expert_split
-from pipeline.runtime.losses import class_split_cross_entropy, mean_cross_entropy, mean_of_pieces
+from pipeline.runtime.losses import class_split_cross_entropy, count_targets, mean_cross_entropy, mean_of_pieces
 from pipeline.runtime.norms import batch_norm
 from pipeline.runtime.parameters import scope
 from pipeline.runtime.random import drawn_apart
@@ -35,6 +35,7 @@ __all__ = [
     "channels_last",
     "class_split_cross_entropy",
     "compiled",
+    "count_targets",
     "drawn_apart",
     "expert_split",
     "gather",

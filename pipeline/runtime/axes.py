@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,7 +24,18 @@ def own_range(whole: int, axis: str) -> tuple[int, int]:
 
 def combine(x: Tensor, axis: str, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """The sum or the largest over the ranks, without gradient."""
+    return combining(x, axis, how)()
+
+
+def combining(x: Tensor, axis: str, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Callable[[], Tensor]:
+    """The same, under way until it is called."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
-    if position(axis)[1] > 1:
-        dist.all_reduce(total, op=how, group=axis_of(axis).group)
-    return total
+    if position(axis)[1] == 1:
+        return lambda: total
+    work = dist.all_reduce(total, op=how, group=axis_of(axis).group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return total
+
+    return finish

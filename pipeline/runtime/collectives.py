@@ -54,7 +54,7 @@ def _sum(axis: MeshAxis, may_wait: bool = False) -> Move:
     def move(x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
         if axis.size > 1 and may_wait and later.in_step():
-            later.add(dist.all_reduce(total, group=axis.group, async_op=True))
+            later.add_up(total, axis)
         elif axis.size > 1:
             dist.all_reduce(total, group=axis.group)
         return total

@@ -52,6 +52,7 @@ class Gradients:
         self.complete = [m.parameter for m in members if not m.summed and not m.digits]
         grouped = _grouped([m for m in members if m.summed or m.digits], first_mb, bucket_mb)
         self.buckets: list[_Sum | _Shards] = [(_Shards if group[0].digits else _Sum)(group) for group in grouped]
+        self.seats = _seats(self.buckets)
         self.updated = self._updated([m.parameter for m in members])
         self.ahead = Ahead()
         self.next = 0
@@ -90,7 +91,7 @@ class Gradients:
         self.order = []
         self.armed = armed
         self.ahead.start()
-        later.start()
+        later.start(self.seats)
         for bucket in self.buckets:
             bucket.reset()
             bucket.missing = set(range(len(bucket.members)))
@@ -113,7 +114,7 @@ class Gradients:
             bucket.go_on()
         for bucket in self.buckets:
             bucket.wait()
-        later.finish()
+        later.finish(self.seats)
 
     def publish(self) -> None:
         """After the optimizer: every rank gets the values that others have updated."""
@@ -187,10 +188,12 @@ class _Sum:
     def __init__(self, members: list[_Member]) -> None:
         self.members = members
         self.axis = axis_of(joined(members[0].summed))
-        self.flat = _flat(members[0].parameter, sum(m.parameter.numel() for m in members))
         parameters = [m.parameter for m in members]
-        slots = self.flat.split([parameter.numel() for parameter in parameters])
+        lengths = [parameter.numel() for parameter in parameters]
+        self.flat = _flat(members[0].parameter, sum(lengths) + 1)  # a number may ride
+        *slots, seat = self.flat.split([*lengths, 1])
         self.slots = [slot.view_as(parameter) for slot, parameter in zip(slots, parameters, strict=True)]
+        self.seat = later.Seat(self.axis, seat)
         self.arrived: set[int] = set()  # numbers of those whose gradient lies in its slot
         self.missing = set(range(len(members)))  # numbers of those whose gradient the last pass has not finished
         self.work: Any = None
@@ -212,6 +215,7 @@ class _Sum:
         for number in set(range(len(self.members))) - self.arrived:
             self.members[number].parameter.grad = self.slots[number].zero_()
         if self.axis.size > 1:
+            self.seat.leave()
             self.work = dist.all_reduce(self.flat, group=self.axis.group, async_op=True)
 
     def go_on(self) -> None:
@@ -221,6 +225,7 @@ class _Sum:
         if self.work is not None:
             self.work.wait()
             self.work = None
+            self.seat.arrive()
 
 
 class _Shards:
@@ -320,6 +325,11 @@ class _Shards:
             values.copy_(self._slot(self.rows, number).view(values.shape))
         for _, shard in self._apart():
             shard.data = shard.data.new_empty(0)
+
+
+def _seats(buckets: Iterable[_Sum | _Shards]) -> list[later.Seat]:
+    """Of buckets that are only sent during backward: what rides is known by then."""
+    return [bucket.seat for bucket in buckets if isinstance(bucket, _Sum) and bucket.axis.size > 1]
 
 
 def _flat(like: Tensor, length: int) -> Tensor:

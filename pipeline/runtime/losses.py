@@ -7,13 +7,31 @@ target's logit for each row, and every rank returns the whole loss.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from pipeline.runtime.axes import combine, own_range, position
+from pipeline.runtime.axes import combine, combining, own_range, position
 from pipeline.runtime.collectives import all_reduce
+
+_counting: Any = WeakTensorKeyDictionary()  # target -> axis, ignored index, and the count that is under way
+
+
+def count_targets(target: Tensor, axis: str, ignore_index: int = -100) -> None:
+    """Begins to sum over the ranks what the loss of these targets divides by: it is there by the time of the loss."""
+    _counting[target] = axis, ignore_index, combining(_weight_of(target, None, ignore_index), axis)
+
+
+def _count(target: Tensor, axis: str, weight: Tensor | None, ignore_index: int) -> Callable[[], Tensor]:
+    *begun, count = _counting.get(target, (None,))
+    if weight is None and begun == [axis, ignore_index]:
+        return count  # type: ignore[no-any-return]
+    return combining(_weight_of(target, weight, ignore_index), axis)
 
 
 def mean_cross_entropy(
@@ -26,14 +44,15 @@ def mean_cross_entropy(
 ) -> Tensor:
     """Divides by the count of valid targets of all ranks: a mean of means is wrong where the counts differ."""
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    count = _count(target, axis, weight, ignore_index)
     loss = F.cross_entropy(logits, target, weight, reduction="sum", **options)  # type: ignore[arg-type]
-    return loss / combine(_weight_of(logits, target, weight, ignore_index), axis).to(logits.dtype)
+    return loss / count().to(logits.dtype)
 
 
-def _weight_of(logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """What the mean divides by: the valid targets, or their classes' weights; exact, whatever the logits' type."""
     if target.is_floating_point():  # probabilities: the mean counts rows
-        return torch.tensor(target.numel() // target.shape[1], dtype=torch.float64, device=logits.device)
+        return torch.tensor(target.numel() // target.shape[1], dtype=torch.float64, device=target.device)
     valid = target != ignore_index
     if weight is None:
         return valid.sum().to(torch.float64)
@@ -82,4 +101,4 @@ def class_split_cross_entropy(
         return loss
     if reduction == "sum":
         return loss.sum()
-    return loss.sum() / combine(_weight_of(logits, target, weight, ignore_index), rows).to(logits.dtype)
+    return loss.sum() / _count(target, rows, weight, ignore_index)().to(logits.dtype)

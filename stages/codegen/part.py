@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pipeline.blocks import convolves
@@ -88,6 +89,7 @@ class Written:
     leaves: list[Leaf]
     blocks: list[Block]
     used: set[str]  # names of runtime functions
+    counts: tuple[str, ...]  # lines that begin to count targets
 
     def callers(self, functions: dict[str, str]) -> list[Caller]:
         """`functions`: text of a block -> its name."""
@@ -121,7 +123,24 @@ def write_part(part: Part) -> Written:
     used |= {"keep_shards"} if used & {"again", "regather", "regather_together"} else set()
     used |= {"compiled"} if any(leaf.compiled is not None for leaf in leaves) else set()
     used |= {"channels_last"} if "compiled" in used and convolves(part.graph) else set()
-    return Written(part, before, copies, {known.name for known in outside.values()}, leaves, blocks, used)
+    counts = tuple(_counts(blocks, set(before.names.values())))
+    used |= {"count_targets"} if counts else set()
+    return Written(part, before, copies, {known.name for known in outside.values()}, leaves, blocks, used, counts)
+
+
+def _counts(blocks: Iterable[Block], known: set[str]) -> Iterator[str]:
+    """What a mean loss over a split batch divides by is summed over the ranks from the start, where targets are known.
+
+    Summed when the loss is there, the ranks would wait for the slowest in the middle of every step.
+    """
+    for block in blocks:
+        for call in (node for node in ast.walk(ast.parse("\n".join(block.lines))) if isinstance(node, ast.Call)):
+            function, options = ast.unparse(call.func), {k.arg: ast.unparse(k.value) for k in call.keywords}
+            axis = options.get({"mean_cross_entropy": "axis", "class_split_cross_entropy": "rows"}.get(function, ""))
+            target = block.common.get(ast.unparse(call.args[1])) if axis else None
+            if axis and target in known and "weight" not in options:
+                ignored = f", ignore_index={options['ignore_index']}" if "ignore_index" in options else ""
+                yield f"count_targets({target}, axis={axis}{ignored})".replace("'", '"')
 
 
 def _prologue(part: Part) -> Before:
@@ -249,7 +268,7 @@ def class_text(written: Written, functions: dict[str, str], attributes: str = ""
             lines.append(f"        {own} = {own}.contiguous(memory_format=torch.channels_last)")
     lines += ["        p = self.tensors"] if before.reads_parameters else []
     exact = ["        with torch.autocast(DEVICE.type, enabled=False):"] if before.exact else []
-    lines += [*exact, *_indented(list(before.lines), 12 if exact else 8)]
+    lines += [*exact, *_indented(list(before.lines), 12 if exact else 8), *_indented(list(written.counts), 8)]
     keeps_shards = "keep_shards" in used
     methods: list[str] = []
     lines += ["        with keep_shards():"] if keeps_shards else []

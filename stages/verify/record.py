@@ -115,10 +115,10 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _is_step(node: ast.stmt, functions: dict[str, ast.FunctionDef]) -> bool:
-    """Not a link, a region, an input by its own name or laid out in memory, or the parameters."""
+    """Not a link, a region, an input by its own name or laid out in memory, a count of targets, or the parameters."""
     assert isinstance(node, ast.Assign | ast.Expr)
     if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
-        return node.value.func.id.partition("_keeps_")[0] not in (*functions, "recompute")
+        return node.value.func.id.partition("_keeps_")[0] not in (*functions, "recompute", "count_targets")
     told = ast.unparse(node.value)
     return told != "self.tensors" and not told.startswith("batch[") and "torch.channels_last" not in told
 

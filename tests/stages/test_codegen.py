@@ -337,6 +337,18 @@ def test_the_sum_of_the_loss_is_the_last_line_and_alone_is_last():
     assert before_class[-2] == line and "all_reduce(" in line and "P -> R []" in line
 
 
+def test_targets_are_counted_before_the_first_link():
+    graph, plan = plans.graph_of("gpt"), storage_plans.plan_named("gpt", "ddp")
+    text = write_module(graph, plan, lower(graph, plan.sharding))
+    forward = text[text.index("def forward") :].splitlines()
+    (place,) = (n for n, line in enumerate(forward) if "count_targets(" in line)
+    (target,) = re.findall(r"count_targets\((\w+), axis=\"\w+\"\)", forward[place])
+    first = next(n for n, line in enumerate(forward) if line.strip().startswith("x = "))
+    assert any(line.strip().startswith(f"{target} =") for line in forward[:place]) and place < first
+    split = plans.megatron(graph, 2)
+    assert "count_targets" not in write_module(graph, split, lower(graph, split.sharding)), "all ranks have all targets"
+
+
 @pytest.mark.parametrize("name", ["zero3", "zero3_on_both", "ddp_zero3", "zero3_tp"])
 def test_a_function_gathers_its_parameters_together(name, tmp_path):
     """Before all else, one collective for each axis; each parameter on a line with its layouts."""
