@@ -17,10 +17,12 @@ from pipeline.cost.step import StepPrice, price_step
 from pipeline.ir.plan import Plan
 from pipeline.models import gpt
 from pipeline.models.data import TokenSequences
+from pipeline.runtime.memory import storage_bytes
 from stages.checkpoint import schedule
 from stages.checkpoint.linearize import Linear, linearize
 from stages.checkpoint.simulate import simulate
-from stages.train.worker import Trainer
+from stages.train.loop import Loop
+from stages.train.planned import Planned
 from tests import plans, storage_plans
 from tests.ranks import run_ranks
 from tests.storage_plans import NAMED, plan_named
@@ -76,8 +78,8 @@ def train(folder: str) -> dict[str, dict]:
     for path in sorted(Path(folder).glob("*.py")):
         work = Path(folder) / path.stem
         work.mkdir(exist_ok=True)
-        trainer = Trainer(job(path), work)
-        found[path.stem] = {**trainer.train(), "resident": trainer._resident()}
+        engine = Planned(job(path))
+        found[path.stem] = {**Loop(engine, job(path), work).run(), "resident": storage_bytes(engine.resident())}
     return found
 
 

@@ -16,7 +16,8 @@ from torch import nn
 from pipeline.models import gpt
 from pipeline.models.data import TokenSequences
 from pipeline.weights import WeightsError
-from stages.train.worker import Trainer
+from stages.train.loop import Loop
+from stages.train.planned import Planned
 from tests import plans
 from tests.ranks import run_ranks
 from tests.storage_plans import plan_named
@@ -68,9 +69,10 @@ def train(folder: str) -> dict[str, list[float]]:
     for name in PLANS:
         work = Path(folder) / name
         work.mkdir(exist_ok=True)
-        trainer = Trainer(job(Path(folder) / f"{name}.py", Path(folder) / FILES[name]), work)
-        found[name] = trainer.train()["losses"]
-        trainer.own.export(work / "trained.safetensors")
+        given = job(Path(folder) / f"{name}.py", Path(folder) / FILES[name])
+        engine = Planned(given)
+        found[name] = Loop(engine, given, work).run()["losses"]
+        engine.export(work / "trained.safetensors")
     return found
 
 
@@ -137,7 +139,7 @@ def refusals(folder: str) -> list[str]:
         path = Path(folder) / f"{what}-{dist.get_rank()}.pt"
         torch.save(content, path)
         try:
-            Trainer(job(Path(folder) / "ddp.py", path), Path(folder))
+            Planned(job(Path(folder) / "ddp.py", path))
         except WeightsError as error:
             found.append(error.line())
     return found

@@ -1,0 +1,61 @@
+"""What the loop trains with: the plan's program, or another way to take the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipeline.ir.layout import Layout
+
+Batch = dict[str, Tensor]  # of one micro-batch, as far as this rank needs it
+Job = dict[str, Any]  # what run.py gives every rank
+
+
+@dataclass(frozen=True)
+class Held:
+    """This rank's piece of a tensor of the training state."""
+
+    name: str  # weights/layers.0.up.weight, optimizer/layers.0.up.weight/exp_avg
+    piece: Tensor
+    shape: tuple[int, ...]  # of the whole
+    layout: Layout
+    axes: tuple[str, ...]  # of the mesh that the layout is for, by the names that pipeline.runtime.mesh knows
+
+
+class Engine(Protocol):
+    device: torch.device
+    passes: int  # forward and backward passes of a step, each on the next batch
+    samples: int  # of a step
+    optimizer: torch.optim.Optimizer
+    held_whole: str  # why every rank held the whole model while it was built, or nothing
+
+    def batches(self, step: int) -> list[Batch]:
+        """Of a step, in the order of its passes; on the host."""
+        ...
+
+    def on_device(self, batch: Batch) -> Batch: ...
+
+    def step(self, first: Batch, later: list[Batch]) -> float:
+        """The mean loss of the passes, the same on all ranks; the first batch is on the device, later ones are not."""
+        ...
+
+    def loss(self, batch: Batch) -> float:
+        """Of a batch on the device, as the model is in training, without a gradient and without a change of buffers."""
+        ...
+
+    def resident(self) -> list[Tensor]:
+        """What stays between steps: parameters, gradients and optimizer state."""
+        ...
+
+    def state(self) -> Iterator[Held]:
+        """Parameters, buffers and the optimizer's tensors; read them or write into the pieces."""
+        ...
+
+    def export(self, path: Path) -> None:
+        """A file of the whole weights by the names of the model's state dict; all ranks do this together."""
+        ...

@@ -1,0 +1,74 @@
+"""The steps of a run, whatever takes them: timed, measured, written down one by one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pipeline.errors import TrainError
+from pipeline.runtime.memory import measure_peak, storage_bytes
+from stages.train.engine import Batch, Engine, Job
+
+MEASURED_STEP = 1  # memory is measured on the second step: by then the optimizer state exists
+
+
+class Loop:
+    def __init__(self, engine: Engine, job: Job, work: Path) -> None:
+        self.engine, self.job, self.work = engine, job, work
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.peak = 0
+
+    def run(self) -> dict[str, Any]:
+        steps = self.job["train"]["steps"]
+        notes = self.work / "steps.jsonl" if dist.get_rank() == 0 else os.devnull  # a late rank must not empty the file
+        with open(notes, "w", buffering=1) as log:
+            for number in range(steps):
+                self._take(number, measured=number == min(MEASURED_STEP, steps - 1))
+                if dist.get_rank() == 0:
+                    log.write(json.dumps(self._line(number)) + "\n")
+        return {
+            "ranks": dist.get_world_size(),
+            "losses": self.losses,
+            "seconds": self.seconds,
+            "samples": self.engine.samples,
+            "peak_bytes": _gathered(self.peak),
+            "held_whole": self.engine.held_whole,
+        }
+
+    def _take(self, number: int, measured: bool) -> None:
+        first, *later = self.engine.batches(number)
+        first = self.engine.on_device(first)
+        if measured:
+            held = (tensor for tensor in [*self.engine.resident(), *first.values()])  # lets go of old gradients
+            self.peak = measure_peak(lambda: self._timed(first, later), held, self.engine.device)
+        else:
+            self._timed(first, later)
+        if not math.isfinite(self.losses[-1]):
+            raise TrainError(f"the loss became {self.losses[-1]} at step {number}", remedy="lower the learning rate")
+
+    def _timed(self, first: Batch, later: list[Batch]) -> None:
+        start = time.perf_counter()
+        self.losses.append(self.engine.step(first, later))
+        self.seconds.append(time.perf_counter() - start)
+
+    def _line(self, number: int) -> dict[str, Any]:
+        return {
+            "step": number,
+            "loss": self.losses[-1],
+            "seconds": self.seconds[-1],
+            "samples": self.engine.samples,
+            "resident_bytes": storage_bytes(self.engine.resident()),
+        }
+
+
+def _gathered(number: int) -> list[int]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, number)
+    return [int(n) for n in everyone]

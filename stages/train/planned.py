@@ -1,0 +1,115 @@
+"""The plan's program on this rank's pieces of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.instantiate import instantiate
+from pipeline.ir.layout import Layout, replicated
+from pipeline.optimizer import build_optimizer
+from pipeline.runtime.batches import Batches
+from pipeline.runtime.clipping import Clipping
+from pipeline.runtime.gradients import Gradients
+from pipeline.runtime.mesh import set_mesh
+from pipeline.runtime.passes import run_passes
+from pipeline.runtime.source import load_program
+from stages.train.engine import Batch, Held, Job
+from stages.train.tensors import OwnTensors, Stored
+
+
+class Planned:
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        program = load_program(job["module_path"])
+        set_mesh(program.MESH)
+        self.device: torch.device = program.DEVICE
+        self.axes = list(program.MESH)
+        self.passes: int = program.MICRO_BATCHES
+        self.precision: str = job["model"]["precision"]
+        self.stored = Stored(program.PARAMETERS, self.axes)
+        self.own = self._own_tensors()
+        self.held_whole = self.own.whole
+        self.parameters = {name: t for name, t in self.own.tensors.items() if isinstance(t, nn.Parameter)}
+        self.program = program.Program(self.own.tensors)
+        rows = [self.stored.row(name) for name in self.parameters]
+        self.gradients = Gradients(self.parameters.values(), rows, self.axes)
+        limit = job["train"]["clip_norm"]
+        self.clipping = Clipping(self.gradients.updated, rows, self.axes, limit) if limit is not None else None
+        where = f"{job['where']['train']}: optimizer"
+        self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.gradients.updated))
+        layouts = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
+        dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
+        self._batches = Batches(dataset, job, layouts, self.axes)
+        self.samples = self._batches.size * self.passes
+
+    def _own_tensors(self) -> OwnTensors:
+        torch.manual_seed(self.job["train"]["seed"])
+        where = f"{self.job['where']['train']}: init_from"
+        return OwnTensors(self._build, self.stored, self._in_precision, self.job["train"]["init_from"], where)
+
+    def _build(self) -> nn.Module:
+        model: nn.Module = instantiate(self.job["model"]["module"], f"{self.job['where']['model']}: module")
+        return model.train()
+
+    def batches(self, step: int) -> list[Batch]:
+        return [self._batches[step * self.passes + n] for n in range(self.passes)]
+
+    def on_device(self, batch: Batch) -> Batch:
+        return {name: self._in_precision(tensor) for name, tensor in batch.items()}
+
+    def _in_precision(self, tensor: Tensor) -> Tensor:
+        """On the device; floating numbers in bfloat16 where that is what is trained in."""
+        half = self.precision == "bf16" and tensor.is_floating_point()
+        return tensor.to(self.device, torch.bfloat16 if half else None)
+
+    def step(self, first: Batch, later: list[Batch]) -> float:
+        """But for the first, each batch goes to the device when its turn comes."""
+        batches = chain([first], map(self.on_device, later))
+        losses = run_passes(self.program, self.gradients, batches, self.passes, self._autocast)
+        if self.clipping is not None:
+            self.clipping.clip()
+        self.optimizer.step()
+        self.gradients.publish()
+        return sum(map(float, losses)) / len(losses)
+
+    def loss(self, batch: Batch) -> float:
+        buffers = {name: t for name, t in self.own.tensors.items() if not isinstance(t, nn.Parameter)}
+        kept = {name: t.clone() for name, t in buffers.items()}
+        with torch.no_grad(), self._autocast():
+            copies = self.program.copies() if hasattr(self.program, "copies") else {}
+            found = float(self.program.forward(**batch, **copies))
+            for name, tensor in kept.items():
+                buffers[name].copy_(tensor)
+        return found
+
+    def _autocast(self) -> torch.autocast:
+        """Without its cache, which would hold cast weights of recomputed regions until the end of the forward pass."""
+        amp = self.precision == "amp"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=amp, cache_enabled=False)
+
+    def resident(self) -> list[Tensor]:
+        state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        return [*self.own.tensors.values(), *gradients, *self.gradients.buffers(), *state]
+
+    def state(self) -> Iterator[Held]:
+        axes = tuple(self.axes)
+        for name, tensor in self.own.tensors.items():
+            layout = self.stored.layout(name, tensor)
+            yield Held(f"weights/{name}", tensor.detach(), self.own.shapes[name], layout, axes)
+        for (name, parameter), updated in zip(self.parameters.items(), self.gradients.updated, strict=True):
+            shape, layout = self.own.shapes[name], Layout.parse(self.stored.row(name)[2])
+            for key, value in self.optimizer.state[updated].items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                    yield Held(f"optimizer/{name}/{key}", value, shape, layout, axes)
+                elif isinstance(value, Tensor):
+                    whole = replicated(len(axes))
+                    yield Held(f"optimizer/{name}/{key}", value, tuple(value.shape), whole, axes)
+
+    def export(self, path: Path) -> None:
+        self.own.export(path)
