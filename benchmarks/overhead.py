@@ -113,6 +113,9 @@ def plan(folder: Path, device: str, models: list[str], sizes: list[str], familie
 
     for name in models:
         _program(folder, f"{name}_{device}").write_text(overhead_plans.one_rank(ONE_RANK[name], device))
+        if device == "cuda":
+            text = overhead_plans.one_rank(ONE_RANK[name], device, compiled=True)
+            _program(folder, f"{name}_{device}_compiled").write_text(text)
     for size in sizes:
         for family in sorted(families):
             text = overhead_plans.two_ranks(TWO_RANKS[size], family)
@@ -137,13 +140,12 @@ def told(row: Row) -> Row:
 def one_rank(folder: Path, device: str, names: list[str], pairs: int, compiled: bool) -> list[Row]:
     rows = []
     for name in names:
-        path = _program(folder, f"{name}_{device}")
         bar = EAGER_BAR if device == "cuda" else CPU_BAR
         near = NEAR_IN_HALF if device == "cuda" else NEAR
-        rows.append(told(Row(f"{name}_{device}", bar, near, _alone(name, device, path, pairs, False))))
-        if device == "cuda" and compiled:
-            found = _alone(name, device, path, pairs, True)
-            rows.append(told(Row(f"{name}_{device}_compiled", COMPILED_BAR, near, found)))
+        forms = {f"{name}_{device}": (bar, False)}
+        forms |= {f"{name}_{device}_compiled": (COMPILED_BAR, True)} if device == "cuda" and compiled else {}
+        for form, (own_bar, own) in forms.items():
+            rows.append(told(Row(form, own_bar, near, _alone(name, device, _program(folder, form), pairs, own))))
     return rows
 
 
@@ -151,7 +153,7 @@ def _alone(name: str, device: str, path: Path, pairs: int, compiled: bool) -> Co
     model: nn.Module = build_one(ONE_RANK[name], device)
     batch = batch_one(ONE_RANK[name], device)
     around = partial(torch.autocast, "cuda", torch.bfloat16) if device == "cuda" else nullcontext
-    ours = our_step(load(path, compiled), model, batch, around)
+    ours = our_step(load(path), model, batch, around)
     theirs = plain_step(torch.compile(model) if compiled else model, model.parameters(), batch, around)
     return compare(ours, theirs, pairs)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -92,18 +92,10 @@ def _finish() -> None:
 # -------------------------------------------------------------------------------------------------------------- ours
 
 
-def load(path: Path, compiled: bool = False) -> ModuleType:
-    """The program; its functions compiled one by one where that is asked for."""
+def load(path: Path) -> ModuleType:
     program = ModuleType("overhead_program")
     exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), program.__dict__)
-    if compiled:
-        own = [name for name, f in vars(program).items() if isinstance(f, FunctionType) and _is_of(f, path)]
-        vars(program).update({name: torch.compile(vars(program)[name], dynamic=False) for name in own})
     return program
-
-
-def _is_of(function: FunctionType, path: Path) -> bool:
-    return function.__code__.co_filename == str(path)
 
 
 def our_step(program: ModuleType, model: nn.Module, batch: dict[str, Tensor], around: Around = nullcontext) -> Step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks import overhead, overhead_steps
+from benchmarks.measure_steps import text
 from benchmarks.overhead import NEAR, PEERS, Row
 from benchmarks.overhead_models import ONE_RANK, TWO_RANKS, batch_two, build_two
-from benchmarks.overhead_plans import FAMILIES, two_ranks
+from benchmarks.overhead_plans import FAMILIES, one_rank, two_ranks
 from benchmarks.overhead_steps import (
     Compared,
     compare,
@@ -143,10 +145,11 @@ def test_both_sides_train_alike(programs: Path) -> None:
             assert len(set(plain)) == STEPS, "it learns"
 
 
-def test_functions_of_a_program_are_compiled_one_by_one(programs: Path) -> None:
-    with mock.patch.object(torch, "compile", side_effect=lambda function, dynamic: function) as compiled:
-        load(programs / "ddp.py", compiled=True)
-    names = [call.args[0].__name__ for call in compiled.call_args_list]
-    text = (programs / "ddp.py").read_text()
-    assert names == [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    assert all(call.kwargs == {"dynamic": False} for call in compiled.call_args_list)
+def test_every_block_is_compiled_where_that_is_asked_for() -> None:
+    config = {"use_cache": False, "n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    model = {**ONE_RANK["gpt2"], "config": config, "cpu": text(2, 8, 64)}
+    plain, compiled = one_rank(model, "cpu"), one_rank(model, "cpu", compiled=True)
+    assert "compiled(" not in plain
+    calls = re.findall(r"^        x = (\w+)\(", compiled, re.MULTILINE)
+    made = re.findall(r"^(\w+) = compiled\(", compiled, re.MULTILINE)
+    assert set(calls) == set(made) and len(calls) == 6, "four layers, what is before and what is after"
