@@ -140,7 +140,8 @@ def _counts(blocks: Iterable[Block], known: set[str]) -> Iterator[str]:
             target = block.common.get(ast.unparse(call.args[1])) if axis else None
             if axis and target in known and "weight" not in options:
                 ignored = f", ignore_index={options['ignore_index']}" if "ignore_index" in options else ""
-                yield f"count_targets({target}, axis={axis}{ignored})".replace("'", '"')
+                call_text = f"count_targets({target}, axis={axis}{ignored})".replace("'", '"')
+                yield f"{call_text}  # over all ranks, there when the loss is"
 
 
 def _prologue(part: Part) -> Before:

@@ -342,7 +342,7 @@ def test_targets_are_counted_before_the_first_link():
     text = write_module(graph, plan, lower(graph, plan.sharding))
     forward = text[text.index("def forward") :].splitlines()
     (place,) = (n for n, line in enumerate(forward) if "count_targets(" in line)
-    (target,) = re.findall(r"count_targets\((\w+), axis=\"\w+\"\)", forward[place])
+    (target,) = re.findall(r"count_targets\((\w+), axis=\"\w+\"\)  #", forward[place])
     first = next(n for n, line in enumerate(forward) if line.strip().startswith("x = "))
     assert any(line.strip().startswith(f"{target} =") for line in forward[:place]) and place < first
     split = plans.megatron(graph, 2)
