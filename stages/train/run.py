@@ -123,6 +123,7 @@ class Follower:
             "samples_per_second": step["samples"] / step["seconds"],
             "resident_mb": step["resident_bytes"] / 1e6,
         }
+        values |= {name: step[name] for name in ("learning_rate", "eval_loss") if name in step}
         self.live.log(step["step"], values)
         self.advance(step["step"] + 1, f"loss {step['loss']:.4f}")
 
