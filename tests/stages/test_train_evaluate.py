@@ -1,4 +1,4 @@
-"""Evaluation while training, on two ranks: the loss of the unsplit model after `eval()`, and no trace in the training."""
+"""Evaluation while training, on two ranks: the loss of the unsplit model after `eval()`, and no effect besides."""
 
 from __future__ import annotations
 
