@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout, replicated
-from pipeline.optimizer import build_optimizer
+from pipeline.optimizer import build_optimizer, refuse_mixing
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.gradients import Gradients
@@ -44,6 +44,8 @@ class Planned:
         limit = job["train"]["clip_norm"]
         self.clipping = Clipping(self.gradients.updated, rows, self.axes, limit) if limit is not None else None
         where = f"{job['where']['train']}: optimizer"
+        if split := next((name for name in self.parameters if self.stored.splits_state(name)), None):
+            refuse_mixing(job["train"]["optimizer"], where, split)
         self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.gradients.updated))
         layouts = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")

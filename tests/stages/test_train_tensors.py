@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from pipeline.instantiate import TargetError
 from pipeline.models import gpt
 from pipeline.models.data import TokenSequences
 from pipeline.weights import WeightsError
@@ -169,6 +170,36 @@ def refusals(folder: str) -> list[str]:
         except WeightsError as error:
             found.append(error.line())
     return found
+
+
+def on_shards(folder: str) -> dict[str, Any]:
+    """On a rank: the loss of a step of an optimizer that looks at whole tensors, or why it is refused."""
+    found: dict[str, Any] = {}
+    for name in PLANS:
+        given = job(Path(folder) / f"{name}.py", Path(folder) / "model.pt")
+        given["train"]["optimizer"] = {"_target_": "torch.optim.Adafactor"}
+        try:
+            engine = Planned(given)
+            found[name] = [engine.step(*engine.batches(step), []) for step in range(2)]
+        except TargetError as error:
+            found[name] = error.line()
+    return found
+
+
+def test_optimizers_that_look_at_whole_tensors_need_whole_tensors(trained) -> None:
+    model = given_model().train()
+    optimizer, losses = torch.optim.Adafactor(model.parameters()), []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = model(**batch(step))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(loss.item())
+    for found in run_ranks(2, on_shards, str(trained[0])):
+        assert found.pop("ddp") == pytest.approx(losses, rel=2e-6)
+        for line in found.values():
+            assert line.startswith("train: optimizer._target_: torch.optim.Adafactor looks at whole tensors")
 
 
 def test_a_file_of_another_model_is_refused(trained) -> None:
