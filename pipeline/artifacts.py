@@ -48,7 +48,7 @@ KINDS = {
         Kind("frontier", "solve", "frontier.json", Frontier, version=2),
         Kind("plan", "checkpoint", "plan.json", Plan, version=4),
         Kind("module", "codegen", "module.py", str, version=3),
-        Kind("report", "train", "report.json", Report),
+        Kind("report", "train", "report.json", Report, version=2),
     )
 }
 _SOURCE_MARK = "# shardwright "  # begins each line of the header of a source artifact

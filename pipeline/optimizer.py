@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.instantiate import TargetError, instantiate
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
@@ -39,6 +40,11 @@ def try_optimizer(settings: Mapping[str, Any], where: str) -> tuple[Optimizer, P
     parameter = torch.nn.Parameter(torch.ones(8, 8))
     optimizer = build_optimizer(settings, where, [parameter])
     parameter.grad = torch.ones_like(parameter)
+    _take_step(optimizer, settings, where)
+    return optimizer, parameter
+
+
+def _take_step(optimizer: Optimizer, settings: Mapping[str, Any], where: str) -> None:
     try:
         optimizer.step()
     except Exception as error:  # theirs: one line, not our traceback
@@ -47,7 +53,48 @@ def try_optimizer(settings: Mapping[str, Any], where: str) -> tuple[Optimizer, P
             where=where,
             remedy="check the keys beside `_target_`, or name another optimizer",
         ) from error
-    return optimizer, parameter
+
+
+def refuse_mixing(settings: Mapping[str, Any], where: str, split: str) -> None:
+    """An optimizer that does not update every element by itself is not right on this rank's shard of `split`.
+
+    Adafactor (means of rows and columns), Muon (products of the whole) and all that look at norms are of that kind.
+    """
+    if not updates_elements(settings, where):
+        raise TargetError(
+            f"{settings['_target_']} looks at whole tensors, and the plan splits that of {split} over ranks",
+            where=f"{where}._target_",
+            remedy="name one that updates every element by itself, such as torch.optim.AdamW, or let"
+            " `solve.constraints` keep parameters whole",
+        )
+
+
+def updates_elements(settings: Mapping[str, Any], where: str) -> bool:
+    """Whether steps on the halves of two tensors, cut either way, are those on the whole ones: by trying."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        whole = _tried(settings, where, lambda tensor: tensor)
+        for dim in (0, 1):
+            halves = [_tried(settings, where, lambda t, n=n, d=dim: t.chunk(2, d)[n]) for n in (0, 1)]  # type: ignore[misc]
+            joined = [torch.cat(pair, dim) for pair in zip(*halves, strict=True)]
+            if not all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(whole, joined, strict=True)):
+                return False
+    return True
+
+
+def _tried(settings: Mapping[str, Any], where: str, cut: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """What a part of two tensors has become after some steps of very different gradients."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(cut(torch.randn(8, 6, generator=draw)).clone()) for _ in range(2)]
+    optimizer = build_optimizer(settings, where, parameters)
+    for scale in (0.1, 1.0, 30.0):
+        for parameter in parameters:
+            parameter.grad = cut(torch.randn(8, 6, generator=draw) * scale).clone()
+        _take_step(optimizer, settings, where)
+    return [parameter.detach() for parameter in parameters]
 
 
 def _demands(step: Any) -> bool:

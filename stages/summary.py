@@ -27,20 +27,10 @@ def summarise(root: Path) -> str:
         ("recompute", f"{regions} regions" if regions else "nothing"),
         ("loss", f"{report.losses[0]:.4f} -> {report.losses[-1]:.4f} in {report.steps} steps"),
     ]
-    table = [
-        ("", "predicted", "measured"),
-        ("step", f"{report.predicted_step_seconds * 1e3:.2f} ms", f"{report.median_step_seconds * 1e3:.2f} ms"),
-        (
-            "throughput",
-            f"{_samples(report) / report.predicted_step_seconds:.1f} samples/s",
-            f"{report.samples_per_second:.1f} samples/s",
-        ),
-        (
-            "peak memory",
-            f"{report.predicted_peak_bytes / 1e6:.1f} MB",
-            f"{max(report.peak_bytes) / 1e6:.1f} MB a rank",
-        ),
+    rows += [
+        ("evaluation", f"{one.loss:.4f} on held-out data after step {one.step + 1}") for one in report.evaluations[-1:]
     ]
+    table = [("", "predicted", "measured", "ratio"), *_compared(report)]
     places = [f"  {KINDS[s.writes].path(root).relative_to(root)}" for s in STAGES.values()]
     store = config.tracking.uri or "sqlite:///runs/mlflow.db"
     return "\n".join(
@@ -48,7 +38,7 @@ def summarise(root: Path) -> str:
             "",
             *(f"{name:12}{text}" for name, text in rows),
             "",
-            *(f"{name:12}{left:>18}{right:>20}" for name, left, right in table),
+            *(f"{name:16}{left:>18}{right:>20}{ratio:>8}" for name, left, right, ratio in table),
             "",
             "artifacts",
             *places,
@@ -69,5 +59,20 @@ def _parameters(sharding: Sharding) -> str:
     return ", ".join(f"{count} {what}" for what, count in counts.items() if count or what in ("replicated", "split"))
 
 
-def _samples(report: Report) -> float:
-    return report.samples_per_second * report.median_step_seconds
+def _compared(report: Report) -> list[tuple[str, str, str, str]]:
+    """Rows of the table: parts of the step where they were measured, and of the ranks the one with the largest peak."""
+    shown = {
+        "step_ms": ("step", "{:.2f} ms"),
+        "compute_ms": ("- compute", "{:.2f} ms"),
+        "communication_ms": ("- communication", "{:.2f} ms"),
+        "bubble_ms": ("- bubble", "{:.2f} ms"),
+        "other_ms": ("- other", "{:.2f} ms"),
+        "samples_per_second": ("throughput", "{:.1f} samples/s"),
+        "peak_mb": ("peak memory", "{:.1f} MB a rank"),
+    }
+    found = {row.what: row for row in report.compared if row.what != "bubble_ms" or row.predicted or row.measured}
+    return [
+        (name, form.format(row.predicted), form.format(row.measured), "-" if row.ratio is None else f"{row.ratio:.2f}")
+        for what, (name, form) in shown.items()
+        if (row := found.get(what)) is not None
+    ]

@@ -15,6 +15,7 @@ from pipeline.config.check import check, nearest
 from pipeline.config.pipelines import check_checkpoint, check_pipeline
 from pipeline.config.schema import GROUPS, MOST_DEVICES, Checkpoint, Cluster, ClusterSource, Config, Root, Solve, Train
 from pipeline.config.source import Key, Source, dotted, listing, read, shown
+from pipeline.config.training import check_training
 from pipeline.errors import ConfigError
 
 ROOT_FILE = "conf/config.yaml"
@@ -32,7 +33,8 @@ def load_config(root: Path, *, changed: dict[str, bytes] | None = None) -> Confi
     main: Root = build(Root, source)
     parts = {group: _load_group(root, group, getattr(main, group), source, changed) for group in GROUPS}
     config = Config(root=main, **parts)
-    check_pipeline(config, lambda group: _group_source(root, group, config, changed))
+    for together in (check_pipeline, check_training):
+        together(config, lambda group: _group_source(root, group, config, changed))
     return config
 
 

@@ -162,6 +162,11 @@ class Data:
     )
     shuffle: bool = setting("Draw the samples in a random order.", False)
     seed: int = setting("Seed of that order.", 0, at_least=0, at_most=LARGEST_SEED)
+    held_out: dict[str, Any] | None = setting(
+        "What builds the data set that `evaluate` of the train file reads, of items like those of `dataset`.",
+        None,
+        form=Form.TARGET,
+    )
 
 
 # ---- conf/cluster/*.yaml
@@ -444,6 +449,43 @@ class Checkpoint:
 # ---- conf/train/*.yaml
 
 
+class Decay(StrEnum):
+    none = "none"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@dataclass
+class Schedule:
+    warm_up: int = setting(
+        "Steps over which the learning rate rises to that of the optimizer.", 0, at_least=0, at_most=10**12
+    )
+    decay: Decay = setting("How it falls after that.", Decay.none, meant={"constant": "none"})
+    until: int | None = setting(
+        "Step, counted from the first, at which it has fallen to `least` and stays there; null is `steps`.",
+        None,
+        at_least=1,
+        at_most=10**12,
+    )
+    least: float = setting("What is left of it then, as a part of the optimizer's.", 0.0, at_least=0, at_most=1)
+
+
+@dataclass
+class Evaluate:
+    every: int = setting(
+        "Steps from one evaluation on the `held_out` data to the next; the last step is followed by one too. 0: none.",
+        0,
+        at_least=0,
+        at_most=10**12,
+    )
+    batches: int = setting(
+        "Batches of the model's size that are read each time, the first of the data; fewer where it has fewer.",
+        8,
+        at_least=1,
+        at_most=10**9,
+    )
+
+
 @dataclass(frozen=True)
 class Train:
     steps: int = setting("Optimizer steps.", at_least=1, at_most=10**12)
@@ -471,6 +513,14 @@ class Train:
     export: bool = setting(
         "Write the trained weights to `runs/train/weights/model.safetensors`, whole and by the model's own names.",
         False,
+    )
+    schedule: Schedule = section("The learning rate of each step; see docs/training.md.", Schedule)
+    evaluate: Evaluate = section("The loss on data that is not trained on.", Evaluate)
+    trace_step: int | None = setting(
+        "Step, from 0, of which the profiler's trace is written to `runs/train/trace-rank0.json`; null: none.",
+        None,
+        at_least=2,
+        at_most=10**12,
     )
 
 

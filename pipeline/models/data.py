@@ -1,6 +1,7 @@
 """Synthetic data sets that can be learned: a run's loss falls, so a wrong gradient shows.
 
-Every item depends on its index and the seed alone, so any rank can make any sample without reading the others.
+Every item depends on its index and the seed alone, so any rank can make any sample without reading the others. `first`
+is the index of the first sample: data that is held out is that of the same seed from where the other ends.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ from torch.utils.data import Dataset
 class TokenSequences(Dataset[dict[str, Tensor]]):
     """Sequences that count upwards by a step of their own, with noise: the next token can mostly be guessed."""
 
-    def __init__(self, vocab_size: int, length: int, samples: int, seed: int = 0, noise: float = 0.1) -> None:
+    def __init__(
+        self, vocab_size: int, length: int, samples: int, seed: int = 0, noise: float = 0.1, first: int = 0
+    ) -> None:
         self.vocab_size = vocab_size
         self.length = length
         self.samples = samples
         self.seed = seed
         self.noise = noise
+        self.first = first
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = _generator(self.seed, index)
+        generator = _generator(self.seed, self.first + index)
         start = torch.randint(self.vocab_size, (1,), generator=generator)
         step = torch.randint(1, 8, (1,), generator=generator)
         tokens = (start + step * torch.arange(self.length + 1)) % self.vocab_size
@@ -37,7 +41,8 @@ class TokenSequences(Dataset[dict[str, Tensor]]):
 class ClassVectors(Dataset[dict[str, Tensor]]):
     """Vectors scattered around one centre per class."""
 
-    def __init__(self, features: int, classes: int, samples: int, seed: int = 0) -> None:
+    def __init__(self, features: int, classes: int, samples: int, seed: int = 0, first: int = 0) -> None:
+        self.first = first
         self.classes = classes
         self.samples = samples
         self.seed = seed
@@ -47,7 +52,7 @@ class ClassVectors(Dataset[dict[str, Tensor]]):
         return self.samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = _generator(self.seed, index)
+        generator = _generator(self.seed, self.first + index)
         target = torch.randint(self.classes, (1,), generator=generator)[0]
         return {
             "inputs": self.centres[target] + torch.randn(self.centres.shape[1], generator=generator),

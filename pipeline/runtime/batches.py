@@ -40,12 +40,18 @@ class Batches:
     """This rank's part of every step, cut as the plan says; only samples that it needs are loaded."""
 
     def __init__(
-        self, dataset: Dataset[Any], job: Mapping[str, Any], layouts: Mapping[str, Layout], axes: list[str]
+        self,
+        dataset: Dataset[Any],
+        job: Mapping[str, Any],
+        layouts: Mapping[str, Layout],
+        axes: list[str],
+        key: str = "dataset",
     ) -> None:
+        """`key` is that of the data set in its file."""
         self.dataset, self.layouts, self.axes = dataset, layouts, axes
         self.specs = job["model"]["batch"]
         self.settings = job["data"]
-        self.where = job["where"]["data"]
+        self.where = f"{job['where']['data']}: {key}"
         self.size = next(iter(self.specs.values()))["shape"][0]
         self.length = _length(dataset, self.where)
         self._check(dataset[0])
@@ -67,7 +73,7 @@ class Batches:
                 raise self._error(f"{name} has {spec['shape'][0]} samples a step, the other inputs {self.size}")
 
     def _error(self, what: str) -> TrainError:
-        return TrainError(what, where=f"{self.where}: dataset", remedy="choose data and model that belong together")
+        return TrainError(what, where=self.where, remedy="choose data and model that belong together")
 
     def __getitem__(self, step: int) -> dict[str, Tensor]:
         indices = sample_indices(step, self.size, self.length, self.settings["shuffle"], self.settings["seed"])
@@ -100,7 +106,7 @@ def _length(dataset: Any, where: str) -> int:
     if length < 1:
         raise TrainError(
             f"{type(dataset).__name__} has no length or no items",
-            where=f"{where}: dataset",
+            where=where,
             remedy="give a map-style data set",
         )
     return length

@@ -7,12 +7,18 @@ from pathlib import Path
 from types import ModuleType
 
 from pipeline.runtime.compiled import as_written
+from pipeline.runtime.evaluating import evaluating
 
 
-def load_program(path: str, *, compiles: bool = True) -> ModuleType:
-    """Always from its source: no bytecode beside it under runs/ that could be older than the plan."""
+def load_program(path: str, *, compiles: bool = True, evaluates: bool = False) -> ModuleType:
+    """Always from its source: no bytecode beside it under runs/ that could be older than the plan.
+
+    `evaluates`: as its model is after `model.eval()`, not to be trained with.
+    """
     module = ModuleType("shardwright_program")
     module.__file__ = path
-    with nullcontext() if compiles else as_written():
-        exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), module.__dict__)
+    source = Path(path).read_bytes()
+    with nullcontext() if compiles and not evaluates else as_written():
+        written = evaluating(source, path) if evaluates else source
+        exec(compile(written, path, "exec", dont_inherit=True), module.__dict__)
     return module

@@ -48,6 +48,10 @@ class Engine(Protocol):
         """Of a batch on the device, as the model is in training, without a gradient and without a change of buffers."""
         ...
 
+    def evaluate(self) -> float:
+        """The mean loss of the held-out batches, as the model is when it evaluates; nothing changes by it."""
+        ...
+
     def resident(self) -> list[Tensor]:
         """What stays between steps: parameters, gradients and optimizer state."""
         ...

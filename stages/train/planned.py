@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout, replicated
-from pipeline.optimizer import build_optimizer
+from pipeline.optimizer import build_optimizer, refuse_mixing
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.gradients import Gradients
@@ -19,6 +21,7 @@ from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.passes import run_passes
 from pipeline.runtime.source import load_program
 from stages.train.engine import Batch, Held, Job
+from stages.train.held_out import HeldOut, held_out_batches
 from stages.train.tensors import OwnTensors, Stored
 
 
@@ -41,11 +44,19 @@ class Planned:
         limit = job["train"]["clip_norm"]
         self.clipping = Clipping(self.gradients.updated, rows, self.axes, limit) if limit is not None else None
         where = f"{job['where']['train']}: optimizer"
+        if split := next((name for name in self.parameters if self.stored.splits_state(name)), None):
+            refuse_mixing(job["train"]["optimizer"], where, split)
         self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.gradients.updated))
         layouts = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
         self._batches = Batches(dataset, job, layouts, self.axes)
         self.samples = self._batches.size * self.passes
+        self.held_out = self._held_out(layouts) if job["train"]["evaluate"]["every"] else None
+
+    def _held_out(self, layouts: dict[str, Layout]) -> HeldOut:
+        """The data to evaluate on, with the program as the model is then."""
+        program = load_program(self.job["module_path"], evaluates=True).Program(self.own.tensors)
+        return HeldOut(held_out_batches(self.job, layouts, self.axes), partial(self._loss_of, program))
 
     def _own_tensors(self) -> OwnTensors:
         torch.manual_seed(self.job["train"]["seed"])
@@ -77,12 +88,19 @@ class Planned:
         self.gradients.publish()
         return sum(map(float, losses)) / len(losses)
 
+    def evaluate(self) -> float:
+        assert self.held_out is not None, "evaluate.every is 0"
+        return self.held_out.mean_loss(self.on_device)
+
     def loss(self, batch: Batch) -> float:
+        return self._loss_of(self.program, batch)
+
+    def _loss_of(self, program: Any, batch: Batch) -> float:
         buffers = {name: t for name, t in self.own.tensors.items() if not isinstance(t, nn.Parameter)}
         kept = {name: t.clone() for name, t in buffers.items()}
         with torch.no_grad(), self._autocast():
-            copies = self.program.copies() if hasattr(self.program, "copies") else {}
-            found = float(self.program.forward(**batch, **copies))
+            copies = program.copies() if hasattr(program, "copies") else {}
+            found = float(program.forward(**batch, **copies))
             for name, tensor in kept.items():
                 buffers[name].copy_(tensor)
         return found

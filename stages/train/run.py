@@ -11,12 +11,13 @@ from pipeline.config import Config
 from pipeline.errors import TrainError
 from pipeline.files import write_atomic
 from pipeline.ir.plan import Plan
-from pipeline.ir.report import Report
+from pipeline.ir.report import Breakdown, Evaluation, Report
 from pipeline.launch import LaunchFailed, run_ranks
 from pipeline.log import Advance, progress
 from pipeline.stage import Inputs, Result
 from pipeline.tracker import Live
 from pipeline.trainable import refuse_pipeline
+from stages.train.measured import compare
 
 WARM_UP = 3  # steps that are left out of the median: allocators and caches fill up
 
@@ -28,12 +29,18 @@ def run(inputs: Inputs, config: Config) -> Result:
     edited = inputs.artifacts["module"].edited
     if edited:
         inputs.log.warning("runs/codegen/module.py was edited by hand: training with it as it is")
+    trace_path(inputs.root).unlink(missing_ok=True)  # of an earlier run
     measured = launch(inputs, config, plan)
     if measured["held_whole"]:
         inputs.log.warning("every rank held the whole model while it was built: %s", measured["held_whole"])
     keep_weights(weights_path(inputs.root), config.train.export)
     report = make_report(measured, plan, edited)
-    return Result(report, figures(report))
+    traced = (trace_path(inputs.root),) if config.train.trace_step is not None else ()
+    return Result(report, figures(report), traced)
+
+
+def trace_path(root: Path) -> Path:
+    return root / "runs" / "train" / "trace-rank0.json"
 
 
 def weights_path(root: Path) -> Path:
@@ -90,6 +97,7 @@ def make_job(inputs: Inputs, config: Config) -> dict:
     return {
         "module_path": str(KINDS["module"].path(inputs.root)),
         "weights_path": str(weights_path(inputs.root)),
+        "trace_path": str(trace_path(inputs.root)),
         "model": config.plain("model"),
         "data": config.plain("data"),
         "train": {**config.plain("train"), "init_from": init_from and str(inputs.root / init_from)},
@@ -123,13 +131,15 @@ class Follower:
             "samples_per_second": step["samples"] / step["seconds"],
             "resident_mb": step["resident_bytes"] / 1e6,
         }
+        values |= {name: step[name] for name in ("learning_rate", "eval_loss") if name in step}
         self.live.log(step["step"], values)
         self.advance(step["step"] + 1, f"loss {step['loss']:.4f}")
 
 
 def make_report(measured: dict, plan: Plan, edited: bool) -> Report:
     seconds = tuple(measured["seconds"])
-    median = statistics.median(seconds[min(WARM_UP, len(seconds) - 1) :])
+    median = median_seconds(seconds, measured["profiled_step"])
+    breakdown = Breakdown(**measured["breakdown"]) if measured["breakdown"] else None
     return Report(
         steps=len(seconds),
         ranks=measured["ranks"],
@@ -141,20 +151,33 @@ def make_report(measured: dict, plan: Plan, edited: bool) -> Report:
         predicted_step_seconds=plan.prediction.step_seconds,
         predicted_peak_bytes=plan.prediction.peak_bytes,
         module_edited=edited,
+        evaluations=tuple(Evaluation(step, loss) for step, loss in measured["evaluated"]),
+        breakdown=breakdown,
+        compared=compare(plan.prediction, median, measured["samples"], measured["peak_bytes"], breakdown),
     )
+
+
+def median_seconds(seconds: tuple[float, ...], profiled: int) -> float:
+    """Of the steps that are as all others; of the last one where there are so few."""
+    usual = [second for step, second in enumerate(seconds) if step >= WARM_UP and step != profiled]
+    return statistics.median(usual or seconds[-1:])
 
 
 def figures(report: Report) -> dict[str, float | int | str]:
     """None has the name of a series of `Follower`: in the tracked run they would be one metric."""
-    return {
+    found: dict[str, float | int | str] = {
         "final_loss": report.losses[-1],
         "first_loss": report.losses[0],
-        "median_step_ms": round(report.median_step_seconds * 1e3, 4),
-        "predicted_step_ms": round(report.predicted_step_seconds * 1e3, 4),
-        "step_ratio": round(report.median_step_seconds / report.predicted_step_seconds, 4),
-        "median_samples_per_second": round(report.samples_per_second, 2),
-        "peak_mb": round(max(report.peak_bytes) / 1e6, 3),
-        "predicted_peak_mb": round(report.predicted_peak_bytes / 1e6, 3),
-        "peak_ratio": round(max(report.peak_bytes) / report.predicted_peak_bytes, 4),
         "ranks": report.ranks,
     }
+    if report.evaluations:
+        found["final_eval_loss"] = report.evaluations[-1].loss
+    for row in report.compared:
+        own = {"step_ms": "median_step_ms", "samples_per_second": "median_samples_per_second"}.get(row.what, row.what)
+        name = row.what.removesuffix("_ms").replace("_mb", "")
+        found[own] = round(row.measured, 4)
+        if row.ratio is not None:
+            found[f"{name}_ratio"] = round(row.ratio, 4)
+        if row.ratio is not None and "_rank_" not in row.what:  # these are predicted to be alike
+            found[f"predicted_{row.what}"] = round(row.predicted, 4)
+    return found

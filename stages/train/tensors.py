@@ -31,6 +31,11 @@ class Stored:
         """Of a parameter, its gradient and the optimizer's state; nothing for one that is not trained."""
         return look_up(self.table, name) or ("", "", "")
 
+    def splits_state(self, name: str) -> bool:
+        """Whether the optimizer is given a shard of a parameter."""
+        state = self.row(name)[2]
+        return bool(state) and any(one.kind == "S" for one in Layout.parse(state).states)
+
     def is_trained(self, name: str, tensor: Tensor) -> bool:
         return bool(self.row(name)[0]) and isinstance(tensor, nn.Parameter) and tensor.requires_grad
 

@@ -25,6 +25,7 @@ from stages.checkpoint.simulate import simulate
 from stages.train.loop import Loop
 from stages.train.planned import Planned
 from tests import plans, storage_plans
+from tests.jobs import train_settings
 from tests.ranks import run_ranks
 from tests.storage_plans import NAMED, plan_named
 
@@ -62,13 +63,9 @@ def job(module: Path) -> dict:
             "batch": {"input_ids": shape, "labels": shape},
         },
         "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences", **data}, "shuffle": False, "seed": 0},
-        "train": {
-            "steps": STEPS,
-            "seed": 3,
-            "init_from": None,
-            "clip_norm": None,
-            "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01, "weight_decay": 0.1},
-        },
+        "train": train_settings(
+            steps=STEPS, seed=3, optimizer={"_target_": "torch.optim.AdamW", "lr": 0.01, "weight_decay": 0.1}
+        ),
         "where": {"model": "model", "data": "data", "train": "train"},
     }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.instantiate import TargetError
-from pipeline.optimizer import build_optimizer, try_optimizer
+from pipeline.optimizer import build_optimizer, refuse_mixing, try_optimizer, updates_elements
 
 WHERE = "conf/train/x.yaml: optimizer"
 
@@ -84,3 +84,35 @@ def test_a_rank_refuses_it_too(name):
     with pytest.raises(TargetError) as refusal:
         build_optimizer(settings, WHERE, [torch.nn.Parameter(torch.ones(2))])
     assert told in refusal.value.line()
+
+
+BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
+
+
+class Normed(torch.optim.SGD):
+    """Scales all gradients by their norm."""
+
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        return super().step()
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [*((name, "foreach") for name in BY_ELEMENT), *((name, "fused") for name in FUSED)]
+)
+def test_optimizers_that_are_the_same_on_shards(name, how):
+    settings = {"_target_": f"torch.optim.{name}", "lr": 0.1}
+    assert updates_elements(settings, WHERE) and updates_elements(settings | {how: True}, WHERE)
+
+
+@pytest.mark.parametrize("target", ["torch.optim.Adafactor", "torch.optim.Muon", f"{__name__}.Normed"])
+def test_optimizers_that_look_at_whole_tensors_are_refused_on_shards(target):
+    state = torch.get_rng_state()
+    with pytest.raises(TargetError) as refusal:
+        refuse_mixing({"_target_": target, "lr": 0.1}, WHERE, "head.weight")
+    assert f"{WHERE}._target_: {target} looks at whole tensors, and the plan splits that of head.weight" in (
+        refusal.value.line()
+    )
+    assert torch.equal(torch.get_rng_state(), state)

@@ -29,11 +29,13 @@ def test_samples_are_those_of_all_micro_batches(tmp_path: Path) -> None:
     with open(tmp_path / "steps.jsonl", "w") as file:
         for step in range(2):
             line = {"step": step, "loss": 2.5, "seconds": 0.5, "samples": 36, "resident_bytes": 3_000_000}
+            line |= {"learning_rate": 0.1} | ({"eval_loss": 2.0} if step else {})
             print(json.dumps(line), file=file)
         file.write('{"step": 2')  # still being written
     follow(tmp_path)
     expected = {"loss": 2.5, "step_ms": 500.0, "samples_per_second": 72.0, "resident_mb": 3.0}
-    assert live.logged == [(0, expected), (1, expected)]
+    expected["learning_rate"] = 0.1
+    assert live.logged == [(0, expected), (1, expected | {"eval_loss": 2.0})]
     assert shown == [(1, "loss 2.5000"), (2, "loss 2.5000")]
 
 

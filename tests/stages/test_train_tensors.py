@@ -1,4 +1,7 @@
-"""Training from a file of weights and back into one, on two ranks: as the unsplit model does with these weights."""
+"""Training from a file of weights and back into one, on two ranks: as the unsplit model does with these weights.
+
+Gradients are clipped, the learning rate changes with every step, and every step is followed by an evaluation.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,20 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from pipeline.instantiate import TargetError
 from pipeline.models import gpt
 from pipeline.models.data import TokenSequences
 from pipeline.weights import WeightsError
 from stages.train.loop import Loop
 from stages.train.planned import Planned
 from tests import plans
+from tests.jobs import train_settings
 from tests.ranks import run_ranks
 from tests.storage_plans import plan_named
 
 STEPS, BATCH, SAMPLES, RATE, CLIP = 3, 8, 64, 0.05, 0.5
+SCHEDULE = {"warm_up": 2, "decay": "linear", "until": 4, "least": 0.2}
+PARTS = (0.5, 1.0, 1.0)  # of the rate, by step: the fall begins with the last
 PLANS = ("tp", "zero3", "zero1", "ddp")
 SIZES = plans.GPT8 | {"tie": True}
 FILES = {"tp": "model.safetensors.index.json", "zero3": "model.safetensors", "zero1": "model.pt", "ddp": "model.pt"}
@@ -49,7 +56,16 @@ def job(module: Path, weights: Path) -> dict[str, Any]:
     shape = {"shape": [BATCH, SIZES["context"]], "dtype": "int64"}
     data = {"vocab_size": SIZES["vocab_size"], "length": SIZES["context"], "samples": SAMPLES}
     optimizer = {"_target_": "torch.optim.SGD", "lr": RATE}
-    settings = {"steps": STEPS, "seed": 3, "init_from": str(weights), "optimizer": optimizer, "clip_norm": CLIP}
+    settings = train_settings(
+        steps=STEPS,
+        seed=3,
+        init_from=str(weights),
+        optimizer=optimizer,
+        clip_norm=CLIP,
+        schedule=SCHEDULE,
+        evaluate={"every": 1, "batches": 1},
+    )
+    dataset = {"_target_": "pipeline.models.data.TokenSequences", **data}
     return {
         "module_path": str(module),
         "model": {
@@ -57,48 +73,51 @@ def job(module: Path, weights: Path) -> dict[str, Any]:
             "module": {"_target_": "pipeline.models.gpt.build", **SIZES},
             "batch": {"input_ids": shape, "labels": shape},
         },
-        "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences", **data}, "shuffle": False, "seed": 0},
+        "data": {"dataset": dataset, "held_out": dataset | {"first": SAMPLES}, "shuffle": False, "seed": 0},
         "train": settings,
         "where": {"model": "model", "data": "data", "train": "train"},
     }
 
 
-def train(folder: str) -> dict[str, list[float]]:
-    """On a rank: the losses of every plan; its trained weights lie beside its program."""
+def train(folder: str) -> dict[str, dict[str, Any]]:
+    """On a rank: what every plan reports; its trained weights lie beside its program."""
     found = {}
     for name in PLANS:
         work = Path(folder) / name
         work.mkdir(exist_ok=True)
         given = job(Path(folder) / f"{name}.py", Path(folder) / FILES[name])
         engine = Planned(given)
-        found[name] = Loop(engine, given, work).run()["losses"]
+        found[name] = Loop(engine, given, work).run()
         engine.export(work / "trained.safetensors")
     return found
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
     data = TokenSequences(SIZES["vocab_size"], SIZES["context"], SAMPLES)
-    rows = [data[(step * BATCH + i) % len(data)] for i in range(BATCH)]
+    rows = [data[step * BATCH + i] for i in range(BATCH)]
     return {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
 
 
 @cache
-def plain() -> tuple[list[float], nn.Module]:
+def plain() -> tuple[list[float], list[float], nn.Module]:
+    """Losses, those on the held-out batch, and the trained model."""
     model = given_model().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    losses = []
+    losses, evaluated = [], []
     for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = RATE * PARTS[step]
         optimizer.zero_grad()
         loss = model(**batch(step))
         loss.backward()
         assert nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
         optimizer.step()
         losses.append(loss.item())
-    return losses, model
+        evaluated.append(model(**batch(SAMPLES // BATCH)).item())
+    return losses, evaluated, model
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> tuple[Path, list[dict[str, list[float]]]]:
+def trained(tmp_path_factory) -> tuple[Path, list[dict[str, dict[str, Any]]]]:
     folder = tmp_path_factory.mktemp("weights")
     write_files(folder)
     for name in PLANS:
@@ -108,14 +127,22 @@ def trained(tmp_path_factory) -> tuple[Path, list[dict[str, list[float]]]]:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_training_from_a_file_is_that_of_the_unsplit_model_with_these_weights(trained, name: str) -> None:
-    for losses in trained[1]:
-        assert losses[name] == pytest.approx(plain()[0], rel=2e-6)
+    losses, evaluated, _ = plain()
+    for found in trained[1]:
+        assert found[name]["losses"] == pytest.approx(losses, rel=2e-6)
+        assert [loss for _, loss in found[name]["evaluated"]] == pytest.approx(evaluated, rel=2e-6)
+
+
+def test_every_step_is_written_down_with_its_rate(trained) -> None:
+    lines = [json.loads(line) for line in (trained[0] / "zero1" / "steps.jsonl").read_text().splitlines()]
+    assert [line["learning_rate"] for line in lines] == [RATE * part for part in PARTS]
+    assert [line["eval_loss"] for line in lines] == [loss for _, loss in trained[1][0]["zero1"]["evaluated"]]
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_exported_is_the_users_own_model(trained, name: str) -> None:
     state = load_file(trained[0] / name / "trained.safetensors")
-    model = plain()[1]
+    model = plain()[2]
     assert state.keys() == model.state_dict().keys()
     for key, tensor in model.state_dict().items():
         torch.testing.assert_close(state[key], tensor, rtol=1e-4, atol=1e-6)
@@ -143,6 +170,36 @@ def refusals(folder: str) -> list[str]:
         except WeightsError as error:
             found.append(error.line())
     return found
+
+
+def on_shards(folder: str) -> dict[str, Any]:
+    """On a rank: the loss of a step of an optimizer that looks at whole tensors, or why it is refused."""
+    found: dict[str, Any] = {}
+    for name in PLANS:
+        given = job(Path(folder) / f"{name}.py", Path(folder) / "model.pt")
+        given["train"]["optimizer"] = {"_target_": "torch.optim.Adafactor"}
+        try:
+            engine = Planned(given)
+            found[name] = [engine.step(*engine.batches(step), []) for step in range(2)]
+        except TargetError as error:
+            found[name] = error.line()
+    return found
+
+
+def test_optimizers_that_look_at_whole_tensors_need_whole_tensors(trained) -> None:
+    model = given_model().train()
+    optimizer, losses = torch.optim.Adafactor(model.parameters()), []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = model(**batch(step))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(loss.item())
+    for found in run_ranks(2, on_shards, str(trained[0])):
+        assert found.pop("ddp") == pytest.approx(losses, rel=2e-6)
+        for line in found.values():
+            assert line.startswith("train: optimizer._target_: torch.optim.Adafactor looks at whole tensors")
 
 
 def test_a_file_of_another_model_is_refused(trained) -> None:

@@ -1,0 +1,130 @@
+"""Where the time of a step goes, from the profiler's events of one step.
+
+    ops           ####  ######        ########        compute: ops of this rank, short holes between them filled
+    collectives          ----------     ----          communication: what of these no op covers
+                      |        |    |                 other: what is left, such as waiting for the host
+
+On a GPU the ops are its kernels, and collectives are those of NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from pipeline.ir.report import Breakdown
+
+STEP = "shardwright step"
+HOLE_NS = 100_000  # between two ops it is the program's own time: no collective of two processes is so short
+_COLLECTIVES = ("gloo:", "nccl:", "nccldevkernel", "ncclkernel")
+_NOT_OPS = ("autograd::", "c10d::", "profiler::", "record_param_comms")
+
+Span = tuple[int, int]  # begin and end, in ns
+
+
+@dataclass(frozen=True)
+class Event:
+    name: str
+    thread: int
+    span: Span
+    on_gpu: bool = False
+
+    @property
+    def is_collective(self) -> bool:
+        return self.name.lower().startswith(_COLLECTIVES)
+
+    @property
+    def is_op(self) -> bool:
+        """Not what only encloses others and may wait in them."""
+        if self.on_gpu:
+            return not self.is_collective
+        return ("::" in self.name or "CompiledFxGraph" in self.name) and not self.name.startswith(_NOT_OPS)
+
+
+def profiled(work: Callable[[], None], device: torch.device, trace: Path | None) -> Breakdown:
+    """Of the work, which is a step; its Chrome trace is written where a path is given."""
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as found, record_function(STEP):
+        work()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    if trace is not None:
+        part = trace.with_suffix(".part")
+        found.export_chrome_trace(str(part))
+        os.replace(part, trace)
+    return break_down(list(_events(found.profiler)), on_gpu)
+
+
+def _events(profiler: Any) -> Iterable[Event]:
+    for event in profiler.kineto_results.events():
+        span = (event.start_ns(), event.start_ns() + event.duration_ns())
+        yield Event(event.name(), event.start_thread_id(), span, event.device_type() == DeviceType.CUDA)
+
+
+def break_down(events: list[Event], on_gpu: bool) -> Breakdown:
+    step = next(event for event in events if event.name == STEP and not event.on_gpu)
+    whole = [step.span]
+    collectives = [event for event in events if event.is_collective and event.on_gpu == on_gpu]
+    # Threads that run collectives add and copy for them.
+    theirs = set() if on_gpu else {event.thread for event in collectives} - {step.thread}
+    ops = [e.span for e in events if e.is_op and e.on_gpu == on_gpu and e.thread not in theirs]
+    busy = within(joined(ops, HOLE_NS), whole)
+    sent = within(joined([event.span for event in collectives]), whole)
+    hidden = length(within(sent, busy))
+    alone = length(sent) - hidden
+    return Breakdown(
+        step_seconds=length(whole) / 1e9,
+        compute_seconds=length(busy) / 1e9,
+        communication_seconds=alone / 1e9,
+        hidden_seconds=hidden / 1e9,
+        other_seconds=(length(whole) - length(busy) - alone) / 1e9,
+    )
+
+
+# ---- sets of moments, as spans in their order that do not touch
+
+
+def joined(spans: Iterable[Span], hole: int = 0) -> list[Span]:
+    """The moments in any of the spans, and those in holes between them that are not longer than that."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin - found[-1][1] <= hole:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def within(left: list[Span], right: list[Span]) -> list[Span]:
+    """The moments in both."""
+    found, at = [], 0
+    for begin, end in left:
+        while at and right[at - 1][1] > begin:
+            at -= 1
+        while at < len(right) and right[at][0] < end:
+            both = max(begin, right[at][0]), min(end, right[at][1])
+            if both[0] < both[1]:
+                found.append(both)
+            at += 1
+    return found
+
+
+def length(spans: Iterable[Span]) -> int:
+    return sum(end - begin for begin, end in spans)
+
+
+def mean_of(ranks: list[Breakdown]) -> Breakdown:
+    """They wait for one another, so that their steps are of one length."""
+
+    def mean(name: str) -> float:
+        return sum(getattr(rank, name) for rank in ranks) / len(ranks)
+
+    return Breakdown(*(mean(name) for name in Breakdown.__dataclass_fields__))

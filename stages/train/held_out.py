@@ -1,0 +1,39 @@
+"""Data that is not trained on, and the loss on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pipeline.errors import TrainError
+from pipeline.instantiate import instantiate
+from pipeline.ir.layout import Layout
+from pipeline.runtime.batches import Batches
+from stages.train.engine import Batch, Job
+
+
+def held_out_batches(job: Job, layouts: Mapping[str, Layout], axes: list[str]) -> list[Batch]:
+    """This rank's part of them, always the same ones, in the data's order; no sample is in two.
+
+    They are few and read again and again, so they stay on the host.
+    """
+    data = job["data"]
+    dataset = instantiate(data["held_out"], f"{job['where']['data']}: held_out")
+    batches = Batches(dataset, {**job, "data": {**data, "shuffle": False}}, layouts, axes, key="held_out")
+    if batches.length < batches.size:
+        raise TrainError(
+            f"it has {batches.length} samples, and a batch of the model {batches.size}",
+            where=batches.where,
+            remedy="hold out more of them",
+        )
+    count = min(job["train"]["evaluate"]["batches"], batches.length // batches.size)
+    return [batches[number] for number in range(count)]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    batches: list[Batch]
+    loss: Callable[[Batch], float]  # of a batch on the device, the same on all ranks
+
+    def mean_loss(self, on_device: Callable[[Batch], Batch]) -> float:
+        return sum(self.loss(on_device(batch)) for batch in self.batches) / len(self.batches)

@@ -1,0 +1,37 @@
+"""What was measured beside what was predicted, with the ratio of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pipeline.ir.plan import Prediction
+from pipeline.ir.report import Breakdown, Compared
+
+
+def compare(
+    prediction: Prediction, median_seconds: float, samples: int, peak_bytes: Iterable[int], breakdown: Breakdown | None
+) -> tuple[Compared, ...]:
+    """The parts of the step are those of the profiled one, scaled to the median step: together they are that."""
+    predicted = prediction.step_seconds
+    rows = [
+        _compared("step_ms", median_seconds * 1e3, predicted * 1e3),
+        _compared("samples_per_second", samples / median_seconds, samples / predicted if predicted else 0.0),
+    ]
+    if breakdown is not None:
+        scale = median_seconds / breakdown.step_seconds * 1e3
+        computing = prediction.compute_seconds + prediction.recompute_seconds + prediction.optimizer_seconds
+        rows += [
+            _compared("compute_ms", breakdown.compute_seconds * scale, computing * 1e3),
+            _compared(
+                "communication_ms", breakdown.communication_seconds * scale, prediction.communication_seconds * 1e3
+            ),
+            _compared("bubble_ms", 0.0, prediction.bubble_seconds * 1e3),
+            _compared("other_ms", breakdown.other_seconds * scale, 0.0),
+        ]
+    peaks = list(peak_bytes)
+    named = [("peak_mb", max(peaks)), *((f"peak_mb_rank_{rank}", peak) for rank, peak in enumerate(peaks))]
+    return (*rows, *(_compared(name, peak / 1e6, prediction.peak_bytes / 1e6) for name, peak in named))
+
+
+def _compared(what: str, measured: float, predicted: float) -> Compared:
+    return Compared(what, measured, predicted, measured / predicted if predicted else None)

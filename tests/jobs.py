@@ -1,0 +1,12 @@
+"""Settings of a training run as its ranks are given them, with the defaults of the schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.config.schema import Train, _plain
+
+
+def train_settings(**given: Any) -> dict[str, Any]:
+    required = {"steps": 1, "micro_batches": 1, "seed": 0, "optimizer": {}}
+    return {**_plain(Train(**required)), **given}

@@ -1,0 +1,126 @@
+"""Where the time of a step goes: from made-up events, and from real steps on two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.ir.plan import Prediction
+from pipeline.ir.report import Breakdown
+from stages.train.breakdown import HOLE_NS, STEP, Event, break_down, joined, length, mean_of, within
+from stages.train.loop import Loop
+from stages.train.measured import compare
+from stages.train.planned import Planned
+from stages.train.run import figures, make_report, median_seconds
+from tests import plans
+from tests.programs import plan_for, uniform
+from tests.ranks import run_ranks
+from tests.stages.test_train_tensors import job, write_files
+from tests.storage_plans import plan_named
+
+MS = 1_000_000
+MAIN, GLOO = 1, 2
+
+Spans = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda s: (s[0], s[0] + s[1])), max_size=8)
+
+
+def moments(spans: list[tuple[int, int]]) -> set[int]:
+    return {moment for begin, end in spans for moment in range(begin, end)}
+
+
+@given(Spans, Spans)
+def test_spans_are_sets_of_moments(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> None:
+    a, b = joined(left), joined(right)
+    assert moments(a) == moments(left) and length(a) == len(moments(left))
+    assert moments(within(a, b)) == moments(left) & moments(right)
+    assert length(within(a, b)) == len(moments(left) & moments(right))
+
+
+def test_holes_between_ops_are_filled_if_they_are_short() -> None:
+    assert joined([(0, 2), (4, 5), (9, 10)], hole=2) == [(0, 5), (9, 10)]
+
+
+def event(name: str, begin: float, end: float, thread: int = MAIN, on_gpu: bool = False) -> Event:
+    return Event(name, thread, (int(begin * MS), int(end * MS)), on_gpu)
+
+
+def test_the_parts_of_a_step() -> None:
+    """Wrappers that wait are no ops, nor is what a thread of collectives does; both ends of the step cut."""
+    events = [
+        event(STEP, 10, 30),
+        event("aten::mm", 8, 14),
+        event("aten::add", 14 + HOLE_NS / MS, 16),
+        event("autograd::engine::evaluate_function: _PairBackward", 16, 28),
+        event("c10d::allreduce_", 16, 17),
+        event("gloo:all_reduce", 15, 24, GLOO),
+        event("aten::add_", 16, 24, GLOO),
+        event("## Call CompiledFxGraph f1 ##", 26, 28),
+    ]
+    found = break_down(events, on_gpu=False)
+    assert found == Breakdown(0.020, 0.008, 0.008, 0.001, 0.004)
+
+
+def test_the_parts_of_a_step_on_a_gpu_are_those_of_its_kernels() -> None:
+    events = [
+        event(STEP, 0, 10),
+        event("aten::mm", 0, 9),
+        event("sgemm_128x64", 1, 4, 7, on_gpu=True),
+        event("ncclDevKernel_AllReduce_Sum_f32", 3, 6, 8, on_gpu=True),
+        event(STEP, 0, 10, 7, on_gpu=True),
+    ]
+    assert break_down(events[:4], on_gpu=True) == Breakdown(0.010, 0.003, 0.002, 0.001, 0.005)
+
+
+def test_parts_are_compared_on_the_scale_of_the_median_step() -> None:
+    prediction = Prediction(0.010, 2_000_000, 0, 0.004, 0.002, 0.001, 0.001)
+    breakdown = Breakdown(0.040, 0.024, 0.012, 0.001, 0.004)
+    rows = {row.what: row for row in compare(prediction, 0.020, 8, [1_000_000, 3_000_000], breakdown)}
+    parts = [rows[name].measured for name in ("compute_ms", "communication_ms", "bubble_ms", "other_ms")]
+    assert parts == pytest.approx([12.0, 6.0, 0.0, 2.0]) and sum(parts) == pytest.approx(rows["step_ms"].measured)
+    assert rows["compute_ms"].ratio == pytest.approx(2.0) and rows["communication_ms"].ratio == pytest.approx(3.0)
+    assert rows["samples_per_second"].ratio == pytest.approx(0.5) and rows["other_ms"].ratio is None
+    assert [rows[f"peak_mb{rank}"].ratio for rank in ("", "_rank_0", "_rank_1")] == pytest.approx([1.5, 0.5, 1.5])
+    assert [row.what for row in compare(prediction, 0.020, 8, [1], None)] == [
+        "step_ms", "samples_per_second", "peak_mb", "peak_mb_rank_0",
+    ]  # fmt: skip
+
+
+def test_a_profiled_step_is_not_in_the_median() -> None:
+    assert median_seconds((9.0, 9.0, 9.0, 1.0, 8.0, 2.0, 3.0), profiled=4) == 2.0
+    assert median_seconds((9.0, 8.0), profiled=2) == 8.0
+    assert median_seconds((9.0, 9.0, 9.0, 7.0), profiled=3) == 7.0
+
+
+def train(folder: str) -> dict[str, Any]:
+    given = job(Path(folder) / "ddp.py", Path(folder) / "model.pt")
+    given["train"] |= {"steps": 4, "trace_step": 3, "evaluate": {"every": 0, "batches": 1}}
+    given["trace_path"] = str(Path(folder) / "trace-rank0.json")
+    return Loop(Planned(given), given, Path(folder)).run()
+
+
+def test_a_real_step_in_its_parts(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    (tmp_path / "ddp.py").write_text(plans.lowered("tied8", plan_named("tied8", "ddp"))[1])
+    measured, other = run_ranks(2, train, str(tmp_path))
+    assert measured["breakdown"] == other["breakdown"]
+    found = Breakdown(**measured["breakdown"])
+    assert found.compute_seconds > 0 and found.communication_seconds + found.hidden_seconds > 0
+    assert found.compute_seconds + found.communication_seconds + found.other_seconds == pytest.approx(
+        found.step_seconds
+    )
+    trace = json.loads((tmp_path / "trace-rank0.json").read_text())
+    names = {entry.get("name") for entry in trace["traceEvents"]}
+    assert {STEP, "aten::addmm", "gloo:all_reduce"} <= names
+    assert not list(tmp_path.glob("*.part"))
+
+    graph = plans.graph_of("mlp")
+    plan = plan_for(graph, uniform(graph, 2), 2)
+    report = make_report(measured, plan, edited=False)
+    assert report.breakdown == mean_of([found]) and report.median_step_seconds == measured["seconds"][3]
+    told = figures(report)
+    assert told["compute_ms"] > 0 and "peak_mb_rank_1" in told and "step_ms" not in told
