@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,16 +44,18 @@ def run_ranks(
     timeout: float,
     poll: Callable[[Path], None] | None = None,
     node: Node | None = None,
+    restarts: int = 0,
 ) -> dict[str, Any]:
     """Runs `python -m module JOB` on that many ranks of this machine; one of them writes the result, a JSON object.
 
-    `poll` is called several times a second with the folder the ranks work in.
+    `poll` is called several times a second with the folder the ranks work in. When a rank fails, all are started again,
+    at most `restarts` times; not after an error that is final.
     """
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
         work = Path(folder)
         (work / "job.json").write_text(json.dumps(job))
         with open(work / "log.txt", "wb") as log:
-            command = _command(module, work, ranks, node)
+            command = _command(module, work, ranks, node, restarts)
             process = subprocess.Popen(command, stdout=log, stderr=log, env=_environment(ranks), start_new_session=True)
             try:
                 _wait(process, timeout, work, poll)
@@ -72,9 +74,10 @@ def run_ranks(
         return result
 
 
-def _command(module: str, work: Path, ranks: int, node: Node | None) -> list[str]:
+def _command(module: str, work: Path, ranks: int, node: Node | None, restarts: int) -> list[str]:
     where = ["--standalone"] if node is None else _place(node)
-    launcher = [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={ranks}"]
+    again = [f"--max-restarts={restarts}"] if restarts else []
+    launcher = [sys.executable, "-m", "torch.distributed.run", *where, *again, f"--nproc-per-node={ranks}"]
     return [*launcher, "--module", module, str(work)]
 
 
@@ -96,6 +99,8 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, work: Path, poll: Ca
     while process.poll() is None:
         if time.monotonic() > deadline:
             raise LaunchFailed(f"it did not finish within {timeout:g} s")
+        if any(work.glob("final-*.txt")):
+            raise LaunchFailed(_reason(work))
         if poll:
             poll(work)
         time.sleep(0.05)
@@ -135,11 +140,15 @@ def _reason(work: Path) -> str:
     if killed:
         rank, number = killed[0]
         return f"rank {rank} died of {_signal_name(number)}"
-    for path in sorted(work.glob("error-*.txt"), key=lambda path: (path.stat().st_mtime_ns, path.name)):
+    for path in [*_by_age(work.glob("final-*.txt")), *_by_age(work.glob("error-*.txt"))]:
         return path.read_text().strip()
     lines = _log(work).splitlines()
     errors = [line.strip() for line in lines if "torch.distributed" not in line and _EXCEPTION.fullmatch(line.strip())]
     return errors[0] if errors else (lines[-1].strip() if lines else "a rank died without a word")
+
+
+def _by_age(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 
 def _signal_name(number: int) -> str:
@@ -151,14 +160,20 @@ def _log(work: Path) -> str:
 
 
 def follow_parent() -> None:
-    """Called in a rank: ends it when the process that started the run is gone, so that a kill leaves no orphan."""
+    """Called in a rank: ends it when the process that started the run or the launcher is gone: a kill leaves no orphan.
+
+    The launcher is ended as well: it would start the ranks again.
+    """
     parent = os.environ.get(PARENT)
     if not parent:
         return
+    launcher = os.getppid()
 
     def watch() -> None:
-        while _alive(int(parent)):
+        while os.getppid() == launcher and _alive(int(parent)):
             time.sleep(0.5)
+        if os.getppid() == launcher and launcher != int(parent):
+            os.kill(launcher, signal.SIGTERM)
         os._exit(70)
 
     threading.Thread(target=watch, daemon=True, name="follow-parent").start()
@@ -175,6 +190,14 @@ def _alive(pid: int) -> bool:
         return True
 
 
-def report_error(work: Path, rank: int, text: str) -> None:
-    """Called in a failing rank: one line for the user."""
-    (work / f"error-{rank}.txt").write_text(" ".join(text.split()))
+def report_error(work: Path, rank: int, text: str, *, final: bool = False) -> None:
+    """Called in a failing rank: one line for the user. Final: starting the ranks again would not help."""
+    path = work / f"{'final' if final else 'error'}-{rank}.txt"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(" ".join(text.split()))
+    temporary.rename(path)
+
+
+def forget_error(work: Path, rank: int) -> None:
+    """Called in a rank that is started again: what made it fail before is over."""
+    (work / f"error-{rank}.txt").unlink(missing_ok=True)

@@ -486,6 +486,18 @@ class Evaluate:
     )
 
 
+@dataclass
+class Snapshots:
+    every: int = setting(
+        "Steps from one snapshot of the training state to the next; one more follows the last step. 0: none.",
+        0,
+        at_least=0,
+        at_most=10**12,
+    )
+    keep: int = setting("How many are kept, the newest.", 2, at_least=1, at_most=10**6)
+    background: bool = setting("Write them while training goes on; false: training waits.", True)
+
+
 @dataclass(frozen=True)
 class Train:
     steps: int = setting("Optimizer steps.", at_least=1, at_most=10**12)
@@ -520,6 +532,31 @@ class Train:
         "Step, from 0, of which the profiler's trace is written to `runs/train/trace-rank0.json`; null: none.",
         None,
         at_least=2,
+        at_most=10**12,
+    )
+    snapshots: Snapshots = section("The whole training state, to go on from; see docs/snapshots.md.", Snapshots)
+    resume: str = setting(
+        "`auto`: go on from the newest snapshot of a run with the same settings that has not ended; `never`: begin"
+        " anew; or the folder of a snapshot to begin from.",
+        "auto",
+    )
+    max_restarts: int = setting(
+        "How often the ranks are started again, from the newest snapshot, when one of them dies.",
+        0,
+        at_least=0,
+        at_most=10**6,
+    )
+    hang_s: float | None = setting(
+        "Seconds within which a step must follow the one before; then a rank counts as hanging, and all are ended."
+        " null: no limit but `timeout_s`.",
+        300.0,
+        above=0,
+        at_most=LONGEST_S,
+    )
+    compare_replicas_every: int = setting(
+        "Steps after which ranks that hold the same piece of a tensor compare its checksum; 0: never.",
+        0,
+        at_least=0,
         at_most=10**12,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -19,9 +18,11 @@ from stages.train.breakdown import mean_of, profiled
 from stages.train.engine import Batch, Engine, Job
 from stages.train.prefetch import Prefetched
 from stages.train.schedule import Rate
+from stages.train.safety import Note, Safety
+from stages.train.snapshots import About
 
-MEASURED_STEP = 1  # memory is measured on the second step: by then the optimizer state exists
-PROFILED_STEP = 2  # where `trace_step` names no other; still one of the steps that warm up
+MEASURED_STEP = 1  # memory is measured on the second step taken here: by then the optimizer state exists
+PROFILED_STEP = 2  # of those taken here, where `trace_step` names no other; still one of the steps that warm up
 
 T = TypeVar("T")
 
@@ -32,48 +33,76 @@ class Loop:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.evaluated: list[tuple[int, float]] = []  # step, loss on the held-out data after it
-        self.peak = 0
+        self.peaks: list[int] = []  # of each rank
         self.breakdown: Breakdown | None = None
+        self.profiled_at = -1  # place among `seconds` of the step whose parts were measured
         settings = job["train"]
-        self.profiled_step: int = PROFILED_STEP if settings["trace_step"] is None else settings["trace_step"]
         self.rate = Rate(engine.optimizer, settings["schedule"], settings["steps"], job["where"]["train"])
         self.batches = Prefetched(engine.batches, settings["steps"])
+        self.safety = Safety(engine, job, work)
 
     def run(self) -> dict[str, Any]:
         steps = self.job["train"]["steps"]
-        notes = self.work / "steps.jsonl" if dist.get_rank() == 0 else os.devnull  # a late rank must not empty the file
-        with open(notes, "w", buffering=1) as log:
-            for number in range(steps):
-                self._take(number, measured=number == min(MEASURED_STEP, steps - 1))
-                self._evaluate(number)
-                if dist.get_rank() == 0:
-                    log.write(json.dumps(self._line(number)) + "\n")
+        start = self._resume(steps)
+        profiled_step = self.job["train"]["trace_step"]
+        profiled_step = start + PROFILED_STEP if profiled_step is None else profiled_step
+        for number in range(start, steps):
+            self._take(number, number == min(start + MEASURED_STEP, steps - 1), number == profiled_step)
+            self._evaluate(number)
+            self._write([self._line(number)])
+            self._write(self.safety.after(number + 1, self._numbers))
         self.batches.close()
+        self._write(self.safety.end())
         return {
             "ranks": dist.get_world_size(),
             "losses": self.losses,
             "evaluated": self.evaluated,
             "seconds": self.seconds,
             "samples": self.engine.samples,
-            "peak_bytes": _gathered(self.peak),
+            "peak_bytes": self.peaks,
             "held_whole": self.engine.held_whole,
-            "profiled_step": self.profiled_step,
+            "profiled_at": self.profiled_at,
             "breakdown": self._breakdown(),
         }
 
-    def _take(self, number: int, measured: bool) -> None:
+    def _resume(self, steps: int) -> int:
+        """The first step to take; times and memory are kept where they are those of this plan, or none will follow."""
+        about, notes = self.safety.resume()
+        self._write(notes)
+        if not about:
+            return 0
+        self.losses, self.evaluated = about["losses"], [(step, loss) for step, loss in about["evaluated"]]
+        if self.safety.same_plan(about) or about["step"] >= steps:
+            self.seconds, self.peaks, self.profiled_at = about["seconds"], about["peak_bytes"], about["profiled_at"]
+        return int(about["step"])
+
+    def _numbers(self) -> About:
+        series = {"losses": self.losses, "seconds": self.seconds, "evaluated": self.evaluated}
+        copied = {name: found.copy() for name, found in series.items()}  # a snapshot may be written while they grow
+        return {**copied, "peak_bytes": self.peaks, "profiled_at": self.profiled_at}
+
+    def _write(self, lines: list[Note]) -> None:
+        """Ranks that are started again go on in the same file."""
+        if dist.get_rank() == 0:
+            with open(self.work / "steps.jsonl", "a") as log:
+                log.writelines(json.dumps(line) + "\n" for line in lines)
+
+    def _take(self, number: int, measured: bool, profiled_here: bool) -> None:
         self.rate.set(number)
         first, *later = self.batches[number]
         first = self.engine.on_device(first)
         if measured:
             held = (tensor for tensor in [*self.engine.resident(), *first.values()])  # lets go of old gradients
-            self.peak = measure_peak(lambda: self._timed(first, later), held, self.engine.device)
-        elif number == self.profiled_step:
+            self.peaks = _gathered(measure_peak(lambda: self._timed(first, later), held, self.engine.device))
+        elif profiled_here:
+            self.profiled_at = len(self.seconds)
             self.breakdown = profiled(lambda: self._timed(first, later), self.engine.device, self._trace())
         else:
             self._timed(first, later)
         if not math.isfinite(self.losses[-1]):
-            raise TrainError(f"the loss became {self.losses[-1]} at step {number}", remedy="lower the learning rate")
+            self._write(self.safety.end())
+            what = f"the loss became {self.losses[-1]} at step {number}"
+            raise TrainError(what, remedy=self.safety.advice("lower the learning rate"))
 
     def _timed(self, first: Batch, later: list[Batch]) -> None:
         start = time.perf_counter()

@@ -17,7 +17,7 @@ from pipeline.optimizer import build_optimizer, refuse_mixing
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.gradients import Gradients
-from pipeline.runtime.mesh import set_mesh
+from pipeline.runtime.mesh import axis_of, set_mesh
 from pipeline.runtime.passes import run_passes
 from pipeline.runtime.source import load_program
 from stages.train.engine import Batch, Held, Job
@@ -120,10 +120,12 @@ class Planned:
         for name, tensor in self.own.tensors.items():
             layout = self.stored.layout(name, tensor)
             yield Held(f"weights/{name}", tensor.detach(), self.own.shapes[name], layout, axes)
-        for (name, parameter), updated in zip(self.parameters.items(), self.gradients.updated, strict=True):
+        sizes = tuple(axis_of(axis).size for axis in axes)
+        for name, updated in zip(self.parameters, self.gradients.updated, strict=True):
             shape, layout = self.own.shapes[name], Layout.parse(self.stored.row(name)[2])
-            for key, value in self.optimizer.state[updated].items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+            local = layout.local_shape(shape, sizes)
+            for key, value in self.optimizer.state.get(updated, {}).items():
+                if isinstance(value, Tensor) and value.ndim and value.shape == local:
                     yield Held(f"optimizer/{name}/{key}", value, shape, layout, axes)
                 elif isinstance(value, Tensor):
                     whole = replicated(len(axes))

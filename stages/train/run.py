@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.artifacts import KINDS
@@ -17,7 +18,10 @@ from pipeline.log import Advance, progress
 from pipeline.stage import Inputs, Result
 from pipeline.tracker import Live
 from pipeline.trainable import refuse_pipeline
+from stages.train.manifest import finish
 from stages.train.measured import compare
+from stages.train.starting import prepare
+from stages.train.tell import tell
 
 WARM_UP = 3  # steps that are left out of the median: allocators and caches fill up
 
@@ -30,11 +34,13 @@ def run(inputs: Inputs, config: Config) -> Result:
     if edited:
         inputs.log.warning("runs/codegen/module.py was edited by hand: training with it as it is")
     trace_path(inputs.root).unlink(missing_ok=True)  # of an earlier run
-    measured = launch(inputs, config, plan)
+    job = make_job(inputs, config)
+    measured = launch(inputs, config, plan, job)
     if measured["held_whole"]:
         inputs.log.warning("every rank held the whole model while it was built: %s", measured["held_whole"])
     keep_weights(weights_path(inputs.root), config.train.export)
     report = make_report(measured, plan, edited)
+    finish(Path(job["safety"]["folder"]))
     traced = (trace_path(inputs.root),) if config.train.trace_step is not None else ()
     return Result(report, figures(report), traced)
 
@@ -69,7 +75,7 @@ def check_device(plan: Plan, where: str) -> None:
         )
 
 
-def launch(inputs: Inputs, config: Config, plan: Plan) -> dict:
+def launch(inputs: Inputs, config: Config, plan: Plan, job: dict) -> dict:
     ranks = 1
     for _, size in plan.axes:
         ranks *= size
@@ -79,8 +85,9 @@ def launch(inputs: Inputs, config: Config, plan: Plan) -> dict:
             inputs.tracker.live("train") as live,
             progress(inputs.log, "step", config.train.steps) as advance,
         ):
-            follow = Follower(live, advance)
-            return run_ranks("stages.train.worker", make_job(inputs, config), ranks, config.train.timeout_s, follow)
+            follow = Follower(live, advance, lambda note: tell(inputs.log, inputs.root, note))
+            restarts, timeout_s = config.train.max_restarts, config.train.timeout_s
+            return run_ranks("stages.train.worker", job, ranks, timeout_s, follow, restarts=restarts)
     except LaunchFailed as error:
         for line in error.log.splitlines():
             inputs.log.debug(line)
@@ -102,15 +109,20 @@ def make_job(inputs: Inputs, config: Config) -> dict:
         "data": config.plain("data"),
         "train": {**config.plain("train"), "init_from": init_from and str(inputs.root / init_from)},
         "where": {group: f"conf/{group}/{config.choices[group]}.yaml" for group in ("model", "data", "train")},
+        "safety": prepare(inputs, config),
     }
 
 
 class Follower:
-    """Reads the steps that rank 0 has written so far, and passes them on to the bar and the tracked run."""
+    """Reads the steps that rank 0 has written so far, and passes them on to the bar and the tracked run.
 
-    def __init__(self, live: Live, advance: Advance) -> None:
-        self.live, self.advance = live, advance
+    Lines that are no steps are told; a step that is taken again after a restart is passed on once.
+    """
+
+    def __init__(self, live: Live, advance: Advance, tell: Callable[[dict], None] = lambda note: None) -> None:
+        self.live, self.advance, self.tell = live, advance, tell
         self.position = 0
+        self.next = 0
 
     def __call__(self, work: Path) -> None:
         path = work / "steps.jsonl"
@@ -122,9 +134,22 @@ class Follower:
                 if not line.endswith(b"\n"):
                     return  # still being written
                 self.position += len(line)
-                self._pass_on(json.loads(line))
+                found = json.loads(line)
+                if "step" in found:
+                    self._pass_on(found)
+                else:
+                    self._note(found)
+
+    def _note(self, note: dict) -> None:
+        self.tell(note)
+        for step in range(self.next, note.get("resumed", 0)):  # taken before this run was started
+            self.live.log(step, {"loss": note["losses"][step]})
+            self.next = step + 1
 
     def _pass_on(self, step: dict) -> None:
+        if step["step"] < self.next:
+            return
+        self.next = step["step"] + 1
         values = {
             "loss": step["loss"],
             "step_ms": step["seconds"] * 1e3,
@@ -138,10 +163,10 @@ class Follower:
 
 def make_report(measured: dict, plan: Plan, edited: bool) -> Report:
     seconds = tuple(measured["seconds"])
-    median = median_seconds(seconds, measured["profiled_step"])
+    median = median_seconds(seconds, measured["profiled_at"])
     breakdown = Breakdown(**measured["breakdown"]) if measured["breakdown"] else None
     return Report(
-        steps=len(seconds),
+        steps=len(measured["losses"]),
         ranks=measured["ranks"],
         losses=tuple(measured["losses"]),
         step_seconds=seconds,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeline.errors import ShardwrightError
-from pipeline.launch import follow_parent, report_error
+from pipeline.launch import follow_parent, forget_error, report_error
 from stages.train.loop import Loop
 from stages.train.planned import Planned
 
@@ -20,6 +20,7 @@ def main(work: Path) -> None:
     job = json.loads((work / "job.json").read_text())
     dist.init_process_group("gloo", timeout=timedelta(seconds=job["train"]["timeout_s"]))
     rank = dist.get_rank()
+    forget_error(work, rank)
     try:
         engine = Planned(job)
         result = Loop(engine, job, work).run()
@@ -29,7 +30,7 @@ def main(work: Path) -> None:
             (work / "result.json").write_text(json.dumps(result))
         dist.barrier()
     except ShardwrightError as error:
-        report_error(work, rank, error.line())
+        report_error(work, rank, error.line(), final=True)
         raise SystemExit(1) from None
     except Exception as error:  # the user's model and data run here; the traceback stays in the log
         report_error(work, rank, f"{type(error).__name__}: {error}")

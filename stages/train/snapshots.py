@@ -1,0 +1,188 @@
+"""Snapshots of the training state, written while training goes on.
+
+A snapshot is 1. copied to the host between two steps, into memory that is used again, 2. written by a thread, every
+rank its pieces and each replica once, 3. read back for its digests, 4. given its name by rank 0 when all are done.
+Steps 2 to 4 talk over a process group of their own. Only then is it acknowledged (`Outcome`). What goes wrong on one
+rank is known to all; then nothing is left of the snapshot, those before it stay, and training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from stages.train.engine import Engine
+from stages.train.manifest import digest_of, keep_newest, publish, unfinished, write_manifest
+from stages.train.pieces import Piece, SavePlanner
+
+About = dict[str, Any]  # the numbers beside the tensors
+METADATA = ".metadata"  # of torch.distributed.checkpoint: which box lies where
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one snapshot: the same on all ranks."""
+
+    step: int
+    problem: str  # nothing: it is on the disk
+
+    def note(self) -> dict[str, Any]:
+        """As it stands in steps.jsonl."""
+        return {"snapshot": self.step, **({"problem": self.problem} if self.problem else {})}
+
+
+class Snapshots:
+    def __init__(self, folder: Path, keep: int, background: bool, timeout_s: float) -> None:
+        self.folder, self.keep, self.background = folder, keep, background
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.staging = _Staging()
+        self.thread: threading.Thread | None = None
+        self.outcome: Outcome | None = None
+        self.saved: int | None = None  # the step of the last one that is on the disk
+
+    def take(self, engine: Engine, step: int, about: About) -> None:
+        """All ranks do this together, between the same two steps; the snapshot before must have been asked for."""
+        assert self.thread is None and self.outcome is None
+        pieces = self.staging.copied([*map(Piece.of, engine.state()), *random_pieces(engine.device)])
+        if self.background:
+            work = (pieces, step, about)
+            self.thread = threading.Thread(target=self._write, args=work, daemon=True, name=f"snapshot {step}")
+            self.thread.start()
+        else:
+            self._write(pieces, step, about)
+
+    def done(self, *, wait: bool = False) -> Outcome | None:
+        """What became of the snapshot that was taken, once."""
+        if self.thread is not None:
+            self.thread.join(None if wait else 0)
+            if self.thread.is_alive():
+                return None
+            self.thread = None
+        outcome, self.outcome = self.outcome, None
+        if outcome is not None and not outcome.problem:
+            self.saved = outcome.step
+        return outcome
+
+    def _write(self, pieces: dict[str, Piece], step: int, about: About) -> None:
+        temporary = unfinished(self.folder, step)
+        problem = self._save(pieces, temporary)
+        if not problem:
+            problem = self._name(temporary, step, about)
+        if problem and dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        self.outcome = Outcome(step, problem)
+
+    def _save(self, pieces: dict[str, Piece], temporary: Path) -> str:
+        logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+        planner = SavePlanner()
+        try:
+            writer = dcp.FileSystemWriter(temporary, overwrite=False)
+            dcp.save(pieces, storage_writer=writer, planner=planner, process_group=self.group)
+        except CheckpointException as error:  # of some rank, told to all
+            return _first([_text(failure[0]) for _, failure in sorted(error.failures.items())])
+        self.staging.wrote(pieces, planner.written)
+        return ""
+
+    def _name(self, temporary: Path, step: int, about: About) -> str:
+        """Digests of all ranks together, in a manifest; then the name."""
+        everyone: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, self._digests(temporary), group=self.group)
+        problem = [_first([problem for _, problem in everyone])]
+        if dist.get_rank() == 0 and not problem[0]:
+            files = {name: digest for own, _ in everyone for name, digest in own.items()}
+            problem = [_attempt(lambda: self._publish(temporary, step, about, files))]
+        dist.broadcast_object_list(problem, src=0, group=self.group)
+        return str(problem[0])
+
+    def _digests(self, temporary: Path) -> tuple[dict[str, Any], str]:
+        found: dict[str, Any] = {}
+        mine = f"__{dist.get_rank()}_*"
+
+        def read() -> None:
+            others = [temporary / METADATA] if dist.get_rank() == 0 else []
+            found.update({path.name: digest_of(path) for path in [*temporary.glob(mine), *others]})
+
+        problem = _attempt(read)
+        return found, problem or self.staging.not_finite()
+
+    def _publish(self, temporary: Path, step: int, about: About, files: dict[str, Any]) -> None:
+        write_manifest(temporary, about, files)
+        publish(temporary, step)
+        keep_newest(self.folder, self.keep)
+
+
+class _Staging:
+    """Copies on the host. Of replicas only one is written, the same ones every time: the others need no copy again."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+        self.known: set[str] = set()  # names of which it is settled who writes them
+        self.mine: set[str] = set()
+
+    def copied(self, pieces: Iterable[Piece]) -> dict[str, Piece]:
+        kept = [piece for piece in pieces if piece.name in self.mine or piece.name not in self.known]
+        copies = {p.name: Piece(p.name, self._copy(p), p.shape, p.cut, p.boxes) for p in kept}
+        if any(piece.tensor.is_cuda for piece in kept):
+            torch.cuda.synchronize()
+        self.buffers = {name: piece.tensor for name, piece in copies.items()}
+        return copies
+
+    def _copy(self, piece: Piece) -> Tensor:
+        buffer, tensor = self.buffers.get(piece.name), piece.tensor
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return buffer.copy_(tensor, non_blocking=True)
+
+    def wrote(self, pieces: dict[str, Piece], written: set[str]) -> None:
+        self.known |= pieces.keys()
+        self.mine |= written
+        self.buffers = {name: buffer for name, buffer in self.buffers.items() if name in self.mine}
+
+    def not_finite(self) -> str:
+        """A buffer of the model may well hold an infinity, such as a mask; the optimizer's state may not."""
+        for name, tensor in self.buffers.items():
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                return f"{name} is not a number"
+            if name.startswith("optimizer/") and tensor.is_floating_point() and bool(tensor.isinf().any()):
+                return f"{name} is infinite"
+        return ""
+
+
+def random_pieces(device: torch.device, rank: int | None = None) -> list[Piece]:
+    """Where this rank stands in its streams of random numbers, under the name of a rank: its own or another."""
+    number = dist.get_rank() if rank is None else rank
+    found = [Piece.whole(f"random/{number}/cpu", torch.get_rng_state())]
+    if device.type == "cuda":
+        found.append(Piece.whole(f"random/{number}/cuda", torch.cuda.get_rng_state(device)))
+    return found
+
+
+def _attempt(act: Callable[[], None]) -> str:
+    """What went wrong, as a text that can be told to the other ranks."""
+    try:
+        act()
+    except Exception as error:
+        return _text(error)
+    return ""
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _first(texts: Iterable[str]) -> str:
+    return next((text for text in texts if text), "")

@@ -1,0 +1,54 @@
+"""Before the ranks start: which snapshots belong to this run, and whether it may go on from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.errors import TrainError
+from pipeline.stage import Inputs
+from stages.train.manifest import Damaged, begin_anew, is_finished, read_manifest, snapshots_in
+from stages.train.trajectory import differing, digest_of_run, settings_of
+
+AUTO, NEVER = "auto", "never"
+
+
+def prepare(inputs: Inputs, config: Config) -> dict[str, Any]:
+    """What the ranks need to know; a run that begins anew finds nothing of an earlier one."""
+    settings = settings_of(config.plain("model"), config.plain("data"), config.plain("train"))
+    origin, manifest = _origin(inputs.root, config)
+    if manifest:
+        changed = differing(manifest["about"]["settings"], settings)
+        if changed:
+            inputs.log.info("the run begins from %s with other settings of %s", config.train.resume, ", ".join(changed))
+    digest = digest_of_run(settings, inputs.artifacts["graph"].digest, manifest.get("digest"))
+    folder = inputs.root / "runs" / "train" / "snapshots" / digest
+    if config.train.resume == NEVER or is_finished(folder):
+        if snapshots_in(folder):
+            inputs.log.info("training begins anew: %s is removed", folder.relative_to(inputs.root))
+        begin_anew(folder)
+    return {
+        "folder": str(folder),
+        "settings": settings,
+        "origin": origin,
+        **config.plain("train.snapshots"),
+        "hang_s": config.train.hang_s,
+        "compare_every": config.train.compare_replicas_every,
+    }
+
+
+def _origin(root: Path, config: Config) -> tuple[str | None, dict[str, Any]]:
+    """The snapshot that a run is told to begin from, and its manifest."""
+    if config.train.resume in (AUTO, NEVER):
+        return None, {}
+    path = root / config.train.resume
+    where = f"conf/train/{config.choices['train']}.yaml: resume"
+    if not path.is_dir():
+        remedy = "give auto, never or a folder such as runs/train/snapshots/0123456789ab/step-000040"
+        raise TrainError(f"there is no folder {config.train.resume}", where=where, remedy=remedy)
+    try:
+        return str(path), read_manifest(path)
+    except Damaged as error:
+        what = f"{config.train.resume} is not a whole snapshot: {error}"
+        raise TrainError(what, where=where, remedy="name another one") from None

@@ -1,0 +1,31 @@
+"""What happened beside the steps, as lines of the log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.log import Log
+
+
+def tell(log: Log, root: Path, note: dict[str, Any]) -> None:
+    if "damaged" in note:
+        log.warning("snapshot %s; the one before it is taken", note["damaged"])
+    elif "resumed" in note:
+        where = _shown(note["from"], root) if "from" in note else "the start"
+        if note["restart"]:
+            log.warning("a rank failed: all ranks go on from %s (restart %d)", where, note["restart"])
+        else:
+            log.info("going on after %d steps, from %s", note["resumed"], where)
+    elif note.get("problem"):
+        log.warning(
+            "the snapshot after step %d could not be written: %s; those before it stay, and training goes on",
+            note["snapshot"],
+            note["problem"],
+        )
+    elif "snapshot" in note:
+        log.info("snapshot after %d steps is on the disk", note["snapshot"])
+
+
+def _shown(path: str, root: Path) -> str:
+    return str(Path(path).relative_to(root)) if Path(path).is_relative_to(root) else path

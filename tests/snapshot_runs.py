@@ -1,0 +1,65 @@
+"""Small training runs with snapshots, on ranks that tests start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stages.train.loop import Loop
+from stages.train.planned import Planned
+from tests import plans
+from tests.storage_plans import NAMED, Named, plan_named
+
+MODEL, BATCH = "gpt8", 8
+SIZES = plans.GPT8
+NAMED.setdefault("one", Named((1,), (0,)))
+
+
+def write_programs(folder: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (folder / f"{name}.py").write_text(plans.lowered(MODEL, plan_named(MODEL, name))[1])
+
+
+def job(folder: Path, program: str, steps: int, **safety: Any) -> dict[str, Any]:
+    """Of a run whose snapshots lie in `folder`/runs/train/snapshots/run, where `safety` has an `every`."""
+    shape = {"shape": [BATCH, SIZES["context"]], "dtype": "int64"}
+    data = {"vocab_size": SIZES["vocab_size"], "length": SIZES["context"], "samples": 60}
+    optimizer = {"_target_": "torch.optim.AdamW", "lr": 0.01, "weight_decay": 0.1}
+    given = {
+        "folder": str(folder / "runs" / "train" / "snapshots" / "run"),
+        "settings": {},
+        "origin": None,
+        "every": 0,
+        "keep": 2,
+        "background": True,
+        "hang_s": None,
+        "compare_every": 0,
+    }
+    return {
+        "module_path": str(folder / f"{program}.py"),
+        "weights_path": str(folder / "weights.safetensors"),
+        "model": {
+            "precision": "fp32",
+            "module": {"_target_": "pipeline.models.gpt.build", **SIZES},
+            "batch": {"input_ids": shape, "labels": shape},
+        },
+        "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences", **data}, "shuffle": True, "seed": 4},
+        "train": {
+            "steps": steps,
+            "micro_batches": 1,
+            "seed": 3,
+            "init_from": None,
+            "clip_norm": None,
+            "export": False,
+            "timeout_s": 60,
+            "optimizer": optimizer,
+        },
+        "where": {"model": "model", "data": "data", "train": "train"},
+        "safety": {**given, **safety},
+    }
+
+
+def train(given: dict[str, Any], work: Path) -> dict[str, Any]:
+    """On a rank: what the loop reports."""
+    work.mkdir(exist_ok=True)
+    return Loop(Planned(given), given, work).run()
