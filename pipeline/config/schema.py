@@ -444,6 +444,13 @@ class Checkpoint:
 # ---- conf/train/*.yaml
 
 
+class TrainEngine(StrEnum):
+    planned = "planned"
+    ddp = "ddp"
+    fsdp2 = "fsdp2"
+    single = "single"
+
+
 @dataclass(frozen=True)
 class Train:
     steps: int = setting("Optimizer steps.", at_least=1, at_most=10**12)
@@ -471,6 +478,12 @@ class Train:
     export: bool = setting(
         "Write the trained weights to `runs/train/weights/model.safetensors`, whole and by the model's own names.",
         False,
+    )
+    engine: TrainEngine = setting(
+        "What takes the steps: the plan's program (`planned`), or for comparison your own module under plain PyTorch on"
+        " as many devices: `DistributedDataParallel` (`ddp`), `fully_shard` (`fsdp2`), or one process (`single`). See"
+        " docs/baselines.md.",
+        TrainEngine.planned,
     )
 
 

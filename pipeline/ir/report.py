@@ -17,3 +17,4 @@ class Report:
     predicted_step_seconds: float
     predicted_peak_bytes: int
     module_edited: bool
+    engine: str = "planned"  # what took the steps; the predictions are the plan's, whatever it was

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 
 from pipeline.artifacts import KINDS
-from pipeline.config import Config
+from pipeline.config import Config, TrainEngine
 from pipeline.errors import TrainError
 from pipeline.files import write_atomic
 from pipeline.ir.plan import Plan
@@ -17,13 +17,16 @@ from pipeline.log import Advance, progress
 from pipeline.stage import Inputs, Result
 from pipeline.tracker import Live
 from pipeline.trainable import refuse_pipeline
+from stages.train.choice import check_batch, ranks_of
 
 WARM_UP = 3  # steps that are left out of the median: allocators and caches fill up
 
 
 def run(inputs: Inputs, config: Config) -> Result:
     plan: Plan = inputs["plan"]
-    refuse_pipeline(plan, config)
+    if config.train.engine is TrainEngine.planned:
+        refuse_pipeline(plan, config)
+    check_batch(config, ranks_of(plan, config.train.engine))
     check_device(plan, f"conf/cluster/{config.choices['cluster']}.yaml: device")
     edited = inputs.artifacts["module"].edited
     if edited:
@@ -32,7 +35,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     if measured["held_whole"]:
         inputs.log.warning("every rank held the whole model while it was built: %s", measured["held_whole"])
     keep_weights(weights_path(inputs.root), config.train.export)
-    report = make_report(measured, plan, edited)
+    report = make_report(measured, plan, edited, config.train.engine.value)
     return Result(report, figures(report))
 
 
@@ -63,17 +66,17 @@ def check_device(plan: Plan, where: str) -> None:
 
 
 def launch(inputs: Inputs, config: Config, plan: Plan) -> dict:
-    ranks = 1
-    for _, size in plan.axes:
-        ranks *= size
-    inputs.log.info("training %d steps on %d ranks", config.train.steps, ranks)
+    engine, ranks = config.train.engine, ranks_of(plan, config.train.engine)
+    inputs.log.info("training %d steps on %d ranks%s", config.train.steps, ranks, _named(engine))
     try:
         with (
             inputs.tracker.live("train") as live,
             progress(inputs.log, "step", config.train.steps) as advance,
         ):
             follow = Follower(live, advance)
-            return run_ranks("stages.train.worker", make_job(inputs, config), ranks, config.train.timeout_s, follow)
+            return run_ranks(
+                "stages.train.worker", make_job(inputs, config, plan), ranks, config.train.timeout_s, follow
+            )
     except LaunchFailed as error:
         for line in error.log.splitlines():
             inputs.log.debug(line)
@@ -84,12 +87,17 @@ def launch(inputs: Inputs, config: Config, plan: Plan) -> dict:
         ) from error
 
 
-def make_job(inputs: Inputs, config: Config) -> dict:
+def _named(engine: TrainEngine) -> str:
+    return "" if engine is TrainEngine.planned else f" with {engine.value}"
+
+
+def make_job(inputs: Inputs, config: Config, plan: Plan) -> dict:
     """Everything a rank needs, as plain values."""
     init_from = config.train.init_from
     return {
         "module_path": str(KINDS["module"].path(inputs.root)),
         "weights_path": str(weights_path(inputs.root)),
+        "device": plan.device,
         "model": config.plain("model"),
         "data": config.plain("data"),
         "train": {**config.plain("train"), "init_from": init_from and str(inputs.root / init_from)},
@@ -127,7 +135,7 @@ class Follower:
         self.advance(step["step"] + 1, f"loss {step['loss']:.4f}")
 
 
-def make_report(measured: dict, plan: Plan, edited: bool) -> Report:
+def make_report(measured: dict, plan: Plan, edited: bool, engine: str) -> Report:
     seconds = tuple(measured["seconds"])
     median = statistics.median(seconds[min(WARM_UP, len(seconds) - 1) :])
     return Report(
@@ -141,6 +149,7 @@ def make_report(measured: dict, plan: Plan, edited: bool) -> Report:
         predicted_step_seconds=plan.prediction.step_seconds,
         predicted_peak_bytes=plan.prediction.peak_bytes,
         module_edited=edited,
+        engine=engine,
     )
 
 
@@ -157,4 +166,5 @@ def figures(report: Report) -> dict[str, float | int | str]:
         "predicted_peak_mb": round(report.predicted_peak_bytes / 1e6, 3),
         "peak_ratio": round(max(report.peak_bytes) / report.predicted_peak_bytes, 4),
         "ranks": report.ranks,
+        "engine": report.engine,
     }

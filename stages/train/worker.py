@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from pipeline.errors import ShardwrightError
 from pipeline.launch import follow_parent, report_error
+from stages.train.engine import Engine, Job
 from stages.train.loop import Loop
-from stages.train.planned import Planned
 
 
 def main(work: Path) -> None:
@@ -21,7 +21,7 @@ def main(work: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=job["train"]["timeout_s"]))
     rank = dist.get_rank()
     try:
-        engine = Planned(job)
+        engine = make_engine(job)
         result = Loop(engine, job, work).run()
         if job["train"]["export"]:
             engine.export(Path(job["weights_path"]))
@@ -36,6 +36,17 @@ def main(work: Path) -> None:
         raise
     finally:
         dist.destroy_process_group()
+
+
+def make_engine(job: Job) -> Engine:
+    name = job["train"]["engine"]
+    if name == "planned":
+        from stages.train.planned import Planned
+
+        return Planned(job)
+    from stages.train.baselines import ENGINES
+
+    return ENGINES[name](job)
 
 
 if __name__ == "__main__":
