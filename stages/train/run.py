@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.artifacts import KINDS
@@ -12,22 +13,21 @@ from pipeline.errors import TrainError
 from pipeline.files import write_atomic
 from pipeline.ir.plan import Plan
 from pipeline.ir.report import Report
-from pipeline.launch import LaunchFailed, run_ranks
-from pipeline.log import Advance, progress
-from pipeline.stage import Inputs, Result
-from pipeline.tracker import Live
+from pipeline.launch import LaunchFailed
+from pipeline.log import Advance, Log, progress
+from pipeline.stage import STAGES, Inputs, Result, read
+from pipeline.tracker import Live, Tracker
 from pipeline.trainable import refuse_pipeline
 from stages.train.choice import check_batch, ranks_of
+from stages.train.outside import start_ranks
 
+JOB_GROUPS = ("model", "data", "train")
 WARM_UP = 3  # steps that are left out of the median: allocators and caches fill up
 
 
 def run(inputs: Inputs, config: Config) -> Result:
     plan: Plan = inputs["plan"]
-    if config.train.engine is TrainEngine.planned:
-        refuse_pipeline(plan, config)
-    check_batch(config, ranks_of(plan, config.train.engine))
-    check_device(plan, f"conf/cluster/{config.choices['cluster']}.yaml: device")
+    check(plan, config)
     edited = inputs.artifacts["module"].edited
     if edited:
         inputs.log.warning("runs/codegen/module.py was edited by hand: training with it as it is")
@@ -37,6 +37,22 @@ def run(inputs: Inputs, config: Config) -> Result:
     keep_weights(weights_path(inputs.root), config.train.export)
     report = make_report(measured, plan, edited, config.train.engine.value)
     return Result(report, figures(report))
+
+
+def take_part(root: Path, log: Log) -> None:
+    """What ranks but the first do where a launcher outside has started them: the first writes the run down."""
+    config, found = read(STAGES["train"].reads, root)
+    untracked = Tracker(root, replace(config.tracking, enabled=False), log)
+    inputs = Inputs(root, found, log, untracked)
+    check(inputs["plan"], config)
+    launch(inputs, config, inputs["plan"])
+
+
+def check(plan: Plan, config: Config) -> None:
+    if config.train.engine is TrainEngine.planned:
+        refuse_pipeline(plan, config)
+    check_batch(config, ranks_of(plan, config.train.engine))
+    check_device(plan, f"conf/cluster/{config.choices['cluster']}.yaml: device")
 
 
 def weights_path(root: Path) -> Path:
@@ -74,9 +90,7 @@ def launch(inputs: Inputs, config: Config, plan: Plan) -> dict:
             progress(inputs.log, "step", config.train.steps) as advance,
         ):
             follow = Follower(live, advance)
-            return run_ranks(
-                "stages.train.worker", make_job(inputs, config, plan), ranks, config.train.timeout_s, follow
-            )
+            return start_ranks(make_job(inputs, config, plan), ranks, config.train.timeout_s, follow)
     except LaunchFailed as error:
         for line in error.log.splitlines():
             inputs.log.debug(line)
@@ -98,11 +112,18 @@ def make_job(inputs: Inputs, config: Config, plan: Plan) -> dict:
         "module_path": str(KINDS["module"].path(inputs.root)),
         "weights_path": str(weights_path(inputs.root)),
         "device": plan.device,
+        "digests": _digests(inputs, config),
         "model": config.plain("model"),
         "data": config.plain("data"),
         "train": {**config.plain("train"), "init_from": init_from and str(inputs.root / init_from)},
-        "where": {group: f"conf/{group}/{config.choices[group]}.yaml" for group in ("model", "data", "train")},
+        "where": {group: f"conf/{group}/{config.choices[group]}.yaml" for group in JOB_GROUPS},
     }
+
+
+def _digests(inputs: Inputs, config: Config) -> dict[str, str]:
+    """By what they are of, as the user knows it."""
+    found = {str(KINDS[kind].path(Path())): artifact.digest for kind, artifact in inputs.artifacts.items()}
+    return found | {f"conf/{group}/{config.choices[group]}.yaml": config.digest(group) for group in JOB_GROUPS}
 
 
 class Follower:
