@@ -25,7 +25,7 @@ from pipeline.runtime.parameters import whole_of
 from stages.train.baselines import numbered_blocks
 from stages.train.choice import check_batch, ranks_of
 from stages.train.loop import Loop
-from stages.train.worker import make_engine
+from stages.train.worker import agree, make_engine
 from tests import plans
 from tests.ranks import run_ranks
 
@@ -102,8 +102,14 @@ def train(folder: str, name: str) -> dict[str, Any]:
     return result
 
 
-def train_both(folder: str) -> dict[str, dict[str, Any]]:
-    return {name: train(folder, name) for name in ("ddp", "fsdp2")}
+def train_both(folder: str) -> dict[str, Any]:
+    refusals = []
+    for digests in ({"a": "1", "b": "2"}, {"a": "1", "b": str(dist.get_rank())}):
+        try:
+            agree(digests)
+        except TrainError as refused:
+            refusals.append(refused.line())
+    return {name: train(folder, name) for name in ("ddp", "fsdp2")} | {"refusals": refusals}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +117,7 @@ def trained(tmp_path_factory) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
     folder = tmp_path_factory.mktemp("baselines")
     torch.save(given_model().state_dict(), folder / "given.pt")
     both = run_ranks(2, train_both, str(folder))
-    found = {name: [one[name] for one in both] for name in ("ddp", "fsdp2")}
+    found = {name: [one[name] for one in both] for name in ("ddp", "fsdp2", "refusals")}
     return folder, found | {"single": run_ranks(1, train, str(folder), "single")}
 
 
@@ -152,6 +158,12 @@ def test_a_sharded_model_needs_less_memory_than_copies_of_it(trained) -> None:
     weights = sum(p.numel() * p.element_size() for p in plain()[1].parameters())
     assert 4 * weights < peaks["ddp"], "weights, gradients, their buckets and momentum"
     assert 1.5 * weights < peaks["fsdp2"] < peaks["ddp"]
+
+
+def test_ranks_that_have_read_different_files_do_not_train(trained) -> None:
+    for refusals in trained[1]["refusals"]:
+        (line,) = refusals
+        assert line.startswith("b: rank 1 and rank 0 have read different files; give all hosts the same")
 
 
 def test_blocks_are_those_of_lists_and_sequences() -> None:
