@@ -1,4 +1,7 @@
-"""Starting `torchrun` on this machine, alone or with others, and waiting for it in bounded time, leaving no process."""
+"""Starting ranks and waiting for them in bounded time, leaving no process.
+
+`torchrun` on this machine, alone or with others (`run_ranks`), or one rank of a launcher outside (`run_here`).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pipeline.place import Place
 
 PARENT = "SHARDWRIGHT_PARENT"
 _EXCEPTION = re.compile(r"(?:\[\w+\]:\s*)?[\w.]*(?:Error|Exception)(?::.*)?")  # the last line of a traceback
@@ -51,12 +56,37 @@ def run_ranks(
     `poll` is called several times a second with the folder the ranks work in. When a rank fails, all are started again,
     at most `restarts` times; not after an error that is final.
     """
+    return _run(_command(module, ranks, node, restarts), _environment(ranks), job, timeout, poll)
+
+
+def run_here(
+    module: str, job: dict[str, Any], place: Place, timeout: float, poll: Callable[[Path], None] | None = None
+) -> dict[str, Any]:
+    """Runs `python -m module JOB` as the one rank that a launcher outside has started this process for.
+
+    Rank 0 has the result; of the others it is empty.
+    """
+    environment = {**_environment(place.ranks), **place.environment()}
+    command = [sys.executable, "-m", module]
+    return _run(command, environment, job, timeout, poll, rank=place.rank)
+
+
+def _run(
+    command: list[str],
+    environment: dict[str, str],
+    job: dict[str, Any],
+    timeout: float,
+    poll: Callable[[Path], None] | None,
+    rank: int | None = None,
+) -> dict[str, Any]:
+    """The folder that the ranks work in is the last argument; `rank` is the only one that runs, or all of them do."""
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
         work = Path(folder)
         (work / "job.json").write_text(json.dumps(job))
         with open(work / "log.txt", "wb") as log:
-            command = _command(module, work, ranks, node, restarts)
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=_environment(ranks), start_new_session=True)
+            process = subprocess.Popen(
+                [*command, folder], stdout=log, stderr=log, env=environment, start_new_session=True
+            )
             try:
                 _wait(process, timeout, work, poll)
             except LaunchFailed as error:
@@ -65,20 +95,25 @@ def run_ranks(
             finally:
                 _stop(process)
         if process.returncode:
-            failure = LaunchFailed(_reason(work))
+            killed = rank is not None and process.returncode < 0
+            failure = LaunchFailed(
+                f"rank {rank} died of {_signal_name(-process.returncode)}" if killed else _reason(work)
+            )
             failure.log = _log(work)
             raise failure
+        if rank:
+            return {}
         if not (work / "result.json").exists():
             raise LaunchFailed("the ranks ended without a result")
         result: dict[str, Any] = json.loads((work / "result.json").read_text())
         return result
 
 
-def _command(module: str, work: Path, ranks: int, node: Node | None, restarts: int) -> list[str]:
+def _command(module: str, ranks: int, node: Node | None, restarts: int) -> list[str]:
     where = ["--standalone"] if node is None else _place(node)
     again = [f"--max-restarts={restarts}"] if restarts else []
     launcher = [sys.executable, "-m", "torch.distributed.run", *where, *again, f"--nproc-per-node={ranks}"]
-    return [*launcher, "--module", module, str(work)]
+    return [*launcher, "--module", module]
 
 
 def _place(node: Node) -> list[str]:

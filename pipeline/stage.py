@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline import artifacts
 from pipeline.artifacts import KINDS, Artifact
-from pipeline.config import Config, load_config
+from pipeline.config import Config, TrainEngine, load_config
 from pipeline.errors import ShardwrightError
 from pipeline.files import write_atomic
 from pipeline.instantiate import add_code_path
@@ -72,7 +72,7 @@ class Result:
 def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
     """Runs one stage on what is in runs/. The artifact is written last: until then the old one is not replaced."""
     config, found = read(stage.reads, root)
-    tracker = Tracker(root, config.tracking, log, label=config.choices["model"])
+    tracker = Tracker(root, config.tracking, log, label=_label(config))
     started = time.perf_counter()
     log.info(f"{_reading(stage)}")
     for kind, artifact in found.items():
@@ -92,6 +92,12 @@ def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, l
     log.info(f"wrote {path.relative_to(root)} in {figures['seconds']:.1f} s")
     tracker.stage(_record(stage, config, figures, (path, *result.files)), _upstream(stage, root, config))
     return made
+
+
+def _label(config: Config) -> str:
+    """Of the tracked run: the model, and the engine where it is not the plan's program."""
+    model, engine = config.choices["model"], config.train.engine
+    return model if engine is TrainEngine.planned else f"{model}-{engine.value}"
 
 
 def _all_keys() -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -33,12 +34,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_stage(name: str, root: Path, log: logs.Log) -> None:
     from pipeline.config import load_config
+    from pipeline.place import find_place
     from pipeline.stage import STAGES as specs
     from pipeline.stage import execute
 
     load_config(root)  # before the stage's own imports: a mistake in conf/ is told at once
     module = importlib.import_module(f"stages.{name}.run")
-    execute(specs[name], module.run, root, log)
+    if name == "train" and (place := find_place(os.environ)) and place.rank:
+        module.take_part(root, log)
+    else:
+        execute(specs[name], module.run, root, log)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -103,6 +103,22 @@ def export(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return 0
 
 
+def sbatch(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Writes a Slurm script for the plan."""
+    from stages.sbatch import sbatch as write
+
+    return write(root, arguments, log)
+
+
+def _of_sbatch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("train.sbatch"), help="the script (train.sbatch)")
+    parser.add_argument("--time", default="24:00:00", help="time limit of the job (24:00:00)")
+    parser.add_argument("--python", default="python", help="the interpreter on the nodes (python)")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="OPTION", help="a further option: --option=--partition=gpu"
+    )
+
+
 def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Sends tracked runs that the store could not take when they were made."""
     from pipeline.config import load_config
@@ -148,6 +164,7 @@ COMMANDS = {
         export,
         lambda p: p.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors"),
     ),
+    "sbatch": Command("write a Slurm script that trains the plan", sbatch, _of_sbatch),
     "sync": Command("send tracked runs that are still waiting", sync),
     "ui": Command("serve the MLflow UI on 127.0.0.1", ui),
 }

@@ -25,6 +25,7 @@ def summarise(root: Path) -> str:
         ("inputs", ", ".join(f"{name} {layout}" for name, layout in plan.sharding.inputs.items())),
         ("parameters", _parameters(plan.sharding)),
         ("recompute", f"{regions} regions" if regions else "nothing"),
+        ("engine", report.engine),
         ("loss", f"{report.losses[0]:.4f} -> {report.losses[-1]:.4f} in {report.steps} steps"),
     ]
     rows += [

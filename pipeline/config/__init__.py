@@ -31,6 +31,7 @@ from pipeline.config.schema import (
     TensorSpec,
     Tracking,
     Train,
+    TrainEngine,
 )
 from pipeline.config.source import listing
 
@@ -60,6 +61,7 @@ __all__ = [
     "TensorSpec",
     "Tracking",
     "Train",
+    "TrainEngine",
     "apply_experiment",
     "experiments",
     "listing",

@@ -498,6 +498,13 @@ class Snapshots:
     background: bool = setting("Write them while training goes on; false: training waits.", True)
 
 
+class TrainEngine(StrEnum):
+    planned = "planned"
+    ddp = "ddp"
+    fsdp2 = "fsdp2"
+    single = "single"
+
+
 @dataclass(frozen=True)
 class Train:
     steps: int = setting("Optimizer steps.", at_least=1, at_most=10**12)
@@ -558,6 +565,12 @@ class Train:
         0,
         at_least=0,
         at_most=10**12,
+    )
+    engine: TrainEngine = setting(
+        "What takes the steps: the plan's program (`planned`), or for comparison your own module under plain PyTorch on"
+        " as many devices: `DistributedDataParallel` (`ddp`), `fully_shard` (`fsdp2`), or one process (`single`). See"
+        " docs/baselines.md.",
+        TrainEngine.planned,
     )
 
 

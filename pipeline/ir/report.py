@@ -45,3 +45,4 @@ class Report:
     evaluations: tuple[Evaluation, ...] = ()
     breakdown: Breakdown | None = None  # mean of the ranks; None where too few steps were taken
     compared: tuple[Compared, ...] = ()
+    engine: str = "planned"  # what took the steps; the predictions are the plan's, whatever it was

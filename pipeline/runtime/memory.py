@@ -32,7 +32,7 @@ class Tally(TorchDispatchMode):
 
     def __init__(self, resident: Iterable[Tensor]) -> None:
         super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.alive: dict[int, StorageWeakRef] = {}
         self.peak = 0
         for tensor in resident:
             self._add(tensor)
@@ -40,8 +40,7 @@ class Tally(TorchDispatchMode):
         self.resident_bytes = self.peak
 
     def alive_bytes(self) -> int:
-        self._weigh()
-        return sum(nbytes for _, nbytes in self.alive.values())
+        return self._weigh()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -52,13 +51,22 @@ class Tally(TorchDispatchMode):
         return result
 
     def _add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        reference = StorageWeakRef(storage)
-        self.alive.setdefault(reference.cdata, (reference, storage.nbytes()))
+        held: Tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no storage of its own
+        reference = StorageWeakRef(held.untyped_storage())
+        self.alive.setdefault(reference.cdata, reference)
 
-    def _weigh(self) -> None:
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
+    def _weigh(self) -> int:
+        """Asks each storage for its size again: FSDP lets go of gathered parameters by making it zero."""
+        weighed = {key: _bytes_behind(reference) for key, reference in self.alive.items()}
+        self.alive = {key: self.alive[key] for key, nbytes in weighed.items() if nbytes is not None}
+        found = sum(nbytes for nbytes in weighed.values() if nbytes is not None)
+        self.peak = max(self.peak, found)
+        return found
+
+
+def _bytes_behind(reference: StorageWeakRef) -> int | None:
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return None if storage is None else int(storage.nbytes())
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -17,8 +17,8 @@ from pipeline.runtime.memory import measure_peak, storage_bytes
 from stages.train.breakdown import mean_of, profiled
 from stages.train.engine import Batch, Engine, Job
 from stages.train.prefetch import Prefetched
-from stages.train.schedule import Rate
 from stages.train.safety import Note, Safety
+from stages.train.schedule import Rate
 from stages.train.snapshots import About
 
 MEASURED_STEP = 1  # memory is measured on the second step taken here: by then the optimizer state exists

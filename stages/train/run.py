@@ -5,41 +5,44 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.artifacts import KINDS
-from pipeline.config import Config
+from pipeline.config import Config, TrainEngine
 from pipeline.errors import TrainError
 from pipeline.files import write_atomic
 from pipeline.ir.plan import Plan
 from pipeline.ir.report import Breakdown, Evaluation, Report
-from pipeline.launch import LaunchFailed, run_ranks
-from pipeline.log import Advance, progress
-from pipeline.stage import Inputs, Result
-from pipeline.tracker import Live
+from pipeline.launch import LaunchFailed
+from pipeline.log import Advance, Log, progress
+from pipeline.stage import STAGES, Inputs, Result, read
+from pipeline.tracker import Live, Tracker
 from pipeline.trainable import refuse_pipeline
+from stages.train.choice import check_batch, ranks_of
 from stages.train.manifest import finish
 from stages.train.measured import compare
+from stages.train.outside import start_ranks
 from stages.train.starting import prepare
 from stages.train.tell import tell
 
+JOB_GROUPS = ("model", "data", "train")
 WARM_UP = 3  # steps that are left out of the median: allocators and caches fill up
 
 
 def run(inputs: Inputs, config: Config) -> Result:
     plan: Plan = inputs["plan"]
-    refuse_pipeline(plan, config)
-    check_device(plan, f"conf/cluster/{config.choices['cluster']}.yaml: device")
+    check(plan, config)
     edited = inputs.artifacts["module"].edited
     if edited:
         inputs.log.warning("runs/codegen/module.py was edited by hand: training with it as it is")
     trace_path(inputs.root).unlink(missing_ok=True)  # of an earlier run
-    job = make_job(inputs, config)
+    job = make_job(inputs, config, plan)
     measured = launch(inputs, config, plan, job)
     if measured["held_whole"]:
         inputs.log.warning("every rank held the whole model while it was built: %s", measured["held_whole"])
     keep_weights(weights_path(inputs.root), config.train.export)
-    report = make_report(measured, plan, edited)
+    report = make_report(measured, plan, edited, config.train.engine.value)
     finish(Path(job["safety"]["folder"]))
     traced = (trace_path(inputs.root),) if config.train.trace_step is not None else ()
     return Result(report, figures(report), traced)
@@ -47,6 +50,22 @@ def run(inputs: Inputs, config: Config) -> Result:
 
 def trace_path(root: Path) -> Path:
     return root / "runs" / "train" / "trace-rank0.json"
+
+
+def take_part(root: Path, log: Log) -> None:
+    """What ranks but the first do where a launcher outside has started them: the first writes the run down."""
+    config, found = read(STAGES["train"].reads, root)
+    untracked = Tracker(root, replace(config.tracking, enabled=False), log)
+    inputs = Inputs(root, found, log, untracked)
+    check(inputs["plan"], config)
+    launch(inputs, config, inputs["plan"], make_job(inputs, config, inputs["plan"], first=False))
+
+
+def check(plan: Plan, config: Config) -> None:
+    if config.train.engine is TrainEngine.planned:
+        refuse_pipeline(plan, config)
+    check_batch(config, ranks_of(plan, config.train.engine))
+    check_device(plan, f"conf/cluster/{config.choices['cluster']}.yaml: device")
 
 
 def weights_path(root: Path) -> Path:
@@ -76,10 +95,8 @@ def check_device(plan: Plan, where: str) -> None:
 
 
 def launch(inputs: Inputs, config: Config, plan: Plan, job: dict) -> dict:
-    ranks = 1
-    for _, size in plan.axes:
-        ranks *= size
-    inputs.log.info("training %d steps on %d ranks", config.train.steps, ranks)
+    engine, ranks = config.train.engine, ranks_of(plan, config.train.engine)
+    inputs.log.info("training %d steps on %d ranks%s", config.train.steps, ranks, _named(engine))
     try:
         with (
             inputs.tracker.live("train") as live,
@@ -87,7 +104,7 @@ def launch(inputs: Inputs, config: Config, plan: Plan, job: dict) -> dict:
         ):
             follow = Follower(live, advance, lambda note: tell(inputs.log, inputs.root, note))
             restarts, timeout_s = config.train.max_restarts, config.train.timeout_s
-            return run_ranks("stages.train.worker", job, ranks, timeout_s, follow, restarts=restarts)
+            return start_ranks(job, ranks, timeout_s, follow, restarts)
     except LaunchFailed as error:
         for line in error.log.splitlines():
             inputs.log.debug(line)
@@ -98,19 +115,31 @@ def launch(inputs: Inputs, config: Config, plan: Plan, job: dict) -> dict:
         ) from error
 
 
-def make_job(inputs: Inputs, config: Config) -> dict:
-    """Everything a rank needs, as plain values."""
+def _named(engine: TrainEngine) -> str:
+    return "" if engine is TrainEngine.planned else f" with {engine.value}"
+
+
+def make_job(inputs: Inputs, config: Config, plan: Plan, first: bool = True) -> dict:
+    """Everything a rank needs, as plain values; `first` is false for ranks that a launcher outside started beside it."""
     init_from = config.train.init_from
     return {
         "module_path": str(KINDS["module"].path(inputs.root)),
         "weights_path": str(weights_path(inputs.root)),
         "trace_path": str(trace_path(inputs.root)),
+        "device": plan.device,
+        "digests": _digests(inputs, config),
         "model": config.plain("model"),
         "data": config.plain("data"),
         "train": {**config.plain("train"), "init_from": init_from and str(inputs.root / init_from)},
-        "where": {group: f"conf/{group}/{config.choices[group]}.yaml" for group in ("model", "data", "train")},
-        "safety": prepare(inputs, config),
+        "where": {group: f"conf/{group}/{config.choices[group]}.yaml" for group in JOB_GROUPS},
+        "safety": prepare(inputs, config, first),
     }
+
+
+def _digests(inputs: Inputs, config: Config) -> dict[str, str]:
+    """By what they are of, as the user knows it."""
+    found = {str(KINDS[kind].path(Path())): artifact.digest for kind, artifact in inputs.artifacts.items()}
+    return found | {f"conf/{group}/{config.choices[group]}.yaml": config.digest(group) for group in JOB_GROUPS}
 
 
 class Follower:
@@ -161,7 +190,7 @@ class Follower:
         self.advance(step["step"] + 1, f"loss {step['loss']:.4f}")
 
 
-def make_report(measured: dict, plan: Plan, edited: bool) -> Report:
+def make_report(measured: dict, plan: Plan, edited: bool, engine: str) -> Report:
     seconds = tuple(measured["seconds"])
     median = median_seconds(seconds, measured["profiled_at"])
     breakdown = Breakdown(**measured["breakdown"]) if measured["breakdown"] else None
@@ -179,6 +208,7 @@ def make_report(measured: dict, plan: Plan, edited: bool) -> Report:
         evaluations=tuple(Evaluation(step, loss) for step, loss in measured["evaluated"]),
         breakdown=breakdown,
         compared=compare(plan.prediction, median, measured["samples"], measured["peak_bytes"], breakdown),
+        engine=engine,
     )
 
 
@@ -194,6 +224,7 @@ def figures(report: Report) -> dict[str, float | int | str]:
         "final_loss": report.losses[-1],
         "first_loss": report.losses[0],
         "ranks": report.ranks,
+        "engine": report.engine,
     }
     if report.evaluations:
         found["final_eval_loss"] = report.evaluations[-1].loss

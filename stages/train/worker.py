@@ -6,13 +6,14 @@ import json
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from pipeline.errors import ShardwrightError
+from pipeline.errors import ShardwrightError, TrainError
 from pipeline.launch import follow_parent, forget_error, report_error
+from stages.train.engine import Engine, Job
 from stages.train.loop import Loop
-from stages.train.planned import Planned
 
 
 def main(work: Path) -> None:
@@ -22,7 +23,8 @@ def main(work: Path) -> None:
     rank = dist.get_rank()
     forget_error(work, rank)
     try:
-        engine = Planned(job)
+        agree(job["digests"])
+        engine = make_engine(job)
         result = Loop(engine, job, work).run()
         if job["train"]["export"]:
             engine.export(Path(job["weights_path"]))
@@ -37,6 +39,31 @@ def main(work: Path) -> None:
         raise
     finally:
         dist.destroy_process_group()
+
+
+def agree(digests: dict[str, str]) -> None:
+    """Hosts may have files of their own: all ranks must train the same plan with the same settings."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, digests)
+    for rank, other in enumerate(everyone):
+        differs = [file for file in everyone[0] | other if other.get(file) != everyone[0].get(file)]
+        if differs:
+            raise TrainError(
+                f"rank {rank} and rank 0 have read different files",
+                where=differs[0],
+                remedy="give all hosts the same conf/ and runs/, best on a file system that they share",
+            )
+
+
+def make_engine(job: Job) -> Engine:
+    name = job["train"]["engine"]
+    if name == "planned":
+        from stages.train.planned import Planned
+
+        return Planned(job)
+    from stages.train.baselines import ENGINES
+
+    return ENGINES[name](job)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""A script for Slurm that trains the plan: one torchrun on each node, which meet on the first."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from pipeline import artifacts
+from pipeline.config import Config, TrainEngine, load_config
+from pipeline.errors import ShardwrightError
+from pipeline.files import write_atomic
+from pipeline.ir.cluster import Cluster
+from pipeline.log import Log
+from pipeline.place import PORTS
+
+SCRIPT = """\
+#!/bin/bash
+# Written by `python -m stages sbatch` for the plan {plan}.
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+{resources}#SBATCH --time={time}
+#SBATCH --output=slurm-%j.log
+set -euo pipefail
+cd {root}
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$(({low} + SLURM_JOB_ID % {ports}))
+# Quoted once more for the tasks: each node has a number of its own.
+srun --kill-on-bad-exit=1 bash -c "exec {python} -m torch.distributed.run \\
+  --nnodes={nodes} --nproc-per-node={devices} --node-rank=\\$SLURM_NODEID \\
+  --master-addr=$first --master-port=$port --module stages train"
+"""
+
+
+def sbatch(root: Path, given: argparse.Namespace, log: Log) -> int:
+    config = load_config(root)
+    cluster, plan = (artifacts.load(kind, root) for kind in ("cluster", "plan"))
+    nodes, devices = nodes_of(cluster.body, config)
+    asked = [f"--gpus-per-node={devices}"] if cluster.body.device == "cuda" else [f"--cpus-per-task={devices}"]
+    text = SCRIPT.format(
+        plan=plan.digest[:12],
+        name=f"shardwright-{config.choices['model']}",
+        nodes=nodes,
+        devices=devices,
+        resources="".join(f"#SBATCH {option}\n" for option in (*asked, *given.option)),
+        time=given.time,
+        root=shlex.quote(str(root)),
+        low=PORTS.start,
+        ports=len(PORTS),
+        python=given.python,
+    )
+    try:
+        write_atomic(root / given.out, text.encode())
+    except OSError as error:
+        raise ShardwrightError(f"cannot be written: {error.strerror or error}", where=str(given.out)) from error
+    log.info("wrote %s: %d nodes with %d ranks each; `sbatch %s` queues it", given.out, nodes, devices, given.out)
+    return 0
+
+
+def nodes_of(cluster: Cluster, config: Config) -> tuple[int, int]:
+    """Hosts, and devices of each."""
+    if config.train.engine is TrainEngine.single:
+        return 1, 1
+    sizes = {len(host.ranks) for host in cluster.hosts} or {cluster.devices}
+    if len(sizes) > 1:
+        raise ShardwrightError(
+            f"hosts have {min(sizes)} to {max(sizes)} devices, and Slurm gives every node of a job as many",
+            where="runs/cluster/cluster.json",
+            remedy="start torchrun on each host (docs/launch.md), or plan for hosts that are alike",
+        )
+    return max(1, len(cluster.hosts)), sizes.pop()

@@ -1,0 +1,96 @@
+"""Training over several hosts for real: four network namespaces, ranks started by torchrun on each or as Slurm does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.flow.conftest import Maker
+from tests.flow.project import STAGES, TINY, Done, Project, check_against_plain
+from tests.namespaces import OWN, address, hosts, why_not
+
+pytestmark = pytest.mark.flow
+
+HOSTS, MEGABITS, LIMIT_S = 4, 400, 120
+TORCHRUN = "torch.distributed.run"
+
+
+@pytest.fixture(scope="module")
+def project(make_project: Maker) -> Project:
+    """Everything but train has been run, for four devices."""
+    project = make_project(tiny=True, solve={"frontier_points": 1}, cluster={"devices": HOSTS})
+    for stage in STAGES[:-1]:
+        project.stages(stage).ok()
+    return project
+
+
+@pytest.fixture(scope="module")
+def spaces():
+    reason = why_not()
+    if reason:
+        pytest.skip(f"four hosts of network namespaces: {reason}")
+    with hosts("train", HOSTS, lambda a, b: MEGABITS) as made:
+        yield made
+
+
+def start(project: Project, space: str | None, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    inside = ["ip", "netns", "exec", space] if space else []
+    network = {"GLOO_SOCKET_IFNAME": OWN} if space else {}
+    return subprocess.Popen(
+        [*inside, sys.executable, "-m", *arguments], cwd=project.root, text=True,
+        env={**project.environment(), **network, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def end(project: Project, processes: list[subprocess.Popen[str]]) -> list[Done]:
+    found = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=LIMIT_S)
+            found.append(Done(process.returncode, out, err))
+        return found
+    finally:
+        project.end_all()
+
+
+def by_torchrun(project: Project, spaces: list[str], node: int, port: int) -> subprocess.Popen[str]:
+    meet = [f"--master-addr={address(0)}", f"--master-port={port}", f"--node-rank={node}"]
+    how_many = [f"--nnodes={HOSTS}", "--nproc-per-node=1"]
+    return start(project, spaces[node], TORCHRUN, *how_many, *meet, "--module", "stages", "train")
+
+
+def by_slurm(project: Project, spaces: list[str], node: int) -> subprocess.Popen[str]:
+    step = {
+        "SLURM_JOB_ID": "9651",
+        "SLURM_PROCID": str(node),
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NUM_TASKS": str(HOSTS),
+        "SLURM_STEP_NODELIST": ",".join(address(number) for number in range(HOSTS)),
+    }
+    return start(project, spaces[node], "stages", "train", **step)
+
+
+def test_ranks_meet_on_the_first_host(project: Project, spaces: list[str]) -> None:
+    ended = end(project, [by_torchrun(project, spaces, node, 29651) for node in range(HOSTS)])
+    assert [done.status for done in ended] == [0] * HOSTS, ended
+    assert ["wrote runs/train/report.json" in done.err for done in ended] == [True, False, False, False]
+    check_against_plain(project, HOSTS, 1e-5)
+
+
+def test_tasks_of_slurm_are_ranks_of_any_engine(project: Project, spaces: list[str]) -> None:
+    project.write_yaml("conf/train/tiny.yaml", TINY["train"] | {"engine": "ddp"})
+    ended = end(project, [by_slurm(project, spaces, node) for node in range(HOSTS)])
+    assert [done.status for done in ended] == [0] * HOSTS, ended
+    check_against_plain(project, HOSTS, 1e-5)
+    assert project.load("report").engine == "ddp"
+
+
+def test_another_number_of_ranks_is_refused(project: Project) -> None:
+    before = project.snapshot()
+    started = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29652"}
+    (done,) = end(project, [start(project, None, "stages", "train", **started)])
+    assert "the run needs 4 ranks, and 2 were started" in done.refused()
+    assert project.snapshot() == before

@@ -1,0 +1,91 @@
+"""Which rank a process is, as launchers outside say it; and one rank that is run where it was started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import TrainError
+from pipeline.launch import LaunchFailed, run_here
+from pipeline.place import PORTS, Place, find_place, first_host
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+SLURM = {
+    "SLURM_JOB_ID": "41007", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NODELIST": "node[07-10]",
+}  # fmt: skip
+names = st.text("abcxyz-", min_size=1, max_size=5)
+
+
+def test_torchrun_says_it() -> None:
+    place = find_place(TORCHRUN)
+    assert place == Place(3, 8, 1, "10.0.0.1", 29500)
+    assert find_place(place.environment()) == place
+
+
+def test_slurm_says_it_for_steps_of_several_tasks() -> None:
+    assert find_place(SLURM) == Place(5, 8, 1, "node07", PORTS[41007 % len(PORTS)])
+    named = SLURM | {"MASTER_ADDR": "login", "MASTER_PORT": "3000"}
+    assert find_place(named) == Place(5, 8, 1, "login", 3000)
+
+
+def test_nobody_says_it() -> None:
+    assert find_place({}) is None
+    assert find_place({name: value for name, value in TORCHRUN.items() if name != "MASTER_ADDR"}) is None
+    assert find_place(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) is None, "one task starts its own ranks"
+    in_the_script = {name: value for name, value in SLURM.items() if not name.startswith("SLURM_STEP")}
+    assert find_place(in_the_script | {"SLURM_NTASKS": "8"}) is None, "the script of a job is no rank of it"
+
+
+@pytest.mark.parametrize("broken", [TORCHRUN | {"RANK": "first"}, SLURM | {"SLURM_STEP_NODELIST": ""}])
+def test_what_cannot_be_read_is_told(broken: dict[str, str]) -> None:
+    with pytest.raises(TrainError, match=r"cannot be read: .*docs/launch\.md"):
+        find_place(broken)
+
+
+@given(names, st.integers(0, 999), st.integers(1, 4), names, st.booleans())
+def test_the_first_host_of_a_shortened_list(before: str, number: int, digits: int, after: str, suffix: bool) -> None:
+    first = f"{number:0{digits}}"
+    after = after if suffix else ""
+    for inside in (first, f"{first}-{number + 3:0{digits}}", f"{first},{number + 5}", f"{first}-{number + 2},77"):
+        assert first_host(f"{before}[{inside}]{after},other[1-2]") == f"{before}{first}{after}"
+    assert first_host(f"{before}{first},{before}x") == first_host(f"{before}{first}") == f"{before}{first}"
+
+
+RANK = """
+import json, os, signal, sys
+from pathlib import Path
+work = Path(sys.argv[1])
+job = json.loads((work / "job.json").read_text())
+told = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+if job.get("die"):
+    os.kill(os.getpid(), signal.SIGKILL)
+if job.get("fail"):
+    (work / "error-3.txt").write_text("the cause")
+    sys.exit(1)
+if not int(told["RANK"]):
+    (work / "result.json").write_text(json.dumps(told))
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "one_rank.py").write_text(RANK)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    return "one_rank"
+
+
+def test_the_rank_is_run_where_it_was_started(module: str) -> None:
+    first = Place(0, 4, 0, "10.0.0.1", 29500)
+    assert run_here(module, {}, first, 30) == first.environment()
+    assert run_here(module, {}, Place(3, 4, 1, "10.0.0.1", 29500), 30) == {}, "only the first has a result"
+
+
+@pytest.mark.parametrize(("job", "told"), [({"fail": 1}, "the cause"), ({"die": 1}, "rank 3 died of SIGKILL")])
+def test_why_the_rank_failed(module: str, job: dict[str, int], told: str) -> None:
+    with pytest.raises(LaunchFailed, match=told):
+        run_here(module, job, Place(3, 4, 1, "10.0.0.1", 29500), 30)
