@@ -108,7 +108,7 @@ def truth_of(case: Case) -> dict:
         optimizer.step()
         losses.append(float(sum(found).detach()) / len(found))
     with torch.no_grad():
-        after = float(model(**batches[1]))
+        after = float(model(**batches[-1]))
     return {"losses": losses, "after": after, "weights": model.state_dict(), "names": dict(model.named_parameters())}
 
 
@@ -140,9 +140,13 @@ def _train(path: Path) -> None:
     for step in range(STEPS):
         first, *later = engine.batches(step)
         losses.append(engine.step(engine.on_device(first), later))
-    _near("losses", torch.tensor(losses), torch.tensor(truth["losses"]))
-    found = engine.loss(engine.on_device(engine.batches(STEPS)[1]))
-    _near("loss without a gradient", torch.tensor(found), torch.tensor(truth["after"]))
+    _near("losses", torch.tensor(losses, dtype=torch.float64), torch.tensor(truth["losses"], dtype=torch.float64))
+    found = engine.loss(engine.on_device(engine.batches(STEPS)[-1]))
+    _near(
+        "loss without a gradient",
+        torch.tensor(found, dtype=torch.float64),
+        torch.tensor(truth["after"], dtype=torch.float64),
+    )
     for partition in engine.partitions:
         for name, tensor in partition.own.tensors.items():
             layout = partition.own.stored.layout(name, tensor)

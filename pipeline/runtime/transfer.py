@@ -160,7 +160,7 @@ class Transfer:
         for message in self.received:
             if message.source == message.target:
                 assert own is not None
-                blocks.append(self._taken(message, own))
+                blocks.append(self._taken(message, own).clone())
                 continue
             block = torch.empty(self._block_shape(message), dtype=dtype, device=meeting_device(device))
             ops.append(_op(dist.irecv, block, message.source, tag))

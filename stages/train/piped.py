@@ -23,6 +23,7 @@ from pipeline.ir.names import look_up
 from pipeline.optimizer import build_optimizer
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
+from pipeline.runtime.gradients import Row
 from pipeline.runtime.mesh import set_meshes
 from pipeline.runtime.source import load_program
 from pipeline.runtime.transfer import meeting_device
@@ -56,13 +57,12 @@ class Piped:
         self.stages = self._stages(program)
         self.schedule = schedule_of(program.SCHEDULE, self.stages, self.passes)
         self.tied = Tied(program, self.meshes, self.partitions)
-        self.updated = [p for partition in self.partitions for p in partition.gradients.updated]
-        self.clipping = self._clipping()
+        rows = [(updated, part.rows[name]) for part in self.partitions for name, updated in part.updated.items()] or [
+            (nn.Parameter(torch.empty(0, device=self.device)), ("", "", ""))
+        ]  # an optimizer must have something
+        self.clipping = self._clipping(rows)
         where = f"{job['where']['train']}: optimizer"
-        given = self.updated or [
-            nn.Parameter(torch.empty(0, device=self.device))
-        ]  # torch refuses to have nothing to do
-        self.optimizer = build_optimizer(job["train"]["optimizer"], where, given)
+        self.optimizer = build_optimizer(job["train"]["optimizer"], where, [updated for updated, _ in rows])
         self._batches = self._own_batches()
         self.samples = next(iter(job["model"]["batch"].values()))["shape"][0] * self.passes
 
@@ -114,16 +114,15 @@ class Piped:
         assert own is not None
         return own
 
-    def _clipping(self) -> Clipping | None:
+    def _clipping(self, rows: Sequence[tuple[nn.Parameter, Row]]) -> Clipping | None:
+        """A tied parameter counts where it is held first."""
         limit = self.job["train"]["clip_norm"]
         if limit is None:
             return None
-        rows = [row for partition in self.partitions for row in partition.rows.values()]
-        clipping = Clipping(self.updated, rows, list(self.written[self.piece].MESH), limit)
-        counted_elsewhere = {
-            id(p.updated[name]) for p in self.partitions for name in p.updated if self.owners[name] != p.number
-        }
-        clipping.counted = [p for p in clipping.counted if id(p) not in counted_elsewhere]
+        updated = [parameter for parameter, _ in rows]
+        clipping = Clipping(updated, [row for _, row in rows], list(self.written[self.piece].MESH), limit)
+        later = {id(p.updated[name]) for p in self.partitions for name in p.updated if self.owners[name] != p.number}
+        clipping.counted = [p for p in clipping.counted if id(p) not in later]
         return clipping
 
     # ---- batches
@@ -169,7 +168,7 @@ class Piped:
 
     def step(self, first: Batch, later: list[Batch]) -> float:
         """But for the first, each batch goes to the device when its turn comes."""
-        given = [lambda: first, *(partial(self.on_device, batch) for batch in later)]
+        given: list[Callable[[], Batch]] = [lambda: first, *(partial(self.on_device, batch) for batch in later)]
         for partition in self.partitions:
             partition.start([partial(_own_part, partition.number, batch) for batch in given])
         self.schedule.step(target=torch.empty(self.passes), return_outputs=False)

@@ -16,14 +16,12 @@ from pipeline.launch import LaunchFailed, run_ranks
 from pipeline.log import Advance, progress
 from pipeline.stage import Inputs, Result
 from pipeline.tracker import Live
-from pipeline.trainable import refuse_pipeline
 
 WARM_UP = 3  # steps that are left out of the median: allocators and caches fill up
 
 
 def run(inputs: Inputs, config: Config) -> Result:
     plan: Plan = inputs["plan"]
-    refuse_pipeline(plan, config)
     check_device(plan, f"conf/cluster/{config.choices['cluster']}.yaml: device")
     edited = inputs.artifacts["module"].edited
     if edited:
@@ -63,9 +61,7 @@ def check_device(plan: Plan, where: str) -> None:
 
 
 def launch(inputs: Inputs, config: Config, plan: Plan) -> dict:
-    ranks = 1
-    for _, size in plan.axes:
-        ranks *= size
+    ranks = plan.ranks
     inputs.log.info("training %d steps on %d ranks", config.train.steps, ranks)
     try:
         with (

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from pipeline.errors import ShardwrightError
 from pipeline.launch import follow_parent, report_error
+from stages.train.engine import Engine
 from stages.train.loop import Loop
+from stages.train.piped import Piped, is_pipeline
 from stages.train.planned import Planned
 
 
@@ -21,7 +23,7 @@ def main(work: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=job["train"]["timeout_s"]))
     rank = dist.get_rank()
     try:
-        engine = Planned(job)
+        engine: Engine = Piped(job) if is_pipeline(job["module_path"]) else Planned(job)
         result = Loop(engine, job, work).run()
         if job["train"]["export"]:
             engine.export(Path(job["weights_path"]))
