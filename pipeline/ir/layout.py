@@ -298,3 +298,8 @@ def replicated(axes: int) -> Layout:
 def without_gradient(layout: Layout) -> Layout:
     """`B` and `R` differ in the gradient alone: a tensor that has none is `R`."""
     return Layout(tuple(R if s.kind == "B" else s for s in layout.states))
+
+
+def of_gradient(layout: Layout) -> Layout:
+    """How the gradient of a tensor in that layout lies."""
+    return Layout(tuple({B: P, P: R}.get(state, state) for state in layout.states))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 from pipeline.ir.cluster import Mesh
 from pipeline.ir.layout import Layout
@@ -200,6 +201,11 @@ class Plan:
     @property
     def pipelined(self) -> bool:
         return len(self.partitions) > 1
+
+    @property
+    def ranks(self) -> int:
+        """Of all pieces of the devices; partition n is on piece n modulo their number."""
+        return sum(prod(partition.sizes) for partition in self.partitions[: len(self.partitions) // self.chunks])
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

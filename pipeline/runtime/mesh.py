@@ -5,7 +5,7 @@ Several axes taken as one have their names joined, in the order of the mesh: `d0
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -29,18 +29,36 @@ def joined(names: tuple[str, ...]) -> str:
 
 def set_mesh(sizes: Mapping[str, int]) -> None:
     """Builds a group for every axis and every set of axes; the world is the product of the axes."""
+    set_meshes([sizes])
+
+
+def set_meshes(meshes: Sequence[Mapping[str, int]]) -> None:
+    """The same for several meshes, each on a run of ranks after that of the one before; a rank keeps its own."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    if prod(sizes.values()) != world:
-        raise ValueError(f"the plan's mesh {dict(sizes)} has {prod(sizes.values())} ranks, this run has {world}")
+    counts = [prod(sizes.values()) for sizes in meshes]
+    if sum(counts) != world:
+        shown = ", ".join(str(dict(sizes)) for sizes in meshes)
+        raise ValueError(f"the plan's mesh {shown} has {sum(counts)} ranks, this run has {world}")
     _axes.clear()
+    first = 0
+    for sizes, count in zip(meshes, counts, strict=True):
+        found = _axes_of(sizes, first, world, rank)
+        _axes.update(found if first <= rank < first + count else {})
+        first += count
+
+
+def _axes_of(sizes: Mapping[str, int], first: int, world: int, rank: int) -> dict[str, MeshAxis]:
+    """Of a mesh that begins at a rank; every rank of the world takes part, and what is not its own is nothing to it."""
     groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+    found = {}
     for count in range(1, len(sizes) + 1):
         for names in combinations(sizes, count):
             wide = tuple(name for name in names if sizes[name] > 1)  # an axis of size one adds no rank
             if wide not in groups:
-                groups[wide] = _group(wide, sizes, world, rank)
+                groups[wide] = _group(wide, sizes, first, world, rank)
             size = prod(sizes[name] for name in names)
-            _axes[joined(names)] = MeshAxis(size, _place(rank, names, sizes), groups[wide])
+            found[joined(names)] = MeshAxis(size, _place(rank - first, names, sizes), groups[wide])
+    return found
 
 
 def _place(rank: int, names: tuple[str, ...], sizes: Mapping[str, int]) -> int:
@@ -52,7 +70,9 @@ def _place(rank: int, names: tuple[str, ...], sizes: Mapping[str, int]) -> int:
     return place
 
 
-def _group(names: tuple[str, ...], sizes: Mapping[str, int], world: int, rank: int) -> dist.ProcessGroup | None:
+def _group(
+    names: tuple[str, ...], sizes: Mapping[str, int], first: int, world: int, rank: int
+) -> dist.ProcessGroup | None:
     """Every rank makes every group, in the same order, and keeps its own."""
     if not names:
         return None
@@ -61,7 +81,7 @@ def _group(names: tuple[str, ...], sizes: Mapping[str, int], world: int, rank: i
     others = tuple(name for name in sizes if name not in names)
     own = None
     for place in range(prod(sizes[name] for name in others)):
-        ranks = [r for r in range(world) if _place(r, others, sizes) == place]
+        ranks = [first + r for r in range(prod(sizes.values())) if _place(r, others, sizes) == place]
         group = dist.new_group(ranks)
         own = group if rank in ranks else own
     return own

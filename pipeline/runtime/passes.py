@@ -61,7 +61,7 @@ class Copies:
     def _joined(self, copy: Tensor, stand_in: Tensor) -> Tensor:
         """The copy, whose gradient is joined by what has come together in its stand-in."""
         view = copy.view_as(copy)  # of its own, as the copy may be the parameter itself
-        if stand_in.grad is not None:
+        if view.requires_grad:  # other passes may be undone after this one has run forward, as in a pipeline
             view.register_hook(partial(_join, stand_in))
         return view
 

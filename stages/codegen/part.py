@@ -293,7 +293,7 @@ def _forward_head(part: Part, names: dict[str, str], results: int) -> list[str]:
 
 
 def _scope_names(blocks: list[Block]) -> dict[str, str]:
-    taken = {"copies", "forward", "tensors", "MESH", "INPUTS", "PARAMETERS"}
+    taken = {"copies", "forward", "tensors", "MESH", "INPUTS", "PARAMETERS", "BUFFERS"}
     return {prefix: free_name(prefix or "whole", taken) for prefix in dict.fromkeys(b.prefix for b in blocks)}
 
 

@@ -65,6 +65,7 @@ def _attributes(part: Part) -> str:
     inputs = [f'"{value.name}": "{part.sharding.inputs[value.name]}"' for value in part.graph.of_role(Role.INPUT)]
     parameters = ranges(dict(parameter_rows(part.graph, part.axes, part.sharding, part.program)))
     rows = [f'    "{name}": {row},' for name, row in parameters.items()]
+    buffers = [f'"{name}"' for name in ranges({value.origin: "" for value in part.graph.of_role(Role.BUFFER)})]
     return "\n".join(
         [
             f'"""{links}."""',
@@ -72,6 +73,7 @@ def _attributes(part: Part) -> str:
             one_or_many("MESH: ClassVar = {", [f'"{name}": {size}' for name, size in part.axes], "}", within=4),
             one_or_many("INPUTS: ClassVar = {", inputs, "}", within=4),
             *(["PARAMETERS: ClassVar = {", *rows, "}"] if rows else ["PARAMETERS: ClassVar = {}"]),
+            *([one_or_many("BUFFERS: ClassVar = {", buffers, "}", within=4)] if buffers else []),
         ]
     )
 

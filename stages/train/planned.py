@@ -36,7 +36,7 @@ class Planned:
         self.precision: str = job["model"]["precision"]
         self.stored = Stored(program.PARAMETERS, self.axes)
         self.own = self._own_tensors()
-        self.held_whole = self.own.whole
+        self.held_whole = self.own.held_whole
         self.parameters = {name: t for name, t in self.own.tensors.items() if isinstance(t, nn.Parameter)}
         self.program = program.Program(self.own.tensors)
         rows = [self.stored.row(name) for name in self.parameters]

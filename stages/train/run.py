@@ -18,7 +18,6 @@ from pipeline.launch import LaunchFailed
 from pipeline.log import Advance, Log, progress
 from pipeline.stage import STAGES, Inputs, Result, read
 from pipeline.tracker import Live, Tracker
-from pipeline.trainable import refuse_pipeline
 from stages.train.choice import check_batch, ranks_of
 from stages.train.manifest import finish
 from stages.train.measured import compare
@@ -62,8 +61,6 @@ def take_part(root: Path, log: Log) -> None:
 
 
 def check(plan: Plan, config: Config) -> None:
-    if config.train.engine is TrainEngine.planned:
-        refuse_pipeline(plan, config)
     check_batch(config, ranks_of(plan, config.train.engine))
     check_device(plan, f"conf/cluster/{config.choices['cluster']}.yaml: device")
 
@@ -120,7 +117,7 @@ def _named(engine: TrainEngine) -> str:
 
 
 def make_job(inputs: Inputs, config: Config, plan: Plan, first: bool = True) -> dict:
-    """Everything a rank needs, as plain values; `first` is false for ranks that a launcher outside started beside it."""
+    """Everything a rank needs, as plain values; `first` is false for the others that a launcher outside started."""
     init_from = config.train.init_from
     return {
         "module_path": str(KINDS["module"].path(inputs.root)),

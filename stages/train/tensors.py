@@ -46,7 +46,8 @@ class Stored:
 class OwnTensors:
     """By the names under which the module lists its buffers and parameters: tied ones once.
 
-    `kept` puts a piece where it is trained, in the type it is trained in.
+    `kept` puts a piece where it is trained, in the type it is trained in. `wanted` are the names that this rank has a
+    piece of, where it has not one of all.
     """
 
     def __init__(
@@ -56,13 +57,16 @@ class OwnTensors:
         kept: Callable[[Tensor], Tensor],
         init_from: str | None,
         where: str,
+        wanted: Callable[[str], bool] = lambda name: True,
     ) -> None:
         self.stored = stored
         initial = Initial(build)
-        self.whole = initial.whole  # why this rank had to hold the whole module, or nothing
+        self.held_whole = initial.whole  # why this rank had to hold the whole module, or nothing
         named = {**dict(initial.module.named_buffers()), **dict(initial.module.named_parameters())}
         self.shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        self.dtypes = {name: tensor.dtype for name, tensor in named.items()}  # before `kept`
         self.state = state_names(initial.module, named)
+        named = {name: tensor for name, tensor in named.items() if wanted(name)}
         self.tensors: dict[str, Tensor] = dict.fromkeys(named)  # in this order; each is there when its piece is
         for name, piece in self._pieces(initial, named, init_from, where):
             own = kept(piece)
@@ -83,21 +87,23 @@ class OwnTensors:
     def _read(self, path: Path, named: Mapping[str, Tensor], where: str) -> Iterator[tuple[str, Tensor]]:
         """All that the module's state dict has, in the module's types."""
         weights = open_weights(path, where)
-        for name, key in match_names(weights, self.state, self.shapes, where).items():
+        found = match_names(weights, self.state, self.shapes, where)
+        for name, key in ((name, found[name]) for name in found if name in named):
             runs = runs_of(self.shapes[name], self.stored.layout(name, named[name]), self.stored.axes)
             yield name, read_piece(weights, key, runs).to(named[name].dtype)
 
     def export(self, path: Path) -> None:
         """A file of the whole tensors by the names of the module's state dict; all ranks do this together."""
         specs = {key: (self.tensors[name].dtype, self.shapes[name]) for key, name in self.state.items()}
-        whole = map(self._whole, self.state.values())
+        whole = map(self.whole, self.state.values())
         if dist.get_rank() == 0:
             write_weights(path, specs, whole, {"format": "pt"})
         else:
             for _ in whole:
                 pass
 
-    def _whole(self, name: str) -> Tensor:
+    def whole(self, name: str) -> Tensor:
+        """On every rank of the mesh; all of them ask for it together."""
         tensor = self.tensors[name]
         return whole_of(tensor, self.stored.layout(name, tensor), self.stored.axes)
 

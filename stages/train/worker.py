@@ -58,9 +58,10 @@ def agree(digests: dict[str, str]) -> None:
 def make_engine(job: Job) -> Engine:
     name = job["train"]["engine"]
     if name == "planned":
+        from stages.train.piped import Piped, is_pipeline
         from stages.train.planned import Planned
 
-        return Planned(job)
+        return Piped(job) if is_pipeline(job["module_path"]) else Planned(job)
     from stages.train.baselines import ENGINES
 
     return ENGINES[name](job)

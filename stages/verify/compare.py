@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.ir.layout import B, Layout, P, R
+from pipeline.ir.layout import Layout, P, R
 from pipeline.runtime.axes import combine
 from pipeline.runtime.mesh import joined
 from pipeline.runtime.parameters import piece_of
@@ -81,8 +81,3 @@ def _finite(tensor: Tensor) -> Tensor:
 def largest(tensors: Iterable[Tensor]) -> float:
     """Of all their elements."""
     return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
-
-
-def of_gradient(layout: Layout) -> Layout:
-    """How the gradient of a tensor in that layout lies."""
-    return Layout(tuple({B: P, P: R}.get(state, state) for state in layout.states))

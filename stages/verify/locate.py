@@ -17,8 +17,9 @@ import torch
 from torch import Tensor as Data
 
 from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.layout import of_gradient
 from pipeline.ir.program import Call, Convert, Program
-from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, Gap, gap, largest, of_gradient
+from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, Gap, gap, largest
 from stages.verify.interpret import Values, interpret
 from stages.verify.record import Noted, Recorder, names_of, recorded
 from stages.verify.steps import LOSS, Difference, Rank, compare_passes

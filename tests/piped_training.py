@@ -1,0 +1,167 @@
+"""Pipelines of random plans, trained by the stage's engine on real ranks, beside steps of the unsplit module."""
+
+from __future__ import annotations
+
+import copy
+import random
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from pipeline.ir.plan import Plan
+from pipeline.runtime.parameters import piece_of
+from stages.codegen.partitions import write_partitions
+from stages.train.piped import Piped
+from tests.piped_programs import cut, random_cuts
+from tests.plans import FORCED, STEPS, batch_of, graph_of, module_of, random_plan
+
+
+@dataclass(frozen=True)
+class Case:
+    """`devices` of each piece; `plans` is one of FORCED, or random ones by the seed."""
+
+    model: str
+    schedule: str
+    devices: tuple[int, ...]
+    chunks: int = 1
+    micro_batches: int = 4
+    plans: str = "random"
+    seed: int = 0
+    clip_norm: float | None = None
+
+    @property
+    def name(self) -> str:
+        sizes = "x".join(map(str, self.devices))
+        return f"{self.model}-{self.schedule}-{sizes}-{self.chunks}-{self.micro_batches}-{self.plans}-{self.seed}"
+
+
+def plan_of(case: Case) -> Plan:
+    graph, draw = graph_of(case.model), random.Random(case.seed)
+    count = len(case.devices) * case.chunks
+    devices = [case.devices[number % len(case.devices)] for number in range(count)]
+    if case.plans == "random":
+        plans = [random_plan(graph, size, 100 * case.seed + number) for number, size in enumerate(devices)]
+    else:
+        plans = [FORCED[case.plans](graph, size) for size in devices]
+    plan = cut(graph, random_cuts(graph, count, draw), plans, draw, case.micro_batches)
+    return replace(plan, schedule=case.schedule, chunks=case.chunks)
+
+
+def build(model: str) -> nn.Module:
+    return copy.deepcopy(module_of(model))
+
+
+class Rows(Dataset):
+    """The rows of a step's batches, which come again in every step."""
+
+    def __init__(self, model: str, micro_batches: int) -> None:
+        self.batches = [batch_of(model, number) for number in range(micro_batches)]
+        self.size = len(next(iter(self.batches[0].values())))
+
+    def __len__(self) -> int:
+        return self.size * len(self.batches)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return {name: t[number % self.size] for name, t in self.batches[number // self.size].items()}
+
+
+def job_of(case: Case, path: Path) -> dict:
+    batch = {n: {"shape": list(t.shape), "dtype": str(t.dtype)[6:]} for n, t in batch_of(case.model).items()}
+    rows = {"_target_": "tests.piped_training.Rows", "model": case.model, "micro_batches": case.micro_batches}
+    return {
+        "module_path": str(path),
+        "model": {
+            "precision": "fp32",
+            "module": {"_target_": "tests.piped_training.build", "model": case.model},
+            "batch": batch,
+        },
+        "data": {"dataset": rows, "shuffle": False, "seed": 0},
+        "train": {
+            "steps": STEPS,
+            "seed": 0,
+            "init_from": None,
+            "clip_norm": case.clip_norm,
+            "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-6},
+        },
+        "where": {"model": "model", "data": "data", "train": "train"},
+    }
+
+
+def truth_of(case: Case) -> dict:
+    """The plain loop of the unsplit module."""
+    model = build(case.model)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1, eps=1e-6
+    )
+    batches = [batch_of(case.model, number) for number in range(case.micro_batches)]
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        found = [model(**batch) for batch in batches]
+        sum(found).div(len(found)).backward()
+        if case.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
+        optimizer.step()
+        losses.append(float(sum(found).detach()) / len(found))
+    with torch.no_grad():
+        after = float(model(**batches[-1]))
+    return {"losses": losses, "after": after, "weights": model.state_dict(), "names": dict(model.named_parameters())}
+
+
+def write_case(case: Case, folder: Path) -> None:
+    graph = graph_of(case.model)
+    (folder / f"{case.name}.py").write_text(write_partitions(graph, plan_of(case)))
+    torch.save((case, truth_of(case)), folder / f"{case.name}.truth")
+
+
+def train(folder: str) -> dict[str, str]:
+    """On a rank: every program in the folder -> what is wrong with it, or ''."""
+    errors = {}
+    for path in sorted(Path(folder).glob("*.py")):
+        try:
+            _train(path)
+            errors[path.stem] = ""
+        except Exception:  # shown by the test of that plan
+            errors[path.stem] = traceback.format_exc()
+            break  # the other ranks may wait for what this one did not send
+    return errors
+
+
+def _train(path: Path) -> None:
+    from safetensors.torch import load_file
+
+    case, truth = torch.load(path.with_suffix(".truth"), weights_only=False)
+    engine = Piped(job_of(case, path))
+    losses = []
+    for step in range(STEPS):
+        first, *later = engine.batches(step)
+        losses.append(engine.step(engine.on_device(first), later))
+    _near("losses", torch.tensor(losses, dtype=torch.float64), torch.tensor(truth["losses"], dtype=torch.float64))
+    found = engine.loss(engine.on_device(engine.batches(STEPS)[-1]))
+    _near(
+        "loss without a gradient",
+        torch.tensor(found, dtype=torch.float64),
+        torch.tensor(truth["after"], dtype=torch.float64),
+    )
+    for partition in engine.partitions:
+        for name, tensor in partition.own.tensors.items():
+            layout = partition.own.stored.layout(name, tensor)
+            _near(name, tensor.detach(), piece_of(truth["weights"][name], layout, partition.axes))
+    target = path.with_suffix(".safetensors")
+    engine.export(target)
+    torch.distributed.barrier()
+    exported = load_file(target)
+    assert exported.keys() == truth["weights"].keys()
+    for name, tensor in exported.items():
+        _near(name, tensor, truth["weights"][name])
+
+
+def _near(name: str, found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape, f"{name}: {tuple(found.shape)}, expected {tuple(expected.shape)}"
+    torch.testing.assert_close(
+        found.double(), expected.double(), rtol=1e-8, atol=1e-9, msg=lambda text: f"{name}: {text}"
+    )
