@@ -33,6 +33,7 @@ from pipeline.runtime.batches import Batches
 from pipeline.runtime.mesh import set_mesh
 from pipeline.weights import match_names, open_weights, read_piece, write_weights
 from stages.train.engine import Batch, Held, Job
+from stages.train.held_out import HeldOut, held_out_batches
 from stages.train.tensors import state_names
 
 AXIS = "ranks"
@@ -59,6 +60,11 @@ class Single:
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
         self._batches = Batches(dataset, job, dict.fromkeys(job["model"]["batch"], SPLIT), [AXIS])
         self.samples = self._batches.size * self.passes
+        self.held_out = self._held_out() if job["train"]["evaluate"]["every"] else None
+
+    def _held_out(self) -> HeldOut:
+        batches = held_out_batches(self.job, dict.fromkeys(self.job["model"]["batch"], SPLIT), [AXIS])
+        return HeldOut(batches, self.loss)
 
     def _built(self) -> nn.Module:
         """The same on all ranks; what is drawn later, as for dropout, is not."""
@@ -106,6 +112,14 @@ class Single:
         if told is not None:
             told.wait()
         return float(total) / self.passes / dist.get_world_size()
+
+    def evaluate(self) -> float:
+        assert self.held_out is not None, "evaluate.every is 0"
+        self.called.eval()
+        try:
+            return self.held_out.mean_loss(self.on_device)
+        finally:
+            self.called.train()
 
     def loss(self, batch: Batch) -> float:
         buffers = [tensor for tensor in self.named.values() if not isinstance(tensor, nn.Parameter)]

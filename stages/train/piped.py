@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.instantiate import instantiate
-from pipeline.ir.layout import Layout
+from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
 from pipeline.optimizer import build_optimizer
 from pipeline.runtime.batches import Batches
@@ -29,6 +29,7 @@ from pipeline.runtime.source import load_program
 from pipeline.runtime.transfer import meeting_device
 from pipeline.weights import write_weights
 from stages.train.engine import Batch, Held, Job
+from stages.train.held_out import HeldOut, held_out_batches
 from stages.train.partition import Partition, names_of, owners
 from stages.train.stage import Cut, Mesh, Stage, schedule_of
 from stages.train.tensors import OwnTensors, Stored
@@ -65,6 +66,7 @@ class Piped:
         self.optimizer = build_optimizer(job["train"]["optimizer"], where, [updated for updated, _ in rows])
         self._batches = self._own_batches()
         self.samples = next(iter(job["model"]["batch"].values()))["shape"][0] * self.passes
+        self.held_out = self._held_out() if job["train"]["evaluate"]["every"] else None
 
     # ---- what is held
 
@@ -130,15 +132,30 @@ class Piped:
     def _own_batches(self) -> list[Batches | None]:
         """For each partition its inputs, as they lie there."""
         dataset = instantiate(self.job["data"]["dataset"], f"{self.job['where']['data']}: dataset")
-        specs = self.job["model"]["batch"]
         found: list[Batches | None] = []
         for partition in self.partitions:
-            written = self.written[partition.number]
-            layouts = {name: Layout.parse(text) for name, text in written.INPUTS.items()}
-            model = {**self.job["model"], "batch": {name: specs[name] for name in layouts}}
-            given = {**self.job, "model": model}
-            found.append(Batches(dataset, given, layouts, list(written.MESH)) if layouts else None)
+            given, layouts = self._reads(partition)
+            found.append(Batches(dataset, given, layouts, partition.axes) if layouts else None)
         return found
+
+    def _reads(self, partition: Partition) -> tuple[Job, dict[str, Layout]]:
+        """The job with the inputs of the partition alone, and how they lie there."""
+        layouts = {name: Layout.parse(text) for name, text in self.written[partition.number].INPUTS.items()}
+        specs = self.job["model"]["batch"]
+        return {**self.job, "model": {**self.job["model"], "batch": {name: specs[name] for name in layouts}}}, layouts
+
+    def _held_out(self) -> HeldOut:
+        """The data to evaluate on, with the program as the model is then."""
+        program = load_program(self.job["module_path"], evaluates=True)
+        whole = dict.fromkeys(self.job["model"]["batch"], replicated(len(self.partitions[0].axes)))
+        count = len(held_out_batches(self.job, whole, self.partitions[0].axes))
+        batches: list[Batch] = [{} for _ in range(count)]
+        for partition in self.partitions:
+            partition.evaluating = program.PARTITIONS[partition.number](partition.own.tensors)
+            given, layouts = self._reads(partition)
+            for batch, own in zip(batches, held_out_batches(given, layouts, partition.axes) if layouts else ()):
+                batch.update({f"{partition.number}.{name}": tensor for name, tensor in own.items()})
+        return HeldOut(batches, partial(self._loss_of, True))
 
     def batches(self, step: int) -> list[Batch]:
         return [self._batch(step * self.passes + n) for n in range(self.passes)]
@@ -183,10 +200,17 @@ class Piped:
         losses = self.stages[-1].losses
         return self._everywhere(sum(map(float, losses)) / self.passes if losses else 0.0)
 
+    def evaluate(self) -> float:
+        assert self.held_out is not None, "evaluate.every is 0"
+        return self.held_out.mean_loss(self.on_device)
+
     def loss(self, batch: Batch) -> float:
+        return self._loss_of(False, batch)
+
+    def _loss_of(self, evaluates: bool, batch: Batch) -> float:
         found = None
         for stage in self.stages:
-            found = stage.loss(_own_part(stage.partition.number, lambda: batch))
+            found = stage.loss(_own_part(stage.partition.number, lambda: batch), evaluates)
         return self._everywhere(0.0 if found is None else float(found))
 
     def _everywhere(self, loss: float) -> float:

@@ -183,12 +183,12 @@ class Stage(_PipelineStageBase):
 
     # ---- outside a step
 
-    def loss(self, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """Of a batch, without a gradient; the last partition has it."""
+    def loss(self, batch: Mapping[str, Tensor], evaluates: bool) -> Tensor | None:
+        """Of a batch, without a gradient, in training or as the model is when it evaluates; the last one has it."""
         run(self.get_fwd_recv_ops(0))
         with torch.no_grad():
             entering = {name: t.requires_grad_(False) for name, t in self.entering(0).items()}
-        results = self.partition.without_gradient(dict(batch), entering)
+        results = self.partition.without_gradient(dict(batch), entering, evaluates)
         if self.after is None:
             return results[0]
         run(self._send(FORWARD, 0, dict(zip(self.after.names, results, strict=True))))
