@@ -16,6 +16,7 @@ from pipeline.ir.plan import Plan
 from pipeline.runtime.parameters import piece_of
 from stages.codegen.partitions import write_partitions
 from stages.train.piped import Piped
+from tests.jobs import train_settings
 from tests.piped_programs import cut, random_cuts
 from tests.plans import FORCED, STEPS, batch_of, graph_of, module_of, random_plan
 
@@ -80,13 +81,12 @@ def job_of(case: Case, path: Path) -> dict:
             "batch": batch,
         },
         "data": {"dataset": rows, "shuffle": False, "seed": 0},
-        "train": {
-            "steps": STEPS,
-            "seed": 0,
-            "init_from": None,
-            "clip_norm": case.clip_norm,
-            "optimizer": {"_target_": "torch.optim.AdamW", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-6},
-        },
+        "train": train_settings(
+            steps=STEPS,
+            seed=0,
+            clip_norm=case.clip_norm,
+            optimizer={"_target_": "torch.optim.AdamW", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-6},
+        ),
         "where": {"model": "model", "data": "data", "train": "train"},
     }
 

@@ -153,7 +153,8 @@ class Piped:
         for partition in self.partitions:
             partition.evaluating = program.PARTITIONS[partition.number](partition.own.tensors)
             given, layouts = self._reads(partition)
-            for batch, own in zip(batches, held_out_batches(given, layouts, partition.axes) if layouts else ()):
+            own_batches = held_out_batches(given, layouts, partition.axes) if layouts else [{}] * count
+            for batch, own in zip(batches, own_batches, strict=True):
                 batch.update({f"{partition.number}.{name}": tensor for name, tensor in own.items()})
         return HeldOut(batches, partial(self._loss_of, True))
 

@@ -27,6 +27,7 @@ from stages.train.choice import check_batch, ranks_of
 from stages.train.loop import Loop
 from stages.train.worker import agree, make_engine
 from tests import plans
+from tests.jobs import train_settings
 from tests.ranks import run_ranks
 
 STEPS, BATCH, PASSES, SAMPLES, RATE, CLIP = 3, 8, 2, 64, 0.01, 0.5
@@ -43,18 +44,21 @@ def given_model() -> nn.Module:
 def job(engine: str, weights: Path) -> dict[str, Any]:
     shape = {"shape": [BATCH, SIZES["context"]], "dtype": "int64"}
     data = {"vocab_size": SIZES["vocab_size"], "length": SIZES["context"], "samples": SAMPLES}
+    dataset = {"_target_": "pipeline.models.data.TokenSequences", **data}
     return {
         "device": "cpu",
+        "module_path": __file__,  # not run
         "model": {
             "precision": "fp32",
             "module": {"_target_": "pipeline.models.gpt.build", **SIZES},
             "batch": {"input_ids": shape, "labels": shape},
         },
-        "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences", **data}, "shuffle": False, "seed": 0},
-        "train": {
-            "steps": STEPS, "seed": 3, "init_from": str(weights), "clip_norm": CLIP, "micro_batches": PASSES,
-            "engine": engine, "optimizer": {"_target_": "torch.optim.SGD", "lr": RATE, "momentum": 0.9},
-        },
+        "data": {"dataset": dataset, "held_out": dataset, "shuffle": False, "seed": 0},
+        "train": train_settings(
+            steps=STEPS, seed=3, init_from=str(weights), clip_norm=CLIP, micro_batches=PASSES, engine=engine,
+            optimizer={"_target_": "torch.optim.SGD", "lr": RATE, "momentum": 0.9},
+            evaluate={"every": STEPS, "batches": 1},
+        ),
         "where": {"model": "model", "data": "data", "train": "train"},
     }  # fmt: skip
 
@@ -129,6 +133,7 @@ def test_losses_are_those_of_a_plain_loop(trained, name: str) -> None:
         assert result["losses"] == pytest.approx(losses, rel=1e-5)
         assert result["ranks"] == RANKS[name] and result["samples"] == BATCH * PASSES
         assert result["next"] == pytest.approx(after, rel=1e-5) and result["unchanged"]
+        assert result["evaluated"] == [(STEPS - 1, pytest.approx(plain()[1](**next(batches())).item(), rel=1e-5))]
 
 
 @pytest.mark.parametrize("name", RANKS)
