@@ -7,6 +7,7 @@ is the index of the first sample: data that is held out is that of the same seed
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -58,6 +59,35 @@ class ClassVectors(Dataset[dict[str, Tensor]]):
             "inputs": self.centres[target] + torch.randn(self.centres.shape[1], generator=generator),
             "targets": target,
         }
+
+
+class ClassImages(Dataset[dict[str, Tensor]]):
+    """Images with one coarse picture per class, lighter or darker, under noise."""
+
+    def __init__(
+        self,
+        size: int,
+        classes: int,
+        samples: int,
+        channels: int = 3,
+        seed: int = 0,
+        noise: float = 0.5,
+        first: int = 0,
+    ) -> None:
+        self.samples, self.classes, self.seed, self.noise, self.first = samples, classes, seed, noise, first
+        coarse = torch.randn(classes, channels, 4, 4, generator=_generator(seed, -1))
+        self.pictures = F.interpolate(coarse, size=(size, size), mode="nearest")
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = _generator(self.seed, self.first + index)
+        label = torch.randint(self.classes, (1,), generator=generator)[0]
+        light = torch.rand(1, generator=generator) + 0.5
+        picture = self.pictures[label]
+        noise = torch.randn(picture.shape, generator=generator)
+        return {"images": picture * light + self.noise * noise, "labels": label}
 
 
 def _generator(seed: int, index: int) -> torch.Generator:

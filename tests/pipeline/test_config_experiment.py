@@ -40,7 +40,7 @@ def refusal(root: Path, *settings: str) -> str:
 
 
 def test_shipped_experiments_apply_and_are_described(project: Path) -> None:
-    assert list(experiments(project)) == ["highs", "mlp", "tight_memory"]
+    assert list(experiments(project)) == ["highs", "images", "mlp", "text", "tight_memory"]
     assert all(experiments(project).values())
     for name in listing(project, "experiment"):
         assert apply_experiment(project, name)
@@ -106,13 +106,14 @@ def test_links_and_modes_survive(project: Path) -> None:
 
 def test_unknown_experiment(project: Path) -> None:
     for name, line in {
-        "other": "conf/experiment: there is no experiment 'other'; choose one of: highs, mlp, tight_memory",
+        "other": "conf/experiment: there is no experiment 'other';"
+        " choose one of: highs, images, mlp, text, tight_memory",
         "tight": "conf/experiment: there is no experiment 'tight';"
-        " did you mean 'tight_memory'? choose one of: highs, mlp, tight_memory",
+        " did you mean 'tight_memory'? choose one of: highs, images, mlp, text, tight_memory",
         "mpl": "conf/experiment: there is no experiment 'mpl';"
-        " did you mean 'mlp'? choose one of: highs, mlp, tight_memory",
+        " did you mean 'mlp'? choose one of: highs, images, mlp, text, tight_memory",
         "../solve/glpk": "conf/experiment: there is no experiment '../solve/glpk';"
-        " choose one of: highs, mlp, tight_memory",
+        " choose one of: highs, images, mlp, text, tight_memory",
     }.items():
         with pytest.raises(ConfigError) as caught:
             apply_experiment(project, name)
