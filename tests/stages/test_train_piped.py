@@ -24,6 +24,7 @@ CASES = (
     Case("gpt", "1f1b", (2, 2), micro_batches=2, plans="megatron"),
     Case("tied", "interleaved", (2, 2), chunks=2, micro_batches=2, seed=1),
     Case("shared", "zero_bubble", (2, 2), seed=3),
+    Case("odd", "gpipe", (2, 2), micro_batches=2, seed=2),  # copies of a parameter that several links read
     Case("tied", "1f1b", (3, 1), seed=2),
     Case("shared", "gpipe", (1, 2, 1), micro_batches=2, seed=5),
 )
