@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline import artifacts
 from pipeline.artifacts import KINDS
 from pipeline.config import load_config
-from pipeline.ir.plan import Plan, Sharding
+from pipeline.ir.plan import Partition, Plan, Sharding
 from pipeline.ir.report import Report
 from pipeline.stage import STAGES
 from pipeline.tracker import latest_run_url
@@ -17,13 +17,13 @@ def summarise(root: Path) -> str:
     config = load_config(root)
     plan: Plan = artifacts.load("plan", root).body
     report: Report = artifacts.load("report", root).body
-    mesh = " x ".join(f"{name}={size}" for name, size in plan.axes)
-    regions = sum(region.recompute for region in plan.regions)
+    regions = sum(region.recompute for partition in plan.partitions for region in partition.regions)
     rows = [
         ("model", f"{config.choices['model']} on {config.choices['cluster']}"),
-        ("mesh", mesh),
-        ("inputs", ", ".join(f"{name} {layout}" for name, layout in plan.sharding.inputs.items())),
-        ("parameters", _parameters(plan.sharding)),
+        *([("pipeline", _pipeline(plan))] if plan.pipelined else []),
+        ("mesh", ", ".join(map(_mesh, plan.partitions))),
+        ("inputs", ", ".join(dict.fromkeys(text for partition in plan.partitions for text in _inputs(partition)))),
+        ("parameters", _parameters([partition.sharding for partition in plan.partitions])),
         ("recompute", f"{regions} regions" if regions else "nothing"),
         ("engine", report.engine),
         ("loss", f"{report.losses[0]:.4f} -> {report.losses[-1]:.4f} in {report.steps} steps"),
@@ -49,13 +49,26 @@ def summarise(root: Path) -> str:
     )
 
 
-def _parameters(sharding: Sharding) -> str:
-    split = sum(any(s.kind == "S" for s in layout.states) for layout in sharding.storage.values())
+def _pipeline(plan: Plan) -> str:
+    return f"{plan.schedule} of {len(plan.partitions)} partitions, {plan.micro_batches} micro-batches"
+
+
+def _mesh(partition: Partition) -> str:
+    return " x ".join(f"{name}={size}" for name, size in partition.axes)
+
+
+def _inputs(partition: Partition) -> list[str]:
+    return [f"{name} {layout}" for name, layout in partition.sharding.inputs.items()]
+
+
+def _parameters(shardings: list[Sharding]) -> str:
+    storage = [layout for sharding in shardings for layout in sharding.storage.values()]
+    split = sum(any(s.kind == "S" for s in layout.states) for layout in storage)
     counts = {
-        "replicated": len(sharding.storage) - split,
+        "replicated": len(storage) - split,
         "split": split,
-        "regathered": len(sharding.regathered),
-        "with a split optimizer state": len(sharding.state),
+        "regathered": sum(len(sharding.regathered) for sharding in shardings),
+        "with a split optimizer state": sum(len(sharding.state) for sharding in shardings),
     }
     return ", ".join(f"{count} {what}" for what, count in counts.items() if count or what in ("replicated", "split"))
 

@@ -7,14 +7,17 @@ import random
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from pipeline.ir.plan import Plan
 from pipeline.runtime.parameters import piece_of
 from stages.codegen.partitions import write_partitions
+from stages.train.partition import Partition
 from stages.train.piped import Piped
 from tests.jobs import train_settings
 from tests.piped_programs import cut, random_cuts
@@ -151,6 +154,7 @@ def _train(path: Path) -> None:
         for name, tensor in partition.own.tensors.items():
             layout = partition.own.stored.layout(name, tensor)
             _near(name, tensor.detach(), piece_of(truth["weights"][name], layout, partition.axes))
+    _check_state(engine, truth)
     target = path.with_suffix(".safetensors")
     engine.export(target)
     torch.distributed.barrier()
@@ -158,6 +162,32 @@ def _train(path: Path) -> None:
     assert exported.keys() == truth["weights"].keys()
     for name, tensor in exported.items():
         _near(name, tensor, truth["weights"][name])
+
+
+def _check_state(engine: Piped, truth: dict) -> None:
+    """Every tensor is told by one partition; what others hold of it can be had again from there."""
+    told = [held.name for held in engine.state() if held.name.startswith("weights/")]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (engine.piece, told))
+    by_piece = dict(everyone)
+    names = [name for piece in by_piece for name in by_piece[piece]]
+    assert len(names) == len(set(names)) and set(names) >= {f"weights/{name}" for name in truth["names"]}
+    later = [(p, name) for p in engine.partitions for name in p.parameters if engine.owners[name] != p.number]
+    before = {(p.number, name): _tensors(engine, p, name) for p, name in later}
+    for partition, name in later:
+        for tensor in _tensors(engine, partition, name, copies=False):
+            tensor.fill_(7.0)
+    engine.take_tied()
+    for partition, name in later:
+        for found, expected in zip(_tensors(engine, partition, name), before[partition.number, name], strict=True):
+            _near(name, found, expected)
+
+
+def _tensors(engine: Piped, partition: Partition, name: str, copies: bool = True) -> list[Tensor]:
+    """A parameter and its optimizer state."""
+    state = engine.optimizer.state[partition.updated[name]].values()
+    found = [partition.parameters[name].detach(), *state]
+    return [tensor.clone() for tensor in found] if copies else found
 
 
 def _near(name: str, found: Tensor, expected: Tensor) -> None:

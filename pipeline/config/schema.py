@@ -421,7 +421,7 @@ class Checkpoint:
     )
     pipeline: Pipeline = setting(
         "Cut the model into partitions on devices of their own: never (`off`), where that is faster, with the best"
-        " schedule (`solve`), or always, with this one. Pipelines are planned, not yet trained.",
+        " schedule (`solve`), or always, with this one.",
         Pipeline("off"),
     )
     partitions: int | None = setting(

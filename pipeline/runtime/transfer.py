@@ -136,8 +136,8 @@ def _at(index: Index) -> Index:
 class Transfer:
     """The messages of a tensor, as far as this rank has part in them; all of a step's tags are different."""
 
-    def __init__(self, source: Site, target: Site, shape: Shape) -> None:
-        rank = dist.get_rank()
+    def __init__(self, source: Site, target: Site, shape: Shape, rank: int | None = None) -> None:
+        rank = dist.get_rank() if rank is None else rank
         self.shape: Shape | None = None  # of this rank's piece, where it is a reader
         if rank in target.ranks:
             self.shape = target.layout.local_shape(shape, target.sizes)
@@ -150,7 +150,7 @@ class Transfer:
     def send(self, piece: Tensor, tag: int) -> list[dist.P2POp]:
         """To all readers but this rank itself."""
         others = [message for message in self.sent if message.source != message.target]
-        return [_op(dist.isend, on_host(self._taken(m, piece)), m.target, tag) for m in others]
+        return [_op(dist.isend, on_host(self.taken(m, piece)), m.target, tag) for m in others]
 
     def receive(self, dtype: torch.dtype, device: torch.device, tag: int, own: Tensor | None = None) -> Arriving:
         """`own` is the piece of this rank, where it is a sender too."""
@@ -160,14 +160,15 @@ class Transfer:
         for message in self.received:
             if message.source == message.target:
                 assert own is not None
-                blocks.append(self._taken(message, own).clone())
+                blocks.append(self.taken(message, own).clone())
                 continue
             block = torch.empty(self._block_shape(message), dtype=dtype, device=meeting_device(device))
             ops.append(_op(dist.irecv, block, message.source, tag))
             blocks.append(block)
         return Arriving(self, ops, blocks, dtype, device)
 
-    def _taken(self, message: Message, piece: Tensor) -> Tensor:
+    def taken(self, message: Message, piece: Tensor) -> Tensor:
+        """What the message carries of the sender's piece."""
         return (piece if self.as_it_is else piece[_at(message.taken)]).detach().contiguous()
 
     def _block_shape(self, message: Message) -> list[int]:
@@ -178,6 +179,7 @@ class Transfer:
         return lengths
 
     def put(self, blocks: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The reader's piece, of what all its messages carry."""
         assert self.shape is not None
         if self.as_it_is:
             return blocks[0].to(device)

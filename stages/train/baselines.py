@@ -149,6 +149,9 @@ class Single:
                 if isinstance(value, Tensor):
                     yield held(f"optimizer/{name}/{key}", value)
 
+    def restored(self) -> None:
+        """Nothing is held twice."""
+
     def export(self, path: Path) -> None:
         names = state_names(self.module, self.named)
         specs = {key: (self.named[name].dtype, tuple(self.named[name].shape)) for key, name in names.items()}

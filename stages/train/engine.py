@@ -60,6 +60,10 @@ class Engine(Protocol):
         """Parameters, buffers and the optimizer's tensors; read them or write into the pieces."""
         ...
 
+    def restored(self) -> None:
+        """After the pieces of the state were written into: what is held twice follows."""
+        ...
+
     def export(self, path: Path) -> None:
         """A file of the whole weights by the names of the model's state dict; all ranks do this together."""
         ...

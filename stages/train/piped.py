@@ -238,8 +238,8 @@ class Piped:
     def _is_owner(self, number: int, name: str) -> bool:
         return self.owners[name] == number
 
-    def take_tied(self) -> None:
-        """After the state was written into: the other holders of a tied parameter take what the first has."""
+    def restored(self) -> None:
+        """The other holders of a tied parameter take what the first has."""
         self.tied.take(self.optimizer)
 
     def export(self, path: Path) -> None:

@@ -131,5 +131,8 @@ class Planned:
                     whole = replicated(len(axes))
                     yield Held(f"optimizer/{name}/{key}", value, tuple(value.shape), whole, axes)
 
+    def restored(self) -> None:
+        """Nothing is held twice."""
+
     def export(self, path: Path) -> None:
         self.own.export(path)

@@ -83,6 +83,7 @@ def restore(engine: Engine, snapshot: Path, about: About, program: str) -> None:
     pieces |= {piece.name: piece for piece in streams if piece.name in metadata}
     with torch.no_grad():
         dcp.load(pieces, storage_reader=dcp.FileSystemReader(snapshot), planner=LoadPlanner())  # type: ignore[arg-type]
+    engine.restored()
     for piece in streams:
         if piece.name.endswith("/cpu"):
             torch.set_rng_state(piece.tensor)

@@ -28,7 +28,6 @@ from pipeline.runtime_names import NAMES
 from pipeline.stage import Inputs
 from stages.codegen import run as codegen
 from stages.codegen.partitions import sent_row, write_partitions
-from stages.train import run as train
 from stages.verify import run as verify
 from tests.graphs import GRAPHS, SILENT, gpt_graph
 from tests.piped_programs import compare, cut, random_cuts, run_piped
@@ -295,15 +294,6 @@ def test_a_partition_with_a_strategy_too_few_is_refused(chosen: Case, tmp_path: 
     damaged = replace(plan, partitions=(replace(first, sharding=sharding), *others))
     with pytest.raises(InvalidSharding, match="every op has a strategy"):
         codegen.run(inputs_of(tmp_path, graph, damaged), load_config(PROJECT))
-
-
-def test_train_refuses_a_pipeline(chosen: Case, tmp_path: Path) -> None:
-    graph, plan, _ = chosen
-    with pytest.raises(TrainError) as refused:
-        train.run(inputs_of(tmp_path, graph, plan), load_config(PROJECT))
-    line = refused.value.line()
-    assert "pipelines cannot be run yet, and the plan is one of 4 partitions" in line
-    assert line.endswith("set `pipeline: off` in conf/checkpoint/rotor.yaml")
 
 
 def test_verify_refuses_a_pipeline(chosen: Case, tmp_path: Path, monkeypatch) -> None:

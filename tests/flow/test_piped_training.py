@@ -1,0 +1,61 @@
+"""A pipeline from the configuration to trained weights: the losses of the plain loop, on ranks of its partitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.models import gpt
+from stages.__main__ import main
+from tests.flow import plain_loop
+from tests.flow.conftest import Maker
+from tests.flow.project import STAGES, TINY, Project, worst_difference
+
+pytestmark = pytest.mark.flow
+PASSES = 4
+TIED = {"module": TINY["model"]["module"] | {"tie": True}}
+FORCED = {"pipeline": "1f1b", "partitions": 2}
+
+
+@pytest.fixture(scope="module")
+def project(make_project: Maker) -> Project:
+    return make_project(
+        tiny=True,
+        model=TIED,
+        solve={"piece_meshes": 1},
+        checkpoint=FORCED,
+        train={"micro_batches": PASSES, "clip_norm": 0.5, "export": True},
+    )
+
+
+def test_two_partitions_train_as_a_plain_loop_does(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project.root)
+    for name in STAGES:
+        assert main([name, "-q"]) == 0, name
+    plan, report = project.load("plan"), project.load("report")
+    assert len(plan.partitions) == 2 and plan.schedule == "1f1b" and plan.slices == 1
+    assert report.ranks == plan.ranks == len(report.peak_bytes) == 2 and min(report.peak_bytes) > 0
+    capsys.readouterr()
+    plain_loop.main(project.root, report.steps)
+    plain = [float(line) for line in capsys.readouterr().out.split()]
+    assert worst_difference(report.losses, plain) < 2e-5
+    assert report.samples_per_second == pytest.approx(12 * PASSES / report.median_step_seconds)
+
+
+def test_the_weights_of_all_partitions_are_exported(project: Project) -> None:
+    from safetensors.torch import load_file
+
+    settings = {key: value for key, value in TIED["module"].items() if key != "_target_"}
+    model = gpt.build(**settings)
+    model.load_state_dict(load_file(project.root / "runs/train/weights/model.safetensors"))
+    assert torch.equal(model.token.weight, model.head.weight)
+
+
+def test_the_summary_shows_the_pipeline(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project.root)
+    assert main(["summary"]) == 0
+    assert "1f1b of 2 partitions, 4 micro-batches" in capsys.readouterr().out

@@ -1,0 +1,65 @@
+"""Pipelines on real ranks: losses, weights and exported files are those of the unsplit module, in float64.
+
+Each partition has a random plan of its own, with random layouts of what it sends, random storage of its parameters and
+random recompute regions; so what crosses a cut lies otherwise at its reader, and tied parameters at their holders.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.runtime.source import load_program
+from tests.piped_training import Case, train, write_case
+from tests.ranks import run_ranks
+
+CASES = (
+    Case("tied", "gpipe", (1, 1), seed=1),
+    Case("gpt", "1f1b", (1, 1)),
+    Case("ladder", "1f1b", (1, 1), clip_norm=0.1),  # a partition without parameters, and rungs across the cut
+    Case("tied", "interleaved", (1, 1), chunks=2),  # both holders on one rank
+    Case("odd", "zero_bubble", (1, 1), micro_batches=2),  # buffers, frozen and unused parameters
+    Case("tied", "gpipe", (2, 2), micro_batches=2, plans="data_parallel", clip_norm=0.05),
+    Case("gpt", "1f1b", (2, 2), micro_batches=2, plans="megatron"),
+    Case("tied", "interleaved", (2, 2), chunks=2, micro_batches=2, seed=1),
+    Case("shared", "zero_bubble", (2, 2), seed=3),
+    Case("odd", "gpipe", (2, 2), micro_batches=2, seed=2),  # copies of a parameter that several links read
+    Case("tied", "1f1b", (3, 1), seed=2),
+    Case("shared", "gpipe", (1, 2, 1), micro_batches=2, seed=5),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("piped")
+
+
+@pytest.fixture(scope="module")
+def errors(folder: Path) -> dict[str, str]:
+    """Of all cases, on the same ranks for all of one number of devices."""
+    found: dict[str, str] = {}
+    for ranks in (2, 4):
+        own = folder / str(ranks)
+        own.mkdir()
+        for case in CASES:
+            if sum(case.devices) == ranks:
+                write_case(case, own)
+        by_rank = run_ranks(ranks, train, str(own))
+        found |= {name: "\n".join(filter(None, (each.get(name, "") for each in by_rank))) for name in by_rank[0]}
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_pipeline_trains_as_the_unsplit_module(case: Case, errors: dict[str, str]) -> None:
+    assert errors[case.name] == ""
+
+
+def test_the_cases_have_what_they_are_for(errors: dict[str, str], folder: Path) -> None:
+    texts = {path.stem: path.read_text() for path in folder.glob("*/*.py")}
+    programs = [load_program(str(path)) for path in folder.glob("*/*.py")]
+    rows = [row for program in programs for cut in program.SENT for row in cut.values()]
+    assert any(row["from"] != row["to"] for row in rows) and any(not row["gradient"] for row in rows)
+    assert any(len(cut) > 1 for program in programs for cut in program.SENT)
+    assert any(program.TIED for program in programs) and any("recompute(" in text for text in texts.values())
+    assert any("def copies" in text for text in texts.values()) and any("BUFFERS" in text for text in texts.values())
