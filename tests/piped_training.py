@@ -83,11 +83,12 @@ def job_of(case: Case, path: Path) -> dict:
             "module": {"_target_": "tests.piped_training.build", "model": case.model},
             "batch": batch,
         },
-        "data": {"dataset": rows, "shuffle": False, "seed": 0},
+        "data": {"dataset": rows, "held_out": rows, "shuffle": False, "seed": 0},
         "train": train_settings(
             steps=STEPS,
             seed=0,
             clip_norm=case.clip_norm,
+            evaluate={"every": STEPS, "batches": 1},
             optimizer={"_target_": "torch.optim.AdamW", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-6},
         ),
         "where": {"model": "model", "data": "data", "train": "train"},
@@ -111,8 +112,10 @@ def truth_of(case: Case) -> dict:
         optimizer.step()
         losses.append(float(sum(found).detach()) / len(found))
     with torch.no_grad():
-        after = float(model(**batches[-1]))
-    return {"losses": losses, "after": after, "weights": model.state_dict(), "names": dict(model.named_parameters())}
+        after, weights = float(model(**batches[-1])), copy.deepcopy(model.state_dict())
+        evaluated = float(model.eval()(**batches[0]))
+    numbers = {"losses": losses, "after": after, "evaluated": evaluated}
+    return {**numbers, "weights": weights, "names": dict(model.named_parameters())}
 
 
 def write_case(case: Case, folder: Path) -> None:
@@ -150,6 +153,8 @@ def _train(path: Path) -> None:
         torch.tensor(found, dtype=torch.float64),
         torch.tensor(truth["after"], dtype=torch.float64),
     )
+    evaluated = torch.tensor(engine.evaluate(), dtype=torch.float64)
+    _near("loss as it evaluates", evaluated, torch.tensor(truth["evaluated"], dtype=torch.float64))
     for partition in engine.partitions:
         for name, tensor in partition.own.tensors.items():
             layout = partition.own.stored.layout(name, tensor)
@@ -177,7 +182,7 @@ def _check_state(engine: Piped, truth: dict) -> None:
     for partition, name in later:
         for tensor in _tensors(engine, partition, name, copies=False):
             tensor.fill_(7.0)
-    engine.take_tied()
+    engine.restored()
     for partition, name in later:
         for found, expected in zip(_tensors(engine, partition, name), before[partition.number, name], strict=True):
             _near(name, found, expected)

@@ -231,7 +231,7 @@ class Piped:
         return found
 
     def state(self) -> Iterator[Held]:
-        """A tied parameter is the first partition's that holds it; `take_tied` gives it to the others."""
+        """A tied parameter is the first partition's that holds it; `restored` gives it to the others."""
         for partition in self.partitions:
             yield from partition.state(self.optimizer, partial(self._is_owner, partition.number))
 
