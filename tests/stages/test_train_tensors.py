@@ -80,7 +80,7 @@ def job(module: Path, weights: Path) -> dict[str, Any]:
 
 
 def train(folder: str) -> dict[str, Any]:
-    """On a rank: what every plan reports, and what comes of Adafactor with each; trained weights lie beside programs."""
+    """On a rank: what every plan reports, and what comes of Adafactor with each; weights lie beside the programs."""
     found = {}
     for name in PLANS:
         work = Path(folder) / name
