@@ -64,8 +64,8 @@ def refuse_mixing(settings: Mapping[str, Any], where: str, split: str) -> None:
         raise TargetError(
             f"{settings['_target_']} looks at whole tensors, and the plan splits that of {split} over ranks",
             where=f"{where}._target_",
-            remedy="name one that updates every element by itself, such as torch.optim.AdamW, or let"
-            " `solve.constraints` keep parameters whole",
+            remedy="name one that updates every element by itself, such as torch.optim.AdamW, or plan with `only: data`"
+            " in your conf/solve file, which keeps parameters whole",
         )
 
 

@@ -67,9 +67,13 @@ class DrawingModel(nn.Module):
 
 
 class Images(Dataset[dict[str, Tensor]]):
-    """Noise with a mean and a spread of its own, so that running statistics are not where they began."""
+    """Noise with a mean and a spread of its own, so that running statistics are not where they began.
+
+    Also draws from torch's own generator when it is made, as it should not.
+    """
 
     def __init__(self, samples: int, first: int = 0) -> None:
+        torch.rand(1)
         self.samples, self.first = samples, first
 
     def __len__(self) -> int:

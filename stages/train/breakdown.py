@@ -35,6 +35,7 @@ class Event:
     thread: int
     span: Span
     on_gpu: bool = False
+    is_label: bool = False  # put around others by `record_function`; on a GPU from their first kernel to their last
 
     @property
     def is_collective(self) -> bool:
@@ -44,7 +45,7 @@ class Event:
     def is_op(self) -> bool:
         """Not what only encloses others and may wait in them."""
         if self.on_gpu:
-            return not self.is_collective
+            return not (self.is_collective or self.is_label)
         return ("::" in self.name or "CompiledFxGraph" in self.name) and not self.name.startswith(_NOT_OPS)
 
 
@@ -66,13 +67,14 @@ def profiled(work: Callable[[], None], device: torch.device, trace: Path | None)
 def _events(profiler: Any) -> Iterable[Event]:
     for event in profiler.kineto_results.events():
         span = (event.start_ns(), event.start_ns() + event.duration_ns())
-        yield Event(event.name(), event.start_thread_id(), span, event.device_type() == DeviceType.CUDA)
+        on_gpu = event.device_type() == DeviceType.CUDA
+        yield Event(event.name(), event.start_thread_id(), span, on_gpu, event.is_user_annotation())
 
 
 def break_down(events: list[Event], on_gpu: bool) -> Breakdown:
     step = next(event for event in events if event.name == STEP and not event.on_gpu)
     whole = [step.span]
-    collectives = [event for event in events if event.is_collective and event.on_gpu == on_gpu]
+    collectives = [e for e in events if e.is_collective and e.on_gpu == on_gpu and not (on_gpu and e.is_label)]
     # Threads that run collectives add and copy for them.
     theirs = set() if on_gpu else {event.thread for event in collectives} - {step.thread}
     ops = [e.span for e in events if e.is_op and e.on_gpu == on_gpu and e.thread not in theirs]

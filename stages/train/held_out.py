@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from pipeline.errors import TrainError
 from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout
@@ -15,8 +17,13 @@ from stages.train.engine import Batch, Job
 def held_out_batches(job: Job, layouts: Mapping[str, Layout], axes: list[str]) -> list[Batch]:
     """This rank's part of them, always the same ones, in the data's order; no sample is in two.
 
-    They are few and read again and again, so they stay on the host.
+    They are few and read again and again, so they stay on the host. Whatever they draw, training does not see it.
     """
+    with torch.random.fork_rng(devices=[]):
+        return _read(job, layouts, axes)
+
+
+def _read(job: Job, layouts: Mapping[str, Layout], axes: list[str]) -> list[Batch]:
     data = job["data"]
     dataset = instantiate(data["held_out"], f"{job['where']['data']}: held_out")
     batches = Batches(dataset, {**job, "data": {**data, "shuffle": False}}, layouts, axes, key="held_out")

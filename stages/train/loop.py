@@ -99,10 +99,13 @@ class Loop:
             self.breakdown = profiled(lambda: self._timed(first, later), self.engine.device, self._trace())
         else:
             self._timed(first, later)
-        if not math.isfinite(self.losses[-1]):
+        self._check(self.losses[-1], "loss", number)
+
+    def _check(self, loss: float, what: str, number: int) -> None:
+        if not math.isfinite(loss):
             self._write(self.safety.end())
-            what = f"the loss became {self.losses[-1]} at step {number}"
-            raise TrainError(what, remedy=self.safety.advice("lower the learning rate"))
+            told = f"the {what} became {loss} at step {number}"
+            raise TrainError(told, remedy=self.safety.advice("lower the learning rate"))
 
     def _timed(self, first: Batch, later: list[Batch]) -> None:
         start = time.perf_counter()
@@ -123,6 +126,7 @@ class Loop:
         every, done = self.job["train"]["evaluate"]["every"], number + 1
         if every and (done % every == 0 or done == self.job["train"]["steps"]):
             self.evaluated.append((number, self.engine.evaluate()))
+            self._check(self.evaluated[-1][1], "loss on the held-out data", number)
 
     def _line(self, number: int) -> dict[str, Any]:
         line = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,10 @@ def test_the_parts_of_a_step_on_a_gpu_are_those_of_its_kernels() -> None:
         event("aten::mm", 0, 9),
         event("sgemm_128x64", 1, 4, 7, on_gpu=True),
         event("ncclDevKernel_AllReduce_Sum_f32", 3, 6, 8, on_gpu=True),
-        event(STEP, 0, 10, 7, on_gpu=True),
+        replace(event(STEP, 0, 10, 7, on_gpu=True), is_label=True),
+        replace(event("nccl:all_reduce", 0, 9, 8, on_gpu=True), is_label=True),
     ]
-    assert break_down(events[:4], on_gpu=True) == Breakdown(0.010, 0.003, 0.002, 0.001, 0.005)
+    assert break_down(events, on_gpu=True) == Breakdown(0.010, 0.003, 0.002, 0.001, 0.005)
 
 
 def test_parts_are_compared_on_the_scale_of_the_median_step() -> None:

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeline.errors import TrainError
-from pipeline.instantiate import instantiate
+from pipeline.instantiate import TargetError, instantiate
 from pipeline.runtime.source import load_program
+from stages.train.held_out import held_out_batches
 from stages.train.loop import Loop
 from stages.train.planned import Planned
 from tests import evaluated_models as models
@@ -116,3 +117,50 @@ def test_a_model_that_draws_by_itself_is_refused(tmp_path: Path) -> None:
     path.write_text(write(graph, plan_for(graph, uniform(graph, 1), 1)))
     with pytest.raises(TrainError, match=r"module.py:\d+: the model draws numbers with torch.rand_like"):
         load_program(str(path), evaluates=True)
+
+
+def test_too_little_held_out_data_is_refused(tmp_path: Path) -> None:
+    given = job(tmp_path, "gpt", 1)
+    given["data"]["held_out"]["samples"] = models.BATCH - 1
+    with pytest.raises(TrainError, match="data: held_out: it has 3 samples, and a batch of the model 4; hold out more"):
+        held_out_batches(given, {}, [])
+    del given["data"]["held_out"]["vocab_size"]
+    with pytest.raises(TargetError, match=r"held_out: .*TokenSequences refused its arguments"):
+        held_out_batches(given, {}, [])
+
+
+class Endless:
+    """Stands for what takes the steps; its loss is not a number where it evaluates."""
+
+    device, passes, samples, held_whole = torch.device("cpu"), 1, 1, ""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+    def batches(self, step: int) -> list[dict[str, Tensor]]:
+        return [{}]
+
+    def on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return batch
+
+    def step(self, first: Any, later: Any) -> float:
+        return 1.0
+
+    def evaluate(self) -> float:
+        return float("nan")
+
+    def resident(self) -> list[Tensor]:
+        return []
+
+
+def endless(folder: str) -> str:
+    given = {"train": train_settings(steps=3, evaluate={"every": 2, "batches": 1}), "where": {"train": "train"}}
+    try:
+        Loop(Endless(), given, Path(folder)).run()
+    except TrainError as error:
+        return error.line()
+    return ""
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path: Path) -> None:
+    (line,) = run_ranks(1, endless, str(tmp_path))
+    assert line == "the loss on the held-out data became nan at step 1; lower the learning rate"
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 1
