@@ -76,7 +76,11 @@ class Disturbed:
         killed = True
         while killed:
             stage = self._start()
-            killed = self._disturb(stage)
+            try:
+                killed = self._disturb(stage)
+            except BaseException:
+                stage.kill()  # its ranks follow it
+                raise
             self._gone(stage)
         if stage.returncode:
             raise SystemExit(f"training failed by itself: {self._log()}")
