@@ -172,6 +172,8 @@ def test_a_run_goes_on_until_it_is_finished(tmp_path: Path, log) -> None:
     snapshot(folder, 4)
     assert Path(prepared(tmp_path, log[0], steps=99)["folder"]) == folder and snapshots_in(folder)
     assert Path(prepared(tmp_path, log[0], seed=99)["folder"]) != folder and snapshots_in(folder)
+    with pytest.raises(TrainError, match=r"adamw.yaml: steps: 3 steps are asked for, .* come to step 4; raise `steps`"):
+        prepared(tmp_path, log[0], steps=3)
     manifest.finish(folder)
     prepared(tmp_path, log[0])
     assert not folder.exists()
@@ -189,7 +191,7 @@ def test_a_run_that_begins_from_a_snapshot_is_another_run(tmp_path: Path, log) -
     begun = prepared(tmp_path, log[0], resume=name)
     assert begun["origin"] == str(path) and begun["folder"] != plain["folder"]
     assert log[1] == [f"INFO: the run begins from {name} with other settings of train.seed"]
-    with pytest.raises(TrainError, match=r"conf/train/adamw.yaml: resume: there is no folder nowhere"):
+    with pytest.raises(TrainError, match=r"conf/train/adamw.yaml: resume: there is no snapshot nowhere"):
         prepared(tmp_path, log[0], resume="nowhere")
     _cut(path / "manifest.json")
     with pytest.raises(TrainError, match="not a whole snapshot"):
