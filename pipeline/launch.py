@@ -97,7 +97,9 @@ def _run(
         if process.returncode:
             killed = rank is not None and process.returncode < 0
             failure = LaunchFailed(
-                f"rank {rank} died of {_signal_name(-process.returncode)}" if killed else _reason(work)
+                f"rank {rank} died of {_signal_name(-process.returncode)}"
+                if killed
+                else _reason(work, process.returncode)
             )
             failure.log = _log(work)
             raise failure
@@ -169,8 +171,10 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def _reason(work: Path) -> str:
+def _reason(work: Path, launcher: int = 0) -> str:
     """Who was killed, or what the first rank to fail wrote (the others only notice), or an exception of the log."""
+    if launcher < 0:
+        return f"the launcher died of {_signal_name(-launcher)}"
     killed = [(rank, int(number)) for rank, number in _DEATH.findall(_log(work)) if int(number) != signal.SIGTERM]
     if killed:
         rank, number = killed[0]
@@ -231,6 +235,11 @@ def report_error(work: Path, rank: int, text: str, *, final: bool = False) -> No
     temporary = path.with_suffix(".tmp")
     temporary.write_text(" ".join(text.split()))
     temporary.rename(path)
+
+
+def restart_count() -> int:
+    """In a rank: how often torchrun has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def forget_error(work: Path, rank: int) -> None:

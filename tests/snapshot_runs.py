@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
+from pipeline.models.data import TokenSequences
 from stages.train.loop import Loop
 from stages.train.planned import Planned
 from tests import plans
@@ -20,7 +24,7 @@ def write_programs(folder: Path, names: tuple[str, ...]) -> None:
         (folder / f"{name}.py").write_text(plans.lowered(MODEL, plan_named(MODEL, name))[1])
 
 
-def job(folder: Path, program: str, steps: int, **safety: Any) -> dict[str, Any]:
+def job(folder: Path, program: str, steps: int, /, **safety: Any) -> dict[str, Any]:
     """Of a run whose snapshots lie in `folder`/runs/train/snapshots/run, where `safety` has an `every`."""
     shape = {"shape": [BATCH, SIZES["context"]], "dtype": "int64"}
     data = {"vocab_size": SIZES["vocab_size"], "length": SIZES["context"], "samples": 60}
@@ -63,3 +67,28 @@ def train(given: dict[str, Any], work: Path) -> dict[str, Any]:
     """On a rank: what the loop reports."""
     work.mkdir(exist_ok=True)
     return Loop(Planned(given), given, work).run()
+
+
+class Faulty(TokenSequences):
+    """Data that once kills the rank that reads it, and once keeps it waiting for ever."""
+
+    def __init__(self, marks: str, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.marks = Path(marks)
+        self.read = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        if self.read == 10 and self._first("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.read == 14 and self._first("hang"):
+            time.sleep(1000)
+        return super().__getitem__(index)
+
+    def _first(self, fault: str) -> bool:
+        """Of all processes that ask."""
+        try:
+            (self.marks / f"{fault}.mark").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True

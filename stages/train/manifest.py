@@ -34,11 +34,16 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def step_of(snapshot: Path) -> int:
+    match = _STEP.fullmatch(snapshot.name)
+    assert match, snapshot
+    return int(match[1])
+
+
 def snapshots_in(folder: Path) -> list[Path]:
     """Those that were whole when they were written, newest first."""
-    found = {path: _STEP.fullmatch(path.name) for path in folder.iterdir()} if folder.is_dir() else {}
-    steps = {path: int(match[1]) for path, match in found.items() if match}
-    return sorted(steps, key=lambda path: steps[path], reverse=True)
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if _STEP.fullmatch(path.name)), key=step_of, reverse=True)
 
 
 def digest_of(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.errors import TrainError
 from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout, replicated
 from pipeline.optimizer import build_optimizer, refuse_mixing
@@ -128,11 +129,22 @@ class Planned:
                 if isinstance(value, Tensor) and value.ndim and value.shape == local:
                     yield Held(f"optimizer/{name}/{key}", value, shape, layout, axes)
                 elif isinstance(value, Tensor):
+                    self._refuse_odd_shape(f"{key} of {name}", value, layout.pieces(sizes))
                     whole = replicated(len(axes))
                     yield Held(f"optimizer/{name}/{key}", value, tuple(value.shape), whole, axes)
 
     def restored(self) -> None:
         """Nothing is held twice."""
+
+    def _refuse_odd_shape(self, what: str, value: Tensor, pieces: int) -> None:
+        """Sums over a dim, such as Adafactor keeps, are not those of the whole where the parameter is split."""
+        if value.ndim and pieces > 1:
+            name, shape = type(self.optimizer).__name__, list(value.shape)
+            raise TrainError(
+                f"{name} keeps the {what} in the shape {shape}, and the plan splits the parameter",
+                where=f"{self.job['where']['train']}: snapshots",
+                remedy="set `every: 0`, or name an optimizer whose state has the shape of its parameter",
+            )
 
     def export(self, path: Path) -> None:
         self.own.export(path)

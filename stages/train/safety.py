@@ -6,7 +6,6 @@ What happens is told as notes, lines of steps.jsonl beside those of the steps: {
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.errors import TrainError
-from pipeline.launch import report_error
+from pipeline.launch import report_error, restart_count
 from stages.train import replicas
 from stages.train.engine import Engine, Job
 from stages.train.manifest import name_of
@@ -45,7 +44,7 @@ class Safety:
             return {}, []
         found = find(Path(self.settings["folder"]), self.settings["origin"], self.where)
         notes: list[Note] = [{"damaged": text} for text in found.damaged]
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        restarts = restart_count()
         if found.path is None:
             return {}, [*notes, *([{"resumed": 0, "restart": restarts}] if restarts else [])]
         restore(self.engine, found.path, found.about, self.program)

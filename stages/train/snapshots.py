@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from pipeline.errors import TrainError
 from stages.train.engine import Engine
 from stages.train.manifest import digest_of, keep_newest, publish, unfinished, write_manifest
 from stages.train.pieces import Piece, SavePlanner
@@ -55,6 +56,7 @@ class Snapshots:
     def take(self, engine: Engine, step: int, about: About) -> None:
         """All ranks do this together, between the same two steps; the snapshot before must have been asked for."""
         assert self.thread is None and self.outcome is None
+        refuse_plain_state(engine.optimizer)
         pieces = self.staging.copied([*map(Piece.of, engine.state()), *random_pieces(engine.device)])
         if self.background:
             work = (pieces, step, about)
@@ -167,6 +169,18 @@ def random_pieces(device: torch.device, rank: int | None = None) -> list[Piece]:
     if device.type == "cuda":
         found.append(Piece.whole(f"random/{number}/cuda", torch.cuda.get_rng_state(device)))
     return found
+
+
+def refuse_plain_state(optimizer: torch.optim.Optimizer) -> None:
+    """State that is no tensor would be lost without a word."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if value is not None and not isinstance(value, Tensor):
+                name, kind = type(optimizer).__name__, type(value).__name__
+                raise TrainError(
+                    f"{name} keeps its {key} as a {kind}, and only tensors can be saved",
+                    remedy="set `snapshots.every: 0`, or name an optimizer of torch.optim",
+                )
 
 
 def _attempt(act: Callable[[], None]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
 from pipeline.errors import TrainError
 from pipeline.stage import Inputs
-from stages.train.manifest import Damaged, begin_anew, is_finished, read_manifest, snapshots_in
+from stages.train.manifest import Damaged, begin_anew, is_finished, read_manifest, snapshots_in, step_of
 from stages.train.trajectory import differing, digest_of_run, settings_of
 
 AUTO, NEVER = "auto", "never"
@@ -31,6 +32,7 @@ def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any
         if snapshots_in(folder):
             inputs.log.info("training begins anew: %s is removed", folder.relative_to(inputs.root))
         begin_anew(folder)
+    _check_steps(config, [*snapshots_in(folder), *([Path(origin)] if origin else [])])
     return {
         "folder": str(folder),
         "settings": settings,
@@ -41,15 +43,26 @@ def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any
     }
 
 
+def _check_steps(config: Config, snapshots: list[Path]) -> None:
+    """A run that has come further than it is to go is not cut back without a word."""
+    for path in snapshots[:1]:
+        if step_of(path) > config.train.steps:
+            raise TrainError(
+                f"{config.train.steps} steps are asked for, and the run has come to step {step_of(path)}",
+                where=f"conf/train/{config.choices['train']}.yaml: steps",
+                remedy="raise `steps`, or begin anew with `resume: never`",
+            )
+
+
 def _origin(root: Path, config: Config) -> tuple[str | None, dict[str, Any]]:
     """The snapshot that a run is told to begin from, and its manifest."""
     if config.train.resume in (AUTO, NEVER):
         return None, {}
     path = root / config.train.resume
     where = f"conf/train/{config.choices['train']}.yaml: resume"
-    if not path.is_dir():
+    if not re.fullmatch(r"step-\d+", path.name) or not path.is_dir():
         remedy = "give auto, never or a folder such as runs/train/snapshots/0123456789ab/step-000040"
-        raise TrainError(f"there is no folder {config.train.resume}", where=where, remedy=remedy)
+        raise TrainError(f"there is no snapshot {config.train.resume}", where=where, remedy=remedy)
     try:
         return str(path), read_manifest(path)
     except Damaged as error:

@@ -18,7 +18,7 @@ from pipeline.launch import LaunchFailed, _reason, report_error, run_ranks
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
-from pipeline.launch import follow_parent, report_error
+from pipeline.launch import follow_parent, forget_error, report_error, restart_count
 
 work = Path(sys.argv[1])
 job = json.loads((work / "job.json").read_text())
@@ -35,6 +35,15 @@ elif mode == "fail":  # rank 1 is the cause, rank 0 only notices
 elif mode == "raise":  # one rank alone: what two write at once is mixed in the log
     time.sleep(0.0 if rank else 300)
     raise ValueError("nobody reported this")
+elif mode == "again":  # the second start is the one that works
+    if restart_count() == 0:
+        report_error(work, rank, "the first start failed")
+        sys.exit(1)
+    forget_error(work, rank)
+    (work / "result.json").write_text(json.dumps({"restarts": restart_count()}))
+elif mode == "final":
+    report_error(work, rank, "no start would help", final=True)
+    sys.exit(1)
 elif mode == "hang":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(300)
@@ -104,6 +113,29 @@ def test_the_reason_is_that_of_the_rank_that_failed_first(notes):
 def test_a_failure_that_nobody_reported_is_found_in_the_log(notes):
     with pytest.raises(LaunchFailed, match=r"^ValueError: nobody reported this$"):
         run(notes, "raise")
+    no_process_left(notes)
+
+
+def test_ranks_are_started_again(notes):
+    assert run(notes, "again", restarts=1) == {"restarts": 1}
+    no_process_left(notes)
+
+
+def test_they_are_not_where_that_would_not_help(notes):
+    pids_seen = set()
+    with pytest.raises(LaunchFailed, match=r"^no start would help$"):
+        run(notes, "final", restarts=20, poll=lambda work: pids_seen.update(pids(notes)))
+    assert len(pids_seen) <= 4  # torchrun may have begun once more before it was ended
+    no_process_left(notes)
+
+
+def test_a_launcher_that_is_killed_is_told(notes):
+    def kill(work):
+        if len(pids(notes)) == 2:
+            os.kill(psutil.Process(pids(notes)[0]).ppid(), signal.SIGKILL)
+
+    with pytest.raises(LaunchFailed, match=r"^the launcher died of SIGKILL$"):
+        run(notes, "hang", poll=kill)
     no_process_left(notes)
 
 

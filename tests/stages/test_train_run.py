@@ -39,6 +39,26 @@ def test_samples_are_those_of_all_micro_batches(tmp_path: Path) -> None:
     assert shown == [(1, "loss 2.5000"), (2, "loss 2.5000")]
 
 
+def test_a_run_that_goes_on_is_whole_in_the_tracked_run(tmp_path: Path) -> None:
+    """Losses from before it was started come from the snapshot; steps that are taken again are passed on once."""
+    live, told = Live(), []
+    follow = Follower(live, lambda done, note="": None, told.append)  # type: ignore[arg-type]
+    step = {"loss": 2.5, "seconds": 0.5, "samples": 36, "resident_bytes": 0}
+    resumed = {"resumed": 2, "restart": 0, "losses": [4.0, 3.0]}
+    lines = [resumed, {**step, "step": 2}, {**step, "step": 3}, {"snapshot": 4}, {**resumed, "restart": 1}]
+    lines += [{**step, "step": number} for number in (2, 3, 4)]
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    follow(tmp_path)
+    assert [(number, values["loss"]) for number, values in live.logged] == [
+        (0, 4),
+        (1, 3),
+        (2, 2.5),
+        (3, 2.5),
+        (4, 2.5),
+    ]
+    assert [note.get("restart") for note in told] == [0, None, 1]
+
+
 def test_weights_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:
     path = weights_path(tmp_path)
     keep_weights(path, exported=False)

@@ -1,0 +1,82 @@
+"""A project of its own in a folder: a small GPT on two processes, planned and ready to be trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).parents[1]
+BEFORE_TRAIN = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen")
+
+
+def make(root: Path, train: dict[str, Any], width: int = 16, batch: int = 8, context: int = 8, layers: int = 2) -> None:
+    """With every stage before train done; `only: zero`, so that pieces of the state lie on both ranks."""
+    words = 64
+    shape = {"shape": [batch, context], "dtype": "int64"}
+    sizes = {"vocab_size": words, "context": context, "width": width, "layers": layers, "heads": 2}
+    data = {"vocab_size": words, "length": context, "samples": 1000, "seed": 3}
+    files: dict[str, dict[str, Any]] = {
+        "model": {
+            "module": {"_target_": "pipeline.models.gpt.build", **sizes},
+            "batch": {"input_ids": shape, "labels": shape},
+        },
+        "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences", **data}, "shuffle": True},
+        "cluster": {
+            "source": "preset",
+            "device": "cpu",
+            "devices": 2,
+            "memory_gb": 4,
+            "preset": {
+                "matmul_gflops": 50,
+                "memory_gbytes_per_s": 10,
+                "launch_us": 1,
+                "latency_us": 1,
+                "link_gbytes_per_s": 2,
+            },
+        },
+        "solve": {"backend": "highs", "gap": 1e-3, "frontier_points": 1, "only": "zero"},
+        "checkpoint": {"recompute": "off"},
+        "train": {
+            "micro_batches": 1,
+            "seed": 1,
+            "timeout_s": 3000,
+            "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-3},
+            **train,
+        },
+    }
+    for group, content in files.items():
+        _write(root / "conf" / group / "small.yaml", content)
+    choices = dict.fromkeys(files, "small")
+    _write(root / "conf/config.yaml", {**choices, "code": "conf", "tracking": {"enabled": False}})
+    (root / "conf/plan").mkdir()
+    for stage in BEFORE_TRAIN:
+        run(root, stage).check_returncode()
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1))  # which is YAML too
+
+
+def copy(root: Path, to: Path, **train: Any) -> None:
+    """The same project with other settings of the train file."""
+    shutil.copytree(root, to)
+    path = to / "conf/train/small.yaml"
+    _write(path, {**json.loads(path.read_text()), **train})
+
+
+def environment(root: Path) -> dict[str, str]:
+    """Temporary files lie in the project: what a killed process leaves is found there, and removed with it."""
+    temporary = root / "tmp"
+    temporary.mkdir(exist_ok=True)
+    return {**os.environ, "PYTHONPATH": str(SOURCE), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+
+
+def run(root: Path, stage: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stages", stage, "-q"]
+    return subprocess.run(command, cwd=root, env=environment(root), text=True, check=False)
