@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,25 +168,37 @@ class Piped:
 
     def step(self, first: Batch, later: list[Batch]) -> float:
         """But for the first, each batch goes to the device when its turn comes."""
-        given: list[Callable[[], Batch]] = [lambda: first, *(partial(self.on_device, batch) for batch in later)]
-        for partition in self.partitions:
-            partition.start([partial(_own_part, partition.number, batch) for batch in given])
-        self.schedule.step(target=torch.empty(self.passes), return_outputs=False)
-        for partition in self.partitions:
-            partition.gradients.wait()
-        self.tied.sum_gradients()
+        losses = self.run_passes([first, *later])
         if self.clipping is not None:
             self.clipping.clip()
         self.optimizer.step()
         for partition in self.partitions:
             partition.gradients.publish()
-        losses = self.stages[-1].losses
         return self._everywhere(sum(map(float, losses)) / self.passes if losses else 0.0)
+
+    def run_passes(self, batches: list[Batch]) -> list[Tensor]:
+        """Forward and backward of all; then the gradients are there. The losses, where the last partition is."""
+        self.start(batches)
+        self.schedule.step(target=torch.empty(self.passes), return_outputs=False)
+        for partition in self.partitions:
+            partition.gradients.wait()
+        self.tied.sum_gradients()
+        return self.stages[-1].losses
+
+    def start(self, batches: list[Batch]) -> None:
+        for partition in self.partitions:
+            partition.start([partial(self._given, partition.number, batch) for batch in batches])
+
+    def _given(self, number: int, batch: Batch) -> Batch:
+        """A partition's inputs, on the device."""
+        start = f"{number}."
+        own = {name.removeprefix(start): tensor for name, tensor in batch.items() if name.startswith(start)}
+        return self.on_device(own)
 
     def loss(self, batch: Batch) -> float:
         found = None
         for stage in self.stages:
-            found = stage.loss(_own_part(stage.partition.number, lambda: batch))
+            found = stage.loss(self._given(stage.partition.number, batch))
         return self._everywhere(0.0 if found is None else float(found))
 
     def _everywhere(self, loss: float) -> float:
@@ -240,11 +252,6 @@ class Piped:
             found = torch.empty(shape, dtype=dtype, device=meeting_device(self.device))
             dist.recv(found, source)
         return found
-
-
-def _own_part(number: int, batch: Callable[[], Batch]) -> Batch:
-    start = f"{number}."
-    return {name.removeprefix(start): tensor for name, tensor in batch().items() if name.startswith(start)}
 
 
 def _meshes(program: Any) -> list[Mesh]:

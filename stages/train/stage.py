@@ -98,7 +98,7 @@ class Stage(_PipelineStageBase):
     ) -> None:
         super().__init__(nn.Module(), partition.number, count, device, column)
         self.partition, self.before, self.after = partition, before, after
-        self.args_recv_info, self.act_send_info = {0: ()}, {}  # looked at once: nothing is torch's to send
+        self.args_recv_info = {0: ()}  # with `act_send_info` looked at once: nothing is torch's to send
         self.clear_runtime_states()
 
     def clear_runtime_states(self) -> None:
