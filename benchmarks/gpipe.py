@@ -16,6 +16,7 @@ import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -124,26 +125,30 @@ def _pipeline(engine: Piped, batches: list[Any]) -> float:
     """Seconds of a step's passes."""
     dist.barrier()
     start = time.perf_counter()
-    engine.run_passes(batches)
+    engine.pipeline.run_passes(_given(engine, batches))
     return time.perf_counter() - start
 
 
 def _work(engine: Piped, batches: list[Any]) -> float:
     """Seconds of this rank's part of them, with made-up values in place of what the other would send."""
-    (partition,), (stage,) = engine.partitions, engine.stages
+    (partition,), (stage,) = engine.partitions, engine.pipeline.stages
     entering = {}
     if stage.before is not None:
         transfers = stage.before.there.items()
         entering = {name: torch.randn(transfer.shape or (), requires_grad=True) for name, transfer in transfers}
     dist.barrier()
     start = time.perf_counter()
-    engine.start(batches)
+    engine.pipeline.start(_given(engine, batches))
     results = [partition.forward(number, entering) for number in range(engine.passes)]
     for found in results:
         last = stage.after is None
         partition.backward([found[0] / engine.passes] if last else found, [None if last else t.detach() for t in found])
     partition.gradients.wait()
     return time.perf_counter() - start
+
+
+def _given(engine: Piped, batches: list[Any]) -> dict[int, list[Any]]:
+    return {n: [partial(engine.given, n, batch) for batch in batches] for n in engine.places.numbers}
 
 
 def _mean(seconds: float) -> float:

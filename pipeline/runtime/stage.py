@@ -23,8 +23,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipeline.ir.layout import Layout
+from pipeline.runtime.partition import Partition
 from pipeline.runtime.transfer import Arriving, Site, Transfer, meeting_device, run
-from stages.train.partition import Partition
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 FORWARD, BACKWARD = 0, 1
