@@ -17,8 +17,12 @@ from torch.utils.data import Dataset
 from pipeline.ir.plan import Plan
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.partition import Partition
+from pipeline.runtime.piped import Places
+from pipeline.runtime.source import load_program
 from stages.codegen.partitions import write_partitions
 from stages.train.piped import Piped
+from stages.verify import truth as verify_truth
+from stages.verify.piped import judge_pipeline, told
 from tests.piped_programs import cut, random_cuts
 from tests.plans import FORCED, STEPS, batch_of, graph_of, module_of, random_plan
 
@@ -132,6 +136,23 @@ def train(folder: str) -> dict[str, str]:
             errors[path.stem] = traceback.format_exc()
             break  # the other ranks may wait for what this one did not send
     return errors
+
+
+def judge(folder: str) -> dict[str, str]:
+    """On a rank: program -> what `verify` says of it; nothing where it is equal."""
+    case, _ = torch.load(Path(folder) / "case.truth", weights_only=False)
+    found = {}
+    for path in sorted(Path(folder).glob("*.py")):
+        batches = [[batch_of(case.model, number) for number in range(case.micro_batches)]] * 2
+        truth = verify_truth.truth_of(lambda: build(case.model), batches, _adamw, draw=False)
+        verdict = judge_pipeline(load_program(str(path), compiles=False), truth, _adamw)
+        first = verdict.first()
+        found[path.stem] = told(Places(load_program(str(path))), first) if first and not verdict.equal else ""
+    return found
+
+
+def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 def _train(path: Path) -> None:
