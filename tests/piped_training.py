@@ -16,9 +16,13 @@ from torch.utils.data import Dataset
 
 from pipeline.ir.plan import Plan
 from pipeline.runtime.parameters import piece_of
+from pipeline.runtime.partition import Partition
+from pipeline.runtime.piped import Places
+from pipeline.runtime.source import load_program
 from stages.codegen.partitions import write_partitions
-from stages.train.partition import Partition
 from stages.train.piped import Piped
+from stages.verify import truth as verify_truth
+from stages.verify.piped import judge_pipeline, told
 from tests.jobs import train_settings
 from tests.piped_programs import cut, random_cuts
 from tests.plans import FORCED, STEPS, batch_of, graph_of, module_of, random_plan
@@ -137,6 +141,23 @@ def train(folder: str) -> dict[str, str]:
     return errors
 
 
+def judge(folder: str) -> dict[str, str]:
+    """On a rank: program -> what `verify` says of it; nothing where it is equal."""
+    case, _ = torch.load(Path(folder) / "case.truth", weights_only=False)
+    found = {}
+    for path in sorted(Path(folder).glob("*.py")):
+        batches = [[batch_of(case.model, number) for number in range(case.micro_batches)]] * 2
+        truth = verify_truth.truth_of(lambda: build(case.model), batches, _adamw, draw=False)
+        verdict = judge_pipeline(load_program(str(path), compiles=False), truth, _adamw)
+        first = verdict.first()
+        found[path.stem] = told(Places(load_program(str(path))), first) if first and not verdict.equal else ""
+    return found
+
+
+def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
 def _train(path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -156,8 +177,8 @@ def _train(path: Path) -> None:
     evaluated = torch.tensor(engine.evaluate(), dtype=torch.float64)
     _near("loss as it evaluates", evaluated, torch.tensor(truth["evaluated"], dtype=torch.float64))
     for partition in engine.partitions:
-        for name, tensor in partition.own.tensors.items():
-            layout = partition.own.stored.layout(name, tensor)
+        for name, tensor in partition.tensors.items():
+            layout = engine.own[partition.number].stored.layout(name, tensor)
             _near(name, tensor.detach(), piece_of(truth["weights"][name], layout, partition.axes))
     _check_state(engine, truth)
     target = path.with_suffix(".safetensors")
@@ -173,11 +194,11 @@ def _check_state(engine: Piped, truth: dict) -> None:
     """Every tensor is told by one partition; what others hold of it can be had again from there."""
     told = [held.name for held in engine.state() if held.name.startswith("weights/")]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (engine.piece, told))
+    dist.all_gather_object(everyone, (engine.places.piece, told))
     by_piece = dict(everyone)
     names = [name for piece in by_piece for name in by_piece[piece]]
     assert len(names) == len(set(names)) and set(names) >= {f"weights/{name}" for name in truth["names"]}
-    later = [(p, name) for p in engine.partitions for name in p.parameters if engine.owners[name] != p.number]
+    later = [(p, name) for p in engine.partitions for name in p.parameters if engine.places.owner(name) != p.number]
     before = {(p.number, name): _tensors(engine, p, name) for p, name in later}
     for partition, name in later:
         for tensor in _tensors(engine, partition, name, copies=False):

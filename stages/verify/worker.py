@@ -26,9 +26,11 @@ from pipeline.lowering import lower
 from pipeline.optimizer import build_optimizer
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.mesh import set_mesh
+from pipeline.runtime.piped import Places
 from pipeline.runtime.source import load_program
 from stages.verify.float64 import draws_alike
-from stages.verify.locate import Case, locate
+from stages.verify.locate import Case, Fault, locate
+from stages.verify.piped import judge_pipeline, told
 from stages.verify.steps import Difference, Verdict, judge
 from stages.verify.truth import Batch, Truth, truth_of
 
@@ -59,12 +61,16 @@ def verify(job: dict[str, Any]) -> dict[str, Any]:
     root, path = Path(job["root"]), job["module_path"]
     graph: OpGraph = artifacts.load("graph", root).body
     text = Path(path).read_text()
-    setting = Setting(job, load_program(path, compiles=False), draw=draws_alike(graph, text))
+    written = load_program(path, compiles=False)
+    piped = hasattr(written, "PARTITIONS")
+    setting = Setting(job, written, draw=not piped and draws_alike(graph, text))
     truth = setting.truth()
-    verdict = judge(load_program(path, compiles=False), truth, setting.optimizer)
+    verdict = (judge_pipeline if piped else judge)(load_program(path, compiles=False), truth, setting.optimizer)
     fault = None
     first = verdict.first()
-    if not verdict.equal and first is not None:
+    if not verdict.equal and first is not None and piped:
+        fault = asdict(Fault(told(Places(written), first)))
+    elif not verdict.equal and first is not None:
         plan: Plan = artifacts.load("plan", root).body
         program = lower(graph, plan.sharding, plan.micro_batches)
         case = Case(graph, program, job["written"], text, path)
@@ -77,9 +83,12 @@ class Setting:
 
     def __init__(self, job: dict[str, Any], program: Any, *, draw: bool) -> None:
         self.job, self.draw = job, draw
-        set_mesh(program.MESH)
-        axes = list(program.MESH)
-        whole = dict.fromkeys(program.INPUTS, replicated(len(axes)))
+        if hasattr(program, "PARTITIONS"):
+            axes = Places(program).axes
+        else:
+            set_mesh(program.MESH)
+            axes = list(program.MESH)
+        whole = dict.fromkeys(job["model"]["batch"], replicated(len(axes)))
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
         batches = Batches(dataset, job, whole, axes)
         count = program.MICRO_BATCHES

@@ -59,3 +59,11 @@ def test_the_summary_shows_the_pipeline(
     monkeypatch.chdir(project.root)
     assert main(["summary"]) == 0
     assert "1f1b of 2 partitions, 4 micro-batches" in capsys.readouterr().out
+
+
+def test_verify_finds_it_equal(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project.root)
+    assert main(["verify", "-q", "--steps", "2"]) == 0
+    assert "\nequal: loss, " in capsys.readouterr().out

@@ -15,7 +15,7 @@ import torch
 
 from pipeline import artifacts
 from pipeline.config import load_config
-from pipeline.errors import SolveError, TrainError
+from pipeline.errors import SolveError
 from pipeline.ir.graph import OpGraph, Role, TensorType, Value
 from pipeline.ir.layout import Layout, R, S
 from pipeline.ir.names import look_up
@@ -28,7 +28,6 @@ from pipeline.runtime_names import NAMES
 from pipeline.stage import Inputs
 from stages.codegen import run as codegen
 from stages.codegen.partitions import sent_row, write_partitions
-from stages.verify import run as verify
 from tests.graphs import GRAPHS, SILENT, gpt_graph
 from tests.piped_programs import compare, cut, random_cuts, run_piped
 from tests.pipeline_plans import plan_with_pipelines
@@ -294,11 +293,3 @@ def test_a_partition_with_a_strategy_too_few_is_refused(chosen: Case, tmp_path: 
     damaged = replace(plan, partitions=(replace(first, sharding=sharding), *others))
     with pytest.raises(InvalidSharding, match="every op has a strategy"):
         codegen.run(inputs_of(tmp_path, graph, damaged), load_config(PROJECT))
-
-
-def test_verify_refuses_a_pipeline(chosen: Case, tmp_path: Path, monkeypatch) -> None:
-    graph, plan, _ = chosen
-    given = inputs_of(tmp_path, graph, plan)
-    monkeypatch.setattr(verify, "read", lambda kinds, root: (load_config(PROJECT), given.artifacts))
-    with pytest.raises(TrainError, match="pipelines cannot be run yet"):
-        verify.verify(tmp_path, 1, lambda *given: "", SILENT)

@@ -6,12 +6,13 @@ random recompute regions; so what crosses a cut lies otherwise at its reader, an
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from pipeline.runtime.source import load_program
-from tests.piped_training import Case, train, write_case
+from tests.piped_training import Case, judge, train, write_case
 from tests.ranks import run_ranks
 
 CASES = (
@@ -63,3 +64,35 @@ def test_the_cases_have_what_they_are_for(errors: dict[str, str], folder: Path) 
     assert any(len(cut) > 1 for program in programs for cut in program.SENT)
     assert any(program.TIED for program in programs) and any("recompute(" in text for text in texts.values())
     assert any("def copies" in text for text in texts.values()) and any("BUFFERS" in text for text in texts.values())
+
+
+# ---- verify
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """By rank: program -> whether it is equal, and what differs first."""
+    folder = tmp_path_factory.mktemp("judged")
+    write_case(Case("tied", "1f1b", (1, 1), micro_batches=2), folder)
+    (path,) = folder.glob("*.py")
+    text = path.read_text()
+    path.rename(folder / "right.py")
+    path.with_suffix(".truth").rename(folder / "case.truth")
+    before, after = text.split("class Partition1")
+    (folder / "wrong.py").write_text(
+        before.replace("F.gelu(linear)", "F.gelu(linear) * (1 + 1e-6)") + "class Partition1" + after
+    )
+    (folder / "untied.py").write_text(re.sub("^TIED = .*$", "TIED = {}", text, flags=re.MULTILINE))
+    return run_ranks(2, judge, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("right", ""),
+        ("wrong", "the loss of pass 1 of step 1"),
+        ("untied", "the gradient token.weight in step 1, in Partition0"),
+    ],
+)
+def test_verify_judges_pipelines(judged: list[dict[str, str]], name: str, first: str) -> None:
+    assert [each[name] for each in judged] == [first, first]

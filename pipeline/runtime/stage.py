@@ -23,8 +23,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipeline.ir.layout import Layout
+from pipeline.runtime.partition import Partition
 from pipeline.runtime.transfer import Arriving, Site, Transfer, meeting_device, run
-from stages.train.partition import Partition
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 FORWARD, BACKWARD = 0, 1
@@ -98,7 +98,7 @@ class Stage(_PipelineStageBase):
     ) -> None:
         super().__init__(nn.Module(), partition.number, count, device, column)
         self.partition, self.before, self.after = partition, before, after
-        self.args_recv_info, self.act_send_info = {0: ()}, {}  # looked at once: nothing is torch's to send
+        self.args_recv_info = {0: ()}  # with `act_send_info` looked at once: nothing is torch's to send
         self.clear_runtime_states()
 
     def clear_runtime_states(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
 from pipeline.runtime.gradients import Row
-from pipeline.runtime.transfer import Arriving, Site, Transfer, run
-from stages.train.partition import Partition
-from stages.train.stage import Mesh
+from pipeline.runtime.partition import Partition
+from pipeline.runtime.stage import Mesh
+from pipeline.runtime.transfer import Arriving, Shape, Site, Transfer, run
 
 Way = tuple[str, int, int]  # parameter, the partition that sends, the one that takes
 Held = Callable[[str, int], Tensor]  # a parameter, or what belongs to it, at a partition of this rank
@@ -23,8 +23,11 @@ Held = Callable[[str, int], Tensor]  # a parameter, or what belongs to it, at a 
 class Tied:
     """Every holder sums the gradients of all in one order, so that all take the same step and stay equal."""
 
-    def __init__(self, program: Any, meshes: Sequence[Mesh], partitions: Sequence[Partition]) -> None:
-        self.program, self.meshes = program, meshes
+    def __init__(
+        self, program: Any, meshes: Sequence[Mesh], partitions: Sequence[Partition], shapes: Mapping[str, Shape]
+    ) -> None:
+        """`shapes` of whole parameters."""
+        self.program, self.meshes, self.shapes = program, meshes, shapes
         self.holders: dict[str, tuple[int, ...]] = program.TIED
         self.own = {partition.number: partition for partition in partitions}
         ways = [(name, a, b) for name, own in self.holders.items() for a in own for b in own if a != b]
@@ -86,7 +89,7 @@ class Tied:
         """`column` is the layout's of a row of PARAMETERS."""
         name, source, target = way
         ends = [self._site(n, Layout.parse(self._row(name, n)[column])) for n in (source, target)]
-        return Transfer(ends[0], ends[1], next(iter(self.own.values())).own.shapes[name])
+        return Transfer(ends[0], ends[1], self.shapes[name])
 
     def _site(self, number: int, layout: Layout) -> Site:
         return Site(self.meshes[number].first, self.meshes[number].sizes, layout)

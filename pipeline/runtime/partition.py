@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
 from pipeline.runtime.gradients import Gradients, Row
 from pipeline.runtime.passes import Copies
-from stages.train.engine import Batch, Held
-from stages.train.tensors import OwnTensors
 
+Batch = Mapping[str, Tensor]
 Around = Callable[[], AbstractContextManager[Any]]
 
 
-def names_of(partition: Any) -> dict[str, None]:
-    """The parameters and buffers that a class of the program names; of many with numbers, a range."""
-    return dict.fromkeys([*partition.PARAMETERS, *getattr(partition, "BUFFERS", ())])
-
-
-def owners(partitions: Sequence[Any], names: Sequence[str]) -> dict[str, int]:
-    """Tensor of the model -> the first partition that reads it; the first of all has what none reads."""
-    tables = [dict.fromkeys(names_of(partition), True) for partition in partitions]
-    return {name: next((n for n, table in enumerate(tables) if look_up(table, name)), 0) for name in names}
-
-
 class Partition:
-    def __init__(self, number: int, written: Any, own: OwnTensors, around: Around) -> None:
-        self.number, self.own, self.around = number, own, around
+    """`written` is its class of the program, `tensors` this rank's pieces; those to be trained are `nn.Parameter`."""
+
+    def __init__(self, number: int, written: Any, tensors: Mapping[str, Tensor], around: Around) -> None:
+        self.number, self.tensors, self.around = number, tensors, around
         self.axes = list(written.MESH)
-        self.parameters = {name: t for name, t in own.tensors.items() if isinstance(t, nn.Parameter)}
-        self.rows: dict[str, Row] = {name: own.stored.row(name) for name in self.parameters}
+        self.parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
+        self.rows: dict[str, Row] = {name: _row(written, name) for name in self.parameters}
         self.gradients = Gradients(self.parameters.values(), self.rows.values(), self.axes)
         self.updated = dict(zip(self.parameters, self.gradients.updated, strict=True))
-        self.program = written(own.tensors)
+        self.program = written(tensors)
         self.evaluating: Any = None  # the same as the model is when it evaluates
         self.inputs: list[str] = list(written.INPUTS)
         self.batches: list[Callable[[], Batch]] = []
@@ -67,7 +56,7 @@ class Partition:
     def without_gradient(self, batch: Batch, entering: Mapping[str, Tensor], evaluates: bool) -> tuple[Tensor, ...]:
         """The same, of any batch, without a change of buffers."""
         program = self.evaluating if evaluates else self.program
-        buffers = {name: t for name, t in self.own.tensors.items() if not isinstance(t, nn.Parameter)}
+        buffers = {name: t for name, t in self.tensors.items() if not isinstance(t, nn.Parameter)}
         kept = {name: t.clone() for name, t in buffers.items()}
         with torch.no_grad():
             with self.around():
@@ -86,16 +75,8 @@ class Partition:
             found = program.forward(*([entering["x"]] if entering else []), **common, **given, **copies)
         return found if isinstance(found, tuple) else (found,)
 
-    def state(self, optimizer: torch.optim.Optimizer, names: Callable[[str], bool]) -> Iterator[Held]:
-        axes = tuple(self.axes)
-        for name, tensor in self.own.tensors.items():
-            if names(name):
-                layout = self.own.stored.layout(name, tensor)
-                yield Held(f"weights/{name}", tensor.detach(), self.own.shapes[name], layout, axes)
-        for name, updated in self.updated.items():
-            for key, value in optimizer.state[updated].items() if names(name) else ():
-                if isinstance(value, Tensor):
-                    split = value.shape == updated.shape and value.ndim
-                    shape = self.own.shapes[name] if split else tuple(value.shape)
-                    layout = Layout.parse(self.rows[name][2]) if split else replicated(len(axes))
-                    yield Held(f"optimizer/{name}/{key}", value, shape, layout, axes)
+
+def _row(written: Any, name: str) -> Row:
+    row: Row | None = look_up(written.PARAMETERS, name)
+    assert row is not None, f"{name} is not trained in this partition"
+    return row
