@@ -189,6 +189,27 @@ def test_together_is_three_collectives() -> None:
     assert calls == [f"gather {every}", f"gather {first + second}", f"scatter {every}"]
 
 
+def test_a_row_of_each_rank_lies_in_memory_of_its_own() -> None:
+    """Where it lies among what is gathered with it, it would lie elsewhere in backward, when others are."""
+
+    def rank(at):
+        torch.default_generator.manual_seed(7)
+        bias, gate = torch.randn(8, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64)
+        x = torch.randn(ROWS, 6, dtype=torch.float64)
+        shards = [bias.chunk(2)[at[0]].clone().requires_grad_(), gate.chunk(2)[at[0]].clone().requires_grad_()]
+        own, whole = x.clone().requires_grad_(), x.clone().requires_grad_()
+        with runtime.keep_shards():
+            added, weight = runtime.regather_together((shards[0], 0), (shards[1], 0), axis="d0")
+            y = F.linear(own, weight).sum() + added.sum()
+            del added, weight
+        y.backward()
+        F.linear(whole, gate).sum().backward()
+        return own.grad, whole.grad
+
+    for found, expected in run_threads(rank, mesh(2)).values():
+        torch.testing.assert_close(found, expected)
+
+
 def test_each_type_has_its_own_collective() -> None:
     def rank(at):
         shards = [torch.full((3,), 1.0 + at[0], dtype=t, requires_grad=True) for t in (torch.float32, torch.float64)]
