@@ -168,7 +168,7 @@ class Joining:
         del self.flat, self.rows, self.work  # before the wholes are made
         parts = rows.split([shape.numel() for shape in self.shapes], 1)
         given = zip(parts, self.shapes, self.splits, strict=True)
-        # One row of each rank may be seen as a whole where it lies; in memory of its own it lies as it will in backward,
+        # A row of each rank may be seen as a whole where it lies; in memory of its own it lies as it will in backward,
         # where others are gathered with it.
         return [_joined(part.unflatten(1, shape), *split).contiguous() for part, shape, split in given]
 
