@@ -42,7 +42,7 @@ class Partition:
     def forward(self, number: int, entering: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Of a micro-batch; the last one is undone last, whatever the schedule."""
         copies = self.copies.last() if number == len(self.batches) - 1 else self.copies.stand_ins
-        return self._run(self.batches[number](), entering, copies)
+        return self._run(self.program, self.batches[number](), entering, copies)
 
     def backward(self, results: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         self.undone += 1
@@ -52,23 +52,26 @@ class Partition:
         if trained:
             torch.autograd.backward([r for r, _ in trained], [g for _, g in trained])
 
-    def without_gradient(self, batch: Batch, entering: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The same, of any batch, without a change of buffers."""
+    def without_gradient(self, batch: Batch, entering: Mapping[str, Tensor], program: Any = None) -> tuple[Tensor, ...]:
+        """The same, of any batch, without a change of buffers; with another program of the partition where given."""
+        program = program or self.program
         buffers = {name: t for name, t in self.tensors.items() if not isinstance(t, nn.Parameter)}
         kept = {name: t.clone() for name, t in buffers.items()}
         with torch.no_grad():
             with self.around():
-                copies = self.program.copies() if hasattr(self.program, "copies") else {}
-            found = self._run(batch, entering, copies)
+                copies = program.copies() if hasattr(program, "copies") else {}
+            found = self._run(program, batch, entering, copies)
             for name, tensor in kept.items():
                 buffers[name].copy_(tensor)
         return found
 
-    def _run(self, batch: Batch, entering: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    def _run(
+        self, program: Any, batch: Batch, entering: Mapping[str, Tensor], copies: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
         given = {name: batch[name] for name in self.inputs}
         common = {name: tensor for name, tensor in entering.items() if name != "x"}
         with self.around():
-            found = self.program.forward(*([entering["x"]] if entering else []), **common, **given, **copies)
+            found = program.forward(*([entering["x"]] if entering else []), **common, **given, **copies)
         return found if isinstance(found, tuple) else (found,)
 
 

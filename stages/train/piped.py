@@ -160,14 +160,20 @@ class Piped:
         return found
 
     def state(self) -> Iterator[Held]:
-        """A tied parameter is the first partition's that holds it; `take_tied` gives it to the others."""
+        """A tied parameter is told by each rank that holds it, of several partitions there by the first.
+
+        `take_tied` gives what the first holder of all has to the others.
+        """
+        told: set[str] = set()
         for partition in self.partitions:
-            for name, tensor in partition.tensors.items():
-                if self._owns(partition, name):
-                    layout = self.own[partition.number].stored.layout(name, tensor)
-                    yield Held(f"weights/{name}", tensor.detach(), self.shapes[name], layout, tuple(self.places.axes))
-            for name in partition.updated:
-                yield from self._optimizer_state(partition, name) if self._owns(partition, name) else ()
+            names = [name for name in partition.tensors if name not in told]
+            told.update(names)
+            for name in names:
+                tensor = partition.tensors[name]
+                layout = self.own[partition.number].stored.layout(name, tensor)
+                yield Held(f"weights/{name}", tensor.detach(), self.shapes[name], layout, tuple(self.places.axes))
+            for name in (name for name in names if name in partition.updated):
+                yield from self._optimizer_state(partition, name)
 
     def _optimizer_state(self, partition: Partition, name: str) -> Iterator[Held]:
         axes, updated = tuple(self.places.axes), partition.updated[name]
