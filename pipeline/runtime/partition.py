@@ -28,7 +28,6 @@ class Partition:
         self.gradients = Gradients(self.parameters.values(), self.rows.values(), self.axes)
         self.updated = dict(zip(self.parameters, self.gradients.updated, strict=True))
         self.program = written(tensors)
-        self.evaluating: Any = None  # the same as the model is when it evaluates
         self.inputs: list[str] = list(written.INPUTS)
         self.batches: list[Callable[[], Batch]] = []
         self.undone = 0  # micro-batches of this step whose backward is done
@@ -53,9 +52,9 @@ class Partition:
         if trained:
             torch.autograd.backward([r for r, _ in trained], [g for _, g in trained])
 
-    def without_gradient(self, batch: Batch, entering: Mapping[str, Tensor], evaluates: bool) -> tuple[Tensor, ...]:
-        """The same, of any batch, without a change of buffers."""
-        program = self.evaluating if evaluates else self.program
+    def without_gradient(self, batch: Batch, entering: Mapping[str, Tensor], program: Any = None) -> tuple[Tensor, ...]:
+        """The same, of any batch, without a change of buffers; with another program of the partition where given."""
+        program = program or self.program
         buffers = {name: t for name, t in self.tensors.items() if not isinstance(t, nn.Parameter)}
         kept = {name: t.clone() for name, t in buffers.items()}
         with torch.no_grad():

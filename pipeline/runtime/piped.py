@@ -17,6 +17,8 @@ from pipeline.runtime.stage import Cut, Mesh, Stage, schedule_of
 from pipeline.runtime.tied import Tied
 from pipeline.runtime.transfer import Shape, meeting_device
 
+NO_PROGRAMS: Mapping[int, Any] = {}
+
 
 class Places:
     """Where the partitions of a program are: piece k of the devices is a run of ranks after that of piece k - 1."""
@@ -104,11 +106,12 @@ class Pipeline:
         for partition in self.partitions:
             partition.gradients.publish()
 
-    def loss(self, batch: Mapping[int, Batch], evaluates: bool = False) -> float:
-        """Of one batch, without a gradient, on all ranks; as the model is in training or when it evaluates."""
+    def loss(self, batch: Mapping[int, Batch], programs: Mapping[int, Any] = NO_PROGRAMS) -> float:
+        """Of one batch, without a gradient, on all ranks; with other programs of the partitions where given."""
         found = None
         for stage in self.stages:
-            found = stage.loss(batch[stage.partition.number], evaluates)
+            number = stage.partition.number
+            found = stage.loss(batch[number], programs.get(number))
         return self.everywhere([] if found is None else [found])
 
     def everywhere(self, losses: Iterable[Tensor]) -> float:

@@ -26,7 +26,10 @@ from pipeline.ir.layout import Layout
 from pipeline.runtime.partition import Partition
 from pipeline.runtime.transfer import Arriving, Site, Transfer, meeting_device, run
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 FORWARD, BACKWARD = 0, 1
 MOST_VALUES = 1 << 12  # that cross a cut
 
@@ -183,12 +186,12 @@ class Stage(_PipelineStageBase):
 
     # ---- outside a step
 
-    def loss(self, batch: Mapping[str, Tensor], evaluates: bool) -> Tensor | None:
-        """Of a batch, without a gradient, in training or as the model is when it evaluates; the last one has it."""
+    def loss(self, batch: Mapping[str, Tensor], program: Any = None) -> Tensor | None:
+        """Of a batch, without a gradient; the last partition has it. `program` runs in place of the partition's own."""
         run(self.get_fwd_recv_ops(0))
         with torch.no_grad():
             entering = {name: t.requires_grad_(False) for name, t in self.entering(0).items()}
-        results = self.partition.without_gradient(dict(batch), entering, evaluates)
+        results = self.partition.without_gradient(batch, entering, program)
         if self.after is None:
             return results[0]
         run(self._send(FORWARD, 0, dict(zip(self.after.names, results, strict=True))))

@@ -118,13 +118,14 @@ class Piped:
         whole = dict.fromkeys(self.job["model"]["batch"], replicated(len(self.partitions[0].axes)))
         count = len(held_out_batches(self.job, whole, self.partitions[0].axes))
         batches: list[Batch] = [{} for _ in range(count)]
+        programs = {}
         for partition in self.partitions:
-            partition.evaluating = program.PARTITIONS[partition.number](partition.tensors)
+            programs[partition.number] = program.PARTITIONS[partition.number](partition.tensors)
             given, layouts = self._reads(partition)
             own_batches = held_out_batches(given, layouts, partition.axes) if layouts else [{}] * count
             for batch, own in zip(batches, own_batches, strict=True):
                 batch.update({f"{partition.number}.{name}": tensor for name, tensor in own.items()})
-        return HeldOut(batches, partial(self._loss_of, True))
+        return HeldOut(batches, partial(self._loss_of, programs))
 
     def batches(self, step: int) -> list[Batch]:
         return [self._batch(step * self.passes + n) for n in range(self.passes)]
@@ -172,10 +173,10 @@ class Piped:
         return self.held_out.mean_loss(self.on_device)
 
     def loss(self, batch: Batch) -> float:
-        return self._loss_of(False, batch)
+        return self._loss_of({}, batch)
 
-    def _loss_of(self, evaluates: bool, batch: Batch) -> float:
-        return self.pipeline.loss({number: self.given(number, batch) for number in self.places.numbers}, evaluates)
+    def _loss_of(self, programs: Mapping[int, Any], batch: Batch) -> float:
+        return self.pipeline.loss({number: self.given(number, batch) for number in self.places.numbers}, programs)
 
     # ---- what it all comes to
 
@@ -187,14 +188,20 @@ class Piped:
         return found
 
     def state(self) -> Iterator[Held]:
-        """A tied parameter is the first partition's that holds it; `restored` gives it to the others."""
+        """A tied parameter is told by each rank that holds it, of several partitions there by the first.
+
+        `restored` gives what the first holder of all has to the others.
+        """
+        told: set[str] = set()
         for partition in self.partitions:
-            for name, tensor in partition.tensors.items():
-                if self._owns(partition, name):
-                    layout = self.own[partition.number].stored.layout(name, tensor)
-                    yield Held(f"weights/{name}", tensor.detach(), self.shapes[name], layout, tuple(self.places.axes))
-            for name in partition.updated:
-                yield from self._optimizer_state(partition, name) if self._owns(partition, name) else ()
+            names = [name for name in partition.tensors if name not in told]
+            told.update(names)
+            for name in names:
+                tensor = partition.tensors[name]
+                layout = self.own[partition.number].stored.layout(name, tensor)
+                yield Held(f"weights/{name}", tensor.detach(), self.shapes[name], layout, tuple(self.places.axes))
+            for name in (name for name in names if name in partition.updated):
+                yield from self._optimizer_state(partition, name)
 
     def _optimizer_state(self, partition: Partition, name: str) -> Iterator[Held]:
         axes, updated = tuple(self.places.axes), partition.updated[name]
