@@ -172,6 +172,17 @@ class DDP(Single):
     def _wrapped(self) -> nn.Module:
         return DistributedDataParallel(self.module)
 
+    def step(self, first: Batch, later: list[Batch]) -> float:
+        loss = super().step(first, later)
+        spare = next((name for name, p in self.parameters.items() if p.grad is None), None)
+        if spare is not None:  # its bucket was never summed; torch would say so in the next step, in many words
+            raise TrainError(
+                f"{spare} takes no part in the loss, which DistributedDataParallel does not allow",
+                where=f"{self.job['where']['model']}: module",
+                remedy="freeze it (`requires_grad_(False)`), or train with another engine",
+            )
+        return loss
+
     def _adds_up(self, last: bool) -> AbstractContextManager[Any]:
         wrapped: Any = self.called
         return nullcontext() if last else wrapped.no_sync()

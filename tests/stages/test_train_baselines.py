@@ -87,6 +87,12 @@ def plain() -> tuple[list[float], nn.Module, torch.optim.Optimizer, float]:
     return losses, model, optimizer, model(**next(stream)).item()
 
 
+def with_spare(**sizes: int) -> nn.Module:
+    model = gpt.build(**sizes)
+    model.spare = nn.Parameter(torch.zeros(2))
+    return model
+
+
 def train(folder: str, name: str) -> dict[str, Any]:
     work = Path(folder) / name
     work.mkdir(exist_ok=True)
@@ -113,6 +119,13 @@ def train_both(folder: str) -> dict[str, Any]:
             agree(digests)
         except TrainError as refused:
             refusals.append(refused.line())
+    spare = job("ddp", Path(folder) / "given.pt")
+    spare["model"]["module"]["_target_"] = f"{__name__}.with_spare"
+    spare["train"]["init_from"] = None
+    try:
+        Loop(make_engine(spare), spare, Path(folder)).run()
+    except TrainError as refused:
+        refusals.append(refused.line())
     return {name: train(folder, name) for name in ("ddp", "fsdp2")} | {"refusals": refusals}
 
 
@@ -167,8 +180,15 @@ def test_a_sharded_model_needs_less_memory_than_copies_of_it(trained) -> None:
 
 def test_ranks_that_have_read_different_files_do_not_train(trained) -> None:
     for refusals in trained[1]["refusals"]:
-        (line,) = refusals
-        assert line.startswith("b: rank 1 and rank 0 have read different files; give all hosts the same")
+        assert refusals[0].startswith("b: rank 1 and rank 0 have read different files; give all hosts the same")
+
+
+def test_a_parameter_that_ddp_cannot_have_is_named(trained) -> None:
+    for refusals in trained[1]["refusals"]:
+        assert refusals[1:] == [
+            "model: module: spare takes no part in the loss, which DistributedDataParallel does not allow; freeze it"
+            " (`requires_grad_(False)`), or train with another engine"
+        ]
 
 
 def test_blocks_are_those_of_lists_and_sequences() -> None:
