@@ -152,7 +152,8 @@ class Endless:
 
 
 def endless(folder: str) -> str:
-    given = {"train": train_settings(steps=3, evaluate={"every": 2, "batches": 1}), "where": {"train": "train"}}
+    settings = train_settings(steps=3, evaluate={"every": 2, "batches": 1})
+    given = {"module_path": __file__, "train": settings, "where": {"train": "train"}}
     try:
         Loop(Endless(), given, Path(folder)).run()
     except TrainError as error:
