@@ -1,0 +1,21 @@
+"""The program that benchmarks.gpipe measures: two halves of a stack, alike but for the ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import gpipe
+from pipeline.ir.names import look_up
+from pipeline.runtime.source import load_program
+
+
+def test_the_partitions_are_equal(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(gpipe.program(width=8, layers=4, batch=2, micro_batches=3))
+    program = load_program(str(path))
+    assert program.SCHEDULE == "gpipe" and program.MICRO_BATCHES == 3 and program.DEVICES == (1, 1)
+    first, last = program.PARTITIONS
+    layers = ["hidden.0", "hidden.1", "hidden.2", "out"]
+    held = [[name for name in layers if look_up(part.PARAMETERS, f"{name}.weight")] for part in (first, last)]
+    assert held == [layers[:2], layers[2:]]
+    assert program.SENT[0]["x"]["shape"] == (2, 8)
