@@ -8,7 +8,6 @@ rank is known to all; then nothing is left of the snapshot, those before it stay
 
 from __future__ import annotations
 
-import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterable
@@ -87,7 +86,6 @@ class Snapshots:
         self.outcome = Outcome(step, problem)
 
     def _save(self, pieces: dict[str, Piece], temporary: Path) -> str:
-        logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
         planner = SavePlanner()
         try:
             writer = dcp.FileSystemWriter(temporary, overwrite=False)

@@ -95,9 +95,10 @@ def streams(here: Path) -> tuple[bool, bool]:
     return same, torch.equal(restored, torch.get_rng_state())
 
 
-def on_one_rank(folder: str) -> dict[str, Any]:
+def on_one_rank(folder: str) -> list[dict[str, Any]]:
+    """To the end, and once more: a run that was killed when all its steps were done."""
     here = Path(folder)
-    return train(job(here, "one", STEPS, every=2), here / "journey")
+    return [train(job(here, "one", STEPS, every=2), here / work) for work in ("journey", "again")]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     write_programs(folder, (*STOPS, "one"))
     found = run_ranks(2, on_two_ranks, str(folder))
     assert found[0]["plain"] == found[1]["plain"]
-    found[0]["one"] = run_ranks(1, on_one_rank, str(folder))[0]
+    found[0]["one"], found[0]["again"] = run_ranks(1, on_one_rank, str(folder))[0]
     return folder, {**found[0], "streams": [rank["streams"] for rank in found]}
 
 
@@ -124,6 +125,12 @@ def test_a_run_goes_on_under_other_plans(runs) -> None:
     assert [note["snapshot"] for note in told if "snapshot" in note] == [2, 4, 6, 8, 10]
     kept = snapshots_in(folder / "runs/train/snapshots/run")
     assert [path.name for path in kept] == ["step-000010", "step-000008"]
+
+
+def test_a_run_with_no_step_left_reports_what_was_measured(runs) -> None:
+    folder, found = runs
+    assert found["again"] == found["one"]
+    assert [note["resumed"] for note in notes(folder / "again")] == [STEPS]
 
 
 def test_the_same_plan_repeats_every_loss(runs) -> None:

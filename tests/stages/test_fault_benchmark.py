@@ -1,0 +1,39 @@
+"""What the benchmark of faults counts as lost, and as a difference."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.faults import Disturbed, difference
+
+
+def test_an_acknowledged_snapshot_must_be_there(tmp_path: Path) -> None:
+    work = tmp_path / "tmp" / "shardwright-x"
+    work.mkdir(parents=True)
+    run = Disturbed(tmp_path, 3, 100, random.Random(0))
+    lines = [{"step": 7}, {"snapshot": 8}, {"snapshot": 12, "problem": "full"}, {"resumed": 8}]
+    (work / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step"')
+    run._look()
+    assert (run.step, run.acknowledged, run.lost) == (7, 8, 0)
+    with open(work / "steps.jsonl", "a") as file:
+        file.write(': 8}\n{"resumed": 4}\n')
+    run._look()
+    assert (run.step, run.lost) == (8, 1)
+    assert len(run.due) == 3 and run.due == sorted(run.due)
+
+
+def test_the_largest_difference_of_losses_and_parameters(tmp_path: Path) -> None:
+    roots = tmp_path / "a", tmp_path / "b"
+    for root, loss, weight in zip(roots, (1.0, 1.25), (0.0, 0.5), strict=True):
+        (root / "runs/train/weights").mkdir(parents=True)
+        (root / "runs/train/report.json").write_text(json.dumps({"body": {"losses": [2.0, loss]}}))
+        save_file({"w": torch.full((2,), weight)}, root / "runs/train/weights/model.safetensors")
+    assert difference(*roots) == 0.5
+    assert difference(roots[0], roots[0]) == 0
+    (roots[1] / "runs/train/report.json").write_text(json.dumps({"body": {"losses": [2.0]}}))
+    assert difference(*roots) == float("inf")
