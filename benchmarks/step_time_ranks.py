@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.overhead_steps import Step, ddp_step, fsdp_step, load, our_step, plain_step, tensor_step, timed
 from benchmarks.step_time_models import SCENARIOS, batch, build
@@ -51,17 +52,19 @@ def measure(name: str, programs: Mapping[str, str], rounds: int) -> dict[str, An
     model, given = build(name), batch(SCENARIOS[name])
     ours = {plan: partial(our_step, load(Path(path)), model, given) for plan, path in programs.items()}
     beside = {CHOSEN: ours[CHOSEN], **peers(name, model, given)}
-    peaks = {who: peak_bytes(maker) for who, maker in beside.items()}
+    peaks = {who: peak_bytes(maker, model) for who, maker in beside.items()}
     compared = in_turn({who: maker() for who, maker in beside.items()}, rounds)
     plans = in_turn({who: maker() for who, maker in ours.items()}, rounds) if len(ours) > 1 else compared
     return {"peaks": peaks, "compared": compared, "plans": plans}
 
 
-def peak_bytes(make: Callable[[], Step]) -> int:
+def peak_bytes(make: Callable[[], Step], model: nn.Module) -> int:
     """Of the second step; what the step has made before is counted, the model that all are made from is not."""
     with Tally(()) as tally:
         step = make()
         step()
+        for tensor in (*model.parameters(), *model.buffers()):  # seen where the step took its copy of it
+            tally.alive.pop(StorageWeakRef(tensor.untyped_storage()).cdata, None)
         tally.peak = 0
         step()
     most = torch.tensor(tally.peak)

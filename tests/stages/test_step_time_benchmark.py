@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import step_time_plans as plans
+from benchmarks.overhead_steps import Step
 from benchmarks.step_time import Outcome, Predicted, judge, spearman, verdict
 from benchmarks.step_time_models import SCENARIOS, Scenario, batch, build
-from benchmarks.step_time_ranks import CHOSEN, RANKS, WARM_UP, measure, turn
+from benchmarks.step_time_ranks import CHOSEN, RANKS, WARM_UP, measure, peak_bytes, turn
 from pipeline.config import load_config
 from tests.flow.project import TINY
 from tests.ranks import run_ranks
@@ -102,7 +104,18 @@ def test_scenarios_can_be_trained(name: str, tmp_path: Path) -> None:
 def steps_of(programs: dict[str, str]) -> dict[str, Any]:
     """On a rank."""
     with mock.patch.dict(SCENARIOS, SMALL):
-        return measure("small", programs, ROUNDS)
+        return measure("small", programs, ROUNDS) | {"copied": copied()}
+
+
+def copied() -> tuple[int, int]:
+    """What is measured of a step that keeps a copy of a model; and the bytes of the copy."""
+    model = torch.nn.Linear(64, 64)
+
+    def make() -> Step:
+        kept = copy.deepcopy(model)
+        return lambda: next(kept.parameters()).detach().sum()
+
+    return peak_bytes(make, model), 4 * (64 * 64 + 64)
 
 
 def test_all_sides_train_the_same_model(tmp_path: Path) -> None:
@@ -122,3 +135,5 @@ def test_all_sides_train_the_same_model(tmp_path: Path) -> None:
             assert len(row["seconds"]) == ROUNDS and len(row["losses"]) == WARM_UP + ROUNDS
             assert row["losses"] == pytest.approx(result["compared"]["ddp"]["losses"], rel=1e-4)
         assert result["peaks"]["fsdp2"] < result["peaks"]["ddp"]
+        found, own = result["copied"]
+        assert own <= found < 1.1 * own, "the model that it is made from is not counted"
