@@ -122,9 +122,10 @@ def truth_of(case: Case) -> dict:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
         optimizer.step()
         losses.append(sum(float(loss.detach()) for loss in found) / len(found))
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # a forward pass changes buffers
     with torch.no_grad():
         after = float(model(**batches[-1]))
-    return {"losses": losses, "after": after, "weights": model.state_dict(), "names": dict(model.named_parameters())}
+    return {"losses": losses, "after": after, "weights": weights, "names": dict(model.named_parameters())}
 
 
 def write_case(case: Case, folder: Path) -> None:
