@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout, replicated
-from pipeline.optimizer import build_optimizer
+from pipeline.optimizer import build_optimizer, refuse_mixing
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.gradients import Row
@@ -59,6 +59,9 @@ class Piped:
         rows = rows or [nothing]  # an optimizer must have something
         self.clipping = self._clipping(rows)
         where = f"{job['where']['train']}: optimizer"
+        stored = [(own.stored, name) for own in self.own.values() for name in own.tensors]
+        if split := next((name for one, name in stored if one.splits_state(name)), None):
+            refuse_mixing(job["train"]["optimizer"], where, split)
         self.optimizer = build_optimizer(job["train"]["optimizer"], where, [updated for updated, _ in rows])
         self._batches = self._own_batches()
         self.samples = next(iter(job["model"]["batch"].values()))["shape"][0] * self.passes
@@ -97,35 +100,29 @@ class Piped:
 
     # ---- batches
 
-    def _own_batches(self) -> dict[int, Batches]:
-        """For each partition that has inputs these, as they lie there."""
-        dataset = instantiate(self.job["data"]["dataset"], f"{self.job['where']['data']}: dataset")
+    def _inputs(self) -> dict[int, tuple[Job, dict[str, Layout]]]:
+        """For each partition that has inputs: the job as if the model had these alone, and how they lie."""
+        specs = self.job["model"]["batch"]
         found = {}
-        for partition in self.partitions:
-            given, layouts = self._reads(partition)
+        for number in self.places.numbers:
+            layouts = {name: Layout.parse(text) for name, text in self.places.written[number].INPUTS.items()}
+            model = {**self.job["model"], "batch": {name: specs[name] for name in layouts}}
             if layouts:
-                found[partition.number] = Batches(dataset, given, layouts, self.places.axes)
+                found[number] = {**self.job, "model": model}, layouts
         return found
 
-    def _reads(self, partition: Partition) -> tuple[Job, dict[str, Layout]]:
-        """The job with the inputs of the partition alone, and how they lie there."""
-        layouts = {name: Layout.parse(text) for name, text in self.places.written[partition.number].INPUTS.items()}
-        specs = self.job["model"]["batch"]
-        return {**self.job, "model": {**self.job["model"], "batch": {name: specs[name] for name in layouts}}}, layouts
+    def _own_batches(self) -> dict[int, Batches]:
+        dataset = instantiate(self.job["data"]["dataset"], f"{self.job['where']['data']}: dataset")
+        return {n: Batches(dataset, *given, self.places.axes) for n, given in self._inputs().items()}
 
     def _held_out(self) -> HeldOut:
-        """The data to evaluate on, with the program as the model is then."""
-        program = load_program(self.job["module_path"], evaluates=True)
-        whole = dict.fromkeys(self.job["model"]["batch"], replicated(len(self.partitions[0].axes)))
-        count = len(held_out_batches(self.job, whole, self.partitions[0].axes))
-        batches: list[Batch] = [{} for _ in range(count)]
-        programs = {}
-        for partition in self.partitions:
-            programs[partition.number] = program.PARTITIONS[partition.number](partition.tensors)
-            given, layouts = self._reads(partition)
-            own_batches = held_out_batches(given, layouts, partition.axes) if layouts else [{}] * count
-            for batch, own in zip(batches, own_batches, strict=True):
-                batch.update({f"{partition.number}.{name}": tensor for name, tensor in own.items()})
+        """The data to evaluate on, with the partitions as the model is then."""
+        written = load_program(self.job["module_path"], evaluates=True).PARTITIONS
+        programs = {partition.number: written[partition.number](partition.tensors) for partition in self.partitions}
+        read = {n: held_out_batches(*given, self.places.axes) for n, given in self._inputs().items()}
+        counts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(counts, max(map(len, read.values()), default=0))  # some partitions have no inputs
+        batches = [_numbered({n: own[place] for n, own in read.items()}) for place in range(max(counts))]
         return HeldOut(batches, partial(self._loss_of, programs))
 
     def batches(self, step: int) -> list[Batch]:
@@ -133,8 +130,7 @@ class Piped:
 
     def _batch(self, place: int) -> Batch:
         """Of all partitions of this rank, by the partition's number and the input's name."""
-        given = self._batches.items()
-        return {f"{number}.{name}": x for number, batches in given for name, x in batches[place].items()}
+        return _numbered({number: batches[place] for number, batches in self._batches.items()})
 
     def on_device(self, batch: Batch) -> Batch:
         return {name: self._in_precision(tensor) for name, tensor in batch.items()}
@@ -239,3 +235,8 @@ class Piped:
             found = torch.empty(shape, dtype=dtype, device=meeting_device(self.device))
             dist.recv(found, source)
         return found
+
+
+def _numbered(batches: Mapping[int, Batch]) -> Batch:
+    """Of several partitions in one."""
+    return {f"{number}.{name}": x for number, batch in batches.items() for name, x in batch.items()}

@@ -30,6 +30,7 @@ CASES = (
     Case("shared", "zero_bubble", (2, 2), seed=3),
     Case("odd", "gpipe", (2, 2), micro_batches=2, seed=2),  # copies of a parameter that several links read
     Case("tied", "1f1b", (3, 1), seed=2),
+    Case("unet", "1f1b", (2, 2), micro_batches=2, seed=11),  # statistics of batch norms
     Case("shared", "gpipe", (1, 2, 1), micro_batches=2, seed=5),
 )
 
