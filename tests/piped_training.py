@@ -125,18 +125,10 @@ def truth_of(case: Case) -> dict:
         losses.append(sum(float(loss.detach()) for loss in found) / len(found))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # a forward pass changes buffers
     with torch.no_grad():
-<<<<<<< HEAD
-        after, weights = float(model(**batches[-1])), copy.deepcopy(model.state_dict())
         evaluated = float(model.eval()(**batches[0]))
+        after = float(model.train()(**batches[-1]))
     numbers = {"losses": losses, "after": after, "evaluated": evaluated}
     return {**numbers, "weights": weights, "names": dict(model.named_parameters())}
-||||||| a4413ea
-        after = float(model(**batches[-1]))
-    return {"losses": losses, "after": after, "weights": model.state_dict(), "names": dict(model.named_parameters())}
-=======
-        after = float(model(**batches[-1]))
-    return {"losses": losses, "after": after, "weights": weights, "names": dict(model.named_parameters())}
->>>>>>> 2203feefd85603ea580a0b4b47ea160e4aee19a3
 
 
 def write_case(case: Case, folder: Path) -> None:
