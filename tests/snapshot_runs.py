@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.models.data import TokenSequences
+from stages.codegen.partitions import write_partitions
 from stages.train.loop import Loop
-from stages.train.planned import Planned
+from stages.train.worker import make_engine
 from tests import plans
+from tests.jobs import train_settings
+from tests.piped_training import Case, plan_of
 from tests.storage_plans import NAMED, Named, plan_named
 
 MODEL, BATCH = "gpt8", 8
@@ -20,8 +23,18 @@ NAMED.setdefault("one", Named((1,), (0,)))
 
 
 def write_programs(folder: Path, names: tuple[str, ...]) -> None:
+    """`piped` is a pipeline of two partitions, others are named in tests/storage_plans.py."""
     for name in names:
-        (folder / f"{name}.py").write_text(plans.lowered(MODEL, plan_named(MODEL, name))[1])
+        (folder / f"{name}.py").write_text(_piped() if name == "piped" else _text(name))
+
+
+def _text(name: str) -> str:
+    return plans.lowered(MODEL, plan_named(MODEL, name))[1]
+
+
+def _piped() -> str:
+    case = Case(MODEL, "gpipe", (1, 1), 1, 1, "random", 0)
+    return write_partitions(plans.graph_of(MODEL), plan_of(case))
 
 
 def job(folder: Path, program: str, steps: int, /, **safety: Any) -> dict[str, Any]:
@@ -48,16 +61,8 @@ def job(folder: Path, program: str, steps: int, /, **safety: Any) -> dict[str, A
             "batch": {"input_ids": shape, "labels": shape},
         },
         "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences", **data}, "shuffle": True, "seed": 4},
-        "train": {
-            "steps": steps,
-            "micro_batches": 1,
-            "seed": 3,
-            "init_from": None,
-            "clip_norm": None,
-            "export": False,
-            "timeout_s": 60,
-            "optimizer": optimizer,
-        },
+        "train": train_settings(steps=steps, seed=3, timeout_s=60, optimizer=optimizer),
+        "digests": {},
         "where": {"model": "model", "data": "data", "train": "train"},
         "safety": {**given, **safety},
     }
@@ -66,7 +71,7 @@ def job(folder: Path, program: str, steps: int, /, **safety: Any) -> dict[str, A
 def train(given: dict[str, Any], work: Path) -> dict[str, Any]:
     """On a rank: what the loop reports."""
     work.mkdir(exist_ok=True)
-    return Loop(Planned(given), given, work).run()
+    return Loop(make_engine(given), given, work).run()
 
 
 class Faulty(TokenSequences):

@@ -22,8 +22,8 @@ from stages.train.snapshots import Snapshots
 from tests.ranks import run_ranks
 from tests.snapshot_runs import Faulty, job, train, write_programs
 
-STEPS = 10
-STOPS = {"ddp": 2, "zero1": 4, "zero3": 6, "tp": 8}  # under each of these plans up to that step
+STEPS = 12
+STOPS = {"ddp": 2, "zero1": 4, "zero3": 6, "piped": 8, "tp": 10}  # under each of these plans up to that step
 SAME, NEAR = 1e-6, 1e-5
 
 
@@ -122,9 +122,9 @@ def test_a_run_goes_on_under_other_plans(runs) -> None:
     assert len(found["one"]["seconds"]) == 2 and len(found["one"]["peak_bytes"]) == 1  # of this plan alone
     told = notes(folder / "journey")
     assert [note["resumed"] for note in told if "resumed" in note] == list(STOPS.values())
-    assert [note["snapshot"] for note in told if "snapshot" in note] == [2, 4, 6, 8, 10]
+    assert [note["snapshot"] for note in told if "snapshot" in note] == [2, 4, 6, 8, 10, 12]
     kept = snapshots_in(folder / "runs/train/snapshots/run")
-    assert [path.name for path in kept] == ["step-000010", "step-000008"]
+    assert [path.name for path in kept] == ["step-000012", "step-000010"]
 
 
 def test_a_run_with_no_step_left_reports_what_was_measured(runs) -> None:
@@ -139,7 +139,7 @@ def test_the_same_plan_repeats_every_loss(runs) -> None:
     assert len(found["same"]) == STEPS and apart(found["same"], found["plain"]) <= SAME
     told = notes(folder / "b")
     assert told[0] == {"damaged": "step-000005: manifest.json cannot be read (JSONDecodeError)"}
-    assert told[1]["resumed"] == 3 and [note["snapshot"] for note in told[2:]] == [6, 9, 10]
+    assert told[1]["resumed"] == 3 and [note["snapshot"] for note in told[2:]] == [6, 9, 12]
 
 
 def test_a_full_disk_costs_the_snapshot_alone(runs) -> None:
