@@ -147,7 +147,7 @@ def measured(folder: Path, name: str, spaces: list[str], rounds: int) -> tuple[O
     middle = {who: 1e3 * statistics.median(row["seconds"]) for who, row in found["plans"].items()}
     predictions = [Predicted(name, p["name"], 1e3 * p["predicted"], middle[p["name"]]) for p in forced]
     for predicted, each in zip(predictions, forced, strict=True):
-        parts = ", ".join(f"{part} {1e3 * seconds:.1f}" for part, seconds in each["parts"].items() if seconds)
+        parts = ", ".join(f"{part} {1e3 * seconds:.1f}" for part, seconds in each["parts"].items() if seconds > 1e-6)
         line = f"  {predicted.plan:22}{predicted.predicted_ms:10.2f} ms predicted{predicted.measured_ms:10.2f} ms"
         print(f"{line} measured{predicted.error:8.0%}   {parts}", flush=True)
     return outcome, predictions

@@ -124,8 +124,12 @@ def _written(name: str, path: Path, plan: Plan) -> Written:
 
 
 def forced(root: Path) -> Iterator[Written]:
-    """The fastest plan of every family that the model's shapes allow, and some of them with all recomputed."""
+    """The fastest plan of every family that the model's shapes allow, and some of them with all recomputed.
+
+    Where two families have the same fastest plan, it counts once.
+    """
     planner = _Planner(root)
+    programs: set[str] = set()
     for family in named(1):
         sharding = planner.sharding(family)
         for recompute in ("off", "full") if family in RECOMPUTED else ("off",):
@@ -133,8 +137,11 @@ def forced(root: Path) -> Iterator[Written]:
                 plan = planner.plan(sharding, Recompute(recompute))
                 name = f"{family}{' + recompute' if recompute == 'full' else ''}"
                 path = root / f"{name.replace(' ', '_')}.py"
-                path.write_text(write_module(planner.traced, plan, lower(planner.traced, plan.sharding)))
-                yield _written(name, path, plan)
+                text = write_module(planner.traced, plan, lower(planner.traced, plan.sharding))
+                if text not in programs:
+                    programs.add(text)
+                    path.write_text(text)
+                    yield _written(name, path, plan)
 
 
 class _Planner:
