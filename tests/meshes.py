@@ -27,6 +27,7 @@ from pipeline.runtime import collectives
 from pipeline.runtime.mesh import MeshAxis
 from stages.cluster.formulas import Link, group_links
 from tests.pieces import FORWARD, GRADIENT
+from tests.simulated import Done
 
 At = tuple[int, ...]
 SIZES = [(2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2), (2, 1, 3)]
@@ -182,9 +183,10 @@ class Simulated:
     ReduceOp = ReduceOp
 
     @staticmethod
-    def all_reduce(tensor: Tensor, group, op=ReduceOp.SUM) -> None:
+    def all_reduce(tensor: Tensor, group, op=ReduceOp.SUM, async_op=False) -> Done | None:
         everyone = torch.stack(group[0].exchange(group[1], tensor))
         tensor.copy_(everyone.amax(0) if op == ReduceOp.MAX else everyone.sum(0))
+        return Done() if async_op else None
 
     @staticmethod
     def all_gather(output: Tensor, tensor: Tensor, group) -> None:

@@ -40,7 +40,7 @@ class _Axes(dict):
         return _own.axes[name]
 
 
-class _Done:
+class Done:
     def wait(self) -> None:
         """Nothing is under way: threads wait for one another in the call."""
 
@@ -48,7 +48,7 @@ class _Done:
 def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     everyone = torch.stack(group.exchange(_own.axes[AXIS].rank, tensor))
     tensor.copy_(everyone.amax(0) if op == dist.ReduceOp.MAX else everyone.sum(0))
-    return _Done() if async_op else None
+    return Done() if async_op else None
 
 
 def _all_gather(output, tensor, group=None):

@@ -55,7 +55,10 @@ def wrong_programs() -> dict[str, str]:
     for fault, (name, right, wrong) in WRONG.items():
         source = source_of(f"gpt8-{name}")
         assert right in source
-        source = source.replace("pipeline.runtime import ", "pipeline.runtime import gather, ").replace(right, wrong)
+        source = source.replace(
+            "from pipeline.runtime", "from pipeline.runtime import gather\nfrom pipeline.runtime", 1
+        )
+        source = source.replace(right, wrong)
         found[f"gpt8-wrong_{fault}"] = source
     return found
 
