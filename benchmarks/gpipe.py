@@ -102,7 +102,13 @@ def _job(path: Path, width: int, layers: int, batch: int) -> dict[str, Any]:
         "module_path": str(path),
         "model": {"precision": "fp32", "module": module, "batch": {"inputs": inputs, "targets": targets}},
         "data": {"dataset": data, "shuffle": False, "seed": 0},
-        "train": {"seed": 0, "init_from": None, "clip_norm": None, "optimizer": optimizer},
+        "train": {
+            "seed": 0,
+            "init_from": None,
+            "clip_norm": None,
+            "optimizer": optimizer,
+            "evaluate": {"every": 0, "batches": 1},
+        },
         "where": {"model": "model", "data": "data", "train": "train"},
     }
 
