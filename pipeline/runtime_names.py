@@ -14,13 +14,14 @@ BODIES = (  # local forms of ops
     "mean_of_pieces",
     "row_split_embedding",
 )
+EARLY = ("count_targets",)  # what an op begins before the first link; it returns nothing
 NAMES = (
     *CONVERSIONS,
     *BODIES,
+    *EARLY,
     "again",
     "channels_last",
     "compiled",
-    "count_targets",
     "keep_shards",
     "kept",
     "recompute",

@@ -79,12 +79,11 @@ def _compared(report: Report) -> list[tuple[str, str, str, str]]:
         "step_ms": ("step", "{:.2f} ms"),
         "compute_ms": ("- compute", "{:.2f} ms"),
         "communication_ms": ("- communication", "{:.2f} ms"),
-        "bubble_ms": ("- bubble", "{:.2f} ms"),
         "other_ms": ("- other", "{:.2f} ms"),
         "samples_per_second": ("throughput", "{:.1f} samples/s"),
         "peak_mb": ("peak memory", "{:.1f} MB a rank"),
     }
-    found = {row.what: row for row in report.compared if row.what != "bubble_ms" or row.predicted or row.measured}
+    found = {row.what: row for row in report.compared}
     return [
         (name, form.format(row.predicted), form.format(row.measured), "-" if row.ratio is None else f"{row.ratio:.2f}")
         for what, (name, form) in shown.items()

@@ -47,6 +47,16 @@ def _render_cross_entropy(r: Rendered) -> str:
     return f"{function}({tensors}{extra})"
 
 
+def _count_targets(r: Rendered) -> str:
+    """What a mean over a split batch divides by; if it were counted with the loss, ranks would wait."""
+    given = r.given(("input", "target", "weight", "reduction", "ignore_index", "label_smoothing"))
+    rows = r.axes("mean")
+    if not rows or given.get("weight", "None") != "None":
+        return ""
+    ignored = given.get("ignore_index", "-100")
+    return f"count_targets({given['target']}, axis={rows}{'' if ignored == '-100' else f', ignore_index={ignored}'})"
+
+
 def _logits(view: OpView) -> int:
     """The log-softmax of the logits, kept for backward."""
     return view.inputs[0].nbytes
@@ -102,6 +112,7 @@ RULES = [
     OpRule(
         "aten.cross_entropy_loss.default", _cross_entropy, _render_cross_entropy,
         saves_inputs=(1,), extra_saved=_logits, split_body=_cross_entropy_body,
+        early=_count_targets, early_inputs=(1,),
     ),
     OpRule("aten.nll_loss_nd.default", _nll, _render_nll, linear=((0,),), saves_inputs=(1,)),
     _pointwise_rule("mse_loss", 2, "reduction"),

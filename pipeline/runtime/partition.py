@@ -52,9 +52,8 @@ class Partition:
         if trained:
             torch.autograd.backward([r for r, _ in trained], [g for _, g in trained])
 
-    def without_gradient(self, batch: Batch, entering: Mapping[str, Tensor], program: Any = None) -> tuple[Tensor, ...]:
-        """The same, of any batch, without a change of buffers; with another program of the partition where given."""
-        program = program or self.program
+    def without_gradient(self, batch: Batch, entering: Mapping[str, Tensor], program: Any) -> tuple[Tensor, ...]:
+        """Of any batch, by another program of the partition, without a change of buffers."""
         buffers = {name: t for name, t in self.tensors.items() if not isinstance(t, nn.Parameter)}
         kept = {name: t.clone() for name, t in buffers.items()}
         with torch.no_grad():

@@ -17,8 +17,6 @@ from pipeline.runtime.stage import Cut, Mesh, Stage, schedule_of
 from pipeline.runtime.tied import Tied
 from pipeline.runtime.transfer import Shape, meeting_device
 
-NO_PROGRAMS: Mapping[int, Any] = {}
-
 
 class Places:
     """Where the partitions of a program are: piece k of the devices is a run of ranks after that of piece k - 1."""
@@ -106,12 +104,12 @@ class Pipeline:
         for partition in self.partitions:
             partition.gradients.publish()
 
-    def loss(self, batch: Mapping[int, Batch], programs: Mapping[int, Any] = NO_PROGRAMS) -> float:
-        """Of one batch, without a gradient, on all ranks; with other programs of the partitions where given."""
+    def loss(self, batch: Mapping[int, Batch], programs: Mapping[int, Any]) -> float:
+        """Of one batch, by these programs of the partitions, without a gradient, on all ranks."""
         found = None
         for stage in self.stages:
             number = stage.partition.number
-            found = stage.loss(batch[number], programs.get(number))
+            found = stage.loss(batch[number], programs[number])
         return self.everywhere([] if found is None else [found])
 
     def everywhere(self, losses: Iterable[Tensor]) -> float:

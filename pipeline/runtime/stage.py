@@ -186,8 +186,8 @@ class Stage(_PipelineStageBase):
 
     # ---- outside a step
 
-    def loss(self, batch: Mapping[str, Tensor], program: Any = None) -> Tensor | None:
-        """Of a batch, without a gradient; the last partition has it. `program` runs in place of the partition's own."""
+    def loss(self, batch: Mapping[str, Tensor], program: Any) -> Tensor | None:
+        """Of a batch, by this program of the partition, without a gradient; the last partition has it."""
         run(self.get_fwd_recv_ops(0))
         with torch.no_grad():
             entering = {name: t.requires_grad_(False) for name, t in self.entering(0).items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import keyword
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from pipeline import runtime_names
@@ -49,6 +49,7 @@ class Block:
     result: tuple[str, ...]  # x and the common values that it writes, by its own names
     writes: tuple[str, ...]  # the latter by the caller's names
     used: frozenset[str]  # names of runtime functions
+    early: dict[str, frozenset[str]]  # calls that may be made before the first link -> the caller's names they read
 
     @property
     def text(self) -> str:
@@ -129,6 +130,7 @@ class BlockWriter:
         self.reads_parameters = False
         self.returned: set[str] = set()  # values; what leaves a partition may have no reader in its graph
         self.used: set[str] = set()
+        self.early: dict[str, frozenset[str]] = {}  # calls that may be made before the first link, and what they read
         self.lines: list[str] = []
         self._group = ""
 
@@ -159,6 +161,7 @@ class BlockWriter:
             tuple(self._name(tensor) for tensor in (exit_, *common)),
             tuple(self.outside[tensor].name for tensor in common),
             frozenset(self.used),
+            self.early,
         )
 
     def _last_uses(self, steps: tuple[Step, ...], stays: set[Tensor]) -> dict[int, list[Tensor]]:
@@ -268,12 +271,22 @@ class BlockWriter:
         return f"# {arrow}{tensor.layout} {list(self._local(tensor))}"
 
     def _op_text(self, step: Call) -> str:
+        op, rendered = self.graph.op(step.op), self._rendered(step, self._name)
+        rule = rule_of(op)
+        if rule is None:
+            return call(f"torch.ops.{op.target}")(rendered)
+        if rule.early and (read := {step.inputs[n] for n in rule.early_inputs}) <= self.outside.keys():
+            text = rule.early(self._rendered(step, lambda t: self.outside[t].name if t in read else ""))
+            self.early |= {text: frozenset(self.outside[tensor].name for tensor in read)} if text else {}
+        return rule.render(rendered)
+
+    def _rendered(self, step: Call, name_of: Callable[[Tensor], str]) -> Rendered:
         op = self.graph.op(step.op)
-        names = iter(tensors := tuple(self._name(t) for t in step.inputs))
+        names = iter(tensors := tuple(map(name_of, step.inputs)))
         positional = tuple(_text(a, names) for a in op.args.positional)
         named = {k: _text(v, names) for k, v in op.args.named if k != "pin_memory"}
         bodies = self.sharding.strategies[op.name].body.split(",")
-        rendered = Rendered(
+        return Rendered(
             positional,
             named,
             tensors,
@@ -282,10 +295,6 @@ class BlockWriter:
             tuple((body, axis) for body, (axis, _) in zip(bodies, self.mesh.axes, strict=False) if body),
             plain_view(self.graph, op),
         )
-        rule = rule_of(op)
-        if rule is None:
-            return call(f"torch.ops.{op.target}")(rendered)
-        return rule.render(rendered)
 
     def _local(self, tensor: Tensor) -> tuple[int, ...]:
         return tensor.layout.local_shape(self.graph.values[tensor.value].type.shape, self.mesh.sizes)

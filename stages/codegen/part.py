@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pipeline.blocks import convolves
@@ -89,7 +88,7 @@ class Written:
     leaves: list[Leaf]
     blocks: list[Block]
     used: set[str]  # names of runtime functions
-    counts: tuple[str, ...]  # lines that begin to count targets
+    early: tuple[str, ...]  # calls before the first link, whose results later ones use
 
     def callers(self, functions: dict[str, str]) -> list[Caller]:
         """`functions`: text of a block -> its name."""
@@ -123,25 +122,10 @@ def write_part(part: Part) -> Written:
     used |= {"keep_shards"} if used & {"again", "regather", "regather_together"} else set()
     used |= {"compiled"} if any(leaf.compiled is not None for leaf in leaves) else set()
     used |= {"channels_last"} if "compiled" in used and convolves(part.graph) else set()
-    counts = tuple(_counts(blocks, set(before.names.values())))
-    used |= {"count_targets"} if counts else set()
-    return Written(part, before, copies, {known.name for known in outside.values()}, leaves, blocks, used, counts)
-
-
-def _counts(blocks: Iterable[Block], known: set[str]) -> Iterator[str]:
-    """What a mean loss over a split batch divides by is summed over the ranks from the start, where targets are known.
-
-    Summed when the loss is there, the ranks would wait for the slowest in the middle of every step.
-    """
-    for block in blocks:
-        for call in (node for node in ast.walk(ast.parse("\n".join(block.lines))) if isinstance(node, ast.Call)):
-            function, options = ast.unparse(call.func), {k.arg: ast.unparse(k.value) for k in call.keywords}
-            axis = options.get({"mean_cross_entropy": "axis", "class_split_cross_entropy": "rows"}.get(function, ""))
-            target = block.common.get(ast.unparse(call.args[1])) if axis else None
-            if axis and target in known and "weight" not in options:
-                ignored = f", ignore_index={options['ignore_index']}" if "ignore_index" in options else ""
-                call_text = f"count_targets({target}, axis={axis}{ignored})".replace("'", '"')
-                yield f"{call_text}  # over all ranks, there when the loss is"
+    there = set(before.names.values())
+    early = tuple(text for block in blocks for text, read in block.early.items() if read <= there)
+    used |= {text.partition("(")[0] for text in early}
+    return Written(part, before, copies, {known.name for known in outside.values()}, leaves, blocks, used, early)
 
 
 def _prologue(part: Part) -> Before:
@@ -269,7 +253,9 @@ def class_text(written: Written, functions: dict[str, str], attributes: str = ""
             lines.append(f"        {own} = {own}.contiguous(memory_format=torch.channels_last)")
     lines += ["        p = self.tensors"] if before.reads_parameters else []
     exact = ["        with torch.autocast(DEVICE.type, enabled=False):"] if before.exact else []
-    lines += [*exact, *_indented(list(before.lines), 12 if exact else 8), *_indented(list(written.counts), 8)]
+    lines += [*exact, *_indented(list(before.lines), 12 if exact else 8)]
+    for text in written.early:
+        lines += _indented(statement(text, "# under way until a later line reads it", 8), 8)
     keeps_shards = "keep_shards" in used
     methods: list[str] = []
     lines += ["        with keep_shards():"] if keeps_shards else []

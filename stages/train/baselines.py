@@ -34,6 +34,7 @@ from pipeline.runtime.mesh import set_mesh
 from pipeline.weights import match_names, open_weights, read_piece, write_weights
 from stages.train.engine import Batch, Held, Job
 from stages.train.held_out import HeldOut, held_out_batches
+from stages.train.precision import Precision
 from stages.train.tensors import state_names
 
 AXIS = "ranks"
@@ -44,7 +45,7 @@ class Single:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.device = torch.device(job["device"])
-        self.precision: str = job["model"]["precision"]
+        self.precision = Precision(self.device, job["model"]["precision"])
         self.passes: int = job["train"]["micro_batches"]
         self.held_whole = ""  # by intent
         set_mesh({AXIS: dist.get_world_size()})
@@ -75,7 +76,7 @@ class Single:
             read_weights(module, Path(self.job["train"]["init_from"]), f"{self.job['where']['train']}: init_from")
         if dist.get_rank():
             torch.manual_seed(seed + dist.get_rank())
-        return module.train().to(self.device, torch.bfloat16 if self.precision == "bf16" else None)
+        return module.train().to(self.device, torch.bfloat16 if self.precision.name == "bf16" else None)
 
     def _wrapped(self) -> nn.Module:
         return self.module
@@ -88,11 +89,7 @@ class Single:
         return [self._batches[step * self.passes + n] for n in range(self.passes)]
 
     def on_device(self, batch: Batch) -> Batch:
-        return {name: self._in_precision(tensor) for name, tensor in batch.items()}
-
-    def _in_precision(self, tensor: Tensor) -> Tensor:
-        half = self.precision == "bf16" and tensor.is_floating_point()
-        return tensor.to(self.device, torch.bfloat16 if half else None)
+        return self.precision.batch(batch)
 
     def step(self, first: Batch, later: list[Batch]) -> float:
         self.optimizer.zero_grad()
@@ -100,7 +97,7 @@ class Single:
         for number, batch in enumerate(chain([first], map(self.on_device, later)), start=1):
             last = number == self.passes
             with self._adds_up(last):
-                with self._autocast():
+                with self.precision.autocast(cache=True):
                     loss = pick_loss(self.called(**batch))
                 total += loss.detach()
                 told = _sum_later(total) if last else None  # with backward to hide behind
@@ -124,7 +121,7 @@ class Single:
     def loss(self, batch: Batch) -> float:
         buffers = [tensor for tensor in self.named.values() if not isinstance(tensor, nn.Parameter)]
         kept = [tensor.clone() for tensor in buffers]
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self.precision.autocast(cache=True):
             found = pick_loss(self.called(**batch)).detach().float()
             for tensor, before in zip(buffers, kept, strict=True):
                 tensor.copy_(before)
@@ -132,9 +129,6 @@ class Single:
         if told is not None:
             told.wait()
         return float(found) / dist.get_world_size()
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "amp")
 
     def resident(self) -> list[Tensor]:
         state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]

@@ -58,6 +58,7 @@ def profiled(work: Callable[[], None], device: torch.device, trace: Path | None)
         if on_gpu:
             torch.cuda.synchronize(device)
     if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
         part = trace.with_suffix(".part")
         found.export_chrome_trace(str(part))
         os.replace(part, trace)

@@ -44,10 +44,6 @@ class Engine(Protocol):
         """The mean loss of the passes, the same on all ranks; the first batch is on the device, later ones are not."""
         ...
 
-    def loss(self, batch: Batch) -> float:
-        """Of a batch on the device, as the model is in training, without a gradient and without a change of buffers."""
-        ...
-
     def evaluate(self) -> float:
         """The mean loss of the held-out batches, as the model is when it evaluates; nothing changes by it."""
         ...

@@ -11,7 +11,10 @@ from pipeline.ir.report import Breakdown, Compared
 def compare(
     prediction: Prediction, median_seconds: float, samples: int, peak_bytes: Iterable[int], breakdown: Breakdown | None
 ) -> tuple[Compared, ...]:
-    """The parts of the step are those of the profiled one, scaled to the median step: together they are that."""
+    """The parts of the step are those of the profiled one, scaled to the median step: together they are that.
+
+    A rank that waits for another does so in a collective or a message: a pipeline's bubble is communication here.
+    """
     predicted = prediction.step_seconds
     rows = [
         _compared("step_ms", median_seconds * 1e3, predicted * 1e3),
@@ -20,12 +23,10 @@ def compare(
     if breakdown is not None:
         scale = median_seconds / breakdown.step_seconds * 1e3
         computing = prediction.compute_seconds + prediction.recompute_seconds + prediction.optimizer_seconds
+        waiting = prediction.communication_seconds + prediction.bubble_seconds
         rows += [
             _compared("compute_ms", breakdown.compute_seconds * scale, computing * 1e3),
-            _compared(
-                "communication_ms", breakdown.communication_seconds * scale, prediction.communication_seconds * 1e3
-            ),
-            _compared("bubble_ms", 0.0, prediction.bubble_seconds * 1e3),
+            _compared("communication_ms", breakdown.communication_seconds * scale, waiting * 1e3),
             _compared("other_ms", breakdown.other_seconds * scale, 0.0),
         ]
     peaks = list(peak_bytes)

@@ -30,6 +30,7 @@ from pipeline.runtime.transfer import meeting_device
 from pipeline.weights import write_weights
 from stages.train.engine import Batch, Held, Job
 from stages.train.held_out import HeldOut, held_out_batches
+from stages.train.precision import Precision
 from stages.train.tensors import OwnTensors, Stored
 
 SPREAD = 0x9E3779B97F4A7C15  # so that the seeds of pieces have nothing in common
@@ -45,14 +46,14 @@ class Piped:
         program = load_program(job["module_path"])
         self.device: torch.device = program.DEVICE
         self.passes: int = program.MICRO_BATCHES
-        self.precision: str = job["model"]["precision"]
+        self.precision = Precision(self.device, job["model"]["precision"])
         self.places = Places(program)
         self.own = {number: self._own_tensors(number) for number in self.places.numbers}
         first = self.own[self.places.piece]
         self.shapes, self.held_whole = first.shapes, first.held_whole
         self._seed()
         tensors = {number: own.tensors for number, own in self.own.items()}
-        self.pipeline = Pipeline(program, self.places, tensors, self.shapes, self.device, self._autocast)
+        self.pipeline = Pipeline(program, self.places, tensors, self.shapes, self.device, self.precision.autocast)
         self.partitions = self.pipeline.partitions
         rows = [(updated, part.rows[name]) for part in self.partitions for name, updated in part.updated.items()]
         nothing: tuple[nn.Parameter, Row] = nn.Parameter(torch.empty(0, device=self.device)), ("", "", "")
@@ -74,7 +75,7 @@ class Piped:
         where = f"{self.job['where']['train']}: init_from"
         stored = Stored(self.places.written[number].PARAMETERS, self.places.axes)
         wanted = partial(self.places.holds, number)
-        return OwnTensors(self._build, stored, self._in_precision, self.job["train"]["init_from"], where, wanted)
+        return OwnTensors(self._build, stored, self.precision.tensor, self.job["train"]["init_from"], where, wanted)
 
     def _build(self) -> nn.Module:
         model: nn.Module = instantiate(self.job["model"]["module"], f"{self.job['where']['model']}: module")
@@ -133,17 +134,7 @@ class Piped:
         return _numbered({number: batches[place] for number, batches in self._batches.items()})
 
     def on_device(self, batch: Batch) -> Batch:
-        return {name: self._in_precision(tensor) for name, tensor in batch.items()}
-
-    def _in_precision(self, tensor: Tensor) -> Tensor:
-        """On the device; floating numbers in bfloat16 where that is what is trained in."""
-        half = self.precision == "bf16" and tensor.is_floating_point()
-        return tensor.to(self.device, torch.bfloat16 if half else None)
-
-    def _autocast(self) -> torch.autocast:
-        """Without its cache, which would hold cast weights of recomputed regions until the end of the forward pass."""
-        amp = self.precision == "amp"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=amp, cache_enabled=False)
+        return self.precision.batch(batch)
 
     def given(self, number: int, batch: Batch) -> Batch:
         """A partition's inputs, on the device."""
@@ -168,9 +159,6 @@ class Piped:
     def evaluate(self) -> float:
         assert self.held_out is not None, "evaluate.every is 0"
         return self.held_out.mean_loss(self.on_device)
-
-    def loss(self, batch: Batch) -> float:
-        return self._loss_of({}, batch)
 
     def _loss_of(self, programs: Mapping[int, Any], batch: Batch) -> float:
         return self.pipeline.loss({number: self.given(number, batch) for number in self.places.numbers}, programs)
@@ -202,7 +190,7 @@ class Piped:
 
     def _optimizer_state(self, partition: Partition, name: str) -> Iterator[Held]:
         axes, updated = tuple(self.places.axes), partition.updated[name]
-        for key, value in self.optimizer.state[updated].items():
+        for key, value in self.optimizer.state.get(updated, {}).items():
             if isinstance(value, Tensor) and value.shape == updated.shape and value.ndim:
                 layout = Layout.parse(partition.rows[name][2])
                 yield Held(f"optimizer/{name}/{key}", value, self.shapes[name], layout, axes)
@@ -215,7 +203,7 @@ class Piped:
 
     def export(self, path: Path) -> None:
         own = self.own[self.places.piece]
-        dtypes = {name: self._in_precision(torch.empty(0, dtype=dtype)).dtype for name, dtype in own.dtypes.items()}
+        dtypes = {name: self.precision.tensor(torch.empty(0, dtype=dtype)).dtype for name, dtype in own.dtypes.items()}
         specs = {key: (dtypes[name], self.shapes[name]) for key, name in own.state.items()}
         whole = (self._whole(name, *specs[key]) for key, name in own.state.items())
         if dist.get_rank() == 0:

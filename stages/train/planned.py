@@ -23,6 +23,7 @@ from pipeline.runtime.passes import run_passes
 from pipeline.runtime.source import load_program
 from stages.train.engine import Batch, Held, Job
 from stages.train.held_out import HeldOut, held_out_batches
+from stages.train.precision import Precision
 from stages.train.tensors import OwnTensors, Stored
 
 
@@ -34,7 +35,7 @@ class Planned:
         self.device: torch.device = program.DEVICE
         self.axes = list(program.MESH)
         self.passes: int = program.MICRO_BATCHES
-        self.precision: str = job["model"]["precision"]
+        self.precision = Precision(self.device, job["model"]["precision"])
         self.stored = Stored(program.PARAMETERS, self.axes)
         self.own = self._own_tensors()
         self.held_whole = self.own.held_whole
@@ -62,7 +63,7 @@ class Planned:
     def _own_tensors(self) -> OwnTensors:
         torch.manual_seed(self.job["train"]["seed"])
         where = f"{self.job['where']['train']}: init_from"
-        return OwnTensors(self._build, self.stored, self._in_precision, self.job["train"]["init_from"], where)
+        return OwnTensors(self._build, self.stored, self.precision.tensor, self.job["train"]["init_from"], where)
 
     def _build(self) -> nn.Module:
         model: nn.Module = instantiate(self.job["model"]["module"], f"{self.job['where']['model']}: module")
@@ -72,17 +73,12 @@ class Planned:
         return [self._batches[step * self.passes + n] for n in range(self.passes)]
 
     def on_device(self, batch: Batch) -> Batch:
-        return {name: self._in_precision(tensor) for name, tensor in batch.items()}
-
-    def _in_precision(self, tensor: Tensor) -> Tensor:
-        """On the device; floating numbers in bfloat16 where that is what is trained in."""
-        half = self.precision == "bf16" and tensor.is_floating_point()
-        return tensor.to(self.device, torch.bfloat16 if half else None)
+        return self.precision.batch(batch)
 
     def step(self, first: Batch, later: list[Batch]) -> float:
         """But for the first, each batch goes to the device when its turn comes."""
         batches = chain([first], map(self.on_device, later))
-        losses = run_passes(self.program, self.gradients, batches, self.passes, self._autocast)
+        losses = run_passes(self.program, self.gradients, batches, self.passes, self.precision.autocast)
         if self.clipping is not None:
             self.clipping.clip()
         self.optimizer.step()
@@ -93,23 +89,15 @@ class Planned:
         assert self.held_out is not None, "evaluate.every is 0"
         return self.held_out.mean_loss(self.on_device)
 
-    def loss(self, batch: Batch) -> float:
-        return self._loss_of(self.program, batch)
-
     def _loss_of(self, program: Any, batch: Batch) -> float:
         buffers = {name: t for name, t in self.own.tensors.items() if not isinstance(t, nn.Parameter)}
         kept = {name: t.clone() for name, t in buffers.items()}
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self.precision.autocast():
             copies = program.copies() if hasattr(program, "copies") else {}
             found = float(program.forward(**batch, **copies))
             for name, tensor in kept.items():
                 buffers[name].copy_(tensor)
         return found
-
-    def _autocast(self) -> torch.autocast:
-        """Without its cache, which would hold cast weights of recomputed regions until the end of the forward pass."""
-        amp = self.precision == "amp"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=amp, cache_enabled=False)
 
     def resident(self) -> list[Tensor]:
         state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]

@@ -43,8 +43,8 @@ def run(inputs: Inputs, config: Config) -> Result:
     keep_weights(weights_path(inputs.root), config.train.export)
     report = make_report(measured, plan, edited, config.train.engine.value)
     finish(Path(job["safety"]["folder"]))
-    traced = (trace_path(inputs.root),) if config.train.trace_step is not None else ()
-    return Result(report, figures(report), traced)
+    trace = trace_path(inputs.root)  # there if it was asked for, and its step was not taken before this run went on
+    return Result(report, figures(report), (trace,) if trace.exists() else ())
 
 
 def trace_path(root: Path) -> Path:

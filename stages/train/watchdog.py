@@ -28,7 +28,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self.ended.wait(min(1.0, self.limit_s / 4)):
             if self.last is not None and time.monotonic() - self.last > self.limit_s:
-                self.on_hang(f"step {self.done} was not finished within {self.limit_s:g} s: a rank hangs")
+                self.on_hang(f"step {self.done} was not finished within {self.limit_s:g} s (`hang_s`): a rank hangs")
                 return
 
 

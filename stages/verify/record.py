@@ -20,6 +20,7 @@ from pipeline.ir.program import Call, Program, Step, Tensor
 from pipeline.runtime import later
 from pipeline.runtime.compiled import as_written
 from pipeline.runtime.recompute import replaying
+from pipeline.runtime_names import EARLY
 
 BEFORE = -1  # in place of a link's number: what is done before the chain
 _NOTE, _ENTER, _BEGIN = "_shardwright_note", "_shardwright_enter", "_shardwright_begin"
@@ -115,10 +116,10 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _is_step(node: ast.stmt, functions: dict[str, ast.FunctionDef]) -> bool:
-    """Not a link, a region, an input by its own name or laid out in memory, a count of targets, or the parameters."""
+    """Not a link, a region, an input by its own name or laid out in memory, what begins early, or the parameters."""
     assert isinstance(node, ast.Assign | ast.Expr)
     if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
-        return node.value.func.id.partition("_keeps_")[0] not in (*functions, "recompute", "count_targets")
+        return node.value.func.id.partition("_keeps_")[0] not in (*functions, "recompute", *EARLY)
     told = ast.unparse(node.value)
     return told != "self.tensors" and not told.startswith("batch[") and "torch.channels_last" not in told
 

@@ -239,4 +239,4 @@ def test_a_step_that_does_not_come_is_told() -> None:
     dog = Watchdog(0.05, lambda what: (told.append(what), fired.set()))
     dog.beat(7)
     assert fired.wait(20)
-    assert told == ["step 7 was not finished within 0.05 s: a rank hangs"]
+    assert told == ["step 7 was not finished within 0.05 s (`hang_s`): a rank hangs"]
