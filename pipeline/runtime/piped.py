@@ -13,7 +13,8 @@ from torch import Tensor
 from pipeline.ir.names import look_up
 from pipeline.runtime.mesh import set_meshes
 from pipeline.runtime.partition import Around, Batch, Partition
-from pipeline.runtime.stage import Cut, Mesh, Stage, schedule_of
+from pipeline.runtime.put_off import split_products
+from pipeline.runtime.stage import Cut, Mesh, Stage, puts_off, schedule_of
 from pipeline.runtime.tied import Tied
 from pipeline.runtime.transfer import Shape, meeting_device
 
@@ -74,6 +75,10 @@ class Pipeline:
         self.partitions = [Partition(n, places.written[n], tensors[n], around) for n in places.numbers]
         self.stages = self._stages(program)
         self.schedule = schedule_of(program.SCHEDULE, self.stages, self.passes)
+        for partition in self.partitions:
+            partition.puts_off = puts_off(self.schedule, partition.number)
+        if any(partition.puts_off for partition in self.partitions):
+            split_products(program)
         self.tied = Tied(program, places.meshes, self.partitions, shapes)
 
     def _stages(self, program: Any) -> list[Stage]:

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _ComputationType
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipeline.ir.layout import Layout
@@ -123,17 +123,19 @@ class Stage(_PipelineStageBase):
     def backward_one_chunk(
         self, chunk: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """With the gradients of weights, which a schedule without bubbles could put off."""
+        """With the gradients of weights, unless these are put off."""
         results, gradients = self.results.pop(chunk), self.gradients(chunk)
         self.partition.backward((loss,) if loss is not None else results, gradients)
         entered = self.entered.pop(chunk)
         self.returned[chunk] = {name: _gradient(t) for name, t in entered.items() if t.requires_grad}
+        if full_backward and self.partition.puts_off:
+            self.partition.backward_weights(chunk)
 
     def backward_weight_one_chunk(self, chunk: int, last_backward: bool = False) -> None:
-        """Done already."""
+        self.partition.backward_weights(chunk)
 
     def perform_reduce_grad(self, scale: int) -> None:
-        """Buckets are sent in the last backward pass."""
+        """Buckets are sent in the last backward pass, or when its gradients of weights are made."""
 
     # ---- what is sent
 
@@ -238,3 +240,10 @@ def schedule_of(name: str, stages: list[Stage], passes: int) -> Any:
     kind = SCHEDULES[name]
     own: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
     return kind(own, passes, loss_fn=lambda loss, _: loss / passes if passes > 1 else loss, scale_grads=False)
+
+
+def puts_off(schedule: Any, number: int) -> bool:
+    """Whether a schedule asks this stage for gradients of weights on their own: torch joins what follows at once."""
+    orders = getattr(schedule, "pipeline_order_with_comms", {})
+    wanted = (number, _ComputationType.BACKWARD_WEIGHT)
+    return any((action.stage_index, action.computation_type) == wanted for row in orders.values() for action in row)

@@ -21,14 +21,15 @@ from dataclasses import dataclass, field
 from math import prod
 
 from pipeline.cost.compute import local_bytes, op_seconds
-from pipeline.cost.step import StepPrice, copied_bytes, parameter_prices, price_step, steps_seconds
+from pipeline.cost.step import StepPrice, convert_seconds, copied_bytes, parameter_prices, price_step, steps_seconds
 from pipeline.ir.cluster import Cluster, Mesh
-from pipeline.ir.graph import Op, OpGraph, Role
+from pipeline.ir.graph import Op, OpGraph, Ref, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
-from pipeline.ir.program import Program, Step
+from pipeline.ir.program import Convert, Program, Step
 from pipeline.lowering import home_layouts, lower
+from pipeline.products import PRODUCTS, is_split
 from stages.checkpoint.linearize import Linear, linearize_partitions
 from stages.checkpoint.pieces import Piece
 from stages.checkpoint.slices import sliced
@@ -202,22 +203,32 @@ class _Shares:
         return ops.total, moves.total
 
     def weight(self) -> tuple[float, ...]:
-        """Seconds of backward that make weight gradients.
+        """Seconds of backward that make weight gradients, as far as training puts them off.
 
         The backward of a product of an activation and a weight is two products of the same size; where the activation
-        has no gradient it is one. Other ops (norms, tables) make all gradients at once: nothing can be put off.
+        has no gradient it is one. Other ops (norms, tables, convolutions) and compiled blocks make all gradients at
+        once. The gradient of a converted weight goes back through its conversions when it is there.
         """
-        return tuple(sum(self._weight(self.graph.op(name)) for name in link.ops) for link in self.graph.chain)
+        found = []
+        for link, steps in zip(self.graph.chain, self.program.links, strict=True):
+            converts = [step for step in steps if isinstance(step, Convert) and step.source.value in self.weights]
+            moved = sum(convert_seconds(self.graph, self.cluster, step, kept=False).backward for step in converts)
+            compiled = self.profile.compiled is not None
+            found.append(moved + sum(self._weight(self.graph.op(name)) for name in link.ops if not compiled))
+        return tuple(found)
 
     def _weight(self, op: Op) -> float:
-        cost, read = self.profile.ops[op.name], [self.graph.values[name] for name in dict.fromkeys(op.inputs)]
-        made = [value.grad for value in read if value.name in self.weights and len(value.type.shape) > 1]
-        if not cost.flops_backward or not any(made):
+        product, given = PRODUCTS.get(op.target), op.args.positional
+        if product is None or op.args.named:
             return 0.0
-        strategy, compute = self.sharding.strategies[op.name], self.cluster.compute
-        seconds = op_seconds(self.graph, op.name, cost, strategy, compute, self.cluster.sizes).backward
-        others = any(value.grad and value.name not in self.weights for value in read)
-        return seconds / 2 if others else seconds
+        x, weight = given[product.x], given[product.weight]
+        assert isinstance(x, Ref) and isinstance(weight, Ref)
+        shapes = [self.graph.values[one.value].type.shape for one in (x, weight)]
+        if weight.value not in self.weights or not self.graph.values[weight.value].grad or not is_split(*shapes):
+            return 0.0
+        cost, strategy = self.profile.ops[op.name], self.sharding.strategies[op.name]
+        seconds = op_seconds(self.graph, op.name, cost, strategy, self.cluster.compute, self.cluster.sizes).backward
+        return seconds / 2 if self.graph.values[x.value].grad else seconds
 
 
 def readers(graph: OpGraph) -> dict[str, tuple[int, ...]]:
