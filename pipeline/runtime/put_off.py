@@ -18,11 +18,12 @@ backward whether they put off or not, as a recompute region has nothing recorded
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, update_wrapper
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -58,13 +59,12 @@ class PutOff:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around the forward pass."""
-        global _current
-        assert _current is None, "a pass is recorded already"
-        _current = self
+        assert _here.recorded is None, "a pass is recorded already"
+        _here.recorded = self
         try:
             yield
         finally:
-            _current = None
+            _here.recorded = None
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Whether its gradient can be put off: it is a parameter, converted, seen otherwise or cast."""
@@ -98,7 +98,11 @@ class PutOff:
             finish([leaf for leaf in reached if ends[id(leaf)] == len(self.entries)])
 
 
-_current: PutOff | None = None  # of the pass that is recorded
+class _Here(threading.local):
+    recorded: PutOff | None = None  # of the pass that this thread runs
+
+
+_here = _Here()
 
 
 # ------------------------------------------------------------------------------------------- where gradients go in W
@@ -142,7 +146,7 @@ class _AtBorder(torch.autograd.Function):
 
 def at_border(sources: Iterable[Tensor], results: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The results of a conversion: behind a border where it is of weights, and a pass is recorded."""
-    own = _current
+    own = _here.recorded
     if own is None or not all(own.is_weight(source) for source in sources if source.requires_grad):
         return tuple(results)
     places = [number for number, result in enumerate(results) if result.requires_grad]
@@ -208,15 +212,16 @@ class _WeightGradient:
                 _lead(self.addend, gradient.sum_to_size(self.addend_shape))
 
 
-_Way = Tensor | GradientEdge | tuple[Border, int]
+_Way: TypeAlias = Tensor | GradientEdge | tuple[Border, int]
 
 
 def _way_to(weight: Tensor) -> _Way:
     """A converted weight itself is not held: it may be gathered, and goes after the forward pass."""
     if weight.grad_fn is None:
         return weight
-    border = getattr(weight.grad_fn, "border", None)
-    return get_gradient_edge(weight) if border is None else (border, weight.output_nr)
+    border: Border | None = getattr(weight.grad_fn, "border", None)
+    edge: GradientEdge = get_gradient_edge(weight)
+    return edge if border is None else (border, edge.output_nr)
 
 
 def _lead(way: _Way, gradient: Tensor) -> None:
@@ -286,7 +291,7 @@ def _call(product: Product, native: Callable[..., Tensor], *arguments: Any, **na
     addend = arguments[product.addend] if product.addend is not None and product.addend < len(arguments) else None
     if not is_split(x.shape, weight.shape):
         return native(*arguments)
-    own = _current
+    own = _here.recorded
     if own is None or not own.is_weight(weight):
         return _apply(None, None, product, native, x, weight, addend)
     addend_is_weight = addend is not None and own.is_weight(addend)

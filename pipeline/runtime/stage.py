@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -132,7 +133,9 @@ class Stage(_PipelineStageBase):
             self.partition.backward_weights(chunk)
 
     def backward_weight_one_chunk(self, chunk: int, last_backward: bool = False) -> None:
-        self.partition.backward_weights(chunk)
+        """Where they are not put off they are there already."""
+        if self.partition.puts_off:
+            self.partition.backward_weights(chunk)
 
     def perform_reduce_grad(self, scale: int) -> None:
         """Buckets are sent in the last backward pass, or when its gradients of weights are made."""
@@ -243,7 +246,11 @@ def schedule_of(name: str, stages: list[Stage], passes: int) -> Any:
 
 
 def puts_off(schedule: Any, number: int) -> bool:
-    """Whether a schedule asks this stage for gradients of weights on their own: torch joins what follows at once."""
-    orders = getattr(schedule, "pipeline_order_with_comms", {})
-    wanted = (number, _ComputationType.BACKWARD_WEIGHT)
-    return any((action.stage_index, action.computation_type) == wanted for row in orders.values() for action in row)
+    """Whether a schedule has something between the two parts of a stage's backward: else one pass makes both."""
+    rows: dict[int, list[Any]] = getattr(schedule, "pipeline_order_with_comms", {})
+    pairs = [pair for row in rows.values() for pair in pairwise(row) if pair[1].stage_index == number]
+    return any(
+        action.computation_type == _ComputationType.BACKWARD_WEIGHT
+        and before != action._replace(computation_type=_ComputationType.BACKWARD_INPUT)
+        for before, action in pairs
+    )

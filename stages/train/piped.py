@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout, replicated
@@ -26,7 +27,7 @@ from pipeline.runtime.gradients import Row
 from pipeline.runtime.partition import Partition
 from pipeline.runtime.piped import Pipeline, Places
 from pipeline.runtime.source import load_program
-from pipeline.runtime.transfer import meeting_device
+from pipeline.runtime.transfer import ACROSS, meeting_device
 from pipeline.weights import write_weights
 from stages.train.engine import Batch, Held, Job
 from stages.train.held_out import HeldOut, held_out_batches
@@ -151,7 +152,8 @@ class Piped:
             {number: [partial(self.given, number, batch) for batch in batches] for number in self.places.numbers}
         )
         if self.clipping is not None:
-            self.clipping.clip()
+            with record_function(ACROSS):
+                self.clipping.clip()
         self.optimizer.step()
         self.pipeline.publish()
         return self.pipeline.everywhere(losses)
