@@ -6,7 +6,9 @@ import copy
 import random
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.partition import Partition
 from pipeline.runtime.piped import Places
 from pipeline.runtime.source import load_program
+from stages.checkpoint.pipelines import Pipeline, orders
 from stages.codegen.partitions import write_partitions
 from stages.train.piped import Piped
 from stages.verify import truth as verify_truth
@@ -172,10 +175,14 @@ def _train(path: Path) -> None:
 
     case, truth = torch.load(path.with_suffix(".truth"), weights_only=False)
     engine = Piped(job_of(case, path))
+    watched = {partition.number: _watched(partition) for partition in engine.partitions}
     losses = []
     for step in range(STEPS):
         first, *later = engine.batches(step)
         losses.append(engine.step(engine.on_device(first), later))
+        for partition in engine.partitions:
+            _check_order(case, partition, watched[partition.number])
+            watched[partition.number].clear()
     expected = torch.tensor(truth["losses"], dtype=torch.float64)
     _near("losses", torch.tensor(losses, dtype=torch.float64), expected, NEAR[case.precision])
     if case.precision:
@@ -194,6 +201,46 @@ def _train(path: Path) -> None:
     assert exported.keys() == truth["weights"].keys()
     for name, tensor in exported.items():
         _near(name, tensor, truth["weights"][name])
+
+
+Seen = tuple[str, dict[str, int]]  # I or W -> how often each parameter's gradient came in it
+
+
+def _watched(partition: Partition) -> list[Seen]:
+    """What the schedule asks of a partition, and the gradients that come with it."""
+    seen: list[Seen] = []
+
+    def noting(phase: str, function: Callable[..., None]) -> Callable[..., None]:
+        def noted(*arguments: Any) -> None:
+            seen.append((phase, {}))
+            function(*arguments)
+
+        return noted
+
+    def came(name: str, _: Tensor) -> None:
+        seen[-1][1][name] = seen[-1][1].get(name, 0) + 1
+
+    partition.backward = noting("I", partition.backward)  # type: ignore[method-assign]
+    partition.backward_weights = noting("W", partition.backward_weights)  # type: ignore[method-assign]
+    for name, parameter in partition.parameters.items():
+        parameter.register_post_accumulate_grad_hook(partial(came, name))
+    return seen
+
+
+def _check_order(case: Case, partition: Partition, seen: list[Seen]) -> None:
+    """Gradients of weights are made where the planned order has them: later, but in the first piece."""
+    piece, phases = partition.number % len(case.devices), [phase for phase, _ in seen]
+    assert partition.puts_off == (case.schedule == "zero_bubble" and piece > 0)
+    if not partition.puts_off:
+        assert phases == ["I"] * case.micro_batches
+        return
+    order = orders(Pipeline.ZERO_BUBBLE, len(case.devices), case.micro_batches).tasks[piece]
+    assert phases == ["I" if task.phase == "B" else "W" for task in order if task.phase != "F"]
+    if case.model == "gpt":  # matrices are read by products, but for the tables of embeddings
+        tables = {"token.weight", "position.weight"}
+        matrices = {name for name, p in partition.parameters.items() if p.ndim == 2} - tables
+        assert matrices and all(matrices.isdisjoint(came) for phase, came in seen if phase == "I")
+        assert all(matrices <= came.keys() for phase, came in seen if phase == "W")
 
 
 def _check_state(engine: Piped, truth: dict) -> None:
