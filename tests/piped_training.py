@@ -8,7 +8,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from pipeline.ir.plan import Plan
+from pipeline.products import is_put_off, weights
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.partition import Partition
 from pipeline.runtime.piped import Places
+from pipeline.runtime.put_off import Border
 from pipeline.runtime.source import load_program
 from stages.checkpoint.pipelines import Pipeline, orders
 from stages.codegen.partitions import write_partitions
@@ -135,7 +136,15 @@ def truth_of(case: Case) -> dict:
 def write_case(case: Case, folder: Path) -> None:
     graph = graph_of(case.model)
     (folder / f"{case.name}.py").write_text(write_partitions(graph, plan_of(case)))
-    torch.save((case, truth_of(case)), folder / f"{case.name}.truth")
+    torch.save((case, truth_of(case) | {"put_off": put_off_in(case)}), folder / f"{case.name}.truth")
+
+
+def put_off_in(case: Case) -> list[int]:
+    """Of each partition: the products whose seconds the planned order has in W."""
+    graph = graph_of(case.model)
+    own = [op.name for op in graph.ops if is_put_off(graph, op, weights(graph))]
+    links = [graph.chain[partition.first : partition.last + 1] for partition in plan_of(case).partitions]
+    return [sum(name in own for link in part for name in link.ops) for part in links]
 
 
 def train(folder: str) -> dict[str, str]:
@@ -181,7 +190,7 @@ def _train(path: Path) -> None:
         first, *later = engine.batches(step)
         losses.append(engine.step(engine.on_device(first), later))
         for partition in engine.partitions:
-            _check_order(case, partition, watched[partition.number])
+            _check_order(case, partition, watched[partition.number], truth["put_off"][partition.number])
             watched[partition.number].clear()
     expected = torch.tensor(truth["losses"], dtype=torch.float64)
     _near("losses", torch.tensor(losses, dtype=torch.float64), expected, NEAR[case.precision])
@@ -203,7 +212,7 @@ def _train(path: Path) -> None:
         _near(name, tensor, truth["weights"][name])
 
 
-Seen = tuple[str, dict[str, int]]  # I or W -> how often each parameter's gradient came in it
+Seen = tuple[str, int, set[str]]  # I or W, products that are put off, parameters to whose gradient it adds
 
 
 def _watched(partition: Partition) -> list[Seen]:
@@ -212,35 +221,34 @@ def _watched(partition: Partition) -> list[Seen]:
 
     def noting(phase: str, function: Callable[..., None]) -> Callable[..., None]:
         def noted(*arguments: Any) -> None:
-            seen.append((phase, {}))
+            entries = partition.put_off[arguments[0]].entries if phase == "W" else []
+            seen.append((phase, sum(not isinstance(entry, Border) for entry in entries), set()))
             function(*arguments)
 
         return noted
 
-    def came(name: str, _: Tensor) -> None:
-        seen[-1][1][name] = seen[-1][1].get(name, 0) + 1
-
     partition.backward = noting("I", partition.backward)  # type: ignore[method-assign]
     partition.backward_weights = noting("W", partition.backward_weights)  # type: ignore[method-assign]
     for name, parameter in partition.parameters.items():
-        parameter.register_post_accumulate_grad_hook(partial(came, name))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen[-1][2].add(name))
     return seen
 
 
-def _check_order(case: Case, partition: Partition, seen: list[Seen]) -> None:
+def _check_order(case: Case, partition: Partition, seen: list[Seen], products: int) -> None:
     """Gradients of weights are made where the planned order has them: later, but in the first piece."""
-    piece, phases = partition.number % len(case.devices), [phase for phase, _ in seen]
+    piece, phases = partition.number % len(case.devices), [phase for phase, _, _ in seen]
     assert partition.puts_off == (case.schedule == "zero_bubble" and piece > 0)
     if not partition.puts_off:
         assert phases == ["I"] * case.micro_batches
         return
     order = orders(Pipeline.ZERO_BUBBLE, len(case.devices), case.micro_batches).tasks[piece]
     assert phases == ["I" if task.phase == "B" else "W" for task in order if task.phase != "F"]
+    assert all(count == products for phase, count, _ in seen if phase == "W")
     if case.model == "gpt":  # matrices are read by products, but for the tables of embeddings
         tables = {"token.weight", "position.weight"}
         matrices = {name for name, p in partition.parameters.items() if p.ndim == 2} - tables
-        assert matrices and all(matrices.isdisjoint(came) for phase, came in seen if phase == "I")
-        assert all(matrices <= came.keys() for phase, came in seen if phase == "W")
+        assert matrices and all(matrices.isdisjoint(came) for phase, _, came in seen if phase == "I")
+        assert all(matrices <= came for phase, _, came in seen if phase == "W")
 
 
 def _check_state(engine: Piped, truth: dict) -> None:

@@ -29,13 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from pipeline.products import PRODUCTS, Product, is_split
+from pipeline.products import PRODUCTS, SEEN_OTHERWISE, Product, is_split
 from pipeline.runtime.autocast import as_autocast
 
-# Of a weight that is seen or cast otherwise; they keep no tensors, so that both I and W can run them.
-_SEEN_OTHERWISE = {
-    f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "Alias", "Unsqueeze", "ToCopy")
-}
+_SEEN_OTHERWISE = {f"{node}Backward0" for nodes in SEEN_OTHERWISE.values() for node in nodes}  # I and W can run both
 Finish = Callable[[Iterable[Tensor]], None]
 
 

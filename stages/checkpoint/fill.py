@@ -23,13 +23,13 @@ from math import prod
 from pipeline.cost.compute import local_bytes, op_seconds
 from pipeline.cost.step import StepPrice, convert_seconds, copied_bytes, parameter_prices, price_step, steps_seconds
 from pipeline.ir.cluster import Cluster, Mesh
-from pipeline.ir.graph import Op, OpGraph, Ref, Role
+from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
 from pipeline.ir.program import Convert, Program, Step
 from pipeline.lowering import home_layouts, lower
-from pipeline.products import PRODUCTS, is_split
+from pipeline.products import is_put_off, weights
 from stages.checkpoint.linearize import Linear, linearize_partitions
 from stages.checkpoint.pieces import Piece
 from stages.checkpoint.slices import sliced
@@ -218,17 +218,12 @@ class _Shares:
         return tuple(found)
 
     def _weight(self, op: Op) -> float:
-        product, given = PRODUCTS.get(op.target), op.args.positional
-        if product is None or op.args.named:
-            return 0.0
-        x, weight = given[product.x], given[product.weight]
-        assert isinstance(x, Ref) and isinstance(weight, Ref)
-        shapes = [self.graph.values[one.value].type.shape for one in (x, weight)]
-        if weight.value not in self.weights or not self.graph.values[weight.value].grad or not is_split(*shapes):
+        if not is_put_off(self.graph, op, self.weights):
             return 0.0
         cost, strategy = self.profile.ops[op.name], self.sharding.strategies[op.name]
         seconds = op_seconds(self.graph, op.name, cost, strategy, self.cluster.compute, self.cluster.sizes).backward
-        return seconds / 2 if self.graph.values[x.value].grad else seconds
+        others = any(self.graph.values[name].grad for name in op.inputs if name not in self.weights)
+        return seconds / 2 if others else seconds
 
 
 def readers(graph: OpGraph) -> dict[str, tuple[int, ...]]:
@@ -239,12 +234,3 @@ def readers(graph: OpGraph) -> dict[str, tuple[int, ...]]:
             for name in graph.op(op).inputs:
                 found[name][number] = None
     return {name: tuple(links) for name, links in found.items()}
-
-
-def weights(graph: OpGraph) -> set[str]:
-    """Parameters, and what is made of nothing else: a transposed or a cast one."""
-    found = {value.name for value in graph.of_role(Role.PARAMETER)}
-    for op in graph.ops:
-        if op.inputs and found.issuperset(op.inputs):
-            found |= set(op.outputs)
-    return found

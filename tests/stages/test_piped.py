@@ -204,7 +204,7 @@ def test_the_links_prices_are_the_steps() -> None:
             assert sum(piece.resident) + piece.everywhere == pytest.approx(price.resident_bytes + price.shared_bytes)
             assert sum(piece.once) == pytest.approx(price.gradient_sum + price.optimizer + price.outside.total)
             assert not any(piece.held) and not any(piece.crosses) and not piece.everywhere_held
-            backward = [link.compute.backward for link in price.links]
+            backward = [link.compute.backward + link.communication.backward for link in price.links]
             assert all(0 <= w <= b for w, b in zip(piece.weight, backward, strict=True)) and any(piece.weight)
 
 
