@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from pipeline.ir.plan import Plan
-from pipeline.products import is_put_off, weights
+from pipeline.products import PRODUCTS, is_put_off, weights
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.partition import Partition
 from pipeline.runtime.piped import Places
@@ -139,12 +139,16 @@ def write_case(case: Case, folder: Path) -> None:
     torch.save((case, truth_of(case) | {"put_off": put_off_in(case)}), folder / f"{case.name}.truth")
 
 
-def put_off_in(case: Case) -> list[int]:
-    """Of each partition: the products whose seconds the planned order has in W."""
-    graph = graph_of(case.model)
-    own = [op.name for op in graph.ops if is_put_off(graph, op, weights(graph))]
-    links = [graph.chain[partition.first : partition.last + 1] for partition in plan_of(case).partitions]
-    return [sum(name in own for link in part for name in link.ops) for part in links]
+def put_off_in(case: Case) -> list[list[str]]:
+    """Of each partition: the products whose seconds the planned order has in W, by their weights."""
+    graph, found = graph_of(case.model), []
+    for partition in plan_of(case).partitions:
+        again = {n for r in partition.regions if r.recompute for n in range(r.first, r.last + 1)}
+        links = [graph.chain[n] for n in range(partition.first, partition.last + 1) if n not in again]
+        ops = [graph.op(name) for link in links for name in link.ops]
+        own = [op for op in ops if is_put_off(graph, op, weights(graph))]
+        found.append([graph.values[op.args.positional[PRODUCTS[op.target].weight].value].origin for op in own])
+    return found
 
 
 def train(folder: str) -> dict[str, str]:
@@ -234,7 +238,7 @@ def _watched(partition: Partition) -> list[Seen]:
     return seen
 
 
-def _check_order(case: Case, partition: Partition, seen: list[Seen], products: int) -> None:
+def _check_order(case: Case, partition: Partition, seen: list[Seen], products: list[str]) -> None:
     """Gradients of weights are made where the planned order has them: later, but in the first piece."""
     piece, phases = partition.number % len(case.devices), [phase for phase, _, _ in seen]
     assert partition.puts_off == (case.schedule == "zero_bubble" and piece > 0)
@@ -243,12 +247,10 @@ def _check_order(case: Case, partition: Partition, seen: list[Seen], products: i
         return
     order = orders(Pipeline.ZERO_BUBBLE, len(case.devices), case.micro_batches).tasks[piece]
     assert phases == ["I" if task.phase == "B" else "W" for task in order if task.phase != "F"]
-    assert all(count == products for phase, count, _ in seen if phase == "W")
-    if case.model == "gpt":  # matrices are read by products, but for the tables of embeddings
-        tables = {"token.weight", "position.weight"}
-        matrices = {name for name, p in partition.parameters.items() if p.ndim == 2} - tables
-        assert matrices and all(matrices.isdisjoint(came) for phase, _, came in seen if phase == "I")
-        assert all(matrices <= came for phase, _, came in seen if phase == "W")
+    assert all(count == len(products) for phase, count, _ in seen if phase == "W")
+    if case.model == "gpt":  # each of its matrices is read once
+        assert products and all(came.isdisjoint(products) for phase, _, came in seen if phase == "I")
+        assert all(came.issuperset(products) for phase, _, came in seen if phase == "W")
 
 
 def _check_state(engine: Piped, truth: dict) -> None:

@@ -12,8 +12,10 @@ child of its weight: its gradient goes on to the activation, and what the weight
 conversion of weights ends at a border, which collects the gradients of its results from products and other ops alike:
 so its collective runs once a pass, in W. Other ops that read a parameter itself add to its gradient in I.
 
+In a recompute region nothing is put off: it would hold from I to W what the region drops.
+
 A program calls products as ever: `split_products` gives it others in place of torch's. They keep the same tensors for
-backward whether they put off or not, as a recompute region has nothing recorded on its second run.
+backward whether they put off or not, as a recompute region asks of its two runs.
 """
 
 from __future__ import annotations
@@ -100,6 +102,16 @@ class _Here(threading.local):
 
 
 _here = _Here()
+
+
+@contextmanager
+def not_recorded() -> Iterator[None]:
+    """Here gradients of weights are made with the others."""
+    before, _here.recorded = _here.recorded, None
+    try:
+        yield
+    finally:
+        _here.recorded = before
 
 
 # ------------------------------------------------------------------------------------------- where gradients go in W

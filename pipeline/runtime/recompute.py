@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.runtime.autocast import as_autocast
+from pipeline.runtime.put_off import not_recorded
 from pipeline.runtime.regather import keep_shards, keeping_shards
 
 Result = TypeVar("Result")  # a tensor, or several
@@ -47,7 +48,8 @@ def recompute(region: Callable[..., Result], *arguments: Any) -> Result:
         with frame.entered():
             return region(*given)
 
-    result: Result = checkpoint(run, *arguments, use_reentrant=False, context_fn=_contexts)
+    with not_recorded():
+        result: Result = checkpoint(run, *arguments, use_reentrant=False, context_fn=_contexts)
     return result
 
 

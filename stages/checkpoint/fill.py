@@ -27,7 +27,7 @@ from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
-from pipeline.ir.program import Convert, Program, Step
+from pipeline.ir.program import Call, Convert, Program, Step
 from pipeline.lowering import home_layouts, lower
 from pipeline.products import is_put_off, weights
 from stages.checkpoint.linearize import Linear, linearize_partitions
@@ -95,6 +95,7 @@ def fill(
         resident=shares.resident,
         once=tuple(part.total for part in once),
         weight=shares.weight(),
+        put_off=shares.put_off(),
         mesh=" x ".join(map(str, cluster.sizes)),
         loss_held=price.links[-1].memory.kept,
         held=held,
@@ -207,7 +208,8 @@ class _Shares:
 
         The backward of a product of an activation and a weight is two products of the same size; where the activation
         has no gradient it is one. Other ops (norms, tables, convolutions) and compiled blocks make all gradients at
-        once. The gradient of a converted weight goes back through its conversions when it is there.
+        once, and so does a recompute region. The gradient of a converted weight goes back through its conversions when
+        it is there.
         """
         found = []
         for link, steps in zip(self.graph.chain, self.program.links, strict=True):
@@ -215,6 +217,16 @@ class _Shares:
             moved = sum(convert_seconds(self.graph, self.cluster, step, kept=False).backward for step in converts)
             compiled = self.profile.compiled is not None
             found.append(moved + sum(self._weight(self.graph.op(name)) for name in link.ops if not compiled))
+        return tuple(found)
+
+    def put_off(self) -> tuple[float, ...]:
+        """Bytes of what these gradients are made of, beside what backward keeps anyway: gradients of products."""
+        found = []
+        for steps in self.program.links:
+            calls = (step for step in steps if isinstance(step, Call))
+            own = [s for s in calls if is_put_off(self.graph, self.graph.op(s.op), self.weights)]
+            made = (step.outputs[0] for step in own)
+            found.append(float(sum(local_bytes(self.graph, x.value, x.layout, self.cluster.sizes) for x in made)))
         return tuple(found)
 
     def _weight(self, op: Op) -> float:

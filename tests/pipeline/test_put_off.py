@@ -187,7 +187,7 @@ def test_recompute_regions(again: bool, call: Callable[..., Tensor]) -> None:
         y = t.F.linear(y, own[4][:, :6])  # a part of a weight: made with the rest
     y.square().sum().backward()
     assert len(runs) == 1 + again
-    assert own[0].grad is not None and own[3].grad is None
+    assert own[0].grad is not None and (own[3].grad is None) != again, "a region drops what would be put off"
     put_off.run()
     assert len(runs) == 1 + again, "what is put off runs no region"
     expected, x_expected = copy_of(own), x.detach().clone().requires_grad_()

@@ -149,14 +149,16 @@ def again(name: str, piped: Piped, plan: Plan) -> tuple[float, list[float]]:
         chain = linear.chain
         forward, backward, hold, peak = replayed(linear, part)
         span = slice(part.first, part.last + 1)
-        weight = min(sum(filled.piece.weight[span]), backward)
+        kept = [step.link for step in part.region.steps if isinstance(step, schedule.Keep) and not step.option]
+        weight = min(sum(filled.piece.weight[link] for link in kept), backward)
         loads.append((forward, backward, weight, sum(filled.piece.once[span])))
         k, loss = part.in_flight, chain.length
         buffers = (plan.micro_batches - k) * chain.a[part.first] if part.first else 0  # torch has one for each
         buffers += (plan.micro_batches - 1) * chain.a[part.last + 1] if part.last < loss else 0
         buffers += (k - 1) * price.links[-1].memory.kept if part.last == loss else 0
         own = buffers + sum(filled.piece.resident[span]) + filled.piece.everywhere + (k - 1) * hold + peak
-        sizes.append(own + k * (sum(filled.piece.held[span]) + filled.piece.everywhere_held))
+        put_off = sum(filled.piece.put_off[span]) if plan.pipeline is pipelines.Pipeline.ZERO_BUBBLE else 0.0
+        sizes.append(own + k * (sum(filled.piece.held[span]) + put_off + filled.piece.everywhere_held))
     sends = [sent(name, cluster, piped, number, plan) for number in range(len(plan.partitions) - 1)]
     devices = len(plan.partitions) // plan.chunks
     order = pipelines.orders(pipelines.Pipeline(plan.schedule), devices, plan.micro_batches, plan.chunks)
