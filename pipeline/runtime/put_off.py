@@ -14,8 +14,7 @@ so its collective runs once a pass, in W. Other ops that read a parameter itself
 
 In a recompute region nothing is put off: it would hold from I to W what the region drops.
 
-A program calls products as ever: `split_products` gives it others in place of torch's. They keep the same tensors for
-backward whether they put off or not, as a recompute region asks of its two runs.
+A program calls products as ever: `split_products` gives it others in place of torch's.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from pipeline.products import PRODUCTS, SEEN_OTHERWISE, Product, is_split
 from pipeline.runtime.autocast import as_autocast
 
-_SEEN_OTHERWISE = {f"{node}Backward0" for nodes in SEEN_OTHERWISE.values() for node in nodes}  # I and W can run both
+_SEEN_OTHERWISE = {f"{node}Backward0" for nodes in SEEN_OTHERWISE.values() for node in nodes}
 Finish = Callable[[Iterable[Tensor]], None]
 
 
@@ -252,35 +251,32 @@ def _of_weight(product: Product, x: Tensor, gradient: Tensor, dims: int) -> Tens
 
 
 class _Product(torch.autograd.Function):
-    """A product; its weight's gradient is left to `later`, where that is given."""
+    """A product whose weight's gradient is left to `later`; that of what is added too, where it gets no gradient."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        anchor: Tensor | None,
-        later: _WeightGradient | None,
-        product: Product,
+        anchor: Tensor,
+        later: _WeightGradient,
         native: Callable[..., Tensor],
         x: Tensor,
         weight: Tensor,
         addend: Tensor | None,
     ) -> Tensor:
-        ctx.later, ctx.product = later, product
+        ctx.later = later
         ctx.addend_shape = None if addend is None else addend.shape
         ctx.save_for_backward(x, weight)
-        return native(*_in_place(product, x, weight, addend))
+        return native(*_in_place(later.product, x, weight, addend))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_addend = ctx.needs_input_grad[4:]
-        of_x = _of_x(ctx.product, weight, gradient) if needs_x else None
-        if ctx.later is not None:
-            ctx.later.made_of = x.detach(), gradient.detach()
-        of_weight = _of_weight(ctx.product, x, gradient, weight.dim()) if needs_weight else None
+        _, _, _, needs_x, _, needs_addend = ctx.needs_input_grad
+        ctx.later.made_of = x.detach(), gradient.detach()
+        of_x = _of_x(ctx.later.product, weight, gradient) if needs_x else None
         of_addend = gradient.sum_to_size(ctx.addend_shape) if needs_addend else None
-        return None, None, None, None, of_x, of_weight, of_addend
+        return None, None, None, of_x, None, of_addend
 
 
 def _in_place(product: Product, x: Tensor, weight: Tensor, addend: Tensor | None) -> list[Tensor]:
@@ -293,25 +289,19 @@ def _in_place(product: Product, x: Tensor, weight: Tensor, addend: Tensor | None
 
 
 def _call(product: Product, native: Callable[..., Tensor], *arguments: Any, **named: Any) -> Tensor:
-    if named or not torch.is_grad_enabled():
+    own = _here.recorded
+    if own is None or named or not torch.is_grad_enabled():
         return native(*arguments, **named)
     arguments = as_autocast(product.name, arguments)
     x, weight = arguments[product.x], arguments[product.weight]
     addend = arguments[product.addend] if product.addend is not None and product.addend < len(arguments) else None
-    if not is_split(x.shape, weight.shape):
+    if not is_split(x.shape, weight.shape) or not own.is_weight(weight):
         return native(*arguments)
-    own = _here.recorded
-    if own is None or not own.is_weight(weight):
-        return _apply(None, None, product, native, x, weight, addend)
-    addend_is_weight = addend is not None and own.is_weight(addend)
-    later = _WeightGradient(product, weight, addend if addend_is_weight else None)
+    is_put_off = addend is not None and own.is_weight(addend)
+    later = _WeightGradient(product, weight, addend if is_put_off else None)
     own.entries.append(later)
-    rest = addend.detach() if addend is not None and addend_is_weight else addend
-    return _apply(own.anchor, later, product, native, x, weight.detach(), rest)
-
-
-def _apply(*arguments: Any) -> Tensor:
-    result: Tensor = _Product.apply(*arguments)  # type: ignore[no-untyped-call]
+    rest = addend.detach() if addend is not None and is_put_off else addend
+    result: Tensor = _Product.apply(own.anchor, later, native, x, weight.detach(), rest)  # type: ignore[no-untyped-call]
     return result
 
 
