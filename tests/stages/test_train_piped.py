@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.runtime.source import load_program
-from tests.piped_training import Case, judge, train, write_case
+from tests.piped_training import Case, judge, put_off_in, train, write_case
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without units for bfloat16
@@ -75,6 +75,10 @@ def test_the_cases_have_what_they_are_for(errors: dict[str, str], folder: Path) 
     put_off = [text.split("class Partition1")[1] for name, text in texts.items() if "zero_bubble" in name]
     for what in ("recompute(", "keep_shards(", "def copies"):
         assert any(what in text for text in put_off), f"no gradients are put off with {what}"
+    without = [
+        case for case in CASES if case.schedule == "zero_bubble" and case.model == "gpt" and not put_off_in(case)[1]
+    ]
+    assert not without, "their second partition has no product that is put off"
 
 
 # ---- verify
