@@ -8,6 +8,7 @@ changes. For the same reason the keys of conf/config.yaml that dvc.yaml reads mu
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,14 @@ def choices_remedy(name: str, names: list[str]) -> str:
     near = nearest(name, names)
     listed = "choose one of: " + ", ".join(names) if names else "add one"
     return f"did you mean '{near}'? {listed}" if near else listed
+
+
+def load_cluster(root: Path, name: str, **figures: Any) -> Cluster:
+    """A file of conf/cluster/ that exists, with some of its keys changed."""
+    source = read(root, group_file("cluster", name), ("cluster",), None)
+    cluster: Cluster = replace(build(Cluster, source), **figures)
+    _check_cluster(cluster, source)
+    return cluster
 
 
 def _load_group(root: Path, group: str, name: str, main: Source, changed: dict[str, bytes] | None) -> Any:
