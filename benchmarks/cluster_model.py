@@ -8,8 +8,8 @@ predicted on the others. One that leaves the node is predicted as the presets st
     the free search         on the same devices and batch, at least as fast as what was published
     GPipe, torchgpipe       speeds relative to one another: each table has its own unit, the median of its rows
 
-The last line is JSON. Bars: mean error 8.4% and rank correlation 0.98 on one node, 14.7% beyond; each row of Megatron-LM
-10%; the mean of the relative speeds 10%. Exit status 1 where one is missed.
+The last line is JSON. Bars: mean error 8.4% and rank correlation 0.98 on one node, 14.7% beyond; each row of
+Megatron-LM 10%; the mean of the relative speeds 10%. Exit status 1 where one is missed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ CALIBRATED, SEED = 100, 0
 ONE_NODE, BEYOND, RANKS, EACH, TOGETHER = 0.084, 0.147, 0.98, 0.10, 0.10
 # What the header does not say. On one node: nothing is computed twice, because the steps grow by 1.88 ms for each layer
 # and sample (hidden 2048, one GPU), in which full recompute would need 99% of the card's FLOP/s beside all of its
-# bandwidth; and GPT-2's 50,257 words, because the last stage is four times slower on one GPU than on two, as odd rows are.
+# bandwidth; and GPT-2's 50,257 words, because the last stage is four times slower on one GPU than on two, as products
+# with odd rows are.
 ALONE = {"recompute": Recompute.none, "vocabulary": 50257}
 ACROSS = {"recompute": Recompute.full, "vocabulary": 51200}
 NETWORK = 100.0  # GB/s of a node: four HDR cards, as the authors of these measurements describe their cluster
@@ -135,7 +136,7 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     return float(np.corrcoef(*ranks)[0, 1]) if len(one) > 1 else 1.0
 
 
-# ------------------------------------------------------------------------------------------------------ what was published
+# ------------------------------------------------------------------------------------------------ what was published
 
 
 def _megatron() -> dict[str, Any]:

@@ -37,17 +37,19 @@ class Wanted:
 def search(
     model: Transformer, machine: Machine, batch: int, wanted: Wanted | None = None, most: int = 10
 ) -> list[tuple[Layout, Price]]:
-    """The fastest first. Where nothing fits, an error names the layout that needs least."""
-    found, smallest = [], None
+    """The fastest first, of each division of the devices one. Where nothing fits, an error names what needs least."""
+    found: dict[tuple[int, int, int], tuple[Layout, Price]] = {}
+    smallest = None
     for layout in candidates(model, machine, batch, wanted or Wanted()):
         held = device_bytes(model, layout)
         if held > machine.memory_bytes:
             smallest = min(smallest or (held, layout), (held, layout), key=lambda pair: pair[0])
             continue
-        found.append((layout, price(model, layout, machine)))
+        division, own = (layout.dp, layout.tp, layout.pp), (layout, price(model, layout, machine))
+        found[division] = min(found.get(division, own), own, key=_rank)
     if not found:
         raise _nothing(machine, batch, smallest)
-    return sorted(found, key=_rank)[:most]
+    return sorted(found.values(), key=_rank)[:most]
 
 
 def _rank(pair: tuple[Layout, Price]) -> tuple[float, int, float]:
@@ -106,7 +108,8 @@ def _recomputes(attention: Attention) -> tuple[Recompute, ...]:
 
 
 def _schedules(model: Transformer, plain: Layout, wanted: Wanted) -> Iterator[tuple[Schedule, int]]:
-    for schedule in wanted.schedule or (Schedule.one_f_one_b, Schedule.interleaved):
+    both = (Schedule.one_f_one_b, Schedule.interleaved)
+    for schedule in wanted.schedule or (both[1:] if wanted.chunks else both):
         if schedule is not Schedule.interleaved:
             yield schedule, 1
         elif plain.pp > 1:

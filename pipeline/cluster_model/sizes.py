@@ -1,4 +1,4 @@
-"""A transformer by its sizes: s tokens in a sequence, h wide, a heads of d, g of them for keys and values, f wide inside.
+"""A transformer by its sizes: s tokens in a sequence, h wide, a heads of d, g heads of keys, f wide inside.
 
 parameters of a layer    q, k, v, out: h (2 a d + 2 g d);   feed-forward: 2 h f, or 3 h f where it is gated
 FLOPs of a token         6 for each parameter of a product, 12 s a d for attention (all pairs counted)
