@@ -61,6 +61,10 @@ class Layout:
 def why_not(model: Transformer, layout: Layout) -> str | None:
     """What does not divide; None where all does."""
     rules = (
+        (
+            (layout.chunks > 1) != (layout.schedule is Schedule.interleaved),
+            f"schedule={layout.schedule.value} with chunks={layout.chunks}: interleaved has 2 or more, others 1",
+        ),
         (model.hidden % model.heads, f"hidden={model.hidden} is not a multiple of heads={model.heads}"),
         (model.heads % layout.tp, f"tp={layout.tp} does not divide heads={model.heads}"),
         (model.feed % layout.tp, f"tp={layout.tp} does not divide the {model.feed} columns of the feed-forward"),
@@ -79,10 +83,6 @@ def why_not(model: Transformer, layout: Layout) -> str | None:
             f"interleaved needs micro-batches ({layout.micro_batches}) that are a multiple of pp={layout.pp}",
         ),
         (layout.chunks > 1 and layout.pp == 1, "interleaved needs pp of at least 2"),
-        (
-            (layout.chunks > 1) != (layout.schedule is Schedule.interleaved),
-            f"schedule={layout.schedule.value} with chunks={layout.chunks}: interleaved has 2 or more, others 1",
-        ),
     )
     return next((what for wrong, what in rules if wrong), None)
 

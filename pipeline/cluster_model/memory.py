@@ -42,7 +42,7 @@ def _stage_bytes(model: Transformer, layout: Layout, stage: int, layers: int) ->
     logits = 0.0
     if stage == layout.pp - 1:
         logits = LOGIT_HELD * layout.micro_batch * model.sequence * model.vocabulary / layout.tp
-    gathered = 4 * model.layer_parameters / layout.tp if layout.zero == 3 else 0.0
+    gathered = 4 * model.layer_parameters / layout.tp if layout.zero == 3 and layout.dp > 1 else 0.0
     return OWN + SLACK * (state_bytes(parameters, layout) + held + max(running, logits) + gathered)
 
 

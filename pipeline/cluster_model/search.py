@@ -1,7 +1,9 @@
-"""The fastest layouts that fit: every one is priced, which takes seconds for a thousand devices.
+"""The fastest layouts that fit: all are looked at, and those priced that nothing is known to beat.
 
 Free are dp, tp, pp (where it divides the layers), micro-batch, 1F1B or interleaved, recompute, ZeRO, sequence
-parallelism. What is wished for is kept.
+parallelism. What is wished for is kept. Of two layouts that differ in recompute and ZeRO alone the one with less of
+both is faster, so that once it fits the other is left out. ZeRO 1 beats none, and sequence parallelism beats none, in
+time and in memory.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pipeline.cluster_model.memory import device_bytes
 from pipeline.cluster_model.sizes import Transformer
 from pipeline.cluster_model.step import Price, price
 
+WAYS = tuple(Recompute)  # the faster and larger first
 MOST_MICRO = 64  # sequences of a micro-batch: more fill no device better
 
 
@@ -39,12 +42,19 @@ def search(
 ) -> list[tuple[Layout, Price]]:
     """The fastest first, of each division of the devices one. Where nothing fits, an error names what needs least."""
     found: dict[tuple[int, int, int], tuple[Layout, Price]] = {}
+    fitting: dict[Layout, list[tuple[int, int]]] = {}
     smallest = None
     for layout in candidates(model, machine, batch, wanted or Wanted()):
+        less = (WAYS.index(layout.recompute), layout.zero)
+        fits = fitting.setdefault(replace(layout, recompute=Recompute.none, zero=0), [])
+        if any(own[0] <= less[0] and own[1] <= less[1] for own in fits):
+            continue
         held = device_bytes(model, layout)
         if held > machine.memory_bytes:
             smallest = min(smallest or (held, layout), (held, layout), key=lambda pair: pair[0])
             continue
+        if layout.zero:
+            fits.append(less)
         division, own = (layout.dp, layout.tp, layout.pp), (layout, price(model, layout, machine))
         found[division] = min(found.get(division, own), own, key=_rank)
     if not found:
@@ -89,8 +99,8 @@ def _ways(model: Transformer, plain: Layout, wanted: Wanted) -> Iterator[Layout]
     for schedule, chunks in _schedules(model, plain, wanted):
         for attention in wanted.attention:
             for recompute in wanted.recompute or _recomputes(attention):
-                for sliced in wanted.sequence_parallel or ((False, True) if plain.tp > 1 else (False,)):
-                    for zero in wanted.zero or (range(4) if plain.dp > 1 else (0,)):
+                for sliced in wanted.sequence_parallel or (plain.tp > 1 and model.sequence % plain.tp == 0,):
+                    for zero in wanted.zero or ((1, 2, 3) if plain.dp > 1 else (0,)):
                         yield replace(
                             plain,
                             schedule=schedule,
@@ -104,7 +114,7 @@ def _ways(model: Transformer, plain: Layout, wanted: Wanted) -> Iterator[Layout]
 
 def _recomputes(attention: Attention) -> tuple[Recompute, ...]:
     """Flash attention has no square tensors to compute again."""
-    return tuple(Recompute) if attention is Attention.plain else (Recompute.none, Recompute.full)
+    return WAYS if attention is Attention.plain else (Recompute.none, Recompute.full)
 
 
 def _schedules(model: Transformer, plain: Layout, wanted: Wanted) -> Iterator[tuple[Schedule, int]]:
