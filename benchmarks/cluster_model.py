@@ -30,7 +30,8 @@ import numpy as np
 from benchmarks.published import GPIPE, MEGATRON, TORCHGPIPE, MegatronRow, relative_errors
 from pipeline.cluster_model import Attention, Layout, Machine, Recompute, Transformer, Wanted, machine_of, price, search
 from pipeline.cluster_model.calibrate import FITTED, Measured, calibrated
-from pipeline.config import load_cluster
+from pipeline.cluster_model.layout import why_not
+from pipeline.config import load_part
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = "dgx_a100_infiniband"
@@ -67,8 +68,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--network", type=float, default=NETWORK, help="GB/s of a node, one direction")
     given = parser.parse_args(arguments)
     rows = read_rows(given.steps)
-    alone = max(row["devices"] for row in rows) <= HOST
+    alone = max((row["devices"] for row in rows), default=0) <= HOST
     steps = measured_steps(rows, alone, given.recompute, given.vocabulary)
+    if len(steps) <= (CALIBRATED if alone else 0):
+        raise SystemExit(f"error: {given.steps}: has {len(steps)} rows that can be priced, too few")
     result = {**_steps(steps, alone, given.network), **_megatron(), **_speeds()}
     met = _met(result, alone)
     print(json.dumps({**result, "met": met}))
@@ -93,10 +96,19 @@ def read_rows(file: Path) -> list[dict[str, float]]:
 def measured_steps(
     rows: Sequence[dict[str, float]], alone: bool, recompute: str | None, vocabulary: int | None
 ) -> list[Measured]:
+    """What can be priced: rows whose sizes do not divide are left out, each with a line that says so."""
     known: dict[str, Any] = ALONE if alone else ACROSS
     way = Recompute(recompute) if recompute else known["recompute"]
     words = vocabulary or known["vocabulary"]
-    return [_measured({key: round(v) for key, v in row.items()}, row["milliseconds"], way, words) for row in rows]
+    steps = []
+    for number, row in enumerate(rows, 1):
+        step = _measured({key: round(v) for key, v in row.items()}, row["milliseconds"], way, words)
+        what = why_not(step.model, step.layout)
+        if what is None:
+            steps.append(step)
+        else:
+            print(f"row {number} is left out: {what}")
+    return steps
 
 
 def _measured(row: dict[str, int], milliseconds: float, way: Recompute, words: int) -> Measured:
@@ -106,7 +118,7 @@ def _measured(row: dict[str, int], milliseconds: float, way: Recompute, words: i
 
 
 def machine(devices: int, network: float | None = None) -> Machine:
-    found = machine_of(load_cluster(ROOT, CLUSTER, nodes=max(1, -(-devices // HOST))), CLUSTER)
+    found = machine_of(load_part(ROOT, "cluster", CLUSTER, nodes=max(1, -(-devices // HOST))), CLUSTER)
     return found if network is None else replace(found, network=network * 1e9)
 
 

@@ -28,7 +28,7 @@ from pipeline.cluster_model import (
     search,
 )
 from pipeline.cluster_model.layout import why_not
-from pipeline.config import ClusterSource, Config, listing, load_cluster, load_config
+from pipeline.config import ClusterSource, Config, Model, listing, load_config, load_part
 from pipeline.config.check import nearest
 from pipeline.errors import ConfigError, ShardwrightError
 from pipeline.log import Log
@@ -182,23 +182,17 @@ def find_model(root: Path, asked: Asked, config: Config) -> Transformer:
 
 
 def _from_conf(root: Path, name: str | None, config: Config) -> Transformer:
-    """A file of conf/model that builds our GPT."""
-    chosen = config.choices["model"]
-    if name is not None and name != chosen:
-        if name not in listing(root, "model"):
-            raise PriceError(f"there is no model '{name}'", remedy=f"choose one of: {', '.join(KNOWN)}, {chosen}")
-        raise PriceError(
-            f"model '{name}' is not the one that conf/config.yaml chooses",
-            remedy=f"write `model: {name}` there, or choose one of: {', '.join(KNOWN)}, {chosen}",
-        )
-    module = config.model.module
-    if module.get("_target_") != GPT:
-        raise PriceError(
-            f"the sizes of model '{chosen}' are not known", remedy=f"choose one of: {', '.join(KNOWN)}, or give sizes"
-        )
-    batch = next(iter(config.model.batch.values())).shape[0]
+    """A file of conf/model that builds our GPT; where none is named the one that conf/config.yaml chooses."""
+    names, chosen = listing(root, "model"), name or config.choices["model"]
+    if chosen not in names:
+        raise PriceError(f"there is no model '{chosen}'", remedy=f"choose one of: {', '.join([*KNOWN, *names])}")
+    model: Model = load_part(root, "model", chosen)
+    if model.module.get("_target_") != GPT:
+        what = f"the sizes of model '{chosen}' are not known"
+        raise PriceError(what, remedy=f"choose one of: {', '.join(KNOWN)}, or give hidden, layers, heads and batch")
     sizes = {"hidden": "width", "layers": "layers", "heads": "heads", "sequence": "context", "vocabulary": "vocab_size"}
-    return Transformer(**{own: module[theirs] for own, theirs in sizes.items()}, dropout=False, batch=batch)
+    batch = next(iter(model.batch.values())).shape[0]
+    return Transformer(**{own: model.module[theirs] for own, theirs in sizes.items()}, dropout=False, batch=batch)
 
 
 def find_machine(root: Path, asked: Asked, config: Config, devices: int | None) -> tuple[str, Machine]:
@@ -211,12 +205,12 @@ def find_machine(root: Path, asked: Asked, config: Config, devices: int | None) 
         raise PriceError(
             f"there is no cluster '{name}'", remedy=f"choose one of: {', '.join(listing(root, 'cluster'))}"
         )
-    written = load_cluster(root, name)
+    written = load_part(root, "cluster", name)
     nodes = asked.names.get("nodes")
     if nodes is None and devices is not None and not written.per_host:
         nodes = -(-devices // written.devices)
     try:
-        cluster = written if nodes is None else load_cluster(root, name, nodes=nodes)
+        cluster = written if nodes is None else load_part(root, "cluster", name, nodes=nodes)
     except ConfigError as error:
         raise PriceError(
             f"cluster '{name}' cannot have nodes={nodes}: {error.what}", remedy="choose another"

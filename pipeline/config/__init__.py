@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config.experiment import apply_experiment, experiments
-from pipeline.config.load import load_cluster, load_config, saved_file
+from pipeline.config.load import load_config, load_part, saved_file
 from pipeline.config.pipelines import PIPELINE_AXIS
 from pipeline.config.reference import reference
 from pipeline.config.schema import (
@@ -65,8 +65,8 @@ __all__ = [
     "apply_experiment",
     "experiments",
     "listing",
-    "load_cluster",
     "load_config",
+    "load_part",
     "reference",
     "saved_file",
 ]

@@ -64,12 +64,13 @@ def choices_remedy(name: str, names: list[str]) -> str:
     return f"did you mean '{near}'? {listed}" if near else listed
 
 
-def load_cluster(root: Path, name: str, **figures: Any) -> Cluster:
-    """A file of conf/cluster/ that exists, with some of its keys changed."""
-    source = read(root, group_file("cluster", name), ("cluster",), None)
-    cluster: Cluster = replace(build(Cluster, source), **figures)
-    _check_cluster(cluster, source)
-    return cluster
+def load_part(root: Path, group: str, name: str, **changed: Any) -> Any:
+    """A file of a group that exists, whether it is chosen or not, with some of its keys changed."""
+    source = read(root, group_file(group, name), (group,), None)
+    part = replace(build(GROUPS[group], source), **changed)
+    if isinstance(part, Cluster):
+        _check_cluster(part, source)
+    return part
 
 
 def _load_group(root: Path, group: str, name: str, main: Source, changed: dict[str, bytes] | None) -> Any:

@@ -32,7 +32,7 @@ from pipeline.cluster_model.layout import stage_layers, why_not
 from pipeline.cluster_model.memory import device_bytes, state_bytes
 from pipeline.cluster_model.search import candidates
 from pipeline.cluster_model.step import Stage, pipeline_seconds, stage_seconds
-from pipeline.config import listing, load_cluster
+from pipeline.config import listing, load_part
 from pipeline.errors import ClusterError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,14 +116,14 @@ def test_an_all_reduce_is_a_scatter_and_a_gather():
 
 def test_what_is_measured_or_uneven_is_refused():
     with pytest.raises(ClusterError, match="measured"):
-        machine_of(load_cluster(ROOT, "local_cpu"), "here")
+        machine_of(load_part(ROOT, "cluster", "local_cpu"), "here")
     with pytest.raises(ClusterError, match="differ"):
-        machine_of(load_cluster(ROOT, "simulated"), "here")
+        machine_of(load_part(ROOT, "cluster", "simulated"), "here")
 
 
 def test_every_described_cluster_has_a_price():
     for name in listing(ROOT, "cluster"):
-        cluster = load_cluster(ROOT, name)
+        cluster = load_part(ROOT, "cluster", name)
         if cluster.source.value != "probe" and not cluster.per_host:
             own = machine_of(cluster, name)
             priced = price(SMALL, Layout(own.devices, 1, 1, 1, 256 * own.devices), own)
@@ -132,7 +132,7 @@ def test_every_described_cluster_has_a_price():
 
 def test_cards_of_one_kind_reach_the_same():
     names = [name for name in listing(ROOT, "cluster") if "a100" in name]
-    found = [load_cluster(ROOT, name).preset.reached for name in names]
+    found = [load_part(ROOT, "cluster", name).preset.reached for name in names]
     assert len(names) == 5 and all(own == found[0] for own in found) and found[0].kernel_us is not None
 
 

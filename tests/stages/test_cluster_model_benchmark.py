@@ -84,6 +84,15 @@ def test_what_is_known_of_the_steps_can_be_given(tmp_path):
     assert (given.layout.recompute, given.model.vocabulary) == ("full", 32000)
 
 
+def test_rows_that_do_not_divide_are_left_out(tmp_path, capsys):
+    good, bad = made(64, 0.0, 2)
+    path = write(tmp_path / "steps.csv", [good, {**bad, "heads": 15}])
+    assert len(benchmark.measured_steps(benchmark.read_rows(path), False, None, None)) == 1
+    assert "row 2 is left out: hidden=" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="has 0 rows that can be priced"):
+        benchmark.main(["--steps", str(write(path, [{**bad, "heads": 15}]))])
+
+
 @pytest.mark.parametrize("text", ["a,b\n1,2\n", ""])
 def test_a_file_of_another_form_is_refused(tmp_path, text):
     path = tmp_path / "steps.csv"

@@ -100,7 +100,7 @@ def test_a_search_finds_ten_divisions_fastest_first(project, capsys):
         ("recompute=some", "recompute is none, selective, full"),
         ("sequence_parallel=maybe", "sequence_parallel is yes or no"),
         ("model=gpt9", "there is no model 'gpt9'; choose one of: gpt_1.7b"),
-        ("model=mlp", "model 'mlp' is not the one that conf/config.yaml chooses"),
+        ("model=mlp", "the sizes of model 'mlp' are not known; choose one of: gpt_1.7b"),
         ("cluster=moon", "there is no cluster 'moon'; choose one of: a100_40"),
         ("cluster=local_cpu", "it is measured, and a price needs figures"),
         ("cluster=simulated", "its hosts differ"),
@@ -118,9 +118,8 @@ def test_mistakes_are_one_line_and_status_two(project, capsys, words, message):
     assert captured.err.count("\n") == 1
 
 
-def test_a_model_of_unknown_sizes_is_refused(project, capsys):
-    path = project / "conf/config.yaml"
-    text = path.read_text().replace("model: gpt_small", "model: mlp").replace("synthetic_tokens", "synthetic_classes")
-    path.write_text(text)
-    assert main(["price", "dp=2"]) == 2
-    assert "the sizes of model 'mlp' are not known" in capsys.readouterr().err
+def test_any_gpt_of_the_project_can_be_named(project, capsys):
+    text = (project / "conf/model/gpt_small.yaml").read_text()
+    (project / "conf/model/gpt_wide.yaml").write_text(text.replace("width: 128", "width: 1024"))
+    assert main(["price", "model=gpt_wide"]) == 0
+    assert capsys.readouterr().out.startswith("50.9 million parameters, batch 16")
