@@ -31,11 +31,10 @@ from benchmarks.published import GPIPE, MEGATRON, TORCHGPIPE, MegatronRow, relat
 from pipeline.cluster_model import Attention, Layout, Machine, Recompute, Transformer, Wanted, machine_of, price, search
 from pipeline.cluster_model.calibrate import FITTED, Measured, calibrated
 from pipeline.cluster_model.layout import why_not
-from pipeline.config import load_part
+from pipeline.config import listing, load_part
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = "dgx_a100_infiniband"
-HOST = 8
 CALIBRATED, SEED = 100, 0
 ONE_NODE, BEYOND, RANKS, EACH, TOGETHER = 0.084, 0.147, 0.98, 0.10, 0.10
 # What the header does not say. On one node: nothing is computed twice, because the steps grow by 1.88 ms for each layer
@@ -66,13 +65,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--recompute", choices=[way.value for way in Recompute], help="of the steps, where it is known")
     parser.add_argument("--vocabulary", type=int, help="of the steps, where it is known")
     parser.add_argument("--network", type=float, default=NETWORK, help="GB/s of a node, one direction")
+    parser.add_argument(
+        "--cluster", default=CLUSTER, choices=listing(ROOT, "cluster"), help="on which they were measured"
+    )
     given = parser.parse_args(arguments)
     rows = read_rows(given.steps)
-    alone = max((row["devices"] for row in rows), default=0) <= HOST
+    node = machine(1, given.network, given.cluster)
+    alone = max((row["devices"] for row in rows), default=0) <= node.host
     steps = measured_steps(rows, alone, given.recompute, given.vocabulary)
     if len(steps) <= (CALIBRATED if alone else 0):
         raise SystemExit(f"error: {given.steps}: has {len(steps)} rows that can be priced, too few")
-    result = {**_steps(steps, alone, given.network), **_megatron(), **_speeds()}
+    result = {**_steps(steps, alone, node), **_megatron(), **_speeds()}
     met = _met(result, alone)
     print(json.dumps({**result, "met": met}))
     return 0 if met else 1
@@ -117,13 +120,14 @@ def _measured(row: dict[str, int], milliseconds: float, way: Recompute, words: i
     return Measured(model, Layout(*sizes, recompute=way, attention=Attention.plain), milliseconds / 1e3)
 
 
-def machine(devices: int, network: float | None = None) -> Machine:
-    found = machine_of(load_part(ROOT, "cluster", CLUSTER, nodes=max(1, -(-devices // HOST))), CLUSTER)
+def machine(devices: int, network: float | None = None, name: str = CLUSTER) -> Machine:
+    host = load_part(ROOT, "cluster", name).devices
+    found = machine_of(load_part(ROOT, "cluster", name, nodes=-(-devices // host)), name)
     return found if network is None else replace(found, network=network * 1e9)
 
 
-def _steps(steps: list[Measured], alone: bool, network: float) -> dict[str, Any]:
-    card = machine(HOST, network)
+def _steps(steps: list[Measured], alone: bool, card: Machine) -> dict[str, Any]:
+    """Predicted with the card as the preset has it, or as it is calibrated on some of the steps."""
     rest = steps
     if alone:
         shuffled = random.Random(SEED).sample(steps, len(steps))

@@ -5,7 +5,8 @@ n devices of a group, m of them in a host of H; N bytes of the whole tensor:
     around      links * share, and where the group leaves the host  min(that, m / H of the host's network * share)
     all-reduce  start + 2 (n-1)/n N / around;  gather, scatter: start + (n-1)/n N / around;  send: start + N / around
 
-A group with m devices in a host has m / H of its network, because H / m groups like it use it at the same time.
+A group with m devices in a host has m / H of its network, because H / m groups like it use it at the same time. Of a
+stage that ends in a host all devices send at once.
 """
 
 from __future__ import annotations
@@ -71,10 +72,11 @@ class Machine:
             return 0.0
         return self.reached.collective + (size - 1) / size * nbytes / self.around(size, stride)
 
-    def send(self, nbytes: float, distance: int) -> float:
-        """To the device that many ranks further, from all devices at once."""
-        share = self.reached.network / self.host
-        rate = self.link * self.reached.links if distance < self.host else self.network * share
+    def send(self, nbytes: float, distance: int, devices: int) -> float:
+        """To the device that many ranks further, from all of so many devices at once, over the slowest way."""
+        rate = self.link * self.reached.links
+        if devices > self.host:
+            rate = min(rate, self.network * self.reached.network / min(distance, self.host))
         return self.reached.collective + nbytes / rate
 
 

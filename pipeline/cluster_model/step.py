@@ -103,7 +103,7 @@ def _sent(model: Transformer, layout: Layout, machine: Machine) -> float:
     if layout.pp == 1:
         return 0.0
     nbytes = 2.0 * layout.micro_batch * model.sequence * model.hidden
-    one = machine.send(nbytes / layout.tp, layout.dp * layout.tp)
+    one = machine.send(nbytes / layout.tp, layout.dp * layout.tp, layout.devices)
     gathered = 0.0 if layout.sequence_parallel else machine.gather(nbytes, layout.tp, 1)
     return 2 * layout.chunks * (one + gathered)
 

@@ -111,7 +111,14 @@ def test_an_all_reduce_is_a_scatter_and_a_gather():
     start = REACHED.collective
     assert own.all_reduce(1e9, 8, 1) - start == pytest.approx(2 * (own.gather(1e9, 8, 1) - start))
     assert own.all_reduce(1e9, 1, 1) == own.gather(1e9, 1, 1) == 0.0
-    assert own.send(1e9, 1) < own.send(1e9, 8)
+
+
+def test_stages_send_over_the_network_where_they_lie_in_several_hosts():
+    own = machine(reached=replace(REACHED, links=1.0, network=1.0, collective=0.0))
+    assert own.send(3e9, 4, 8) == pytest.approx(0.01)  # all in one host
+    assert own.send(3e9, 1, 16) == pytest.approx(0.015)  # one device of a host sends to the next
+    assert own.send(3e9, 4, 16) == pytest.approx(0.06)  # four of them
+    assert own.send(3e9, 64, 512) == pytest.approx(0.12)  # all eight
 
 
 def test_what_is_measured_or_uneven_is_refused():

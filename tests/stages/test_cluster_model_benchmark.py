@@ -48,14 +48,14 @@ def made(devices: int, noise: float, count: int, **shares: float) -> list[dict[s
             "pp": pp,
             "milliseconds": 1.0,
         }
-        step = benchmark.measured_steps([row], devices <= benchmark.HOST, None, None)[0]
+        step = benchmark.measured_steps([row], devices <= true.host, None, None)[0]
         seconds = price(step.model, step.layout, true).seconds
         rows.append({**row, "milliseconds": 1e3 * seconds * draw.uniform(1 - noise, 1 + noise)})
     return rows
 
 
-def run(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, object]]:
-    status = benchmark.main(["--steps", str(path)])
+def run(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, object]]:
+    status = benchmark.main(["--steps", str(path), *options])
     return status, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
@@ -75,6 +75,12 @@ def test_a_missed_bar_is_status_one(tmp_path, capsys):
     rows = made(64, 0.0, 12, products=0.3)
     status, found = run(write(tmp_path / "steps.csv", rows), capsys)
     assert status == 1 and found["met"] is False and found["mean_error"] > benchmark.BEYOND
+
+
+def test_steps_of_another_card_are_priced_with_its_figures(tmp_path, capsys):
+    path = write(tmp_path / "steps.csv", made(64, 0.0, 12))
+    status, found = run(path, capsys, "--cluster", "dgx_h100")
+    assert status == 1 and found["mean_error"] > 0.2
 
 
 def test_what_is_known_of_the_steps_can_be_given(tmp_path):
