@@ -23,6 +23,7 @@ from pipeline.optimizer import build_optimizer, refuse_mixing
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.gradients import Row
+from pipeline.runtime.onednn import use_kernels_of
 from pipeline.runtime.partition import Partition
 from pipeline.runtime.piped import Pipeline, Places
 from pipeline.runtime.source import load_program
@@ -44,6 +45,7 @@ class Piped:
     def __init__(self, job: Job) -> None:
         self.job = job
         program = load_program(job["module_path"])
+        use_kernels_of(program)
         self.device: torch.device = program.DEVICE
         self.passes: int = program.MICRO_BATCHES
         self.precision = Precision(self.device, job["model"]["precision"])
