@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -294,6 +294,3 @@ def _price_cells(priced: Price) -> list[str]:
         f"{priced.bubble:.1%}",
         f"{priced.communication:.1%}",
     ]
-
-
-assert {field.name for field in fields(Wanted)} == set(LAYOUT)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cluster_model import Wanted
 from stages.__main__ import main
+from stages.price import LAYOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = """\
@@ -85,6 +87,10 @@ def test_a_search_finds_ten_divisions_fastest_first(project, capsys):
     assert all(int(row[0]) * int(row[1]) * int(row[2]) == 128 for row in found)
     speeds = [float(row[-7].replace(",", "")) for row in found]
     assert "!" not in "".join(map("".join, found)) and speeds == sorted(speeds, reverse=True)
+
+
+def test_every_word_of_a_layout_can_be_searched():
+    assert set(vars(Wanted())) == set(LAYOUT)
 
 
 @pytest.mark.parametrize(
