@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipeline.errors import TrainError
 from stages.train import joining
 
 
@@ -24,6 +26,33 @@ def test_each_local_rank_has_a_gpu(local_rank, gpus, number):
 def test_ranks_that_share_a_gpu_do_not_talk_over_nccl():
     assert joining.backend_for(["a", "b", "c"]) == joining.NCCL == "cpu:gloo,cuda:nccl"
     assert joining.backend_for(["a", "b", "a"]) == joining.GLOO
+
+
+def started(place: tuple[str, int], ranks: list[int], world: int, limit: float) -> dict[int, str]:
+    """What each of these ranks of a start hears, or why not."""
+
+    def one(rank: int) -> str:
+        store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=limit))
+        try:
+            return joining.agree_on_start(store, rank, world, timedelta(seconds=limit))
+        except (TrainError, dist.DistError) as error:
+            return f"failed: {error}"
+
+    with ThreadPoolExecutor(world) as pool:
+        return dict(zip(ranks, pool.map(one, ranks), strict=True))
+
+
+def test_ranks_of_a_start_find_one_another_whatever_others_have_left():
+    """In between two starts fail: ranks ask and get no answer, and the first one waits for ranks that never come."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = ("127.0.0.1", server.port)
+    first = started(place, [0, 1, 2, 3], 4, 20)
+    assert len(set(first.values())) == 1
+    assert all(word.startswith("failed") for word in started(place, [1, 3], 4, 0.3).values())
+    alone = started(place, [0, 2], 4, 0.5)
+    assert alone[0].startswith("failed: rank 1 did not come")
+    again = started(place, [3, 2, 1, 0], 4, 20)
+    assert len(set(again.values())) == 1 and again[0] not in (*first.values(), *alone.values())
 
 
 @pytest.fixture
