@@ -6,6 +6,8 @@ import copy
 import random
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +46,14 @@ class Case:
     seed: int = 0
     clip_norm: float | None = None
     precision: str = ""  # float64, or one of the configuration's, of a model in float32
+    batch_norm: str = "exact"
 
     @property
     def name(self) -> str:
         sizes = "x".join(map(str, self.devices))
         counts = f"{sizes}-{self.chunks}-{self.micro_batches}"
-        return f"{self.model}-{self.schedule}-{counts}-{self.plans}-{self.seed}{self.precision}"
+        norms = "" if self.batch_norm == "exact" else self.batch_norm
+        return f"{self.model}-{self.schedule}-{counts}-{self.plans}-{self.seed}{self.precision}{norms}"
 
 
 def plan_of(case: Case) -> Plan:
@@ -98,6 +102,7 @@ def job_of(case: Case, path: Path) -> dict:
             steps=STEPS,
             seed=0,
             clip_norm=case.clip_norm,
+            batch_norm=case.batch_norm,
             evaluate={"every": STEPS, "batches": 1},
             optimizer={"_target_": "torch.optim.AdamW", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-6},
         ),
@@ -116,7 +121,8 @@ def truth_of(case: Case) -> dict:
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "amp"):
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "amp")
+        with autocast, statistics_once(model) if case.batch_norm == "deferred" else nullcontext():
             found = [model(**batch) for batch in batches]
         sum(found).div(len(found)).backward()
         if case.clip_norm is not None:
@@ -127,6 +133,22 @@ def truth_of(case: Case) -> dict:
     with torch.no_grad():
         evaluated = float(model.eval()(**batches[0]))
     return {"losses": losses, "evaluated": evaluated, "weights": weights, "names": dict(model.named_parameters())}
+
+
+@contextmanager
+def statistics_once(model: nn.Module) -> Iterator[None]:
+    """What its batch norms are given in several passes counts together, and once."""
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    before = [copy.deepcopy(norm.state_dict()) for norm in norms]
+    given: dict[nn.Module, list[Tensor]] = {norm: [] for norm in norms}
+    hooks = [norm.register_forward_pre_hook(lambda norm, read: given[norm].append(read[0].detach())) for norm in norms]
+    yield
+    for norm, state, hook in zip(norms, before, hooks, strict=True):
+        hook.remove()
+        norm.load_state_dict(state)
+        once = copy.deepcopy(norm)
+        once(torch.cat(given[norm]))
+        norm.load_state_dict(once.state_dict())
 
 
 def write_case(case: Case, folder: Path) -> None:

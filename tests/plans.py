@@ -168,7 +168,7 @@ def batch_of(model: str, number: int = 0) -> dict[str, Tensor]:
         return {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}
     if model in ("ladder", "shared", "unet"):
         batch = skips.images() if model == "unet" else skips.sequences()
-        return {name: tensor.double() for name, tensor in batch.items()}
+        return {name: tensor.double() * (1 + number) for name, tensor in batch.items()}
     if model == "mlp8":
         return {"inputs": torch.randn(16, 16).double(), "targets": torch.randint(8, (16,))}
     if model == "mlp":

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipeline.runtime.axes import position
 from pipeline.runtime.collectives import all_reduce_both
+from pipeline.runtime.deferred import collecting
 from pipeline.runtime.recompute import replaying
 
 
@@ -22,12 +23,18 @@ def batch_norm(
     eps: float,
     axis: str = "",
 ) -> Tensor:
-    """Batch norm, whose running statistics change once a step, also where a recompute region runs it twice.
+    """Batch norm, whose running statistics change once a micro-batch, also where a recompute region runs it twice.
 
-    `axis` is the one over which the batch is split: the statistics are those of the whole batch.
+    `axis` is the one over which the batch is split: the statistics are those of the whole batch. Where a step collects
+    statistics (pipeline/runtime/deferred.py), the running ones are left to it.
     """
-    if training and replaying() and running_mean is not None and running_var is not None:
-        running_mean, running_var = running_mean.clone(), running_var.clone()  # these take the change
+    if training and running_mean is not None and running_var is not None:
+        if replaying():
+            running_mean, running_var = running_mean.clone(), running_var.clone()  # these take the change
+        elif (collector := collecting()) is not None:
+            count = _count(x, axis)
+            running_mean, running_var = collector.scratch(running_mean, running_var, momentum, count)
+            momentum = 1.0
     if not training or not axis:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     mean, var, count = _statistics(x, axis)
@@ -47,7 +54,12 @@ def _statistics(x: Tensor, axis: str) -> tuple[Tensor, Tensor, int]:
     `P -> B`: each rank reads the whole statistics for its own piece, so their gradient is partial.
     """
     dims = [d for d in range(x.dim()) if d != 1]
-    count = x.numel() // x.shape[1] * position(axis)[1]
+    count = _count(x, axis)
     mean = all_reduce_both(x.sum(dims), axis) / count
     centred = x - mean.view(1, -1, *(1,) * (x.dim() - 2))
     return mean, all_reduce_both(centred.square().sum(dims), axis) / count, count
+
+
+def _count(x: Tensor, axis: str) -> int:
+    """The numbers of a channel, over all ranks of the axis."""
+    return x.numel() // x.shape[1] * (position(axis)[1] if axis else 1)

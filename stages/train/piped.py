@@ -22,6 +22,7 @@ from pipeline.ir.layout import Layout, replicated
 from pipeline.optimizer import build_optimizer, refuse_mixing
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
+from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.gradients import Row
 from pipeline.runtime.partition import Partition
 from pipeline.runtime.piped import Pipeline, Places
@@ -55,6 +56,8 @@ class Piped:
         tensors = {number: own.tensors for number, own in self.own.items()}
         self.pipeline = Pipeline(program, self.places, tensors, self.shapes, self.device, self.precision.autocast)
         self.partitions = self.pipeline.partitions
+        held = (item for own in tensors.values() for item in own.items())
+        self.statistics = statistics_of(job["train"]["batch_norm"], held)
         rows = [(updated, part.rows[name]) for part in self.partitions for name, updated in part.updated.items()]
         nothing: tuple[nn.Parameter, Row] = nn.Parameter(torch.empty(0, device=self.device)), ("", "", "")
         rows = rows or [nothing]  # an optimizer must have something
@@ -147,9 +150,9 @@ class Piped:
     def step(self, first: Batch, later: list[Batch]) -> float:
         """But for the first, each batch goes to the device when its turn comes."""
         batches = [first, *later]
-        losses = self.pipeline.run_passes(
-            {number: [partial(self.given, number, batch) for batch in batches] for number in self.places.numbers}
-        )
+        given = {number: [partial(self.given, number, batch) for batch in batches] for number in self.places.numbers}
+        with self.statistics():
+            losses = self.pipeline.run_passes(given)
         if self.clipping is not None:
             self.clipping.clip()
         self.optimizer.step()

@@ -97,7 +97,8 @@ class Setting:
 
     def truth(self) -> Truth:
         try:
-            return truth_of(self.module, self.batches, self.optimizer, draw=self.draw)
+            norm = self.job["train"]["batch_norm"]
+            return truth_of(self.module, self.batches, self.optimizer, draw=self.draw, batch_norm=norm)
         except RuntimeError as error:
             raise TrainError(
                 f"the model does not run in float64: {type(error).__name__}: {str(error).splitlines()[0]}",

@@ -32,6 +32,8 @@ CASES = (
     Case("tied", "1f1b", (3, 1), seed=2),
     Case("unet", "1f1b", (2, 2), micro_batches=2, seed=11),  # statistics of batch norms
     Case("shared", "gpipe", (1, 2, 1), micro_batches=2, seed=5),
+    Case("unet", "1f1b", (1, 1), micro_batches=3, seed=1, batch_norm="deferred"),
+    Case("unet", "gpipe", (2, 2), micro_batches=2, seed=11, batch_norm="deferred"),
 )
 
 
