@@ -20,6 +20,10 @@ from pipeline.ir.profile import Profile
 from pipeline.ir.verify import verify_graph
 from pipeline.models.gpt import GPT
 from pipeline.models.mlp import MLP
+from pipeline.tracing.chain import find_chain
+from pipeline.tracing.export import export_loss
+from pipeline.tracing.lower import lower
+from pipeline.tracing.simplify import simplify
 from stages.checkpoint.choose import choose, evaluate
 from stages.cluster.run import from_preset
 from stages.profile.by_table import profile_graph
@@ -27,10 +31,6 @@ from stages.solve.data import Problem
 from stages.solve.frontier import Solution, Sweep
 from stages.solve.on_mesh import price_point
 from stages.solve.problem import Choices, Given, build, to_sharding
-from stages.trace.chain import find_chain
-from stages.trace.export import export_loss
-from stages.trace.lower import lower
-from stages.trace.simplify import simplify
 from tests.skips import Ladder, Shared, sequences
 
 SILENT = logging.getLogger("tests.silent")

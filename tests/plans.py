@@ -31,12 +31,12 @@ from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.passes import run_passes
 from pipeline.runtime.source import load_program
+from pipeline.tracing.chain import find_chain
+from pipeline.tracing.export import export_loss
+from pipeline.tracing.lower import lower as to_ops
+from pipeline.tracing.simplify import simplify
 from stages.codegen.module import write_module
 from stages.solve.storage import Stored, Way, storage_choices
-from stages.trace.chain import find_chain
-from stages.trace.export import export_loss
-from stages.trace.lower import lower as to_ops
-from stages.trace.simplify import simplify
 from tests import skips
 from tests.ranks import AXIS
 

@@ -22,7 +22,7 @@ COUNTER = "num_batches_tracked"  # of a torch.nn.BatchNorm: a program adds one f
 class Moments(NamedTuple):
     """Of numbers of each channel: how many, their mean, and the sum of their squared deviations from it."""
 
-    count: int
+    numbers: int
     mean: Tensor
     squares: Tensor
 
@@ -32,10 +32,10 @@ def combined(parts: Iterable[Moments]) -> Moments:
     first, *rest = parts
     count, mean, squares = first
     for part in rest:
-        before, count = count, count + part.count
+        before, count = count, count + part.numbers
         apart = part.mean - mean
-        mean = mean + apart * (part.count / count)
-        squares = squares + part.squares + apart.square() * (before * part.count / count)
+        mean = mean + apart * (part.numbers / count)
+        squares = squares + part.squares + apart.square() * (before * part.numbers / count)
     return Moments(count, mean, squares)
 
 

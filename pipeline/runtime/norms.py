@@ -62,4 +62,4 @@ def _statistics(x: Tensor, axis: str) -> tuple[Tensor, Tensor, int]:
 
 def _count(x: Tensor, axis: str) -> int:
     """The numbers of a channel, over all ranks of the axis."""
-    return x.numel() // x.shape[1] * (position(axis)[1] if axis else 1)
+    return int(x.numel() // x.shape[1]) * (position(axis)[1] if axis else 1)

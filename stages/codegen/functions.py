@@ -9,7 +9,7 @@ from stages.codegen.block import RESERVED, Block, free_name, statement
 from stages.codegen.part import Caller, Written
 
 GLOBALS = {"Program", "Tensor", "MESH", "MICRO_BATCHES", "INPUTS", "PARAMETERS"}  # what else a module has by name
-OF_PIPELINES = {"SCHEDULE", "DEVICES", "SENT", "TIED", "PARTITIONS"}
+OF_PIPELINES = {"SCHEDULE", "SLICES", "DEVICES", "SENT", "TIED", "PARTITIONS"}
 
 
 @dataclass(frozen=True)

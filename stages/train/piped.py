@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout, replicated
 from pipeline.optimizer import build_optimizer, refuse_mixing
-from pipeline.runtime.batches import Batches
+from pipeline.runtime.batches import Batches, in_slices
 from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.gradients import Row
@@ -43,8 +43,9 @@ def is_pipeline(module_path: str) -> bool:
 
 class Piped:
     def __init__(self, job: Job) -> None:
-        self.job = job
         program = load_program(job["module_path"])
+        self.slices: int = program.SLICES
+        self.job = job = in_slices(job, self.slices)
         self.device: torch.device = program.DEVICE
         self.passes: int = program.MICRO_BATCHES
         self.precision = Precision(self.device, job["model"]["precision"])
@@ -123,7 +124,7 @@ class Piped:
         """The data to evaluate on, with the partitions as the model is then."""
         written = load_program(self.job["module_path"], evaluates=True).PARTITIONS
         programs = {partition.number: written[partition.number](partition.tensors) for partition in self.partitions}
-        read = {n: held_out_batches(*given, self.places.axes) for n, given in self._inputs().items()}
+        read = {n: held_out_batches(*given, self.places.axes, self.slices) for n, given in self._inputs().items()}
         counts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(counts, max(map(len, read.values()), default=0))  # some partitions have no inputs
         batches = [_numbered({n: own[place] for n, own in read.items()}) for place in range(max(counts))]

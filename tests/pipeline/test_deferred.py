@@ -58,9 +58,9 @@ def test_moments_of_parts_are_those_of_the_whole(counts: list[int], seed: int) -
     parts = numbers(counts, seed)
     found = combined(Moments(len(x), x.mean(0), x.var(0, correction=0) * len(x)) for x in parts)
     whole = torch.cat(parts)
-    assert found.count == len(whole)
+    assert found.numbers == len(whole)
     torch.testing.assert_close(found.mean, whole.mean(0), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found.squares / (found.count - 1), whole.var(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.squares / (found.numbers - 1), whole.var(0), rtol=1e-12, atol=1e-12)
 
 
 @unhurried

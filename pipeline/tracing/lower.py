@@ -19,8 +19,8 @@ from torch.fx import GraphModule, Node
 from pipeline.errors import TraceError
 from pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
 from pipeline.ops.table import table
-from stages.trace.mutation import Mutations
-from stages.trace.source import op_line
+from pipeline.tracing.mutation import Mutations
+from pipeline.tracing.source import op_line
 
 _PREFIX = "model."  # of LossOnly
 _ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
@@ -134,7 +134,7 @@ class _Lowering:
         elif not hasattr(node.target, "_schema"):
             raise self._unsupported(node)
         elif kind == "broadcast_tensors" and _broadcasts_nothing(node):  # every call of F.mse_loss
-            self.names[node] = tuple(self.names[a] for a in node.args[0])  # type: ignore[union-attr,misc,index]
+            self.names[node] = tuple(str(self.names[a]) for a in node.args[0])  # type: ignore[union-attr,misc,index]
         elif (same := self._same_as(node, kind)) is not None:
             self.names[node] = same
         elif node.target._schema.is_mutable:
@@ -149,7 +149,7 @@ class _Lowering:
             self.names[placeholder] = self.names[operand]  # type: ignore[index]
         before = len(self.ops)
         output = self.run(inner, grad and bool(enabled))
-        self.names[node] = tuple(self.names[n] for n in output)
+        self.names[node] = tuple(str(self.names[n]) for n in output)
         if grad and not enabled:
             self.node, self.grad = node, False
             self.names[node] = tuple(self._detached(str(name), before) for name in self.names[node])
@@ -195,7 +195,7 @@ class _Lowering:
 
     def _copied(self, node: Node, type_: TensorType) -> str:
         """`a.copy_(b)`: b in the shape and type of a."""
-        content = self._arg(node.args[1]).value
+        content: str = self._arg(node.args[1]).value
         if self.values[content].type.dtype != type_.dtype:
             cast = replace(self.values[content].type, dtype=type_.dtype)
             content = self._emit("aten.to.dtype", Args((Ref(content), Torch("dtype", type_.dtype))), cast, content)
