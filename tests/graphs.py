@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Container
 from dataclasses import replace
 from math import prod
 
@@ -38,10 +39,12 @@ SILENT.addHandler(logging.NullHandler())
 SILENT.propagate = False
 
 
-def trace(model: nn.Module, batch: dict[str, torch.Tensor], *, keep_casts: bool = False) -> OpGraph:
+def trace(
+    model: nn.Module, batch: dict[str, torch.Tensor], *, keep_casts: bool = False, stay: Container[str] = ()
+) -> OpGraph:
     """What the stage does, without its configuration."""
     program = export_loss(model.train(), batch)
-    graph = find_chain(simplify(lower(program, model, tuple(batch), keep_casts=keep_casts)))
+    graph = find_chain(simplify(lower(program, model, tuple(batch), keep_casts=keep_casts, stay=stay)))
     verify_graph(graph)
     return graph
 

@@ -7,6 +7,7 @@ wrappers around regions without gradient, and in-place ops (see mutation.py).
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,17 +41,34 @@ class Ops:
     output: str
 
 
-def lower(program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...], *, keep_casts: bool = False) -> Ops:
-    """`keep_casts` leaves casts that change nothing in place: under autocast they would."""
-    lowering = _Lowering(program, model, inputs, keep_casts)
+def lower(
+    program: ExportedProgram,
+    model: nn.Module,
+    inputs: tuple[str, ...],
+    *,
+    keep_casts: bool = False,
+    stay: Container[str] = (),
+) -> Ops:
+    """`keep_casts` leaves casts that change nothing in place: under autocast they would.
+
+    So do ops of the names in `stay`, which change something in a batch of another size.
+    """
+    lowering = _Lowering(program, model, inputs, keep_casts, stay)
     lowering.run(program.graph_module, grad=True)
     return without_dead_ops(lowering.finish(inputs))
 
 
 class _Lowering:
-    def __init__(self, program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...], keep_casts: bool) -> None:
+    def __init__(
+        self,
+        program: ExportedProgram,
+        model: nn.Module,
+        inputs: tuple[str, ...],
+        keep_casts: bool,
+        stay: Container[str],
+    ) -> None:
         self.program = program
-        self.keep_casts = keep_casts
+        self.keep_casts, self.stay = keep_casts, stay
         self.values: dict[str, Value] = {}
         self.ops: list[Op] = []
         self.names: dict[Node, str | tuple[str, ...]] = {}  # torch's node -> our value, or an op's several values
@@ -164,7 +182,7 @@ class _Lowering:
     def _same_as(self, node: Node, kind: str) -> str | None:
         """The value that the node's result is, where the op does nothing."""
         first = node.args[0] if node.args else None
-        if not isinstance(first, Node) or not isinstance(self.names.get(first), str):
+        if node.name in self.stay or not isinstance(first, Node) or not isinstance(self.names.get(first), str):
             return None
         before, after = first.meta["val"], node.meta["val"]
         nothing = (

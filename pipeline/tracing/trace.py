@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from pipeline.config import Config, Precision, TensorSpec
 from pipeline.ir.graph import OpGraph
@@ -14,14 +14,14 @@ from pipeline.tracing.lower import lower
 from pipeline.tracing.simplify import simplify
 
 
-def trace(config: Config, slices: int = 1) -> OpGraph:
-    """For one of so many equal parts of the model's batch."""
+def trace(config: Config, slices: int = 1, stay: Container[str] = ()) -> OpGraph:
+    """For one of so many equal parts of the model's batch; ops of the names in `stay` are kept, if they do nothing."""
     mode = fake_mode()
     model = build_model(config, mode)
     batch = sample_batch(_part(config.model.batch, slices), mode, config.model.precision)
     program = export_loss(model, batch)
-    ops = simplify(lower(program, model, tuple(batch), keep_casts=config.model.precision is Precision.amp))
-    graph = find_chain(ops)
+    amp = config.model.precision is Precision.amp
+    graph = find_chain(simplify(lower(program, model, tuple(batch), keep_casts=amp, stay=stay)))
     verify_graph(graph)
     return graph
 

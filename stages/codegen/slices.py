@@ -3,21 +3,26 @@
 The graph of a pass has its batch in it as plain numbers, which do not tell what they are in a smaller one: 8 samples
 that are viewed as (2, 4) may be two groups of any size, or groups of four. The user's module tells. The plan speaks of
 the graph of a pass, by the names of its ops and values: both graphs must have the same, and the smaller sizes must
-still divide as the plan splits them.
+still divide as the plan splits them. Ops that do nothing in a batch of one sample (`expand`, `contiguous`) stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import zip_longest
 
 from pipeline.config import Config
 from pipeline.errors import SolveError, TraceError
-from pipeline.ir.graph import Op, OpGraph
+from pipeline.ir.graph import Arg, Args, Op, OpGraph, Ref
 from pipeline.ir.plan import Plan
 from pipeline.ir.verify import InvalidSharding, verify_sharding
 from pipeline.partitions import part_of
+from pipeline.tracing.chain import find_chain
+from pipeline.tracing.lower import Ops
 from pipeline.tracing.trace import trace
+
+CONTIGUOUS = "aten.contiguous.default"
 
 
 def graph_of_slice(graph: OpGraph, plan: Plan, config: Config) -> OpGraph:
@@ -25,7 +30,7 @@ def graph_of_slice(graph: OpGraph, plan: Plan, config: Config) -> OpGraph:
     if plan.slices == 1:
         return graph
     try:
-        own = trace(config, plan.slices)
+        own = with_contiguous(trace(config, plan.slices, stay={op.name for op in graph.ops}), graph)
     except TraceError as error:
         raise _refusal(plan, config, f"with fewer samples {error.what}") from error
     if (difference := next(_differences(graph, own), None)) is not None:
@@ -36,6 +41,33 @@ def graph_of_slice(graph: OpGraph, plan: Plan, config: Config) -> OpGraph:
         except InvalidSharding as error:
             raise _refusal(plan, config, f"partition {number} cannot be split as planned: {error}") from error
     return own
+
+
+def with_contiguous(own: OpGraph, graph: OpGraph) -> OpGraph:
+    """With the `contiguous` of the larger graph, which is not exported where memory is in order already."""
+    there = {op.name: op for op in own.ops}
+    added = {op.name for op in graph.ops if op.target == CONTIGUOUS and op.name not in there}
+    if not added or {op.name for op in graph.ops} != added | there.keys():
+        return own
+    values, ops = dict(own.values), []
+    for op in graph.ops:
+        if op.name in added:
+            (source,), (result,) = op.inputs, op.outputs
+            values[result] = replace(graph.values[result], type=values[source].type)
+            ops.append(op)
+        else:
+            names = {graph.op(name).inputs[0]: name for name in op.inputs if name in added}
+            ops.append(replace(there[op.name], args=_renamed(there[op.name].args, names)))
+    return find_chain(Ops({name: values[name] for name in graph.values if name in values}, tuple(ops), own.output))
+
+
+def _renamed(args: Args, names: Mapping[str, str]) -> Args:
+    def one(arg: Arg) -> Arg:
+        if isinstance(arg, Ref):
+            return Ref(names.get(arg.value, arg.value))
+        return tuple(map(one, arg)) if isinstance(arg, tuple) else arg
+
+    return Args(tuple(map(one, args.positional)), tuple((key, one(arg)) for key, arg in args.named))
 
 
 def _differences(graph: OpGraph, own: OpGraph) -> Iterator[str]:

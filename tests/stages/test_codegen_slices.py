@@ -16,11 +16,15 @@ from pipeline.config import Config, DType, Model, TensorSpec, load_config
 from pipeline.errors import SolveError
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan
+from pipeline.ir.verify import verify_graph
 from pipeline.stage import Inputs
 from pipeline.tracing.trace import trace
 from stages.codegen import run as codegen
-from stages.codegen.slices import graph_of_slice
+from stages.codegen.slices import graph_of_slice, with_contiguous
+from stages.verify.interpret import interpret
+from stages.verify.truth import state_of
 from tests.graphs import SILENT
+from tests.graphs import trace as trace_module
 from tests.piped_programs import cut, random_cuts
 from tests.piped_training import config_of, sliced_plan
 from tests.plans import batch_of
@@ -53,6 +57,18 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.mse_loss(self.last(torch.tanh(self.first(x))), x)
+
+
+class Shifted(nn.Module):
+    """Has ops that do nothing to one sample: a table for all, and rows that are put in order in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.table = nn.Linear(4, 4), nn.Linear(4, 3), nn.Parameter(torch.rand(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x) + self.table.expand(len(x), 4))
+        return F.mse_loss(self.last(y)[:, 1:].contiguous().view(-1), x[:, 2:].contiguous().view(-1))
 
 
 class Fixed(nn.Module):
@@ -117,6 +133,39 @@ def test_the_graph_is_that_of_fewer_samples(model: str, slices: int) -> None:
         assert rows == len(batch_of(model)[value.name])
     for role in (Role.PARAMETER, Role.BUFFER):
         assert list(part.of_role(role)) == list(whole.of_role(role))
+
+
+def test_ops_that_do_nothing_to_one_sample_stay() -> None:
+    config = rows_of(Shifted)
+    whole = trace(config)
+    alone = {op.name for op in whole.ops} - {op.name for op in trace(config, ROWS).ops}
+    assert {whole.op(name).target.split(".")[1] for name in alone} == {"expand", "contiguous"}
+    part = graph_of_slice(whole, in_two(whole, ROWS), config)
+    verify_graph(part)
+    assert [(op.name, op.inputs) for op in part.ops] == [(op.name, op.inputs) for op in whole.ops]
+    assert _loss(part, rows=1) == pytest.approx(_loss(whole, rows=ROWS), rel=1e-5)
+
+
+def _loss(graph: OpGraph, rows: int) -> float:
+    """Of the same row so often."""
+    torch.manual_seed(0)
+    state = state_of(Shifted().double())
+    x = torch.randn(1, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).expand(rows, 4)
+    return float(interpret(graph, state, {"x": x.contiguous()}, 0, 1, draw=False).loss)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "vit"])
+def test_models_of_others_have_the_same_ops_with_one_sample(family: str) -> None:
+    pytest.importorskip("transformers")
+    from tests.families import FAMILIES
+
+    ((build, batch),) = ((build, batch) for build, batch in FAMILIES.items() if build.__name__ == family)
+    whole = trace_module(build(), batch)
+    rows = {name: tensor[:1].clone() for name, tensor in batch.items()}
+    part = with_contiguous(trace_module(build(), rows, stay={op.name for op in whole.ops}), whole)
+    verify_graph(part)
+    assert [(op.name, op.target, op.inputs) for op in part.ops] == [(o.name, o.target, o.inputs) for o in whole.ops]
+    assert [link.ops for link in part.chain] == [link.ops for link in whole.chain]
 
 
 def test_without_slices_the_graph_is_taken_as_it_is() -> None:

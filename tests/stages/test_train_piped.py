@@ -38,6 +38,7 @@ CASES = (
     Case("unet", "gpipe", (1, 1), micro_batches=4, slices=2, seed=4, batch_norm="deferred"),
     Case("gpt", "interleaved", (2, 2), chunks=2, micro_batches=6, slices=3, seed=3),
     Case("shared", "1f1b", (2, 2), micro_batches=2, slices=2, seed=6),
+    Case("gpt", "gpipe", (1, 1), micro_batches=6, slices=6, seed=2),  # one sample each
 )
 
 
