@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeline.runtime.recompute import replaying
+
 COUNTER = "num_batches_tracked"  # of a torch.nn.BatchNorm: a program adds one for each micro-batch
 
 
@@ -95,11 +97,13 @@ class Deferred:
     def _scratch(self, mean: Tensor, variance: Tensor, momentum: float, count: int) -> tuple[Tensor, Tensor]:
         """What stands for the running statistics while a micro-batch of so many numbers a channel is normalised.
 
-        With a momentum of one it then has the statistics of the micro-batch.
+        With a momentum of one it then has the statistics of the micro-batch, which the second run of a recompute region
+        has seen already.
         """
-        norm = self.norms.setdefault(mean.data_ptr(), _Norm(mean, variance, momentum, []))
-        norm.seen.append(_Seen(count, torch.zeros_like(mean), torch.zeros_like(variance)))
-        return norm.seen[-1].mean, norm.seen[-1].variance
+        seen = _Seen(count, torch.zeros_like(mean), torch.zeros_like(variance))
+        if not replaying():
+            self.norms.setdefault(mean.data_ptr(), _Norm(mean, variance, momentum, [])).seen.append(seen)
+        return seen.mean, seen.variance
 
 
 def statistics_of(setting: str, tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], AbstractContextManager[None]]:

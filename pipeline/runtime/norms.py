@@ -29,12 +29,11 @@ def batch_norm(
     statistics (pipeline/runtime/deferred.py), the running ones are left to it.
     """
     if training and running_mean is not None and running_var is not None:
-        if replaying():
-            running_mean, running_var = running_mean.clone(), running_var.clone()  # these take the change
-        elif (collector := collecting()) is not None:
-            count = _count(x, axis)
-            running_mean, running_var = collector.scratch(running_mean, running_var, momentum, count)
+        if (collector := collecting()) is not None:
+            running_mean, running_var = collector.scratch(running_mean, running_var, momentum, _count(x, axis))
             momentum = 1.0
+        elif replaying():
+            running_mean, running_var = running_mean.clone(), running_var.clone()  # these take the change
     if not training or not axis:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     mean, var, count = _statistics(x, axis)

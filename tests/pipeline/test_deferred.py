@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pipeline.runtime.compiled import compiled
 from pipeline.runtime.deferred import Deferred, Moments, combined, statistics_of
 from pipeline.runtime.norms import batch_norm
 from pipeline.runtime.recompute import recompute
@@ -120,6 +121,23 @@ def test_the_second_run_of_a_region_does_not_count(counts: list[int], seed: int)
             recompute(region, x.requires_grad_()).sum().backward()
     assert runs == 2 * len(batches)
     torch.testing.assert_close([norm.mean, norm.var], expected, rtol=1e-12, atol=1e-12)
+
+
+def block(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    return batch_norm(torch.tanh(x), None, None, mean, var, True, 0.1, 1e-5).square()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
+def test_blocks_that_are_compiled_collect_inside_regions_and_out_of_them() -> None:
+    norm, called = Norm(), compiled(block, keeps=0.5)
+    for step, again in enumerate((False, True, False, True)):
+        batches = numbers([4, 4, 4], step)
+        expected = norm.after([torch.tanh(x) for x in batches])
+        with norm.deferred.step():
+            for x in batches:
+                given = x.requires_grad_(), norm.mean, norm.var
+                (recompute(called, *given) if again else called(*given)).sum().backward()
+        torch.testing.assert_close([norm.mean, norm.var], expected, rtol=1e-9, atol=1e-9)
 
 
 def test_gradients_are_those_of_each_micro_batch() -> None:
