@@ -205,6 +205,26 @@ class Probe:
 
 
 @dataclass
+class Reached:
+    products: float = setting("Share of the half-precision rate that large products reach.", 0.8, above=0, at_most=1)
+    unaligned: float = setting(
+        "Share of that in products with rows that do not begin on 16 bytes.", 0.4, above=0, at_most=1
+    )
+    memory: float = setting("Share of the memory bandwidth that kernels reach.", 0.7, above=0, at_most=1)
+    kernel_us: float | None = setting(
+        "Time that any kernel takes, issued by the host, in microseconds; null is `launch_us`.",
+        None,
+        at_least=0,
+        at_most=1e6,
+    )
+    links: float = setting("Share of the links' bandwidth that collectives reach.", 0.75, above=0, at_most=1)
+    network: float = setting("Share of the network's bandwidth that they reach.", 0.8, above=0, at_most=1)
+    collective_us: float = setting(
+        "Time that any collective takes beside its bytes, in microseconds.", 30.0, at_least=0, at_most=1e6
+    )
+
+
+@dataclass
 class Preset:
     matmul_gflops: float | None = setting(
         "Matrix multiplication in float32 on one device, in 10^9 operations a second.", None, above=0, at_most=1e9
@@ -251,6 +271,9 @@ class Preset:
         at_most=LARGEST_GB,
     )
     network_cards: int = setting("Network cards of a host: a device alone uses one.", 1, at_least=1, at_most=1024)
+    reached: Reached = section(
+        "What training steps reach of these figures: read by `python -m stages price` alone (`docs/price.md`).", Reached
+    )
 
 
 @dataclass

@@ -24,6 +24,7 @@ from pipeline.runtime.batches import Batches, in_slices
 from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.gradients import Row
+from pipeline.runtime.onednn import use_kernels_of
 from pipeline.runtime.partition import Partition
 from pipeline.runtime.piped import Pipeline, Places
 from pipeline.runtime.source import load_program
@@ -44,6 +45,7 @@ def is_pipeline(module_path: str) -> bool:
 class Piped:
     def __init__(self, job: Job) -> None:
         program = load_program(job["module_path"])
+        use_kernels_of(program)
         self.slices: int = program.SLICES
         self.job = job = in_slices(job, self.slices)
         self.device: torch.device = program.DEVICE

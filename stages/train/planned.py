@@ -20,6 +20,7 @@ from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.mesh import axis_of, set_mesh
+from pipeline.runtime.onednn import use_kernels_of
 from pipeline.runtime.passes import run_passes
 from pipeline.runtime.source import load_program
 from stages.train.engine import Batch, Held, Job
@@ -33,6 +34,7 @@ class Planned:
         self.job = job
         program = load_program(job["module_path"])
         set_mesh(program.MESH)
+        use_kernels_of(program)
         self.device: torch.device = program.DEVICE
         self.axes = list(program.MESH)
         self.passes: int = program.MICRO_BATCHES
