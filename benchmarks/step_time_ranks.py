@@ -22,9 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from benchmarks.overhead_steps import Step, ddp_step, fsdp_step, load, our_step, plain_step, tensor_step, timed
 from benchmarks.step_time_models import SCENARIOS, batch, build
 from pipeline.runtime.memory import Tally
+from pipeline.runtime.onednn import use_kernels_of
 
 RANKS, WARM_UP, COLLECTIVE_S = 2, 3, 300
-CHOSEN = "chosen"
+CHOSEN, DDP_LIKE_US = "chosen", "ddp, same kernels"
 
 
 def mlp_tensor_step(model: Any, batch: dict[str, Tensor]) -> Step:
@@ -47,11 +48,33 @@ def peers(name: str, model: nn.Module, given: dict[str, Tensor]) -> dict[str, Ca
     return found | ({"dtensor": partial(tensor, model, given)} if tensor else {})
 
 
+def on_kernels_of(program: Any, make: Callable[[], Step]) -> Step:
+    """The step with oneDNN or without, as the program asks; what runs in between has what torch has by default."""
+    usual = torch.backends.mkldnn.enabled
+
+    def run() -> Tensor:
+        use_kernels_of(program)
+        try:
+            return step()
+        finally:
+            torch.backends.mkldnn.enabled = usual
+
+    step = make()
+    return run
+
+
 def measure(name: str, programs: Mapping[str, str], rounds: int) -> dict[str, Any]:
     """Our choice beside the peers, and our plans beside each other: seconds of every round, losses, and memory."""
     model, given = build(name), batch(SCENARIOS[name])
-    ours = {plan: partial(our_step, load(Path(path)), model, given) for plan, path in programs.items()}
-    beside = {CHOSEN: ours[CHOSEN], **peers(name, model, given)}
+    written = {plan: load(Path(path)) for plan, path in programs.items()}
+    ours = {
+        plan: partial(on_kernels_of, program, partial(our_step, program, model, given))
+        for plan, program in written.items()
+    }
+    others = peers(name, model, given)
+    beside = {CHOSEN: ours[CHOSEN], **others}
+    if not getattr(written[CHOSEN], "ONEDNN", True):
+        beside[DDP_LIKE_US] = partial(on_kernels_of, written[CHOSEN], others["ddp"])
     peaks = {who: peak_bytes(maker, model) for who, maker in beside.items()}
     compared = in_turn({who: maker() for who, maker in beside.items()}, rounds)
     plans = in_turn({who: maker() for who, maker in ours.items()}, rounds) if len(ours) > 1 else compared

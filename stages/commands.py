@@ -119,6 +119,13 @@ def _of_sbatch(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def price(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Prices layouts on a described cluster, or finds the fastest."""
+    from stages.price import run as priced
+
+    return priced(root, arguments, log)
+
+
 def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Sends tracked runs that the store could not take when they were made."""
     from pipeline.config import load_config
@@ -165,6 +172,13 @@ COMMANDS = {
         lambda p: p.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors"),
     ),
     "sbatch": Command("write a Slurm script that trains the plan", sbatch, _of_sbatch),
+    "price": Command(
+        "price layouts on a cluster without solving: dp=8 tp=4 pp=2 micro_batch=2, or search (docs/price.md)",
+        price,
+        lambda p: p.add_argument(
+            "words", nargs="*", metavar="name=value", help="what is given; `search` frees the rest"
+        ),
+    ),
     "sync": Command("send tracked runs that are still waiting", sync),
     "ui": Command("serve the MLflow UI on 127.0.0.1", ui),
 }

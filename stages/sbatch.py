@@ -24,7 +24,7 @@ SCRIPT = """\
 #SBATCH --output=slurm-%j.log
 set -euo pipefail
 cd {root}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 port=$(({low} + SLURM_JOB_ID % {ports}))
 # Quoted once more for the tasks: each node has a number of its own.
 srun --kill-on-bad-exit=1 bash -c "exec {python} -m torch.distributed.run \\

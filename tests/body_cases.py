@@ -13,6 +13,7 @@ from pipeline.runtime import (
     expert_split,
     row_split_embedding,
 )
+from pipeline.runtime.deferred import Deferred
 from tests.ranks import AXIS
 
 
@@ -53,18 +54,50 @@ def check_row_split_embedding() -> None:
 
 
 def check_batch_norm_over_ranks() -> None:
-    x, weight, bias = (torch.randn(*s, dtype=torch.float64) for s in ((12, 3, 5), (3,), (3,)))
-    whole = [v.clone().requires_grad_() for v in (x, weight, bias)]
+    for shape, weighted in (((12, 3, 5), True), ((12, 2, 3, 4), True), ((12, 3, 5), False)):
+        channels = shape[1:2]
+        x, weight, bias = (torch.randn(*s, dtype=torch.float64) for s in (shape, channels, channels))
+        whole = [v.clone().requires_grad_() for v in (x, weight, bias)[: 3 if weighted else 1]]
+        own = [_mine(x).requires_grad_(), *(v.detach().clone().requires_grad_() for v in whole[1:])]
+        kept, ours = ([torch.zeros(channels, dtype=torch.float64), torch.ones(channels).double()] for _ in range(2))
+        given, our = ((*v[1:], None, None)[:2] for v in (whole, own))
+        expected = F.batch_norm(whole[0], *kept, *given, True, 0.1, 1e-5)
+        expected.pow(3).sum().backward()
+        found = batch_norm(own[0], *our, *ours, True, 0.1, 1e-5, axis=AXIS)
+        found.pow(3).sum().backward()
+        torch.testing.assert_close(found, _mine(expected))
+        torch.testing.assert_close(own[0].grad, _mine(whole[0].grad))
+        torch.testing.assert_close([_summed(p.grad) for p in own[1:]], [p.grad for p in whole[1:]])
+        torch.testing.assert_close(ours, kept)
+
+
+def check_batch_norm_in_half_precision() -> None:
+    """Statistics are those of float32, whatever type the parameters have."""
+    x, gradient = torch.randn(2, 12, 3, 5).bfloat16()
+    weight, bias = torch.rand(2, 3).bfloat16()
+    whole = [v.float().requires_grad_() for v in (x, weight, bias)]
+    F.batch_norm(whole[0], None, None, *whole[1:], True, 0.1, 1e-5).backward(gradient.float())
+    for kind in (torch.bfloat16, torch.float32):
+        own = [_mine(x).requires_grad_(), *(v.to(kind).clone().requires_grad_() for v in (weight, bias))]
+        found = batch_norm(*own, None, None, True, 0.1, 1e-5, axis=AXIS)
+        found.backward(_mine(gradient))
+        near = {"rtol": 0.02, "atol": 0.02}
+        torch.testing.assert_close(own[0].grad.float(), _mine(whole[0].grad), **near)
+        for mine, all_of_it in zip(own[1:], whole[1:], strict=True):
+            assert mine.grad.dtype == kind
+            torch.testing.assert_close(_summed(mine.grad.float()), all_of_it.grad, rtol=0.02, atol=0.1)
+
+
+def check_deferred_batch_norm_over_ranks() -> None:
+    """The statistics of a step are those of all micro-batches of all ranks."""
+    batches = [torch.randn(rows, 3, 5, dtype=torch.float64) * rows for rows in (12, 6, 12)]
     kept = [torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)]
-    expected = F.batch_norm(whole[0], kept[0], kept[1], whole[1], whole[2], True, 0.1, 1e-5)
-    expected.pow(3).sum().backward()
-    own = [_mine(x).requires_grad_(), weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+    F.batch_norm(torch.cat(batches), *kept, None, None, True, 0.1, 1e-5)
     ours = [torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)]
-    found = batch_norm(*own, *ours, True, 0.1, 1e-5, axis=AXIS)
-    found.pow(3).sum().backward()
-    torch.testing.assert_close(found, _mine(expected))
-    torch.testing.assert_close(own[0].grad, _mine(whole[0].grad))
-    torch.testing.assert_close([_summed(p.grad) for p in own[1:]], [p.grad for p in whole[1:]])
+    with Deferred([]).step():
+        for x in batches:
+            found = batch_norm(_mine(x), None, None, *ours, True, 0.1, 1e-5, axis=AXIS)
+            torch.testing.assert_close(found, _mine(F.batch_norm(x, None, None, None, None, True, 0.1, 1e-5)))
     torch.testing.assert_close(ours, kept)
 
 
@@ -105,6 +138,8 @@ CHECKS = {
     "classes of a loss": check_class_split_cross_entropy,
     "rows of a table": check_row_split_embedding,
     "batch norm": check_batch_norm_over_ranks,
+    "deferred batch norm": check_deferred_batch_norm_over_ranks,
+    "batch norm in half precision": check_batch_norm_in_half_precision,
     "experts": check_expert_split,
     "draws": check_draws,
 }

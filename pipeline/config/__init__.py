@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config.experiment import apply_experiment, experiments
-from pipeline.config.load import load_config, saved_file
+from pipeline.config.load import load_config, load_part, saved_file
 from pipeline.config.pipelines import PIPELINE_AXIS
 from pipeline.config.reference import reference
 from pipeline.config.schema import (
@@ -66,6 +66,7 @@ __all__ = [
     "experiments",
     "listing",
     "load_config",
+    "load_part",
     "reference",
     "saved_file",
 ]

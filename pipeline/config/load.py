@@ -8,6 +8,7 @@ changes. For the same reason the keys of conf/config.yaml that dvc.yaml reads mu
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,15 @@ def choices_remedy(name: str, names: list[str]) -> str:
     near = nearest(name, names)
     listed = "choose one of: " + ", ".join(names) if names else "add one"
     return f"did you mean '{near}'? {listed}" if near else listed
+
+
+def load_part(root: Path, group: str, name: str, **changed: Any) -> Any:
+    """A file of a group that exists, whether it is chosen or not, with some of its keys changed."""
+    source = read(root, group_file(group, name), (group,), None)
+    part = replace(build(GROUPS[group], source), **changed)
+    if isinstance(part, Cluster):
+        _check_cluster(part, source)
+    return part
 
 
 def _load_group(root: Path, group: str, name: str, main: Source, changed: dict[str, bytes] | None) -> Any:

@@ -205,6 +205,26 @@ class Probe:
 
 
 @dataclass
+class Reached:
+    products: float = setting("Share of the half-precision rate that large products reach.", 0.8, above=0, at_most=1)
+    unaligned: float = setting(
+        "Share of that in products with rows that do not begin on 16 bytes.", 0.4, above=0, at_most=1
+    )
+    memory: float = setting("Share of the memory bandwidth that kernels reach.", 0.7, above=0, at_most=1)
+    kernel_us: float | None = setting(
+        "Time that any kernel takes, issued by the host, in microseconds; null is `launch_us`.",
+        None,
+        at_least=0,
+        at_most=1e6,
+    )
+    links: float = setting("Share of the links' bandwidth that collectives reach.", 0.75, above=0, at_most=1)
+    network: float = setting("Share of the network's bandwidth that they reach.", 0.8, above=0, at_most=1)
+    collective_us: float = setting(
+        "Time that any collective takes beside its bytes, in microseconds.", 30.0, at_least=0, at_most=1e6
+    )
+
+
+@dataclass
 class Preset:
     matmul_gflops: float | None = setting(
         "Matrix multiplication in float32 on one device, in 10^9 operations a second.", None, above=0, at_most=1e9
@@ -251,6 +271,9 @@ class Preset:
         at_most=LARGEST_GB,
     )
     network_cards: int = setting("Network cards of a host: a device alone uses one.", 1, at_least=1, at_most=1024)
+    reached: Reached = section(
+        "What training steps reach of these figures: read by `python -m stages price` alone (`docs/price.md`).", Reached
+    )
 
 
 @dataclass
@@ -498,6 +521,11 @@ class Snapshots:
     background: bool = setting("Write them while training goes on; false: training waits.", True)
 
 
+class BatchNorm(StrEnum):
+    exact = "exact"
+    deferred = "deferred"
+
+
 class TrainEngine(StrEnum):
     planned = "planned"
     ddp = "ddp"
@@ -522,6 +550,11 @@ class Train:
         "Largest norm of all gradients together; larger ones are scaled down to it. null: they are taken as they are.",
         None,
         above=0,
+    )
+    batch_norm: BatchNorm = setting(
+        "Running statistics of batch norms change with each micro-batch (`exact`), or once a step with mean and"
+        " unbiased variance of all its micro-batches (`deferred`, as in GPipe). Each is normalised by its own in both.",
+        BatchNorm.exact,
     )
     init_from: str | None = setting(
         "File with weights of the unsplit model, by its own names: `.safetensors`, its `.index.json`, or a state dict"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.ir.cluster import Compute, Curve, PerElement
-from pipeline.ir.graph import OpGraph
+from pipeline.ir.cluster import Compute, Curve, Pace
+from pipeline.ir.graph import Op, OpGraph
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Strategy
 from pipeline.ir.profile import OpCost
+
+ATTENTION, CAUSAL = "aten.scaled_dot_product_attention.default", ", causal"
+NO_PACE = Pace(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,26 @@ def op_seconds(
         return Seconds(compute.launch, compute.launch_backward if backward else 0.0)
     share = _share(graph, op, strategy, sizes)
     kept = _local_part(graph, op, strategy, sizes)
+    target = graph.op(op).target
     matmul = compute.matmul_of(graph.values[graph.op(op).outputs[0]].type.dtype)
-    calibrated = compute.ops.get(graph.op(op).target, PerElement(0.0, 0.0))
+    calibrated = compute.ops.get(target, NO_PACE)
+    own = compute.flops.get(_form(graph.op(op)))
     elements = share * max(t.numel for t in graph.types((*graph.op(op).inputs, *graph.op(op).outputs)))
-    done = _roofline(cost.flops_forward * share, cost.bytes_forward * kept, matmul, compute.memory_rate)
-    forward = max(done, calibrated.forward * elements) + compute.launch * max(1, cost.kernels_forward)
+    flops, moved = cost.flops_forward * share, cost.bytes_forward * kept
+    worked = flops * own.forward if own else _product(flops, moved, matmul, compute.product_bytes.forward)
+    done = max(worked, moved / compute.memory_rate, calibrated.forward * elements)
+    forward = done + compute.launch * max(1, cost.kernels_forward)
     if not backward:
         return Seconds(forward, 0.0)
-    done = _roofline(cost.flops_backward * share, cost.bytes_backward * kept, matmul, compute.memory_rate)
-    undone = max(done, calibrated.backward * elements) + compute.launch_backward * max(1, cost.kernels_backward)
-    return Seconds(forward, undone)
+    flops, moved = cost.flops_backward * share, cost.bytes_backward * kept
+    worked = flops * own.backward if own else _product(flops, moved, matmul, compute.product_bytes.backward)
+    done = max(worked, moved / compute.memory_rate, calibrated.backward * elements)
+    return Seconds(forward, done + compute.launch_backward * max(1, cost.kernels_backward))
+
+
+def _form(op: Op) -> str:
+    """Causal attention has half the FLOPs, and a pace of its own."""
+    return f"{op.target}{CAUSAL}" if op.target == ATTENTION and op.args.get(5, "is_causal", False) else op.target
 
 
 def _local_part(graph: OpGraph, op: str, strategy: Strategy, sizes: tuple[int, ...]) -> float:
@@ -52,8 +65,9 @@ def _local_part(graph: OpGraph, op: str, strategy: Strategy, sizes: tuple[int, .
     return sum(local_bytes(graph, value, layout, sizes) for value, layout in tensors) / max(1, whole)
 
 
-def _roofline(flops: float, moved: float, matmul: Curve, memory_rate: float) -> float:
-    return max(flops / matmul.at(flops), moved / memory_rate)
+def _product(flops: float, moved: float, matmul: Curve, per_byte: float) -> float:
+    """Small ones are slower for each FLOP, those of few rows for each byte; what has no FLOPs is no product."""
+    return max(flops / matmul.at(flops), flops / max(matmul.rates) + moved * per_byte) if flops else 0.0
 
 
 def _share(graph: OpGraph, op: str, strategy: Strategy, sizes: tuple[int, ...]) -> float:

@@ -18,6 +18,7 @@ from pipeline.cost.groups import Group
 from pipeline.cost.kernels import Card, kernel_seconds
 from pipeline.cost.memory import LinkParts, link_parts
 from pipeline.cost.step import LinkPrice, convert_seconds
+from pipeline.cost.talks import talk_seconds
 from pipeline.cost.unsplit import card_of
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import Link, OpGraph, Role
@@ -188,7 +189,8 @@ class Facts:
         if isinstance(step, Convert):
             return convert_seconds(self.graph, self.cluster, step).forward
         strategy, cost = self.sharding.strategies[step.op], self.profile.ops[step.op]
-        return op_seconds(self.graph, step.op, cost, strategy, self.cluster.compute, self.sizes).forward
+        own = op_seconds(self.graph, step.op, cost, strategy, self.cluster.compute, self.sizes)
+        return own.forward + talk_seconds(self.graph, step.op, strategy, self.cluster.axes).forward
 
     def _name(self, step: Step) -> str:
         if isinstance(step, Convert):

@@ -25,6 +25,7 @@ from pipeline.cost.conversions import TABLE, conversion_of, step_axis
 from pipeline.cost.joined import joined_link
 from pipeline.cost.memory import LinkMemory, link_memory
 from pipeline.cost.paths import Paths
+from pipeline.cost.talks import talk_seconds
 from pipeline.ir.cluster import Axis, Cluster
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
@@ -207,11 +208,12 @@ def copied_bytes(graph: OpGraph, cluster: Cluster, step: Convert, micro_batches:
 def steps_seconds(
     graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, steps: tuple[Step, ...]
 ) -> tuple[Seconds, Seconds]:
-    """Seconds of ops and of conversions."""
+    """Seconds of ops, and of conversions and the collectives inside ops."""
     calls = [s for s in steps if isinstance(s, Call)]
     kept = {profile.storage.get(name, name) for s in calls for name in profile.ops[s.op].saves}
     ops = [_call_seconds(graph, profile, cluster, sharding, s) for s in calls]
     moves = [convert_seconds(graph, cluster, s, s.source.value in kept) for s in steps if isinstance(s, Convert)]
+    moves += [talk_seconds(graph, s.op, sharding.strategies[s.op], cluster.axes) for s in calls]
     return _total(ops), _total(moves)
 
 

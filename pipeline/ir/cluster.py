@@ -37,8 +37,8 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class PerElement:
-    """Seconds for each element of an op's largest tensor: for ops that are bound by arithmetic, not by memory."""
+class Pace:
+    """Seconds for each unit of work: an element of an op's largest tensor, a FLOP, a byte that is moved."""
 
     forward: float
     backward: float
@@ -50,11 +50,16 @@ class Compute:
     memory_rate: float  # bytes/s of element-wise work
     launch: float  # seconds that any op costs
     launch_backward: float
-    ops: dict[str, PerElement] = field(default_factory=dict)  # by op; one that is missing is bound by memory
+    ops: dict[str, Pace] = field(
+        default_factory=dict
+    )  # by op, for each element; one that is missing is bound by memory
     optimizer_launch: float = 0.0  # seconds of an optimizer step for each parameter
     optimizer_rate: float | None = None  # bytes/s that an optimizer step moves; None is `memory_rate`
     matmul_by_dtype: dict[str, Curve] = field(default_factory=dict)  # of the other dtypes
     processors: int | None = None  # of a GPU: multiprocessors, over which kernels are spread
+    flops: dict[str, Pace] = field(default_factory=dict)  # by op, for each FLOP; one that is missing is as a product
+    onednn: bool = True  # of a CPU: whether oneDNN's kernels, which torch takes by default, are the faster ones
+    product_bytes: Pace = Pace(0.0, 0.0)  # what a product's bytes take beside its arithmetic: it counts with few rows
 
     def matmul_of(self, dtype: str) -> Curve:
         """The curve of a dtype; the two half precisions stand for each other, all else is as float32."""

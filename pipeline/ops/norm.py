@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.ops.rule import OpRule, OpView, Rendered, call
+from pipeline.ops.rule import OpRule, OpView, Rendered, Sent, call
 from pipeline.ops.shapes import dim_of, letters
 
 
@@ -53,6 +53,12 @@ def _batch_statistics(view: OpView) -> int:
     return 2 * 4 * view.inputs[0].shape[1]
 
 
+def _talks(view: OpView) -> tuple[Sent, Sent]:
+    """Each rank's statistics go to all, and the sums of which the input's gradient is made are added up."""
+    nbytes = _batch_statistics(view)
+    return ("all_gather", 2 * nbytes), ("all_reduce", nbytes)
+
+
 def _render_batch_norm(r: Rendered) -> str:
     text = call("batch_norm", drop=(8,))(r)
     return f"{text[:-1]}, axis={r.axes('batch')})" if r.bodies else text
@@ -81,7 +87,7 @@ def _group_statistics(view: OpView) -> int:
 RULES = [
     OpRule(
         "aten.batch_norm.default", _batch_norm, _render_batch_norm,
-        saves_inputs=(0, 1), extra_saved=_batch_statistics, mutates=(3, 4), split_body=_whole_batch,
+        saves_inputs=(0, 1), extra_saved=_batch_statistics, mutates=(3, 4), split_body=_whole_batch, talks=_talks,
     ),
     OpRule(
         "aten.layer_norm.default", _layer_norm, call("F.layer_norm", drop=(5,)),

@@ -202,6 +202,16 @@ def all_reduce_both(x: Tensor, axis: str) -> Tensor:
     return _apply(x, _sum(axis_of(axis)), _sum(axis_of(axis)))
 
 
+def sum_of_all(x: Tensor, axis: str) -> Tensor:
+    """Of what is no part of autograd's graph."""
+    return _sum(axis_of(axis))(x)
+
+
+def pieces_of_all(x: Tensor, axis: str) -> Tensor:
+    """Of what is no part of autograd's graph: each rank's, on a new first dim."""
+    return _join(axis_of(axis), 0, 1)(x[None])
+
+
 def all_gather(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """S(dim) -> B"""
     return _apply(x, _join(axis_of(axis), dim, parts), _sum_and_split(axis_of(axis), dim, parts))

@@ -201,6 +201,7 @@ def _plan_alone(
     only = Partition(0, last, _axes(best.mesh), best.sharding, best.regions, 1, best.peak_bytes, best.chain_seconds)
     return Plan(
         device=cluster.device,
+        onednn=cluster.compute.onednn,
         budget_bytes=frontier.budget_bytes,
         partitions=(only,),
         prediction=prediction,
@@ -234,6 +235,7 @@ def _plan_piped(
     )
     return Plan(
         device=cluster.device,
+        onednn=cluster.compute.onednn,
         budget_bytes=frontier.budget_bytes,
         partitions=partitions,
         prediction=prediction,

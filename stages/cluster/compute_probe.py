@@ -1,21 +1,22 @@
-"""What one device computes: products over sizes and dtypes, copies, launches, ops bound by arithmetic, AdamW."""
+"""What one device computes: products over sizes and dtypes, copies, launches, ops with a pace of their own, AdamW."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from pipeline.cost.compute import optimizer_bytes
+from pipeline.cost.compute import ATTENTION, CAUSAL, optimizer_bytes
 from stages.cluster.timing import Clock, Work, slowest
 
 SIDES = {"cpu": (32, 64, 128, 256, 384), "cuda": (128, 512, 1024, 2048, 4096)}
 HALF_SIDES = {"cpu": (64, 128, 256), "cuda": (128, 512, 1024, 2048, 4096, 8192)}
 HALF_DTYPES = {"cpu": (torch.bfloat16,), "cuda": (torch.bfloat16, torch.float16)}
 COPIES = {"cpu": (1 << 14, 1 << 17, 1 << 20, 1 << 22), "cuda": (1 << 18, 1 << 22, 1 << 25, 1 << 27)}
-OPTIMIZED = {"cpu": (1 << 8, 1 << 14, 1 << 17), "cuda": (1 << 8, 1 << 20, 1 << 24)}
+OPTIMIZED = {"cpu": (1 << 8, 1 << 14, 1 << 17, 1 << 20), "cuda": (1 << 8, 1 << 20, 1 << 24)}
 ROWS, COLUMNS = 128, 512  # of the tensor on which ops bound by arithmetic are timed
 OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "aten.gelu.default": F.gelu,
@@ -28,6 +29,10 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "aten.layer_norm.default": lambda x: F.layer_norm(x, (COLUMNS,)),
     "aten.cross_entropy_loss.default": lambda x: F.cross_entropy(x, torch.arange(ROWS, device=x.device)),
 }
+CONVOLUTIONS = ((8, 32, 32), (8, 64, 16))  # batch, channels, pixels; kernels of 3 x 3
+ATTENTIONS = ((8, 4, 64, 32), (4, 4, 128, 64))  # batch, heads, length, width of a head
+THIN = ((8, 1024, 1024), (8, 512, 2048), (8, 2048, 512))  # rows, inputs, outputs
+FASTER = 0.9  # of the seconds with oneDNN
 LONG_S = 0.01  # a product that takes this long is the last of its dtype
 ENOUGH_S, MOST_CALLS = 1e-3, 200  # short work is called again and again in one measurement, up to this
 
@@ -35,19 +40,41 @@ ENOUGH_S, MOST_CALLS = 1e-3, 200  # short work is called again and again in one 
 def measure_compute(clock: Clock) -> dict[str, Any]:
     device = clock.device
     on_cpu = device == "cpu"  # on a GPU these ops are bound by memory
+    onednn = not on_cpu or onednn_is_faster(clock)
+    torch.backends.mkldnn.enabled = onednn and torch.backends.mkldnn.enabled
     return {
+        "onednn": onednn,
         "matmul": _products(clock, SIDES[device], torch.float32),
         "half": {
-            str(dtype).removeprefix("torch."): _products(clock, HALF_SIDES[device], dtype)
+            str(dtype).removeprefix("torch."): half_products(clock, HALF_SIDES[device], dtype)
             for dtype in HALF_DTYPES[device]
         },
         "copy": [_copy(clock, n) for n in COPIES[device]],
         "launch": _launch(clock),
         "launch_backward": _launch_backward(clock),
         "ops": {name: _op(clock, function) for name, function in OPS.items()} if on_cpu else {},
+        "flops": {name: work(clock) for name, work in OWN_FLOPS.items()} if on_cpu else {},
+        "thin": _thin(clock) if on_cpu else None,
         "optimizer": [_optimizer(clock, n) for n in OPTIMIZED[device]],
         "processors": None if on_cpu else torch.cuda.get_device_properties(device).multi_processor_count,
     }
+
+
+def onednn_is_faster(clock: Clock) -> bool:
+    """Of a convolution, a linear layer and GELU; where it hardly matters it stays as torch has it."""
+    seconds = {}
+    before = torch.backends.mkldnn.enabled
+    for enabled in (True, False):
+        torch.backends.mkldnn.enabled = enabled
+        seconds[enabled] = sum(sum(_both(clock, work, *inputs)) for work, *inputs in _usual_work())
+    torch.backends.mkldnn.enabled = before
+    return seconds[False] > FASTER * seconds[True]
+
+
+def _usual_work() -> list[tuple[Any, ...]]:
+    images, filters = torch.randn(8, 64, 16, 16), torch.randn(64, 64, 3, 3)
+    rows, weight = torch.randn(512, 256), torch.randn(1024, 256)
+    return [(partial(F.conv2d, padding=1), images, filters), (F.linear, rows, weight), (F.gelu, torch.randn(512, 1024))]
 
 
 def _products(clock: Clock, sides: tuple[int, ...], dtype: torch.dtype) -> list[dict[str, float]]:
@@ -57,6 +84,15 @@ def _products(clock: Clock, sides: tuple[int, ...], dtype: torch.dtype) -> list[
         if not found or found[-1]["seconds"] < LONG_S:
             found.append(_matmul(clock, side, dtype))
     return found
+
+
+def half_products(clock: Clock, sides: tuple[int, ...], dtype: torch.dtype) -> list[dict[str, float]]:
+    """On a CPU without units for the dtype torch switches oneDNN off for good, and other ops run with other kernels."""
+    enabled = torch.backends.mkldnn.enabled
+    try:
+        return _products(clock, sides, dtype)
+    finally:
+        torch.backends.mkldnn.enabled = enabled
 
 
 def _matmul(clock: Clock, side: int, dtype: torch.dtype) -> dict[str, float]:
@@ -80,11 +116,58 @@ def _seconds(clock: Clock, work: Work) -> float:
 
 def _op(clock: Clock, function: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
     """Seconds for each element, forward and backward."""
-    x = torch.randn(ROWS, COLUMNS, requires_grad=True)
-    gradient = torch.ones_like(function(x))
-    forward = clock.seconds(lambda: function(x))
-    both = clock.seconds(lambda: torch.autograd.grad(function(x), x, gradient))
-    return {"forward": forward / x.numel(), "backward": max(both - forward, 0.0) / x.numel()}
+    x = torch.randn(ROWS, COLUMNS)
+    forward, backward = _both(clock, function, x)
+    return {"forward": forward / x.numel(), "backward": backward / x.numel()}
+
+
+def _both(clock: Clock, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[float, float]:
+    """Seconds forward and backward, with gradients of all inputs."""
+    own = [x.requires_grad_() for x in inputs]
+    gradient = torch.ones_like(function(*own))
+    forward = clock.seconds(lambda: function(*own))
+    both = clock.seconds(lambda: torch.autograd.grad(function(*own), own, gradient))
+    return forward, max(both - forward, 0.0)
+
+
+def _convolutions(clock: Clock) -> dict[str, float]:
+    """Seconds for each FLOP; backward has twice as many."""
+    seconds, flops = [], 0.0
+    for batch, channels, pixels in CONVOLUTIONS:
+        x, w = torch.randn(batch, channels, pixels, pixels), torch.randn(channels, channels, 3, 3)
+        seconds.append(_both(clock, partial(F.conv2d, padding=1), x, w))
+        flops += 18.0 * channels * x.numel()
+    forward, backward = map(sum, zip(*seconds, strict=True))
+    return {"forward": forward / flops, "backward": backward / (2 * flops)}
+
+
+def _attentions(clock: Clock, causal: bool = False) -> dict[str, float]:
+    """Seconds for each FLOP; backward has two and a half times as many. What a mask hides counts as no FLOP, and takes
+    a CPU as long."""
+    seconds, flops = [], 0.0
+    for batch, heads, length, width in ATTENTIONS:
+        inputs = (torch.randn(batch, heads, length, width) for _ in range(3))
+        seconds.append(_both(clock, partial(F.scaled_dot_product_attention, is_causal=causal), *inputs))
+        flops += (2.0 if causal else 4.0) * batch * heads * length**2 * width
+    forward, backward = map(sum, zip(*seconds, strict=True))
+    return {"forward": forward / flops, "backward": backward / (2.5 * flops)}
+
+
+OWN_FLOPS = {
+    "aten.conv2d.default": _convolutions,
+    ATTENTION: _attentions,
+    f"{ATTENTION}{CAUSAL}": partial(_attentions, causal=True),
+}
+
+
+def _thin(clock: Clock) -> list[dict[str, float]]:
+    """Linear layers of a few rows, where reading the weight takes longer than the arithmetic."""
+    found = []
+    for rows, before, after in THIN:
+        forward, backward = _both(clock, F.linear, torch.randn(rows, before), torch.randn(after, before))
+        moved = 4.0 * (rows * before + before * after + rows * after)
+        found.append({"flops": 2.0 * rows * before * after, "bytes": moved, "forward": forward, "backward": backward})
+    return found
 
 
 def _optimizer(clock: Clock, elements: int) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from pipeline.ir.cluster import COLLECTIVES, LinkCost
 from stages.cluster.formulas import NOTHING
@@ -22,6 +23,7 @@ class Reduced:
     seconds: float
     spread: float  # between the quarters, relative
     outliers: int
+    mean: float  # of what is left without outliers
 
 
 def reduce_times(times: Sequence[float]) -> Reduced:
@@ -34,13 +36,36 @@ def reduce_times(times: Sequence[float]) -> Reduced:
     kept = sorted(time for time in times if time - middle <= OUTLIER * max(near, middle / 100))
     quarter = len(kept) // 4
     spread = (kept[-1 - quarter] - kept[quarter]) / middle if middle else 0.0
-    return Reduced(kept[len(kept) // 4], spread, len(times) - len(kept))
+    return Reduced(kept[len(kept) // 4], spread, len(times) - len(kept), statistics.fmean(kept))
 
 
 def fit_links(measured: Mapping[str, Points]) -> dict[str, LinkCost]:
     """One curve per collective; an axis of one rank has nothing to measure and costs nothing."""
     found = {name: fit_link([(m["bytes"], m["seconds"]) for m in points]) for name, points in measured.items()}
     return {name: NOTHING for name in COLLECTIVES} | found
+
+
+def in_a_step(links: Mapping[str, LinkCost], apart: float) -> dict[str, LinkCost]:
+    """Measured links as a step meets them: each call takes `apart` longer than right after a barrier.
+
+    A half of an all-reduce may be measured to take longer than the whole (gloo reduce-scatters by an all-reduce and a
+    copy). The whole would do in its place; so that noise does not make such a detour look shorter, it costs no more.
+    """
+    whole = links["all_reduce"]
+    found = {**links, **{name: _at_most(links[name], whole) for name in ("reduce_scatter", "all_gather")}}
+    return {
+        name: LinkCost(
+            link.latency + apart, link.bandwidth, tuple((size, seconds + apart) for size, seconds in link.points)
+        )
+        for name, link in found.items()
+    }
+
+
+def _at_most(link: LinkCost, other: LinkCost) -> LinkCost:
+    sizes = sorted({size for size, _ in (*link.points, *other.points)})
+    seconds = accumulate((min(link.seconds(size), other.seconds(size)) for size in sizes), max)  # but for rounding
+    points = tuple(zip(sizes, seconds, strict=True))
+    return LinkCost(min(link.latency, other.latency), max(link.bandwidth, other.bandwidth), points)
 
 
 def fit_link(points: list[tuple[float, float]]) -> LinkCost:

@@ -24,6 +24,7 @@ PAIR_MESSAGE = 1 << 16  # bytes of the first large message of a pair
 PAIR_GROWTH = 4
 LONG_ENOUGH_S = 0.05  # a message that takes this long tells the bandwidth, whatever small ones do
 PAIR_REPEATS = 3
+APARTS, APART_BYTES = 60, 1 << 16  # measurements of a collective after a product, and its size
 CROSSINGS = 8  # times that pairs cross at once
 
 Pair = dict[str, float]  # of two ranks `a` and `b`: latency and bandwidth
@@ -170,10 +171,43 @@ def measure_axis(clock: Clock, axis: Axis, last: int, budget: float) -> dict[str
             break
         works += [(name, fitted, 4.0 * piece * world, move) for name, move in moves.items()]
     seconds = clock.together([move for *_, move in works], budget - (clock.elapsed() - begun))
-    found: dict[str, Any] = {"fitted": {}, "unseen": {}}
+    found: dict[str, Any] = {"fitted": {}, "unseen": {}, "apart": measure_apart(clock, axis)}
     for (name, fits, moved, _), taken in zip(works, seconds, strict=True):
         found["fitted" if fits else "unseen"].setdefault(name, []).append({"bytes": moved, "seconds": taken})
     return found
+
+
+def measure_apart(clock: Clock, axis: Axis) -> float:
+    """Seconds that a collective takes longer when its ranks come from computing: a little apart, with the threads that
+    carry it asleep. The mean counts, as in a step: it is much longer for some calls than for others."""
+    product = _product(clock)
+    message = torch.ones(APART_BYTES // 4, device=clock.device)
+
+    def send() -> None:
+        dist.all_reduce(message, group=axis.group)
+
+    def both() -> None:
+        product()
+        send()
+
+    times: dict[Callable[[], None], list[float]] = {product: [], send: [], both: []}
+    for _ in range(APARTS):
+        for work, own in times.items():
+            work()
+            own.append(clock.once(work))
+    alone, sent, together = (reduce_times(slowest(own)).mean for own in times.values())
+    return max(0.0, together - alone - sent)
+
+
+def _product(clock: Clock) -> Callable[[], None]:
+    """Of a millisecond or so."""
+    side = 256 if clock.device == "cpu" else 4096
+    x = torch.randn(side, side, device=clock.device)
+
+    def product() -> None:
+        F.linear(x, x)
+
+    return product
 
 
 def _moves(clock: Clock, axis: Axis, piece: int) -> dict[str, Callable[[], object]]:
@@ -201,15 +235,14 @@ def _moves(clock: Clock, axis: Axis, piece: int) -> dict[str, Callable[[], objec
 def measure_overlap(clock: Clock, nbytes: float) -> float:
     """How much of the shorter of a product and an all-reduce is hidden when both run: 1 is all, 0 is nothing."""
     message = torch.ones(max(1, int(nbytes) // 4), device=clock.device)
-    side = 256 if clock.device == "cpu" else 4096
-    x = torch.randn(side, side, device=clock.device)
+    product = _product(clock)
     send = clock.seconds(lambda: dist.all_reduce(message))
-    once = clock.seconds(lambda: F.linear(x, x))
+    once = clock.seconds(product)
     times = max(1, round(send / once))
 
     def compute() -> None:
         for _ in range(times):
-            F.linear(x, x)
+            product()
 
     def both() -> None:
         request = dist.all_reduce(message, async_op=True)

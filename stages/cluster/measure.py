@@ -11,10 +11,10 @@ from typing import Any
 from pipeline.config import Cluster as Settings
 from pipeline.config import Device
 from pipeline.errors import ClusterError
-from pipeline.ir.cluster import Axis, Cluster, Compute, Curve, Group, Host, LinkCost, Measured, Mesh, PerElement
+from pipeline.ir.cluster import Axis, Cluster, Compute, Curve, Group, Host, LinkCost, Measured, Mesh, Pace
 from pipeline.launch import LaunchFailed, Node, run_ranks
 from pipeline.log import Log
-from stages.cluster.fit import fit_errors, fit_links, least_squares_line, link_beyond
+from stages.cluster.fit import fit_errors, fit_links, in_a_step, least_squares_line, link_beyond
 from stages.cluster.meshes import candidate_meshes, candidate_splits
 from stages.cluster.topology import common_group, device_order, find_groups, pair_matrices, with_uplinks
 
@@ -97,7 +97,8 @@ def make_cluster(settings: Settings, found: dict[str, Any]) -> Cluster:
     group = _crossing(find_groups(*pair_matrices(found["pairs"], len(ranks)), names), found["crossing"])
     memory = settings.memory_gb * 1e9 if settings.memory_gb else min(rank["memory_bytes"] for rank in ranks)
     measured = {(axis["stride"], axis["size"]): fit_links(axis["fitted"]) for axis in found["axes"]}
-    meshes = tuple(_with_measured(mesh, measured) for mesh in candidate_meshes(group))
+    apart = {(axis["stride"], axis["size"]): axis["apart"] for axis in found["axes"]}
+    meshes = tuple(_with_measured(mesh, measured, apart) for mesh in candidate_meshes(group))
     return Cluster(
         source="probe",
         device=settings.device.value,
@@ -122,20 +123,22 @@ def _crossing(group: Group, found: dict[str, Any] | None) -> Group:
     return with_uplinks(group, found["pairs"] * found["each"], found["alone"] / common.bandwidth)
 
 
-def _with_measured(mesh: Mesh, measured: dict[tuple[int, int], dict[str, LinkCost]]) -> Mesh:
-    """Measured links in the place of formulas, for the axes that were measured."""
-    strides = [prod(mesh.sizes[number + 1 :]) for number in range(len(mesh.sizes))]
+def _with_measured(
+    mesh: Mesh, measured: dict[tuple[int, int], dict[str, LinkCost]], apart: dict[tuple[int, int], float]
+) -> Mesh:
+    """Measured links in the place of formulas, for the axes that were measured (by stride and size)."""
+    keys = [(prod(mesh.sizes[number + 1 :]), axis.size) for number, axis in enumerate(mesh.axes)]
     return Mesh(
         tuple(
-            _measured_axis(axis, measured[stride, axis.size]) if (stride, axis.size) in measured else axis
-            for axis, stride in zip(mesh.axes, strides, strict=True)
+            _measured_axis(axis, measured[key], apart[key]) if key in measured else axis
+            for axis, key in zip(mesh.axes, keys, strict=True)
         )
     )
 
 
-def _measured_axis(axis: Axis, links: dict[str, LinkCost]) -> Axis:
+def _measured_axis(axis: Axis, links: dict[str, LinkCost], apart: float) -> Axis:
     beyond = {name: link_beyond(link, axis.links[name]) for name, link in links.items()}
-    return replace(axis, links=beyond, measured=True)
+    return replace(axis, links=in_a_step(beyond, apart), measured=True)
 
 
 def _hosts(ranks: list[dict[str, Any]]) -> Iterator[Host]:
@@ -168,12 +171,23 @@ def _compute(found: dict[str, Any]) -> Compute:
         memory_rate=1 / seconds_per_byte,
         launch=found["launch"],
         launch_backward=found["launch_backward"],
-        ops={name: PerElement(**seconds) for name, seconds in found["ops"].items()},
+        ops={name: Pace(**seconds) for name, seconds in found["ops"].items()},
         optimizer_launch=optimizer_launch,
         optimizer_rate=1 / optimizer_per_byte,
         matmul_by_dtype={dtype: _curve(products) for dtype, products in found["half"].items()},
         processors=found["processors"],
+        onednn=found["onednn"],
+        flops={name: Pace(**seconds) for name, seconds in found["flops"].items()},
+        product_bytes=beside_arithmetic(found["thin"] or [], max(_curve(found["matmul"]).rates)),
     )
+
+
+def beside_arithmetic(thin: list[dict[str, float]], rate: float) -> Pace:
+    """Seconds for each byte of products with few rows, their arithmetic taken off; backward does all twice."""
+    flops, moved, forward, backward = (sum(m[key] for m in thin) for key in ("flops", "bytes", "forward", "backward"))
+    if not moved:
+        return Pace(0.0, 0.0)
+    return Pace(max(forward - flops / rate, 0.0) / moved, max(backward - 2 * flops / rate, 0.0) / (2 * moved))
 
 
 def _curve(products: list[dict[str, float]]) -> Curve:

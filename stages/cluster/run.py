@@ -38,6 +38,8 @@ def figures(cluster: Cluster) -> dict[str, float | int | str]:
         "groups": len(partition_of(cluster.group)) if cluster.group else 0,
         "meshes": len(cluster.meshes),
     }
+    if cluster.measured and cluster.device == "cpu":
+        found["kernels"] = "oneDNN's and torch's" if cluster.compute.onednn else "torch's own"
     if cluster.measured:
         found |= {
             "probe_seconds": round(cluster.measured.seconds, 2),

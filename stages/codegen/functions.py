@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from stages.codegen.block import RESERVED, Block, free_name, statement
 from stages.codegen.part import Caller, Written
 
-GLOBALS = {"Program", "Tensor", "MESH", "MICRO_BATCHES", "INPUTS", "PARAMETERS"}  # what else a module has by name
-OF_PIPELINES = {"SCHEDULE", "DEVICES", "SENT", "TIED", "PARTITIONS"}
+# What else a module has by name.
+GLOBALS = {"Program", "Tensor", "ONEDNN", "MESH", "MICRO_BATCHES", "INPUTS", "PARAMETERS"}
+OF_PIPELINES = {"SCHEDULE", "SLICES", "DEVICES", "SENT", "TIED", "PARTITIONS"}
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,11 @@ def told_digest(digest: str) -> str:
     return f"\n\nThe plan's digest is {digest}." if digest else ""
 
 
+def told_device(plan: Plan) -> str:
+    onednn = "" if plan.onednn else "\nONEDNN = False  # the CPU was measured to be faster with torch's own kernels"
+    return f'DEVICE = torch.device("{plan.device}"){onednn}'
+
+
 def _header(graph: OpGraph, plan: Plan, program: Program, used: set[str], functional: bool, digest: str) -> str:
     mesh = ", ".join(f"{name}={size}" for name, size in plan.axes)
     rows = "\n".join(f'    "{name}": {entry},' for name, entry in _parameters(graph, plan, program).items())
@@ -49,7 +54,7 @@ import torch
 
 {runtime_import(used)}
 
-DEVICE = torch.device("{plan.device}")
+{told_device(plan)}
 MESH = {{{", ".join(f'"{name}": {size}' for name, size in plan.axes)}}}
 MICRO_BATCHES = {program.micro_batches}  # forward and backward passes of a step
 {one_or_many("INPUTS = {", inputs, "}")}

@@ -14,7 +14,7 @@ from pipeline.lowering import home_layouts, lower
 from pipeline.partitions import crossing, part_of
 from stages.codegen.block import RESERVED, Outside
 from stages.codegen.functions import functions_of
-from stages.codegen.module import parameter_rows, told_digest
+from stages.codegen.module import parameter_rows, told_device, told_digest
 from stages.codegen.part import Part, Written, class_text, common_names, write_part
 from stages.codegen.text import one_or_many, runtime_import
 
@@ -111,9 +111,10 @@ from typing import ClassVar
 import torch
 {functions}from torch import Tensor
 
-{imports}DEVICE = torch.device("{plan.device}")
+{imports}{told_device(plan)}
 SCHEDULE = "{plan.schedule}"
 MICRO_BATCHES = {plan.micro_batches}  # forward and backward passes of a step
+SLICES = {plan.slices}  # micro-batches that have together one batch of the model
 DEVICES = ({", ".join(devices)}{"," if len(devices) == 1 else ""})  # of each piece; {turns}
 # What each partition sends to the next of one micro-batch: its whole shape, its type (outside autocast), its layouts
 # at both ends, and whether its gradient comes back.

@@ -25,6 +25,7 @@ from pipeline.cost.compute import op_seconds, optimizer_seconds
 from pipeline.cost.paths import Paths
 from pipeline.cost.price_tables import conversion_table
 from pipeline.cost.step import update_seconds
+from pipeline.cost.talks import talk_seconds
 from pipeline.ir.cluster import Axis, Compute
 from pipeline.ir.graph import Op, OpGraph, Role, Value
 from pipeline.ir.layout import B, Layout, Place, R, replicated, without_gradient
@@ -204,7 +205,11 @@ class _Builder:
 
     def _op_seconds(self, op: Op, options: tuple[Strategy, ...]) -> Array:
         cost, compute = self.profile.ops[op.name], self.given.compute
-        times = [op_seconds(self.graph, op.name, cost, s, compute, self.sizes).total for s in options]
+        times = [
+            op_seconds(self.graph, op.name, cost, s, compute, self.sizes).total
+            + talk_seconds(self.graph, op.name, s, self.given.axes).total
+            for s in options
+        ]
         return np.array(times) * self.given.micro_batches
 
     def _to_whole_loss(self, op: Op, options: tuple[Strategy, ...]) -> Array:

@@ -17,8 +17,10 @@ from pipeline.ir.layout import Layout, replicated
 from pipeline.optimizer import build_optimizer, refuse_mixing
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
+from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.mesh import axis_of, set_mesh
+from pipeline.runtime.onednn import use_kernels_of
 from pipeline.runtime.passes import run_passes
 from pipeline.runtime.source import load_program
 from stages.train.engine import Batch, Held, Job
@@ -32,6 +34,7 @@ class Planned:
         self.job = job
         program = load_program(job["module_path"])
         set_mesh(program.MESH)
+        use_kernels_of(program)
         self.device: torch.device = program.DEVICE
         self.axes = list(program.MESH)
         self.passes: int = program.MICRO_BATCHES
@@ -41,6 +44,7 @@ class Planned:
         self.held_whole = self.own.held_whole
         self.parameters = {name: t for name, t in self.own.tensors.items() if isinstance(t, nn.Parameter)}
         self.program = program.Program(self.own.tensors)
+        self.statistics = statistics_of(job["train"]["batch_norm"], self.own.tensors.items())
         rows = [self.stored.row(name) for name in self.parameters]
         self.gradients = Gradients(self.parameters.values(), rows, self.axes)
         limit = job["train"]["clip_norm"]
@@ -78,7 +82,8 @@ class Planned:
     def step(self, first: Batch, later: list[Batch]) -> float:
         """But for the first, each batch goes to the device when its turn comes."""
         batches = chain([first], map(self.on_device, later))
-        losses = run_passes(self.program, self.gradients, batches, self.passes, self.precision.autocast)
+        with self.statistics():
+            losses = run_passes(self.program, self.gradients, batches, self.passes, self.precision.autocast)
         if self.clipping is not None:
             self.clipping.clip()
         self.optimizer.step()

@@ -12,8 +12,9 @@ from pipeline.cost.compute import Seconds, op_seconds, optimizer_bytes, optimize
 from pipeline.cost.conversions import TABLE, conversion, conversion_seconds
 from pipeline.cost.joined import joined_link
 from pipeline.cost.step import BUCKET_BYTES, gradient_sum_seconds, price_step, resident_bytes, update_seconds
+from pipeline.cost.talks import talk_seconds
 from pipeline.cost.unsplit import card_of
-from pipeline.ir.cluster import COLLECTIVES, Curve, LinkCost, PerElement
+from pipeline.ir.cluster import COLLECTIVES, Curve, LinkCost, Pace
 from pipeline.ir.graph import Role
 from pipeline.ir.layout import B, Layout, P, R, S
 from pipeline.ir.plan import Sharding, Strategy
@@ -152,13 +153,60 @@ def test_what_has_no_gradient_has_no_backward():
 def test_a_calibrated_op_is_bound_by_its_arithmetic():
     graph, profile = gpt_graph(), profile_of("gpt")
     gelu = next(op for op in graph.ops if op.target == "aten.gelu.default")
-    slow = replace(COMPUTE, ops={"aten.gelu.default": PerElement(1e-3, 2e-3)})
+    slow = replace(COMPUTE, ops={"aten.gelu.default": Pace(1e-3, 2e-3)})
     elements = graph.values[gelu.outputs[0]].type.numel
     for layout, share in (("R", 1), ("S(0)", 2)):
         strategy = Strategy("x", whole(layout), whole(layout))
         found = op_seconds(graph, gelu.name, profile.ops[gelu.name], strategy, slow, (2,))
         assert found.forward == pytest.approx(1e-3 * elements / share + slow.launch)
         assert found.backward == pytest.approx(2e-3 * elements / share + slow.launch_backward)
+
+
+def test_an_op_with_kernels_of_its_own_has_its_own_pace():
+    """The model's attention is causal."""
+    graph, profile = gpt_graph(), profile_of("gpt")
+    attention = next(op for op in graph.ops if op.target == "aten.scaled_dot_product_attention.default")
+    slow = replace(COMPUTE, flops={attention.target: Pace(1.0, 1.0), f"{attention.target}, causal": Pace(1e-6, 3e-6)})
+    cost = profile.ops[attention.name]
+    strategy = Strategy("x", whole(*["S(0)"] * len(attention.inputs)), whole("S(0)"))
+    found = op_seconds(graph, attention.name, cost, strategy, slow, (2,))
+    assert found.forward == pytest.approx(1e-6 * cost.flops_forward / 2 + slow.launch)
+    assert found.backward == pytest.approx(3e-6 * cost.flops_backward / 2 + slow.launch_backward)
+
+
+def test_bytes_of_a_product_count_beside_its_arithmetic():
+    graph, name, cost = first_linear()
+    strategy = Strategy("R", whole("R", "R", "R"), whole("R"))
+    thin = replace(COMPUTE, product_bytes=Pace(1e-6, 2e-6))
+    found = op_seconds(graph, name, cost, strategy, thin, (2,))
+    rate = max(COMPUTE.matmul.rates)
+    assert found.forward == pytest.approx(cost.flops_forward / rate + 1e-6 * cost.bytes_forward + thin.launch)
+    undone = cost.flops_backward / rate + 2e-6 * cost.bytes_backward
+    assert found.backward == pytest.approx(undone + thin.launch_backward * max(1, cost.kernels_backward))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters, self.norm = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.filters(images)).square().mean()
+
+
+def test_what_a_local_form_sends_is_communication():
+    """A batch norm of a split batch gathers each rank's statistics, and sums what its gradient is made of."""
+    graph = trace(Normed(), {"images": torch.randn(4, 3, 5, 5)})
+    norm = next(op for op in graph.ops if op.target == "aten.batch_norm.default")
+    options = {s.name: s for s in strategies(rule_of(norm), view_op(graph, norm), 2)}
+    split = next(s for s in options.values() if s.body)
+    links = AXIS.links
+    found = talk_seconds(graph, norm.name, split, (AXIS,))
+    assert found.forward == links["all_gather"].seconds(2 * 2 * 6 * 4)
+    assert found.backward == links["all_reduce"].seconds(2 * 6 * 4)
+    assert talk_seconds(graph, norm.name, options["R"], (AXIS,)) == Seconds(0.0, 0.0)
+    first = graph.ops[0]
+    assert talk_seconds(graph, first.name, Strategy("x", (), (), "mean"), (AXIS,)) == Seconds(0.0, 0.0)
 
 
 def test_the_optimizer():

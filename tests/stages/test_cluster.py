@@ -19,14 +19,24 @@ from hypothesis import strategies as st
 from pipeline.config import Cluster as Settings
 from pipeline.config import ClusterSource, Device, Preset, Probe
 from pipeline.errors import ClusterError
-from pipeline.ir.cluster import COLLECTIVES, SEND, Compute, Curve, LinkCost
+from pipeline.ir.cluster import COLLECTIVES, SEND, Compute, Curve, LinkCost, Pace
 from pipeline.ir.codec import decode, encode
-from stages.cluster.fit import fit_errors, fit_link, fit_links, least_squares_line, link_beyond, reduce_times
+from stages.cluster import compute_probe
+from stages.cluster.fit import (
+    fit_errors,
+    fit_link,
+    fit_links,
+    in_a_step,
+    least_squares_line,
+    link_beyond,
+    reduce_times,
+)
 from stages.cluster.formulas import FASTEST, Link, group_links
-from stages.cluster.measure import make_cluster, measure
+from stages.cluster.measure import beside_arithmetic, make_cluster, measure
 from stages.cluster.rounds import crossing_pairs, pair_rounds
 from stages.cluster.run import figures, from_preset
 from stages.cluster.sizes import ends_first, farthest
+from stages.cluster.timing import Clock
 from stages.cluster.topology import fill_gaps
 from tests.graphs import SILENT
 
@@ -92,6 +102,52 @@ def test_messages_too_small_to_tell_the_bandwidth_leave_it_to_the_pairs():
     assert flat.seconds(1e6) < 0.02 and link_beyond(flat, slow).seconds(1e6) == pytest.approx(0.08, rel=0.03)
     assert link_beyond(flat, slow).points == flat.points
     assert link_beyond(steep, slow) == steep and link_beyond(flat, LinkCost(0.0, 1e15)) == flat
+
+
+@given(
+    st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-6, 10)), min_size=1, max_size=8),
+    st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-6, 10)), min_size=1, max_size=8),
+    st.floats(0, 1),
+)
+def test_in_a_step_a_collective_takes_longer_and_a_half_no_more_than_the_whole(points, others, apart):
+    whole, half = fit_link(points), fit_link(others)
+    found = in_a_step({"all_reduce": whole, "reduce_scatter": half, "all_gather": whole, "all_to_all": half}, apart)
+    for size in {size for size, _ in (*points, *others)}:
+        assert found["all_reduce"].seconds(size) == pytest.approx(whole.seconds(size) + apart)
+        assert found["all_to_all"].seconds(size) == pytest.approx(half.seconds(size) + apart)
+        least = min(whole.seconds(size), half.seconds(size)) + apart
+        assert found["reduce_scatter"].seconds(size) == pytest.approx(least)
+
+
+def test_what_bytes_of_a_product_take_is_what_its_arithmetic_does_not():
+    thin = [
+        {"flops": 2e9, "bytes": 1e6, "forward": 3.0, "backward": 6.0},
+        {"flops": 0, "bytes": 1e6, "forward": 1.0, "backward": 2.0},
+    ]
+    assert beside_arithmetic(thin, 1e9) == Pace(2.0 / 2e6, 4.0 / 4e6)
+    assert beside_arithmetic(thin, 1e8) == Pace(0.0, 0.0) and beside_arithmetic([], 1e9) == Pace(0.0, 0.0)
+
+
+@pytest.mark.parametrize(("without", "kept"), [(0.5, False), (0.95, True), (2.0, True)])
+def test_onednn_is_left_where_torch_is_clearly_faster_without(monkeypatch, without, kept):
+    """In the end it is as it was before: what follows asks for it."""
+    usual = torch.backends.mkldnn.enabled
+    monkeypatch.setattr(
+        compute_probe, "_both", lambda *_: (0.5, 0.5 if torch.backends.mkldnn.enabled else without - 0.5)
+    )
+    assert compute_probe.onednn_is_faster(Clock("cpu", 1)) is kept
+    assert torch.backends.mkldnn.enabled is usual
+
+
+def test_a_dtype_that_switches_onednn_off_leaves_it_on(monkeypatch):
+    def give_up(clock, sides, dtype):
+        torch.backends.mkldnn.enabled = False
+        return [{"flops": 1.0, "seconds": 1.0}]
+
+    usual = torch.backends.mkldnn.enabled
+    monkeypatch.setattr(compute_probe, "_products", give_up)
+    assert compute_probe.half_products(Clock("cpu", 1), (8,), torch.bfloat16) == [{"flops": 1.0, "seconds": 1.0}]
+    assert torch.backends.mkldnn.enabled is usual
 
 
 @pytest.mark.parametrize("slow", [3.0, 50.0])
@@ -160,6 +216,7 @@ def test_an_uplink_is_what_pairs_reach_together(each, uplink):
     crossing = {"ranks": [0, 4], "pairs": 4, "alone": alone, "each": each}
     sizes = [{"bytes": 1e6 * n, "flops": 1e9 * n, "seconds": 1e-3 * n} for n in (1, 2)]
     compute = {"matmul": sizes, "half": {}, "copy": sizes, "optimizer": sizes, "ops": {}, "processors": None}
+    compute |= {"onednn": True, "flops": {}, "thin": None}
     found = {
         "ranks": [{"host": host, "device": "cpu", "memory_bytes": 1e9} for host in hosts], "pairs": pairs,
         "crossing": crossing, "axes": [], "compute": {**compute, "launch": 1e-6, "launch_backward": 1e-6},
@@ -259,7 +316,9 @@ def test_a_real_probe_of_two_ranks():
     assert 0 <= cluster.measured.overlap <= 1 and cluster.measured.fit_error > 0
     assert set(compute.matmul_by_dtype) == {"bfloat16"}
     assert all(link.latency > 0 and link.bandwidth > 0 for link in cluster.axes[0].links.values())
-    assert all(value > 0 for name, value in figures(cluster).items() if name != "overlap")
+    told = figures(cluster)
+    assert told.pop("kernels") == ("oneDNN's and torch's" if compute.onednn else "torch's own")
+    assert all(value > 0 for name, value in told.items() if name != "overlap")
     assert decode(type(cluster), encode(cluster)) == cluster
 
 
@@ -300,6 +359,8 @@ def test_the_probe_by_hand_needs_torch_alone(tmp_path):
     cluster = make_cluster(settings(source=ClusterSource.probe, devices=1, memory_gb=None), found)
     assert (cluster.devices, cluster.measured.overlap, cluster.measured.pairs) == (1, None, 0)
     assert cluster.memory_bytes > 1e6 and min(cluster.compute.matmul_of("bfloat16").rates) > 0
+    for pace in (*cluster.compute.flops.values(), cluster.compute.product_bytes):
+        assert 0 < pace.forward < 1e-6 and 0 < pace.backward < 1e-6
 
 
 def test_a_probe_that_takes_too_long_names_its_file():

@@ -219,7 +219,7 @@ def test_a_cluster_larger_than_pairs_can_be_drawn():
     ],
 )
 def test_a_file_that_is_wrong_is_refused_in_one_line(project, monkeypatch, capsys, changes, told):
-    text = (project / "conf/cluster/dgx_a100.yaml").read_text()
+    text = (project / "conf/cluster/p3_16xlarge.yaml").read_text()
     refuse(project, monkeypatch, capsys, text.replace("devices: 8\n", changes), told)
 
 

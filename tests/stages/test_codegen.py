@@ -26,6 +26,8 @@ from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import view_op
 from pipeline.ops.table import rule_of
+from pipeline.runtime.onednn import use_kernels_of
+from pipeline.runtime.source import load_program
 from pipeline.runtime_names import NAMES
 from pipeline.stage import Inputs
 from stages.codegen.block import statement
@@ -257,6 +259,19 @@ def test_states_of_the_optimizer_have_their_own_layout():
     )
     rows = load(write(unread, plan_for(unread, more, 2)))
     assert rows["PARAMETERS"]["spare"] == ("R", "", "R"), "nothing updates what no op reads"
+
+
+def test_a_cpu_that_is_faster_without_onednn_is_told(tmp_path, monkeypatch):
+    graph, plan = mlp_graph(), plan_of("mlp")
+    assert "ONEDNN" not in write(graph, plan)
+    (tmp_path / "module.py").write_text(write(graph, replace(plan, onednn=False)))
+    assert not ruff(tmp_path)
+    program = load_program(str(tmp_path / "module.py"))
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
+    use_kernels_of(object())
+    assert torch.backends.mkldnn.enabled
+    use_kernels_of(program)
+    assert not torch.backends.mkldnn.enabled
 
 
 def test_inputs_and_mesh_are_told():

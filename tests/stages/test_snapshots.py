@@ -22,8 +22,10 @@ from stages.train.snapshots import Snapshots
 from tests.ranks import run_ranks
 from tests.snapshot_runs import Faulty, job, train, write_programs
 
-STEPS = 12
-STOPS = {"ddp": 2, "zero1": 4, "zero3": 6, "piped": 8, "tp": 10}  # under each of these plans up to that step
+STEPS = 14
+# Under each of these plans up to that step; the one in the middle is for four ranks, in a square of data and tensor.
+STOPS = {"ddp": 2, "zero1": 4, "zero3": 6, "ddp_tp": 8, "piped": 10, "tp": 12}
+ON_TWO = ("ddp", "zero1", "zero3"), ("piped", "tp")
 SAME, NEAR = 1e-6, 1e-5
 
 
@@ -35,9 +37,17 @@ def notes(work: Path) -> list[dict[str, Any]]:
 def on_two_ranks(folder: str) -> dict[str, Any]:
     here = Path(folder)
     found: dict[str, Any] = {"plain": train(job(here, "zero1", STEPS), here / "plain")["losses"]}
-    for name, stop in STOPS.items():
-        found[name] = train(job(here, name, stop, every=2, compare_every=2), here / "journey")["losses"]
+    found |= travel(folder, *ON_TWO[0])
     return found | {"same": same_plan(here), "full": full_disk(here), **faults(here)}
+
+
+def travel(folder: str, *names: str) -> dict[str, list[float]]:
+    """On under each of these plans, from where the one before has stopped."""
+    here = Path(folder)
+    return {
+        name: train(job(here, name, STOPS[name], every=2, compare_every=2), here / "journey")["losses"]
+        for name in names
+    }
 
 
 def same_plan(here: Path) -> list[float]:
@@ -107,6 +117,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     write_programs(folder, (*STOPS, "one"))
     found = run_ranks(2, on_two_ranks, str(folder))
     assert found[0]["plain"] == found[1]["plain"]
+    found[0] |= run_ranks(4, travel, str(folder), "ddp_tp")[0] | run_ranks(2, travel, str(folder), *ON_TWO[1])[0]
     found[0]["one"], found[0]["again"] = run_ranks(1, on_one_rank, str(folder))[0]
     return folder, {**found[0], "streams": [rank["streams"] for rank in found]}
 
@@ -122,9 +133,9 @@ def test_a_run_goes_on_under_other_plans(runs) -> None:
     assert len(found["one"]["seconds"]) == 2 and len(found["one"]["peak_bytes"]) == 1  # of this plan alone
     told = notes(folder / "journey")
     assert [note["resumed"] for note in told if "resumed" in note] == list(STOPS.values())
-    assert [note["snapshot"] for note in told if "snapshot" in note] == [2, 4, 6, 8, 10, 12]
+    assert [note["snapshot"] for note in told if "snapshot" in note] == [2, 4, 6, 8, 10, 12, 14]
     kept = snapshots_in(folder / "runs/train/snapshots/run")
-    assert [path.name for path in kept] == ["step-000012", "step-000010"]
+    assert [path.name for path in kept] == ["step-000014", "step-000012"]
 
 
 def test_a_run_with_no_step_left_reports_what_was_measured(runs) -> None:
@@ -139,7 +150,7 @@ def test_the_same_plan_repeats_every_loss(runs) -> None:
     assert len(found["same"]) == STEPS and apart(found["same"], found["plain"]) <= SAME
     told = notes(folder / "b")
     assert told[0] == {"damaged": "step-000005: manifest.json cannot be read (JSONDecodeError)"}
-    assert told[1]["resumed"] == 3 and [note["snapshot"] for note in told[2:]] == [6, 9, 12]
+    assert told[1]["resumed"] == 3 and [note["snapshot"] for note in told[2:]] == [6, 9, 12, 14]
 
 
 def test_a_full_disk_costs_the_snapshot_alone(runs) -> None:

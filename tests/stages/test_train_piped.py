@@ -36,6 +36,13 @@ CASES = (
     Case("tied", "1f1b", (3, 1), seed=2),
     Case("unet", "1f1b", (2, 2), micro_batches=2, seed=11),  # statistics of batch norms
     Case("shared", "gpipe", (1, 2, 1), micro_batches=2, seed=5),
+    Case("unet", "1f1b", (1, 1), micro_batches=3, seed=1, batch_norm="deferred"),
+    Case("unet", "gpipe", (2, 2), micro_batches=2, seed=11, batch_norm="deferred"),
+    Case("tied", "1f1b", (1, 1), micro_batches=6, slices=3, clip_norm=0.1),
+    Case("unet", "gpipe", (1, 1), micro_batches=4, slices=2, seed=4, batch_norm="deferred"),
+    Case("gpt", "interleaved", (2, 2), chunks=2, micro_batches=6, slices=3, seed=3),
+    Case("shared", "1f1b", (2, 2), micro_batches=2, slices=2, seed=6),
+    Case("gpt", "gpipe", (1, 1), micro_batches=6, slices=6, seed=2),  # one sample each
 )
 
 
@@ -84,11 +91,11 @@ def test_the_cases_have_what_they_are_for(errors: dict[str, str], folder: Path) 
 # ---- verify
 
 
-@pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+@pytest.fixture(scope="module", params=[1, 2])
+def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """By rank: program -> whether it is equal, and what differs first."""
     folder = tmp_path_factory.mktemp("judged")
-    write_case(Case("tied", "1f1b", (1, 1), micro_batches=2), folder)
+    write_case(Case("tied", "1f1b", (1, 1), micro_batches=2, slices=request.param), folder)
     (path,) = folder.glob("*.py")
     text = path.read_text()
     path.rename(folder / "right.py")
