@@ -205,7 +205,7 @@ def write_case(case: Case, folder: Path) -> None:
 
 def put_off_in(case: Case) -> list[list[str]]:
     """Of each partition: the products whose seconds the planned order has in W, by their weights."""
-    graph, found = graph_of(case.model), []
+    graph, found = graph_of_case(case), []
     for partition in plan_of(case).partitions:
         again = {n for r in partition.regions if r.recompute for n in range(r.first, r.last + 1)}
         links = [graph.chain[n] for n in range(partition.first, partition.last + 1) if n not in again]
