@@ -161,7 +161,7 @@ def train(folder: str) -> dict[str, Any]:
     return Loop(Planned(given), given, Path(folder)).run()
 
 
-SLEEP = 0.2
+SLEEP = 0.5  # long beside what a busy machine adds
 
 
 def train_piped(folder: str) -> Breakdown:
@@ -186,7 +186,7 @@ def test_a_partition_waits_for_one_that_sleeps(tmp_path: Path) -> None:
     asleep = f"        import time; time.sleep({SLEEP})\n"
     path.write_text("".join([before, "class Partition1", head, "def forward", lines[0], asleep, *lines[1:]]))
     waits, sleeps = run_ranks(2, train_piped, str(tmp_path))
-    assert waits.bubble_seconds > SLEEP and waits.communication_seconds < SLEEP  # of twice, but for its own ops
+    assert waits.bubble_seconds > SLEEP > waits.communication_seconds  # it sleeps twice
     assert sleeps.bubble_seconds < waits.bubble_seconds
     for found in (waits, sleeps):
         parts = (found.compute_seconds, found.communication_seconds, found.bubble_seconds, found.other_seconds)
