@@ -13,6 +13,8 @@ from stages.solve.explain.part import Planned
 from stages.solve.explain.whole import PARTS, in_words, stored_as
 
 NOTHING = "-"
+REST = "what runs together, or waits"  # a card's kernels, the passes of a pipeline
+SAME = 1e-9  # of a step: what rounding leaves
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def _run(run: Planned) -> dict[str, tuple[str, str]]:
         for op in part.graph.ops:
             strategy = part.sharding.strategies[op.name]
             inputs, outputs = (", ".join(map(str, own)) for own in (strategy.inputs, strategy.outputs))
-            found[op.name] = _op_label(op.module, op.target), f"{inputs} -> {outputs}"
+            found[op.name] = _op_label(op.module, op.target), f"{inputs} to {outputs}"
     return found
 
 
@@ -130,11 +132,14 @@ def _causes(before: Planned, after: Planned) -> list[Moved]:
     """
     old, new = (_by_label(run.busiest().items()) for run in (before, after))
     found = [Moved(label, old.get(label, 0.0), new.get(label, 0.0)) for label in dict.fromkeys([*old, *new])]
-    listed = [sum(one.before for one in found), sum(one.after for one in found)]
-    steps = (run.plan.prediction.step_seconds for run in (before, after))
-    rest = [step - own for step, own in zip(steps, listed, strict=True)]
-    small = all(abs(one) <= 1e-9 * max(listed) for one in rest)
-    return found if small else [*found, Moved("recompute, bubbles, kernels that run together", rest[0], rest[1])]
+    predicted = [run.plan.prediction for run in (before, after)]
+    found += [Moved(name, *(getattr(one, f"{name}_seconds") for one in predicted)) for name in ("recompute", "bubble")]
+    rest = [
+        predicted[0].step_seconds - sum(one.before for one in found),
+        predicted[1].step_seconds - sum(one.after for one in found),
+    ]
+    rounding = SAME * max(one.step_seconds for one in predicted)
+    return [*found, Moved(REST, *(0.0 if abs(one) <= rounding else one for one in rest))]
 
 
 def _by_label(items: tuple[Item, ...]) -> dict[str, float]:

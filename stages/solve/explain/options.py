@@ -31,6 +31,7 @@ from stages.solve.saved import Saved, found_among
 from stages.solve.storage import Way
 
 NOT_PROVEN = Proof("", "", 0.0, 0.0, 0.0, 0, 0)
+NOT_FOUND = "the search ended before it, within its gap"
 SAME = 1e-9  # of a step: what rounding makes of equal times
 PLAN = "runs/checkpoint/plan.json"
 
@@ -209,7 +210,8 @@ class Options:
         if misfit := self._misfit(change.sharding):
             return Option(words, Verdict.shape, misfit)
         if self.picked is not None and change.picked is None:
-            return Option(words, Verdict.neighbours, "is not offered together with what the plan has beside it")
+            alone = Option(words, Verdict.neighbours, "what reads it in the plan does not take it so")
+            return alone if again is None else self._solved(alone, name, change, again)
         outcome = self.outcome(with_paths(self.part.graph, change.sharding, self.part.cluster))
         more = outcome.seconds - self.now.seconds
         peak = outcome.peak_bytes - self.now.peak_bytes
@@ -219,8 +221,9 @@ class Options:
         if outcome.over:
             found = Option(words, Verdict.over_budget, outcome.over, None, peak)
         else:
-            found = Option(words, self._pace(more), "", more, peak)
-        return found if again is None or self.picked is None else self._solved(found, name, k, again)
+            pace = self._pace(more)
+            found = Option(words, pace, NOT_FOUND if pace is Verdict.faster else "", more, peak)
+        return found if again is None or self.picked is None else self._solved(found, name, change, again)
 
     def _pace(self, more: float) -> Verdict:
         if abs(more) <= SAME * self.now.seconds:
@@ -241,22 +244,25 @@ class Options:
         over = found.peak_bytes - frontier.budget_bytes
         return Outcome(math.inf, found.peak_bytes, f"by {gigabytes(over)} at the least: {found.consists}")
 
-    def _solved(self, option: Option, name: str, k: int, seconds: float) -> Option:
-        """With all other choices solved again."""
-        sharding = self.solved(name, k, seconds)
-        if sharding is None:
+    def _solved(self, option: Option, name: str, change: Change, seconds: float) -> Option:
+        """With all other choices solved again; never worse than with that one changed alone."""
+        sharding = self.solved(name, change, seconds)
+        found = [] if option.seconds is None else [(option.seconds, option.peak_bytes)]
+        if sharding is not None:
+            outcome = self.outcome(with_paths(self.part.graph, sharding, self.part.cluster))
+            if not outcome.over:
+                more = outcome.seconds - self.now.seconds
+                found.append((more, outcome.peak_bytes - self.now.peak_bytes))
+        if not found:
             return option
-        outcome = self.outcome(with_paths(self.part.graph, sharding, self.part.cluster))
-        peak = outcome.peak_bytes - self.now.peak_bytes
-        if outcome.over:
-            return replace(option, solved_peak_bytes=peak)
-        return replace(option, solved_seconds=outcome.seconds - self.now.seconds, solved_peak_bytes=peak)
+        least, peak = min(found, key=lambda one: one[0])
+        return replace(option, solved_seconds=least, solved_peak_bytes=peak)
 
-    def solved(self, name: str, k: int, seconds: float) -> Sharding | None:
+    def solved(self, name: str, change: Change, seconds: float) -> Sharding | None:
         """The fastest plan with that choice that needs no more memory than the budget, or than the plan, has."""
         assert self.picked is not None
         kept = list(self.hand.kept(self.choices)) if self.hand.asks else _all(self.problem)
-        kept[self.choices.index[name]] = (k,)
+        kept[self.choices.index[name]] = (change.choice,)
         left = restrict(self.problem, tuple(kept))
         limit = max(float(self.plan.plan.budget_bytes), self.problem.peak(self.picked))
         settings = replace(self.solve, time_limit_s=seconds)

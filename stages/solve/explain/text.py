@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from pipeline.ir.plan import Alternative
 from stages.solve.explain.diff import Changed, Diff, Moved
 from stages.solve.explain.one import Held, One
 from stages.solve.explain.options import Option, Verdict
 from stages.solve.explain.whole import Cost, Module, Whole
 
 COLUMNS = 100
-WIDEST = 46  # of a name, before others move right
+LEAST = 24  # columns that the last column of a table needs
 MOST = 12  # rows of one table, where there may be hundreds
 
 
 def seconds(value: float, *, signed: bool = False) -> str:
+    if not value:
+        return "0"
     sign = "+" if signed else ""
     unit, scale = next(
         ((unit, scale) for unit, scale in (("s", 1.0), ("ms", 1e3)) if abs(value) * scale >= 1), ("us", 1e6)
@@ -24,6 +27,8 @@ def seconds(value: float, *, signed: bool = False) -> str:
 
 
 def nbytes(value: float, *, signed: bool = False) -> str:
+    if not value:
+        return "0"
     sign = "+" if signed else ""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(value) >= scale:
@@ -31,34 +36,28 @@ def nbytes(value: float, *, signed: bool = False) -> str:
     return f"{value:{sign}.0f} B"
 
 
-def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Columns as wide as they need to be; the last one goes on in the next line where it must."""
+def table(rows: Sequence[Sequence[str]], numbers: int = 0) -> list[str]:
+    """The first columns are numbers, the last one goes on in the next line where it must."""
     if not rows:
         return []
-    count = len(rows[0])
-    widths = [min(WIDEST, max(len(row[n]) for row in rows)) for n in range(count)]
-    numbers = set(right)
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:
-        cells = [text.rjust(widths[n]) if n in numbers else text.ljust(widths[n]) for n, text in enumerate(row[:-1])]
-        lines += _wrapped("  " + "".join(f"{cell}  " for cell in cells), row[-1], count - 1 in numbers and widths[-1])
+        padded = enumerate(zip(row[:-1], widths, strict=True))
+        cells = [text.rjust(wide) if n < numbers else text.ljust(wide) for n, (text, wide) in padded]
+        lines += _wrapped("  " + "".join(f"{cell}  " for cell in cells), row[-1])
     return lines
 
 
-def _wrapped(head: str, text: str, right: int | bool) -> list[str]:
-    if right:
-        return _within(f"{head}{text.rjust(right)}")
+def _wrapped(head: str, text: str) -> list[str]:
     room = COLUMNS - len(head)
     if len(text) <= room:
         return [f"{head}{text}".rstrip()]
-    if room < 24:  # the names left of it are long: it goes below them
-        return [*_within(head), *(f"      {line}" for line in textwrap.wrap(text, COLUMNS - 6))]
-    first, *others = textwrap.wrap(text, room) or [""]
-    return [f"{head}{first}".rstrip(), *(" " * len(head) + line for line in others)]
-
-
-def _within(line: str) -> list[str]:
-    return textwrap.wrap(line, COLUMNS, initial_indent="", subsequent_indent="      ", drop_whitespace=False) or [""]
+    if room < LEAST:  # the names left of it are long: it goes below them
+        below = textwrap.wrap(text, COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        return [*textwrap.wrap(head.rstrip(), COLUMNS, drop_whitespace=False, subsequent_indent=" " * 6), *below]
+    first, *others = textwrap.wrap(text, room)
+    return [f"{head}{first}", *(" " * len(head) + line for line in others)]
 
 
 def _titled(title: str, rows: list[str]) -> list[str]:
@@ -87,9 +86,13 @@ def whole_text(whole: Whole) -> str:
         *_titled(f"ops{where}, {seconds(whole.priced_seconds)} with all below", _costs(whole.ops, step)),
         *_titled("collectives", _costs(whole.collectives, step)),
         *_titled("parameters", _costs(whole.parameters, step)),
-        *_titled("plans that lost", table([(_time(one.seconds), one.what, one.lost) for one in whole.alternatives])),
+        *_titled("plans that lost", table([(_time(one.seconds), _lost(one)) for one in whole.alternatives], 1)),
     ]
     return "\n".join(lines)
+
+
+def _lost(other: Alternative) -> str:
+    return f"{other.what}: {other.lost}"
 
 
 def _time(value: float | None) -> str:
@@ -97,32 +100,38 @@ def _time(value: float | None) -> str:
 
 
 def _costs(costs: Sequence[Cost], step: float) -> list[str]:
+    several = any(cost.count > 1 for cost in costs)
     rows = [
-        (one.what, f"{seconds(one.seconds)}", f"{one.seconds / step:.1%}" if step else "", f"x {one.count}")
+        (seconds(one.seconds), _share(one.seconds, step), *((f"x {one.count}",) if several else ()), one.what)
         for one in costs[:MOST]
     ]
-    lines = table([row if any(cost.count > 1 for cost in costs) else row[:3] for row in rows], (1, 2))
-    return [*lines, *([f"  and {len(costs) - MOST} more"] if len(costs) > MOST else [])]
+    return [*table(rows, 3 if several else 2), *([f"  and {len(costs) - MOST} more"] if len(costs) > MOST else [])]
+
+
+def _times(count: int) -> str:
+    return f"x {count}" if count > 1 else ""
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else ""
 
 
 def _held(parts: Sequence[Held], peak: int) -> list[str]:
-    return table([(one.what, nbytes(one.nbytes), f"{one.nbytes / peak:.1%}" if peak else "") for one in parts], (1, 2))
+    return table([(nbytes(one.nbytes), _share(one.nbytes, peak), one.what) for one in parts], 2)
 
 
 def module_text(module: Module) -> str:
-    share = module.seconds / module.step_seconds if module.step_seconds else 0.0
     rows = [
-        (row.name, row.what, row.how, seconds(row.seconds) + (f" x {row.count}" if row.count > 1 else ""))
-        for row in module.rows
-        if row.seconds
+        (seconds(row.seconds), _times(row.count), row.what, row.name, row.how) for row in module.rows if row.seconds
     ]
     kept = [
-        (one.name, one.stored, nbytes(one.resident_bytes) + (f" x {one.count}" if one.count > 1 else ""))
+        (nbytes(one.resident_bytes), seconds(one.sums), seconds(one.optimizer), _times(one.count), one.name, one.stored)
         for one in module.parameters
     ]
-    title = f"{module.name}: {seconds(module.seconds)} of a step, {share:.1%}"
+    head = [("keep", "sums", "optimizer", "", "", "")] if kept else []
+    title = f"{module.name}: {seconds(module.seconds)}, {_share(module.seconds, module.step_seconds)} of a step"
     return "\n".join(
-        [title, *_titled("ops and conversions", table(rows)), *_titled("parameters, all they keep", table(kept))]
+        [title, *_titled("ops and conversions", table(rows, 2)), *_titled("parameters", table(head + kept, 4))]
     )
 
 
@@ -140,12 +149,12 @@ def one_text(one: One) -> str:
         ("seconds", f"{shown}: {share:.1%} of a step" + (" of its partition" if where else "")),
         ("bytes", ", ".join(f"{held.what} {nbytes(held.nbytes)}" for held in one.held)),
     ]
-    moved = [(item.name, item.how, item.what, seconds(item.seconds)) for item in one.conversions]
+    moved = [(seconds(item.seconds), item.what, item.name, item.how) for item in one.conversions]
     never = [(f"{n.tensor} dim {n.dim} over {n.axis}", n.why) for n in one.never]
     lines = [
         *_sentence(f"{one.what} {one.name}{where}: {one.about}"),
         *table(facts),
-        *_titled("conversions", table(moved)),
+        *_titled("conversions", table(moved, 1)),
         *_titled("options, and what the step and its peak would be with each", _options(one.options)),
         *([f"  and {one.more} slower ones"] if one.more else []),
         *_titled("splits that no option has", table(never)),
@@ -166,7 +175,7 @@ def _options(options: Sequence[Option]) -> list[str]:
         )
         for one in options
     ]
-    return table(head + rows, range(3 if again else 2)) if options else []
+    return table(head + rows, 3 if again else 2) if options else []
 
 
 def _ruled_out(option: Option) -> str:
@@ -184,14 +193,14 @@ def diff_text(diff: Diff) -> str:
     head = f"{diff.names[0]} -> {diff.names[1]}: a step takes {seconds(step.before)} -> {seconds(step.after)}{change}"
     lines = [
         *_sentence(head),
-        *_titled("seconds", table([_moved(one) for one in diff.seconds], (1, 2, 3))),
-        *_titled("memory", table([_moved_bytes(diff.peak_bytes)], (1, 2, 3))),
+        *_titled("seconds", table([_moved(one) for one in diff.seconds], 3)),
+        *_titled("memory", table([_moved_bytes(diff.peak_bytes)], 3)),
         *_titled("settings", _changed(diff.settings)),
         *_titled("the plan", _changed(diff.plan)),
         *_titled("parameters", _changed(diff.parameters)),
         *_titled("inputs", _changed(diff.inputs)),
         *_titled("ops", _changed(diff.ops)),
-        *_titled("what accounts for the difference", table([_moved(one) for one in diff.causes[:MOST]], (1, 2, 3))),
+        *_titled("what accounts for the difference", table([_moved(one) for one in diff.causes[:MOST]], 3)),
     ]
     left = diff.causes[MOST:]
     if left:
@@ -202,11 +211,11 @@ def diff_text(diff: Diff) -> str:
 
 
 def _moved(one: Moved) -> tuple[str, str, str, str]:
-    return one.name, seconds(one.before), seconds(one.after), seconds(one.difference, signed=True)
+    return seconds(one.before), seconds(one.after), seconds(one.difference, signed=True), one.name
 
 
 def _moved_bytes(one: Moved) -> tuple[str, str, str, str]:
-    return one.name, nbytes(one.before), nbytes(one.after), nbytes(one.difference, signed=True)
+    return nbytes(one.before), nbytes(one.after), nbytes(one.difference, signed=True), one.name
 
 
 def _changed(changes: Sequence[Changed]) -> list[str]:

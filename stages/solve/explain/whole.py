@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.cost.resident import Kept, resident_parts, total_of
+from pipeline.cost.step import ParameterPrice
 from pipeline.ir.plan import Alternative, Plan, Region, Sharding
 from stages.solve.explain.items import Item, Kind
 from stages.solve.explain.names import inside, starred
@@ -136,7 +137,9 @@ class Row:
 class Stored:
     name: str
     stored: str
-    resident_bytes: int
+    resident_bytes: int  # of all of them, as the seconds are
+    sums: float
+    optimizer: float
     count: int
 
 
@@ -153,20 +156,29 @@ def explain_module(plan: Planned, pattern: str) -> Module:
     """With a star in the name, what equal layers have is one row."""
     grouped = any(letter in pattern for letter in "*?[")
     rows: dict[tuple[Kind, str, str, str], list[float]] = defaultdict(list)
-    kept: dict[tuple[str, str], list[int]] = defaultdict(list)
+    kept: dict[tuple[str, str], list[ParameterPrice]] = defaultdict(list)
     for part in plan.parts:
         for item in part.items():
-            if inside(pattern, item.name if item.kind in OF_PARAMETERS else item.module):
-                rows[item.kind, _label(item, grouped), item.what, item.how].append(item.seconds)
+            if item.kind not in OF_PARAMETERS and inside(pattern, item.module):
+                rows[item.kind, _label(item, grouped), _short(item.what), item.how].append(item.seconds)
         for value, price in part.parameter_prices().items():
             name = part.graph.values[value].origin
             if inside(pattern, name):
-                label = starred(name) if grouped else name
-                kept[label, stored_as(part.sharding, name)].append(round(price.resident))
+                kept[starred(name) if grouped else name, stored_as(part.sharding, name)].append(price)
     found = tuple(Row(*key, sum(own), len(own)) for key, own in rows.items())
-    parameters = tuple(Stored(*key, sum(own), len(own)) for key, own in kept.items())
-    total = sum(row.seconds for row in found)
+    parameters = tuple(_kept(*key, own) for key, own in kept.items())
+    total = sum(row.seconds for row in found) + sum(one.sums + one.optimizer for one in parameters)
     return Module(pattern, plan.plan.prediction.step_seconds, total, found, parameters)
+
+
+def _kept(name: str, stored: str, prices: Sequence[ParameterPrice]) -> Stored:
+    sums, optimizer = (sum(getattr(one, what) for one in prices) for what in ("gradient_sum", "optimizer"))
+    return Stored(name, stored, round(sum(one.resident for one in prices)), sums, optimizer, len(prices))
+
+
+def _short(what: str) -> str:
+    """`aten.linear.default` is `linear`."""
+    return what.split(".")[1] if what.count(".") == 2 else what
 
 
 OF_PARAMETERS = (Kind.gradient, Kind.optimizer)
@@ -176,5 +188,5 @@ def _label(item: Item, grouped: bool) -> str:
     """Ops of equal layers have numbers of their own: their modules tell them apart from others."""
     if not grouped:
         return item.name
-    named = item.kind in OF_PARAMETERS or item.name.startswith(f"{item.module}.")
+    named = item.name.startswith(f"{item.module}.")
     return starred(item.name if named else item.module or "the model itself")
