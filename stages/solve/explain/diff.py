@@ -10,11 +10,10 @@ from typing import Any
 from stages.solve.explain.items import Item, Kind
 from stages.solve.explain.names import starred
 from stages.solve.explain.part import Planned
-from stages.solve.explain.whole import PARTS, in_words, stored_as
+from stages.solve.explain.whole import PARTS, SAME, in_words, parts_of, stored_as
 
 NOTHING = "-"
 REST = "what runs together, or waits"  # a card's kernels, the passes of a pipeline
-SAME = 1e-9  # of a step: what rounding leaves
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def explain_diff(before: Planned, after: Planned, names: tuple[str, str], settin
     first, second = before.plan.prediction, after.plan.prediction
     causes = _causes(before, after)
     step = Moved("step", first.step_seconds, second.step_seconds)
-    parts = [Moved(name, getattr(first, f"{name}_seconds"), getattr(second, f"{name}_seconds")) for name in PARTS]
+    parts = _parts(before, after, PARTS)
     telling = [one for one in causes if one.before != one.after]
     return Diff(
         names=names,
@@ -133,13 +132,18 @@ def _causes(before: Planned, after: Planned) -> list[Moved]:
     old, new = (_by_label(run.busiest().items()) for run in (before, after))
     found = [Moved(label, old.get(label, 0.0), new.get(label, 0.0)) for label in dict.fromkeys([*old, *new])]
     predicted = [run.plan.prediction for run in (before, after)]
-    found += [Moved(name, *(getattr(one, f"{name}_seconds") for one in predicted)) for name in ("recompute", "bubble")]
+    found += _parts(before, after, ("recompute", "bubble"))
     rest = [
         predicted[0].step_seconds - sum(one.before for one in found),
         predicted[1].step_seconds - sum(one.after for one in found),
     ]
     rounding = SAME * max(one.step_seconds for one in predicted)
     return [*found, Moved(REST, *(0.0 if abs(one) <= rounding else one for one in rest))]
+
+
+def _parts(before: Planned, after: Planned, names: tuple[str, ...]) -> list[Moved]:
+    old, new = (parts_of(run.plan.prediction) for run in (before, after))
+    return [Moved(name, old[name], new[name]) for name in names]
 
 
 def _by_label(items: tuple[Item, ...]) -> dict[str, float]:

@@ -156,7 +156,7 @@ def one_text(one: One) -> str:
         *table(facts),
         *_titled("conversions", table(moved, 1)),
         *_titled("options, and what the step and its peak would be with each", _options(one.options)),
-        *([f"  and {one.more} slower ones"] if one.more else []),
+        *([f"  and {one.more} more, slower still (--most {one.more + len(one.options)})"] if one.more else []),
         *_titled("splits that no option has", table(never)),
     ]
     return "\n".join(lines)

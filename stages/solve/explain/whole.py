@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from pipeline.cost.resident import Kept, resident_parts, total_of
 from pipeline.cost.step import ParameterPrice
-from pipeline.ir.plan import Alternative, Plan, Region, Sharding
+from pipeline.ir.plan import Alternative, Plan, Prediction, Region, Sharding
 from stages.solve.explain.items import Item, Kind
 from stages.solve.explain.names import inside, starred
 from stages.solve.explain.one import Held
 from stages.solve.explain.part import Part, Planned
 
+PARTS = ("compute", "communication", "recompute", "optimizer", "bubble")
+SAME = 1e-9  # of a step: what rounding leaves
 LARGEST = 5  # parts of the memory that are named
 
 
@@ -48,11 +50,10 @@ def explain_whole(plan: Planned) -> Whole:
     peak = own.partitions[part.number].peak_bytes if own.pipelined else predicted.peak_bytes
     resident = [Held(kind.value, total_of(kept, kind)) for kind in Kept]
     rest = peak - sum(one.nbytes for one in resident)
-    seconds = {name: getattr(predicted, f"{name}_seconds") for name in PARTS}
     return Whole(
         plan=tuple(in_words(own).items()),
         step_seconds=predicted.step_seconds,
-        parts=tuple(Cost(name, value) for name, value in seconds.items() if value),
+        parts=tuple(Cost(name, value) for name, value in parts_of(predicted).items() if value),
         peak_bytes=peak,
         budget_bytes=own.budget_bytes,
         memory=(*(one for one in resident if one.nbytes), Held("activations, temporaries, the batch", max(0, rest))),
@@ -66,7 +67,10 @@ def explain_whole(plan: Planned) -> Whole:
     )
 
 
-PARTS = ("compute", "communication", "recompute", "optimizer", "bubble")
+def parts_of(predicted: Prediction) -> dict[str, float]:
+    """Seconds of the step by what its devices do; what rounding leaves is nothing."""
+    found = {name: getattr(predicted, f"{name}_seconds") for name in PARTS}
+    return {name: value if abs(value) > SAME * predicted.step_seconds else 0.0 for name, value in found.items()}
 
 
 def in_words(plan: Plan) -> dict[str, str]:
