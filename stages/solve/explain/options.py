@@ -132,9 +132,20 @@ class Options:
         return [self._change(name, k, changed) for k, changed in found.items()]
 
     def _change(self, name: str, k: int, changed: Sharding) -> Change:
-        """With the choice that the problem has for it: a parameter that is split and read whole is gathered."""
-        picked = self._found(changed) if self.picked is not None else None
+        """With the choice that it comes to: a parameter that is split, and read otherwise, is gathered."""
+        if self.picked is None:
+            return Change(self._as_read(name, k, changed), changed, None)
+        picked = self._found(changed)
         return Change(k if picked is None else picked[self.choices.index[name]], changed, picked)
+
+    def _as_read(self, name: str, k: int, changed: Sharding) -> int:
+        ways = self.choices.storage.get(name, ())
+        if not ways or ways[k].way is not Way.as_it_lies:
+            return k
+        if self.part.graph.values[name].origin not in gathered(self.part.graph, changed, self.part.cluster.sizes):
+            return k
+        wanted = replace(ways[k], way=Way.gathered)
+        return ways.index(wanted) if wanted in ways else k
 
     def _found(self, sharding: Sharding) -> tuple[int, ...] | None:
         """As choices of the problem; None where it does not have them together."""

@@ -53,6 +53,8 @@ def _of_one(root: Path, asked: argparse.Namespace, evaluate: Evaluate, sliced: S
     if subject.what is What.module:
         return explain_module(plan, subject.name)
     again = asked.seconds if asked.solve else None
+    if asked.solve and plan.plan.pipelined:
+        log.warning("a pipeline is not solved again: options are priced with all else as it is")
     return explain_one(plan, options_for(plan, subject, config, evaluate, log), subject, asked.most, again)
 
 

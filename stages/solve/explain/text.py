@@ -140,13 +140,14 @@ def module_text(module: Module) -> str:
 
 def one_text(one: One) -> str:
     where = "" if one.partition is None else f", in partition {one.partition}"
+    what = "the step and its peak" if one.partition is None else "its partition's work of a step, and memory,"
     costs = {"compute": one.compute_seconds, "communication": one.communication_seconds}
     costs |= {"optimizer": one.optimizer_seconds} if one.optimizer_seconds else {}
     shown = ", ".join(f"{name} {seconds(value)}" for name, value in costs.items())
     share = sum(costs.values()) / one.step_seconds if one.step_seconds else 0.0
     facts = [
         ("chosen", one.chosen),
-        ("seconds", f"{shown}: {share:.1%} of a step" + (" of its partition" if where else "")),
+        ("seconds", f"{shown}: {share:.1%} of a step"),
         ("bytes", ", ".join(f"{held.what} {nbytes(held.nbytes)}" for held in one.held)),
     ]
     moved = [(seconds(item.seconds), item.what, item.name, item.how) for item in one.conversions]
@@ -155,7 +156,7 @@ def one_text(one: One) -> str:
         *_sentence(f"{one.what} {one.name}{where}: {one.about}"),
         *table(facts),
         *_titled("conversions", table(moved, 1)),
-        *_titled("options, and what the step and its peak would be with each", _options(one.options)),
+        *_titled(f"options, and how {what} would change with each", _options(one.options)),
         *([f"  and {one.more} more, slower still (--most {one.more + len(one.options)})"] if one.more else []),
         *_titled("splits that no option has", table(never)),
     ]
