@@ -75,7 +75,7 @@ def _of_steps(
     kept = {profile.storage.get(name, name) for step in calls for name in profile.ops[step.op].saves}
     for number, step in enumerate(steps):
         if isinstance(step, Convert):
-            yield _conversion(graph, cluster, step, step.source.value in kept, times, _reader(graph, steps[number:]))
+            yield _conversion(graph, cluster, step, step.source.value in kept, times, _reader(steps[number:]))
             continue
         op, strategy = graph.op(step.op), sharding.strategies[step.op]
         ran = op_seconds(graph, op.name, profile.ops[op.name], strategy, cluster.compute, cluster.sizes)
@@ -89,7 +89,7 @@ def _of_steps(
             yield Item(Kind.talk, op.name, op.module, op.target, how, there, back, named, op.name)
 
 
-def _reader(graph: OpGraph, steps: tuple[Step, ...]) -> str:
+def _reader(steps: tuple[Step, ...]) -> str:
     """The op for which a conversion is made, at the beginning of these steps; none for the loss that leaves."""
     assert isinstance(steps[0], Convert)
     wanted = {steps[0].target}
