@@ -16,8 +16,9 @@ from torch import nn
 
 from pipeline import artifacts
 from pipeline.artifacts import Artifact
-from pipeline.config import Checkpoint, Recompute, Solve
+from pipeline.config import Checkpoint, Recompute, Solve, load_config
 from pipeline.cost.step import price_step
+from pipeline.ir.cluster import Cluster
 from pipeline.ir.codec import encode
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
@@ -45,21 +46,25 @@ PROJECT = Path(__file__).parents[2]
 WHERE = "conf/solve/test.yaml"
 
 
-def made(graph: OpGraph, profile: Profile, cluster, frontier: Frontier, plan: Plan) -> dict[str, Artifact]:
+def made(
+    graph: OpGraph, profile: Profile, cluster: Cluster, frontier: Frontier, plan: Plan, **config: str
+) -> dict[str, Artifact]:
     """As the stages write them: each knows those above it."""
     found: dict[str, Artifact] = {}
     bodies = {"graph": graph, "profile": profile, "cluster": cluster, "frontier": frontier, "plan": plan}
     above = {"graph": (), "cluster": (), "profile": ("graph",), "frontier": ("graph", "profile", "cluster")}
     for kind in ("graph", "profile", "cluster", "frontier", "plan"):
         parents = above.get(kind, tuple(found))
-        found[kind] = artifacts.make(kind, bodies[kind], [found[parent] for parent in parents], {})
+        found[kind] = artifacts.make(kind, bodies[kind], [found[parent] for parent in parents], config)
     return found
 
 
-def run_of(name: str, devices: int = 2, point: int = 0, budget: int | None = None, recompute: str = "optimal"):
+def run_of(
+    name: str, devices: int = 2, point: int = 0, budget: int | None = None, recompute: str = "optimal", **config: str
+) -> dict[str, Artifact]:
     plan = plan_of(name, devices, budget, recompute, slice(point, point + 1))
     frontier = replace(frontier_of(name, devices), budget_bytes=plan.budget_bytes)
-    return made(GRAPHS[name](), profile_of(name), preset(devices), frontier, plan)
+    return made(GRAPHS[name](), profile_of(name), preset(devices), frontier, plan, **config)
 
 
 def planned_of(name: str, **how) -> Planned:
@@ -179,6 +184,7 @@ def test_the_budget_rules_out_what_the_checkpoint_stage_refuses():
                 over += 1
                 assert option.seconds is None
                 assert f"by {option.peak_bytes / 1e9:.4g} GB" in option.why and "optimizer state" in option.why
+                assert " link " in option.why or "what the optimizer takes" in option.why
     assert over
 
 
@@ -416,6 +422,23 @@ def test_two_folders_are_compared(root, capsys):
     assert main(["explain", "--diff", "kept/a", "."]) == 0
     text = capsys.readouterr().out
     assert "recompute: nothing -> " in text and max(map(len, text.splitlines())) <= 100
+
+
+def test_settings_are_told_by_value_while_their_files_are_there(tmp_path, monkeypatch, capsys):
+    for name, text in (("a", "gap: 1e-3"), ("b", "gap: 1e-6")):
+        shutil.copytree(PROJECT / "conf", tmp_path / name / "conf")
+        file = tmp_path / name / "conf" / "solve" / "glpk.yaml"
+        assert "gap: 1e-3" in file.read_text()
+        file.write_text(file.read_text().replace("gap: 1e-3", text))
+        for artifact in run_of("mlp", solve=load_config(tmp_path / name).digest("solve")).values():
+            artifacts.save(artifact, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "--diff", "a", "b"]) == 0
+    assert "solve.gap: 0.001 -> 1e-06" in capsys.readouterr().out
+    file.write_text(file.read_text().replace("gap: 1e-6", "gap: 1e-2"))
+    assert main(["explain", "--diff", "a", "b"]) == 0
+    text = capsys.readouterr().out
+    assert "solve.gap" not in text and "\n  solve: " in text
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from stages.solve.storage import Way
 
 NOT_PROVEN = Proof("", "", 0.0, 0.0, 0.0, 0, 0)
 NOT_FOUND = "the search ended before it, within its gap"
+READ_OTHERWISE = "what is beside it in the plan does not go with it; --solve changes that as well"
 SAME = 1e-9  # of a step: what rounding makes of equal times
 PLAN = "runs/checkpoint/plan.json"
 
@@ -221,7 +222,7 @@ class Options:
         if misfit := self._misfit(change.sharding):
             return Option(words, Verdict.shape, misfit)
         if self.picked is not None and change.picked is None:
-            alone = Option(words, Verdict.neighbours, "what reads it in the plan does not take it so")
+            alone = Option(words, Verdict.neighbours, READ_OTHERWISE)
             return alone if again is None else self._solved(alone, name, change, again)
         outcome = self.outcome(with_paths(self.part.graph, change.sharding, self.part.cluster))
         more = outcome.seconds - self.now.seconds

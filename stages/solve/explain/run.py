@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,16 @@ def explain(root: Path, asked: argparse.Namespace, evaluate: Evaluate, sliced: S
         found: Explained = _of_two(root, asked.diff, sliced)
     else:
         found = _of_one(root, asked, evaluate, sliced, log)
-    print(json.dumps(encode(found), indent=1) if asked.json else text_of(found))
+    _print(json.dumps(encode(found), indent=1) if asked.json else text_of(found))
     return 0
+
+
+def _print(text: str) -> None:
+    """A reader that has seen enough (`| head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be told at exit
 
 
 def text_of(found: Explained) -> str:
@@ -107,7 +117,8 @@ def _settings(before: Planned, after: Planned, old: Config | None, new: Config |
         if known[0] is not None and known[1] is not None:
             found += changed_settings(*(_flat(one, f"{key}.") for one in known))
         else:
-            found.append(Changed(key, *((digest or "-")[:8] for digest in digests)))
+            before_it, after_it = ((digest or "-")[:8] for digest in digests)
+            found.append(Changed(key, before_it, after_it))
     return tuple(found)
 
 

@@ -74,6 +74,7 @@ def _sentence(text: str) -> list[str]:
 def whole_text(whole: Whole) -> str:
     step = whole.step_seconds
     where = "" if whole.partition is None else f" of partition {whole.partition}, the busiest"
+    listed = seconds(whole.priced_seconds)
     rest = whole.peak_bytes / whole.budget_bytes if whole.budget_bytes else 0.0
     lines = [
         *table(whole.plan),
@@ -83,7 +84,9 @@ def whole_text(whole: Whole) -> str:
             _held(whole.memory, whole.peak_bytes),
         ),
         *_titled("the largest of what stays", _held(whole.largest, whole.peak_bytes)),
-        *_titled(f"ops{where}, {seconds(whole.priced_seconds)} with all below", _costs(whole.ops, step)),
+        *_titled(
+            f"ops{where}; priced one by one, all below is {seconds(whole.priced_seconds)}", _costs(whole.ops, step)
+        ),
         *_titled("collectives", _costs(whole.collectives, step)),
         *_titled("parameters", _costs(whole.parameters, step)),
         *_titled("plans that lost", table([(_time(one.seconds), _lost(one)) for one in whole.alternatives], 1)),
