@@ -84,9 +84,7 @@ def whole_text(whole: Whole) -> str:
             _held(whole.memory, whole.peak_bytes),
         ),
         *_titled("the largest of what stays", _held(whole.largest, whole.peak_bytes)),
-        *_titled(
-            f"ops{where}; priced one by one, all below is {seconds(whole.priced_seconds)}", _costs(whole.ops, step)
-        ),
+        *_titled(f"ops{where}; priced one by one, all below is {listed}", _costs(whole.ops, step)),
         *_titled("collectives", _costs(whole.collectives, step)),
         *_titled("parameters", _costs(whole.parameters, step)),
         *_titled("plans that lost", table([(_time(one.seconds), _lost(one)) for one in whole.alternatives], 1)),
