@@ -19,6 +19,11 @@ from pipeline.ir.plan import Frontier, FrontierPoint, Plan, Prediction, Proof, R
 from pipeline.ir.verify import gathered, verify_graph, verify_sharding
 from pipeline.lowering import lower, with_paths
 from pipeline.ops.mesh import graph_strategies
+from pipeline.tracing.build import fake_mode, to_fake
+from pipeline.tracing.chain import find_chain
+from pipeline.tracing.export import export_loss
+from pipeline.tracing.lower import lower as to_ops
+from pipeline.tracing.simplify import simplify
 from stages.checkpoint.choose import choose, evaluate
 from stages.codegen.module import write_module
 from stages.profile.by_table import profile_graph
@@ -28,11 +33,6 @@ from stages.solve.on_mesh import OnMesh, price_point
 from stages.solve.problem import to_sharding
 from stages.solve.storage import Way, storage_choices
 from stages.solve.wide import fastest
-from stages.trace.build import fake_mode, to_fake
-from stages.trace.chain import find_chain
-from stages.trace.export import export_loss
-from stages.trace.lower import lower as to_ops
-from stages.trace.simplify import simplify
 
 COPIES, MEMORY, SECONDS = 2.0, 4 * 10**9, 5.0
 TIGHT = 0.6  # of what the solver's plan needs beyond what stays, where it is to recompute

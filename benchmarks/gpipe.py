@@ -29,11 +29,11 @@ from benchmarks.recompute_plans import unsplit
 from pipeline.ir.plan import Partition, Plan, Prediction, Region
 from pipeline.models import mlp
 from pipeline.partitions import restricted
+from pipeline.tracing.chain import find_chain
+from pipeline.tracing.export import export_loss
+from pipeline.tracing.lower import lower as to_ops
+from pipeline.tracing.simplify import simplify
 from stages.codegen.partitions import write_partitions
-from stages.trace.chain import find_chain
-from stages.trace.export import export_loss
-from stages.trace.lower import lower as to_ops
-from stages.trace.simplify import simplify
 from stages.train.piped import Piped
 
 BAR = 0.9
@@ -106,6 +106,7 @@ def _job(path: Path, width: int, layers: int, batch: int) -> dict[str, Any]:
             "seed": 0,
             "init_from": None,
             "clip_norm": None,
+            "batch_norm": "exact",
             "optimizer": optimizer,
             "evaluate": {"every": 0, "batches": 1},
         },

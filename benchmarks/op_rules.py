@@ -29,11 +29,11 @@ from pipeline.ops.dims import strategies
 from pipeline.ops.mesh import followers, graph_strategies
 from pipeline.ops.rule import view_op
 from pipeline.ops.table import rule_of, table
-from stages.trace.build import fake_mode, to_fake
-from stages.trace.chain import find_chain
-from stages.trace.export import export_loss
-from stages.trace.lower import lower
-from stages.trace.simplify import simplify
+from pipeline.tracing.build import fake_mode, to_fake
+from pipeline.tracing.chain import find_chain
+from pipeline.tracing.export import export_loss
+from pipeline.tracing.lower import lower
+from pipeline.tracing.simplify import simplify
 
 DECODER = {"num_hidden_layers": 4, "vocab_size": 32000, "use_cache": False}
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

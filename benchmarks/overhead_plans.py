@@ -15,6 +15,10 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan, Prediction, Region, Sharding
 from pipeline.ir.profile import as_run
 from pipeline.lowering import lower, with_paths
+from pipeline.tracing.chain import find_chain
+from pipeline.tracing.export import export_loss
+from pipeline.tracing.lower import lower as to_ops
+from pipeline.tracing.simplify import simplify
 from stages.checkpoint.released import released
 from stages.codegen.module import write_module
 from stages.profile.run import make_profile
@@ -23,10 +27,6 @@ from stages.solve.exact import restrict
 from stages.solve.families import Families, named
 from stages.solve.problem import Given, build, to_sharding
 from stages.solve.wide import fastest
-from stages.trace.chain import find_chain
-from stages.trace.export import export_loss
-from stages.trace.lower import lower as to_ops
-from stages.trace.simplify import simplify
 
 SEARCH_S = 20.0
 FAMILIES = {"ddp": "DDP", "zero3": "ZeRO-3", "tensor": "tensor"}

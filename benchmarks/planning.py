@@ -69,13 +69,13 @@ def _plan(depth: int, backend: str) -> dict[str, Any]:
     from pipeline.config import Backend, Solve
     from pipeline.ir.cluster import COLLECTIVES, Axis, Compute, Curve, LinkCost
     from pipeline.models.gpt import GPT
+    from pipeline.tracing.chain import find_chain
+    from pipeline.tracing.export import export_loss
+    from pipeline.tracing.lower import lower
+    from pipeline.tracing.simplify import simplify
     from stages.profile.by_table import profile_graph
     from stages.solve.frontier import Sweep
     from stages.solve.problem import Given, build
-    from stages.trace.chain import find_chain
-    from stages.trace.export import export_loss
-    from stages.trace.lower import lower
-    from stages.trace.simplify import simplify
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -26,14 +26,14 @@ from benchmarks.measure_steps import locate
 from pipeline.cost.kernels import Card
 from pipeline.cost.unsplit import StepSeconds, step_seconds
 from pipeline.ir.graph import OpGraph
+from pipeline.tracing.build import fake_mode, to_fake
+from pipeline.tracing.chain import find_chain
+from pipeline.tracing.export import export_loss
+from pipeline.tracing.lower import lower
+from pipeline.tracing.simplify import simplify
 from stages.profile.costs import all_kernels
 from stages.profile.step import profile_step
 from stages.profile.timeline import StepMemory
-from stages.trace.build import fake_mode, to_fake
-from stages.trace.chain import find_chain
-from stages.trace.export import export_loss
-from stages.trace.lower import lower
-from stages.trace.simplify import simplify
 
 MEMORY = {"resident": "resident_bytes", "after_forward": "after_fwd_bytes", "peak": "step_peak_bytes"}
 SECONDS = {"forward": "fwd_ms", "backward": "bwd_ms", "optimizer": "opt_ms", "step": "step_ms"}

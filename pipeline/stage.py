@@ -41,7 +41,7 @@ STAGES = {
             "solve", ("graph", "profile", "cluster"), "frontier", ("solve", "train.micro_batches", "train.optimizer")
         ),
         Stage("checkpoint", ("graph", "profile", "cluster", "frontier"), "plan", ("checkpoint",)),
-        Stage("codegen", ("graph", "plan"), "module", ()),
+        Stage("codegen", ("graph", "plan"), "module", ("model",)),
         Stage("train", ("graph", "plan", "module"), "report", ("model", "data", "train")),
     )
 }

@@ -79,6 +79,7 @@ def _compared(report: Report) -> list[tuple[str, str, str, str]]:
         "step_ms": ("step", "{:.2f} ms"),
         "compute_ms": ("- compute", "{:.2f} ms"),
         "communication_ms": ("- communication", "{:.2f} ms"),
+        "bubble_ms": ("- bubble", "{:.2f} ms"),
         "other_ms": ("- other", "{:.2f} ms"),
         "samples_per_second": ("throughput", "{:.1f} samples/s"),
         "peak_mb": ("peak memory", "{:.1f} MB a rank"),

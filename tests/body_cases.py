@@ -13,6 +13,7 @@ from pipeline.runtime import (
     expert_split,
     row_split_embedding,
 )
+from pipeline.runtime.deferred import Deferred
 from tests.ranks import AXIS
 
 
@@ -87,6 +88,19 @@ def check_batch_norm_in_half_precision() -> None:
             torch.testing.assert_close(_summed(mine.grad.float()), all_of_it.grad, rtol=0.02, atol=0.1)
 
 
+def check_deferred_batch_norm_over_ranks() -> None:
+    """The statistics of a step are those of all micro-batches of all ranks."""
+    batches = [torch.randn(rows, 3, 5, dtype=torch.float64) * rows for rows in (12, 6, 12)]
+    kept = [torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)]
+    F.batch_norm(torch.cat(batches), *kept, None, None, True, 0.1, 1e-5)
+    ours = [torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)]
+    with Deferred([]).step():
+        for x in batches:
+            found = batch_norm(_mine(x), None, None, *ours, True, 0.1, 1e-5, axis=AXIS)
+            torch.testing.assert_close(found, _mine(F.batch_norm(x, None, None, None, None, True, 0.1, 1e-5)))
+    torch.testing.assert_close(ours, kept)
+
+
 def _grouped(rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     parts = rows.tensor_split(ends[:-1].tolist())
     return torch.cat([part @ expert for part, expert in zip(parts, experts, strict=True)])
@@ -124,6 +138,7 @@ CHECKS = {
     "classes of a loss": check_class_split_cross_entropy,
     "rows of a table": check_row_split_embedding,
     "batch norm": check_batch_norm_over_ranks,
+    "deferred batch norm": check_deferred_batch_norm_over_ranks,
     "batch norm in half precision": check_batch_norm_in_half_precision,
     "experts": check_expert_split,
     "draws": check_draws,

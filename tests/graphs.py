@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Container
 from dataclasses import replace
 from math import prod
 
@@ -20,6 +21,10 @@ from pipeline.ir.profile import Profile
 from pipeline.ir.verify import verify_graph
 from pipeline.models.gpt import GPT
 from pipeline.models.mlp import MLP
+from pipeline.tracing.chain import find_chain
+from pipeline.tracing.export import export_loss
+from pipeline.tracing.lower import lower
+from pipeline.tracing.simplify import simplify
 from stages.checkpoint.choose import choose, evaluate
 from stages.cluster.run import from_preset
 from stages.profile.by_table import profile_graph
@@ -27,10 +32,6 @@ from stages.solve.data import Problem
 from stages.solve.frontier import Solution, Sweep
 from stages.solve.on_mesh import price_point
 from stages.solve.problem import Choices, Given, build, to_sharding
-from stages.trace.chain import find_chain
-from stages.trace.export import export_loss
-from stages.trace.lower import lower
-from stages.trace.simplify import simplify
 from tests.skips import Ladder, Shared, sequences
 
 SILENT = logging.getLogger("tests.silent")
@@ -38,10 +39,12 @@ SILENT.addHandler(logging.NullHandler())
 SILENT.propagate = False
 
 
-def trace(model: nn.Module, batch: dict[str, torch.Tensor], *, keep_casts: bool = False) -> OpGraph:
+def trace(
+    model: nn.Module, batch: dict[str, torch.Tensor], *, keep_casts: bool = False, stay: Container[str] = ()
+) -> OpGraph:
     """What the stage does, without its configuration."""
     program = export_loss(model.train(), batch)
-    graph = find_chain(simplify(lower(program, model, tuple(batch), keep_casts=keep_casts)))
+    graph = find_chain(simplify(lower(program, model, tuple(batch), keep_casts=keep_casts, stay=stay)))
     verify_graph(graph)
     return graph
 

@@ -6,6 +6,8 @@ import copy
 import random
 import traceback
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from pipeline.config import Config, DType, Model, TensorSpec, load_config
+from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan
+from pipeline.products import PRODUCTS, is_put_off, weights
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.partition import Partition
 from pipeline.runtime.piped import Places
+from pipeline.runtime.put_off import Border
 from pipeline.runtime.source import load_program
+from pipeline.tracing.trace import trace
+from stages.checkpoint.pipelines import Pipeline, orders
 from stages.codegen.partitions import write_partitions
+from stages.codegen.slices import graph_of_slice
 from stages.train.piped import Piped
 from stages.verify import truth as verify_truth
 from stages.verify.piped import judge_pipeline, told
@@ -44,16 +53,25 @@ class Case:
     seed: int = 0
     clip_norm: float | None = None
     precision: str = ""  # float64, or one of the configuration's, of a model in float32
+    batch_norm: str = "exact"
+    slices: int = 1  # micro-batches that have together one batch of the model
 
     @property
     def name(self) -> str:
         sizes = "x".join(map(str, self.devices))
         counts = f"{sizes}-{self.chunks}-{self.micro_batches}"
-        return f"{self.model}-{self.schedule}-{counts}-{self.plans}-{self.seed}{self.precision}"
+        norms = "" if self.batch_norm == "exact" else self.batch_norm
+        sliced = f"-{self.slices}ths" if self.slices > 1 else ""
+        return f"{self.model}-{self.schedule}-{counts}-{self.plans}-{self.seed}{self.precision}{norms}{sliced}"
+
+    @property
+    def passes(self) -> int:
+        return self.micro_batches // self.slices
 
 
 def plan_of(case: Case) -> Plan:
-    graph, draw = graph_of(case.model), random.Random(case.seed)
+    """Of plans that a micro-batch can be split by."""
+    graph, draw = graph_of_case(case), random.Random(case.seed)
     count = len(case.devices) * case.chunks
     devices = [case.devices[number % len(case.devices)] for number in range(count)]
     if case.plans == "random":
@@ -61,7 +79,34 @@ def plan_of(case: Case) -> Plan:
     else:
         plans = [FORCED[case.plans](graph, size) for size in devices]
     plan = cut(graph, random_cuts(graph, count, draw), plans, draw, case.micro_batches)
-    return replace(plan, schedule=case.schedule, chunks=case.chunks)
+    return replace(plan, schedule=case.schedule, chunks=case.chunks, slices=case.slices)
+
+
+def graph_of_case(case: Case) -> OpGraph:
+    """For a micro-batch."""
+    return graph_of(case.model) if case.slices == 1 else trace(config_of(case.model), case.slices)
+
+
+def sliced_plan(model: str, slices: int, passes: int) -> Plan:
+    return plan_of(Case(model, "1f1b", (1, 1), micro_batches=passes * slices, slices=slices))
+
+
+def config_of(model: str) -> Config:
+    """The project's, with this model."""
+    module_of(model)  # once and for all, not on the meta device
+    batch = {name: TensorSpec(list(t.shape), DType(str(t.dtype)[6:])) for name, t in batch_of(model).items()}
+    module = {"_target_": "tests.piped_training.build", "model": model}
+    return replace(load_config(Path(__file__).parents[1]), model=Model(module=module, batch=batch))
+
+
+def micro_batches_of(case: Case) -> list[dict[str, Tensor]]:
+    """Of a step: each batch of the model in its parts, one after another."""
+    batches = [batch_of(case.model, number) for number in range(case.passes)]
+    return [
+        {name: t.chunk(case.slices)[part] for name, t in batch.items()}
+        for batch in batches
+        for part in range(case.slices)
+    ]
 
 
 def build(model: str, precision: str = "") -> nn.Module:
@@ -85,7 +130,7 @@ class Rows(Dataset):
 
 def job_of(case: Case, path: Path) -> dict:
     batch = {n: {"shape": list(t.shape), "dtype": str(t.dtype)[6:]} for n, t in batch_of(case.model).items()}
-    rows = {"_target_": "tests.piped_training.Rows", "model": case.model, "micro_batches": case.micro_batches}
+    rows = {"_target_": "tests.piped_training.Rows", "model": case.model, "micro_batches": case.passes}
     return {
         "module_path": str(path),
         "model": {
@@ -98,6 +143,7 @@ def job_of(case: Case, path: Path) -> dict:
             steps=STEPS,
             seed=0,
             clip_norm=case.clip_norm,
+            batch_norm=case.batch_norm,
             evaluate={"every": STEPS, "batches": 1},
             optimizer={"_target_": "torch.optim.AdamW", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-6},
         ),
@@ -112,27 +158,61 @@ def truth_of(case: Case) -> dict:
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1, eps=1e-6
     )
-    batches = [batch_of(case.model, number) for number in range(case.micro_batches)]
+    batches = micro_batches_of(case)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "amp"):
-            found = [model(**batch) for batch in batches]
-        sum(found).div(len(found)).backward()
+        with statistics_once(model) if case.batch_norm == "deferred" else nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "amp"):
+                found = [model(**batch) for batch in batches]
+            sum(found).div(len(found)).backward()
         if case.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
         optimizer.step()
         losses.append(sum(float(loss.detach()) for loss in found) / len(found))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # a forward pass changes buffers
     with torch.no_grad():
-        evaluated = float(model.eval()(**batches[0]))
+        held_out = batches[: case.slices]  # one batch of the model
+        evaluated = sum(float(model.eval()(**batch)) for batch in held_out) / len(held_out)
     return {"losses": losses, "evaluated": evaluated, "weights": weights, "names": dict(model.named_parameters())}
 
 
+@contextmanager
+def statistics_once(model: nn.Module) -> Iterator[None]:
+    """What its batch norms are given in several passes counts together, and once."""
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    before = [copy.deepcopy(norm.state_dict()) for norm in norms]
+    given: dict[nn.Module, list[Tensor]] = {norm: [] for norm in norms}
+    hooks = [norm.register_forward_pre_hook(lambda norm, read: given[norm].append(read[0].detach())) for norm in norms]
+    yield
+    for norm, state, hook in zip(norms, before, hooks, strict=True):
+        hook.remove()
+        norm.load_state_dict(state)
+        once = copy.deepcopy(norm)
+        once(torch.cat(given[norm]))
+        norm.load_state_dict(once.state_dict())
+
+
 def write_case(case: Case, folder: Path) -> None:
+    plan = plan_of(case)
     graph = graph_of(case.model)
-    (folder / f"{case.name}.py").write_text(write_partitions(graph, plan_of(case)))
-    torch.save((case, truth_of(case)), folder / f"{case.name}.truth")
+    if case.slices > 1:
+        config = config_of(case.model)
+        graph = graph_of_slice(trace(config), plan, config)
+    (folder / f"{case.name}.py").write_text(write_partitions(graph, plan))
+    torch.save((case, truth_of(case) | {"put_off": put_off_in(case)}), folder / f"{case.name}.truth")
+
+
+def put_off_in(case: Case) -> list[list[str]]:
+    """Of each partition: the products whose seconds the planned order has in W, by their weights."""
+    graph, found = graph_of_case(case), []
+    for partition in plan_of(case).partitions:
+        again = {n for r in partition.regions if r.recompute for n in range(r.first, r.last + 1)}
+        links = [graph.chain[n] for n in range(partition.first, partition.last + 1) if n not in again]
+        ops = [graph.op(name) for link in links for name in link.ops]
+        own = [op for op in ops if is_put_off(graph, op, weights(graph))]
+        found.append([graph.values[op.args.positional[PRODUCTS[op.target].weight].value].origin for op in own])
+    return found
 
 
 def train(folder: str) -> dict[str, str]:
@@ -155,7 +235,7 @@ def judge(folder: str) -> dict[str, str]:
     case, _ = torch.load(Path(folder) / "case.truth", weights_only=False)
     found = {}
     for path in sorted(Path(folder).glob("*.py")):
-        batches = [[batch_of(case.model, number) for number in range(case.micro_batches)]] * 2
+        batches = [micro_batches_of(case)] * 2
         truth = verify_truth.truth_of(lambda: build(case.model), batches, _adamw, draw=False)
         verdict = judge_pipeline(load_program(str(path), compiles=False), truth, _adamw)
         first = verdict.first()
@@ -172,10 +252,15 @@ def _train(path: Path) -> None:
 
     case, truth = torch.load(path.with_suffix(".truth"), weights_only=False)
     engine = Piped(job_of(case, path))
+    assert engine.samples == case.passes * len(next(iter(batch_of(case.model).values())))
+    watched = {partition.number: _watched(partition) for partition in engine.partitions}
     losses = []
     for step in range(STEPS):
         first, *later = engine.batches(step)
         losses.append(engine.step(engine.on_device(first), later))
+        for partition in engine.partitions:
+            _check_order(case, partition, watched[partition.number], truth["put_off"][partition.number])
+            watched[partition.number].clear()
     expected = torch.tensor(truth["losses"], dtype=torch.float64)
     _near("losses", torch.tensor(losses, dtype=torch.float64), expected, NEAR[case.precision])
     if case.precision:
@@ -194,6 +279,43 @@ def _train(path: Path) -> None:
     assert exported.keys() == truth["weights"].keys()
     for name, tensor in exported.items():
         _near(name, tensor, truth["weights"][name])
+
+
+Seen = tuple[str, int, set[str]]  # I or W, products that are put off, parameters to whose gradient it adds
+
+
+def _watched(partition: Partition) -> list[Seen]:
+    """What the schedule asks of a partition, and the gradients that come with it."""
+    seen: list[Seen] = []
+
+    def noting(phase: str, function: Callable[..., None]) -> Callable[..., None]:
+        def noted(*arguments: Any) -> None:
+            entries = partition.put_off[arguments[0]].entries if phase == "W" else []
+            seen.append((phase, sum(not isinstance(entry, Border) for entry in entries), set()))
+            function(*arguments)
+
+        return noted
+
+    partition.backward = noting("I", partition.backward)  # type: ignore[method-assign]
+    partition.backward_weights = noting("W", partition.backward_weights)  # type: ignore[method-assign]
+    for name, parameter in partition.parameters.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen[-1][2].add(name))
+    return seen
+
+
+def _check_order(case: Case, partition: Partition, seen: list[Seen], products: list[str]) -> None:
+    """Gradients of weights are made where the planned order has them: later, but in the first piece."""
+    piece, phases = partition.number % len(case.devices), [phase for phase, _, _ in seen]
+    assert partition.puts_off == (case.schedule == "zero_bubble" and piece > 0)
+    if not partition.puts_off:
+        assert phases == ["I"] * case.micro_batches
+        return
+    order = orders(Pipeline.ZERO_BUBBLE, len(case.devices), case.micro_batches).tasks[piece]
+    assert phases == ["I" if task.phase == "B" else "W" for task in order if task.phase != "F"]
+    assert all(count == len(products) for phase, count, _ in seen if phase == "W")
+    if case.model == "gpt":  # each of its matrices is read once
+        assert all(came.isdisjoint(products) for phase, _, came in seen if phase == "I")
+        assert all(came.issuperset(products) for phase, _, came in seen if phase == "W")
 
 
 def _check_state(engine: Piped, truth: dict) -> None:

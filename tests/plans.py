@@ -31,12 +31,12 @@ from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.passes import run_passes
 from pipeline.runtime.source import load_program
+from pipeline.tracing.chain import find_chain
+from pipeline.tracing.export import export_loss
+from pipeline.tracing.lower import lower as to_ops
+from pipeline.tracing.simplify import simplify
 from stages.codegen.module import write_module
 from stages.solve.storage import Stored, Way, storage_choices
-from stages.trace.chain import find_chain
-from stages.trace.export import export_loss
-from stages.trace.lower import lower as to_ops
-from stages.trace.simplify import simplify
 from tests import skips
 from tests.ranks import AXIS
 
@@ -168,7 +168,7 @@ def batch_of(model: str, number: int = 0) -> dict[str, Tensor]:
         return {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}
     if model in ("ladder", "shared", "unet"):
         batch = skips.images() if model == "unet" else skips.sequences()
-        return {name: tensor.double() for name, tensor in batch.items()}
+        return {name: tensor.double() * (1 + number) for name, tensor in batch.items()}
     if model == "mlp8":
         return {"inputs": torch.randn(16, 16).double(), "targets": torch.randint(8, (16,))}
     if model == "mlp":

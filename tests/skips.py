@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipeline.ir.graph import Args, Op, Ref, Role, TensorType, Value
-from stages.trace.lower import Ops, without_dead_ops
+from pipeline.tracing.lower import Ops, without_dead_ops
 
 WIDTH, LENGTH, SAMPLES = 12, 6, 6
 

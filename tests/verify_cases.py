@@ -113,6 +113,12 @@ class Tried:
     edit: tuple[str, str] = ("", "")
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw
     traced: Callable[[OpGraph], OpGraph] = lambda graph: graph
+    passes: int = 1
+    batch_norm: str = "exact"
+
+    def batches(self) -> list[dict[str, Tensor]]:
+        """Of a step; they have different means and spreads."""
+        return [{name: x * (1 + n) + n for name, x in self.batch().items()} for n in range(self.passes)]
 
 
 def rows() -> dict[str, Tensor]:
@@ -137,6 +143,10 @@ TRIED: dict[str, Tried] = {
     "dropout that is whole": Tried(lambda: Ladder(dropout=0.3), sequences, whole),
     "statistics": Tried(Stateful, rows, split),
     "statistics of rounding": Tried(Centred, rows, split),
+    "deferred statistics": Tried(Stateful, rows, split, passes=3, batch_norm="deferred"),
+    "wrong deferred statistics": Tried(
+        Stateful, rows, split, ("True, 0.1, ", "True, 0.2, "), passes=3, batch_norm="deferred"
+    ),
     "wrong statistics": Tried(Stateful, rows, split, ("True, 0.1, ", "True, 0.2, ")),
     "an optimizer of whole tensors": Tried(Ladder, sequences, shards, make=by_norm),
     "a wrong trace": Tried(Ladder, sequences, split, traced=wrong_graph),
@@ -153,7 +163,7 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 def case_of(tried: Tried, path: Path) -> Case:
     graph = tried.traced(trace(seeded(tried.build), tried.batch()))
-    plan = tried.plan(graph)
+    plan = replace(tried.plan(graph), micro_batches=tried.passes)
     program = lower(graph, plan.sharding, plan.micro_batches)
     written = write_module(graph, plan, program)
     assert tried.edit[0] in written
@@ -171,7 +181,8 @@ def judged(tried: Tried, case: Case) -> dict[str, Any]:
     draw = draws_alike(case.graph, case.text)
 
     def truth():
-        return truth_of(lambda: seeded(tried.build), [[tried.batch()]] * 3, tried.make, draw=draw)
+        batches = [tried.batches()] * 3
+        return truth_of(lambda: seeded(tried.build), batches, tried.make, draw=draw, batch_norm=tried.batch_norm)
 
     known = truth()
     verdict = judge(load_program(case.path, compiles=False), known, tried.make)

@@ -521,6 +521,11 @@ class Snapshots:
     background: bool = setting("Write them while training goes on; false: training waits.", True)
 
 
+class BatchNorm(StrEnum):
+    exact = "exact"
+    deferred = "deferred"
+
+
 class TrainEngine(StrEnum):
     planned = "planned"
     ddp = "ddp"
@@ -545,6 +550,11 @@ class Train:
         "Largest norm of all gradients together; larger ones are scaled down to it. null: they are taken as they are.",
         None,
         above=0,
+    )
+    batch_norm: BatchNorm = setting(
+        "Running statistics of batch norms change with each micro-batch (`exact`), or once a step with mean and"
+        " unbiased variance of all its micro-batches (`deferred`, as in GPipe). Each is normalised by its own in both.",
+        BatchNorm.exact,
     )
     init_from: str | None = setting(
         "File with weights of the unsplit model, by its own names: `.safetensors`, its `.index.json`, or a state dict"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeline.config.schema import Config, Decay
+from pipeline.config.schema import BatchNorm, Config, Decay, TrainEngine
 from pipeline.config.source import Source
 
 
 def check_training(config: Config, source_of: Callable[[str], Source]) -> None:
     """`source_of` reads the file of a group once more, to name the line."""
-    for check in (_check_schedule, _check_evaluate, _check_trace):
+    for check in (_check_schedule, _check_evaluate, _check_trace, _check_batch_norm):
         check(config, source_of)
 
 
@@ -40,3 +40,11 @@ def _check_trace(config: Config, source_of: Callable[[str], Source]) -> None:
     if step is not None and step >= steps:
         reason = f"got {step}, and the {steps} steps are counted from 0"
         raise source_of("train").error(("trace_step",), reason, "set it to an earlier step, or null")
+
+
+def _check_batch_norm(config: Config, source_of: Callable[[str], Source]) -> None:
+    """The other engines run the user's own module, whose batch norms do as torch has them."""
+    engine = config.train.engine
+    if config.train.batch_norm is BatchNorm.deferred and engine is not TrainEngine.planned:
+        reason = f"'deferred' is for the plan's program, and `engine` is {engine.value}"
+        raise source_of("train").error(("batch_norm",), reason, "set it to exact, or `engine: planned`")

@@ -11,9 +11,10 @@ class Breakdown:
 
     step_seconds: float
     compute_seconds: float
-    communication_seconds: float  # while nothing was computed
+    communication_seconds: float  # while nothing was computed; of a pipeline, within partitions
     hidden_seconds: float  # of communication while something was computed, and in `compute_seconds`
     other_seconds: float
+    bubble_seconds: float = 0.0  # of a pipeline: while nothing was computed and a partition waited for another
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,6 @@ class Report:
     predicted_peak_bytes: int
     module_edited: bool
     evaluations: tuple[Evaluation, ...] = ()
-    breakdown: Breakdown | None = None  # mean of the ranks; None where too few steps were taken
+    breakdown: Breakdown | None = None  # of the ranks (stages/train/breakdown.py); None where too few steps were taken
     compared: tuple[Compared, ...] = ()
     engine: str = "planned"  # what took the steps; the predictions are the plan's, whatever it was

@@ -36,6 +36,15 @@ def _order(length: int, seed: int, epoch: int) -> list[int]:
     return _orders[key]
 
 
+def in_slices(job: Mapping[str, Any], slices: int) -> dict[str, Any]:
+    """The job as if the model's batch were a micro-batch, of which so many make one: they follow one another."""
+    batch = {
+        name: {**spec, "shape": [spec["shape"][0] // slices, *spec["shape"][1:]]}
+        for name, spec in job["model"]["batch"].items()
+    }
+    return {**job, "model": {**job["model"], "batch": batch}}
+
+
 class Batches:
     """This rank's part of every step, cut as the plan says; only samples that it needs are loaded."""
 

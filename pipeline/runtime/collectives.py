@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipeline.runtime import later
 from pipeline.runtime.mesh import MeshAxis, axis_of
+from pipeline.runtime.put_off import at_border
 
 Move = Callable[[Tensor], Tensor]
 
@@ -39,7 +40,7 @@ class _Pair(torch.autograd.Function):
 
 
 def _apply(x: Tensor, forward: Move, backward: Move) -> Tensor:
-    result: Tensor = _Pair.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    (result,) = at_border([x], [_Pair.apply(x, forward, backward)])  # type: ignore[no-untyped-call]
     return result
 
 

@@ -58,8 +58,10 @@ class Gradients:
         self.next = 0
         self.armed = True
         self.order: list[int] = []  # buckets in the order they were sent in this step
+        self.places: dict[int, tuple[_Sum | _Shards, int]] = {}  # `id` of a parameter -> its bucket, its number there
         for bucket in self.buckets:
             for number, member in enumerate(bucket.members):
+                self.places[id(member.parameter)] = bucket, number
                 member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, number))
 
     def _updated(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -73,10 +75,21 @@ class Gradients:
             bucket.take(number)
             if self.armed:
                 bucket.missing.discard(number)
-                while self.next < len(self.buckets) and not self.buckets[self.next].missing:
-                    self._send()
+                self._send_complete()
 
         return ready
+
+    def finish(self, parameters: Iterable[Tensor]) -> None:
+        """No gradient of these comes any more in this step: for a last pass that is not armed, as it is in parts."""
+        for parameter in parameters:
+            if id(parameter) in self.places:
+                bucket, number = self.places[id(parameter)]
+                bucket.missing.discard(number)
+        self._send_complete()
+
+    def _send_complete(self) -> None:
+        while self.next < len(self.buckets) and not self.buckets[self.next].missing:
+            self._send()
 
     def _send(self) -> None:
         if self.next:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipeline.runtime.axes import position
 from pipeline.runtime.collectives import pieces_of_all, sum_of_all
+from pipeline.runtime.deferred import collecting
 from pipeline.runtime.recompute import replaying
 
 
@@ -24,12 +25,17 @@ def batch_norm(
     eps: float,
     axis: str = "",
 ) -> Tensor:
-    """Batch norm, whose running statistics change once a step, also where a recompute region runs it twice.
+    """Batch norm, whose running statistics change once a micro-batch, also where a recompute region runs it twice.
 
-    `axis` is the one over which the batch is split: the statistics are those of the whole batch.
+    `axis` is the one over which the batch is split: the statistics are those of the whole batch. Where a step collects
+    statistics (pipeline/runtime/deferred.py), the running ones are left to it.
     """
-    if training and replaying() and running_mean is not None and running_var is not None:
-        running_mean, running_var = running_mean.clone(), running_var.clone()  # these take the change
+    if training and running_mean is not None and running_var is not None:
+        if (collector := collecting()) is not None:
+            running_mean, running_var = collector.scratch(running_mean, running_var, momentum, _count(x, axis))
+            momentum = 1.0
+        elif replaying():
+            running_mean, running_var = running_mean.clone(), running_var.clone()  # these take the change
     if not training or not axis:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     result: Tensor
@@ -42,8 +48,8 @@ def batch_norm(
 
 
 def _count(x: Tensor, axis: str) -> int:
-    """How many numbers of a channel there are on all ranks."""
-    return int(x.numel() // x.shape[1] * position(axis)[1])
+    """How many numbers of a channel there are on all ranks of the axis, or on this one."""
+    return int(x.numel() // x.shape[1]) * (position(axis)[1] if axis else 1)
 
 
 class _BatchNorm(torch.autograd.Function):

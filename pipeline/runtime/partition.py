@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipeline.ir.names import look_up
 from pipeline.runtime.gradients import Gradients, Row
 from pipeline.runtime.passes import Copies
+from pipeline.runtime.put_off import PutOff
 
 Batch = Mapping[str, Tensor]
 Around = Callable[[], AbstractContextManager[Any]]
@@ -30,27 +31,47 @@ class Partition:
         self.program = written(tensors)
         self.inputs: list[str] = list(written.INPUTS)
         self.batches: list[Callable[[], Batch]] = []
+        self.puts_off = False  # whether the schedule asks for gradients of weights on their own
+        self.put_off: dict[int, PutOff] = {}  # of micro-batches whose gradients of weights are not yet made
         self.undone = 0  # micro-batches of this step whose backward is done
 
     def start(self, batches: Sequence[Callable[[], Batch]]) -> None:
         """A step; each batch is asked for when its turn comes."""
         self.batches, self.undone = list(batches), 0
-        self.gradients.start(armed=len(batches) == 1)
+        self.gradients.start(armed=len(batches) == 1 and not self.puts_off)
         with self.around():
             self.copies = Copies(self.program.copies() if hasattr(self.program, "copies") else {})
 
     def forward(self, number: int, entering: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Of a micro-batch; the last one is undone last, whatever the schedule."""
+        if self.puts_off:
+            self.put_off[number] = PutOff(self.copies.stand_ins.values())
+            with self.put_off[number].recording():
+                return self._run(self.program, self.batches[number](), entering, self.copies.stand_ins)
         copies = self.copies.last() if number == len(self.batches) - 1 else self.copies.stand_ins
         return self._run(self.program, self.batches[number](), entering, copies)
 
     def backward(self, results: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        self.undone += 1
-        if self.undone == len(self.batches):
-            self.gradients.arm()
+        """Of a micro-batch; where gradients of weights are put off, `backward_weights` follows."""
+        if not self.puts_off:
+            self.undone += 1
+            if self.undone == len(self.batches):
+                self.gradients.arm()
         trained = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
         if trained:
             torch.autograd.backward([r for r, _ in trained], [g for _, g in trained])
+
+    def backward_weights(self, number: int) -> None:
+        """What the backward of a micro-batch has put off; what the last one finishes is sent."""
+        own = self.put_off.pop(number)
+        self.undone += 1
+        if self.undone < len(self.batches):
+            own.run()
+            return
+        own.entries.insert(0, self.copies)
+        left = own.leaves()
+        self.gradients.finish(p for p in self.parameters.values() if id(p) not in left)
+        own.run_last(self.gradients.finish)
 
     def without_gradient(self, batch: Batch, entering: Mapping[str, Tensor], program: Any) -> tuple[Tensor, ...]:
         """Of any batch, by another program of the partition, without a change of buffers."""

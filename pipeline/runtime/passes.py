@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.runtime.gradients import Gradients
+from pipeline.runtime.put_off import leaves_of, undo
 
 
 def run_passes(
@@ -49,7 +50,10 @@ def _pass(
 
 
 class Copies:
-    """Copies of parameters, of which autograd undoes the making once: in the backward pass that is last."""
+    """Copies of parameters, of which autograd undoes the making once: in the backward pass that is last.
+
+    Where gradients of weights are put off, that is an entry of what the last pass has put off.
+    """
 
     def __init__(self, made: Mapping[str, Tensor]) -> None:
         self.made = made
@@ -57,6 +61,14 @@ class Copies:
 
     def last(self) -> dict[str, Tensor]:
         return {name: self._joined(copy, self.stand_ins[name]) for name, copy in self.made.items()}
+
+    def leaves(self) -> list[Tensor]:
+        made = [copy for copy in self.made.values() if copy.requires_grad]
+        return [*(c for c in made if c.grad_fn is None), *leaves_of(c.grad_fn for c in made if c.grad_fn is not None)]
+
+    def run(self) -> None:
+        """Of all that has come together in the stand-ins."""
+        undo((copy, self.stand_ins[name].grad) for name, copy in self.made.items())
 
     def _joined(self, copy: Tensor, stand_in: Tensor) -> Tensor:
         """The copy, whose gradient is joined by what has come together in its stand-in."""

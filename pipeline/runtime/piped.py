@@ -9,13 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from pipeline.ir.names import look_up
 from pipeline.runtime.mesh import set_meshes
 from pipeline.runtime.partition import Around, Batch, Partition
-from pipeline.runtime.stage import Cut, Mesh, Stage, schedule_of
+from pipeline.runtime.put_off import split_products
+from pipeline.runtime.stage import Cut, Mesh, Stage, puts_off, schedule_of
 from pipeline.runtime.tied import Tied
-from pipeline.runtime.transfer import Shape, meeting_device
+from pipeline.runtime.transfer import ACROSS, Shape, meeting_device
 
 
 class Places:
@@ -74,6 +76,10 @@ class Pipeline:
         self.partitions = [Partition(n, places.written[n], tensors[n], around) for n in places.numbers]
         self.stages = self._stages(program)
         self.schedule = schedule_of(program.SCHEDULE, self.stages, self.passes)
+        for partition in self.partitions:
+            partition.puts_off = puts_off(self.schedule, partition.number)
+        if any(partition.puts_off for partition in self.partitions):
+            split_products(program)
         self.tied = Tied(program, places.meshes, self.partitions, shapes)
 
     def _stages(self, program: Any) -> list[Stage]:
@@ -116,5 +122,6 @@ class Pipeline:
         """The mean of the last partition's, on all ranks."""
         own = [float(loss) for loss in losses]
         told = torch.tensor(sum(own) / max(len(own), 1), dtype=torch.float64, device=meeting_device(self.device))
-        dist.broadcast(told, self.places.meshes[-1].first)
-        return float(told)
+        with record_function(ACROSS):
+            dist.broadcast(told, self.places.meshes[-1].first)
+            return float(told)

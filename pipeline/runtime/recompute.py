@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.low_precision import LOW
+from pipeline.runtime.autocast import as_autocast
+from pipeline.runtime.put_off import not_recorded
 from pipeline.runtime.regather import keep_shards, keeping_shards
 
 Result = TypeVar("Result")  # a tensor, or several
@@ -47,7 +48,8 @@ def recompute(region: Callable[..., Result], *arguments: Any) -> Result:
         with frame.entered():
             return region(*given)
 
-    result: Result = checkpoint(run, *arguments, use_reentrant=False, context_fn=_contexts)
+    with not_recorded():
+        result: Result = checkpoint(run, *arguments, use_reentrant=False, context_fn=_contexts)
     return result
 
 
@@ -61,7 +63,7 @@ def kept(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     frame = _here.frame
     if frame is None or not torch.is_grad_enabled():
         return function(*arguments, **named)
-    arguments = _as_autocast(function, arguments)
+    arguments = as_autocast(getattr(function, "__name__", ""), arguments)  # inside, a note could not find them
     if frame.runs > 1:
         return frame.replay(arguments)
     return frame.run(function, arguments, named)
@@ -227,18 +229,6 @@ class _Frame:
 
 def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
-
-
-def _as_autocast(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """As autocast would cast them inside the function, where a note could not find them.
-
-    Only where the function is one that autocast casts for: any other runs as it would without `kept`.
-    """
-    device = next((a.device.type for a in arguments if isinstance(a, Tensor)), "cpu")
-    if not torch.is_autocast_enabled(device) or getattr(function, "__name__", "") not in LOW:
-        return arguments
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(a.to(dtype) if isinstance(a, Tensor) and a.dtype == torch.float32 else a for a in arguments)
 
 
 def _random_state(device: torch.device) -> Any:

@@ -28,6 +28,7 @@ from torch import Tensor
 from pipeline.runtime import ahead
 from pipeline.runtime.collectives import Joining, Split, sum_and_split_several
 from pipeline.runtime.mesh import MeshAxis, axis_of
+from pipeline.runtime.put_off import at_border
 
 
 class _Note:
@@ -207,7 +208,8 @@ def regather_together(*given: tuple[Tensor, int] | tuple[Tensor, int, int], axis
         alike = [n for n, tensor in enumerate(tensors) if tensor.dtype == dtype]
         sources = [_source_of(tensors[n]) for n in alike]
         group = _Group(sources, [splits[n] for n in alike], mesh_axis)
-        wholes = _Together.apply(group, *(tensors[n] for n in alike))  # type: ignore[no-untyped-call]
+        pieces = [tensors[n] for n in alike]
+        wholes = at_border(pieces, _Together.apply(group, *pieces))  # type: ignore[no-untyped-call]
         for place, (n, whole) in enumerate(zip(alike, wholes, strict=True)):
             _remember(whole, _Member(group, place))
             found[n] = whole

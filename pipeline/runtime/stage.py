@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _ComputationType
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipeline.ir.layout import Layout
@@ -123,17 +124,21 @@ class Stage(_PipelineStageBase):
     def backward_one_chunk(
         self, chunk: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """With the gradients of weights, which a schedule without bubbles could put off."""
+        """With the gradients of weights, unless these are put off."""
         results, gradients = self.results.pop(chunk), self.gradients(chunk)
         self.partition.backward((loss,) if loss is not None else results, gradients)
         entered = self.entered.pop(chunk)
         self.returned[chunk] = {name: _gradient(t) for name, t in entered.items() if t.requires_grad}
+        if full_backward and self.partition.puts_off:
+            self.partition.backward_weights(chunk)
 
     def backward_weight_one_chunk(self, chunk: int, last_backward: bool = False) -> None:
-        """Done already."""
+        """Where they are not put off they are there already."""
+        if self.partition.puts_off:
+            self.partition.backward_weights(chunk)
 
     def perform_reduce_grad(self, scale: int) -> None:
-        """Buckets are sent in the last backward pass."""
+        """Buckets are sent in the last backward pass, or when its gradients of weights are made."""
 
     # ---- what is sent
 
@@ -238,3 +243,14 @@ def schedule_of(name: str, stages: list[Stage], passes: int) -> Any:
     kind = SCHEDULES[name]
     own: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
     return kind(own, passes, loss_fn=lambda loss, _: loss / passes if passes > 1 else loss, scale_grads=False)
+
+
+def puts_off(schedule: Any, number: int) -> bool:
+    """Whether a schedule has something between the two parts of a stage's backward: else one pass makes both."""
+    rows: dict[int, list[Any]] = getattr(schedule, "pipeline_order_with_comms", {})
+    pairs = [pair for row in rows.values() for pair in pairwise(row) if pair[1].stage_index == number]
+    return any(
+        action.computation_type == _ComputationType.BACKWARD_WEIGHT
+        and before != action._replace(computation_type=_ComputationType.BACKWARD_INPUT)
+        for before, action in pairs
+    )

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from pipeline.ir.layout import B, Layout, P, R, Run, of_gradient
 
+ACROSS = "shardwright across partitions"  # as the profiler sees collectives of all partitions, in which ranks wait
+
 Shape = tuple[int, ...]
 Index = tuple[slice | Tensor, ...]  # of a tensor's elements
 

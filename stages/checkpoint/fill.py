@@ -21,14 +21,15 @@ from dataclasses import dataclass, field
 from math import prod
 
 from pipeline.cost.compute import local_bytes, op_seconds
-from pipeline.cost.step import StepPrice, copied_bytes, parameter_prices, price_step, steps_seconds
+from pipeline.cost.step import StepPrice, convert_seconds, copied_bytes, parameter_prices, price_step, steps_seconds
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
-from pipeline.ir.program import Program, Step
+from pipeline.ir.program import Call, Convert, Program, Step
 from pipeline.lowering import home_layouts, lower
+from pipeline.products import is_put_off, weights
 from stages.checkpoint.linearize import Linear, linearize_partitions
 from stages.checkpoint.pieces import Piece
 from stages.checkpoint.slices import sliced
@@ -94,6 +95,7 @@ def fill(
         resident=shares.resident,
         once=tuple(part.total for part in once),
         weight=shares.weight(),
+        put_off=shares.put_off(),
         mesh=" x ".join(map(str, cluster.sizes)),
         loss_held=price.links[-1].memory.kept,
         held=held,
@@ -202,21 +204,37 @@ class _Shares:
         return ops.total, moves.total
 
     def weight(self) -> tuple[float, ...]:
-        """Seconds of backward that make weight gradients.
+        """Seconds of backward that make weight gradients, as far as training puts them off.
 
         The backward of a product of an activation and a weight is two products of the same size; where the activation
-        has no gradient it is one. Other ops (norms, tables) make all gradients at once: nothing can be put off.
+        has no gradient it is one. Other ops (norms, tables, convolutions) and compiled blocks make all gradients at
+        once, and so does a recompute region. The gradient of a converted weight goes back through its conversions when
+        it is there.
         """
-        return tuple(sum(self._weight(self.graph.op(name)) for name in link.ops) for link in self.graph.chain)
+        found = []
+        for link, steps in zip(self.graph.chain, self.program.links, strict=True):
+            converts = [step for step in steps if isinstance(step, Convert) and step.source.value in self.weights]
+            moved = sum(convert_seconds(self.graph, self.cluster, step, kept=False).backward for step in converts)
+            compiled = self.profile.compiled is not None
+            found.append(moved + sum(self._weight(self.graph.op(name)) for name in link.ops if not compiled))
+        return tuple(found)
+
+    def put_off(self) -> tuple[float, ...]:
+        """Bytes of what these gradients are made of, beside what backward keeps anyway: gradients of products."""
+        found = []
+        for steps in self.program.links:
+            calls = (step for step in steps if isinstance(step, Call))
+            own = [s for s in calls if is_put_off(self.graph, self.graph.op(s.op), self.weights)]
+            made = (step.outputs[0] for step in own)
+            found.append(float(sum(local_bytes(self.graph, x.value, x.layout, self.cluster.sizes) for x in made)))
+        return tuple(found)
 
     def _weight(self, op: Op) -> float:
-        cost, read = self.profile.ops[op.name], [self.graph.values[name] for name in dict.fromkeys(op.inputs)]
-        made = [value.grad for value in read if value.name in self.weights and len(value.type.shape) > 1]
-        if not cost.flops_backward or not any(made):
+        if not is_put_off(self.graph, op, self.weights):
             return 0.0
-        strategy, compute = self.sharding.strategies[op.name], self.cluster.compute
-        seconds = op_seconds(self.graph, op.name, cost, strategy, compute, self.cluster.sizes).backward
-        others = any(value.grad and value.name not in self.weights for value in read)
+        cost, strategy = self.profile.ops[op.name], self.sharding.strategies[op.name]
+        seconds = op_seconds(self.graph, op.name, cost, strategy, self.cluster.compute, self.cluster.sizes).backward
+        others = any(self.graph.values[name].grad for name in op.inputs if name not in self.weights)
         return seconds / 2 if others else seconds
 
 
@@ -228,12 +246,3 @@ def readers(graph: OpGraph) -> dict[str, tuple[int, ...]]:
             for name in graph.op(op).inputs:
                 found[name][number] = None
     return {name: tuple(links) for name, links in found.items()}
-
-
-def weights(graph: OpGraph) -> set[str]:
-    """Parameters, and what is made of nothing else: a transposed or a cast one."""
-    found = {value.name for value in graph.of_role(Role.PARAMETER)}
-    for op in graph.ops:
-        if op.inputs and found.issuperset(op.inputs):
-            found |= set(op.outputs)
-    return found

@@ -8,7 +8,7 @@ from stages.checkpoint.cuts import Cuts
 from stages.checkpoint.in_flight import keep_all, run_partition
 from stages.checkpoint.pieces import Piece, Recompute, Timer
 from stages.checkpoint.pipelines import Load, Order, Pipeline, Timeline, orders, simulate
-from stages.checkpoint.schedule import Region
+from stages.checkpoint.schedule import Keep, Region
 from stages.checkpoint.tasks import Task
 
 
@@ -78,7 +78,8 @@ def plan_of(task: Task, cuts: Cuts) -> PipelinePlan:
 def _part(timer: Timer, first: int, last: int, flight: int, send: float) -> Partition:
     piece, span = timer.piece, slice(first, last + 1)
     region, passage = timer.schedule(first, last, flight)
-    weight = min(sum(piece.weight[span]), passage.backward)
+    whole = [step.link for step in region.steps if isinstance(step, Keep) and not step.option]  # else it is recomputed
+    weight = min(sum(piece.weight[link] for link in whole), passage.backward)
     load = Load(passage.forward, passage.backward, send, weight, sum(piece.once[span]))
     if timer.terms.recompute is Recompute.EXCEPT_LAST:
         kept = run_partition(piece.chain, keep_all(first, last), first, last)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -49,8 +49,8 @@ class Piece:
 
     Link i of the chain, the loss included, has `resident[i]` bytes on each device and `once[i]` seconds once a step
     (gradient sums, optimizer); `weight[i]` seconds of its backward make weight gradients. It holds `held[i]` bytes
-    beside the chain for each micro-batch in flight, and `crosses[i]` bytes beside its input cross a cut before it. ()
-    is none.
+    beside the chain for each micro-batch in flight, and `put_off[i]` more while its weight gradients are put off
+    (zero_bubble). `crosses[i]` bytes beside its input cross a cut before it. () is none.
     """
 
     name: str
@@ -62,19 +62,25 @@ class Piece:
     mesh: str = ""  # partitions on the same devices (interleaved) have plans of one mesh
     loss_held: float = 0.0
     held: tuple[float, ...] = ()
+    put_off: tuple[float, ...] = ()
     crosses: tuple[float, ...] = ()
     everywhere: float = 0.0  # bytes of any partition
     everywhere_held: float = 0.0  # and for each of its micro-batches in flight
 
     def __post_init__(self) -> None:
         links = self.chain.length + 1
-        for name in ("resident", "once", "weight", "held", "crosses"):
+        for name in ("resident", "once", "weight", "held", "put_off", "crosses"):
             values = tuple(getattr(self, name)) or (0.0,) * links
             object.__setattr__(self, name, values)
             if len(values) != links or not all(math.isfinite(x) and x >= 0 for x in values):
                 raise ChainError(f"{name} needs {links} numbers that are not negative", where=f"piece {self.name}")
         if self.devices < 1:
             raise ChainError("a piece has at least one device", where=f"piece {self.name}")
+
+    def putting_off(self) -> Piece:
+        """As any micro-batch in flight may have put off its weight gradients."""
+        held = tuple(a + b for a, b in zip(self.held, self.put_off, strict=True))
+        return replace(self, held=held, put_off=())
 
     @property
     def links(self) -> int:

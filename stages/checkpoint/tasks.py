@@ -123,7 +123,7 @@ def _shapes(
                 refused.append(why)
             else:
                 flights = in_flight(orders(pipeline, n, micro_batches))[::-1]
-                yield replace(plain, counts=(n,), flights=flights)
+                yield replace(plain, pieces=tuple(p.putting_off() for p in pieces), counts=(n,), flights=flights)
     elif counts:
         everything = pipeline is Pipeline.GPIPE
         flights = tuple(micro_batches if everything else min(s + 1, micro_batches) for s in range(max(counts)))

@@ -114,6 +114,7 @@ import torch
 {imports}{told_device(plan)}
 SCHEDULE = "{plan.schedule}"
 MICRO_BATCHES = {plan.micro_batches}  # forward and backward passes of a step
+SLICES = {plan.slices}  # micro-batches that have together one batch of the model
 DEVICES = ({", ".join(devices)}{"," if len(devices) == 1 else ""})  # of each piece; {turns}
 # What each partition sends to the next of one micro-batch: its whole shape, its type (outside autocast), its layouts
 # at both ends, and whether its gradient comes back.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pipeline.config import Config
-from pipeline.errors import SolveError
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan
 from pipeline.ir.verify import verify_sharding
@@ -12,6 +11,7 @@ from pipeline.partitions import part_of
 from pipeline.stage import Inputs, Result
 from stages.codegen.module import write_module
 from stages.codegen.partitions import write_partitions
+from stages.codegen.slices import graph_of_slice
 
 
 def run(inputs: Inputs, config: Config) -> Result:
@@ -28,20 +28,7 @@ def _alone(graph: OpGraph, plan: Plan, digest: str) -> str:
 
 
 def _piped(graph: OpGraph, plan: Plan, config: Config, digest: str) -> str:
-    _check_slices(plan, config)
+    graph = graph_of_slice(graph, plan, config)
     for partition in plan.partitions:
         verify_sharding(part_of(graph, partition.first, partition.last), partition.sharding, partition.sizes)
     return write_partitions(graph, plan, digest)
-
-
-def _check_slices(plan: Plan, config: Config) -> None:
-    """Sizes in the program are those of the graph, which is traced for a pass."""
-    if plan.slices > 1:
-        files = {group: f"conf/{group}/{config.choices[group]}.yaml" for group in ("checkpoint", "model", "train")}
-        raise SolveError(
-            f"the pipeline cuts each pass of the train file into {plan.slices} micro-batches, and the model is traced "
-            "for a pass: its program cannot be written yet",
-            where="runs/checkpoint/plan.json",
-            remedy=f"set `micro_batches: null` in {files['checkpoint']}; for smaller ones, a smaller `batch` in "
-            f"{files['model']} and more `micro_batches` in {files['train']}",
-        )

@@ -1,26 +1,15 @@
-"""Trace: the user's module becomes a graph of ops. `run` is the table of contents."""
+"""Trace: the user's module becomes a graph of ops (pipeline/tracing)."""
 
 from __future__ import annotations
 
-from pipeline.config import Config, Precision
+from pipeline.config import Config
 from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.verify import verify_graph
 from pipeline.stage import Inputs, Result
-from stages.trace.build import build_model, fake_mode, sample_batch
-from stages.trace.chain import find_chain
-from stages.trace.export import export_loss
-from stages.trace.lower import lower
-from stages.trace.simplify import simplify
+from pipeline.tracing.trace import trace
 
 
 def run(inputs: Inputs, config: Config) -> Result:
-    mode = fake_mode()
-    model = build_model(config, mode)
-    batch = sample_batch(config.model.batch, mode, config.model.precision)
-    program = export_loss(model, batch)
-    ops = simplify(lower(program, model, tuple(batch), keep_casts=config.model.precision is Precision.amp))
-    graph = find_chain(ops)
-    verify_graph(graph)
+    graph = trace(config)
     return Result(graph, figures(graph))
 
 

@@ -2,9 +2,12 @@
 
     ops           ####  ######        ########        compute: ops of this rank, short holes between them filled
     collectives          ----------     ----          communication: what of these no op covers
-                      |        |    |                 other: what is left, such as waiting for the host
+    messages                    --------        ----  bubble: what of these neither ops nor collectives cover
+                      |             |         ||      other: what is left, such as waiting for the host
 
-On a GPU the ops are its kernels, and collectives are those of NCCL.
+On a GPU the ops are its kernels, and collectives are those of NCCL. Messages go between partitions of a pipeline; a
+collective of all partitions counts as one. When a message leaves its sender the other rank does not see: so a bubble
+has the transfer in it.
 """
 
 from __future__ import annotations
@@ -20,10 +23,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeline.ir.report import Breakdown
+from pipeline.runtime.transfer import ACROSS
 
 STEP = "shardwright step"
 HOLE_NS = 100_000  # between two ops it is the program's own time: no collective of two processes is so short
 _COLLECTIVES = ("gloo:", "nccl:", "nccldevkernel", "ncclkernel")
+_MESSAGES = ("gloo:send", "gloo:recv", "nccldevkernel_sendrecv", "ncclkernel_sendrecv")
+_EXCHANGE = "nccl:all_to_all"  # a label around the same kernels
 _NOT_OPS = ("autograd::", "c10d::", "profiler::", "record_param_comms")
 
 Span = tuple[int, int]  # begin and end, in ns
@@ -40,6 +46,10 @@ class Event:
     @property
     def is_collective(self) -> bool:
         return self.name.lower().startswith(_COLLECTIVES)
+
+    @property
+    def is_message(self) -> bool:
+        return self.name.lower().startswith(_MESSAGES)
 
     @property
     def is_op(self) -> bool:
@@ -80,16 +90,27 @@ def break_down(events: list[Event], on_gpu: bool) -> Breakdown:
     theirs = set() if on_gpu else {event.thread for event in collectives} - {step.thread}
     ops = [e.span for e in events if e.is_op and e.on_gpu == on_gpu and e.thread not in theirs]
     busy = within(joined(ops, HOLE_NS), whole)
-    sent = within(joined([event.span for event in collectives]), whole)
-    hidden = length(within(sent, busy))
-    alone = length(sent) - hidden
+    sent = within(joined(event.span for event in collectives), whole)
+    hidden, alone = length(within(sent, busy)), without(sent, busy)
+    communication = length(within(alone, _inside(events, collectives, on_gpu)))
     return Breakdown(
         step_seconds=length(whole) / 1e9,
         compute_seconds=length(busy) / 1e9,
-        communication_seconds=alone / 1e9,
+        communication_seconds=communication / 1e9,
         hidden_seconds=hidden / 1e9,
-        other_seconds=(length(whole) - length(busy) - alone) / 1e9,
+        other_seconds=(length(whole) - length(busy) - length(alone)) / 1e9,
+        bubble_seconds=(length(alone) - communication) / 1e9,
     )
+
+
+def _inside(events: list[Event], collectives: list[Event], on_gpu: bool) -> list[Span]:
+    """Of collectives: in which ranks of one partition take part."""
+    labels = [event for event in events if event.on_gpu == on_gpu and (event.is_label or not on_gpu)]
+    across = joined(label.span for label in labels if label.name == ACROSS)
+    exchanges = joined(label.span for label in labels if on_gpu and label.name.startswith(_EXCHANGE))
+    messages = joined(event.span for event in collectives if event.is_message)
+    others = joined(event.span for event in collectives if not event.is_message)
+    return without(joined([*others, *within(messages, exchanges)]), across)
 
 
 # ---- sets of moments, as spans in their order that do not touch
@@ -120,12 +141,30 @@ def within(left: list[Span], right: list[Span]) -> list[Span]:
     return found
 
 
+def without(left: list[Span], right: list[Span]) -> list[Span]:
+    """The moments in the one and not in the other."""
+    found = []
+    for begin, end in left:
+        for first, last in within(right, [(begin, end)]):
+            if begin < first:
+                found.append((begin, first))
+            begin = last
+        if begin < end:
+            found.append((begin, end))
+    return found
+
+
 def length(spans: Iterable[Span]) -> int:
     return sum(end - begin for begin, end in spans)
 
 
-def mean_of(ranks: list[Breakdown]) -> Breakdown:
-    """They wait for one another, so that their steps are of one length."""
+def of_all(ranks: list[Breakdown]) -> Breakdown:
+    """Their mean; of a pipeline that of the rank which computes longest, as its predicted seconds are.
+
+    Ranks wait for one another, so that their steps are of one length.
+    """
+    if any(rank.bubble_seconds for rank in ranks):
+        return max(ranks, key=lambda rank: rank.compute_seconds)
 
     def mean(name: str) -> float:
         return sum(getattr(rank, name) for rank in ranks) / len(ranks)

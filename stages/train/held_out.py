@@ -14,27 +14,30 @@ from pipeline.runtime.batches import Batches
 from stages.train.engine import Batch, Job
 
 
-def held_out_batches(job: Job, layouts: Mapping[str, Layout], axes: list[str]) -> list[Batch]:
+def held_out_batches(job: Job, layouts: Mapping[str, Layout], axes: list[str], slices: int = 1) -> list[Batch]:
     """This rank's part of them, always the same ones, in the data's order; no sample is in two.
+
+    Where the job's batch is a micro-batch, `slices` of which make one of the model's, there are so many for each.
 
     They are few and read again and again, so they stay on the host. Whatever they draw, training does not see it.
     """
     with torch.random.fork_rng(devices=[]):
-        return _read(job, layouts, axes)
+        return _read(job, layouts, axes, slices)
 
 
-def _read(job: Job, layouts: Mapping[str, Layout], axes: list[str]) -> list[Batch]:
+def _read(job: Job, layouts: Mapping[str, Layout], axes: list[str], slices: int) -> list[Batch]:
     data = job["data"]
     dataset = instantiate(data["held_out"], f"{job['where']['data']}: held_out")
     batches = Batches(dataset, {**job, "data": {**data, "shuffle": False}}, layouts, axes, key="held_out")
-    if batches.length < batches.size:
+    size = batches.size * slices
+    if batches.length < size:
         raise TrainError(
-            f"it has {batches.length} samples, and a batch of the model {batches.size}",
+            f"it has {batches.length} samples, and a batch of the model {size}",
             where=batches.where,
             remedy="hold out more of them",
         )
-    count = min(job["train"]["evaluate"]["batches"], batches.length // batches.size)
-    return [batches[number] for number in range(count)]
+    count = min(job["train"]["evaluate"]["batches"], batches.length // size)
+    return [batches[number] for number in range(count * slices)]
 
 
 @dataclass(frozen=True)

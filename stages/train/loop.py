@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pipeline.errors import TrainError
 from pipeline.ir.report import Breakdown
 from pipeline.runtime.memory import measure_peak, storage_bytes
-from stages.train.breakdown import mean_of, profiled
+from stages.train.breakdown import of_all, profiled
 from stages.train.engine import Batch, Engine, Job
 from stages.train.prefetch import Prefetched
 from stages.train.safety import Note, Safety
@@ -119,7 +119,7 @@ class Loop:
     def _breakdown(self) -> dict[str, float] | None:
         if self.breakdown is None:
             return None
-        return asdict(mean_of(_gathered(self.breakdown)))
+        return asdict(of_all(_gathered(self.breakdown)))
 
     def _evaluate(self, number: int) -> None:
         """After every so many steps, and after the last."""

@@ -11,10 +11,7 @@ from pipeline.ir.report import Breakdown, Compared
 def compare(
     prediction: Prediction, median_seconds: float, samples: int, peak_bytes: Iterable[int], breakdown: Breakdown | None
 ) -> tuple[Compared, ...]:
-    """The parts of the step are those of the profiled one, scaled to the median step: together they are that.
-
-    A rank that waits for another does so in a collective or a message: a pipeline's bubble is communication here.
-    """
+    """The parts of the step are those of the profiled one, scaled to the median step: together they are that."""
     predicted = prediction.step_seconds
     rows = [
         _compared("step_ms", median_seconds * 1e3, predicted * 1e3),
@@ -23,12 +20,15 @@ def compare(
     if breakdown is not None:
         scale = median_seconds / breakdown.step_seconds * 1e3
         computing = prediction.compute_seconds + prediction.recompute_seconds + prediction.optimizer_seconds
-        waiting = prediction.communication_seconds + prediction.bubble_seconds
-        rows += [
-            _compared("compute_ms", breakdown.compute_seconds * scale, computing * 1e3),
-            _compared("communication_ms", breakdown.communication_seconds * scale, waiting * 1e3),
-            _compared("other_ms", breakdown.other_seconds * scale, 0.0),
-        ]
+        parts = {
+            "compute_ms": (breakdown.compute_seconds, computing),
+            "communication_ms": (breakdown.communication_seconds, prediction.communication_seconds),
+            "bubble_ms": (breakdown.bubble_seconds, prediction.bubble_seconds),
+            "other_ms": (breakdown.other_seconds, 0.0),
+        }
+        if not any(parts["bubble_ms"]):  # no pipeline
+            del parts["bubble_ms"]
+        rows += [_compared(name, measured * scale, told * 1e3) for name, (measured, told) in parts.items()]
     peaks = list(peak_bytes)
     named = [("peak_mb", max(peaks)), *((f"peak_mb_rank_{rank}", peak) for rank, peak in enumerate(peaks))]
     return (*rows, *(_compared(name, peak / 1e6, prediction.peak_bytes / 1e6) for name, peak in named))

@@ -16,18 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout, replicated
 from pipeline.optimizer import build_optimizer, refuse_mixing
-from pipeline.runtime.batches import Batches
+from pipeline.runtime.batches import Batches, in_slices
 from pipeline.runtime.clipping import Clipping
+from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.gradients import Row
 from pipeline.runtime.onednn import use_kernels_of
 from pipeline.runtime.partition import Partition
 from pipeline.runtime.piped import Pipeline, Places
 from pipeline.runtime.source import load_program
-from pipeline.runtime.transfer import meeting_device
+from pipeline.runtime.transfer import ACROSS, meeting_device
 from pipeline.weights import write_weights
 from stages.train.engine import Batch, Held, Job
 from stages.train.held_out import HeldOut, held_out_batches
@@ -43,9 +45,10 @@ def is_pipeline(module_path: str) -> bool:
 
 class Piped:
     def __init__(self, job: Job) -> None:
-        self.job = job
         program = load_program(job["module_path"])
         use_kernels_of(program)
+        self.slices: int = program.SLICES
+        self.job = job = in_slices(job, self.slices)
         self.device: torch.device = program.DEVICE
         self.passes: int = program.MICRO_BATCHES
         self.precision = Precision(self.device, job["model"]["precision"])
@@ -57,6 +60,8 @@ class Piped:
         tensors = {number: own.tensors for number, own in self.own.items()}
         self.pipeline = Pipeline(program, self.places, tensors, self.shapes, self.device, self.precision.autocast)
         self.partitions = self.pipeline.partitions
+        held = (item for own in tensors.values() for item in own.items())
+        self.statistics = statistics_of(job["train"]["batch_norm"], held)
         rows = [(updated, part.rows[name]) for part in self.partitions for name, updated in part.updated.items()]
         nothing: tuple[nn.Parameter, Row] = nn.Parameter(torch.empty(0, device=self.device)), ("", "", "")
         rows = rows or [nothing]  # an optimizer must have something
@@ -122,7 +127,7 @@ class Piped:
         """The data to evaluate on, with the partitions as the model is then."""
         written = load_program(self.job["module_path"], evaluates=True).PARTITIONS
         programs = {partition.number: written[partition.number](partition.tensors) for partition in self.partitions}
-        read = {n: held_out_batches(*given, self.places.axes) for n, given in self._inputs().items()}
+        read = {n: held_out_batches(*given, self.places.axes, self.slices) for n, given in self._inputs().items()}
         counts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(counts, max(map(len, read.values()), default=0))  # some partitions have no inputs
         batches = [_numbered({n: own[place] for n, own in read.items()}) for place in range(max(counts))]
@@ -149,11 +154,12 @@ class Piped:
     def step(self, first: Batch, later: list[Batch]) -> float:
         """But for the first, each batch goes to the device when its turn comes."""
         batches = [first, *later]
-        losses = self.pipeline.run_passes(
-            {number: [partial(self.given, number, batch) for batch in batches] for number in self.places.numbers}
-        )
+        given = {number: [partial(self.given, number, batch) for batch in batches] for number in self.places.numbers}
+        with self.statistics():
+            losses = self.pipeline.run_passes(given)
         if self.clipping is not None:
-            self.clipping.clip()
+            with record_function(ACROSS):
+                self.clipping.clip()
         self.optimizer.step()
         self.pipeline.publish()
         return self.pipeline.everywhere(losses)

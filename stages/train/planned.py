@@ -17,6 +17,7 @@ from pipeline.ir.layout import Layout, replicated
 from pipeline.optimizer import build_optimizer, refuse_mixing
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
+from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.mesh import axis_of, set_mesh
 from pipeline.runtime.onednn import use_kernels_of
@@ -43,6 +44,7 @@ class Planned:
         self.held_whole = self.own.held_whole
         self.parameters = {name: t for name, t in self.own.tensors.items() if isinstance(t, nn.Parameter)}
         self.program = program.Program(self.own.tensors)
+        self.statistics = statistics_of(job["train"]["batch_norm"], self.own.tensors.items())
         rows = [self.stored.row(name) for name in self.parameters]
         self.gradients = Gradients(self.parameters.values(), rows, self.axes)
         limit = job["train"]["clip_norm"]
@@ -80,7 +82,8 @@ class Planned:
     def step(self, first: Batch, later: list[Batch]) -> float:
         """But for the first, each batch goes to the device when its turn comes."""
         batches = chain([first], map(self.on_device, later))
-        losses = run_passes(self.program, self.gradients, batches, self.passes, self.precision.autocast)
+        with self.statistics():
+            losses = run_passes(self.program, self.gradients, batches, self.passes, self.precision.autocast)
         if self.clipping is not None:
             self.clipping.clip()
         self.optimizer.step()

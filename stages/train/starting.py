@@ -18,7 +18,8 @@ AUTO, NEVER = "auto", "never"
 def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any]:
     """What the ranks need to know; a run that begins anew finds nothing of an earlier one.
 
-    Where every rank asks, as a launcher outside has started them, the first one alone removes what there is.
+    Where every rank asks, as a launcher outside has started them, the first one alone looks at the folder and removes
+    what there is: others may see it before, after or in the midst of that.
     """
     settings = settings_of(config.plain("model"), config.plain("data"), config.plain("train"))
     origin, manifest = _origin(inputs.root, config)
@@ -28,11 +29,12 @@ def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any
             inputs.log.info("the run begins from %s with other settings of %s", config.train.resume, ", ".join(changed))
     digest = digest_of_run(settings, inputs.artifacts["graph"].digest, manifest.get("digest"))
     folder = inputs.root / "runs" / "train" / "snapshots" / digest
-    if first and (config.train.resume == NEVER or is_finished(folder)):
-        if snapshots_in(folder):
-            inputs.log.info("training begins anew: %s is removed", folder.relative_to(inputs.root))
-        begin_anew(folder)
-    _check_steps(config, [*snapshots_in(folder), *([Path(origin)] if origin else [])])
+    if first:
+        if config.train.resume == NEVER or is_finished(folder):
+            if snapshots_in(folder):
+                inputs.log.info("training begins anew: %s is removed", folder.relative_to(inputs.root))
+            begin_anew(folder)
+        _check_steps(config, [*snapshots_in(folder), *([Path(origin)] if origin else [])])
     return {
         "folder": str(folder),
         "settings": settings,

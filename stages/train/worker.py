@@ -11,15 +11,16 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.errors import ShardwrightError, TrainError
-from pipeline.launch import follow_parent, forget_error, report_error, restart_count
+from pipeline.launch import follow_parent, forget_error, report_error
 from stages.train.engine import Engine, Job
+from stages.train.joining import join
 from stages.train.loop import Loop
 
 
 def main(work: Path) -> None:
     follow_parent()
     job = json.loads((work / "job.json").read_text())
-    join("gloo", timedelta(seconds=job["train"]["timeout_s"]))
+    join(job["device"], timedelta(seconds=job["train"]["timeout_s"]))
     rank = dist.get_rank()
     forget_error(work, rank)
     try:
@@ -65,16 +66,6 @@ def make_engine(job: Job) -> Engine:
     from stages.train.baselines import ENGINES
 
     return ENGINES[name](job)
-
-
-def join(backend: str, timeout: timedelta) -> None:
-    """As `init_process_group` does under torchrun, but for the names by which ranks find one another.
-
-    After a restart torchrun gives the ranks the same store, where those that are gone have left their addresses.
-    """
-    store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
-    own = dist.PrefixStore(f"start {restart_count()}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def _in_pass(
     case: Case, truth: Truth, make: MakeOptimizer, first: Difference, before: State, step: Step, at: int
 ) -> Fault | None:
     recorder = Recorder(names_of(case.written, case.program))
-    rank = Rank(recorded(case.text, case.path, recorder), before, make)
+    rank = Rank(recorded(case.text, case.path, recorder), before, make, truth.batch_norm)
     losses = rank.run(step.batches, draws=truth.draw, on_pass=lambda number: _switch(recorder, number == at))
     again = compare_passes(rank, losses, step.passes, first.step, TOLERANCE)
     if first.kind != "buffer" and not any(d.over > 1.0 for d in again):

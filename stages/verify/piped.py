@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
+from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.piped import Pipeline, Places
 from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, Gap, everywhere, largest, own_gap
@@ -26,7 +27,7 @@ from stages.verify.truth import Batch, MakeOptimizer, Passes, State, Truth
 class PipedRank:
     """A program with this rank's pieces of a state, partition by partition."""
 
-    def __init__(self, program: ModuleType, state: State, make: MakeOptimizer) -> None:
+    def __init__(self, program: ModuleType, state: State, make: MakeOptimizer, batch_norm: str = "exact") -> None:
         cpu = torch.device("cpu")
         program.DEVICE = cpu  # type: ignore[attr-defined]
         self.places = Places(program)
@@ -35,6 +36,7 @@ class PipedRank:
         tensors = {number: self._tensors(number, state) for number in self.places.numbers}
         shapes = {name: tuple(value.shape) for name, value in state.parameters.items()}
         self.pipeline = Pipeline(program, self.places, tensors, shapes, cpu, nullcontext)
+        self.statistics = statistics_of(batch_norm, (item for own in tensors.values() for item in own.items()))
         updated = [u for partition in self.pipeline.partitions for u in partition.updated.values()]
         self.optimizer = make(updated or [nn.Parameter(torch.empty(0))])
 
@@ -55,7 +57,7 @@ class PipedRank:
     def run(self, batches: list[Batch], *, draws: bool) -> list[Tensor]:
         """The losses of one step's passes, where the last partition is; gradients are there afterwards."""
         given = {n: [partial(self._inputs, n, batch) for batch in batches] for n in self.places.numbers}
-        with in_float64(widen=True, draws=draws):
+        with in_float64(widen=True, draws=draws), self.statistics():
             return self.pipeline.run_passes(given)
 
     def _inputs(self, number: int, batch: Batch) -> Batch:
@@ -69,7 +71,7 @@ class PipedRank:
 
 def judge_pipeline(program: ModuleType, truth: Truth, make: MakeOptimizer) -> Verdict:
     """All steps of the program beside those of the module."""
-    rank = PipedRank(program, truth.first, make)
+    rank = PipedRank(program, truth.first, make, truth.batch_norm)
     found: list[Difference] = []
     for number, step in enumerate(truth.steps):
         losses = rank.run(step.batches, draws=truth.draw)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
+from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.gradients import Gradients, Row
 from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.parameters import piece_of
@@ -74,7 +75,7 @@ class Verdict:
 class Rank:
     """A program with this rank's pieces of a state."""
 
-    def __init__(self, program: ModuleType, state: State, make: MakeOptimizer) -> None:
+    def __init__(self, program: ModuleType, state: State, make: MakeOptimizer, batch_norm: str = "exact") -> None:
         set_mesh(program.MESH)
         program.DEVICE = torch.device("cpu")  # type: ignore[attr-defined]
         self.axes = list(program.MESH)
@@ -90,6 +91,7 @@ class Rank:
         rest = {name: value for name, value in state.parameters.items() if name not in self.parameters}
         self.constants = {name: value.clone() for name, value in (state.constants | rest).items()}
         self.program = program.Program({**self.constants, **self.parameters})
+        self.statistics = statistics_of(batch_norm, self.constants.items())
         rows = [self.rows[name] for name in self.parameters]
         self.gradients = Gradients(self.parameters.values(), rows, self.axes)
         self.updated = dict(zip(self.parameters, self.gradients.updated, strict=True))
@@ -111,7 +113,7 @@ class Rank:
                 on_pass(number)
             return seeded(max(number, 0))
 
-        with in_float64(widen=True, draws=draws):
+        with in_float64(widen=True, draws=draws), self.statistics():
             return run_passes(self.program, self.gradients, pieces, self.passes, around)
 
     def update(self) -> None:
@@ -121,7 +123,7 @@ class Rank:
 
 def judge(program: ModuleType, truth: Truth, make: MakeOptimizer) -> Verdict:
     """All steps of the program beside those of the module."""
-    rank = Rank(program, truth.first, make)
+    rank = Rank(program, truth.first, make, truth.batch_norm)
     found: list[Difference] = []
     for number, step in enumerate(truth.steps):
         losses = rank.run(step.batches, draws=truth.draw)

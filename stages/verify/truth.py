@@ -8,7 +8,7 @@ module as it is written is run in the same state, which a program must equal up 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.loss import pick_loss
+from stages.verify.deferred import statistics_of_step
 from stages.verify.float64 import in_float64
 
 Batch = dict[str, Tensor]
@@ -64,6 +65,7 @@ class Truth:
     draw: bool  # random numbers are drawn, alike on both sides
     first: State
     steps: Iterable[Step]
+    batch_norm: str = "exact"  # of the train file
 
 
 @contextmanager
@@ -73,11 +75,14 @@ def seeded(number: int) -> Iterator[None]:
     yield
 
 
-def truth_of(build: Build, batches: Sequence[Sequence[Batch]], make: MakeOptimizer, *, draw: bool) -> Truth:
+def truth_of(
+    build: Build, batches: Sequence[Sequence[Batch]], make: MakeOptimizer, *, draw: bool, batch_norm: str = "exact"
+) -> Truth:
     doubled = [[{name: _double(x) for name, x in batch.items()} for batch in step] for step in batches]
     kind = kind_of(build, doubled[0][0], draw=draw)
     module = _made(build)
-    return Truth(kind, draw, state_of(module), steps_of(module, build, doubled, make, kind, draw=draw))
+    steps = steps_of(module, build, doubled, make, kind, draw=draw, batch_norm=batch_norm)
+    return Truth(kind, draw, state_of(module), steps, batch_norm)
 
 
 def _made(build: Build) -> nn.Module:
@@ -99,7 +104,14 @@ def kind_of(build: Build, batch: Batch, *, draw: bool) -> Kind:
 
 
 def steps_of(
-    module: nn.Module, build: Build, batches: Iterable[list[Batch]], make: MakeOptimizer, kind: Kind, *, draw: bool
+    module: nn.Module,
+    build: Build,
+    batches: Iterable[list[Batch]],
+    make: MakeOptimizer,
+    kind: Kind,
+    *,
+    draw: bool,
+    batch_norm: str,
 ) -> Iterator[Step]:
     optimizer = make([p for p in module.parameters() if p.requires_grad])
     written = _made(build) if kind.casts and kind.as_written else None
@@ -108,7 +120,8 @@ def steps_of(
         if written is not None:
             _take(written, state_of(module))
             as_written = _passes(written, step, widen=False, draw=draw)
-        passes = _passes(module, step, widen=True, draw=draw)
+        with statistics_of_step(module) if batch_norm == "deferred" else nullcontext():
+            passes = _passes(module, step, widen=True, draw=draw)
         optimizer.step()
         yield Step(step, passes, state_of(module), as_written)
 
@@ -150,7 +163,7 @@ def kept(truth: Truth) -> Truth:
     """With copies of all tensors, so that several programs can be held against it."""
     first = copied(truth.first)
     steps = [Step(s.batches, _copied(s.passes), copied(s.after), _copied(s.as_written)) for s in truth.steps]
-    return Truth(truth.kind, truth.draw, first, steps)
+    return Truth(truth.kind, truth.draw, first, steps, truth.batch_norm)
 
 
 def _copied(passes: Passes | None) -> Any:

@@ -24,7 +24,7 @@ from pipeline.ir.plan import Plan
 from pipeline.launch import follow_parent, report_error
 from pipeline.lowering import lower
 from pipeline.optimizer import build_optimizer
-from pipeline.runtime.batches import Batches
+from pipeline.runtime.batches import Batches, in_slices
 from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.piped import Places
 from pipeline.runtime.source import load_program
@@ -84,20 +84,21 @@ class Setting:
     def __init__(self, job: dict[str, Any], program: Any, *, draw: bool) -> None:
         self.job, self.draw = job, draw
         if hasattr(program, "PARTITIONS"):
-            axes = Places(program).axes
+            axes, slices = Places(program).axes, program.SLICES
         else:
             set_mesh(program.MESH)
-            axes = list(program.MESH)
+            axes, slices = list(program.MESH), 1
         whole = dict.fromkeys(job["model"]["batch"], replicated(len(axes)))
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
-        batches = Batches(dataset, job, whole, axes)
+        batches = Batches(dataset, in_slices(job, slices), whole, axes)
         count = program.MICRO_BATCHES
         every = (batches[number] for number in range(job["steps"] * count))
         self.batches: list[list[Batch]] = [list(islice(every, count)) for _ in range(job["steps"])]
 
     def truth(self) -> Truth:
         try:
-            return truth_of(self.module, self.batches, self.optimizer, draw=self.draw)
+            norm = self.job["train"]["batch_norm"]
+            return truth_of(self.module, self.batches, self.optimizer, draw=self.draw, batch_norm=norm)
         except RuntimeError as error:
             raise TrainError(
                 f"the model does not run in float64: {type(error).__name__}: {str(error).splitlines()[0]}",

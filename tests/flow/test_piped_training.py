@@ -12,36 +12,43 @@ from tests.flow.conftest import Maker
 from tests.flow.project import STAGES, TINY, Project, worst_difference
 
 pytestmark = pytest.mark.flow
-PASSES = 4
+MICRO_BATCHES = 4
 TIED = {"module": TINY["model"]["module"] | {"tie": True}}
 FORCED = {"pipeline": "1f1b", "partitions": 2}
 
 
+@pytest.fixture(scope="module", params=[1, 2], ids=["whole passes", "slices"])
+def slices(request: pytest.FixtureRequest) -> int:
+    """Into which a pass is cut."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def project(make_project: Maker) -> Project:
+def project(make_project: Maker, slices: int) -> Project:
     return make_project(
         tiny=True,
         model=TIED,
         solve={"piece_meshes": 1},
-        checkpoint=FORCED,
-        train={"micro_batches": PASSES, "clip_norm": 0.5, "export": True},
+        checkpoint=FORCED | ({"micro_batches": MICRO_BATCHES} if slices > 1 else {}),
+        train={"micro_batches": MICRO_BATCHES // slices, "clip_norm": 0.5, "export": True},
     )
 
 
 def test_two_partitions_train_as_a_plain_loop_does(
-    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    project: Project, slices: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """That of whole passes: all slices have as many targets."""
     monkeypatch.chdir(project.root)
     for name in STAGES:
         assert main([name, "-q"]) == 0, name
     plan, report = project.load("plan"), project.load("report")
-    assert len(plan.partitions) == 2 and plan.schedule == "1f1b" and plan.slices == 1
+    assert len(plan.partitions) == 2 and plan.schedule == "1f1b" and plan.slices == slices
     assert report.ranks == plan.ranks == len(report.peak_bytes) == 2 and min(report.peak_bytes) > 0
     capsys.readouterr()
     plain_loop.main(project.root, report.steps)
     plain = [float(line) for line in capsys.readouterr().out.split()]
     assert worst_difference(report.losses, plain) < 2e-5
-    assert report.samples_per_second == pytest.approx(12 * PASSES / report.median_step_seconds)
+    assert report.samples_per_second == pytest.approx(12 * MICRO_BATCHES // slices / report.median_step_seconds)
 
 
 def test_the_weights_of_all_partitions_are_exported(project: Project) -> None:

@@ -57,6 +57,21 @@ def test_a_rank_reads_its_piece_of_every_input(sizes: tuple[int, ...], seed: int
             assert batch[name].is_contiguous()
 
 
+@settings(deadline=None)
+@given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(0, 5), st.integers(7, 40), st.booleans())
+def test_slices_of_a_batch_follow_one_another(slices: int, step: int, length: int, shuffle: bool) -> None:
+    """Also where the data begins anew in the middle of one."""
+    samples = [{"x": torch.tensor(n)} for n in range(length)]
+    job = {"model": {"batch": {"x": {"shape": [12], "dtype": "int64"}}, "precision": "fp32"}}
+    job |= {"data": {"shuffle": shuffle, "seed": 3}, "where": {"data": ""}}
+    whole = batches.Batches(samples, job, {"x": Layout(())}, [])[step]["x"]
+    sliced = batches.in_slices(job, slices)
+    parts = batches.Batches(samples, sliced, {"x": Layout(())}, [])
+    found = [parts[step * slices + n]["x"] for n in range(slices)]
+    assert torch.equal(torch.cat(found), whole) and {len(part) for part in found} == {12 // slices}
+    assert sliced["model"]["precision"] == "fp32" and job["model"]["batch"]["x"]["shape"] == [12]
+
+
 def test_only_the_rows_that_a_rank_needs_are_read() -> None:
     def read(inputs: str, labels: str) -> list[int]:
         return batch_at({"inputs": Layout.parse(inputs), "labels": Layout.parse(labels)}, (2, 2), (1, 0))[1]

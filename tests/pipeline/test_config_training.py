@@ -32,6 +32,9 @@ def test_what_a_run_can_ask_for(project: Path) -> None:
     plain = load_config(project).plain("train")
     assert plain["schedule"] == {"warm_up": 5, "decay": "cosine", "until": None, "least": 0.0}
     assert plain["evaluate"] == {"every": 10, "batches": 8} and plain["trace_step"] == 29
+    assert plain["batch_norm"] == "exact"
+    change(project, TRAIN, batch_norm="deferred")
+    assert load_config(project).plain("train")["batch_norm"] == "deferred"
 
 
 @pytest.mark.parametrize(
@@ -45,6 +48,14 @@ def test_what_a_run_can_ask_for(project: Path) -> None:
         ({"trace_step": 20}, "the 20 steps are counted from 0"),
         ({"trace_step": 1}, "expected an integer from 2"),
         ({"evaluate": {"every": -1}}, "expected an integer from 0"),
+        ({"batch_norm": "later"}, "train.batch_norm"),
+        *(
+            (
+                {"batch_norm": "deferred", "engine": engine},
+                f"train.batch_norm: 'deferred' is for the plan's program, and `engine` is {engine}",
+            )
+            for engine in ("ddp", "fsdp2", "single")
+        ),
     ],
 )
 def test_what_does_not_go_together(project: Path, changes: dict[str, Any], told: str) -> None:

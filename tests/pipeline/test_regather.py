@@ -192,10 +192,11 @@ def test_together_is_three_collectives() -> None:
 def test_a_row_of_each_rank_lies_in_memory_of_its_own() -> None:
     """Where it lies among what is gathered with it, it would lie elsewhere in backward, when others are."""
 
+    torch.default_generator.manual_seed(7)  # one for all threads: they must not draw from it
+    bias, gate = torch.randn(8, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64)
+    x = torch.randn(ROWS, 6, dtype=torch.float64)
+
     def rank(at):
-        torch.default_generator.manual_seed(7)
-        bias, gate = torch.randn(8, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64)
-        x = torch.randn(ROWS, 6, dtype=torch.float64)
         shards = [bias.chunk(2)[at[0]].clone().requires_grad_(), gate.chunk(2)[at[0]].clone().requires_grad_()]
         own, whole = x.clone().requires_grad_(), x.clone().requires_grad_()
         with runtime.keep_shards():

@@ -15,7 +15,6 @@ import torch
 
 from pipeline import artifacts
 from pipeline.config import load_config
-from pipeline.errors import SolveError
 from pipeline.ir.graph import OpGraph, Role, TensorType, Value
 from pipeline.ir.layout import Layout, R, S
 from pipeline.ir.names import look_up
@@ -163,6 +162,7 @@ def test_how_partitions_follow_one_another_is_told(cases) -> None:
     for name, (_, plan, text) in cases.items():
         program = load(text)
         assert program["SCHEDULE"] == plan.schedule and program["MICRO_BATCHES"] == plan.micro_batches
+        assert program["SLICES"] == plan.slices
         assert len(program["PARTITIONS"]) == len(plan.partitions) == len(program["DEVICES"]) * plan.chunks
         for number, (one, part) in enumerate(zip(program["PARTITIONS"], plan.partitions, strict=True)):
             assert one.__name__ == f"Partition{number}" and dict(part.axes) == one.MESH
@@ -275,15 +275,6 @@ def test_the_stage_writes_pipelines_and_programs(chosen: Case, tmp_path: Path) -
     alone = plan_for(graph, uniform(graph, 2), 2)
     whole = codegen.run(inputs_of(tmp_path, graph, alone), load_config(PROJECT)).body
     assert whole.count("\nclass ") == 1 and "\nclass Program:\n    def __init__" in whole and "PARTITIONS" not in whole
-
-
-def test_slices_of_a_pass_are_refused(chosen: Case, tmp_path: Path) -> None:
-    graph, plan, _ = chosen
-    with pytest.raises(SolveError) as refused:
-        codegen.run(inputs_of(tmp_path, graph, replace(plan, slices=4)), load_config(PROJECT))
-    line = refused.value.line()
-    assert "cuts each pass of the train file into 4" in line
-    assert "set `micro_batches: null` in conf/checkpoint/rotor.yaml" in line
 
 
 def test_a_partition_with_a_strategy_too_few_is_refused(chosen: Case, tmp_path: Path) -> None:

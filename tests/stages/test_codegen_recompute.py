@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Region
-from stages.trace.chain import find_chain
+from pipeline.tracing.chain import find_chain
 from tests.graphs import ladder_graph, shared_graph, trace
 from tests.interpreter import run_graph
 from tests.plans import random_regions, with_kept

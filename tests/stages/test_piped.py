@@ -149,14 +149,17 @@ def again(name: str, piped: Piped, plan: Plan) -> tuple[float, list[float]]:
         chain = linear.chain
         forward, backward, hold, peak = replayed(linear, part)
         span = slice(part.first, part.last + 1)
-        weight = min(sum(filled.piece.weight[span]), backward)
+        again = {link for region in part.regions if region.recompute for link in range(region.first, region.last + 1)}
+        kept = set(range(part.first, part.last + 1)) - again
+        weight = min(sum(filled.piece.weight[link] for link in kept), backward)
         loads.append((forward, backward, weight, sum(filled.piece.once[span])))
         k, loss = part.in_flight, chain.length
         buffers = (plan.micro_batches - k) * chain.a[part.first] if part.first else 0  # torch has one for each
         buffers += (plan.micro_batches - 1) * chain.a[part.last + 1] if part.last < loss else 0
         buffers += (k - 1) * price.links[-1].memory.kept if part.last == loss else 0
         own = buffers + sum(filled.piece.resident[span]) + filled.piece.everywhere + (k - 1) * hold + peak
-        sizes.append(own + k * (sum(filled.piece.held[span]) + filled.piece.everywhere_held))
+        put_off = sum(filled.piece.put_off[span]) if plan.schedule == "zero_bubble" else 0.0
+        sizes.append(own + k * (sum(filled.piece.held[span]) + put_off + filled.piece.everywhere_held))
     sends = [sent(name, cluster, piped, number, plan) for number in range(len(plan.partitions) - 1)]
     devices = len(plan.partitions) // plan.chunks
     order = pipelines.orders(pipelines.Pipeline(plan.schedule), devices, plan.micro_batches, plan.chunks)
@@ -204,8 +207,11 @@ def test_the_links_prices_are_the_steps() -> None:
             assert sum(piece.resident) + piece.everywhere == pytest.approx(price.resident_bytes + price.shared_bytes)
             assert sum(piece.once) == pytest.approx(price.gradient_sum + price.optimizer + price.outside.total)
             assert not any(piece.held) and not any(piece.crosses) and not piece.everywhere_held
-            backward = [link.compute.backward for link in price.links]
+            backward = [link.compute.backward + link.communication.backward for link in price.links]
             assert all(0 <= w <= b for w, b in zip(piece.weight, backward, strict=True)) and any(piece.weight)
+            waiting = [bool(put_off) for put_off in piece.put_off]  # only for gradients that are made later
+            assert any(waiting) and all(w > 0 for w, waits in zip(piece.weight, waiting, strict=True) if waits)
+            assert piece.putting_off().held == piece.put_off
 
 
 def test_what_links_share_counts_in_every_partition_that_needs_it() -> None:

@@ -24,4 +24,7 @@ def test_rows_have_their_ratio_and_parts_are_shown_where_there_are_any() -> None
         ("throughput", "800.0 samples/s", "400.0 samples/s", "0.50"),
         ("peak memory", "2.0 MB a rank", "3.0 MB a rank", "1.50"),
     ]
+    piped = Prediction(0.010, 2_000_000, 0, 0.006, 0.0, 0.0, 0.0, bubble_seconds=0.004)
+    rows = _compared(report(piped, Breakdown(0.040, 0.024, 0.004, 0.001, 0.004, 0.008)))
+    assert rows[3] == ("- bubble", "4.00 ms", "4.00 ms", "1.00")
     assert [row[0] for row in _compared(report(prediction, None))] == ["step", "throughput", "peak memory"]

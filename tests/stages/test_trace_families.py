@@ -20,14 +20,14 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel, LinkKernels
 from pipeline.ir.verify import verify_graph
 from pipeline.loss import pick_loss
+from pipeline.tracing import simplify as simplify_module
+from pipeline.tracing.build import fake_mode, to_fake
+from pipeline.tracing.chain import find_chain
+from pipeline.tracing.export import export_loss
+from pipeline.tracing.lower import Ops, lower
+from pipeline.tracing.simplify import simplify
 from stages.profile.costs import all_kernels, op_costs
 from stages.profile.step import profile_step
-from stages.trace import simplify as simplify_module
-from stages.trace.build import fake_mode, to_fake
-from stages.trace.chain import find_chain
-from stages.trace.export import export_loss
-from stages.trace.lower import Ops, lower
-from stages.trace.simplify import simplify
 from tests.families import FAMILIES, LENGTH, llama, mixtral, t5, tokens
 from tests.interpreter import run_graph
 
@@ -96,7 +96,7 @@ def test_equal_layers_have_equal_numbers(family):
 def test_only_long_skips_change_the_chain(family, monkeypatch):
     """A residual is no common value: without these, every chain but T5's is the same."""
     build, _, graph = family
-    monkeypatch.setattr("stages.trace.chain.find_common", lambda ops: set())
+    monkeypatch.setattr("pipeline.tracing.chain.find_common", lambda ops: set())
     before = find_chain(Ops(graph.values, graph.ops, graph.output))
     if build.__name__ == "t5":
         assert graph.common and len(before.chain) < len(graph.chain)

@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.ir.plan import Prediction
 from pipeline.ir.report import Breakdown
-from stages.train.breakdown import HOLE_NS, STEP, Event, break_down, joined, length, mean_of, within
+from pipeline.runtime.transfer import ACROSS
+from stages.train.breakdown import HOLE_NS, STEP, Event, break_down, joined, length, of_all, profiled, within, without
 from stages.train.loop import Loop
 from stages.train.measured import compare
+from stages.train.piped import Piped
 from stages.train.planned import Planned
 from stages.train.run import figures, make_report, median_seconds
 from tests import plans
+from tests.piped_training import Case, job_of, write_case
 from tests.programs import plan_for, uniform
 from tests.ranks import run_ranks
 from tests.stages.test_train_tensors import job, write_files
@@ -40,6 +44,8 @@ def test_spans_are_sets_of_moments(left: list[tuple[int, int]], right: list[tupl
     assert moments(a) == moments(left) and length(a) == len(moments(left))
     assert moments(within(a, b)) == moments(left) & moments(right)
     assert length(within(a, b)) == len(moments(left) & moments(right))
+    assert moments(without(a, b)) == moments(left) - moments(right)
+    assert length(without(a, b)) == len(moments(left) - moments(right))
 
 
 def test_holes_between_ops_are_filled_if_they_are_short() -> None:
@@ -78,6 +84,46 @@ def test_the_parts_of_a_step_on_a_gpu_are_those_of_its_kernels() -> None:
     assert break_down(events, on_gpu=True) == Breakdown(0.010, 0.003, 0.002, 0.001, 0.005)
 
 
+def test_the_bubble_is_what_a_partition_waits_for_others() -> None:
+    """Not what ops or a collective of its own ranks cover; a message that is under way meanwhile is none."""
+    events = [
+        event(STEP, 0, 40),
+        event("gloo:recv", 1, 10),
+        event("aten::mm", 4, 6),
+        event("gloo:send", 10, 30),
+        event("aten::mm", 10, 20),
+        event("gloo:all_reduce", 18, 24, GLOO),
+        event(ACROSS, 33, 38),
+        event("gloo:broadcast", 34, 38, GLOO),
+    ]
+    found = break_down(events, on_gpu=False)
+    assert found == Breakdown(0.040, 0.012, 0.004, 0.012, 0.007, 0.017)
+    parts = found.compute_seconds + found.communication_seconds + found.bubble_seconds + found.other_seconds
+    assert parts == pytest.approx(found.step_seconds)
+
+
+def test_the_bubble_on_a_gpu_is_in_kernels_of_messages() -> None:
+    """All-to-all runs the same kernels; the label around them tells."""
+    kernel = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+    events = [
+        event(STEP, 0, 20),
+        event("sgemm_128x64", 0, 4, 7, on_gpu=True),
+        event(kernel, 3, 8, 8, on_gpu=True),
+        event(kernel, 10, 13, 8, on_gpu=True),
+        replace(event("nccl:all_to_all", 10, 13, 8, on_gpu=True), is_label=True),
+        event("ncclDevKernel_Broadcast_RING_LL", 15, 16, 8, on_gpu=True),
+        replace(event(ACROSS, 15, 16, 8, on_gpu=True), is_label=True),
+    ]
+    assert break_down(events, on_gpu=True) == Breakdown(0.020, 0.004, 0.003, 0.001, 0.008, 0.005)
+
+
+def test_of_a_pipeline_the_busiest_rank_is_told() -> None:
+    one, other = Breakdown(0.020, 0.008, 0.006, 0.0, 0.006), Breakdown(0.020, 0.012, 0.002, 0.002, 0.006)
+    assert of_all([one, other]) == Breakdown(0.020, 0.010, 0.004, 0.001, 0.006)
+    waits = replace(one, communication_seconds=0.0, bubble_seconds=0.006)
+    assert of_all([waits, other]) == other
+
+
 def test_parts_are_compared_on_the_scale_of_the_median_step() -> None:
     prediction = Prediction(0.010, 2_000_000, 0, 0.004, 0.002, 0.001, 0.001)
     breakdown = Breakdown(0.040, 0.024, 0.012, 0.001, 0.004)
@@ -90,6 +136,16 @@ def test_parts_are_compared_on_the_scale_of_the_median_step() -> None:
     assert [row.what for row in compare(prediction, 0.020, 8, [1], None)] == [
         "step_ms", "samples_per_second", "peak_mb", "peak_mb_rank_0",
     ]  # fmt: skip
+
+
+def test_a_bubble_is_compared_where_there_is_a_pipeline() -> None:
+    piped = Prediction(0.010, 1, 0, 0.004, 0.002, 0.0, 0.001, bubble_seconds=0.003)
+    found = compare(piped, 0.020, 8, [1], Breakdown(0.040, 0.020, 0.004, 0.0, 0.004, 0.012))
+    rows = {row.what: row for row in found}
+    assert rows["bubble_ms"].measured == pytest.approx(6.0) and rows["bubble_ms"].ratio == pytest.approx(2.0)
+    assert rows["communication_ms"].ratio == pytest.approx(1.0)
+    parts = [rows[f"{name}_ms"].measured for name in ("compute", "communication", "bubble", "other")]
+    assert sum(parts) == pytest.approx(rows["step_ms"].measured)
 
 
 def test_a_profiled_step_is_not_in_the_median() -> None:
@@ -105,6 +161,38 @@ def train(folder: str) -> dict[str, Any]:
     return Loop(Planned(given), given, Path(folder)).run()
 
 
+SLEEP = 0.2
+
+
+def train_piped(folder: str) -> Breakdown:
+    (path,) = Path(folder).glob("*.py")
+    case, _ = torch.load(path.with_suffix(".truth"), weights_only=False)
+    engine = Piped(job_of(case, path))
+
+    def step() -> None:
+        first, *later = engine.batches(0)
+        engine.step(engine.on_device(first), later)
+
+    step()
+    return profiled(step, engine.device, None)
+
+
+def test_a_partition_waits_for_one_that_sleeps(tmp_path: Path) -> None:
+    write_case(Case("gpt", "1f1b", (1, 1), micro_batches=2), tmp_path)
+    (path,) = tmp_path.glob("*.py")
+    before, after = path.read_text().split("class Partition1")
+    head, body = after.split("def forward", 1)
+    lines = body.splitlines(keepends=True)
+    asleep = f"        import time; time.sleep({SLEEP})\n"
+    path.write_text("".join([before, "class Partition1", head, "def forward", lines[0], asleep, *lines[1:]]))
+    waits, sleeps = run_ranks(2, train_piped, str(tmp_path))
+    assert waits.bubble_seconds > SLEEP and waits.communication_seconds < SLEEP  # of twice, but for its own ops
+    assert sleeps.bubble_seconds < waits.bubble_seconds
+    for found in (waits, sleeps):
+        parts = (found.compute_seconds, found.communication_seconds, found.bubble_seconds, found.other_seconds)
+        assert sum(parts) == pytest.approx(found.step_seconds)
+
+
 def test_a_real_step_in_its_parts(tmp_path: Path) -> None:
     write_files(tmp_path)
     (tmp_path / "ddp.py").write_text(plans.lowered("tied8", plan_named("tied8", "ddp"))[1])
@@ -115,6 +203,7 @@ def test_a_real_step_in_its_parts(tmp_path: Path) -> None:
     assert found.compute_seconds + found.communication_seconds + found.other_seconds == pytest.approx(
         found.step_seconds
     )
+    assert found.bubble_seconds == 0.0
     trace = json.loads((tmp_path / "trace-rank0.json").read_text())
     names = {entry.get("name") for entry in trace["traceEvents"]}
     assert {STEP, "aten::addmm", "gloo:all_reduce"} <= names
@@ -123,6 +212,6 @@ def test_a_real_step_in_its_parts(tmp_path: Path) -> None:
     graph = plans.graph_of("mlp")
     plan = plan_for(graph, uniform(graph, 2), 2)
     report = make_report(measured, plan, edited=False, engine="planned")
-    assert report.breakdown == mean_of([found]) and report.median_step_seconds == measured["seconds"][3]
+    assert report.breakdown == of_all([found]) and report.median_step_seconds == measured["seconds"][3]
     told = figures(report)
     assert told["compute_ms"] > 0 and "peak_mb_rank_1" in told and "step_ms" not in told

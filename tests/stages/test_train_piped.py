@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.runtime.source import load_program
-from tests.piped_training import Case, judge, train, write_case
+from tests.piped_training import Case, judge, put_off_in, train, write_case
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without units for bfloat16
@@ -22,16 +22,27 @@ CASES = (
     Case("ladder", "1f1b", (1, 1), clip_norm=0.1),  # a partition without parameters, and rungs across the cut
     Case("tied", "interleaved", (1, 1), chunks=2),  # both holders on one rank
     Case("odd", "zero_bubble", (1, 1), micro_batches=2),  # buffers, frozen and unused parameters
+    Case("gpt", "zero_bubble", (1, 1), micro_batches=2, precision="amp"),
     Case("gpt", "1f1b", (1, 1), micro_batches=2, precision="amp"),  # what crosses the cut is in bfloat16
     Case("gpt", "gpipe", (1, 1), micro_batches=2, precision="bf16"),
     Case("tied", "gpipe", (2, 2), micro_batches=2, plans="data_parallel", clip_norm=0.05),
     Case("gpt", "1f1b", (2, 2), micro_batches=2, plans="megatron"),
     Case("tied", "interleaved", (2, 2), chunks=2, micro_batches=2, seed=1),
     Case("shared", "zero_bubble", (2, 2), seed=3),
+    Case("gpt", "zero_bubble", (2, 2), plans="zero", clip_norm=0.1),  # buckets of shards
+    Case("odd", "zero_bubble", (2, 2), micro_batches=2, seed=2),
+    Case("tied", "zero_bubble", (1, 2, 1)),
     Case("odd", "gpipe", (2, 2), micro_batches=2, seed=2),  # copies of a parameter that several links read
     Case("tied", "1f1b", (3, 1), seed=2),
     Case("unet", "1f1b", (2, 2), micro_batches=2, seed=11),  # statistics of batch norms
     Case("shared", "gpipe", (1, 2, 1), micro_batches=2, seed=5),
+    Case("unet", "1f1b", (1, 1), micro_batches=3, seed=1, batch_norm="deferred"),
+    Case("unet", "gpipe", (2, 2), micro_batches=2, seed=11, batch_norm="deferred"),
+    Case("tied", "1f1b", (1, 1), micro_batches=6, slices=3, clip_norm=0.1),
+    Case("unet", "gpipe", (1, 1), micro_batches=4, slices=2, seed=4, batch_norm="deferred"),
+    Case("gpt", "interleaved", (2, 2), chunks=2, micro_batches=6, slices=3, seed=3),
+    Case("shared", "1f1b", (2, 2), micro_batches=2, slices=2, seed=6),
+    Case("gpt", "gpipe", (1, 1), micro_batches=6, slices=6, seed=2),  # one sample each
 )
 
 
@@ -68,16 +79,23 @@ def test_the_cases_have_what_they_are_for(errors: dict[str, str], folder: Path) 
     assert any(len(cut) > 1 for program in programs for cut in program.SENT)
     assert any(program.TIED for program in programs) and any("recompute(" in text for text in texts.values())
     assert any("def copies" in text for text in texts.values()) and any("BUFFERS" in text for text in texts.values())
+    put_off = [text.split("class Partition1")[1] for name, text in texts.items() if "zero_bubble" in name]
+    for what in ("recompute(", "keep_shards(", "def copies"):
+        assert any(what in text for text in put_off), f"no gradients are put off with {what}"
+    without = [
+        case for case in CASES if case.schedule == "zero_bubble" and case.model == "gpt" and not put_off_in(case)[1]
+    ]
+    assert not without, "their second partition has no product that is put off"
 
 
 # ---- verify
 
 
-@pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+@pytest.fixture(scope="module", params=[1, 2])
+def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """By rank: program -> whether it is equal, and what differs first."""
     folder = tmp_path_factory.mktemp("judged")
-    write_case(Case("tied", "1f1b", (1, 1), micro_batches=2), folder)
+    write_case(Case("tied", "1f1b", (1, 1), micro_batches=2, slices=request.param), folder)
     (path,) = folder.glob("*.py")
     text = path.read_text()
     path.rename(folder / "right.py")

@@ -254,6 +254,12 @@ def test_statistics(outcomes) -> None:
     assert "batch_norm(" in wrong["fault"]["text"]
 
 
+def test_deferred_statistics(outcomes) -> None:
+    assert outcomes["deferred statistics"]["equal"]
+    wrong = outcomes["wrong deferred statistics"]
+    assert wrong["kinds"] <= {"buffer"} and "another norm.running_mean" in wrong["fault"]["what"]
+
+
 def test_an_optimizer_that_needs_whole_tensors_is_told(outcomes) -> None:
     assert "the optimizer's step 1 on pieces" in outcomes["an optimizer of whole tensors"]["fault"]["what"]
 

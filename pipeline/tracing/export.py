@@ -14,8 +14,8 @@ from torch.export import ExportedProgram
 
 from pipeline.errors import TraceError
 from pipeline.loss import pick_loss
-from stages.trace.certain import CertainBranches
-from stages.trace.source import user_line
+from pipeline.tracing.certain import CertainBranches
+from pipeline.tracing.source import user_line
 
 
 class LossOnly(nn.Module):

@@ -7,6 +7,7 @@ wrappers around regions without gradient, and in-place ops (see mutation.py).
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch.fx import GraphModule, Node
 from pipeline.errors import TraceError
 from pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
 from pipeline.ops.table import table
-from stages.trace.mutation import Mutations
-from stages.trace.source import op_line
+from pipeline.tracing.mutation import Mutations
+from pipeline.tracing.source import op_line
 
 _PREFIX = "model."  # of LossOnly
 _ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
@@ -40,17 +41,34 @@ class Ops:
     output: str
 
 
-def lower(program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...], *, keep_casts: bool = False) -> Ops:
-    """`keep_casts` leaves casts that change nothing in place: under autocast they would."""
-    lowering = _Lowering(program, model, inputs, keep_casts)
+def lower(
+    program: ExportedProgram,
+    model: nn.Module,
+    inputs: tuple[str, ...],
+    *,
+    keep_casts: bool = False,
+    stay: Container[str] = (),
+) -> Ops:
+    """`keep_casts` leaves casts that change nothing in place: under autocast they would.
+
+    So do ops of the names in `stay`, which change something in a batch of another size.
+    """
+    lowering = _Lowering(program, model, inputs, keep_casts, stay)
     lowering.run(program.graph_module, grad=True)
     return without_dead_ops(lowering.finish(inputs))
 
 
 class _Lowering:
-    def __init__(self, program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...], keep_casts: bool) -> None:
+    def __init__(
+        self,
+        program: ExportedProgram,
+        model: nn.Module,
+        inputs: tuple[str, ...],
+        keep_casts: bool,
+        stay: Container[str],
+    ) -> None:
         self.program = program
-        self.keep_casts = keep_casts
+        self.keep_casts, self.stay = keep_casts, stay
         self.values: dict[str, Value] = {}
         self.ops: list[Op] = []
         self.names: dict[Node, str | tuple[str, ...]] = {}  # torch's node -> our value, or an op's several values
@@ -134,7 +152,7 @@ class _Lowering:
         elif not hasattr(node.target, "_schema"):
             raise self._unsupported(node)
         elif kind == "broadcast_tensors" and _broadcasts_nothing(node):  # every call of F.mse_loss
-            self.names[node] = tuple(self.names[a] for a in node.args[0])  # type: ignore[union-attr,misc,index]
+            self.names[node] = tuple(str(self.names[a]) for a in node.args[0])  # type: ignore[union-attr,misc,index]
         elif (same := self._same_as(node, kind)) is not None:
             self.names[node] = same
         elif node.target._schema.is_mutable:
@@ -149,7 +167,7 @@ class _Lowering:
             self.names[placeholder] = self.names[operand]  # type: ignore[index]
         before = len(self.ops)
         output = self.run(inner, grad and bool(enabled))
-        self.names[node] = tuple(self.names[n] for n in output)
+        self.names[node] = tuple(str(self.names[n]) for n in output)
         if grad and not enabled:
             self.node, self.grad = node, False
             self.names[node] = tuple(self._detached(str(name), before) for name in self.names[node])
@@ -164,7 +182,7 @@ class _Lowering:
     def _same_as(self, node: Node, kind: str) -> str | None:
         """The value that the node's result is, where the op does nothing."""
         first = node.args[0] if node.args else None
-        if not isinstance(first, Node) or not isinstance(self.names.get(first), str):
+        if node.name in self.stay or not isinstance(first, Node) or not isinstance(self.names.get(first), str):
             return None
         before, after = first.meta["val"], node.meta["val"]
         nothing = (
@@ -195,7 +213,7 @@ class _Lowering:
 
     def _copied(self, node: Node, type_: TensorType) -> str:
         """`a.copy_(b)`: b in the shape and type of a."""
-        content = self._arg(node.args[1]).value
+        content: str = self._arg(node.args[1]).value
         if self.values[content].type.dtype != type_.dtype:
             cast = replace(self.values[content].type, dtype=type_.dtype)
             content = self._emit("aten.to.dtype", Args((Ref(content), Torch("dtype", type_.dtype))), cast, content)

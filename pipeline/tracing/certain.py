@@ -50,7 +50,8 @@ class CertainBranches(TorchFunctionMode):
         if func is torch.rand:
             self.ranges[result] = (0.0, 1.0)
         elif func in _BELOW and self._is_compared(args):
-            truth = _decide(_BELOW[func], *self.ranges[args[0]], float(args[1]))
+            low, high = self.ranges[args[0]]
+            truth = _decide(_BELOW[func], low, high, float(args[1]))
             if truth is not None:
                 self.truths[result] = truth
         return result

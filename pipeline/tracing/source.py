@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_NOT_THEIRS = ("/torch/", "/stages/trace/", "<frozen", "<string>")
+_NOT_THEIRS = ("/torch/", "/pipeline/tracing/", "/stages/trace/", "<frozen", "<string>")
 
 
 def op_line(stack_trace: str | None) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from pipeline.ir.graph import Arg, Link, Op, OpGraph, Ref, Role, Value
 from pipeline.ops.table import rule_of
-from stages.trace.common import find_common
-from stages.trace.lower import Ops, is_random
+from pipeline.tracing.common import find_common
+from pipeline.tracing.lower import Ops, is_random
 
 Piece = tuple[list[Op], str | None, str]  # the ops of a link, what it reads and what it writes
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.ir.graph import Arg, Args, Op, Ref, Torch
-from stages.trace.lower import Ops, is_random, without_dead_ops
+from pipeline.tracing.lower import Ops, is_random, without_dead_ops
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 WHERE, EXPAND = "aten.where.ScalarOther", "aten.expand.default"

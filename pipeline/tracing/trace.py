@@ -1,0 +1,34 @@
+"""From the configuration to the graph, for a whole batch or a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+from pipeline.config import Config, Precision, TensorSpec
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.verify import verify_graph
+from pipeline.tracing.build import build_model, fake_mode, sample_batch
+from pipeline.tracing.chain import find_chain
+from pipeline.tracing.export import export_loss
+from pipeline.tracing.lower import lower
+from pipeline.tracing.simplify import simplify
+
+
+def trace(config: Config, slices: int = 1, stay: Container[str] = ()) -> OpGraph:
+    """For one of so many equal parts of the model's batch; ops of the names in `stay` are kept, if they do nothing."""
+    mode = fake_mode()
+    model = build_model(config, mode)
+    batch = sample_batch(_part(config.model.batch, slices), mode, config.model.precision)
+    program = export_loss(model, batch)
+    amp = config.model.precision is Precision.amp
+    graph = find_chain(simplify(lower(program, model, tuple(batch), keep_casts=amp, stay=stay)))
+    verify_graph(graph)
+    return graph
+
+
+def _part(specs: Mapping[str, TensorSpec], slices: int) -> dict[str, TensorSpec]:
+    """Of each input, whose first dim is the batch."""
+    return {
+        name: TensorSpec(shape=[spec.shape[0] // slices, *spec.shape[1:]], dtype=spec.dtype)
+        for name, spec in specs.items()
+    }

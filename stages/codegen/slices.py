@@ -1,0 +1,100 @@
+"""The graph of a micro-batch that is a part of a pass: the model is traced again, for so many samples.
+
+The graph of a pass has its batch in it as plain numbers, which do not tell what they are in a smaller one: 8 samples
+that are viewed as (2, 4) may be two groups of any size, or groups of four. The user's module tells. The plan speaks of
+the graph of a pass, by the names of its ops and values: both graphs must have the same, and the smaller sizes must
+still divide as the plan splits them. Ops that do nothing in a batch of one sample (`expand`, `contiguous`) stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import zip_longest
+
+from pipeline.config import Config
+from pipeline.errors import SolveError, TraceError
+from pipeline.ir.graph import Arg, Args, Op, OpGraph, Ref
+from pipeline.ir.plan import Plan
+from pipeline.ir.verify import InvalidSharding, verify_sharding
+from pipeline.partitions import part_of
+from pipeline.tracing.chain import find_chain
+from pipeline.tracing.lower import Ops
+from pipeline.tracing.trace import trace
+
+CONTIGUOUS = "aten.contiguous.default"
+
+
+def graph_of_slice(graph: OpGraph, plan: Plan, config: Config) -> OpGraph:
+    """For a micro-batch of the plan; `graph` is that of a pass."""
+    if plan.slices == 1:
+        return graph
+    try:
+        own = with_contiguous(trace(config, plan.slices, stay={op.name for op in graph.ops}), graph)
+    except TraceError as error:
+        raise _refusal(plan, config, f"with fewer samples {error.what}") from error
+    if (difference := next(_differences(graph, own), None)) is not None:
+        raise _refusal(plan, config, f"the model does something else with fewer samples: {difference}")
+    for number, partition in enumerate(plan.partitions):
+        try:
+            verify_sharding(part_of(own, partition.first, partition.last), partition.sharding, partition.sizes)
+        except InvalidSharding as error:
+            raise _refusal(plan, config, f"partition {number} cannot be split as planned: {error}") from error
+    return own
+
+
+def with_contiguous(own: OpGraph, graph: OpGraph) -> OpGraph:
+    """With the `contiguous` of the larger graph, which is not exported where memory is in order already."""
+    there = {op.name: op for op in own.ops}
+    added = {op.name for op in graph.ops if op.target == CONTIGUOUS and op.name not in there}
+    if not added or {op.name for op in graph.ops} != added | there.keys():
+        return own
+    values, ops = dict(own.values), []
+    for op in graph.ops:
+        if op.name in added:
+            (source,), (result,) = op.inputs, op.outputs
+            values[result] = replace(graph.values[result], type=values[source].type)
+            ops.append(op)
+        else:
+            names = {graph.op(name).inputs[0]: name for name in op.inputs if name in added}
+            ops.append(replace(there[op.name], args=_renamed(there[op.name].args, names)))
+    return find_chain(Ops({name: values[name] for name in graph.values if name in values}, tuple(ops), own.output))
+
+
+def _renamed(args: Args, names: Mapping[str, str]) -> Args:
+    def one(arg: Arg) -> Arg:
+        if isinstance(arg, Ref):
+            return Ref(names.get(arg.value, arg.value))
+        return tuple(map(one, arg)) if isinstance(arg, tuple) else arg
+
+    return Args(tuple(map(one, args.positional)), tuple((key, one(arg)) for key, arg in args.named))
+
+
+def _differences(graph: OpGraph, own: OpGraph) -> Iterator[str]:
+    """What is not the same in both, but for sizes."""
+    for op, other in zip_longest(graph.ops, own.ops):
+        if op is None or other is None or _call(op) != _call(other):
+            there = f"{op.name} ({op.target}) of {op.module or 'the model'}" if op else "no op"
+            yield f"{there} is {f'{other.name} ({other.target})' if other else 'not there'}"
+    if _links(graph) != _links(own):
+        yield "its ops make other links"
+    for name, value in graph.values.items():
+        if name not in own.values or value.type.dtype != own.values[name].type.dtype:
+            yield f"{name} is not there, or of another type"
+
+
+def _call(op: Op) -> tuple[object, ...]:
+    return op.name, op.target, op.inputs, op.outputs, op.mutates
+
+
+def _links(graph: OpGraph) -> list[tuple[object, ...]]:
+    return [(link.ops, link.input, link.output, link.common) for link in graph.chain]
+
+
+def _refusal(plan: Plan, config: Config, why: str) -> SolveError:
+    passes = plan.micro_batches // plan.slices
+    return SolveError(
+        f"the pipeline cuts each pass into {plan.slices} micro-batches, and {why}",
+        where=f"conf/checkpoint/{config.choices['checkpoint']}.yaml: micro_batches",
+        remedy=f"ask for fewer than {plan.micro_batches}, a multiple of {passes}, or null",
+    )

@@ -1,0 +1,221 @@
+"""Programs for a part of a pass: written for the model as it is with fewer samples, or refused in one line."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline import artifacts
+from pipeline.config import Config, DType, Model, TensorSpec, load_config
+from pipeline.errors import SolveError
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.plan import Plan
+from pipeline.ir.verify import verify_graph
+from pipeline.stage import Inputs
+from pipeline.tracing.trace import trace
+from stages.codegen import run as codegen
+from stages.codegen.slices import graph_of_slice, with_contiguous
+from stages.verify.interpret import interpret
+from stages.verify.truth import state_of
+from tests.graphs import SILENT
+from tests.graphs import trace as trace_module
+from tests.piped_programs import cut, random_cuts
+from tests.piped_training import config_of, sliced_plan
+from tests.plans import batch_of
+from tests.programs import load, plan_for, uniform
+
+PROJECT = Path(__file__).parents[2]
+ROWS = 8
+
+
+class Moody(nn.Module):
+    """Does something else with few samples: the op is another one, or there is one more."""
+
+    def __init__(self, more: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.more = nn.Linear(4, 4), nn.Linear(4, 4), more
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if len(x) == ROWS:
+            return F.mse_loss(self.last(torch.tanh(y)), x)
+        return F.mse_loss(self.last(torch.tanh(y).exp() if self.more else torch.sigmoid(y)), x)
+
+
+class Plain(nn.Module):
+    """Takes any number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.last(torch.tanh(self.first(x))), x)
+
+
+class Shifted(nn.Module):
+    """Has ops that do nothing to one sample: a table for all, and rows that are put in order in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.table = nn.Linear(4, 4), nn.Linear(4, 3), nn.Parameter(torch.rand(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x) + self.table.expand(len(x), 4))
+        return F.mse_loss(self.last(y)[:, 1:].contiguous().view(-1), x[:, 2:].contiguous().view(-1))
+
+
+class Fixed(nn.Module):
+    """Is written for so many samples and no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.last(torch.tanh(self.first(x)).view(ROWS, 2, 2).flatten(1)), x)
+
+
+class Grouped(nn.Module):
+    """Two groups of samples, whatever their number; where there are groups of two, it is the number that changes."""
+
+    def __init__(self, groups_of_two: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.shape = (-1, 2, 4) if groups_of_two else (2, -1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = self.first(x).view(self.shape)
+        return F.mse_loss(self.last(torch.tanh(groups - groups.mean(1, keepdim=True))).flatten(0, 1), x)
+
+
+def rows_of(build: type, **arguments: bool) -> Config:
+    spec = {"x": TensorSpec(shape=[ROWS, 4], dtype=DType.float32)}
+    module = {"_target_": f"{__name__}.{build.__name__}", **arguments}
+    return replace(load_config(PROJECT), model=Model(module=module, batch=spec))
+
+
+def in_two(graph: OpGraph, slices: int, devices: int = 1) -> Plan:
+    draw = random.Random(1)
+    whole = plan_for(graph, uniform(graph, devices), devices)
+    plan = cut(graph, random_cuts(graph, 2, draw), [whole, whole], draw, 2 * slices)
+    return replace(plan, slices=slices)
+
+
+def refused(config: Config, slices: int, devices: int = 1) -> str:
+    graph = trace(config)
+    with pytest.raises(SolveError) as error:
+        graph_of_slice(graph, in_two(graph, slices, devices), config)
+    line = error.value.line()
+    assert line.startswith(f"conf/checkpoint/{config.choices['checkpoint']}.yaml: micro_batches: ")
+    assert f"cuts each pass into {slices} micro-batches" in line
+    assert line.endswith(f"ask for fewer than {2 * slices}, a multiple of 2, or null")
+    return line
+
+
+@pytest.mark.parametrize("model", ["gpt", "tied", "mlp", "ladder", "shared", "unet"])
+@pytest.mark.parametrize("slices", [2, 3])
+def test_the_graph_is_that_of_fewer_samples(model: str, slices: int) -> None:
+    config = config_of(model)
+    whole = trace(config)
+    plan = sliced_plan(model, slices, 2)
+    part = graph_of_slice(whole, plan, config)
+    assert [op.name for op in part.ops] == [op.name for op in whole.ops] and part != whole
+    for value in whole.of_role(Role.INPUT):
+        rows, *rest = value.type.shape
+        assert part.values[value.name].type.shape == (rows // slices, *rest)
+        assert rows == len(batch_of(model)[value.name])
+    for role in (Role.PARAMETER, Role.BUFFER):
+        assert list(part.of_role(role)) == list(whole.of_role(role))
+
+
+def test_ops_that_do_nothing_to_one_sample_stay() -> None:
+    config = rows_of(Shifted)
+    whole = trace(config)
+    alone = {op.name for op in whole.ops} - {op.name for op in trace(config, ROWS).ops}
+    assert {whole.op(name).target.split(".")[1] for name in alone} == {"expand", "contiguous"}
+    part = graph_of_slice(whole, in_two(whole, ROWS), config)
+    verify_graph(part)
+    assert [(op.name, op.inputs) for op in part.ops] == [(op.name, op.inputs) for op in whole.ops]
+    assert _loss(part, rows=1) == pytest.approx(_loss(whole, rows=ROWS), rel=1e-5)
+
+
+def _loss(graph: OpGraph, rows: int) -> float:
+    """Of the same row so often."""
+    torch.manual_seed(0)
+    state = state_of(Shifted().double())
+    x = torch.randn(1, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).expand(rows, 4)
+    return float(interpret(graph, state, {"x": x.contiguous()}, 0, 1, draw=False).loss)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "vit"])
+def test_models_of_others_have_the_same_ops_with_one_sample(family: str) -> None:
+    pytest.importorskip("transformers")
+    from tests.families import FAMILIES
+
+    ((build, batch),) = ((build, batch) for build, batch in FAMILIES.items() if build.__name__ == family)
+    whole = trace_module(build(), batch)
+    rows = {name: tensor[:1].clone() for name, tensor in batch.items()}
+    part = with_contiguous(trace_module(build(), rows, stay={op.name for op in whole.ops}), whole)
+    verify_graph(part)
+    assert [(op.name, op.target, op.inputs) for op in part.ops] == [(o.name, o.target, o.inputs) for o in whole.ops]
+    assert [link.ops for link in part.chain] == [link.ops for link in whole.chain]
+
+
+def test_without_slices_the_graph_is_taken_as_it_is() -> None:
+    config = rows_of(Fixed)
+    graph = trace(config)
+    assert graph_of_slice(graph, in_two(graph, 1), config) is graph
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_what_a_number_means_is_what_the_module_makes_of_it(pairs: bool) -> None:
+    """Both have the same numbers in the graph of a pass of four samples; with two they do not."""
+    config = rows_of(Grouped, groups_of_two=pairs)
+    spec = {"x": TensorSpec(shape=[4, 4], dtype=DType.float32)}
+    config = replace(config, model=replace(config.model, batch=spec))
+    graph = trace(config)
+    part = graph_of_slice(graph, in_two(graph, 2), config)
+    views = [
+        [g.values[name].type.shape for op in g.ops if "view" in op.target for name in op.outputs] for g in (graph, part)
+    ]
+    assert views == [[(2, 2, 4)], [(1, 2, 4) if pairs else (2, 1, 4)]]
+
+
+def test_the_stage_writes_the_program_of_a_slice(tmp_path: Path) -> None:
+    config = config_of("tied")
+    graph, plan = trace(config), sliced_plan("tied", 3, 2)
+    program = load(codegen.run(given(tmp_path, graph, plan), config).body)
+    assert (program["MICRO_BATCHES"], program["SLICES"]) == (plan.micro_batches, 3)
+    assert program["SENT"][0]["x"]["shape"] == (2, 6, 12)
+    whole = load(codegen.run(given(tmp_path, graph, replace(plan, slices=1)), config).body)
+    assert whole["SLICES"] == 1 and whole["SENT"][0]["x"]["shape"] == (6, 6, 12)
+
+
+def given(folder: Path, graph: OpGraph, plan: Plan) -> Inputs:
+    bodies = {"graph": graph, "plan": plan}
+    return Inputs(folder, {kind: artifacts.make(kind, body, [], {}) for kind, body in bodies.items()}, SILENT, None)
+
+
+def test_a_model_that_does_something_else_with_fewer_samples_is_refused() -> None:
+    other = refused(rows_of(Moody, more=False), 2)
+    assert "the model does something else with fewer samples: tanh (aten.tanh.default) of the model is sigmoid" in other
+    assert "something else with fewer samples" in refused(rows_of(Moody, more=True), 2)
+
+
+def test_a_model_that_takes_no_fewer_samples_is_refused() -> None:
+    assert "with fewer samples the model cannot be exported: " in refused(rows_of(Fixed), 4)
+
+
+def test_sizes_that_do_not_divide_any_more_are_refused() -> None:
+    """Eight rows on two devices may be cut into four, not into eight."""
+    config = rows_of(Plain)
+    graph = trace(config)
+    assert graph_of_slice(graph, in_two(graph, 2, devices=2), config) != graph
+    assert "cannot be split as planned: layouts fit: " in refused(config, 8, devices=2)
