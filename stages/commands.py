@@ -126,6 +126,24 @@ def price(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return priced(root, arguments, log)
 
 
+def explain(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Says what was chosen, what else there was, and why it was not taken."""
+    from stages.checkpoint.choose import evaluate
+    from stages.checkpoint.slices import sliced
+    from stages.solve.explain.run import explain as told
+
+    return told(root, arguments, evaluate, sliced, log)
+
+
+def _of_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", help="a module (also with *), parameter, tensor or op; none: the plan")
+    parser.add_argument("--solve", action="store_true", help="solve all else again with each option fixed")
+    parser.add_argument("--seconds", type=_positive, default=5, help="that each of these may take (5)")
+    parser.add_argument("--most", type=_positive, default=10, help="options that are priced in full (10)")
+    parser.add_argument("--diff", nargs=2, metavar="RUNS", help="two run folders: what changed, and the time with it")
+    parser.add_argument("--json", action="store_true", help="the same facts as JSON")
+
+
 def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Sends tracked runs that the store could not take when they were made."""
     from pipeline.config import load_config
@@ -179,6 +197,7 @@ COMMANDS = {
             "words", nargs="*", metavar="name=value", help="what is given; `search` frees the rest"
         ),
     ),
+    "explain": Command("say what was chosen, what else there was, and why not (docs/explain.md)", explain, _of_explain),
     "sync": Command("send tracked runs that are still waiting", sync),
     "ui": Command("serve the MLflow UI on 127.0.0.1", ui),
 }

@@ -1,0 +1,289 @@
+"""The other options of one choice of the plan: what the step would take, and what ruled each of them out.
+
+One choice is changed and all else stays: conversions at its neighbours are found and priced anew, and recompute is
+chosen again within the budget. With `again` all other choices are solved once more, with that one fixed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Protocol
+
+from pipeline.config import Checkpoint, Solve
+from pipeline.cost.resident import gigabytes
+from pipeline.errors import ArtifactError
+from pipeline.ir.cluster import Mesh
+from pipeline.ir.plan import FrontierPoint, Proof, Sharding
+from pipeline.ir.verify import InvalidSharding, gathered, verify_sharding
+from pipeline.log import Log
+from pipeline.lowering import with_paths
+from stages.solve.backends import NothingFound
+from stages.solve.constraints import Hand
+from stages.solve.data import Problem
+from stages.solve.exact import restrict
+from stages.solve.explain.part import Part, Planned
+from stages.solve.frontier import Sweep
+from stages.solve.problem import Given, build, to_sharding
+from stages.solve.saved import Saved, found_among
+from stages.solve.storage import Way
+
+NOT_PROVEN = Proof("", "", 0.0, 0.0, 0.0, 0, 0)
+NOT_FOUND = "the search ended before it, within its gap"
+READ_OTHERWISE = "what is beside it in the plan does not go with it; --solve changes that as well"
+SAME = 1e-9  # of a step: what rounding makes of equal times
+PLAN = "runs/checkpoint/plan.json"
+
+
+class Verdict(StrEnum):
+    chosen = "chosen"
+    slower = "slower"
+    equal = "as fast"
+    faster = "faster"
+    over_budget = "over the budget"
+    setting = "a setting"
+    neighbours = "its neighbours"
+    shape = "does not divide"
+
+
+@dataclass(frozen=True)
+class Option:
+    choice: str
+    verdict: Verdict
+    why: str = ""
+    seconds: float | None = None  # by which the step is longer than the plan's
+    peak_bytes: int | None = None  # by which the peak is higher
+    solved_seconds: float | None = None  # the same where all else is solved again
+    solved_peak_bytes: int | None = None
+
+
+class Scheduled(Protocol):
+    """A sharding with the best recompute for the budget (stages.checkpoint)."""
+
+    @property
+    def regions(self) -> Any: ...  # None where nothing fits
+    @property
+    def step_seconds(self) -> float: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def consists(self) -> str: ...
+
+
+Evaluate = Callable[..., Scheduled]  # stages.checkpoint.choose.evaluate
+
+
+@dataclass(frozen=True)
+class Outcome:
+    seconds: float
+    peak_bytes: int
+    over: str = ""  # the budget, by how much and where
+
+
+@dataclass(frozen=True)
+class Change:
+    choice: int  # its number among those of its node
+    sharding: Sharding
+    picked: tuple[int, ...] | None  # all choices; None where the problem does not have them together
+
+
+class Options:
+    """Of every choice of one partition."""
+
+    def __init__(
+        self, plan: Planned, part: Part, solve: Solve, checkpoint: Checkpoint, evaluate: Evaluate, where: str, log: Log
+    ) -> None:
+        self.plan, self.part, self.solve, self.checkpoint = plan, part, solve, checkpoint
+        self.evaluate, self.where, self.log = evaluate, where, log
+        axes = part.cluster.axes
+        given = Given(axes, part.cluster.compute, part.copies, part.micro_batches)
+        self.problem, self.choices = build(plan.graph, plan.profile, given)
+        self.hand = Hand(plan.graph, tuple(axis.name for axis in axes), solve, where)
+        self.picked = self._picked()
+        self.now = self.outcome(part.sharding)
+
+    def _picked(self) -> tuple[int, ...] | None:
+        """The plan as choices of the problem; a partition of a pipeline is none."""
+        if self.plan.plan.pipelined:
+            return None
+        saved = Saved(PLAN, self.part.cluster.sizes, self.part.sharding)
+        return found_among(saved, self.plan.graph, self.problem, self.choices)
+
+    def of(self, name: str, most: int, again: float | None = None) -> tuple[tuple[Option, ...], int]:
+        """Those of a value or an op, the chosen one first, then by seconds; and how many more there are.
+
+        `most` are priced in full, `again` is how many seconds each may take to be solved again.
+        """
+        ranked = sorted(self._changes(name), key=self._rank)
+        found = [self._option(name, change, again) for change in ranked[:most]]
+        known = sorted((one for one in found if one.seconds is not None), key=lambda one: one.seconds or 0.0)
+        last = (one for one in found if one.seconds is None)
+        chosen = Option(self._words(name, self._chosen(name)), Verdict.chosen, "", 0.0, 0)
+        return (chosen, *known, *last), max(0, len(ranked) - most)
+
+    def _changes(self, name: str) -> list[Change]:
+        """The options that make another program than the plan's, each program once."""
+        found: dict[int, Sharding] = {}
+        for k in range(len(self._offered(name))):
+            changed = self.changed(name, k)
+            if changed != replace(self.part.sharding, paths={}) and changed not in found.values():
+                found[k] = changed
+        return [self._change(name, k, changed) for k, changed in found.items()]
+
+    def _change(self, name: str, k: int, changed: Sharding) -> Change:
+        """With the choice that it comes to: a parameter that is split, and read otherwise, is gathered."""
+        if self.picked is None:
+            return Change(self._as_read(name, k, changed), changed, None)
+        picked = self._found(changed)
+        return Change(k if picked is None else picked[self.choices.index[name]], changed, picked)
+
+    def _as_read(self, name: str, k: int, changed: Sharding) -> int:
+        ways = self.choices.storage.get(name, ())
+        if not ways or ways[k].way is not Way.as_it_lies:
+            return k
+        if self.part.graph.values[name].origin not in gathered(self.part.graph, changed, self.part.cluster.sizes):
+            return k
+        wanted = replace(ways[k], way=Way.gathered)
+        return ways.index(wanted) if wanted in ways else k
+
+    def _found(self, sharding: Sharding) -> tuple[int, ...] | None:
+        """As choices of the problem; None where it does not have them together."""
+        try:
+            saved = Saved(PLAN, self.part.cluster.sizes, sharding)
+            return found_among(saved, self.plan.graph, self.problem, self.choices)
+        except ArtifactError:
+            return None
+
+    def _offered(self, name: str) -> tuple[Any, ...]:
+        known: tuple[dict[str, Any], ...] = (self.choices.storage, self.choices.inputs, self.choices.ops)
+        return next((own[name] for own in known if name in own), ())
+
+    def _words(self, name: str, k: int) -> str:
+        option = self._offered(name)[k]
+        if name not in self.choices.ops:
+            return str(option)
+        return f"{option.name}: {', '.join(map(str, option.inputs))} -> {', '.join(map(str, option.outputs))}"
+
+    def _chosen(self, name: str) -> int:
+        if self.picked is not None:
+            return self.picked[self.choices.index[name]]
+        same = replace(self.part.sharding, paths={})
+        return next(k for k in range(len(self._offered(name))) if self.changed(name, k) == same)
+
+    def changed(self, name: str, k: int) -> Sharding:
+        """The plan with that one choice, its conversions not yet found."""
+        old, option = replace(self.part.sharding, paths={}), self._offered(name)[k]
+        if name in self.choices.ops:
+            new = replace(old, strategies={**old.strategies, name: option})
+        elif name in self.choices.inputs:
+            new = replace(old, inputs={**old.inputs, name: option})
+        else:
+            new = self._stored(old, self.plan.graph.values[name].origin, option)
+        return self._still_gathered(new)
+
+    def _stored(self, old: Sharding, origin: str, option: Any) -> Sharding:
+        state = {key: layout for key, layout in old.state.items() if key != origin}
+        again = {key: True for key in old.regathered if key != origin}
+        if option.way is Way.regathered:
+            again = {key: True for key in old.storage if key in again or key == origin}
+        return replace(
+            old,
+            storage={**old.storage, origin: option.layout},
+            state=state | ({origin: option.state} if option.state != option.layout else {}),
+            regathered=tuple(again),
+        )
+
+    def _still_gathered(self, new: Sharding) -> Sharding:
+        """Where nobody gathers a parameter any more, nobody regathers it."""
+        if not new.regathered:
+            return new
+        apart = gathered(self.part.graph, new, self.part.cluster.sizes)
+        return replace(new, regathered=tuple(name for name in new.regathered if name in apart))
+
+    def _rank(self, change: Change) -> float:
+        """Seconds by the problem, which is quick; of a pipeline's partition by its price."""
+        if change.picked is not None:
+            return self.problem.cost(change.picked)
+        if self.picked is not None or self._misfit(change.sharding):
+            return math.inf
+        return self.part.price(with_paths(self.part.graph, change.sharding, self.part.cluster)).seconds
+
+    def _misfit(self, changed: Sharding) -> str:
+        try:
+            verify_sharding(self.part.graph, changed, self.part.cluster.sizes)
+        except InvalidSharding as error:
+            return str(error)
+        return ""
+
+    def _option(self, name: str, change: Change, again: float | None) -> Option:
+        words, k = self._words(name, change.choice), change.choice
+        if misfit := self._misfit(change.sharding):
+            return Option(words, Verdict.shape, misfit)
+        if self.picked is not None and change.picked is None:
+            alone = Option(words, Verdict.neighbours, READ_OTHERWISE)
+            return alone if again is None else self._solved(alone, name, change, again)
+        outcome = self.outcome(with_paths(self.part.graph, change.sharding, self.part.cluster))
+        more = outcome.seconds - self.now.seconds
+        peak = outcome.peak_bytes - self.now.peak_bytes
+        setting = self.hand.forbids(name, self.choices, k) if self.hand.asks else None
+        if setting is not None:
+            return Option(words, Verdict.setting, f"`{setting}`", more if not outcome.over else None, peak)
+        if outcome.over:
+            found = Option(words, Verdict.over_budget, outcome.over, None, peak)
+        else:
+            pace = self._pace(more)
+            found = Option(words, pace, NOT_FOUND if pace is Verdict.faster else "", more, peak)
+        return found if again is None or self.picked is None else self._solved(found, name, change, again)
+
+    def _pace(self, more: float) -> Verdict:
+        if abs(more) <= SAME * self.now.seconds:
+            return Verdict.equal
+        return Verdict.slower if more > 0 else Verdict.faster
+
+    def outcome(self, sharding: Sharding) -> Outcome:
+        """Of the step; of a pipeline's partition what its devices do and hold, with nothing recomputed."""
+        part = self.part
+        if self.picked is None:
+            price = part.price(sharding)
+            return Outcome(price.seconds, price.fixed_bytes + sum(link.memory.kept for link in price.links))
+        point = FrontierPoint(sharding, 0.0, 0, 0, NOT_PROVEN)
+        frontier = replace(self.plan.frontier, meshes=(Mesh(part.cluster.axes),), points=(point,), pieces=())
+        found = self.evaluate(part.graph, part.profile, part.cluster, frontier, 0, self.checkpoint)
+        if found.regions is not None:
+            return Outcome(found.step_seconds, found.peak_bytes)
+        over = found.peak_bytes - frontier.budget_bytes
+        return Outcome(math.inf, found.peak_bytes, f"by {gigabytes(over)} at the least: {found.consists}")
+
+    def _solved(self, option: Option, name: str, change: Change, seconds: float) -> Option:
+        """With all other choices solved again; never worse than with that one changed alone."""
+        sharding = self.solved(name, change, seconds)
+        found = [] if option.seconds is None else [(option.seconds, option.peak_bytes)]
+        if sharding is not None:
+            outcome = self.outcome(with_paths(self.part.graph, sharding, self.part.cluster))
+            if not outcome.over:
+                more = outcome.seconds - self.now.seconds
+                found.append((more, outcome.peak_bytes - self.now.peak_bytes))
+        if not found:
+            return option
+        least, peak = min(found, key=lambda one: one[0])
+        return replace(option, solved_seconds=least, solved_peak_bytes=peak)
+
+    def solved(self, name: str, change: Change, seconds: float) -> Sharding | None:
+        """The fastest plan with that choice that needs no more memory than the budget, or than the plan, has."""
+        assert self.picked is not None
+        kept = list(self.hand.kept(self.choices)) if self.hand.asks else _all(self.problem)
+        kept[self.choices.index[name]] = (change.choice,)
+        left = restrict(self.problem, tuple(kept))
+        limit = max(float(self.plan.plan.budget_bytes), self.problem.peak(self.picked))
+        settings = replace(self.solve, time_limit_s=seconds)
+        try:
+            found = Sweep(left.problem, settings, self.where, self.log).within(limit, seconds)
+        except NothingFound:
+            return None
+        return to_sharding(self.plan.graph, self.choices, left.expand(found.picked))
+
+
+def _all(problem: Problem) -> list[tuple[int, ...]]:
+    return [tuple(range(len(node.costs))) for node in problem.nodes]

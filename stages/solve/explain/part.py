@@ -1,0 +1,111 @@
+"""The plan with all that prices it: its partitions, each with graph, mesh and sharding of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pipeline.artifacts import Artifact
+from pipeline.cost.step import ParameterPrice, StepPrice, parameter_prices, price_step
+from pipeline.errors import ShardwrightError
+from pipeline.ir.cluster import Cluster, Mesh
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Frontier, Partition, Plan, Sharding
+from pipeline.ir.profile import Profile, as_run
+from pipeline.ir.program import Program
+from pipeline.lowering import lower
+from pipeline.partitions import part_of
+from stages.solve.explain.items import Item, items_of
+
+KINDS = ("graph", "profile", "cluster", "frontier", "plan")
+
+Slice = Callable[[OpGraph, Profile, int], tuple[OpGraph, Profile]]  # for a part of the batch
+
+
+class ExplainError(ShardwrightError):
+    """Something that cannot be explained: a name that is not known, a run that is not whole."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A partition; the whole model where there is no pipeline."""
+
+    number: int
+    graph: OpGraph
+    profile: Profile
+    cluster: Cluster  # on its mesh
+    sharding: Sharding
+    copies: float  # tensors of a parameter's size that the optimizer keeps
+    micro_batches: int
+    last: bool
+
+    def program(self, sharding: Sharding) -> Program:
+        return lower(self.graph, sharding, self.micro_batches, to_loss=self.last)
+
+    def price(self, sharding: Sharding) -> StepPrice:
+        program = self.program(sharding)
+        return price_step(self.graph, self.profile, self.cluster, sharding, program, self.copies)
+
+    def parameter_prices(self) -> dict[str, ParameterPrice]:
+        program = self.program(self.sharding)
+        return parameter_prices(self.graph, self.cluster, self.sharding, program, self.copies)
+
+    def items(self) -> tuple[Item, ...]:
+        program = self.program(self.sharding)
+        return items_of(self.graph, self.profile, self.cluster, self.sharding, program, self.copies)
+
+
+@dataclass(frozen=True)
+class Planned:
+    graph: OpGraph
+    profile: Profile
+    cluster: Cluster
+    frontier: Frontier
+    plan: Plan
+    parts: tuple[Part, ...]
+    config: dict[str, str]  # group or key of the configuration -> digest
+
+    def busiest(self) -> Part:
+        """The partition whose devices have most to do in a step: those that the step waits for."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        return max(self.parts, key=lambda part: part.price(part.sharding).seconds)
+
+
+def planned(found: Mapping[str, Artifact], sliced: Slice) -> Planned:
+    """Of artifacts that belong together."""
+    profile, cluster, frontier, plan = (found[kind].body for kind in KINDS[1:])
+    graph = as_run(found["graph"].body, profile.types)
+    copies = frontier.optimizer_copies
+    config = dict(found["plan"].config)
+    if not plan.pipelined:
+        mesh = mesh_of(plan.partitions[0], frontier, cluster)
+        part = Part(0, graph, profile, cluster.part(mesh), plan.sharding, copies, plan.micro_batches, True)
+        return Planned(graph, profile, cluster, frontier, plan, (part,), config)
+    cut, costs = sliced(graph, profile, plan.slices)
+    parts = tuple(
+        Part(
+            number,
+            part_of(cut, one.first, one.last),
+            costs,
+            cluster.part(mesh_of(one, frontier, cluster)),
+            one.sharding,
+            copies,
+            plan.micro_batches,
+            number == len(plan.partitions) - 1,
+        )
+        for number, one in enumerate(plan.partitions)
+    )
+    return Planned(graph, profile, cluster, frontier, plan, parts, config)
+
+
+def mesh_of(partition: Partition, frontier: Frontier, cluster: Cluster) -> Mesh:
+    """The mesh of the frontier's plan that it is, or one with the same axes."""
+    for point in (*frontier.points, *frontier.pieces):
+        if point.sharding == partition.sharding:
+            return frontier.meshes[point.mesh]
+    for mesh in (*frontier.meshes, *cluster.mesh_candidates()):
+        if tuple((axis.name, axis.size) for axis in mesh.axes) == partition.axes:
+            return mesh
+    axes = " x ".join(f"{name}={size}" for name, size in partition.axes)
+    raise ExplainError(f"the frontier has no mesh {axes}", where="runs/solve", remedy="run `dvc repro checkpoint`")

@@ -1,0 +1,132 @@
+"""`python -m stages explain`: the plan in words, one choice of it with its alternatives, or two plans side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline import artifacts
+from pipeline.config import Config, load_config
+from pipeline.errors import ShardwrightError
+from pipeline.ir.codec import encode
+from pipeline.log import Log
+from pipeline.ops.discover import remember_in
+from pipeline.stage import read
+from stages.solve.explain.diff import Changed, Diff, changed_settings, explain_diff
+from stages.solve.explain.names import Subject, What, find_subject
+from stages.solve.explain.one import One, explain_one, home_of
+from stages.solve.explain.options import Evaluate, Options
+from stages.solve.explain.part import KINDS, ExplainError, Planned, Slice, planned
+from stages.solve.explain.text import diff_text, module_text, one_text, whole_text
+from stages.solve.explain.whole import Module, Whole, explain_module, explain_whole
+
+Explained = Whole | Module | One | Diff
+
+
+def explain(root: Path, asked: argparse.Namespace, evaluate: Evaluate, sliced: Slice, log: Log) -> int:
+    """`evaluate` and `sliced` are the checkpoint stage's: the best recompute of a plan, a part of the batch."""
+    if asked.diff:
+        found: Explained = _of_two(root, asked.diff, sliced)
+    else:
+        found = _of_one(root, asked, evaluate, sliced, log)
+    _print(json.dumps(encode(found), indent=1) if asked.json else text_of(found))
+    return 0
+
+
+def _print(text: str) -> None:
+    """A reader that has seen enough (`| head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be told at exit
+
+
+def text_of(found: Explained) -> str:
+    if isinstance(found, Whole):
+        return whole_text(found)
+    if isinstance(found, Module):
+        return module_text(found)
+    return one_text(found) if isinstance(found, One) else diff_text(found)
+
+
+def _of_one(root: Path, asked: argparse.Namespace, evaluate: Evaluate, sliced: Slice, log: Log) -> Explained:
+    config, found = read(KINDS, root)
+    remember_in(root / "runs" / "ops")
+    plan = planned(found, sliced)
+    if asked.name is None:
+        return explain_whole(plan)
+    subject = find_subject(plan.graph, asked.name)
+    if subject.what is What.module:
+        return explain_module(plan, subject.name)
+    again = asked.seconds if asked.solve else None
+    if asked.solve and plan.plan.pipelined:
+        log.warning("a pipeline is not solved again: options are priced with all else as it is")
+    return explain_one(plan, options_for(plan, subject, config, evaluate, log), subject, asked.most, again)
+
+
+def options_for(plan: Planned, subject: Subject, config: Config, evaluate: Evaluate, log: Log) -> Options:
+    where = f"conf/solve/{config.choices['solve']}.yaml"
+    return Options(plan, home_of(plan, subject), config.solve, config.checkpoint, evaluate, where, log)
+
+
+# ------------------------------------------------------------------------------------------------------------ two runs
+
+
+def _of_two(root: Path, folders: list[str], sliced: Slice) -> Diff:
+    before, after = (_read_run(root, folder, sliced) for folder in folders)
+    settings = _settings(before, after, *(_configuration(root, folder) for folder in folders))
+    return explain_diff(before, after, (folders[0], folders[1]), settings)
+
+
+def _read_run(root: Path, folder: str, sliced: Slice) -> Planned:
+    """Of a folder of artifacts, such as runs/ or a copy of it; or of a project that has one."""
+    place = Path(folder) / "runs" if (root / folder / "runs").is_dir() else Path(folder)
+    if not (root / place).is_dir():
+        raise ExplainError("there is no such folder", where=folder, remedy="name a copy of runs/, or a project")
+    known = artifacts.KINDS
+    found = {
+        kind: artifacts.load_saved(str(place / known[kind].stage / known[kind].file), root, (kind,)) for kind in KINDS
+    }
+    artifacts.check_together(found.values(), {})
+    return planned(found, sliced)
+
+
+def _configuration(root: Path, folder: str) -> Config | None:
+    """That of the project a run lies in, where there is one; whether it made the run is for digests to say."""
+    for place in (root / folder, *(root / folder).resolve().parents):
+        if (place / "conf" / "config.yaml").is_file():
+            try:
+                return load_config(place)
+            except ShardwrightError:
+                return None
+    return None
+
+
+def _settings(before: Planned, after: Planned, old: Config | None, new: Config | None) -> tuple[Changed, ...]:
+    """Values where both configurations are still those that made the runs; else which part of them is another."""
+    found: list[Changed] = []
+    for key in dict.fromkeys([*before.config, *after.config]):
+        digests = before.config.get(key), after.config.get(key)
+        if digests[0] == digests[1]:
+            continue
+        known = [_made_with(config, key, digest) for config, digest in zip((old, new), digests, strict=True)]
+        if known[0] is not None and known[1] is not None:
+            found += changed_settings(*(_flat(one, f"{key}.") for one in known))
+        else:
+            before_it, after_it = ((digest or "-")[:8] for digest in digests)
+            found.append(Changed(key, before_it, after_it))
+    return tuple(found)
+
+
+def _made_with(config: Config | None, key: str, digest: str | None) -> Any:
+    return config.plain(key) if config is not None and config.digest(key) == digest else None
+
+
+def _flat(value: Any, prefix: str) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {name: one for key, inner in value.items() for name, one in _flat(inner, f"{prefix}{key}.").items()}
+    return {prefix.removesuffix("."): value}

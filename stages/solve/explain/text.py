@@ -1,0 +1,233 @@
+"""Explanations as plain text: aligned, at most 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from pipeline.ir.plan import Alternative
+from stages.solve.explain.diff import Changed, Diff, Moved
+from stages.solve.explain.one import Held, One
+from stages.solve.explain.options import Option, Verdict
+from stages.solve.explain.whole import Cost, Module, Whole
+
+COLUMNS = 100
+LEAST = 24  # columns that the last column of a table needs
+MOST = 12  # rows of one table, where there may be hundreds
+
+
+def seconds(value: float, *, signed: bool = False) -> str:
+    if not value:
+        return "0"
+    sign = "+" if signed else ""
+    unit, scale = next(
+        ((unit, scale) for unit, scale in (("s", 1.0), ("ms", 1e3)) if abs(value) * scale >= 1), ("us", 1e6)
+    )
+    return f"{value * scale:{sign}.4g} {unit}"
+
+
+def nbytes(value: float, *, signed: bool = False) -> str:
+    if not value:
+        return "0"
+    sign = "+" if signed else ""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:{sign}.4g} {unit}"
+    return f"{value:{sign}.0f} B"
+
+
+def table(rows: Sequence[Sequence[str]], numbers: int = 0) -> list[str]:
+    """The first columns are numbers, the last one goes on in the next line where it must."""
+    if not rows:
+        return []
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        padded = enumerate(zip(row[:-1], widths, strict=True))
+        cells = [text.rjust(wide) if n < numbers else text.ljust(wide) for n, (text, wide) in padded]
+        lines += _wrapped("  " + "".join(f"{cell}  " for cell in cells), row[-1])
+    return lines
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    room = COLUMNS - len(head)
+    if len(text) <= room:
+        return [f"{head}{text}".rstrip()]
+    if room < LEAST:  # the names left of it are long: it goes below them
+        below = textwrap.wrap(text, COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        return [*textwrap.wrap(head.rstrip(), COLUMNS, drop_whitespace=False, subsequent_indent=" " * 6), *below]
+    first, *others = textwrap.wrap(text, room)
+    return [f"{head}{first}", *(" " * len(head) + line for line in others)]
+
+
+def _titled(title: str, rows: list[str]) -> list[str]:
+    return ["", title, *rows] if rows else []
+
+
+def _sentence(text: str) -> list[str]:
+    return textwrap.wrap(text, COLUMNS, subsequent_indent="  ")
+
+
+# ----------------------------------------------------------------------------------------------------------- the plan
+
+
+def whole_text(whole: Whole) -> str:
+    step = whole.step_seconds
+    where = "" if whole.partition is None else f" of partition {whole.partition}, the busiest"
+    listed = seconds(whole.priced_seconds)
+    rest = whole.peak_bytes / whole.budget_bytes if whole.budget_bytes else 0.0
+    lines = [
+        *table(whole.plan),
+        *_titled(f"a step takes {seconds(step)}", _costs(whole.parts, step)),
+        *_titled(
+            f"memory{where}: {nbytes(whole.peak_bytes)} of {nbytes(whole.budget_bytes)} ({rest:.0%})",
+            _held(whole.memory, whole.peak_bytes),
+        ),
+        *_titled("the largest of what stays", _held(whole.largest, whole.peak_bytes)),
+        *_titled(f"ops{where}; priced one by one, all below is {listed}", _costs(whole.ops, step)),
+        *_titled("collectives", _costs(whole.collectives, step)),
+        *_titled("parameters", _costs(whole.parameters, step)),
+        *_titled("plans that lost", table([(_time(one.seconds), _lost(one)) for one in whole.alternatives], 1)),
+    ]
+    return "\n".join(lines)
+
+
+def _lost(other: Alternative) -> str:
+    return f"{other.what}: {other.lost}"
+
+
+def _time(value: float | None) -> str:
+    return "does not fit" if value is None else seconds(value)
+
+
+def _costs(costs: Sequence[Cost], step: float) -> list[str]:
+    several = any(cost.count > 1 for cost in costs)
+    rows = [
+        (seconds(one.seconds), _share(one.seconds, step), *((f"x {one.count}",) if several else ()), one.what)
+        for one in costs[:MOST]
+    ]
+    return [*table(rows, 3 if several else 2), *([f"  and {len(costs) - MOST} more"] if len(costs) > MOST else [])]
+
+
+def _times(count: int) -> str:
+    return f"x {count}" if count > 1 else ""
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else ""
+
+
+def _held(parts: Sequence[Held], peak: int) -> list[str]:
+    return table([(nbytes(one.nbytes), _share(one.nbytes, peak), one.what) for one in parts], 2)
+
+
+def module_text(module: Module) -> str:
+    rows = [
+        (seconds(row.seconds), _times(row.count), row.what, row.name, row.how) for row in module.rows if row.seconds
+    ]
+    kept = [
+        (nbytes(one.resident_bytes), seconds(one.sums), seconds(one.optimizer), _times(one.count), one.name, one.stored)
+        for one in module.parameters
+    ]
+    head = [("keep", "sums", "optimizer", "", "", "")] if kept else []
+    title = f"{module.name}: {seconds(module.seconds)}, {_share(module.seconds, module.step_seconds)} of a step"
+    return "\n".join(
+        [title, *_titled("ops and conversions", table(rows, 2)), *_titled("parameters", table(head + kept, 4))]
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- one choice
+
+
+def one_text(one: One) -> str:
+    where = "" if one.partition is None else f", in partition {one.partition}"
+    what = "the step and its peak" if one.partition is None else "its partition's work of a step, and memory,"
+    costs = {"compute": one.compute_seconds, "communication": one.communication_seconds}
+    costs |= {"optimizer": one.optimizer_seconds} if one.optimizer_seconds else {}
+    shown = ", ".join(f"{name} {seconds(value)}" for name, value in costs.items())
+    share = sum(costs.values()) / one.step_seconds if one.step_seconds else 0.0
+    facts = [
+        ("chosen", one.chosen),
+        ("seconds", f"{shown}: {share:.1%} of a step"),
+        ("bytes", ", ".join(f"{held.what} {nbytes(held.nbytes)}" for held in one.held)),
+    ]
+    moved = [(seconds(item.seconds), item.what, item.name, item.how) for item in one.conversions]
+    never = [(f"{n.tensor} dim {n.dim} over {n.axis}", n.why) for n in one.never]
+    lines = [
+        *_sentence(f"{one.what} {one.name}{where}: {one.about}"),
+        *table(facts),
+        *_titled("conversions", table(moved, 1)),
+        *_titled(f"options, and how {what} would change with each", _options(one.options)),
+        *([f"  and {one.more} more, slower still (--most {one.more + len(one.options)})"] if one.more else []),
+        *_titled("splits that no option has", table(never)),
+    ]
+    return "\n".join(lines)
+
+
+def _options(options: Sequence[Option]) -> list[str]:
+    """Each with its figures; the choice in words stands first and may be long."""
+    again = any(one.solved_seconds is not None or one.solved_peak_bytes is not None for one in options)
+    head = [("step", "peak", *(("solved again",) if again else ()), "choice")]
+    rows = [
+        (
+            "" if one.seconds is None else seconds(one.seconds, signed=True),
+            "" if one.peak_bytes is None else nbytes(one.peak_bytes, signed=True),
+            *(("" if one.solved_seconds is None else seconds(one.solved_seconds, signed=True),) if again else ()),
+            one.choice + _ruled_out(one),
+        )
+        for one in options
+    ]
+    return table(head + rows, 3 if again else 2) if options else []
+
+
+def _ruled_out(option: Option) -> str:
+    if option.verdict is Verdict.slower:
+        return ""
+    return f" ({option.verdict.value}{f': {option.why}' if option.why else ''})"
+
+
+# ----------------------------------------------------------------------------------------------------------- two plans
+
+
+def diff_text(diff: Diff) -> str:
+    step = diff.seconds[0]
+    change = f" ({step.difference / step.before:+.1%})" if step.before else ""
+    head = f"{diff.names[0]} -> {diff.names[1]}: a step takes {seconds(step.before)} -> {seconds(step.after)}{change}"
+    lines = [
+        *_sentence(head),
+        *_titled("seconds", table([_moved(one) for one in diff.seconds], 3)),
+        *_titled("memory", table([_moved_bytes(diff.peak_bytes)], 3)),
+        *_titled("settings", _changed(diff.settings)),
+        *_titled("the plan", _changed(diff.plan)),
+        *_titled("parameters", _changed(diff.parameters)),
+        *_titled("inputs", _changed(diff.inputs)),
+        *_titled("ops", _changed(diff.ops)),
+        *_titled("what accounts for the difference", table([_moved(one) for one in diff.causes[:MOST]], 3)),
+    ]
+    left = diff.causes[MOST:]
+    if left:
+        lines.append(f"  and {len(left)} more, {seconds(sum(one.difference for one in left), signed=True)} together")
+    if not any((diff.settings, diff.plan, diff.parameters, diff.inputs, diff.ops, diff.causes)):
+        lines.append("nothing changed")
+    return "\n".join(lines)
+
+
+def _moved(one: Moved) -> tuple[str, str, str, str]:
+    return seconds(one.before), seconds(one.after), seconds(one.difference, signed=True), one.name
+
+
+def _moved_bytes(one: Moved) -> tuple[str, str, str, str]:
+    return nbytes(one.before), nbytes(one.after), nbytes(one.difference, signed=True), one.name
+
+
+def _changed(changes: Sequence[Changed]) -> list[str]:
+    return [
+        line
+        for one in changes
+        for line in textwrap.wrap(
+            f"{one.name}: {one.before} -> {one.after}" + (f" x {one.count}" if one.count > 1 else ""),
+            COLUMNS,
+            initial_indent="  ",
+            subsequent_indent="      ",
+        )
+    ]

@@ -1,0 +1,196 @@
+"""The plan in words, and a module of it: what costs most, where the memory goes, why other plans lost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pipeline.cost.resident import Kept, resident_parts, total_of
+from pipeline.cost.step import ParameterPrice
+from pipeline.ir.plan import Alternative, Plan, Prediction, Region, Sharding
+from stages.solve.explain.items import Item, Kind
+from stages.solve.explain.names import inside, starred
+from stages.solve.explain.one import Held
+from stages.solve.explain.part import Part, Planned
+
+PARTS = ("compute", "communication", "recompute", "optimizer", "bubble")
+SAME = 1e-9  # of a step: what rounding leaves
+LARGEST = 5  # parts of the memory that are named
+
+
+@dataclass(frozen=True)
+class Cost:
+    what: str
+    seconds: float
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Whole:
+    plan: tuple[tuple[str, str], ...]  # mesh, pipeline, micro-batches, recompute
+    step_seconds: float
+    parts: tuple[Cost, ...]
+    peak_bytes: int
+    budget_bytes: int
+    memory: tuple[Held, ...]
+    largest: tuple[Held, ...]  # of what stays resident
+    partition: int | None  # whose ops and memory these are: the busiest of a pipeline
+    priced_seconds: float  # of all that is listed below, once a step and with nothing recomputed
+    ops: tuple[Cost, ...]  # by class, dearest first
+    collectives: tuple[Cost, ...]
+    parameters: tuple[Cost, ...]  # how many are stored so; seconds of their sums and conversions
+    alternatives: tuple[Alternative, ...]
+
+
+def explain_whole(plan: Planned) -> Whole:
+    own, part = plan.plan, plan.busiest()
+    items, predicted = part.items(), own.prediction
+    kept = resident_parts(part.graph, part.sharding, part.cluster.sizes, part.copies)
+    peak = own.partitions[part.number].peak_bytes if own.pipelined else predicted.peak_bytes
+    resident = [Held(kind.value, total_of(kept, kind)) for kind in Kept]
+    rest = peak - sum(one.nbytes for one in resident)
+    return Whole(
+        plan=tuple(in_words(own).items()),
+        step_seconds=predicted.step_seconds,
+        parts=tuple(Cost(name, value) for name, value in parts_of(predicted).items() if value),
+        peak_bytes=peak,
+        budget_bytes=own.budget_bytes,
+        memory=(*(one for one in resident if one.nbytes), Held("activations, temporaries, the batch", max(0, rest))),
+        largest=tuple(Held(one.label, one.nbytes) for one in kept[:LARGEST]),
+        partition=part.number if own.pipelined else None,
+        priced_seconds=sum(item.seconds for item in items),
+        ops=_dearest((item.what, item) for item in items if item.kind is Kind.op),
+        collectives=_dearest((_move(item), item) for item in items if item.collectives),
+        parameters=_stored(part, items),
+        alternatives=own.alternatives,
+    )
+
+
+def parts_of(predicted: Prediction) -> dict[str, float]:
+    """Seconds of the step by what its devices do; what rounding leaves is nothing."""
+    found = {name: getattr(predicted, f"{name}_seconds") for name in PARTS}
+    return {name: value if abs(value) > SAME * predicted.step_seconds else 0.0 for name, value in found.items()}
+
+
+def in_words(plan: Plan) -> dict[str, str]:
+    """What is decided beside layouts."""
+    meshes = dict.fromkeys(" x ".join(f"{name}={size}" for name, size in part.axes) for part in plan.partitions)
+    found = {"mesh": ", ".join(meshes) or "one device"}
+    if plan.pipelined:
+        spans = ", ".join(f"{part.first}..{part.last}" for part in plan.partitions)
+        chunks = f", {plan.chunks} on the same devices" if plan.chunks > 1 else ""
+        found["pipeline"] = f"{plan.schedule} of {len(plan.partitions)} partitions (links {spans}){chunks}"
+    again = [region for part in plan.partitions for region in part.regions if region.recompute]
+    spans = ", ".join(map(_span, again))
+    found["micro-batches"] = str(plan.micro_batches)
+    found["recompute"] = f"{len(again)} regions (links {spans})" if again else "nothing"
+    return found
+
+
+def _span(region: Region) -> str:
+    kept = f" keeping {len(region.kept)}" if region.kept else ""
+    return (f"{region.first}..{region.last}" if region.first < region.last else str(region.first)) + kept
+
+
+def _dearest(named: Iterable[tuple[str, Item]]) -> tuple[Cost, ...]:
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for name, item in named:
+        seconds[name].append(item.seconds)
+    found = [Cost(name, sum(own), len(own)) for name, own in seconds.items()]
+    return tuple(sorted(found, key=lambda cost: -cost.seconds))
+
+
+def _move(item: Item) -> str:
+    why = {Kind.gradient: "of gradients", Kind.talk: "of an op's own"}.get(item.kind, "of a conversion")
+    return f"{' + '.join(item.collectives)}, {why}"
+
+
+def stored_as(sharding: Sharding, origin: str) -> str:
+    """`R`, `R, state S(0)` or `S(0), regathered`"""
+    state, again = sharding.state.get(origin), origin in sharding.regathered
+    more = [*([f"state {state}"] if state else []), *(["regathered"] if again else [])]
+    return ", ".join([str(sharding.storage[origin]), *more])
+
+
+def _stored(part: Part, items: tuple[Item, ...]) -> tuple[Cost, ...]:
+    paid: dict[str, float] = defaultdict(float)
+    for item in items:
+        if item.kind is not Kind.op:
+            paid[item.name] += item.seconds
+    found: dict[str, list[float]] = defaultdict(list)
+    for origin in part.sharding.storage:
+        found[stored_as(part.sharding, origin)].append(paid[origin])
+    return tuple(Cost(name, sum(own), len(own)) for name, own in sorted(found.items(), key=lambda one: -len(one[1])))
+
+
+# ------------------------------------------------------------------------------------------------------- a module
+
+
+@dataclass(frozen=True)
+class Row:
+    kind: Kind
+    name: str
+    what: str
+    how: str
+    seconds: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    name: str
+    stored: str
+    resident_bytes: int  # of all of them, as the seconds are
+    sums: float
+    optimizer: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str
+    step_seconds: float
+    seconds: float  # of all that is in it
+    rows: tuple[Row, ...]
+    parameters: tuple[Stored, ...]
+
+
+def explain_module(plan: Planned, pattern: str) -> Module:
+    """With a star in the name, what equal layers have is one row."""
+    grouped = any(letter in pattern for letter in "*?[")
+    rows: dict[tuple[Kind, str, str, str], list[float]] = defaultdict(list)
+    kept: dict[tuple[str, str], list[ParameterPrice]] = defaultdict(list)
+    for part in plan.parts:
+        for item in part.items():
+            if item.kind not in OF_PARAMETERS and inside(pattern, item.module):
+                rows[item.kind, _label(item, grouped), _short(item.what), item.how].append(item.seconds)
+        for value, price in part.parameter_prices().items():
+            name = part.graph.values[value].origin
+            if inside(pattern, name):
+                kept[starred(name) if grouped else name, stored_as(part.sharding, name)].append(price)
+    found = tuple(Row(*key, sum(own), len(own)) for key, own in rows.items())
+    parameters = tuple(_kept(*key, own) for key, own in kept.items())
+    total = sum(row.seconds for row in found) + sum(one.sums + one.optimizer for one in parameters)
+    return Module(pattern, plan.plan.prediction.step_seconds, total, found, parameters)
+
+
+def _kept(name: str, stored: str, prices: Sequence[ParameterPrice]) -> Stored:
+    sums, optimizer = (sum(getattr(one, what) for one in prices) for what in ("gradient_sum", "optimizer"))
+    return Stored(name, stored, round(sum(one.resident for one in prices)), sums, optimizer, len(prices))
+
+
+def _short(what: str) -> str:
+    """`aten.linear.default` is `linear`."""
+    return what.split(".")[1] if what.count(".") == 2 else what
+
+
+OF_PARAMETERS = (Kind.gradient, Kind.optimizer)
+
+
+def _label(item: Item, grouped: bool) -> str:
+    """Ops of equal layers have numbers of their own: their modules tell them apart from others."""
+    if not grouped:
+        return item.name
+    named = item.name.startswith(f"{item.module}.")
+    return starred(item.name if named else item.module or "the model itself")
