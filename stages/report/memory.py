@@ -68,11 +68,12 @@ def _device(
     if event is not None and priced:
         alive += _activations(plan, priced[0], event, peak - sum(one.nbytes for one in alive))
     left = peak - sum(one.nbytes for one in alive)
-    name = REST if not plan.pipelined else f"activations of up to {max(part.in_flight for part in own)} micro-batches"
-    if event is None and not plan.pipelined:
-        name = "everything else"
-    alive.append(Alive(name, "rest", left))
-    return DeviceMemory(numbers, peak, resident, max(part.in_flight for part in own), tuple(alive))
+    flight = max(part.in_flight for part in own)
+    if plan.pipelined:
+        alive.append(Alive(f"activations, at most {flight} micro-batches in flight", "activations", left))
+    else:
+        alive.append(Alive(REST if event is not None else "everything else", "rest", left))
+    return DeviceMemory(numbers, peak, resident, flight, tuple(alive))
 
 
 def _resident(parts: Iterable[Priced], copies: float) -> list[Alive]:

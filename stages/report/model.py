@@ -203,9 +203,7 @@ class _Writer:
 
     def parameters(self) -> list[ParameterFacts]:
         sharding, values = self.part.partition.sharding, self.part.graph.values
-        read = dict.fromkeys(
-            tensor.value for step in self.steps if isinstance(step, Call) for tensor in step.inputs
-        )
+        read = dict.fromkeys(tensor.value for step in self.steps if isinstance(step, Call) for tensor in step.inputs)
         found = []
         for value in (values[name] for name in read):
             if value.role is Role.PARAMETER:

@@ -108,7 +108,7 @@ function chart(parent, options) {
       svg.append(drawn("line", { class: "grid", x1: toX(at), x2: toX(at), y1: TOP, y2: TOP + tall }));
       svg.append(drawn("text", { x: toX(at), y: height - 8, "text-anchor": "middle" }, xLabel(at)));
     }
-    for (const at of yLabel ? ticks(y[0], y[1], 5) : []) {
+    for (const at of yLabel ? ticks(Math.min(...y), Math.max(...y), 5) : []) {
       svg.append(drawn("line", { class: "grid", x1: LEFT, x2: LEFT + inner, y1: toY(at), y2: toY(at) }));
       svg.append(drawn("text", { x: LEFT - 6, y: toY(at) + 4, "text-anchor": "end" }, yLabel(at)));
     }
@@ -537,8 +537,15 @@ function frontier(section) {
     .map(([kind, paint]) => [kind, colour(paint)])));
   chart(section, {
     name: "time and memory", height: 320, x: [low, high], xLabel: bytes, yLabel: seconds,
-    y: [0, Math.max(...marks.map((mark) => mark.seconds)) * 1.08],
+    y: [Math.min(...marks.map((mark) => mark.seconds)) * 0.85, Math.max(...marks.map((mark) => mark.seconds)) * 1.05],
     draw: (frame) => {
+      const labels = [];  // those that would lie on another are left to the pointer
+      const free = (x, y, text) => {
+        const own = [x, y, x + 7 * text.length, y + 13];
+        const clear = labels.every((o) => own[0] > o[2] || own[2] < o[0] || own[1] > o[3] || own[3] < o[1]);
+        if (clear) labels.push(own);
+        return clear;
+      };
       const path = marks.filter((mark) => mark.kind === "frontier").sort((a, b) => a.peak_bytes - b.peak_bytes);
       frame.area.append(drawn("polyline", { fill: "none", stroke: colour(MARKS.frontier),
         points: path.map((mark) => `${frame.toX(mark.peak_bytes)},${frame.toY(mark.seconds)}`).join(" ") }));
@@ -552,7 +559,7 @@ function frontier(section) {
         frame.area.append(drawn("circle", { cx: x, cy: y, r: mark.kind === "chosen" ? 8 : 5, class: `hover ${mark.kind}`,
           fill: colour(MARKS[mark.kind]), "data-tip":
           `${mark.name}\n${seconds(mark.seconds)} a step, peak ${bytes(mark.peak_bytes)}\n${mark.about}` }));
-        if (mark.kind === "baseline") frame.area.append(drawn("text", { x: x + 8, y: y + 4 }, mark.name));
+        if (mark.kind === "baseline" && free(x + 8, y, mark.name)) frame.area.append(drawn("text", { x: x + 8, y: y + 4 }, mark.name));
       }
     },
   });

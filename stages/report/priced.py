@@ -154,5 +154,3 @@ def busiest(plan: Plan) -> tuple[int, ...]:
             busy[total.partition % pieces] += total.seconds
     device = max(range(pieces), key=busy.__getitem__)
     return tuple(range(device, len(plan.partitions), pieces))
-
-

@@ -20,7 +20,6 @@ from stages.report.page import page_of
 from stages.report.sources import Sources, read_sources, with_report
 
 PAGE = Path("runs") / "report.html"
-WRITTEN_AFTER = ("codegen", "train")
 Run = Callable[[Inputs, Config], Result]
 
 
