@@ -11,7 +11,6 @@ from pipeline.ir.plan import Event, Plan, Region
 from stages.report.model import place_of
 from stages.report.priced import Priced
 
-MOST_LINKS = 40  # named at the peak; the others are summed
 REST = "temporaries, gradients of activations and what is kept in part"
 
 
@@ -86,23 +85,30 @@ def _resident(parts: Iterable[Priced], copies: float) -> list[Alive]:
 
 
 def _activations(plan: Plan, part: Priced, event: int, room: int) -> list[Alive]:
-    """What the links keep at that event; a little less each where their sum is more than there is room for."""
+    """What the links keep at that event, equal ones together; less each where their sum is more than there is room."""
     assert part.price is not None
-    links = part.price.links
-    found: list[Alive] = []
+    links, chain = part.price.links, part.graph.chain
+    sums: Counter[tuple[int, bool]] = Counter()
+    like: dict[tuple[int, bool], list[int]] = {}
     for link, whole in sorted(kept_at(plan.timeline.events, part.partition.regions, event).items()):
-        nbytes = links[link].memory.kept if whole else links[link].input_bytes
-        place = place_of(part.graph, part.graph.chain[link].ops)
-        what = "" if whole else ": what enters a region"
-        found.append(Alive(f"link {link}{f' ({place})' if place else ''}{what}", "activations", nbytes))
-    total = sum(one.nbytes for one in found)
-    if total > room > 0:
-        found = [Alive(one.name, one.kind, one.nbytes * room // total) for one in found]
-    found = sorted((one for one in found if one.nbytes), key=lambda one: -one.nbytes)
-    named, others = found[:MOST_LINKS], found[MOST_LINKS:]
-    if others:
-        named.append(Alive(f"{len(others)} further links", "activations", sum(one.nbytes for one in others)))
-    return named if room > 0 else []
+        key = chain[link].block, whole
+        sums[key] += links[link].memory.kept if whole else links[link].input_bytes
+        like.setdefault(key, []).append(link)
+    total = sum(sums.values())
+    share = min(1.0, max(0, room) / total) if total else 0.0
+    return [
+        Alive(_named(part, like[key], key[1]), "activations", int(nbytes * share))
+        for key, nbytes in sums.most_common()
+        if int(nbytes * share)
+    ]
+
+
+def _named(part: Priced, links: list[int], whole: bool) -> str:
+    """`link 3 (layers.0) and 95 like it`"""
+    place = place_of(part.graph, part.graph.chain[links[0]].ops)
+    others = f" and {len(links) - 1} like it" if len(links) > 1 else ""
+    what = "" if whole else ": what enters a region"
+    return f"link {links[0]}{f' ({place})' if place else ''}{others}{what}"
 
 
 def kept_at(events: tuple[Event, ...], regions: tuple[Region, ...], until: int) -> dict[int, bool]:
