@@ -9,6 +9,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +22,14 @@ FLAGS = (
     "--disable-background-networking", "--remote-debugging-pipe", "--window-size=1400,1000",
 )  # fmt: skip
 ANSWER_S = 60.0
+# The browser reads commands from descriptor 3 and answers on 4; what is given here may have these very numbers.
+START = """
+import fcntl, os, sys
+read, write = (fcntl.fcntl(int(one), fcntl.F_DUPFD, 10) for one in sys.argv[1:3])
+os.dup2(read, 3), os.dup2(write, 4)
+os.close(read), os.close(write)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def find_browser() -> str | None:
@@ -89,7 +98,7 @@ class Page:
         """Seconds until the page says that it is ready and answers."""
         started = time.monotonic()
         self.call("Page.navigate", url=path.resolve().as_uri())
-        while self.ask("document.documentElement.dataset.ready || ''") == "":
+        while self.ask("document.documentElement?.dataset.ready || ''") == "":
             if time.monotonic() - started > ANSWER_S:
                 raise BrowserError(f"the page is not ready: {self.problems}")
             time.sleep(0.01)
@@ -143,9 +152,9 @@ def opened() -> Iterator[Page]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
         command = [browser, *FLAGS, *sandbox, f"--user-data-dir={folder}"]
-        shell = ["/bin/sh", "-c", f'exec "$@" 3<&{theirs} 4>&{ours}', "sh", *command]
+        starter = [sys.executable, "-S", "-c", START, str(theirs), str(ours), *command]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        process = subprocess.Popen(shell, pass_fds=(theirs, ours), **quiet)
+        process = subprocess.Popen(starter, pass_fds=(theirs, ours), **quiet)
         os.close(theirs)
         os.close(ours)
         try:

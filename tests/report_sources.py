@@ -31,18 +31,16 @@ def piped_sources(name: str = "gpt", pipeline: str = "1f1b", **asked: object) ->
     return Sources(name, plan, GRAPHS[name](), profile_of(name), cluster, frontier, digest="sha256:0123456789abcdef")
 
 
-def deep_sources(layers: int, room: float = 0.6) -> Sources:
-    """A GPT of so many layers, data parallel on two devices, with that part of the activations' memory: no solver."""
+def deep_sources(layers: int) -> Sources:
+    """A GPT of so many layers, data parallel on two devices, every link computed again: nothing is solved."""
     graph = gpt_graph(layers)
     profile, cluster = profile_graph(graph), preset()
     sharding = data_parallel(graph, 2).sharding
     point = price_point(graph, profile, cluster, 2.0, sharding, Proof("none", "given", 0.0, 0.0, 0.0, 0, 0), 1)
-    budget = round(point.resident_bytes + room * (point.peak_bytes - point.resident_bytes))
-    frontier = Frontier(budget, 2.0, (Mesh(cluster.axes),), (point,), BASELINES)
-    settings = Checkpoint(recompute=Recompute("optimal"))
-    plan: Plan = choose(
-        [evaluate(graph, profile, cluster, frontier, 0, settings)], cluster, frontier, "conf/solve", graph
-    )
+    frontier = Frontier(point.peak_bytes, 2.0, (Mesh(cluster.axes),), (point,), BASELINES)
+    settings = Checkpoint(recompute=Recompute("full"))
+    candidate = evaluate(graph, profile, cluster, frontier, 0, settings)
+    plan = choose([candidate], cluster, frontier, "conf/solve", graph)
     return Sources(f"{layers} layers", plan, graph, profile, cluster, frontier, digest="sha256:0123456789abcdef")
 
 

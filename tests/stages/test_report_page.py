@@ -1,4 +1,4 @@
-"""The report page in a real browser: what is on it, what a click does, that nothing goes wrong and nothing is fetched."""
+"""The report page in a real browser: what is on it, what a click does, and that nothing is fetched."""
 
 from __future__ import annotations
 
