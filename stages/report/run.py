@@ -17,7 +17,7 @@ from pipeline.own_ops import know_own_ops
 from pipeline.stage import Inputs, Result
 from stages.report.facts import facts_of
 from stages.report.page import page_of
-from stages.report.sources import Sources, read_sources, with_report
+from stages.report.sources import Sources, read_sources
 
 PAGE = Path("runs") / "report.html"
 Run = Callable[[Inputs, Config], Result]
@@ -53,8 +53,8 @@ def page_after(inputs: Inputs, config: Config, result: Result) -> Path | None:
     path = inputs.root / PAGE
     try:
         sources = read_sources(inputs.root, config)
-        measured = result.body if isinstance(result.body, Report) else None
-        sources = with_report(sources, measured) if measured else replace(sources, report=None)
+        if isinstance(result.body, Report):
+            sources = replace(sources, report=result.body)  # just measured, and not written yet
         _write(sources, path)
     except Exception as error:  # whatever it is, the work of hours is not lost for a picture of it
         inputs.log.warning("%s was not written: %s", PAGE, " ".join(str(error or type(error).__name__).split()))

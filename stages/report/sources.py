@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import artifacts
@@ -58,8 +58,3 @@ def _belongs(own: Artifact, plan: Artifact) -> bool:
     if own.kind == "report":
         return own.inputs.get("plan") == plan.digest
     return plan.inputs.get(own.kind) == own.digest
-
-
-def with_report(sources: Sources, report: Report) -> Sources:
-    """With what has just been measured, which is not written yet."""
-    return replace(sources, report=report)

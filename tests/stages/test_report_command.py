@@ -99,10 +99,10 @@ def test_a_stage_logs_the_page_with_what_it_measured(root):
     assert facts_in(root / PAGE)["report"]["losses"] == [3.0, 2.5, 2.25]
 
 
-def test_codegen_shows_no_measurement_of_before(root):
+def test_codegen_shows_what_was_measured_with_this_plan(root):
     save(root, *ALL)
     page_after(inputs_of(root), load_config(root), Result("source", {}))
-    assert facts_in(root / PAGE)["report"] is None
+    assert facts_in(root / PAGE)["report"]["steps"] == 3
 
 
 def test_a_page_that_cannot_be_made_costs_nothing_but_a_warning(root, caplog):
