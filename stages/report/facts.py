@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.ir.plan import Event, Plan, Prediction, Region, Total
 from pipeline.ir.report import Report
@@ -12,6 +12,9 @@ from stages.report.model import Model, model_of
 from stages.report.priced import priced_partitions
 from stages.report.seconds import StepSeconds, seconds_of
 from stages.report.sources import Sources
+
+MOST_STEPS = 2000  # of training that are drawn: a long run must not make a large page
+MOST_RANKS = 8  # whose peaks are listed one by one
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Facts:
     events: tuple[Event, ...]
     totals: tuple[Total, ...]
     marks: tuple[Mark, ...]
-    report: Report | None
+    report: Report | None  # with every so many-th of its steps
+    every: int
     notes: tuple[str, ...]
 
 
@@ -61,6 +65,7 @@ def facts_of(sources: Sources) -> Facts:
     plan = sources.plan
     parts = priced_partitions(sources)
     copies = sources.frontier.optimizer_copies if sources.frontier else None
+    every = -(-sources.report.steps // MOST_STEPS) if sources.report else 1
     return Facts(
         title=sources.title,
         digest=sources.digest,
@@ -81,9 +86,16 @@ def facts_of(sources: Sources) -> Facts:
         events=plan.timeline.events,
         totals=plan.timeline.totals,
         marks=tuple(_marks(sources)),
-        report=sources.report,
+        report=sources.report and thinned(sources.report, every),
+        every=every,
         notes=tuple(filter(None, (*sources.notes, plan.timeline.note))),
     )
+
+
+def thinned(report: Report, every: int) -> Report:
+    """With every so many-th step, and without the rows of single ranks where there are many of them."""
+    rows = tuple(row for row in report.compared if report.ranks <= MOST_RANKS or "_rank_" not in row.what)
+    return replace(report, losses=report.losses[::every], step_seconds=report.step_seconds[::every], compared=rows)
 
 
 def _marks(sources: Sources) -> Iterator[Mark]:

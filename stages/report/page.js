@@ -578,19 +578,19 @@ function line(section, name, values, label, guide) {
   const all = guide === null ? values : [...values, guide], low = Math.min(...all), high = Math.max(...all);
   const room = (high - low || Math.abs(high) || 1) * 0.08;
   chart(section, {
-    name, height: 190, x: [1, Math.max(2, values.length)], y: [low - room, high + room],
+    name, height: 190, x: [1, Math.max(2, 1 + (values.length - 1) * facts.every)], y: [low - room, high + room],
     xLabel: (at) => Number.isInteger(at) ? `${at}` : "", yLabel: label,
     draw: (frame) => {
       frame.area.append(drawn("polyline", { fill: "none", stroke: "var(--axis-0)",
-        points: values.map((value, n) => `${frame.toX(n + 1)},${frame.toY(value)}`).join(" ") }));
+        points: values.map((value, n) => `${frame.toX(1 + n * facts.every)},${frame.toY(value)}`).join(" ") }));
       if (guide !== null) {
         frame.area.append(drawn("line", { class: "budget", x1: LEFT, x2: frame.width, y1: frame.toY(guide),
           y2: frame.toY(guide) }));
       }
       const few = values.length <= 400;
       if (few) {
-        values.forEach((value, n) => frame.area.append(drawn("circle", { cx: frame.toX(n + 1), cy: frame.toY(value),
-          r: 3, fill: "var(--axis-0)", class: "hover", "data-tip": `step ${n + 1}: ${label(value)}` })));
+        values.forEach((value, n) => frame.area.append(drawn("circle", { cx: frame.toX(1 + n * facts.every), cy: frame.toY(value),
+          r: 3, fill: "var(--axis-0)", class: "hover", "data-tip": `step ${1 + n * facts.every}: ${label(value)}` })));
       }
     },
   });

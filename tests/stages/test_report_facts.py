@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipeline.ir.graph import Role
 from pipeline.ir.plan import Event, Region
 from pipeline.ir.program import Convert
+from pipeline.ir.report import Compared
 from stages.report.facts import facts_of
 from stages.report.memory import kept_at
 from stages.report.model import folds_of
@@ -239,3 +240,14 @@ def test_marks_are_frontier_baselines_alternatives_and_the_plan():
     }
     assert count["frontier"] == len(sources.frontier.points) and count["baseline"] == 2 and count["chosen"] == 1
     assert count["alternative"] == sum(other.seconds is not None for other in sources.plan.alternatives)
+
+
+def test_a_long_run_on_many_ranks_makes_no_large_page():
+    sources = sources_of("mlp")
+    compared = tuple(Compared(f"peak_mb_rank_{rank}", 1.0, 1.0, 1.0) for rank in range(64))
+    short = measured_of(sources.plan)
+    long = replace(short, steps=5000, losses=tuple(map(float, range(5000))), step_seconds=(1.0,) * 5000, ranks=64)
+    facts = facts_of(replace(sources, report=replace(long, compared=(*short.compared, *compared))))
+    assert facts.every == 3 and facts.report.losses[:3] == (0.0, 3.0, 6.0) and len(facts.report.losses) <= 2000
+    assert facts.report.compared == short.compared
+    assert facts_of(replace(sources, report=short)).report == short
