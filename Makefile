@@ -25,6 +25,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 run: setup
 	@python -m stages run
 
+# The tests of the report page need Chromium (`apt-get install chromium`), and are skipped without it.
 # In the order of collection: tests/flow, where few tests take long, comes first and leaves no long tail.
 test: setup
 	@python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

@@ -6,13 +6,20 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline import log as logs
 from pipeline.errors import ShardwrightError
 from stages import commands
 
+if TYPE_CHECKING:
+    from pipeline.config import Config
+    from pipeline.stage import Inputs, Result
+
 STAGES = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen", "train")
+PAGE_AFTER = ("codegen", "train")  # stages that tell something new of the plan
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +50,13 @@ def run_stage(name: str, root: Path, log: logs.Log) -> None:
     if name == "train" and (place := find_place(os.environ)) and place.rank:
         module.take_part(root, log)
     else:
-        execute(specs[name], module.run, root, log)
+        execute(specs[name], _with_page(module.run) if name in PAGE_AFTER else module.run, root, log)
+
+
+def _with_page(run: Callable[[Inputs, Config], Result]) -> Callable[[Inputs, Config], Result]:
+    from stages.report.run import with_page
+
+    return with_page(run)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -61,6 +61,13 @@ def summary(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return 0
 
 
+def report(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Writes the page of the run."""
+    from stages.report.run import report as write
+
+    return write(root, arguments, log)
+
+
 def apply(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Writes the settings of an experiment into conf/."""
     from pipeline.config import apply_experiment
@@ -174,6 +181,11 @@ COMMANDS = {
         lambda p: p.add_argument("targets", nargs="*", help="stages to reproduce; all where none is named"),
     ),
     "summary": Command("print the plan and what was measured", summary),
+    "report": Command(
+        "write the page of the run: model, time, memory, schedule, frontier, measured",
+        report,
+        lambda p: p.add_argument("--out", type=Path, default=Path("runs/report.html"), help="(runs/report.html)"),
+    ),
     "apply": Command(
         "write an experiment's settings into conf/",
         apply,

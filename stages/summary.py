@@ -43,6 +43,7 @@ def summarise(root: Path) -> str:
             "",
             "artifacts",
             *places,
+            *(["  runs/report.html"] if (root / "runs" / "report.html").is_file() else []),
             f"MLflow store  {store if config.tracking.enabled else 'tracking is off'}",
             f"MLflow UI     {latest_run_url(root, config.tracking) or '`make ui`'}",
         ]

@@ -100,6 +100,15 @@ def test_the_profile_draws_the_step(default: Project) -> None:
     assert read_summary("profile", default.root)["unsplit_peak_mb"] == round(profile.step.peak_bytes / 1e6, 3)
 
 
+def test_the_page_of_the_run_is_written(default: Project) -> None:
+    """Under runs/ with what was measured, and in the tracked run after codegen and after train."""
+    page = (default.root / "runs/report.html").read_text()
+    assert page.startswith("<!DOCTYPE html>") and '"median_step_seconds":' in page
+    tracked = Tracked(default)
+    for stage in ("codegen", "train"):
+        assert f"{stage}/report.html" in tracked.files(tracked.runs[0], stage)
+
+
 def test_the_plans_stand_beside_those_with_names(default: Project) -> None:
     """As a table under runs/ and in the tracked run: the frontier, DDP and ZeRO, and plans for pieces of pipelines."""
     page = (default.root / "runs/solve/plans.md").read_text()

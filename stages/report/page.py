@@ -1,0 +1,59 @@
+"""The facts as one HTML page that needs nothing else: style, script and data are inside it."""
+
+from __future__ import annotations
+
+import html
+import json
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.report.facts import Facts
+
+HERE = Path(__file__).parent
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def page_of(facts: Facts) -> str:
+    """The same text for the same facts. Names are the user's: they are data to the script, never markup."""
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<link rel="icon" href="data:,">
+<title>{html.escape(facts.title)} - Shardwright</title>
+<style>
+{_file("page.css")}</style>
+</head>
+<body>
+{_file("page.html")}<script type="application/json" id="facts">{_embedded(facts)}</script>
+<script>
+{_file("page.js")}</script>
+</body>
+</html>
+"""
+
+
+def _file(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def _embedded(facts: Facts) -> str:
+    """JSON that cannot end its script element, whatever a module is named."""
+    text = json.dumps(_plain(facts), separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _plain(value: Any) -> Any:
+    """Plain JSON; a float to six digits, which is more than a chart shows, and None where JSON has no such number."""
+    if is_dataclass(value):
+        return {own.name: _plain(getattr(value, own.name)) for own in fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if abs(value) < float("inf") else None
+    return value
