@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
 from stages.report.facts import facts_of
 from stages.report.page import page_of
-from tests.browser import find_browser, opened
+from tests.browser import BrowserError, find_browser, opened
 from tests.report_sources import deep_sources, measured_of, piped_sources
 
 LAYERS = 96
@@ -19,7 +20,11 @@ pytestmark = pytest.mark.skipif(find_browser() is None, reason="no Chromium: `ap
 
 @pytest.fixture(scope="module")
 def browser():
-    with opened() as page:
+    with ExitStack() as stack:
+        try:
+            page = stack.enter_context(opened())
+        except BrowserError as error:
+            pytest.skip(f"Chromium does not start here: {error}")
         yield page
 
 
