@@ -53,6 +53,7 @@ def job(folder: Path, program: str, steps: int, /, **safety: Any) -> dict[str, A
         "compare_every": 0,
     }
     return {
+        "device": "cpu",
         "module_path": str(folder / f"{program}.py"),
         "weights_path": str(folder / "weights.safetensors"),
         "model": {

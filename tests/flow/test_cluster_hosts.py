@@ -90,7 +90,7 @@ def test_four_hosts_are_found_as_they_are_linked(four_hosts):
     names = [address(number) for number in range(4)]
     network = {"GLOO_SOCKET_IFNAME": OWN}
     settings = {
-        "hosts": names, "port": 29611, "join_s": 60, "timeout_s": 120, "budget_s": 12, "repeats": 3,
+        "hosts": names, "port": 29611, "join_s": 60, "timeout_s": 120, "budget_s": 6, "repeats": 3,
         "max_message_mb": 8,
     }  # fmt: skip
     processes = [first(settings, four_hosts[0], **network)]
@@ -116,7 +116,7 @@ def test_two_devices_share_the_wire_of_their_host(four_hosts):
     names = [address(0), address(2)]
     network = {"GLOO_SOCKET_IFNAME": OWN}
     settings = {
-        "hosts": names, "port": 29631, "timeout_s": 120, "budget_s": 12, "repeats": 3, "max_message_mb": 8,
+        "hosts": names, "port": 29631, "timeout_s": 120, "budget_s": 6, "repeats": 3, "max_message_mb": 8,
         "devices": 2,
     }  # fmt: skip
     ended = end([
