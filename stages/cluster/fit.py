@@ -48,6 +48,9 @@ def fit_links(measured: Mapping[str, Points]) -> dict[str, LinkCost]:
 def in_a_step(links: Mapping[str, LinkCost], apart: float) -> dict[str, LinkCost]:
     """Measured links as a step meets them: each call takes `apart` longer than right after a barrier.
 
+    A link that has rested may carry a small message at once, out of what it may send in a burst. In a step messages
+    follow one another: none is faster than the bandwidth.
+
     A half of an all-reduce may be measured to take longer than the whole (gloo reduce-scatters by an all-reduce and a
     copy). The whole would do in its place; so that noise does not make such a detour look shorter, it costs no more.
     """
@@ -55,7 +58,9 @@ def in_a_step(links: Mapping[str, LinkCost], apart: float) -> dict[str, LinkCost
     found = {**links, **{name: _at_most(links[name], whole) for name in ("reduce_scatter", "all_gather")}}
     return {
         name: LinkCost(
-            link.latency + apart, link.bandwidth, tuple((size, seconds + apart) for size, seconds in link.points)
+            link.latency + apart,
+            link.bandwidth,
+            tuple((size, max(seconds, size / link.bandwidth) + apart) for size, seconds in link.points),
         )
         for name, link in found.items()
     }
