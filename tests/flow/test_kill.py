@@ -118,7 +118,7 @@ def test_a_stage_killed_while_it_works(victim: Victim, stage: str) -> None:
         delay *= 0.7
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["cluster", "solve", "codegen"])
 def test_a_stage_killed_as_its_artifact_appears(victim: Victim, stage: str) -> None:
     artifact = KINDS[SPECS[stage].writes].path(victim.project.root)
     dvc, process = victim.start(stage)
@@ -137,7 +137,7 @@ def _written(artifact: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize("stage", ["codegen", "train"])
+@pytest.mark.parametrize("stage", ["train"])
 def test_dvc_killed(victim: Victim, stage: str) -> None:
     """The stage ends by itself and dvc's own locks do not stand in the way."""
     dvc, _ = victim.start(stage)

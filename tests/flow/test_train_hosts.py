@@ -88,7 +88,7 @@ def by_slurm(project: Project, spaces: list[str], node: int) -> subprocess.Popen
 
 
 def test_ranks_meet_on_the_first_host_and_begin_again_when_one_dies(project: Project, spaces: list[str]) -> None:
-    often = {"steps": 150, "snapshots": {"every": 10}}
+    often = {"steps": 80, "snapshots": {"every": 5}}
     project.write_yaml("conf/train/tiny.yaml", TINY["train"] | often)
     started = [by_torchrun(project, spaces, node, 29651) for node in range(HOSTS)]
     kill_a_rank(project, started[2])
