@@ -9,8 +9,9 @@ from pipeline.ir.graph import Op, OpGraph
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Strategy
 from pipeline.ir.profile import OpCost
+from pipeline.ops.rule import plain_view
+from pipeline.ops.table import rule_of
 
-ATTENTION, CAUSAL = "aten.scaled_dot_product_attention.default", ", causal"
 NO_PACE = Pace(0.0, 0.0)
 
 
@@ -39,7 +40,7 @@ def op_seconds(
     target = graph.op(op).target
     matmul = compute.matmul_of(graph.values[graph.op(op).outputs[0]].type.dtype)
     calibrated = compute.ops.get(target, NO_PACE)
-    own = compute.flops.get(_form(graph.op(op)))
+    own = compute.flops.get(_pace_name(graph, graph.op(op)))
     elements = share * max(t.numel for t in graph.types((*graph.op(op).inputs, *graph.op(op).outputs)))
     flops, moved = cost.flops_forward * share, cost.bytes_forward * kept
     worked = flops * own.forward if own else _product(flops, moved, matmul, compute.product_bytes.forward)
@@ -53,9 +54,11 @@ def op_seconds(
     return Seconds(forward, done + compute.launch_backward * max(1, cost.kernels_backward))
 
 
-def _form(op: Op) -> str:
-    """Causal attention has half the FLOPs, and a pace of its own."""
-    return f"{op.target}{CAUSAL}" if op.target == ATTENTION and op.args.get(5, "is_causal", False) else op.target
+def _pace_name(graph: OpGraph, op: Op) -> str:
+    """The op, with its form where its rule tells several apart."""
+    rule = rule_of(op)
+    form = rule.form(plain_view(graph, op)) if rule and rule.form else ""
+    return f"{op.target}, {form}" if form else op.target
 
 
 def _local_part(graph: OpGraph, op: str, strategy: Strategy, sizes: tuple[int, ...]) -> float:

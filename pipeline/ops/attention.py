@@ -51,10 +51,14 @@ def _body(view: OpView, letter: str) -> str:
     return "apart" if view.constant(4, "dropout_p", 0.0) else ""
 
 
+def _form(view: OpView) -> str:
+    return "causal" if view.constant(5, "is_causal", False) else ""
+
+
 def _flops(view: OpView) -> float:
     queries, keys, values = view.inputs[:3]
     scores = float(queries.numel // queries.shape[-1] * keys.shape[-2])
-    causal = 0.5 if view.constant(5, "is_causal", False) else 1.0
+    causal = 0.5 if _form(view) else 1.0
     return 2.0 * scores * (queries.shape[-1] + values.shape[-1]) * causal
 
 
@@ -67,6 +71,6 @@ RULES = [
     OpRule(
         "aten.scaled_dot_product_attention.default", _attention, apart(call("F.scaled_dot_product_attention")),
         linear=((2,),), saves_inputs=(0, 1, 2), saves_output=True, extra_saved=_row_sums, flops=_flops,
-        backward_factor=2.5, keeps_order=True, split_body=_body, random=True,
+        backward_factor=2.5, keeps_order=True, split_body=_body, random=True, form=_form,
     ),
 ]  # fmt: skip

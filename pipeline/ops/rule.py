@@ -107,6 +107,7 @@ class OpRule:
     split_body: Callable[[OpView, str], str] | None = None  # the local form when that letter is split, or ""
     reads_values: bool = False  # the host looks into its inputs: it waits for a GPU, in both passes, before it goes on
     random: bool = False  # draws numbers: alike where it runs whole, apart where it is split
+    form: Callable[[OpView], str] | None = None  # which of several kernels it runs, where a device has a pace for each
     talks: Callable[[OpView], tuple[Sent, Sent]] | None = None  # what the local form sends forward and backward
     early: Callable[[Rendered], str] | None = None  # a call that may be made long before the op, or "" for none
     early_inputs: tuple[int, ...] = ()  # the inputs that this call reads

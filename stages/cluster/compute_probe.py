@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pipeline.cost.compute import ATTENTION, CAUSAL, optimizer_bytes
+from pipeline.cost.compute import optimizer_bytes
 from stages.cluster.timing import Clock, Work, slowest
 
 SIDES = {"cpu": (32, 64, 128, 256, 384), "cuda": (128, 512, 1024, 2048, 4096)}
@@ -156,8 +156,8 @@ def _attentions(clock: Clock, causal: bool = False) -> dict[str, float]:
 
 OWN_FLOPS = {
     "aten.conv2d.default": _convolutions,
-    ATTENTION: _attentions,
-    f"{ATTENTION}{CAUSAL}": partial(_attentions, causal=True),
+    "aten.scaled_dot_product_attention.default": _attentions,
+    "aten.scaled_dot_product_attention.default, causal": partial(_attentions, causal=True),
 }
 
 
