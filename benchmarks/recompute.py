@@ -306,10 +306,10 @@ _compiled_code: dict[tuple[CodeType, float], Any] = {}
 
 
 def compiled_once(function: FunctionType, keeps: float) -> Any:
-    """As the runtime compiles it, but a function that several programs have once."""
+    """As the runtime compiles it, but a function that several programs have once, and quickly: calls in Python."""
     code = function.__code__.replace(co_filename="", co_firstlineno=1)
     if (code, keeps) not in _compiled_code:
-        _compiled_code[code, keeps] = compiled(function, keeps)
+        _compiled_code[code, keeps] = compiled(function, keeps, calls="python")
     return _compiled_code[code, keeps]
 
 

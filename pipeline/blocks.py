@@ -12,7 +12,7 @@ from itertools import groupby
 from pipeline.ir.graph import Link, OpGraph
 
 FEWEST = 4  # blocks by which a model is cut
-MOST_OPS = 64  # of several inner modules as one block
+MOST_OPS = 24  # of several inner modules as one block: larger ones leave too little to choose between for a budget
 
 Path = tuple[str, ...]
 

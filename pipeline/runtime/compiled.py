@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch._functorch.config as partitioning
@@ -31,10 +33,12 @@ def as_written() -> Iterator[None]:
         _Here.as_written = before
 
 
-def compiled(function: Callable[..., Any], keeps: float) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], keeps: float, calls: Literal["c++", "python"] = "c++") -> Callable[..., Any]:
     """The function, compiled when it is first called.
 
     Of what it has for backward it keeps at most the part `keeps`; backward makes the rest again, in its own kernels.
+    On a GPU the host's calls of kernels are compiled as well: short steps wait for the host, which is faster so than in
+    Python. It takes about ten seconds more for each function and pass, which torch's cache on disk remembers.
     """
     if _Here.as_written:
         return function
@@ -44,9 +48,12 @@ def compiled(function: Callable[..., Any], keeps: float) -> Callable[..., Any]:
     from pipeline.runtime.partitioner import ReadsMasksOff
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        on_card = any(isinstance(given, Tensor) and given.is_cuda for given in inputs)
         with (
             partitioning.patch(activation_memory_budget=keeps),
-            inductor.patch(custom_partitioner_fn=ReadsMasksOff()),
+            inductor.patch(
+                custom_partitioner_fn=ReadsMasksOff(), cpp_wrapper=on_card and calls == "c++" and _has_compiler()
+            ),
         ):
             return compile_fx(graph, inputs)
 
@@ -68,6 +75,10 @@ def compiled(function: Callable[..., Any], keeps: float) -> Callable[..., Any]:
         return first
     second = made("_again")  # compiling sees no difference between the two runs of a region
     return lambda *arguments: (second if replaying() else first)(*arguments)
+
+
+def _has_compiler() -> bool:
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def channels_last(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

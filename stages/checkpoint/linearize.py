@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from pipeline.blocks import convolves
 from pipeline.cost.compute import local_bytes
 from pipeline.cost.groups import Join
 from pipeline.cost.kernels import kernel_seconds
@@ -95,13 +94,7 @@ def _given(graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Shardin
     made = {name for op in graph.prologue for name in graph.op(op).outputs} & read
     inputs = {value.name for value in graph.of_role(Role.INPUT)}
     nbytes = {name: local_bytes(graph, name, home[name], cluster.sizes) for name in inputs | made}
-    again = (name for name in inputs if len(graph.values[name].type.shape) == 4) if _laid_out(graph, profile) else ()
-    return sum(nbytes.values()) + sum(nbytes[name] for name in again)
-
-
-def _laid_out(graph: OpGraph, profile: Profile) -> bool:
-    """Whether images are copied, with their channels together: compiled programs do so for convolutions."""
-    return profile.compiled is not None and convolves(graph)
+    return sum(nbytes.values())
 
 
 def _updated_part(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> float:

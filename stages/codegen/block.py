@@ -23,6 +23,7 @@ from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.program import Call, Convert, Step, Tensor
 from pipeline.ops.rule import Rendered, call, plain_view
 from pipeline.ops.table import rule_of
+from stages.codegen.counts import counted_together
 
 LINE = 120  # the longest that the text has
 RESERVED = {"F", "float", "p", "self", "torch", "x", "DEVICE", *runtime_names.NAMES}
@@ -144,10 +145,13 @@ class BlockWriter:
         ends = self._last_uses(steps, {exit_, *common} | ({entry} if entry is not None else set()))
         runs = gathered_together(steps, self.mesh.sizes)
         together = {run[0]: run for run in runs if not any(_path(step) in self.kept for step in run)}
-        inside = {step for run in together.values() for step in run[1:]}
+        counts = {run[0]: run for run in counted_together(self.graph, steps)}
+        inside = {step for run in (*together.values(), *counts.values()) for step in run[1:]}
         for number, step in enumerate(steps):
             if step in together:
                 self._convert_together(together[step])
+            elif step in counts:
+                self._count_together(counts[step])
             elif step not in inside:
                 self._convert(step) if isinstance(step, Convert) else self._call(step)
             if number in ends:
@@ -242,6 +246,13 @@ class BlockWriter:
         if len(op.outputs) == 1 and op.outputs != (op.name,):  # a list of one result
             targets = f"({targets},)"
         self.lines += statement(f"{targets} = {text}", self._remark(step.outputs[0]), self.indent)
+
+    def _count_together(self, steps: tuple[Call, ...]) -> None:
+        """A counter on each line."""
+        number = self.graph.op(steps[0].op).args.positional[-1]
+        rows = [f"        {self._name(step.inputs[0])}," for step in steps]
+        self.lines += ["# counters", "torch._foreach_add_(", "    [", *rows, "    ],", f"    {number},", ")"]
+        self._group = ""
 
     def _kept(self, text: str) -> str:
         """`kept(F.linear, x, ...)` for `F.linear(x, ...)`"""

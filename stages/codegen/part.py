@@ -247,10 +247,6 @@ def class_text(written: Written, functions: dict[str, str], attributes: str = ""
         names |= {name: name for name in passed}
     results = ["x", *(part.common[name].name for name in part.leaving)]
     lines += ["", *_forward_head(part, names, len(results))]
-    for value in part.graph.of_role(Role.INPUT) if "channels_last" in used else ():
-        if len(value.type.shape) == 4 and "float" in value.type.dtype:
-            own = names[value.name]
-            lines.append(f"        {own} = {own}.contiguous(memory_format=torch.channels_last)")
     lines += ["        p = self.tensors"] if before.reads_parameters else []
     exact = ["        with torch.autocast(DEVICE.type, enabled=False):"] if before.exact else []
     lines += [*exact, *_indented(list(before.lines), 12 if exact else 8)]

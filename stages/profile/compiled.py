@@ -8,6 +8,7 @@ the order in memory that the block before it gave it.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from stages.profile.step import ends_of
 Measured = tuple[CompiledWay, tuple[Tensor, ...]]  # and what left the block
 KEEPS = (1.0, 0.9, 0.8, 0.65, 0.5, 0.3, 0.0)  # parts of what a block would keep for backward
 REPEATS = 9
-BUSY = 48  # products that the card is given before a pass: the host is ahead then, and clocks are those of a long run
+BEHIND = 0.8  # of the card's time: a host that needs more to give it its work may have kept it waiting
 
 
 def measure_blocks(
@@ -59,7 +60,7 @@ class _Bench:
         self.known: dict[object, tuple[int, tuple[Tensor, ...]]] = {}  # block -> its run, and what left it
         self.values: dict[str, Tensor] = {}  # what is there before the chain, and what links write
         self.high = _bound(graph)
-        self.by_channel = convolves(graph)  # as the program lays them out
+        self.by_channel = convolves(graph)  # as the program lays its weights out
         with torch.no_grad():
             for name in graph.prologue:
                 self._call_prologue(name)
@@ -86,7 +87,7 @@ class _Bench:
         left: tuple[Tensor, ...] = ()
         for keeps in self.keeps:
             torch._dynamo.reset()  # it gives up on a function that it has compiled often, and tells by the code's name
-            block = Block(compiled(function, keeps), arguments, self._autocast())
+            block = Block(compiled(function, keeps, calls="python"), arguments, self._autocast())
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
                 found, left = self.measure(block, keeps)
             if not ways or found.saved_alone < ways[-1].saved_alone:
@@ -114,7 +115,7 @@ class _Bench:
         if dtype.is_floating_point:
             tensor = torch.randn(shape, device=self.device).mul_(0.02).to(dtype)
             tensor = tensor.abs_() if value.role is Role.BUFFER else tensor  # variances are never negative
-            if self.by_channel and len(shape) == 4:
+            if self.by_channel and value.role is not Role.INPUT and len(shape) == 4:
                 tensor = tensor.contiguous(memory_format=torch.channels_last)
         else:
             tensor = torch.randint(self.high, shape, device=self.device).to(dtype)
@@ -188,21 +189,53 @@ def _weigh(work: Callable[[], Any]) -> tuple[Any, int, int]:
 
 
 def _seconds(block: Block) -> tuple[float, float]:
-    """Of its passes: medians of the later ones, when the card is as warm as in training."""
+    """Of its passes: medians of the later ones, when the card is as warm as in training.
+
+    They follow one another, as blocks do in a step: clocks are those of such work. Products before them, which are the
+    heaviest that a card can do, would slow it down; they are given to it only where the host is behind.
+    """
+    seconds, marks = _queued(block)
+    if seconds > BEHIND * _elapsed(marks[0][0], marks[-1][-1]):
+        _, marks = _queued(block, ahead=seconds)
+    times = [(_elapsed(one, two), _elapsed(two, three)) for one, two, three in marks[REPEATS:]]
+    return statistics.median(forward for forward, _ in times), statistics.median(backward for _, backward in times)
+
+
+def _queued(block: Block, ahead: float = 0.0) -> tuple[float, list[list[torch.cuda.Event]]]:
+    """Passes one after another: the seconds until the card was given all of them, and marks before, between and after.
+
+    The card is kept busy before them for about as many seconds as the host is to be `ahead`.
+    """
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(2 * REPEATS)]
+    torch.cuda.synchronize()
+    _keep_busy(ahead)
+    start = time.perf_counter()
+    for first, second, third in marks:
+        first.record()
+        block.both(second.record)
+        third.record()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return seconds, marks
+
+
+def _keep_busy(seconds: float) -> None:
+    """With products, after one that tells how long they take."""
+    if not seconds:
+        return
     side = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     room = torch.empty_like(side)
-    found = []
-    for _ in range(2 * REPEATS):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        for _ in range(BUSY):
-            torch.mm(side, side, out=room)
-        marks[0].record()
-        block.both(marks[1].record)
-        marks[2].record()
-        found.append(marks)
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for mark in (before, after):
+        torch.mm(side, side, out=room)
+        mark.record()
     torch.cuda.synchronize()
-    times = [(one.elapsed_time(two) / 1e3, two.elapsed_time(three) / 1e3) for one, two, three in found[REPEATS:]]
-    return statistics.median(forward for forward, _ in times), statistics.median(backward for _, backward in times)
+    for _ in range(round(seconds / _elapsed(before, after)) + 1):
+        torch.mm(side, side, out=room)
+
+
+def _elapsed(before: torch.cuda.Event, after: torch.cuda.Event) -> float:
+    return float(before.elapsed_time(after)) / 1e3
 
 
 # --------------------------------------------------------------------------------------------------- as a function

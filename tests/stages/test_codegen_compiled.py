@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import FunctionType
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from pipeline.blocks import blocks_of
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Region
+from pipeline.runtime import compiled
 from tests.graphs import gpt_graph, trace
 from tests.programs import load, plan_for, uniform, write
 from tests.stages.test_codegen import ruff
@@ -79,6 +82,44 @@ def test_equal_blocks_are_one_function_compiled_in_as_many_ways_as_it_is_called(
     assert len(set(functions)) < len(functions) == len(set(made))
     called = re.findall(r"x = (\w+)\(", text[text.index("class Program") :])
     assert set(called) == {name for name, *_ in made}
+
+
+def test_counters_of_norms_are_counted_in_one_call():
+    net, batch = Net(), given()
+    graph = trace(net, batch)
+    text = write(graph, plan_for(graph, uniform(graph, 1), 1, regions(graph, (1.0,))))
+    ruff(text)
+    (run,) = re.findall(r"torch\._foreach_add_\(\s*\[(.*?)\],\s*1,\s*\)", text, re.S)
+    assert re.findall(r'"(\S+)"', run) == [f"blocks.{n}.norm.num_batches_tracked" for n in range(3)]
+    assert "add_(1)" not in text
+
+
+@pytest.mark.parametrize(
+    ("calls", "on_card", "wanted"), [("c++", True, True), ("python", True, False), ("c++", False, False)]
+)
+def test_on_a_gpu_the_calls_of_kernels_are_compiled_too(monkeypatch, calls, on_card, wanted):
+    """What the compiler is told is seen where it would begin; the GPU is a tensor that says it lies on one."""
+    from torch._inductor import compile_fx, config
+
+    seen = []
+    monkeypatch.setenv("CXX", sys.executable)  # some program that is there
+    monkeypatch.setattr(
+        compile_fx, "compile_fx", lambda graph, inputs: seen.append(config.cpp_wrapper) or graph.forward
+    )
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: on_card))
+    made = compiled(a_function(), 1.0, calls)
+    assert torch.equal(made(torch.ones(2)), torch.full((2,), 2.0))
+    assert seen == [wanted]
+
+
+def a_function() -> FunctionType:
+    """Of its own for each test: what was compiled is known by its code."""
+
+    def double(x: Tensor) -> Tensor:
+        return x + x
+
+    torch._dynamo.reset()
+    return double
 
 
 def step(text: str, module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
