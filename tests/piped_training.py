@@ -173,14 +173,13 @@ def job_of(case: Case, path: Path) -> dict:
 
 
 def truth_of(case: Case) -> dict:
-    """The plain loop of the unsplit module over whole batches; over micro-batches where these have their statistics."""
+    """The plain loop of the unsplit module over whole batches; over micro-batches where each is a mean of its own."""
     model = build(case.model, case.precision)
     model = model.bfloat16() if case.precision == "bf16" else model
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1, eps=1e-6
     )
-    normed = any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-    batches = micro_batches_of(case) if normed else passes_of(case)
+    batches = micro_batches_of(case) if means_of_their_own(model, case) else passes_of(case)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -194,8 +193,15 @@ def truth_of(case: Case) -> dict:
         losses.append(float(mean(found, batches).detach()))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # a forward pass changes buffers
     with torch.no_grad():
-        evaluated = float(model.eval()(**batch_of(case.model)))
+        held_out = batches[: len(batches) // case.passes]  # one batch of the model
+        evaluated = float(mean([model.eval()(**batch) for batch in held_out], held_out))
     return {"losses": losses, "evaluated": evaluated, "weights": weights, "names": dict(model.named_parameters())}
+
+
+def means_of_their_own(model: nn.Module, case: Case) -> bool:
+    """Batch norms, and losses that leave out some targets, do not tell the same of parts of a batch."""
+    ignored = any(bool((t == -100).any()) for batch in passes_of(case) for t in batch.values())
+    return ignored or any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
 
 
 def mean(losses: list[Tensor], batches: list[dict[str, Tensor]]) -> Tensor:

@@ -98,7 +98,8 @@ def find_pipelines(
         key = next((key for key in ("boundaries", "partitions") if getattr(settings, key)), "pipeline")
         if key == "pipeline" and _may_do_without(settings, frontier):
             return Pipelines()
-        raise SolveError(refused.what, where=f"{where}: {key}", remedy=refused.remedy) from refused
+        remedy = refused.remedy if counts == (1,) else f"{refused.remedy}, or ask for fewer micro-batches"
+        raise SolveError(refused.what, where=f"{where}: {key}", remedy=remedy) from refused
     return Pipelines(tuple(Piped(plan, tuple(filled[part.piece.name] for part in plan.partitions)) for plan in plans))
 
 

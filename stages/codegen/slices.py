@@ -36,9 +36,9 @@ def _graph_of(samples: int, graph: OpGraph, plan: Plan, config: Config) -> OpGra
     try:
         own = with_contiguous(trace(config, samples, stay={op.name for op in graph.ops}), graph)
     except TraceError as error:
-        raise _refusal(plan, config, f"with {samples} samples {error.what}") from error
+        raise _refusal(plan, config, f"with {_told(samples)} {error.what}") from error
     if (difference := next(_differences(graph, own), None)) is not None:
-        raise _refusal(plan, config, f"the model does something else with {samples} samples: {difference}")
+        raise _refusal(plan, config, f"the model does something else with {_told(samples)}: {difference}")
     for number, partition in enumerate(plan.partitions):
         try:
             verify_sharding(part_of(own, partition.first, partition.last), partition.sharding, partition.sizes)
@@ -93,6 +93,10 @@ def _call(op: Op) -> tuple[object, ...]:
 
 def _links(graph: OpGraph) -> list[tuple[object, ...]]:
     return [(link.ops, link.input, link.output, link.common) for link in graph.chain]
+
+
+def _told(samples: int) -> str:
+    return f"{samples} samples" if samples > 1 else "one sample"
 
 
 def _refusal(plan: Plan, config: Config, why: str) -> SolveError:

@@ -60,6 +60,17 @@ class Plain(nn.Module):
         return F.mse_loss(self.last(torch.tanh(self.first(x))), x)
 
 
+class Normed(nn.Module):
+    """Has no variance of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.norm(self.first(x)), x)
+
+
 class Shifted(nn.Module):
     """Has ops that do nothing to one sample: a table for all, and rows that are put in order in memory."""
 
@@ -213,6 +224,11 @@ def test_a_model_that_does_something_else_with_fewer_samples_is_refused() -> Non
 
 def test_a_model_that_takes_no_fewer_samples_is_refused() -> None:
     assert "with 2 samples the model cannot be exported: " in refused(rows_of(Fixed), 4)
+
+
+def test_a_batch_norm_of_one_value_is_refused() -> None:
+    """Eight samples in five slices are 2, 2, 2, 1 and 1."""
+    assert "with one sample the model cannot be exported: " in refused(rows_of(Normed), 5)
 
 
 def test_sizes_that_do_not_divide_any_more_are_refused() -> None:

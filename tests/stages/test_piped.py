@@ -295,12 +295,16 @@ def test_micro_batches_fixed_and_solved_for() -> None:
 
 
 def test_micro_batches_that_do_not_divide_the_batch() -> None:
-    """Four samples in three; on pieces of two that split them, slices of two samples make two and no more."""
-    plan = plan_with_pipelines("gpt", pipeline="1f1b", micro_batches=12)
-    assert (plan.micro_batches, plan.slices) == (12, (2, 1, 1))
-    for part in plan.partitions:
-        shapes = {name: (1, *GRAPHS["gpt"]().values[name].type.shape[1:]) for name in part.sharding.inputs}
-        assert all(layout.fits(shapes[name], part.sizes) for name, layout in part.sharding.inputs.items())
+    """Six samples in four; and in two, of which devices that split the batch take slices of even numbers."""
+    asked = {"pipeline": "1f1b", "recompute": "never"}
+    in_four = pipelines_of("shared", micro_batches=16, partitions=4, **asked).found
+    assert {one.fills[0].slices for one in in_four} == {(2, 2, 1, 1)}
+    with pytest.raises(SolveError, match=r"no pipeline fits, whatever the memory; .* or ask for fewer micro-batches"):
+        pipelines_of("shared", micro_batches=16, partitions=2, **asked)  # two devices each, and three pairs of samples
+    in_two = pipelines_of("shared", micro_batches=8, **asked).found
+    assert {one.fills[0].slices for one in in_two} == {(3, 3), (4, 2)}
+    split = {fill.slices for one in in_two for fill in one.fills if "S(0)" in str(fill.sharding.inputs["inputs"])}
+    assert split == {(4, 2)}
     assert list(offered_slices(12, (1, 2, 4, 5), 3)) == [
         ((12,), (6, 6), (3, 3, 3, 3), (3, 3, 2, 2, 2)),
         ((4, 4, 2, 2), (4, 2, 2, 2, 2)),
