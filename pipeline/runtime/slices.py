@@ -20,6 +20,10 @@ class Slices:
     def batch(self) -> int:
         return sum(self.samples)
 
+    @property
+    def uneven(self) -> bool:
+        return self.samples[-1] < self.samples[0]
+
     def size(self, number: int) -> int:
         return self.samples[number % len(self.samples)]
 
@@ -28,15 +32,11 @@ class Slices:
         before, place = divmod(number, len(self.samples))
         return before * self.batch + sum(self.samples[:place])
 
-    @property
-    def uneven(self) -> bool:
-        return self.samples[-1] < self.samples[0]
-
     def is_smaller(self, number: int) -> bool:
         return self.size(number) < self.samples[0]
 
     def parts(self, micro_batches: int) -> list[float]:
-        """For each micro-batch of a step: as how many of its size the step has samples."""
+        """For each micro-batch of a step: how many of its size would have the samples of the step."""
         return [self.start(micro_batches) / self.size(number) for number in range(micro_batches)]
 
     def mean(self, losses: Iterable[float]) -> float:
