@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import traceback
 import warnings
@@ -28,8 +29,9 @@ from pipeline.runtime.put_off import Border
 from pipeline.runtime.source import load_program
 from pipeline.tracing.trace import trace
 from stages.checkpoint.pipelines import Pipeline, orders
+from stages.checkpoint.slices import slices_of
 from stages.codegen.partitions import write_partitions
-from stages.codegen.slices import graph_of_slice
+from stages.codegen.slices import graphs_of_slices
 from stages.train.piped import Piped
 from stages.verify import truth as verify_truth
 from stages.verify.piped import judge_pipeline, told
@@ -55,6 +57,7 @@ class Case:
     precision: str = ""  # float64, or one of the configuration's, of a model in float32
     batch_norm: str = "exact"
     slices: int = 1  # micro-batches that have together one batch of the model
+    grain: int = 1  # by which these differ, where the batch does not divide
 
     @property
     def name(self) -> str:
@@ -62,6 +65,7 @@ class Case:
         counts = f"{sizes}-{self.chunks}-{self.micro_batches}"
         norms = "" if self.batch_norm == "exact" else self.batch_norm
         sliced = f"-{self.slices}ths" if self.slices > 1 else ""
+        sliced += f"-by{self.grain}" if self.grain > 1 else ""
         return f"{self.model}-{self.schedule}-{counts}-{self.plans}-{self.seed}{self.precision}{norms}{sliced}"
 
     @property
@@ -69,6 +73,7 @@ class Case:
         return self.micro_batches // self.slices
 
 
+@functools.cache
 def plan_of(case: Case) -> Plan:
     """Of plans that a micro-batch can be split by."""
     graph, draw = graph_of_case(case), random.Random(case.seed)
@@ -79,12 +84,24 @@ def plan_of(case: Case) -> Plan:
     else:
         plans = [FORCED[case.plans](graph, size) for size in devices]
     plan = cut(graph, random_cuts(graph, count, draw), plans, draw, case.micro_batches)
-    return replace(plan, schedule=case.schedule, chunks=case.chunks, slices=case.slices)
+    return replace(plan, schedule=case.schedule, chunks=case.chunks, slices=samples_of(case))
+
+
+def samples_of(case: Case) -> tuple[int, ...]:
+    """Of the micro-batches of a batch."""
+    found = slices_of(len(next(iter(batch_of(case.model).values()))), case.slices, case.grain)
+    assert found is not None
+    return found
 
 
 def graph_of_case(case: Case) -> OpGraph:
-    """For a micro-batch."""
-    return graph_of(case.model) if case.slices == 1 else trace(config_of(case.model), case.slices)
+    """For a micro-batch, the smallest."""
+    return graph_of(case.model) if case.slices == 1 else graph_of_samples(case.model, samples_of(case)[-1])
+
+
+@functools.cache
+def graph_of_samples(model: str, samples: int | None = None) -> OpGraph:
+    return trace(config_of(model), samples)
 
 
 def sliced_plan(model: str, slices: int, passes: int) -> Plan:
@@ -99,12 +116,16 @@ def config_of(model: str) -> Config:
     return replace(load_config(Path(__file__).parents[1]), model=Model(module=module, batch=batch))
 
 
+def passes_of(case: Case) -> list[dict[str, Tensor]]:
+    """The batches of a step."""
+    return [batch_of(case.model, number) for number in range(case.passes)]
+
+
 def micro_batches_of(case: Case) -> list[dict[str, Tensor]]:
     """Of a step: each batch of the model in its parts, one after another."""
-    batches = [batch_of(case.model, number) for number in range(case.passes)]
     return [
-        {name: t.chunk(case.slices)[part] for name, t in batch.items()}
-        for batch in batches
+        {name: t.split(samples_of(case))[part] for name, t in batch.items()}
+        for batch in passes_of(case)
         for part in range(case.slices)
     ]
 
@@ -152,29 +173,41 @@ def job_of(case: Case, path: Path) -> dict:
 
 
 def truth_of(case: Case) -> dict:
-    """The plain loop of the unsplit module."""
+    """The plain loop of the unsplit module over whole batches; over micro-batches where each is a mean of its own."""
     model = build(case.model, case.precision)
     model = model.bfloat16() if case.precision == "bf16" else model
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1, eps=1e-6
     )
-    batches = micro_batches_of(case)
+    batches = micro_batches_of(case) if means_of_their_own(model, case) else passes_of(case)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         with statistics_once(model) if case.batch_norm == "deferred" else nullcontext():
             with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "amp"):
                 found = [model(**batch) for batch in batches]
-            sum(found).div(len(found)).backward()
+            mean(found, batches).backward()
         if case.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm)
         optimizer.step()
-        losses.append(sum(float(loss.detach()) for loss in found) / len(found))
+        losses.append(float(mean(found, batches).detach()))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # a forward pass changes buffers
     with torch.no_grad():
-        held_out = batches[: case.slices]  # one batch of the model
-        evaluated = sum(float(model.eval()(**batch)) for batch in held_out) / len(held_out)
+        held_out = batches[: len(batches) // case.passes]  # one batch of the model
+        evaluated = float(mean([model.eval()(**batch) for batch in held_out], held_out))
     return {"losses": losses, "evaluated": evaluated, "weights": weights, "names": dict(model.named_parameters())}
+
+
+def means_of_their_own(model: nn.Module, case: Case) -> bool:
+    """Batch norms, and losses that leave out some targets, do not tell the same of parts of a batch."""
+    ignored = any(bool((t == -100).any()) for batch in passes_of(case) for t in batch.values())
+    return ignored or any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+
+
+def mean(losses: list[Tensor], batches: list[dict[str, Tensor]]) -> Tensor:
+    """Over the samples of all batches."""
+    counts = [len(next(iter(batch.values()))) for batch in batches]
+    return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
 
 
 @contextmanager
@@ -195,11 +228,11 @@ def statistics_once(model: nn.Module) -> Iterator[None]:
 
 def write_case(case: Case, folder: Path) -> None:
     plan = plan_of(case)
-    graph = graph_of(case.model)
+    graph, smaller = graph_of(case.model), ()
     if case.slices > 1:
         config = config_of(case.model)
-        graph = graph_of_slice(trace(config), plan, config)
-    (folder / f"{case.name}.py").write_text(write_partitions(graph, plan))
+        graph, *smaller = graphs_of_slices(graph_of_samples(case.model), plan, config)
+    (folder / f"{case.name}.py").write_text(write_partitions(graph, plan, "", *smaller))
     torch.save((case, truth_of(case) | {"put_off": put_off_in(case)}), folder / f"{case.name}.truth")
 
 

@@ -457,7 +457,7 @@ class Checkpoint:
     )
     micro_batches: Any = setting(
         "Micro-batches of a step of a pipeline: null is those of the train file, `solve` looks for the best multiple of"
-        " these that the batch allows.",
+        " these. The batch need not divide: 10 samples in four are 3, 3, 2 and 2.",
         None,
         form=Form.COUNT,
     )

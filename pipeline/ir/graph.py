@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 ITEM_SIZE = {
@@ -149,6 +150,11 @@ class OpGraph:
 
     def of_role(self, role: Role) -> Iterator[Value]:
         return (v for v in self.values.values() if v.role is role)
+
+    @property
+    def batch(self) -> int:
+        """Samples: what the first dim of every input is a multiple of."""
+        return gcd(*(value.type.shape[0] for value in self.of_role(Role.INPUT) if value.type.shape)) or 1
 
     def types(self, names: tuple[str, ...]) -> tuple[TensorType, ...]:
         return tuple(self.values[n].type for n in names)

@@ -182,7 +182,7 @@ class Plan:
     timeline: Timeline = field(default_factory=Timeline)
     released: tuple[str, ...] = ()  # values that backward does not keep, and that are large: let go once they are read
     onednn: bool = True  # on a CPU: whether torch may take oneDNN's kernels, as it does by default
-    slices: int = 1  # micro-batches into which a pipeline cuts a pass, which has the model's batch
+    slices: tuple[int, ...] = ()  # samples of the micro-batches into which a pipeline cuts a pass; () is one of all
 
     @staticmethod
     def whole(

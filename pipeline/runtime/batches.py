@@ -13,12 +13,13 @@ from pipeline.errors import TrainError
 from pipeline.ir.layout import Layout, Run
 from pipeline.runtime.collectives import piece
 from pipeline.runtime.mesh import axis_of
+from pipeline.runtime.slices import Slices
 
 
-def sample_indices(step: int, batch: int, length: int, shuffle: bool, seed: int) -> list[int]:
-    """The samples of one global step: the data set in order, or in an order of its own each epoch."""
+def sample_indices(start: int, count: int, length: int, shuffle: bool, seed: int) -> list[int]:
+    """So many samples after those of earlier steps: the data set in order, or in an order of its own each epoch."""
     indices = []
-    for position in range(step * batch, (step + 1) * batch):
+    for position in range(start, start + count):
         epoch, place = divmod(position, length)
         indices.append(_order(length, seed, epoch)[place] if shuffle else place)
     return indices
@@ -36,17 +37,8 @@ def _order(length: int, seed: int, epoch: int) -> list[int]:
     return _orders[key]
 
 
-def in_slices(job: Mapping[str, Any], slices: int) -> dict[str, Any]:
-    """The job as if the model's batch were a micro-batch, of which so many make one: they follow one another."""
-    batch = {
-        name: {**spec, "shape": [spec["shape"][0] // slices, *spec["shape"][1:]]}
-        for name, spec in job["model"]["batch"].items()
-    }
-    return {**job, "model": {**job["model"], "batch": batch}}
-
-
 class Batches:
-    """This rank's part of every step, cut as the plan says; only samples that it needs are loaded."""
+    """This rank's part of every micro-batch, cut as the plan says; only samples that it needs are loaded."""
 
     def __init__(
         self,
@@ -55,13 +47,15 @@ class Batches:
         layouts: Mapping[str, Layout],
         axes: list[str],
         key: str = "dataset",
+        slices: Slices | None = None,
     ) -> None:
-        """`key` is that of the data set in its file."""
+        """`key` is that of the data set in its file; `slices` are those of the model's batch, where it is cut."""
         self.dataset, self.layouts, self.axes = dataset, layouts, axes
         self.specs = job["model"]["batch"]
         self.settings = job["data"]
         self.where = f"{job['where']['data']}: {key}"
         self.size = next(iter(self.specs.values()))["shape"][0]
+        self.slices = slices or Slices((self.size,))
         self.length = _length(dataset, self.where)
         self._check(dataset[0])
 
@@ -84,23 +78,25 @@ class Batches:
     def _error(self, what: str) -> TrainError:
         return TrainError(what, where=self.where, remedy="choose data and model that belong together")
 
-    def __getitem__(self, step: int) -> dict[str, Tensor]:
-        indices = sample_indices(step, self.size, self.length, self.settings["shuffle"], self.settings["seed"])
-        rows = self._rows()
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        start, size = self.slices.start(number), self.slices.size(number)
+        indices = sample_indices(start, size, self.length, self.settings["shuffle"], self.settings["seed"])
+        rows = self._rows(size)
         samples = [self.dataset[i] for start, count in rows for i in indices[start : start + count]]
         stacked = {name: torch.stack([torch.as_tensor(s[name]) for s in samples]) for name in self.specs}
-        return {name: self._cut(name, tensor) for name, tensor in stacked.items()}
+        return {name: self._cut(name, tensor, whole=len(samples) == size) for name, tensor in stacked.items()}
 
-    def _rows(self) -> tuple[Run, ...]:
-        """The rows of the batch that this rank needs of any input: its own where all are split alike on dim 0."""
+    def _rows(self, size: int) -> tuple[Run, ...]:
+        """The rows of a micro-batch that this rank needs of any input: its own where all are split alike on dim 0."""
         sizes = tuple(axis_of(name).size for name in self.axes)
         rank = tuple(axis_of(name).rank for name in self.axes)
-        own = {self.layouts[name].runs(tuple(spec["shape"]), sizes, rank)[0] for name, spec in self.specs.items()}
-        return own.pop() if len(own) == 1 else ((0, self.size),)
+        shapes = {name: (size, *spec["shape"][1:]) for name, spec in self.specs.items()}
+        own = {self.layouts[name].runs(shape, sizes, rank)[0] for name, shape in shapes.items()}
+        return own.pop() if len(own) == 1 else ((0, size),)
 
-    def _cut(self, name: str, rows: Tensor) -> Tensor:
+    def _cut(self, name: str, rows: Tensor, *, whole: bool) -> Tensor:
+        """`whole`: the rows are all of the micro-batch."""
         held = [axis_of(axis) for axis in self.axes]
-        whole = len(rows) == self.size
         for split in self.layouts[name].splits(tuple(axis.size for axis in held)):
             if split.dim or whole:
                 rows = piece(rows, held[split.axis], split.dim, split.parts)

@@ -13,22 +13,28 @@ from pipeline.ir.names import look_up
 from pipeline.runtime.gradients import Gradients, Row
 from pipeline.runtime.passes import Copies
 from pipeline.runtime.put_off import PutOff
+from pipeline.runtime.slices import Slices
 
 Batch = Mapping[str, Tensor]
 Around = Callable[[], AbstractContextManager[Any]]
 
 
 class Partition:
-    """`written` is its class of the program, `tensors` this rank's pieces; those to be trained are `nn.Parameter`."""
+    """`written` is its class of the program, `tensors` this rank's pieces; those to be trained are `nn.Parameter`.
 
-    def __init__(self, number: int, written: Any, tensors: Mapping[str, Tensor], around: Around) -> None:
+    `smaller` is the class for micro-batches of fewer samples, which may be the same.
+    """
+
+    def __init__(
+        self, number: int, written: Any, smaller: Any, slices: Slices, tensors: Mapping[str, Tensor], around: Around
+    ) -> None:
         self.number, self.tensors, self.around = number, tensors, around
         self.axes = list(written.MESH)
         self.parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
         self.rows: dict[str, Row] = {name: _row(written, name) for name in self.parameters}
         self.gradients = Gradients(self.parameters.values(), self.rows.values(), self.axes)
         self.updated = dict(zip(self.parameters, self.gradients.updated, strict=True))
-        self.program = written(tensors)
+        self.slices, self.programs = slices, (written(tensors), smaller(tensors))
         self.inputs: list[str] = list(written.INPUTS)
         self.batches: list[Callable[[], Batch]] = []
         self.puts_off = False  # whether the schedule asks for gradients of weights on their own
@@ -39,17 +45,19 @@ class Partition:
         """A step; each batch is asked for when its turn comes."""
         self.batches, self.undone = list(batches), 0
         self.gradients.start(armed=len(batches) == 1 and not self.puts_off)
+        program = self.programs[0]
         with self.around():
-            self.copies = Copies(self.program.copies() if hasattr(self.program, "copies") else {})
+            self.copies = Copies(program.copies() if hasattr(program, "copies") else {})
 
     def forward(self, number: int, entering: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Of a micro-batch; the last one is undone last, whatever the schedule."""
+        program = self.programs[self.slices.is_smaller(number)]
         if self.puts_off:
             self.put_off[number] = PutOff(self.copies.stand_ins.values())
             with self.put_off[number].recording():
-                return self._run(self.program, self.batches[number](), entering, self.copies.stand_ins)
+                return self._run(program, self.batches[number](), entering, self.copies.stand_ins)
         copies = self.copies.last() if number == len(self.batches) - 1 else self.copies.stand_ins
-        return self._run(self.program, self.batches[number](), entering, copies)
+        return self._run(program, self.batches[number](), entering, copies)
 
     def backward(self, results: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Of a micro-batch; where gradients of weights are put off, `backward_weights` follows."""

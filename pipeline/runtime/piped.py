@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +15,7 @@ from pipeline.ir.names import look_up
 from pipeline.runtime.mesh import set_meshes
 from pipeline.runtime.partition import Around, Batch, Partition
 from pipeline.runtime.put_off import split_products
+from pipeline.runtime.slices import Slices
 from pipeline.runtime.stage import Cut, Mesh, Stage, puts_off, schedule_of
 from pipeline.runtime.tied import Tied
 from pipeline.runtime.transfer import ACROSS, Shape, meeting_device
@@ -59,6 +60,12 @@ class Places:
         return own
 
 
+def smaller_of(program: Any) -> Sequence[Any]:
+    """The partitions for micro-batches of fewer samples, where there are any."""
+    found: Sequence[Any] = getattr(program, "SMALLER", program.PARTITIONS)
+    return found
+
+
 class Pipeline:
     """`tensors` are this rank's pieces by partition and name, `shapes` those of whole tensors of the model."""
 
@@ -73,7 +80,11 @@ class Pipeline:
     ) -> None:
         self.places, self.device = places, device
         self.passes: int = program.MICRO_BATCHES
-        self.partitions = [Partition(n, places.written[n], tensors[n], around) for n in places.numbers]
+        self.slices = Slices(program.SLICES)
+        smaller = smaller_of(program)
+        self.partitions = [
+            Partition(n, places.written[n], smaller[n], self.slices, tensors[n], around) for n in places.numbers
+        ]
         self.stages = self._stages(program)
         self.schedule = schedule_of(program.SCHEDULE, self.stages, self.passes)
         for partition in self.partitions:
@@ -84,7 +95,7 @@ class Pipeline:
 
     def _stages(self, program: Any) -> list[Stage]:
         ends = pairwise(self.places.meshes)
-        cuts = [Cut(n, program.SENT[n], *own, self.passes) for n, own in enumerate(ends)]
+        cuts = [Cut(n, program.SENT[n], *own, self.passes, self.slices) for n, own in enumerate(ends)]
         around: list[Cut | None] = [None, *cuts, None]
         count, column = len(self.places.written), self.places.column()
         return [Stage(p, count, self.device, column, *around[p.number : p.number + 2]) for p in self.partitions]
@@ -95,7 +106,8 @@ class Pipeline:
         Each batch is asked for when its turn comes. The losses come back where the last partition is.
         """
         self.start(batches)
-        self.schedule.step(target=torch.empty(self.passes), return_outputs=False)
+        parts = torch.tensor(self.slices.parts(self.passes), dtype=torch.float64)
+        self.schedule.step(target=parts, return_outputs=False)
         for partition in self.partitions:
             partition.gradients.wait()
         self.tied.sum_gradients()
@@ -110,18 +122,18 @@ class Pipeline:
         for partition in self.partitions:
             partition.gradients.publish()
 
-    def loss(self, batch: Mapping[int, Batch], programs: Mapping[int, Any]) -> float:
-        """Of one batch, by these programs of the partitions, without a gradient, on all ranks."""
+    def loss(self, chunk: int, batch: Mapping[int, Batch], programs: Mapping[int, Any]) -> float:
+        """Of a slice of a batch, by these programs of the partitions, without a gradient, on all ranks."""
         found = None
         for stage in self.stages:
             number = stage.partition.number
-            found = stage.loss(batch[number], programs[number])
+            found = stage.loss(chunk, batch[number], programs[number])
         return self.everywhere([] if found is None else [found])
 
-    def everywhere(self, losses: Iterable[Tensor]) -> float:
-        """The mean of the last partition's, on all ranks."""
-        own = [float(loss) for loss in losses]
-        told = torch.tensor(sum(own) / max(len(own), 1), dtype=torch.float64, device=meeting_device(self.device))
+    def everywhere(self, losses: Sequence[Tensor]) -> float:
+        """The mean of the last partition's over all samples, on all ranks."""
+        own = self.slices.mean(map(float, losses)) if losses else 0.0
+        told = torch.tensor(own, dtype=torch.float64, device=meeting_device(self.device))
         with record_function(ACROSS):
             dist.broadcast(told, self.places.meshes[-1].first)
             return float(told)

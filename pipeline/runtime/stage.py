@@ -25,6 +25,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipeline.ir.layout import Layout
 from pipeline.runtime.partition import Partition
+from pipeline.runtime.slices import Slices
 from pipeline.runtime.transfer import Arriving, Site, Transfer, meeting_device, run
 
 DTYPES = (
@@ -53,18 +54,28 @@ class Mesh:
 class Cut:
     """What one partition sends to the next of a micro-batch, and the gradients that come back."""
 
-    def __init__(self, number: int, rows: Mapping[str, Any], source: Mesh, target: Mesh, passes: int) -> None:
+    def __init__(
+        self, number: int, rows: Mapping[str, Any], source: Mesh, target: Mesh, passes: int, slices: Slices
+    ) -> None:
         self.names, self.source, self.target = list(rows), source, target
         self.gradient = {name: bool(row["gradient"]) for name, row in rows.items()}
-        self.there, self.back = {}, {}
-        for name, row in rows.items():
-            ends = source.site(row["from"]), target.site(row["to"])
-            self.there[name] = Transfer(*ends, tuple(row["shape"]))
-            if self.gradient[name]:
-                self.back[name] = Transfer(ends[1].of_gradient(), ends[0].of_gradient(), tuple(row["shape"]))
-        self.passes = passes
+        self.passes, self.slices = passes, slices
+        self.ways = [self._both_ways(rows, key) for key in (["shape", "smaller"] if slices.uneven else ["shape"])]
         self.first_tag = 1 + number * (1 + 2 * MOST_VALUES * passes)
         self.dtypes: dict[str, torch.dtype] = {}
+
+    def _both_ways(self, rows: Mapping[str, Any], key: str) -> tuple[dict[str, Transfer], dict[str, Transfer]]:
+        """Forward and backward, by name, of micro-batches of the size whose shapes have this key."""
+        there, back = {}, {}
+        for name, row in rows.items():
+            source, target, shape = self.source.site(row["from"]), self.target.site(row["to"]), tuple(row[key])
+            there[name] = Transfer(source, target, shape)
+            if self.gradient[name]:
+                back[name] = Transfer(target.of_gradient(), source.of_gradient(), shape)
+        return there, back
+
+    def transfers(self, way: int, chunk: int) -> dict[str, Transfer]:
+        return self.ways[self.slices.is_smaller(chunk)][way]
 
     def tag(self, name: str, way: int, chunk: int) -> int:
         return self.first_tag + 1 + (2 * self.names.index(name) + way) * self.passes + chunk
@@ -161,7 +172,7 @@ class Stage(_PipelineStageBase):
         assert cut is not None
         if way == FORWARD:
             cut.tell_types(list(tensors.values()))
-        transfers = cut.there if way == FORWARD else cut.back
+        transfers = cut.transfers(way, chunk)
         return [op for name, t in tensors.items() for op in transfers[name].send(t, cut.tag(name, way, chunk))]
 
     def _receive(self, way: int, chunk: int, cut: Cut | None) -> list[dist.P2POp]:
@@ -171,7 +182,7 @@ class Stage(_PipelineStageBase):
             cut.hear_types(self.device)
         self.arriving[way, chunk] = {
             name: transfer.receive(cut.dtypes[name], self.device, cut.tag(name, way, chunk))
-            for name, transfer in (cut.there if way == FORWARD else cut.back).items()
+            for name, transfer in cut.transfers(way, chunk).items()
         }
         return [op for each in self.arriving[way, chunk].values() for op in each.ops]
 
@@ -191,15 +202,15 @@ class Stage(_PipelineStageBase):
 
     # ---- outside a step
 
-    def loss(self, batch: Mapping[str, Tensor], program: Any) -> Tensor | None:
-        """Of a batch, by this program of the partition, without a gradient; the last partition has it."""
-        run(self.get_fwd_recv_ops(0))
+    def loss(self, chunk: int, batch: Mapping[str, Tensor], program: Any) -> Tensor | None:
+        """Of a slice of a batch, by this program of the partition, without a gradient; the last partition has it."""
+        run(self.get_fwd_recv_ops(chunk))
         with torch.no_grad():
-            entering = {name: t.requires_grad_(False) for name, t in self.entering(0).items()}
+            entering = {name: t.requires_grad_(False) for name, t in self.entering(chunk).items()}
         results = self.partition.without_gradient(batch, entering, program)
         if self.after is None:
             return results[0]
-        run(self._send(FORWARD, 0, dict(zip(self.after.names, results, strict=True))))
+        run(self._send(FORWARD, chunk, dict(zip(self.after.names, results, strict=True))))
         return None
 
     # ---- what torch would find out about tensors is in the program
@@ -239,10 +250,10 @@ SCHEDULES = {
 
 
 def schedule_of(name: str, stages: list[Stage], passes: int) -> Any:
-    """The gradients of a step are those of its mean loss."""
+    """The gradients of a step are those of its mean loss; the target of a micro-batch is what divides its loss."""
     kind = SCHEDULES[name]
     own: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-    return kind(own, passes, loss_fn=lambda loss, _: loss / passes if passes > 1 else loss, scale_grads=False)
+    return kind(own, passes, loss_fn=lambda loss, parts: loss / float(parts), scale_grads=False)
 
 
 def puts_off(schedule: Any, number: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from math import gcd
 
 from pipeline.config import Config, Precision, TensorSpec
 from pipeline.ir.graph import OpGraph
@@ -14,11 +15,11 @@ from pipeline.tracing.lower import lower
 from pipeline.tracing.simplify import simplify
 
 
-def trace(config: Config, slices: int = 1, stay: Container[str] = ()) -> OpGraph:
-    """For one of so many equal parts of the model's batch; ops of the names in `stay` are kept, if they do nothing."""
+def trace(config: Config, samples: int | None = None, stay: Container[str] = ()) -> OpGraph:
+    """For so many samples of the model's batch, or all; ops of the names in `stay` are kept, if they do nothing."""
     mode = fake_mode()
     model = build_model(config, mode)
-    batch = sample_batch(_part(config.model.batch, slices), mode, config.model.precision)
+    batch = sample_batch(_part(config.model.batch, samples), mode, config.model.precision)
     program = export_loss(model, batch)
     amp = config.model.precision is Precision.amp
     graph = find_chain(simplify(lower(program, model, tuple(batch), keep_casts=amp, stay=stay)))
@@ -26,9 +27,12 @@ def trace(config: Config, slices: int = 1, stay: Container[str] = ()) -> OpGraph
     return graph
 
 
-def _part(specs: Mapping[str, TensorSpec], slices: int) -> dict[str, TensorSpec]:
+def _part(specs: Mapping[str, TensorSpec], samples: int | None) -> Mapping[str, TensorSpec]:
     """Of each input, whose first dim is the batch."""
+    if samples is None:
+        return specs
+    batch = gcd(*(spec.shape[0] for spec in specs.values()))
     return {
-        name: TensorSpec(shape=[spec.shape[0] // slices, *spec.shape[1:]], dtype=spec.dtype)
+        name: TensorSpec(shape=[spec.shape[0] // batch * samples, *spec.shape[1:]], dtype=spec.dtype)
         for name, spec in specs.items()
     }

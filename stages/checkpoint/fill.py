@@ -60,7 +60,7 @@ class Filled:
     price: StepPrice  # of one micro-batch, and of all of them for the whole model
     linear: Linear
     once: tuple[Once, ...]
-    slices: int  # into which a pass of the model is cut
+    slices: tuple[int, ...]  # samples of those into which a pass of the model is cut
     home: dict[str, Layout] = field(repr=False)
 
 
@@ -72,7 +72,7 @@ def fill(
     sharding: Sharding,
     copies: float,
     passes: int,
-    slices: int,
+    slices: tuple[int, ...],
     link: Callable[[float], float],
 ) -> Filled | None:
     """For a step of so many passes, each cut into slices. None where the model is one link: it cannot be cut.
@@ -80,7 +80,7 @@ def fill(
     `cluster` is on the piece's mesh; `link` leads to the next piece.
     """
     graph, profile = sliced(graph, profile, slices)
-    program = lower(graph, sharding, passes * slices)
+    program = lower(graph, sharding, passes * len(slices))
     price = price_step(graph, profile, cluster, sharding, program, copies)
     linear = linearize_partitions(graph, profile, cluster, sharding, program, price)
     if linear.chain is None:

@@ -2,7 +2,8 @@
 
 Which devices may be pieces is what the cluster offers as splits, each with its link and its meshes. Where all devices
 are linked alike any mix of sizes may follow one another, which holds all splits at once. A pass of the model may be cut
-into slices: the micro-batches of a step are passes times slices.
+into slices: the micro-batches of a step are passes times slices. These differ by one grain at most, a number of samples
+that the devices of every piece can share out: the slices of each grain make divisions of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from stages.checkpoint.hand import boundary_links, spans_of
 from stages.checkpoint.in_full import Partition, PipelinePlan
 from stages.checkpoint.partition import partition
 from stages.checkpoint.reshard import Resharding
-from stages.checkpoint.slices import batch_of, fits
+from stages.checkpoint.slices import fits, slices_of
 
 MOST_PER_DEVICE = 8  # micro-batches for each device that are looked at: more shorten the bubble by little
 
@@ -76,13 +77,14 @@ def find_pipelines(
     """`where` is the file of the settings. A pipeline that is asked for and cannot be is an error."""
     if settings.pipeline is Pipeline("off"):
         return Pipelines()
-    counts = slice_counts(graph, settings, frontier.micro_batches, cluster.devices, where)
+    counts = slice_counts(graph.batch, settings, frontier.micro_batches, cluster.devices, where)
     wishes = _wishes(graph, settings, cluster, where)
     filled: dict[str, Filled] = {}
     divisions = tuple(
         division
         for split in usable_splits(cluster)
-        if (division := _division(graph, profile, cluster, frontier, split, counts, filled)) is not None
+        for offered in offered_slices(graph.batch, counts, cluster.devices)
+        if (division := _division(graph, profile, cluster, frontier, split, offered, filled)) is not None
     )
     if not divisions or len(graph.chain) < 2:
         if _may_do_without(settings, frontier):
@@ -96,7 +98,8 @@ def find_pipelines(
         key = next((key for key in ("boundaries", "partitions") if getattr(settings, key)), "pipeline")
         if key == "pipeline" and _may_do_without(settings, frontier):
             return Pipelines()
-        raise SolveError(refused.what, where=f"{where}: {key}", remedy=refused.remedy) from refused
+        remedy = refused.remedy if counts == (1,) else f"{refused.remedy}, or ask for fewer micro-batches"
+        raise SolveError(refused.what, where=f"{where}: {key}", remedy=remedy) from refused
     return Pipelines(tuple(Piped(plan, tuple(filled[part.piece.name] for part in plan.partitions)) for plan in plans))
 
 
@@ -121,22 +124,32 @@ def _impossible(graph: OpGraph, cluster: Cluster, frontier: Frontier, where: str
 # ---------------------------------------------------------------------------------------------------- the user's hand
 
 
-def slice_counts(graph: OpGraph, settings: Checkpoint, passes: int, devices: int, where: str) -> tuple[int, ...]:
-    """Into how many a pass may be cut."""
-    batch, asked = batch_of(graph), settings.micro_batches
+def slice_counts(batch: int, settings: Checkpoint, passes: int, devices: int, where: str) -> tuple[int, ...]:
+    """Into how many a pass of so many samples may be cut: any number, of which a search tries the likeliest."""
+    asked = settings.micro_batches
     if asked is None:
         return (1,)
-    divisors = [q for q in range(1, batch + 1) if batch % q == 0]
     if asked == SOLVE:
-        most = max(passes, MOST_PER_DEVICE * devices)
-        return tuple(q for q in divisors if passes * q <= most)
-    if asked % passes or asked // passes not in divisors:
+        most = min(batch, max(passes, MOST_PER_DEVICE * devices) // passes)
+        return tuple(q for q in range(1, most + 1) if batch % q == 0 or q.bit_count() == 1)
+    if asked % passes or asked // passes > batch:
         raise SolveError(
-            f"got {asked}, and a step has {passes} passes of {batch} samples, of which each is cut into equal parts",
+            f"got {asked}, and a step has {passes} passes of {batch} samples, each of which is cut into as many parts",
             where=f"{where}: micro_batches",
-            remedy=f"use one of {', '.join(str(passes * q) for q in divisors)}",
+            remedy=f"use a multiple of {passes}, and at most {passes * batch}",
         )
     return (asked // passes,)
+
+
+def offered_slices(batch: int, counts: Iterable[int], devices: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """For each grain that pieces may share out: the batch in each number of slices, but for those of a finer one."""
+    known: set[tuple[int, ...]] = set()
+    for grain in range(1, devices + 1):
+        cuts = (slices_of(batch, count, grain) for count in counts)
+        own = tuple(cut for cut in cuts if cut is not None and cut not in known)
+        known.update(own)
+        if own:
+            yield own
 
 
 def _wishes(graph: OpGraph, settings: Checkpoint, cluster: Cluster, where: str) -> Wishes:
@@ -191,31 +204,31 @@ def _division(
     cluster: Cluster,
     frontier: Frontier,
     split: Usable,
-    counts: tuple[int, ...],
+    offered: tuple[tuple[int, ...], ...],
     filled: dict[str, Filled],
 ) -> Division | None:
     """With the pieces that have plans, added to `filled`; None where a size has none."""
     by_count = {}
-    for slices in counts:
+    for slices in offered:
         own = list(_fills(graph, profile, cluster, frontier, split, slices))
         have = {one.piece.devices for one in own}
         if own and have.issuperset(split.sizes):
             filled |= {one.piece.name: one for one in own}
-            by_count[frontier.micro_batches * slices] = tuple(one.piece for one in own)
+            by_count[frontier.micro_batches * len(slices)] = tuple(one.piece for one in own)
     if not by_count:
         return None
     return Division(cluster.devices, by_count, split.link.seconds, split.sizes)
 
 
 def _fills(
-    graph: OpGraph, profile: Profile, cluster: Cluster, frontier: Frontier, split: Usable, slices: int
+    graph: OpGraph, profile: Profile, cluster: Cluster, frontier: Frontier, split: Usable, slices: tuple[int, ...]
 ) -> Iterator[Filled]:
     for number, point in enumerate(frontier.pieces):
         mesh = _mesh_in(split, frontier.meshes[point.mesh])
         if mesh is None or not fits(graph, point.sharding, mesh.sizes, slices):
             continue
         sizes = " + ".join(map(str, split.sizes)) or "any"
-        name = f"plan {number} of {prod(mesh.sizes)} in {sizes}, a {slices}th"
+        name = f"plan {number} of {prod(mesh.sizes)} in {sizes}, {len(slices)} slices of {slices[0]} to {slices[-1]}"
         found = fill(
             name,
             graph,

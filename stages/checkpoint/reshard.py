@@ -55,7 +55,7 @@ class Resharding:
     def _cheapest(self, value: Value, source: Layout, target: Layout, on: Filled) -> float:
         """Of a micro-batch; its shape is the whole one, as which of its dims is cut does not matter."""
         paths = self._paths.setdefault(id(on.mesh), Paths(on.mesh.axes, self.cluster.compute))
-        nbytes = value.type.nbytes // on.slices
+        nbytes = value.type.nbytes * on.slices[0] // sum(on.slices)
         return paths.cheapest(source, target, value.type.shape, nbytes, value.grad).seconds.total
 
 

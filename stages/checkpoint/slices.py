@@ -1,15 +1,19 @@
-"""The graph and its profile for a q-th of the batch: what a smaller micro-batch costs.
+"""The batch in slices, and the graph and its profile for one of them: what a smaller micro-batch costs.
 
 The graph is traced for one pass. A pipeline may cut a pass into q: values that depend on an input have a q-th of their
 elements, and so have arithmetic, bytes and temporaries of the ops that write them, less what belongs to parameters
 (weights are read, and their gradients written, whole). Launches stay. Only the number of elements counts for a price:
 the first dim that q divides is cut, whatever it means.
+
+Slices that are not equal count as equal ones: arithmetic of each is a q-th of all, and sizes (memory, messages) are
+those of the largest, so that what is predicted to fit does.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from math import gcd
+from fractions import Fraction
+from math import ceil
 
 from pipeline.ir.graph import Op, OpGraph, Role, TensorType, Value
 from pipeline.ir.plan import Sharding
@@ -17,43 +21,51 @@ from pipeline.ir.profile import OpCost, Profile
 from pipeline.lowering import home_layouts
 
 
-def batch_of(graph: OpGraph) -> int:
-    """What every input's first dim is a multiple of: the samples of a pass."""
-    return gcd(*(value.type.shape[0] for value in graph.of_role(Role.INPUT) if value.type.shape)) or 1
+def slices_of(batch: int, count: int, grain: int = 1) -> tuple[int, ...] | None:
+    """So many samples each, larger ones first, alike but for one grain; None where there are not enough grains.
+
+    A grain is what devices share out: where two split the batch, slices have two, four, six samples.
+    """
+    if batch % grain or batch // grain < count:
+        return None
+    least, more = divmod(batch // grain, count)
+    return tuple(grain * (least + (place < more)) for place in range(count))
 
 
-def sliced(graph: OpGraph, profile: Profile, q: int) -> tuple[OpGraph, Profile]:
-    """Both for a q-th of the batch."""
-    if q == 1:
+def sliced(graph: OpGraph, profile: Profile, slices: tuple[int, ...]) -> tuple[OpGraph, Profile]:
+    """Both for one of these slices of the batch."""
+    if len(slices) < 2:
         return graph, profile
-    cut = _depending(graph)
+    cut, largest, count = _depending(graph), Fraction(slices[0], sum(slices)), len(slices)
     values = {
-        name: replace(value, type=_cut(value.type, q)) if name in cut else value for name, value in graph.values.items()
+        name: replace(value, type=_cut(value.type, largest)) if name in cut else value
+        for name, value in graph.values.items()
     }
     costs = {
-        op.name: _scaled(profile.ops[op.name], _parameter_bytes(graph, op), q) if cut & set(op.outputs) else cost
+        op.name: _scaled(cost, _parameter_bytes(graph, op), count, largest) if cut & set(op.outputs) else cost
         for op in graph.ops
         for cost in (profile.ops[op.name],)
     }
-    kernels = replace(profile.kernels, slices=q) if profile.kernels else None
+    kernels = replace(profile.kernels, slices=count) if profile.kernels else None
     return replace(graph, values=values), replace(profile, ops={**profile.ops, **costs}, kernels=kernels)
 
 
-def fits(graph: OpGraph, sharding: Sharding, sizes: tuple[int, ...], q: int) -> bool:
-    """Whether a q-th of the batch can still be split as the sharding splits it: on the dim that is cut."""
-    if q == 1:
+def fits(graph: OpGraph, sharding: Sharding, sizes: tuple[int, ...], slices: tuple[int, ...]) -> bool:
+    """Whether each of these can still be split as the sharding splits the batch: on the dim that is cut."""
+    if len(slices) < 2:
         return True
     home = home_layouts(graph, sharding)
     return all(
-        home[name].fits(_cut(graph.values[name].type, q).shape, sizes)
+        home[name].fits(_cut(graph.values[name].type, part).shape, sizes)
+        for part in {Fraction(samples, sum(slices)) for samples in slices}
         for name in _depending(graph)
-        if _leads(graph.values[name], q)
+        if _leads(graph.values[name], part)
     )
 
 
-def _leads(value: Value, q: int) -> bool:
+def _leads(value: Value, part: Fraction) -> bool:
     """Whether it is the first dim that is cut: where it is another, that need not be the batch."""
-    return bool(value.type.shape) and value.type.shape[0] % q == 0
+    return bool(value.type.shape) and value.type.shape[0] % part.denominator == 0
 
 
 def _depending(graph: OpGraph) -> set[str]:
@@ -65,10 +77,10 @@ def _depending(graph: OpGraph) -> set[str]:
     return found
 
 
-def _cut(kind: TensorType, q: int) -> TensorType:
+def _cut(kind: TensorType, part: Fraction) -> TensorType:
     for dim, size in enumerate(kind.shape):
-        if size % q == 0:
-            return replace(kind, shape=(*kind.shape[:dim], size // q, *kind.shape[dim + 1 :]))
+        if size % part.denominator == 0:
+            return replace(kind, shape=(*kind.shape[:dim], int(size * part), *kind.shape[dim + 1 :]))
     return kind
 
 
@@ -77,18 +89,21 @@ def _parameter_bytes(graph: OpGraph, op: Op) -> int:
     return sum(value.type.nbytes for value in read if value.role is Role.PARAMETER)
 
 
-def _scaled(cost: OpCost, parameters: int, q: int) -> OpCost:
-    def part(nbytes: int, whole: int = parameters) -> int:
-        kept = min(nbytes, whole)
-        return kept + -(-(nbytes - kept) // q)
+def _scaled(cost: OpCost, parameters: int, count: int, largest: Fraction) -> OpCost:
+    """Bytes that are moved are those of the mean, bytes that are held those of the largest."""
 
+    def part(nbytes: int, share: Fraction, whole: int = parameters) -> int:
+        kept = min(nbytes, whole)
+        return kept + ceil((nbytes - kept) * share)
+
+    mean = Fraction(1, count)
     return replace(
         cost,
-        flops_forward=cost.flops_forward / q,
-        flops_backward=cost.flops_backward / q,
-        bytes_forward=part(cost.bytes_forward),
-        bytes_backward=part(cost.bytes_backward, 2 * parameters),
-        extra_saved=part(cost.extra_saved),
-        temporary_forward=part(cost.temporary_forward),
-        temporary_backward=part(cost.temporary_backward),
+        flops_forward=cost.flops_forward / count,
+        flops_backward=cost.flops_backward / count,
+        bytes_forward=part(cost.bytes_forward, mean),
+        bytes_backward=part(cost.bytes_backward, mean, 2 * parameters),
+        extra_saved=part(cost.extra_saved, largest),
+        temporary_forward=part(cost.temporary_forward, largest),
+        temporary_backward=part(cost.temporary_backward, largest),
     )

@@ -10,7 +10,7 @@ from stages.codegen.part import Caller, Written
 
 # What else a module has by name.
 GLOBALS = {"Program", "Tensor", "ONEDNN", "MESH", "MICRO_BATCHES", "INPUTS", "PARAMETERS"}
-OF_PIPELINES = {"SCHEDULE", "SLICES", "DEVICES", "SENT", "TIED", "PARTITIONS"}
+OF_PIPELINES = {"SCHEDULE", "SLICES", "DEVICES", "SENT", "TIED", "PARTITIONS", "SMALLER"}
 
 
 @dataclass(frozen=True)

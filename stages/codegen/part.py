@@ -231,6 +231,7 @@ def class_text(written: Written, functions: dict[str, str], attributes: str = ""
     """`forward` is the table of contents; `attributes` are lines for the top of the class."""
     part, before, copies, used = written.part, written.before, written.copies, written.used
     callers = written.callers(functions)
+    passed = _passed(copies, callers)
     prefixes = dict.fromkeys(c.block.prefix for c in callers)
     scopes = {c.block.prefix: c.scope for c in callers if c.block.reads_parameters}
     lines = [f"class {part.name}:", *_indented(attributes.splitlines(), 4), *([""] if attributes else [])]
@@ -239,14 +240,24 @@ def class_text(written: Written, functions: dict[str, str], attributes: str = ""
     lines += ["        self.tensors = tensors"] if before.reads_parameters or copies or not scopes else []
     for prefix in (prefix for prefix in prefixes if prefix in scopes):
         lines += _indented(statement(f'self.{scopes[prefix]} = scope(tensors, "{prefix}")', indent=8), 8)
+    lines += _copies_method(copies, passed) if copies is not None else []
+    return "\n".join([*lines, "", forward_text(written, functions)])
+
+
+def _passed(copies: Before | None, callers: list[Caller]) -> list[str]:
+    """What `copies` returns and `forward` takes."""
+    read = {name for caller in callers for name in caller.block.common.values()}
+    return [name for name in copies.names.values() if name in read] if copies is not None else []
+
+
+def forward_text(written: Written, functions: dict[str, str]) -> str:
+    """The method, and those that it has run again."""
+    part, before, used = written.part, written.before, written.used
+    callers = written.callers(functions)
     names = _input_names(part.graph) | {name: name for name in part.entering.values()}
-    if copies is not None:
-        read = {name for caller in callers for name in caller.block.common.values()}
-        passed = [name for name in copies.names.values() if name in read]
-        lines += _copies_method(copies, passed)
-        names |= {name: name for name in passed}
+    names |= {name: name for name in _passed(written.copies, callers)}
     results = ["x", *(part.common[name].name for name in part.leaving)]
-    lines += ["", *_forward_head(part, names, len(results))]
+    lines = _forward_head(part, names, len(results))
     lines += ["        p = self.tensors"] if before.reads_parameters else []
     exact = ["        with torch.autocast(DEVICE.type, enabled=False):"] if before.exact else []
     lines += [*exact, *_indented(list(before.lines), 12 if exact else 8)]

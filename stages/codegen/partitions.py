@@ -1,10 +1,18 @@
-"""The module of a pipeline: a class per partition, functions that they share, and how partitions follow one another."""
+"""The module of a pipeline: a class per partition, functions that they share, and how partitions follow one another.
+
+Where micro-batches have different numbers of samples, the module is written for the larger ones. Whatever has other
+sizes in it for the smaller ones is there twice: a function, and the `forward` of the class that calls it.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from textwrap import dedent
 
 from pipeline.ir.graph import OpGraph, Role, Value
 from pipeline.ir.layout import Layout
@@ -15,27 +23,57 @@ from pipeline.partitions import crossing, part_of
 from stages.codegen.block import RESERVED, Outside
 from stages.codegen.functions import functions_of
 from stages.codegen.module import parameter_rows, told_device, told_digest
-from stages.codegen.part import Part, Written, class_text, common_names, write_part
+from stages.codegen.part import Part, Written, class_text, common_names, forward_text, write_part
 from stages.codegen.text import one_or_many, runtime_import
 
 
-def write_partitions(graph: OpGraph, plan: Plan, digest: str = "") -> str:
-    parts = parts_of(graph, plan)
-    written = [write_part(part) for part in parts]
-    functions = functions_of(written)
+def write_partitions(graph: OpGraph, plan: Plan, digest: str = "", smaller: OpGraph | None = None) -> str:
+    """`graph` is that of the larger micro-batches, `smaller` of the others where these have fewer samples."""
+    written = [write_part(part) for part in parts_of(graph, plan, "Partition")]
+    fewer = [write_part(part) for part in parts_of(smaller, plan, "Smaller")] if smaller else []
+    pairs = [(one, _in_words_of(one, other)) for one, other in zip(written, fewer, strict=False)]
+    everything = [*written, *(other for _, other in pairs)]
+    functions = functions_of(everything)
     classes = [class_text(one, functions.names, _attributes(one.part)) for one in written]
-    texts = [*functions.texts, *classes, _order(parts)]
+    own = _smaller_classes(pairs, functions.names)
+    order = [_order("PARTITIONS", [one.part.name for one in written])]
+    if smaller:
+        order.append(_order("SMALLER", [(b if b.part.name in own else a).part.name for a, b in pairs]))
+    texts = [*functions.texts, *classes, *own.values(), "\n".join(order)]
     functional = any(re.search(r"\bF\.", text) for text in texts)
-    return "\n\n\n".join([_header(graph, plan, written, functional, digest), *texts]) + "\n"
+    return "\n\n\n".join([_header(graph, plan, everything, functional, digest, smaller), *texts]) + "\n"
 
 
-def parts_of(graph: OpGraph, plan: Plan) -> list[Part]:
+def parts_of(graph: OpGraph, plan: Plan, name: str) -> list[Part]:
     """Every partition as a class of its own; what crosses cuts has one name in all of them."""
     common = common_names(graph, RESERVED.union(value.name for value in graph.of_role(Role.INPUT)))
-    return [_part(graph, plan, number, common) for number in range(len(plan.partitions))]
+    return [_part(graph, plan, number, common, name) for number in range(len(plan.partitions))]
 
 
-def _part(graph: OpGraph, plan: Plan, number: int, common: dict[str, Outside]) -> Part:
+def _in_words_of(larger: Written, smaller: Written) -> Written:
+    """Blocks without a size of their own have the text of the larger one's, whose comments tell its sizes."""
+    pairs = zip(larger.blocks, smaller.blocks, strict=True)
+    blocks = [replace(b, lines=a.lines) if _same(a.lines, b.lines) else b for a, b in pairs]
+    return replace(smaller, blocks=blocks)
+
+
+def _smaller_classes(pairs: list[tuple[Written, Written]], functions: dict[str, str]) -> dict[str, str]:
+    """By name, of the partitions that need one: they have another `forward` and nothing else of their own."""
+    found = {}
+    for one, other in pairs:
+        text = forward_text(other, functions)
+        if not _same(dedent(forward_text(one, functions)).splitlines(), dedent(text).splitlines()):
+            told = '    """For the smaller micro-batches."""'
+            found[other.part.name] = f"class {other.part.name}({one.part.name}):\n{told}\n\n{text}"
+    return found
+
+
+def _same(lines: Sequence[str], others: Sequence[str]) -> bool:
+    """But for comments, and how long lines are broken."""
+    return ast.dump(ast.parse("\n".join(lines))) == ast.dump(ast.parse("\n".join(others)))
+
+
+def _part(graph: OpGraph, plan: Plan, number: int, common: dict[str, Outside], name: str) -> Part:
     partition = plan.partitions[number]
     own = part_of(graph, partition.first, partition.last)
     last = partition.last == len(graph.chain) - 1
@@ -47,7 +85,7 @@ def _part(graph: OpGraph, plan: Plan, number: int, common: dict[str, Outside]) -
         tuple(_shifted(region, partition.first) for region in partition.regions),
         program,
         plan.released,
-        name=f"Partition{number}",
+        name=f"{name}{number}",
         first=partition.first,
         common=common,
         leaving=crossing(graph, partition.last + 1)[1:],
@@ -78,24 +116,29 @@ def _attributes(part: Part) -> str:
     )
 
 
-def _order(parts: list[Part]) -> str:
-    return one_or_many("PARTITIONS = (", [part.name for part in parts], ")")
+def _order(name: str, classes: list[str]) -> str:
+    return one_or_many(f"{name} = (", classes, ")")
 
 
-def _header(graph: OpGraph, plan: Plan, written: list[Written], functional: bool, digest: str) -> str:
+def _header(
+    graph: OpGraph, plan: Plan, written: list[Written], functional: bool, digest: str, smaller: OpGraph | None
+) -> str:
     count, used = len(plan.partitions), set().union(*(one.used for one in written))
     pieces = count // plan.chunks
     functions = "import torch.nn.functional as F\n" if functional else ""
     imports = f"{runtime_import(used)}\n\n" if used else ""
     devices = [str(prod(partition.sizes)) for partition in plan.partitions[:pieces]]
     turns = f"partition n is on piece n % {pieces}" if plan.chunks > 1 else "partition n is on piece n"
+    slices = Counter(plan.slices or (graph.batch,))
+    samples = " + ".join(f"({size},) * {times}" if times > 1 else f"({size},)" for size, times in slices.items())
+    less = _LESS if smaller else ""
     begin = f"The training program of a pipeline of {count} partitions, written from runs/checkpoint/plan.json."
     return f'''"""{begin}{told_digest(digest)}
 
 A class for each partition, for one micro-batch: `forward` takes what the partition before sends (x and, by their names,
 the values in `SENT`) and of the batch what its `INPUTS` name; it returns what the next one reads, x first, and the last
 one the loss. `MESH`, `INPUTS` and `PARAMETERS` are those of its piece. How tensors get from the layout of one
-partition's mesh to that of the next is not written here: `SENT` has both.
+partition's mesh to that of the next is not written here: `SENT` has both.{less}
 
 Each line's layout stands behind it with the shape of one rank's piece: R replicated, B replicated with a partial
 gradient, S(d) split on dim d, P partial sums. `del` lets go of what backward does not need, `kept` is not computed
@@ -114,16 +157,23 @@ import torch
 {imports}{told_device(plan)}
 SCHEDULE = "{plan.schedule}"
 MICRO_BATCHES = {plan.micro_batches}  # forward and backward passes of a step
-SLICES = {plan.slices}  # micro-batches that have together one batch of the model
+# Samples of the micro-batches that have together one batch of the model.
+SLICES = {samples}
 DEVICES = ({", ".join(devices)}{"," if len(devices) == 1 else ""})  # of each piece; {turns}
 # What each partition sends to the next of one micro-batch: its whole shape, its type (outside autocast), its layouts
 # at both ends, and whether its gradient comes back.
-{_sent(graph, plan, written)}
+{_sent(graph, plan, written, smaller)}
 # Parameters that several partitions hold, and these: their gradients have to be summed over them.
-{_tied(written)}'''
+{_tied(written[:count])}'''
 
 
-def _sent(graph: OpGraph, plan: Plan, written: list[Written]) -> str:
+_LESS = """
+
+Micro-batches have different numbers of samples (`SLICES`). Sizes are those of the larger ones; a `Smaller` partition is
+what its base is, for the others. `SMALLER` has these classes in their order, and those that are for both."""
+
+
+def _sent(graph: OpGraph, plan: Plan, written: list[Written], smaller: OpGraph | None) -> str:
     homes = [home_layouts(one.part.graph, one.part.sharding) for one in written]
     lines = ["SENT = ("]
     for number, after in enumerate(plan.partitions[1:]):
@@ -131,14 +181,18 @@ def _sent(graph: OpGraph, plan: Plan, written: list[Written]) -> str:
         for name in crossing(graph, after.first):
             value, common = graph.values[name], written[number].part.common
             own = common[name].name if name in common else "x"
-            lines += sent_row(own, value, homes[number][name], homes[number + 1][name])
+            less = smaller.values[name].type.shape if smaller else None
+            lines += sent_row(own, value, homes[number][name], homes[number + 1][name], less)
         lines += ["    },"]
     return "\n".join([*lines, ")"])
 
 
-def sent_row(name: str, value: Value, source: Layout, target: Layout) -> list[str]:
+def sent_row(
+    name: str, value: Value, source: Layout, target: Layout, smaller: tuple[int, ...] | None = None
+) -> list[str]:
     items = [
         f'"shape": {value.type.shape}',
+        *([f'"smaller": {smaller}'] if smaller is not None else []),
         f'"dtype": "{value.type.dtype}"',
         f'"from": "{source}"',
         f'"to": "{target}"',

@@ -11,7 +11,7 @@ from pipeline.partitions import part_of
 from pipeline.stage import Inputs, Result
 from stages.codegen.module import write_module
 from stages.codegen.partitions import write_partitions
-from stages.codegen.slices import graph_of_slice
+from stages.codegen.slices import graphs_of_slices
 
 
 def run(inputs: Inputs, config: Config) -> Result:
@@ -28,7 +28,7 @@ def _alone(graph: OpGraph, plan: Plan, digest: str) -> str:
 
 
 def _piped(graph: OpGraph, plan: Plan, config: Config, digest: str) -> str:
-    graph = graph_of_slice(graph, plan, config)
+    graph, *smaller = graphs_of_slices(graph, plan, config)
     for partition in plan.partitions:
         verify_sharding(part_of(graph, partition.first, partition.last), partition.sharding, partition.sizes)
-    return write_partitions(graph, plan, digest)
+    return write_partitions(graph, plan, digest, *smaller)

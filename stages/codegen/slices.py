@@ -25,16 +25,20 @@ from pipeline.tracing.trace import trace
 CONTIGUOUS = "aten.contiguous.default"
 
 
-def graph_of_slice(graph: OpGraph, plan: Plan, config: Config) -> OpGraph:
-    """For a micro-batch of the plan; `graph` is that of a pass."""
-    if plan.slices == 1:
-        return graph
+def graphs_of_slices(graph: OpGraph, plan: Plan, config: Config) -> tuple[OpGraph, ...]:
+    """For the micro-batches of the plan, the larger and the smaller ones if they differ; `graph` is that of a pass."""
+    if len(plan.slices) < 2:
+        return (graph,)
+    return tuple(_graph_of(samples, graph, plan, config) for samples in dict.fromkeys(plan.slices))
+
+
+def _graph_of(samples: int, graph: OpGraph, plan: Plan, config: Config) -> OpGraph:
     try:
-        own = with_contiguous(trace(config, plan.slices, stay={op.name for op in graph.ops}), graph)
+        own = with_contiguous(trace(config, samples, stay={op.name for op in graph.ops}), graph)
     except TraceError as error:
-        raise _refusal(plan, config, f"with fewer samples {error.what}") from error
+        raise _refusal(plan, config, f"with {_told(samples)} {error.what}") from error
     if (difference := next(_differences(graph, own), None)) is not None:
-        raise _refusal(plan, config, f"the model does something else with fewer samples: {difference}")
+        raise _refusal(plan, config, f"the model does something else with {_told(samples)}: {difference}")
     for number, partition in enumerate(plan.partitions):
         try:
             verify_sharding(part_of(own, partition.first, partition.last), partition.sharding, partition.sizes)
@@ -91,10 +95,14 @@ def _links(graph: OpGraph) -> list[tuple[object, ...]]:
     return [(link.ops, link.input, link.output, link.common) for link in graph.chain]
 
 
+def _told(samples: int) -> str:
+    return f"{samples} samples" if samples > 1 else "one sample"
+
+
 def _refusal(plan: Plan, config: Config, why: str) -> SolveError:
-    passes = plan.micro_batches // plan.slices
+    passes = plan.micro_batches // len(plan.slices)
     return SolveError(
-        f"the pipeline cuts each pass into {plan.slices} micro-batches, and {why}",
+        f"the pipeline cuts each pass into {len(plan.slices)} micro-batches, and {why}",
         where=f"conf/checkpoint/{config.choices['checkpoint']}.yaml: micro_batches",
         remedy=f"ask for fewer than {plan.micro_batches}, a multiple of {passes}, or null",
     )

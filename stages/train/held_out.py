@@ -11,13 +11,16 @@ from pipeline.errors import TrainError
 from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout
 from pipeline.runtime.batches import Batches
+from pipeline.runtime.slices import Slices
 from stages.train.engine import Batch, Job
 
 
-def held_out_batches(job: Job, layouts: Mapping[str, Layout], axes: list[str], slices: int = 1) -> list[Batch]:
+def held_out_batches(
+    job: Job, layouts: Mapping[str, Layout], axes: list[str], slices: Slices | None = None
+) -> list[Batch]:
     """This rank's part of them, always the same ones, in the data's order; no sample is in two.
 
-    Where the job's batch is a micro-batch, `slices` of which make one of the model's, there are so many for each.
+    Where the model's batch is cut into slices, these one after another.
 
     They are few and read again and again, so they stay on the host. Whatever they draw, training does not see it.
     """
@@ -25,19 +28,18 @@ def held_out_batches(job: Job, layouts: Mapping[str, Layout], axes: list[str], s
         return _read(job, layouts, axes, slices)
 
 
-def _read(job: Job, layouts: Mapping[str, Layout], axes: list[str], slices: int) -> list[Batch]:
+def _read(job: Job, layouts: Mapping[str, Layout], axes: list[str], slices: Slices | None) -> list[Batch]:
     data = job["data"]
     dataset = instantiate(data["held_out"], f"{job['where']['data']}: held_out")
-    batches = Batches(dataset, {**job, "data": {**data, "shuffle": False}}, layouts, axes, key="held_out")
-    size = batches.size * slices
-    if batches.length < size:
+    batches = Batches(dataset, {**job, "data": {**data, "shuffle": False}}, layouts, axes, "held_out", slices)
+    if batches.length < batches.size:
         raise TrainError(
-            f"it has {batches.length} samples, and a batch of the model {size}",
+            f"it has {batches.length} samples, and a batch of the model {batches.size}",
             where=batches.where,
             remedy="hold out more of them",
         )
-    count = min(job["train"]["evaluate"]["batches"], batches.length // size)
-    return [batches[number] for number in range(count * slices)]
+    count = min(job["train"]["evaluate"]["batches"], batches.length // batches.size)
+    return [batches[number] for number in range(count * len(batches.slices.samples))]
 
 
 @dataclass(frozen=True)

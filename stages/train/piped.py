@@ -21,21 +21,23 @@ from torch.profiler import record_function
 from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout, replicated
 from pipeline.optimizer import build_optimizer, refuse_mixing
-from pipeline.runtime.batches import Batches, in_slices
+from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.gradients import Row
 from pipeline.runtime.onednn import use_kernels_of
 from pipeline.runtime.partition import Partition
-from pipeline.runtime.piped import Pipeline, Places
+from pipeline.runtime.piped import Pipeline, Places, smaller_of
+from pipeline.runtime.slices import Slices
 from pipeline.runtime.source import load_program
 from pipeline.runtime.transfer import ACROSS, meeting_device
 from pipeline.weights import write_weights
 from stages.train.engine import Batch, Held, Job
-from stages.train.held_out import HeldOut, held_out_batches
+from stages.train.held_out import held_out_batches
 from stages.train.precision import Precision
 from stages.train.tensors import OwnTensors, Stored
 
+Programs = dict[int, Any]  # by the number of their partition
 SPREAD = 0x9E3779B97F4A7C15  # so that the seeds of pieces have nothing in common
 
 
@@ -47,8 +49,7 @@ class Piped:
     def __init__(self, job: Job) -> None:
         program = load_program(job["module_path"])
         use_kernels_of(program)
-        self.slices: int = program.SLICES
-        self.job = job = in_slices(job, self.slices)
+        self.job, self.slices = job, Slices(program.SLICES)
         self.device: torch.device = program.DEVICE
         self.passes: int = program.MICRO_BATCHES
         self.precision = Precision(self.device, job["model"]["precision"])
@@ -72,8 +73,10 @@ class Piped:
             refuse_mixing(job["train"]["optimizer"], where, split)
         self.optimizer = build_optimizer(job["train"]["optimizer"], where, [updated for updated, _ in rows])
         self._batches = self._own_batches()
-        self.samples = next(iter(job["model"]["batch"].values()))["shape"][0] * self.passes
-        self.held_out = self._held_out() if job["train"]["evaluate"]["every"] else None
+        self.samples = self.slices.start(self.passes)
+        self.held_out: list[Batch] = []
+        if job["train"]["evaluate"]["every"]:
+            self.held_out, self.evaluating = self._held_out(), self._evaluating()
 
     # ---- what is held
 
@@ -121,17 +124,22 @@ class Piped:
 
     def _own_batches(self) -> dict[int, Batches]:
         dataset = instantiate(self.job["data"]["dataset"], f"{self.job['where']['data']}: dataset")
-        return {n: Batches(dataset, *given, self.places.axes) for n, given in self._inputs().items()}
+        axes, slices = self.places.axes, self.slices
+        return {n: Batches(dataset, *given, axes, slices=slices) for n, given in self._inputs().items()}
 
-    def _held_out(self) -> HeldOut:
-        """The data to evaluate on, with the partitions as the model is then."""
-        written = load_program(self.job["module_path"], evaluates=True).PARTITIONS
-        programs = {partition.number: written[partition.number](partition.tensors) for partition in self.partitions}
+    def _held_out(self) -> list[Batch]:
+        """The data to evaluate on, in slices of batches."""
         read = {n: held_out_batches(*given, self.places.axes, self.slices) for n, given in self._inputs().items()}
         counts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(counts, max(map(len, read.values()), default=0))  # some partitions have no inputs
-        batches = [_numbered({n: own[place] for n, own in read.items()}) for place in range(max(counts))]
-        return HeldOut(batches, partial(self._loss_of, programs))
+        return [_numbered({n: own[place] for n, own in read.items()}) for place in range(max(counts))]
+
+    def _evaluating(self) -> tuple[Programs, Programs]:
+        """The partitions as the model is when it evaluates; the second ones are for smaller micro-batches."""
+        program = load_program(self.job["module_path"], evaluates=True)
+        both = program.PARTITIONS, smaller_of(program)
+        larger, smaller = ({p.number: own[p.number](p.tensors) for p in self.partitions} for own in both)
+        return larger, smaller
 
     def batches(self, step: int) -> list[Batch]:
         return [self._batch(step * self.passes + n) for n in range(self.passes)]
@@ -165,11 +173,13 @@ class Piped:
         return self.pipeline.everywhere(losses)
 
     def evaluate(self) -> float:
-        assert self.held_out is not None, "evaluate.every is 0"
-        return self.held_out.mean_loss(self.on_device)
+        assert self.held_out, "evaluate.every is 0"
+        return self.slices.mean(self._loss_of(*one) for one in enumerate(self.held_out))
 
-    def _loss_of(self, programs: Mapping[int, Any], batch: Batch) -> float:
-        return self.pipeline.loss({number: self.given(number, batch) for number in self.places.numbers}, programs)
+    def _loss_of(self, place: int, batch: Batch) -> float:
+        given = {number: self.given(number, batch) for number in self.places.numbers}
+        chunk = place % len(self.slices.samples)
+        return self.pipeline.loss(chunk, given, self.evaluating[self.slices.is_smaller(chunk)])
 
     # ---- what it all comes to
 

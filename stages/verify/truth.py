@@ -37,7 +37,7 @@ class Passes:
     """The forward and backward passes of a step; gradients are the module's own until the next step."""
 
     losses: list[Tensor]
-    gradients: dict[str, Tensor]  # of the mean of the losses
+    gradients: dict[str, Tensor]  # of the mean loss over all samples
 
 
 @dataclass(frozen=True)
@@ -139,15 +139,21 @@ def _groups(state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def _passes(module: nn.Module, batches: list[Batch], *, widen: bool, draw: bool) -> Passes:
     module.zero_grad(set_to_none=True)
     with in_float64(widen=widen, draws=draw):
-        losses = [_pass(module, batch, number, len(batches)) for number, batch in enumerate(batches)]
+        samples = list(map(_samples, batches))
+        parts = [sum(samples) / own for own in samples]
+        losses = [_pass(module, batch, number, parts[number]) for number, batch in enumerate(batches)]
     named = module.named_parameters()
     return Passes(losses, {name: p.grad for name, p in named if p.requires_grad and p.grad is not None})
 
 
-def _pass(module: nn.Module, batch: Batch, number: int, count: int) -> Tensor:
+def _samples(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
+
+
+def _pass(module: nn.Module, batch: Batch, number: int, parts: float) -> Tensor:
     with seeded(number):
         loss = pick_loss(module(**batch))
-        (loss / count).backward()
+        (loss / parts).backward()
     return loss.detach().double()
 
 

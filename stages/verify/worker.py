@@ -24,9 +24,10 @@ from pipeline.ir.plan import Plan
 from pipeline.launch import follow_parent, report_error
 from pipeline.lowering import lower
 from pipeline.optimizer import build_optimizer
-from pipeline.runtime.batches import Batches, in_slices
+from pipeline.runtime.batches import Batches
 from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.piped import Places
+from pipeline.runtime.slices import Slices
 from pipeline.runtime.source import load_program
 from stages.verify.float64 import draws_alike
 from stages.verify.locate import Case, Fault, locate
@@ -84,13 +85,13 @@ class Setting:
     def __init__(self, job: dict[str, Any], program: Any, *, draw: bool) -> None:
         self.job, self.draw = job, draw
         if hasattr(program, "PARTITIONS"):
-            axes, slices = Places(program).axes, program.SLICES
+            axes, slices = Places(program).axes, Slices(program.SLICES)
         else:
             set_mesh(program.MESH)
-            axes, slices = list(program.MESH), 1
+            axes, slices = list(program.MESH), None
         whole = dict.fromkeys(job["model"]["batch"], replicated(len(axes)))
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
-        batches = Batches(dataset, in_slices(job, slices), whole, axes)
+        batches = Batches(dataset, job, whole, axes, slices=slices)
         count = program.MICRO_BATCHES
         every = (batches[number] for number in range(job["steps"] * count))
         self.batches: list[list[Batch]] = [list(islice(every, count)) for _ in range(job["steps"])]

@@ -399,10 +399,10 @@ def test_a_missing_header_line_of_a_module(made, tmp_path, line):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("version 3", "version 1"),
-        ("version 3", "version one"),
-        ("version 3", "version"),
-        ("version 3", "version 1 2 3 4"),
+        ("version 4", "version 1"),
+        ("version 4", "version one"),
+        ("version 4", "version"),
+        ("version 4", "version 1 2 3 4"),
         ("kind module", "kind plan"),
         ("input plan", "input"),
         ("kind module", "inputs 7"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from pipeline.ir.layout import Layout
 from pipeline.runtime import batches
 from pipeline.runtime.mesh import MeshAxis
+from pipeline.runtime.slices import Slices
 from tests.mesh_plans import stored
 from tests.meshes import everywhere, own_piece
 
@@ -58,18 +60,30 @@ def test_a_rank_reads_its_piece_of_every_input(sizes: tuple[int, ...], seed: int
 
 
 @settings(deadline=None)
-@given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.integers(0, 5), st.integers(7, 40), st.booleans())
-def test_slices_of_a_batch_follow_one_another(slices: int, step: int, length: int, shuffle: bool) -> None:
+@given(st.integers(1, 12), st.integers(0, 5), st.integers(7, 40), st.booleans())
+def test_slices_of_a_batch_follow_one_another(count: int, step: int, length: int, shuffle: bool) -> None:
     """Also where the data begins anew in the middle of one."""
     samples = [{"x": torch.tensor(n)} for n in range(length)]
     job = {"model": {"batch": {"x": {"shape": [12], "dtype": "int64"}}, "precision": "fp32"}}
     job |= {"data": {"shuffle": shuffle, "seed": 3}, "where": {"data": ""}}
     whole = batches.Batches(samples, job, {"x": Layout(())}, [])[step]["x"]
-    sliced = batches.in_slices(job, slices)
-    parts = batches.Batches(samples, sliced, {"x": Layout(())}, [])
-    found = [parts[step * slices + n]["x"] for n in range(slices)]
-    assert torch.equal(torch.cat(found), whole) and {len(part) for part in found} == {12 // slices}
-    assert sliced["model"]["precision"] == "fp32" and job["model"]["batch"]["x"]["shape"] == [12]
+    slices = Slices(tuple(map(len, torch.arange(12).tensor_split(count))))
+    parts = batches.Batches(samples, job, {"x": Layout(())}, [], slices=slices)
+    found = [parts[step * count + n]["x"] for n in range(count)]
+    assert torch.equal(torch.cat(found), whole) and tuple(map(len, found)) == slices.samples
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-9, 9), min_size=12, max_size=12), st.integers(1, 12), st.integers(1, 3))
+def test_losses_count_by_their_samples(losses: list[float], count: int, passes: int) -> None:
+    """The mean of the means of slices is that of all samples, and so is the sum of what the step's losses come to."""
+    numbers = torch.tensor(losses * passes, dtype=torch.float64)
+    slices = Slices(tuple(map(len, torch.arange(12).tensor_split(count))))
+    means = [float(part.mean()) for part in numbers.split(slices.samples * passes)]
+    assert slices.mean(means) == pytest.approx(float(numbers.mean()), abs=1e-9)
+    shares = [mean / parts for mean, parts in zip(means, slices.parts(count * passes), strict=True)]
+    assert sum(shares) == pytest.approx(slices.mean(means), abs=1e-9)
+    assert slices.uneven == (12 % count > 0) == any(map(slices.is_smaller, range(count)))
 
 
 def test_only_the_rows_that_a_rank_needs_are_read() -> None:

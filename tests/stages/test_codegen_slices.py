@@ -19,14 +19,15 @@ from pipeline.ir.plan import Plan
 from pipeline.ir.verify import verify_graph
 from pipeline.stage import Inputs
 from pipeline.tracing.trace import trace
+from stages.checkpoint.slices import slices_of
 from stages.codegen import run as codegen
-from stages.codegen.slices import graph_of_slice, with_contiguous
+from stages.codegen.slices import graphs_of_slices, with_contiguous
 from stages.verify.interpret import interpret
 from stages.verify.truth import state_of
 from tests.graphs import SILENT
 from tests.graphs import trace as trace_module
 from tests.piped_programs import cut, random_cuts
-from tests.piped_training import config_of, sliced_plan
+from tests.piped_training import Case, config_of, plan_of, sliced_plan
 from tests.plans import batch_of
 from tests.programs import load, plan_for, uniform
 
@@ -57,6 +58,17 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.mse_loss(self.last(torch.tanh(self.first(x))), x)
+
+
+class Normed(nn.Module):
+    """Has no variance of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(self.norm(self.first(x)), x)
 
 
 class Shifted(nn.Module):
@@ -105,13 +117,13 @@ def in_two(graph: OpGraph, slices: int, devices: int = 1) -> Plan:
     draw = random.Random(1)
     whole = plan_for(graph, uniform(graph, devices), devices)
     plan = cut(graph, random_cuts(graph, 2, draw), [whole, whole], draw, 2 * slices)
-    return replace(plan, slices=slices)
+    return replace(plan, slices=slices_of(graph.batch, slices))
 
 
 def refused(config: Config, slices: int, devices: int = 1) -> str:
     graph = trace(config)
     with pytest.raises(SolveError) as error:
-        graph_of_slice(graph, in_two(graph, slices, devices), config)
+        graphs_of_slices(graph, in_two(graph, slices, devices), config)
     line = error.value.line()
     assert line.startswith(f"conf/checkpoint/{config.choices['checkpoint']}.yaml: micro_batches: ")
     assert f"cuts each pass into {slices} micro-batches" in line
@@ -125,7 +137,7 @@ def test_the_graph_is_that_of_fewer_samples(model: str, slices: int) -> None:
     config = config_of(model)
     whole = trace(config)
     plan = sliced_plan(model, slices, 2)
-    part = graph_of_slice(whole, plan, config)
+    (part,) = graphs_of_slices(whole, plan, config)
     assert [op.name for op in part.ops] == [op.name for op in whole.ops] and part != whole
     for value in whole.of_role(Role.INPUT):
         rows, *rest = value.type.shape
@@ -138,9 +150,9 @@ def test_the_graph_is_that_of_fewer_samples(model: str, slices: int) -> None:
 def test_ops_that_do_nothing_to_one_sample_stay() -> None:
     config = rows_of(Shifted)
     whole = trace(config)
-    alone = {op.name for op in whole.ops} - {op.name for op in trace(config, ROWS).ops}
+    alone = {op.name for op in whole.ops} - {op.name for op in trace(config, 1).ops}
     assert {whole.op(name).target.split(".")[1] for name in alone} == {"expand", "contiguous"}
-    part = graph_of_slice(whole, in_two(whole, ROWS), config)
+    (part,) = graphs_of_slices(whole, in_two(whole, ROWS), config)
     verify_graph(part)
     assert [(op.name, op.inputs) for op in part.ops] == [(op.name, op.inputs) for op in whole.ops]
     assert _loss(part, rows=1) == pytest.approx(_loss(whole, rows=ROWS), rel=1e-5)
@@ -171,7 +183,8 @@ def test_models_of_others_have_the_same_ops_with_one_sample(family: str) -> None
 def test_without_slices_the_graph_is_taken_as_it_is() -> None:
     config = rows_of(Fixed)
     graph = trace(config)
-    assert graph_of_slice(graph, in_two(graph, 1), config) is graph
+    (own,) = graphs_of_slices(graph, in_two(graph, 1), config)
+    assert own is graph
 
 
 @pytest.mark.parametrize("pairs", [True, False])
@@ -181,7 +194,7 @@ def test_what_a_number_means_is_what_the_module_makes_of_it(pairs: bool) -> None
     spec = {"x": TensorSpec(shape=[4, 4], dtype=DType.float32)}
     config = replace(config, model=replace(config.model, batch=spec))
     graph = trace(config)
-    part = graph_of_slice(graph, in_two(graph, 2), config)
+    (part,) = graphs_of_slices(graph, in_two(graph, 2), config)
     views = [
         [g.values[name].type.shape for op in g.ops if "view" in op.target for name in op.outputs] for g in (graph, part)
     ]
@@ -192,10 +205,10 @@ def test_the_stage_writes_the_program_of_a_slice(tmp_path: Path) -> None:
     config = config_of("tied")
     graph, plan = trace(config), sliced_plan("tied", 3, 2)
     program = load(codegen.run(given(tmp_path, graph, plan), config).body)
-    assert (program["MICRO_BATCHES"], program["SLICES"]) == (plan.micro_batches, 3)
+    assert (program["MICRO_BATCHES"], program["SLICES"]) == (plan.micro_batches, (2, 2, 2))
     assert program["SENT"][0]["x"]["shape"] == (2, 6, 12)
-    whole = load(codegen.run(given(tmp_path, graph, replace(plan, slices=1)), config).body)
-    assert whole["SLICES"] == 1 and whole["SENT"][0]["x"]["shape"] == (6, 6, 12)
+    whole = load(codegen.run(given(tmp_path, graph, replace(plan, slices=())), config).body)
+    assert whole["SLICES"] == (6,) and whole["SENT"][0]["x"]["shape"] == (6, 6, 12)
 
 
 def given(folder: Path, graph: OpGraph, plan: Plan) -> Inputs:
@@ -205,17 +218,40 @@ def given(folder: Path, graph: OpGraph, plan: Plan) -> Inputs:
 
 def test_a_model_that_does_something_else_with_fewer_samples_is_refused() -> None:
     other = refused(rows_of(Moody, more=False), 2)
-    assert "the model does something else with fewer samples: tanh (aten.tanh.default) of the model is sigmoid" in other
-    assert "something else with fewer samples" in refused(rows_of(Moody, more=True), 2)
+    assert "the model does something else with 4 samples: tanh (aten.tanh.default) of the model is sigmoid" in other
+    assert "something else with 4 samples" in refused(rows_of(Moody, more=True), 2)
 
 
 def test_a_model_that_takes_no_fewer_samples_is_refused() -> None:
-    assert "with fewer samples the model cannot be exported: " in refused(rows_of(Fixed), 4)
+    assert "with 2 samples the model cannot be exported: " in refused(rows_of(Fixed), 4)
+
+
+def test_a_batch_norm_of_one_value_is_refused() -> None:
+    """Eight samples in five slices are 2, 2, 2, 1 and 1."""
+    assert "with one sample the model cannot be exported: " in refused(rows_of(Normed), 5)
 
 
 def test_sizes_that_do_not_divide_any_more_are_refused() -> None:
     """Eight rows on two devices may be cut into four, not into eight."""
     config = rows_of(Plain)
     graph = trace(config)
-    assert graph_of_slice(graph, in_two(graph, 2, devices=2), config) != graph
+    assert graphs_of_slices(graph, in_two(graph, 2, devices=2), config) != (graph,)
     assert "cannot be split as planned: layouts fit: " in refused(config, 8, devices=2)
+    assert "cannot be split as planned: layouts fit: " in refused(config, 3, devices=2)  # 3, 3 and 2
+
+
+def test_micro_batches_of_two_sizes_have_two_forms_of_what_has_sizes_in_it(tmp_path: Path) -> None:
+    """Of a transformer its attention, which views rows as heads; all else is written once."""
+    config, case = config_of("tied"), Case("tied", "1f1b", (1, 1), micro_batches=4, slices=4)
+    text = codegen.run(given(tmp_path, trace(config), plan_of(case)), config).body
+    program = load(text)
+    assert program["SLICES"] == (2, 2, 1, 1) and program["MICRO_BATCHES"] == 4
+    row = program["SENT"][0]["x"]
+    assert (row["shape"], row["smaller"]) == ((2, 6, 12), (1, 6, 12))
+    (first, second), (smaller, same) = program["PARTITIONS"], program["SMALLER"]
+    assert smaller.__bases__ == (first,) and same is second
+    assert "__init__" not in vars(smaller) and "PARAMETERS" not in vars(smaller)
+    bodies = [body for body in text.split("\n\n\n") if body.startswith("def ")]
+    twice = {body for body in bodies if ".reshape(1, 6" in body or ".reshape(2, 6" in body}
+    assert len(twice) == 4 and all("scaled_dot_product_attention" in body for body in twice)
+    assert not [body for body in bodies if "[1, 6, 12]" in body and body not in twice]

@@ -27,7 +27,7 @@ from stages.checkpoint.choose import choose
 from stages.checkpoint.describe import describe
 from stages.checkpoint.fill import fill, readers
 from stages.checkpoint.linearize import Linear, linearize_partitions
-from stages.checkpoint.piped import Piped, find_pipelines, predict, slice_counts, usable_splits
+from stages.checkpoint.piped import Piped, find_pipelines, offered_slices, predict, slice_counts, usable_splits
 from stages.checkpoint.reshard import Resharding
 from stages.checkpoint.run import figures
 from stages.checkpoint.simulate import State, apply, start
@@ -139,7 +139,7 @@ def sent(name: str, cluster: Cluster, piped: Piped, number: int, plan: Plan) -> 
 def again(name: str, piped: Piped, plan: Plan) -> tuple[float, list[float]]:
     """The step's seconds and every device's bytes, from prices made anew."""
     cluster, frontier = with_pieces(name)
-    graph, profile = sliced(GRAPHS[name](), profile_of(name), plan.micro_batches // frontier.micro_batches)
+    graph, profile = sliced(GRAPHS[name](), profile_of(name), plan.slices)
     loads, sizes = [], []
     for part, filled in zip(plan.partitions, piped.fills, strict=True):
         on = cluster.part(filled.mesh)
@@ -277,20 +277,38 @@ def test_boundaries_that_cannot_be(names: list[str], told: str) -> None:
 
 def test_micro_batches_fixed_and_solved_for() -> None:
     graph = GRAPHS["gpt"]()  # of 4 samples
-    counts = {asked: slice_counts(graph, settings_of(micro_batches=asked), 4, 4, FILE) for asked in (None, 8, "solve")}
-    assert counts == {None: (1,), 8: (2,), "solve": (1, 2, 4)}
-    assert slice_counts(graph, settings_of(micro_batches="solve"), 4, 1, FILE) == (1, 2)  # 8 for each device
-    for asked in (6, 3, 2, 32):
-        with pytest.raises(SolveError, match=rf"micro_batches: got {asked}, .* use one of 4, 8, 16$"):
-            slice_counts(graph, settings_of(micro_batches=asked), 4, 4, FILE)
+    asked = {n: slice_counts(4, settings_of(micro_batches=n), 4, 4, FILE) for n in (None, 8, 12, "solve")}
+    assert asked == {None: (1,), 8: (2,), 12: (3,), "solve": (1, 2, 4)}
+    assert slice_counts(4, settings_of(micro_batches="solve"), 4, 1, FILE) == (1, 2)  # 8 for each device
+    assert slice_counts(10, settings_of(micro_batches="solve"), 1, 1, FILE) == (1, 2, 4, 5, 8)
+    for wrong in (6, 3, 2, 32):
+        with pytest.raises(SolveError, match=rf"micro_batches: got {wrong}, .* use a multiple of 4, and at most 16$"):
+            slice_counts(4, settings_of(micro_batches=wrong), 4, 4, FILE)
     plans = {n: plan_with_pipelines("gpt", pipeline="1f1b", micro_batches=n) for n in (None, 8, 16, "solve")}
     assert [plans[n].micro_batches for n in (None, 8, 16)] == [4, 8, 16]
-    assert [plans[n].slices for n in (None, 8, 16)] == [1, 2, 4]
+    assert [plans[n].slices for n in (None, 8, 16)] == [(4,), (2, 2), (1, 1, 1, 1)]
     for part in plans[16].partitions:  # of one sample each: no input can be split on it
         shapes = {name: (1, *graph.values[name].type.shape[1:]) for name in part.sharding.inputs}
         assert all(layout.fits(shapes[name], part.sizes) for name, layout in part.sharding.inputs.items())
     fixed = min(plans[n].prediction.step_seconds for n in (None, 8, 16))
     assert plans["solve"].prediction.step_seconds == pytest.approx(fixed)
+
+
+def test_micro_batches_that_do_not_divide_the_batch() -> None:
+    """Six samples in four; and in two, of which devices that split the batch take slices of even numbers."""
+    asked = {"pipeline": "1f1b", "recompute": "never"}
+    in_four = pipelines_of("shared", micro_batches=16, partitions=4, **asked).found
+    assert {one.fills[0].slices for one in in_four} == {(2, 2, 1, 1)}
+    with pytest.raises(SolveError, match=r"no pipeline fits, whatever the memory; .* or ask for fewer micro-batches"):
+        pipelines_of("shared", micro_batches=16, partitions=2, **asked)  # two devices each, and three pairs of samples
+    in_two = pipelines_of("shared", micro_batches=8, **asked).found
+    assert {one.fills[0].slices for one in in_two} == {(3, 3), (4, 2)}
+    split = {fill.slices for one in in_two for fill in one.fills if "S(0)" in str(fill.sharding.inputs["inputs"])}
+    assert split == {(4, 2)}
+    assert list(offered_slices(12, (1, 2, 4, 5), 3)) == [
+        ((12,), (6, 6), (3, 3, 3, 3), (3, 3, 2, 2, 2)),
+        ((4, 4, 2, 2), (4, 2, 2, 2, 2)),
+    ]
 
 
 @pytest.mark.parametrize("recompute", ["never", "off", "always", "except_last", "full", "every"])

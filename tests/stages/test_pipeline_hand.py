@@ -21,7 +21,7 @@ from pipeline.lowering import lower
 from pipeline.stage import Inputs
 from stages.checkpoint.chain import Chain
 from stages.checkpoint.hand import block_runs, fixed_schedule
-from stages.checkpoint.slices import batch_of, fits, sliced
+from stages.checkpoint.slices import fits, sliced, slices_of
 from stages.solve import run as solve
 from stages.solve.meshes import meshes_of, pieces_of
 from stages.solve.saved import read_saved
@@ -113,8 +113,8 @@ def test_per_block_recompute_holds_less_than_none_and_takes_a_forward_more() -> 
 @pytest.mark.parametrize("name", list(GRAPHS))
 def test_a_slice_of_the_batch_has_its_part_of_the_work(name: str) -> None:
     graph, profile = GRAPHS[name](), profile_of(name)
-    q = next(q for q in (4, 3) if batch_of(graph) % q == 0)
-    small, costs = sliced(graph, profile, q)
+    q = next(q for q in (4, 3) if graph.batch % q == 0)
+    small, costs = sliced(graph, profile, (graph.batch // q,) * q)
     for value in graph.values.values():
         after = small.values[value.name]
         if value.role in (Role.PARAMETER, Role.BUFFER):
@@ -142,7 +142,7 @@ def test_a_slice_of_the_batch_has_its_part_of_the_work(name: str) -> None:
 
 def test_weights_and_what_no_input_reaches_stay_whole() -> None:
     graph, profile = GRAPHS["gpt"](), profile_of("gpt")
-    small, costs = sliced(graph, profile, 4)
+    small, costs = sliced(graph, profile, (1,) * 4)
     positions = [op for op in graph.ops if op.module == "position"]
     assert positions and all(small.values[o].type == graph.values[o].type for op in positions for o in op.outputs)
     assert all(costs.ops[op.name] == profile.ops[op.name] for op in positions)
@@ -156,15 +156,40 @@ def test_weights_and_what_no_input_reaches_stay_whole() -> None:
 
 def test_an_unsliced_graph_is_the_same() -> None:
     graph, profile = GRAPHS["mlp"](), profile_of("mlp")
-    assert sliced(graph, profile, 1) == (graph, profile)
+    assert sliced(graph, profile, ()) == sliced(graph, profile, (graph.batch,)) == (graph, profile)
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 8))
+def test_slices_differ_by_one_grain_at_most(batch: int, count: int, grain: int) -> None:
+    slices = slices_of(batch, count, grain)
+    if batch % grain or batch < count * grain:
+        assert slices is None
+        return
+    assert slices is not None and len(slices) == count and sum(slices) == batch
+    assert min(slices) > 0 and not any(samples % grain for samples in slices)
+    assert list(slices) == sorted(slices, reverse=True) and slices[0] - slices[-1] in (0, grain)
+
+
+def test_a_price_of_unequal_slices_has_the_work_of_all_and_the_bytes_of_the_largest() -> None:
+    graph, profile = GRAPHS["gpt"](), profile_of("gpt")
+    small, costs = sliced(graph, profile, (2, 1, 1))  # of 4 samples
+    half, of_half = sliced(graph, profile, (2, 2))
+    assert small == half
+    for name, whole in profile.ops.items():
+        part, larger = costs.ops[name], of_half.ops[name]
+        assert part.flops_backward in (whole.flops_backward, whole.flops_backward / 3)
+        assert part.bytes_forward <= larger.bytes_forward
+        held = [(cost.extra_saved, cost.temporary_forward, cost.temporary_backward) for cost in (part, larger)]
+        assert held[0] == held[1]
 
 
 def test_a_split_batch_has_fewer_slices() -> None:
     graph = GRAPHS["gpt"]()  # of 4 samples
     sharding = frontier_of("gpt").points[0].sharding
     split = replace(sharding, inputs={name: Layout((S(0),)) for name in sharding.inputs})
-    assert batch_of(graph) == 4
-    assert [fits(graph, split, (2,), q) for q in (1, 2, 4)] == [True, True, False]
+    assert graph.batch == 4
+    offered = ((4,), (2, 2), (1, 1, 1, 1), (2, 1, 1))
+    assert [fits(graph, split, (2,), slices) for slices in offered] == [True, True, False, False]
 
 
 # ------------------------------------------------------------------------------------------------ meshes of the pieces

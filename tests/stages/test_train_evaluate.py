@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.errors import TrainError
 from pipeline.instantiate import TargetError, instantiate
 from pipeline.ir.layout import Layout
-from pipeline.runtime.batches import in_slices
+from pipeline.runtime.slices import Slices
 from pipeline.runtime.source import load_program
 from stages.train.held_out import held_out_batches
 from stages.train.loop import Loop
@@ -132,16 +132,16 @@ def test_too_little_held_out_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_slices_of_held_out_batches(tmp_path: Path) -> None:
-    """As many samples as in whole batches: eleven are two batches of four, or four slices of two."""
+    """As many samples as in whole batches: eleven are two batches of four, each in slices of two, one and one."""
     given = job(tmp_path, "gpt", 1)
     whole = {name: Layout(()) for name in given["model"]["batch"]}
-    batches, slices = held_out_batches(given, whole, []), held_out_batches(in_slices(given, 2), whole, [], 2)
-    assert len(batches) == 2 and len(slices) == 4
+    batches, slices = held_out_batches(given, whole, []), held_out_batches(given, whole, [], Slices((2, 1, 1)))
+    assert len(batches) == 2 and len(slices) == 6
     for name in whole:
         assert torch.equal(torch.cat([b[name] for b in batches]), torch.cat([b[name] for b in slices]))
     given["data"]["held_out"]["samples"] = models.BATCH - 1
     with pytest.raises(TrainError, match="it has 3 samples, and a batch of the model 4"):
-        held_out_batches(in_slices(given, 2), whole, [], 2)
+        held_out_batches(given, whole, [], Slices((2, 1, 1)))
 
 
 class Endless:

@@ -39,10 +39,16 @@ CASES = (
     Case("unet", "1f1b", (1, 1), micro_batches=3, seed=1, batch_norm="deferred"),
     Case("unet", "gpipe", (2, 2), micro_batches=2, seed=11, batch_norm="deferred"),
     Case("tied", "1f1b", (1, 1), micro_batches=6, slices=3, clip_norm=0.1),
-    Case("unet", "gpipe", (1, 1), micro_batches=4, slices=2, seed=4, batch_norm="deferred"),
+    Case("unet", "gpipe", (1, 1), micro_batches=4, slices=4, seed=4, batch_norm="deferred"),  # 2, 2, 1 and 1 samples
     Case("gpt", "interleaved", (2, 2), chunks=2, micro_batches=6, slices=3, seed=3),
     Case("shared", "1f1b", (2, 2), micro_batches=2, slices=2, seed=6),
     Case("gpt", "gpipe", (1, 1), micro_batches=6, slices=6, seed=2),  # one sample each
+    Case("tied", "1f1b", (1, 1), micro_batches=8, slices=4, clip_norm=0.1),  # two passes, each of 2, 2, 1 and 1
+    Case("gpt", "zero_bubble", (1, 1), micro_batches=4, slices=4),
+    Case("ladder", "interleaved", (1, 1), chunks=2, micro_batches=4, slices=4),
+    Case("tied", "gpipe", (2, 2), micro_batches=2, slices=2, grain=2, plans="data_parallel"),  # 4 and 2, of two ranks
+    Case("gpt", "1f1b", (2, 2), micro_batches=4, slices=4, plans="megatron"),
+    Case("shared", "zero_bubble", (1, 2, 1), micro_batches=4, slices=2, grain=2, seed=1),
 )
 
 
@@ -91,11 +97,11 @@ def test_the_cases_have_what_they_are_for(errors: dict[str, str], folder: Path) 
 # ---- verify
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[1, 4])
 def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """By rank: program -> whether it is equal, and what differs first."""
     folder = tmp_path_factory.mktemp("judged")
-    write_case(Case("tied", "1f1b", (1, 1), micro_batches=2, slices=request.param), folder)
+    write_case(Case("tied", "1f1b", (1, 1), micro_batches=4, slices=request.param), folder)
     (path,) = folder.glob("*.py")
     text = path.read_text()
     path.rename(folder / "right.py")

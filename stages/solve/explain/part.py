@@ -19,7 +19,7 @@ from stages.solve.explain.items import Item, items_of
 
 KINDS = ("graph", "profile", "cluster", "frontier", "plan")
 
-Slice = Callable[[OpGraph, Profile, int], tuple[OpGraph, Profile]]  # for a part of the batch
+Slice = Callable[[OpGraph, Profile, tuple[int, ...]], tuple[OpGraph, Profile]]  # for a slice of the batch
 
 
 class ExplainError(ShardwrightError):
