@@ -50,13 +50,13 @@ def run_stage(name: str, root: Path, log: logs.Log) -> None:
     if name == "train" and (place := find_place(os.environ)) and place.rank:
         module.take_part(root, log)
     else:
-        execute(specs[name], _with_page(module.run) if name in PAGE_AFTER else module.run, root, log)
+        execute(specs[name], _with_page(module.run, name) if name in PAGE_AFTER else module.run, root, log)
 
 
-def _with_page(run: Callable[[Inputs, Config], Result]) -> Callable[[Inputs, Config], Result]:
+def _with_page(run: Callable[[Inputs, Config], Result], stage: str) -> Callable[[Inputs, Config], Result]:
     from stages.report.run import with_page
 
-    return with_page(run)
+    return with_page(run, stage)
 
 
 def _parser() -> argparse.ArgumentParser:
