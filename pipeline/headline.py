@@ -59,7 +59,8 @@ def run_tags(config: Config, plan: Artifact | None) -> dict[str, str]:
     tags = {group: config.choices[group] for group in ("model", "cluster")} | {"engine": config.train.engine.value}
     if plan is None:
         return tags
-    return tags | {"mesh": mesh_text(plan.body), "budget_gb": _gigabytes(plan.body), "plan": plan.digest.removeprefix("sha256:")[:12]}
+    short = plan.digest.removeprefix("sha256:")[:12]
+    return tags | {"mesh": mesh_text(plan.body), "budget_gb": _gigabytes(plan.body), "plan": short}
 
 
 def mesh_text(plan: Plan) -> str:

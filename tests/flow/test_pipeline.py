@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -199,7 +200,7 @@ def check_dvc_tells_what_changed(project: Project) -> None:
     assert list(changed) == ["runs/train/metrics.json"] and changed["runs/train/metrics.json"]["final_loss"]["diff"] > 0
     drawn = project.run("dvc", "dag", "--dot").ok().out
     chain = ["trace", "profile", "solve", "checkpoint", "codegen", "train"]
-    edges = [*zip(chain, chain[1:], strict=False), ("cluster", "solve")]
+    edges = [*pairwise(chain), ("cluster", "solve")]
     assert sorted(re.findall(r'"(\w+)" -> "(\w+)"', drawn)) == sorted(edges)
 
 
