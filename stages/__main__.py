@@ -30,10 +30,15 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.command in STAGES:
             run_stage(arguments.command, root, log)
             return 0
-        return commands.COMMANDS[arguments.command].run(root, arguments, log)
+        status = commands.COMMANDS[arguments.command].run(root, arguments, log)
+        sys.stdout.flush()
+        return status
     except ShardwrightError as error:
         print(f"error: {error.line()}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads this, `head` perhaps, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written at the end
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -178,6 +178,8 @@ def test_headline_metrics_sort_before_all_others(root):
     }  # fmt: skip
     assert first[0] == "1_step_ms" and first[-1] == "8_final_loss"
     assert run.data.metrics["train/median_step_ms"] == 12.0
+    for limit, count in ((50, 1), (5, 0)):  # as docs/runs.md searches for them
+        assert len(client(root).search_runs([run.info.experiment_id], f'metrics."1_step_ms" < {limit}')) == count
 
 
 def test_stage_run_again_with_other_params(root, caplog):
