@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,12 +37,21 @@ def main(argv: list[str] | None = None) -> int:
     except ShardwrightError as error:
         print(f"error: {error.line()}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # who reads this, `head` perhaps, has seen enough
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written at the end
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _reader_is_gone() -> bool:
+    """Whether who read our output, `head` perhaps, has seen enough; other pipes that break are no user's doing."""
+    output = select.poll()
+    output.register(sys.stdout, select.POLLOUT)
+    return any(state & select.POLLERR for _, state in output.poll(0))
 
 
 def run_stage(name: str, root: Path, log: logs.Log) -> None:

@@ -17,7 +17,7 @@ from pipeline.own_ops import know_own_ops
 from pipeline.stage import Inputs, Result
 from stages.report.facts import facts_of
 from stages.report.page import page_of, page_without_facts
-from stages.report.sources import read_sources
+from stages.report.sources import ABOVE, read_sources
 
 PAGE = Path("runs") / "report.html"
 Run = Callable[[Inputs, Config], Result]
@@ -55,7 +55,7 @@ def page_after(inputs: Inputs, config: Config, result: Result, path: Path) -> Pa
     """
     try:
         measured = result.body if isinstance(result.body, Report) else None
-        content = page_of(facts_of(replace(read_sources(inputs.root, config), report=measured)))
+        content = page_of(facts_of(replace(read_sources(inputs.root, config, ABOVE), report=measured)))
     except Exception as error:  # whatever it is, the work of hours is not lost for a picture of it
         why = " ".join(str(error or type(error).__name__).split())
         inputs.log.warning("%s shows nothing: %s", path.relative_to(inputs.root), why)
