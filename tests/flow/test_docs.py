@@ -45,9 +45,7 @@ NOT_RUN = {
 }
 SHOWN = {re.sub("|".join(map(re.escape, PLACEHOLDERS)), lambda found: PLACEHOLDERS[found[0]], one.text): one.page
          for one in shown_commands(SOURCE)}  # fmt: skip
-
-
-WITHOUT_RUN = ("python -m stages price",)
+WITHOUT_RUN = ("python -m stages price",)  # begin so: run in a project as it ships
 
 
 def reason(command: str) -> str | None:
