@@ -84,7 +84,7 @@ def _is_command(line: str) -> bool:
 
 def _whole(inline: str) -> str:
     """In prose `explain NAME` is short for `python -m stages explain NAME`."""
-    first, *rest = inline.split()
+    first, _, rest = inline.partition(" ")
     return f"python -m stages {inline}" if rest and first in COMMANDS else inline
 
 

@@ -112,7 +112,7 @@ def test_what_is_not_run_has_a_reason_that_holds() -> None:
 def test_commands_are_found_wherever_they_stand() -> None:
     page = """
 Say `dvc repro --force
-train` or `explain layers.0`, not `make` and not `source: probe`.
+train` or `explain layers.0`, not `make`, `source: probe` or `# a comment`.
 
 ```sh
 python -m stages check   # a comment
