@@ -3,7 +3,7 @@
 A stage must not wait for, or fail with, a tracking server. So every stage first writes down here what it did, and
 pipeline/tracker.py and pipeline/tracking.py send it. One folder per execution, runs/tracking/<execution>/:
 
-    execution.json                run name and experiment, written once
+    execution.json                first run name and experiment, written once
     records/<when>-<stage>.json   one per stage: params, figures, series; its files are copied to artifacts/<same name>/
     live/<when>-<stage>.jsonl     points logged while training runs; its writer holds a flock on it
     state.json                    what has been sent already: written by the sender only, under `lock`
@@ -56,6 +56,8 @@ class StageRecord:
     started: float = field(default_factory=time.time)
     ended: float = field(default_factory=time.time)
     error: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)  # of the whole run
+    run_name: str | None = None  # as far as it is known by now; None leaves it
 
     def __post_init__(self) -> None:
         assert self.status in ("executed", "cached", "failed"), self.status
@@ -88,7 +90,7 @@ class Spool:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def describe(self, run_name: str, experiment: str) -> None:
-        """Say once how the run of this execution is called; the first stage's word stands."""
+        """Say once how the run of this execution is called to begin with; a record may know better."""
         path = self.folder / "execution.json"
         if not path.exists():
             _write_json(path, {"execution": self.execution, "run_name": run_name, "experiment": experiment})

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline import artifacts
 from pipeline.artifacts import KINDS, Artifact
-from pipeline.config import Config, TrainEngine, load_config
+from pipeline.config import Config, load_config
 from pipeline.errors import ShardwrightError
 from pipeline.files import write_atomic
+from pipeline.headline import headlines, run_name, run_tags
 from pipeline.instantiate import add_code_path
 from pipeline.log import Log
 from pipeline.own_ops import know_own_ops
@@ -72,7 +73,7 @@ class Result:
 def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
     """Runs one stage on what is in runs/. The artifact is written last: until then the old one is not replaced."""
     config, found = read(stage.reads, root)
-    tracker = Tracker(root, config.tracking, log, label=_label(config))
+    tracker = Tracker(root, config.tracking, log, run_name=run_name(config, found.get("plan")))
     started = time.perf_counter()
     log.info(f"{_reading(stage)}")
     for kind, artifact in found.items():
@@ -80,9 +81,8 @@ def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, l
     try:
         result = run(Inputs(root, found, log, tracker), config)
     except ShardwrightError as error:
-        tracker.stage(
-            _record(stage, config, {}, (), status="failed", error=error.line()), _upstream(stage, root, config)
-        )
+        failed = _record(stage, config, {}, (), status="failed", error=error.line())
+        tracker.stage(_known(failed, config, found.get("plan")), _upstream(stage, root, config))
         raise
     figures = {**result.figures, "seconds": round(time.perf_counter() - started, 3)}
     digests = {key: config.digest(key) for key in stage.config}
@@ -90,14 +90,15 @@ def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, l
     path = artifacts.save(made, root)
     _write_summary(stage, root, figures)
     log.info(f"wrote {path.relative_to(root)} in {figures['seconds']:.1f} s")
-    tracker.stage(_record(stage, config, figures, (path, *result.files)), _upstream(stage, root, config))
+    done = _record(stage, config, figures, (path, *result.files))
+    plan = {**found, made.kind: made}.get("plan")
+    tracker.stage(_known(done, config, plan), _upstream(stage, root, config))
     return made
 
 
-def _label(config: Config) -> str:
-    """Of the tracked run: the model, and the engine where it is not the plan's program."""
-    model, engine = config.choices["model"], config.train.engine
-    return model if engine is TrainEngine.planned else f"{model}-{engine.value}"
+def _known(record: StageRecord, config: Config, plan: Artifact | None) -> StageRecord:
+    """With the name and the tags of the run, as far as the plan is known."""
+    return replace(record, run_name=run_name(config, plan), tags=run_tags(config, plan))
 
 
 def _all_keys() -> tuple[str, ...]:
@@ -125,7 +126,15 @@ def summary_path(stage: str, root: Path) -> Path:
 
 
 def _write_summary(stage: Stage, root: Path, figures: Figures) -> None:
-    write_atomic(summary_path(stage.name, root), (json.dumps(dict(figures), indent=1) + "\n").encode())
+    """All figures, and those that DVC shows and compares in a file of their own."""
+    path, first = summary_path(stage.name, root), headlines(stage.name, figures)
+    write_atomic(path, _json(figures))
+    if first:
+        write_atomic(path.with_name("metrics.json"), _json(first))
+
+
+def _json(figures: Figures) -> bytes:
+    return (json.dumps(dict(figures), indent=1) + "\n").encode()
 
 
 def read_summary(stage: str, root: Path) -> dict[str, Any] | None:

@@ -49,10 +49,10 @@ class Tracker:
         settings: Settings,
         log: logging.Logger,
         *,
-        label: str = "run",
+        run_name: str = "run",
         execution: str | None = None,
     ) -> None:
-        self._root, self._settings, self._log, self._label = root, settings, log, label
+        self._root, self._settings, self._log, self._run_name = root, settings, log, run_name
         self._store = Store.of(root, settings)
         self._spool = Spool(root, execution or execution_id(), log)
         self._client: Any = None
@@ -113,8 +113,7 @@ class Tracker:
         return None
 
     def _describe(self) -> None:
-        name = self._settings.run_name or f"{self._label}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self._spool.describe(name, self._settings.experiment)
+        self._spool.describe(self._run_name, self._settings.experiment)
 
     def _attempt(self, *, wait: float, force: bool = False, quiet: bool = False) -> str | None:
         """Send under the lock; None when nothing is left, else why not. Failing is remembered, and told once."""

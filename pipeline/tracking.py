@@ -28,6 +28,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from pipeline.headline import numbered
 from pipeline.spool import Point, Scalar, Spool, StageRecord, State
 
 CONNECT_S = 10.0
@@ -56,8 +57,6 @@ class Settings(Protocol):
     def uri(self) -> str | None: ...
     @property
     def experiment(self) -> str: ...
-    @property
-    def run_name(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -205,6 +204,9 @@ def send(client: Any, store: Store, spool: Spool, state: State) -> None:
                 if error.error_code != "INVALID_PARAMETER_VALUE":
                     raise
                 refused = error  # this record cannot be stored, the others can
+    names = [entry.run_name for entry in spool.records().values() if entry.run_name]
+    if names and names[-1] != run.info.run_name:
+        client.update_run(run.info.run_id, name=names[-1])
     for path in spool.live_files():
         state = _send_live(client, spool, state, path)
     wanted = spool.wanted_status(state)
@@ -273,13 +275,13 @@ def _send_record(
 ) -> State:
     keys = _keys(f"{entry.stage}.", entry.params)
     values = {keys[param]: _cut(_text(value), PARAM_CHARS) for param, value in entry.params.items()}
-    tags = {f"stage.{entry.stage}": entry.status}
+    tags = {**entry.tags, f"stage.{entry.stage}": entry.status}
     if entry.error:
         tags[f"stage.{entry.stage}.error"] = entry.error
     # a run's param cannot change: where a stage ran again with another value, a tag tells it
     tags |= {f"changed.{key}": value for key, value in values.items() if params.get(key, value) != value}
     keys = _keys(f"{entry.stage}/", entry.figures)
-    figures = {keys[figure]: value for figure, value in entry.figures.items()}
+    figures = {keys[figure]: value for figure, value in entry.figures.items()} | numbered(entry.stage, entry.figures)
     tags |= {key: _text(value) for key, value in figures.items() if not isinstance(value, int | float)}
     rows = [(key, _number(v), _ms(entry.ended), 0) for key, v in figures.items() if isinstance(v, int | float)]
     fresh = {key: value for key, value in values.items() if key not in params}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,13 +31,27 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.command in STAGES:
             run_stage(arguments.command, root, log)
             return 0
-        return commands.COMMANDS[arguments.command].run(root, arguments, log)
+        status = commands.COMMANDS[arguments.command].run(root, arguments, log)
+        sys.stdout.flush()
+        return status
     except ShardwrightError as error:
         print(f"error: {error.line()}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written at the end
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _reader_is_gone() -> bool:
+    """Whether who read our output, `head` perhaps, has seen enough; other pipes that break are no user's doing."""
+    output = select.poll()
+    output.register(sys.stdout, select.POLLOUT)
+    return any(state & select.POLLERR for _, state in output.poll(0))
 
 
 def run_stage(name: str, root: Path, log: logs.Log) -> None:
@@ -50,13 +65,13 @@ def run_stage(name: str, root: Path, log: logs.Log) -> None:
     if name == "train" and (place := find_place(os.environ)) and place.rank:
         module.take_part(root, log)
     else:
-        execute(specs[name], _with_page(module.run) if name in PAGE_AFTER else module.run, root, log)
+        execute(specs[name], _with_page(module.run, name) if name in PAGE_AFTER else module.run, root, log)
 
 
-def _with_page(run: Callable[[Inputs, Config], Result]) -> Callable[[Inputs, Config], Result]:
+def _with_page(run: Callable[[Inputs, Config], Result], stage: str) -> Callable[[Inputs, Config], Result]:
     from stages.report.run import with_page
 
-    return with_page(run)
+    return with_page(run, stage)
 
 
 def _parser() -> argparse.ArgumentParser:

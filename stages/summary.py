@@ -43,7 +43,7 @@ def summarise(root: Path) -> str:
             "",
             "artifacts",
             *places,
-            *(["  runs/report.html"] if (root / "runs" / "report.html").is_file() else []),
+            *(f"  {page}" for page in ["runs/train/report.html"] if (root / page).is_file()),
             f"MLflow store  {store if config.tracking.enabled else 'tracking is off'}",
             f"MLflow UI     {latest_run_url(root, config.tracking) or '`make ui`'}",
         ]

@@ -89,7 +89,7 @@ class Tracking:
     enabled: bool = setting("Log every run to MLflow.", True)
     uri: str | None = setting("MLflow tracking URI; null is a SQLite store under `runs/`.", None)
     experiment: str = setting("MLflow experiment that the runs belong to.", "shardwright")
-    run_name: str | None = setting("Name of the run; null lets MLflow choose one.", None)
+    run_name: str | None = setting("Name of the run; null: by model, cluster, mesh and budget.", None)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,17 @@ def page_of(facts: Facts) -> str:
 """
 
 
+def page_without_facts(why: str) -> str:
+    """In place of a page that could not be made: DVC wants a file in any case."""
+    told = html.escape(f"The page could not be made: {why}")
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head><meta charset="utf-8"><title>Shardwright</title></head>
+<body><p>{told}</p><p><code>python -m stages report</code> tries again.</p></body>
+</html>
+"""
+
+
 def _file(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""`python -m stages report`: the page of the run that is under runs/; also written after codegen and after train."""
+"""`python -m stages report`: the page of the run that is under runs/. Codegen and train write one of their own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pipeline.log import Log
 from pipeline.own_ops import know_own_ops
 from pipeline.stage import Inputs, Result
 from stages.report.facts import facts_of
-from stages.report.page import page_of
-from stages.report.sources import Sources, read_sources
+from stages.report.page import page_of, page_without_facts
+from stages.report.sources import ABOVE, read_sources
 
 PAGE = Path("runs") / "report.html"
 Run = Callable[[Inputs, Config], Result]
@@ -30,41 +30,47 @@ def report(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     sources = read_sources(root, config)
     know_own_ops(config, sources.graph)
     path = root / arguments.out
-    size = _write(sources, path)
+    size = _write(page_of(facts_of(sources)), path)
     for note in sources.notes:
         log.warning(note)
     log.info("wrote %s, %.1f kB", arguments.out, size / 1e3)
     return 0
 
 
-def with_page(run: Run) -> Run:
-    """A stage's work, and then the page, which is logged with what the stage made."""
+def with_page(run: Run, stage: str) -> Run:
+    """A stage's work, and then the page, which lies and is logged with what the stage made."""
 
     def both(inputs: Inputs, config: Config) -> Result:
         result = run(inputs, config)
-        path = page_after(inputs, config, result)
+        path = page_after(inputs, config, result, inputs.root / "runs" / stage / PAGE.name)
         return replace(result, files=(*result.files, path)) if path else result
 
     return both
 
 
-def page_after(inputs: Inputs, config: Config, result: Result) -> Path | None:
-    """None, and a warning, where the page cannot be made: the stage has done its work all the same."""
-    path = inputs.root / PAGE
+def page_after(inputs: Inputs, config: Config, result: Result, path: Path) -> Path | None:
+    """Says on the page why it cannot be made, where that is so: the stage has done its work all the same.
+
+    DVC keeps the page for what the stage read, so a measurement is shown where the stage itself has made it.
+    """
     try:
-        sources = read_sources(inputs.root, config)
-        if isinstance(result.body, Report):
-            sources = replace(sources, report=result.body)  # just measured, and not written yet
-        _write(sources, path)
+        measured = result.body if isinstance(result.body, Report) else None
+        content = page_of(facts_of(replace(read_sources(inputs.root, config, ABOVE), report=measured)))
     except Exception as error:  # whatever it is, the work of hours is not lost for a picture of it
-        inputs.log.warning("%s was not written: %s", PAGE, " ".join(str(error or type(error).__name__).split()))
+        why = " ".join(str(error or type(error).__name__).split())
+        inputs.log.warning("%s shows nothing: %s", path.relative_to(inputs.root), why)
+        content = page_without_facts(why)
+    try:
+        _write(content, path)
+    except ShardwrightError as error:
+        inputs.log.warning(error.line())
         return None
-    inputs.log.info("wrote %s", PAGE)
+    inputs.log.info("wrote %s", path.relative_to(inputs.root))
     return path
 
 
-def _write(sources: Sources, path: Path) -> int:
-    content = page_of(facts_of(sources)).encode()
+def _write(page: str, path: Path) -> int:
+    content = page.encode()
     try:
         write_atomic(path, content)
     except OSError as error:

@@ -33,12 +33,12 @@ class Sources:
     notes: tuple[str, ...] = ()
 
 
-def read_sources(root: Path, config: Config) -> Sources:
+def read_sources(root: Path, config: Config, kinds: tuple[str, ...] = (*ABOVE, "report")) -> Sources:
     """An artifact of another run is left out; without a plan there is nothing to show, which is an error."""
     plan = artifacts.load("plan", root)
     found: dict[str, Artifact] = {}
     notes = []
-    for kind in (*ABOVE, "report"):
+    for kind in kinds:
         try:
             own = artifacts.load(kind, root)
         except ArtifactError as error:

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -60,6 +61,18 @@ def test_summary_and_apply_of_nothing(bare: Project) -> None:
     assert "dvc repro" in bare.stages("summary").refused()
     line = bare.stages("apply", "no_such").refused()
     assert "no_such" in line and "tight_memory" in line
+
+
+def test_a_reader_that_stops_is_no_error_to_tell(bare: Project) -> None:
+    """`python -m stages ... | head -1`, the pipe closed before anything is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "stages", "price", "model=gpt_1.7b"]
+    done = subprocess.run(
+        command, cwd=bare.root, env=bare.environment(), stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_loudness(planned: Project) -> None:

@@ -5,6 +5,9 @@ The tests follow one another on one project, in the order of this file.
 
 from __future__ import annotations
 
+import json
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from pipeline import artifacts
 from pipeline.artifacts import KINDS
 from pipeline.config import listing
+from pipeline.headline import HEADLINES
 from pipeline.stage import STAGES as SPECS
 from pipeline.stage import read_summary
 from tests.flow.conftest import Maker
@@ -70,6 +74,14 @@ def test_the_run_is_tracked(default: Project) -> None:
     for name in WITH_PARAMS:
         assert any(key.startswith(f"{name}.") for key in run.data.params), name
     assert run.data.params["train.train.steps"] == str(STEPS)
+    plan = artifacts.load("plan", default.root)
+    gigabytes = f"{plan.body.budget_bytes / 1e9:.4g}"
+    assert run.info.run_name == f"gpt_small on local_cpu, d0=2, {gigabytes} GB"
+    told = {"model": "gpt_small", "cluster": "local_cpu", "mesh": "d0=2", "engine": "planned"}
+    assert plan.digest.startswith(f"sha256:{run.data.tags['plan']}") and len(run.data.tags["plan"]) == 12
+    assert run.data.tags.items() >= (told | {"budget_gb": gigabytes}).items()
+    names = [key.split("_", 1)[1] for key in sorted(run.data.metrics) if "/" not in key]
+    assert names == [one.name for one in HEADLINES]
     for name in STAGES:
         figures = read_summary(name, default.root)
         assert figures
@@ -101,9 +113,11 @@ def test_the_profile_draws_the_step(default: Project) -> None:
 
 
 def test_the_page_of_the_run_is_written(default: Project) -> None:
-    """Under runs/ with what was measured, and in the tracked run after codegen and after train."""
-    page = (default.root / "runs/report.html").read_text()
-    assert page.startswith("<!DOCTYPE html>") and '"median_step_seconds":' in page
+    """Beside what the stage made, with what was measured after train; and in the tracked run."""
+    planned, trained = (default.root / "runs" / stage / "report.html" for stage in ("codegen", "train"))
+    for page in (planned, trained):
+        assert page.read_text().startswith("<!DOCTYPE html>")
+    assert '"median_step_seconds":' in trained.read_text() and '"median_step_seconds":' not in planned.read_text()
     tracked = Tracked(default)
     for stage in ("codegen", "train"):
         assert f"{stage}/report.html" in tracked.files(tracked.runs[0], stage)
@@ -153,9 +167,13 @@ def test_comments_and_files_not_chosen_run_nothing(default: Project) -> None:
 
 
 def test_steps_run_train_alone_and_reverting_is_cached(default: Project) -> None:
+    default.commit()  # dvc.lock: what DVC compares with
+    page = default.root / "runs/train/report.html"
+    first = page.read_text()
     with undone(default, TRAIN):
         default.edit(TRAIN, "steps: 20", "steps: 3")
         assert default.repro().ok().stages == ["train"]
+        check_dvc_tells_what_changed(default)
     assert default.load("report").steps == 3
     tracked = Tracked(default)
     assert len(tracked.runs) == 2
@@ -166,8 +184,24 @@ def test_steps_run_train_alone_and_reverting_is_cached(default: Project) -> None
 
     done = default.repro().ok()
     assert (done.stages, done.from_cache) == ([], ["train"])
-    assert default.load("report").steps == STEPS
+    assert default.load("report").steps == STEPS and page.read_text() == first
     assert len(Tracked(default).runs) == 2
+
+
+def check_dvc_tells_what_changed(project: Project) -> None:
+    """Few figures, those of the edit alone, and stages that hang together as a reader would draw them."""
+    params = json.loads(project.run("dvc", "params", "diff", "--json").ok().out)
+    assert params == {TRAIN: {"steps": {"old": STEPS, "new": 3, "diff": 3 - STEPS}}}
+    shown = json.loads(project.run("dvc", "metrics", "show", "--json").ok().out)[""]["data"]
+    figures = {file: list(content["data"]) for file, content in shown.items()}
+    found = {one.name: f"runs/{one.stage}/metrics.json" for one in HEADLINES}
+    assert {name: file for file, names in figures.items() for name in names} == found
+    changed = json.loads(project.run("dvc", "metrics", "diff", "--json").ok().out)
+    assert list(changed) == ["runs/train/metrics.json"] and changed["runs/train/metrics.json"]["final_loss"]["diff"] > 0
+    drawn = project.run("dvc", "dag", "--dot").ok().out
+    chain = ["trace", "profile", "solve", "checkpoint", "codegen", "train"]
+    edges = [*pairwise(chain), ("cluster", "solve")]
+    assert sorted(re.findall(r'"(\w+)" -> "(\w+)"', drawn)) == sorted(edges)
 
 
 # -- experiments ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,6 @@ class Settings:
     enabled: bool = True
     uri: str | None = None
     experiment: str = "shardwright"
-    run_name: str | None = None
 
 
 @pytest.fixture(scope="session")
@@ -64,8 +63,8 @@ def history(root, run, key):
     return [(metric.step, metric.value) for metric in client(root).get_metric_history(run.info.run_id, key)]
 
 
-def tracker(root, execution="one", **settings):
-    return Tracker(root, Settings(**settings), LOG, label="gpt_small", execution=execution)
+def tracker(root, execution="one", run_name="gpt_small", **settings):
+    return Tracker(root, Settings(**settings), LOG, run_name=run_name, execution=execution)
 
 
 def series(count, **more):
@@ -119,7 +118,7 @@ def test_run_content(root, tmp_path, caplog):
     assert tags["stage.solve"] == "executed" and tags["solve/reason"] == "optimal"
     assert tags["shardwright.execution"] == "one"
     assert history(root, run, "solve/loss") == [(step, 1.0 / (step + 1)) for step in range(1001)]
-    assert run.info.run_name.startswith("gpt_small-20")
+    assert run.info.run_name == "gpt_small"
     assert (run.info.status, run.info.start_time, run.info.end_time) == ("FINISHED", 100_000, 200_000)
     files = [file.path for file in client(root).list_artifacts(run.info.run_id, "solve")]
     assert files == ["solve/pictures", "solve/plan.json"]
@@ -144,6 +143,43 @@ def test_one_run_per_execution_with_cached_stages(root):
     assert first.data.params == {"trace.seed": "1", "profile.seed": "1"}
     assert history(root, first, "trace/time") == [(0, 0.5)]
     assert second.info.run_name == "mine"
+
+
+def test_a_run_is_named_and_tagged_by_what_its_stages_know(root):
+    """The name follows the last record that has one, also where records were written before there was a store."""
+    at_first = {"model": "gpt", "engine": "planned"}
+    dead = tracker(root, uri=DEAD)
+    dead.stage(StageRecord("trace", run_name="gpt on laptop", tags=at_first))
+    one = tracker(root)
+    one._spool.save(replace(one._spool.state(), retry_after=0.0))
+    one.stage(StageRecord("profile", run_name="gpt on laptop", tags=at_first))
+    [run] = runs(root)
+    assert run.info.run_name == "gpt on laptop" and run.data.tags["model"] == "gpt"
+    one.stage(StageRecord("checkpoint", run_name="gpt on laptop, d0=2, 8 GB", tags={**at_first, "mesh": "d0=2"}))
+    one.stage(StageRecord("codegen"))
+    [run] = runs(root)
+    assert run.info.run_name == "gpt on laptop, d0=2, 8 GB"
+    assert (run.data.tags["mesh"], run.data.tags["engine"]) == ("d0=2", "planned")
+    assert run.data.tags["mlflow.runName"] == run.info.run_name
+
+
+def test_headline_metrics_sort_before_all_others(root):
+    """In the order in which they matter, whichever stage found them, and also from a stage that was cached."""
+    planned = StageRecord("checkpoint", figures={"step_ms": 10.0, "peak_mb": 2.0, "bubble_ms": 0.0})
+    trained = {"median_step_ms": 12.0, "step_ratio": 1.2, "peak_mb": 2.2, "final_loss": 3.0, "ranks": 2}
+    tracker(root).stage(StageRecord("train", figures=trained), [planned])
+    [run] = runs(root)
+    found = sorted(run.data.metrics)
+    first = [key for key in found if "/" not in key]
+    assert found[: len(first)] == first
+    assert {key.split("_", 1)[1]: run.data.metrics[key] for key in first} == {
+        "step_ms": 12.0, "predicted_step_ms": 10.0, "step_ratio": 1.2,
+        "peak_mb": 2.2, "predicted_peak_mb": 2.0, "final_loss": 3.0,
+    }  # fmt: skip
+    assert first[0] == "1_step_ms" and first[-1] == "8_final_loss"
+    assert run.data.metrics["train/median_step_ms"] == 12.0
+    for limit, count in ((50, 1), (5, 0)):  # as docs/runs.md searches for them
+        assert len(client(root).search_runs([run.info.experiment_id], f'metrics."1_step_ms" < {limit}')) == count
 
 
 def test_stage_run_again_with_other_params(root, caplog):

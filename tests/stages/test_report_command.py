@@ -93,21 +93,38 @@ def inputs_of(root: Path, log: logging.Logger = SILENT) -> Inputs:
 
 def test_a_stage_logs_the_page_with_what_it_measured(root):
     made = save(root, *ALL[:-1])
-    run = with_page(lambda inputs, config: Result(made["report"].body, {"loss": 1.0}, (Path("trace"),)))
+    run = with_page(lambda inputs, config: Result(made["report"].body, {"loss": 1.0}, (Path("trace"),)), "train")
     result = run(inputs_of(root), load_config(root))
-    assert result.files == (Path("trace"), root / PAGE) and result.figures == {"loss": 1.0}
-    assert facts_in(root / PAGE)["report"]["losses"] == [3.0, 2.5, 2.25]
+    page = root / "runs/train/report.html"
+    assert result.files == (Path("trace"), page) and result.figures == {"loss": 1.0}
+    assert facts_in(page)["report"]["losses"] == [3.0, 2.5, 2.25] and not (root / PAGE).exists()
 
 
-def test_codegen_shows_what_was_measured_with_this_plan(root):
-    save(root, *ALL)
-    page_after(inputs_of(root), load_config(root), Result("source", {}))
-    assert facts_in(root / PAGE)["report"]["steps"] == 3
+def test_the_page_of_codegen_follows_from_the_plan_alone(root):
+    """DVC takes it from its cache with the program: what was measured meanwhile has no place in it."""
+    save(root, *ALL[:-1])
+    artifacts.save(artifacts.make("report", measured_of(sources_of("mlp").plan), (), {}), root)  # of an earlier run
+    page = root / "runs/codegen/report.html"
+    assert page_after(inputs_of(root), load_config(root), Result("source", {}), page) == page
+    facts = facts_in(page)
+    assert facts["report"] is None and facts["notes"] == [] and facts["model"]["links"]
 
 
-def test_a_page_that_cannot_be_made_costs_nothing_but_a_warning(root, caplog):
+def test_a_page_that_cannot_be_made_says_why(root, caplog):
+    """DVC wants a file in any case, and the stage has done its work."""
     log = logging.getLogger("tests.report")
-    run = with_page(lambda inputs, config: Result("source", {}))
+    run = with_page(lambda inputs, config: Result("source", {}), "codegen")
+    with caplog.at_level(logging.WARNING, log.name):
+        (page,) = run(inputs_of(root, log), load_config(root)).files
+    assert "runs/codegen/report.html shows nothing" in caplog.text
+    assert "could not be made" in page.read_text() and "plan.json" in page.read_text()
+
+
+def test_a_folder_that_cannot_be_written_costs_the_page_alone(root, caplog):
+    save(root, *ALL[:-1])
+    log = logging.getLogger("tests.report")
+    (root / "runs/codegen").write_text("not a folder")
+    run = with_page(lambda inputs, config: Result("source", {}), "codegen")
     with caplog.at_level(logging.WARNING, log.name):
         assert run(inputs_of(root, log), load_config(root)).files == ()
-    assert "report.html was not written" in caplog.text
+    assert "cannot be written" in caplog.text

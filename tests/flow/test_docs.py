@@ -1,0 +1,158 @@
+"""Every command that the docs show is run here, in one small project that has been run once, and has to succeed.
+
+A new command in the docs needs nothing: it is run as it stands. One that cannot be run is named in NOT_RUN with the
+reason; what it says (options, files, keys, stages) is held against the programs, as it is for all others.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.doc_commands import commands_of, complaint, is_stage, shown_commands
+from tests.flow.conftest import Maker
+from tests.flow.project import SOURCE, TINY, Project
+
+pytestmark = pytest.mark.flow
+
+# What stands for a name that the reader has to put in.
+PLACEHOLDERS = {
+    "apply NAME": "apply tight_memory",
+    "--diff A B": "--diff kept .",
+    "--node-rank=N": "--node-rank=0",
+    "benchmarks.NAME": "benchmarks.rotor",
+}
+NOT_RUN = {
+    r"make (run|lint|test)\b.*": "what CI does: .ci/run",
+    r"make .*": "makes an environment: tests/flow/test_cli.py asks make what it would do",
+    r"source .*|pre-commit .*|pip .*|apt-get .*": "changes the reader's environment",
+    r"git clone .*": "needs the address of the project",
+    r"python -m stages ui": "serves until it is stopped; its command is in tests/pipeline/test_tracking.py",
+    r"python -m stages verify.*": "trains on ranks: tests/flow/test_cli.py runs it",
+    r"python -m stages train -v": "trains once more; -v is tried in tests/flow/test_cli.py",
+    r"python -m benchmarks\..*": "minutes to hours, or a GPU: tests/stages/test_gpipe_benchmark.py has a small one",
+    r"python -m pytest .*": "an op of the reader's",
+    r"python -m torch\.distributed\.run .*": "needs a GPU",
+    r"python -m stages\.cluster\.join .*": "several hosts: tests/flow/test_cluster_hosts.py runs it",
+    r"torchrun .*": "several hosts: tests/flow/test_train_hosts.py runs it",
+    r"srun .*|sbatch .*": "needs Slurm; the script is tried in tests/stages/test_sbatch.py",
+    r"dvc exp run .*": "plans or trains once more: tests/flow/test_edits.py runs two of them",
+    r"dvc repro \w+": "the fixture runs them all; tests/flow/test_edits.py runs some of them",
+    r"dvc repro --force \w+": "does again what is done: tests/flow/test_kill.py runs some with --force",
+}
+SHOWN = {re.sub("|".join(map(re.escape, PLACEHOLDERS)), lambda found: PLACEHOLDERS[found[0]], one.text): one.page
+         for one in shown_commands(SOURCE)}  # fmt: skip
+WITHOUT_RUN = ("python -m stages price",)  # begin so: run in a project as it ships
+
+
+def reason(command: str) -> str | None:
+    return next((why for pattern, why in NOT_RUN.items() if re.fullmatch(pattern, command)), None)
+
+
+RUN = [one for one in SHOWN if reason(one) is None and not is_stage(one) and one != "dvc repro"]
+RUN.sort(key=lambda one: not one.startswith(("git add", "mkdir", "cp", "echo")))  # others read what these make
+
+
+@pytest.fixture(scope="module")
+def project(make_project: Maker) -> Project:
+    """Under the names that the docs use, everything very small; run once as they say: `dvc repro`."""
+    project = make_project()
+    project.warm = True
+    names = {
+        "model": "gpt_small",
+        "data": "synthetic_tokens",
+        "cluster": "local_cpu",
+        "solve": "glpk",
+        "train": "adamw",
+    }
+    for group, name in names.items():
+        project.write_yaml(f"conf/{group}/{name}.yaml", TINY[group])
+    project.edit("conf/model/gpt_small.yaml", "layers: 2", "layers: 4")
+    project.edit("conf/train/adamw.yaml", "steps: 4", "steps: 1\nexport: true")
+    project.edit("conf/config.yaml", "enabled: true", "enabled: false")
+    project.commit()
+    project.repro().ok()
+    return project
+
+
+@pytest.fixture(scope="module")
+def shipped(make_project: Maker) -> Project:
+    """As it comes, and not run: for what needs no run, and other clusters than that of the small project."""
+    return make_project()
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_a_command_of_the_docs_succeeds(project: Project, shipped: Project, command: str) -> None:
+    project = shipped if command.startswith(WITHOUT_RUN) else project
+    environment = project.environment(warm=True)
+    done = subprocess.run(["bash", "-c", command], cwd=project.root, env=environment, capture_output=True, text=True)
+    project.git("checkout", "--quiet", "conf")
+    project.git("clean", "--quiet", "-d", "--force", "conf")
+    assert done.returncode == 0, f"{SHOWN[command]}: {command}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_the_words_of_a_command_are_known(tmp_path: Path, command: str) -> None:
+    why = complaint(command, SOURCE, tmp_path)
+    assert why is None, f"{SHOWN[command]}: {command}: {why}"
+
+
+def test_what_is_not_run_has_a_reason_that_holds() -> None:
+    """Tests that are named exist, and no pattern is left over from a command that is gone."""
+    for pattern, why in NOT_RUN.items():
+        assert any(re.fullmatch(pattern, command) for command in SHOWN), f"no page shows {pattern}"
+        for file in re.findall(r"\S+\.py|\.ci/run", why):
+            assert (SOURCE / file).is_file(), file
+    assert len(RUN) > 20
+
+
+def test_commands_are_found_wherever_they_stand() -> None:
+    page = """
+Say `dvc repro --force
+train` or `explain layers.0`, not `make`, `source: probe` or `# a comment`.
+
+```sh
+python -m stages check   # a comment
+.venv/bin/python -m pytest \\
+    tests/a.py
+no_such_program --here
+```
+
+```
+error: nothing to run
+$ git status
+```
+
+    torchrun --nnodes=2 --module stages train
+    predicted 2 ms
+
+    mkdir kept && cp -r runs kept/   # both
+"""
+    assert commands_of(page) == [
+        *("python -m stages check", "python -m pytest tests/a.py", "no_such_program --here", "git status"),
+        *("torchrun --nnodes=2 --module stages train", "mkdir kept && cp -r runs kept/"),
+        *("dvc repro --force train", "python -m stages explain layers.0"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("python -m stages explain --no-such", "--no-such"),
+        ("python -m stages no_such", "no_such"),
+        ("python -m benchmarks.no_such", "no module benchmarks.no_such"),
+        ("python -m benchmarks.rotor --no-such 3", "--no-such"),
+        ("make no_such", "no_such"),
+        ("dvc repro no_such", "no stage no_such"),
+        ("dvc exp run -S conf/train/adamw.yaml:stepz=50", "did you mean 'steps'"),
+        ("dvc exp run -S conf/config.yaml:cluster=no_such codegen", "no_such"),
+        ("torchrun --nnodes=4 --no-such=1 --module stages train", "no-such"),
+        ("srun --nodes=4 python -m stages trian", "trian"),
+        ("cd docs && dvc commit trian", "no stage trian"),
+    ],
+)
+def test_unknown_words_are_seen(tmp_path: Path, command: str, told: str) -> None:
+    assert told in (complaint(command, SOURCE, tmp_path) or "")

@@ -1,0 +1,48 @@
+"""The pages themselves: links lead somewhere, README lists them all, and names of the program are the program's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.headline import HEADLINES, numbered
+from pipeline.runtime_names import NAMES
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def anchors(path: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    heads = re.findall(r"(?m)^#+ (.+)$", path.read_text())
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" not in link:
+            file, _, anchor = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_readme_lists_every_page() -> None:
+    listed = re.findall(r"\]\(docs/([\w.-]+)", (ROOT / "README.md").read_text())
+    assert {page.name for page in PAGES if page.parent.name == "docs"} <= set(listed)
+
+
+def test_every_call_of_generated_programs_is_told() -> None:
+    rows = re.findall(r"(?m)^\| (`[^|]+) \|", (ROOT / "docs/reading-the-program.md").read_text())
+    told = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert set(NAMES) <= told
+    assert told - set(NAMES) == {"MESH", "INPUTS", "PARAMETERS", "MICRO_BATCHES"}
+
+
+def test_every_headline_metric_is_told() -> None:
+    page = (ROOT / "docs/runs.md").read_text()
+    named = [name for stage in ("checkpoint", "train") for name in numbered(stage, {h.figure: 0 for h in HEADLINES})]
+    assert len(named) == len(HEADLINES) and all(f"`{name}`" in page for name in named)
