@@ -23,7 +23,6 @@ from pipeline.ir.plan import Plan
 from pipeline.products import PRODUCTS, is_put_off, weights
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.partition import Partition
-from pipeline.runtime.piped import Places
 from pipeline.runtime.put_off import Border
 from pipeline.runtime.source import load_program
 from pipeline.tracing.trace import trace
@@ -32,7 +31,10 @@ from stages.codegen.partitions import write_partitions
 from stages.codegen.slices import graph_of_slice
 from stages.train.piped import Piped
 from stages.verify import truth as verify_truth
-from stages.verify.piped import judge_pipeline, told
+from stages.verify.locate import Case as Verified
+from stages.verify.locate import Fault, locate
+from stages.verify.locate_piped import in_pass_of
+from stages.verify.piped import judge_pipeline
 from tests.jobs import train_settings
 from tests.piped_programs import cut, random_cuts
 from tests.plans import FORCED, STEPS, batch_of, graph_of, module_of, random_plan
@@ -230,16 +232,22 @@ def train(folder: str) -> dict[str, str]:
     return errors
 
 
-def judge(folder: str) -> dict[str, str]:
-    """On a rank: program -> what `verify` says of it; nothing where it is equal."""
+def judge(folder: str) -> dict[str, Fault | None]:
+    """On a rank: program -> where `verify` finds it wrong; None where it is equal."""
     case, _ = torch.load(Path(folder) / "case.truth", weights_only=False)
-    found = {}
+    written = (Path(folder) / "right.py").read_text()
+    found: dict[str, Fault | None] = {}
     for path in sorted(Path(folder).glob("*.py")):
         batches = [micro_batches_of(case)] * 2
-        truth = verify_truth.truth_of(lambda: build(case.model), batches, _adamw, draw=False)
-        verdict = judge_pipeline(load_program(str(path), compiles=False), truth, _adamw)
+
+        def truth(batches: list = batches) -> verify_truth.Truth:
+            return verify_truth.truth_of(lambda: build(case.model), batches, _adamw, draw=False)
+
+        verdict = judge_pipeline(load_program(str(path), compiles=False), truth(), _adamw)
         first = verdict.first()
-        found[path.stem] = told(Places(load_program(str(path))), first) if first and not verdict.equal else ""
+        told = Verified(graph_of_case(case), None, written, path.read_text(), str(path))
+        wrong = first is not None and not verdict.equal
+        found[path.stem] = locate(told, truth(), _adamw, first, in_pass_of(plan_of(case))) if wrong else None
     return found
 
 

@@ -15,20 +15,17 @@ from stages.codegen.slices import graph_of_slice
 
 
 def run(inputs: Inputs, config: Config) -> Result:
-    graph, plan = inputs["graph"], inputs["plan"]
-    digest = inputs.artifacts["plan"].digest
-    text = _piped(graph, plan, config, digest) if plan.pipelined else _alone(graph, plan, digest)
+    text, _ = write_program(inputs["graph"], inputs["plan"], config, inputs.artifacts["plan"].digest)
     functions = sum(line.startswith("def ") for line in text.splitlines())
     return Result(text, {"lines": len(text.splitlines()), "functions": functions})
 
 
-def _alone(graph: OpGraph, plan: Plan, digest: str) -> str:
-    verify_sharding(graph, plan.sharding, plan.sizes)
-    return write_module(graph, plan, lower(graph, plan.sharding, plan.micro_batches), digest)
-
-
-def _piped(graph: OpGraph, plan: Plan, config: Config, digest: str) -> str:
+def write_program(graph: OpGraph, plan: Plan, config: Config, digest: str = "") -> tuple[str, OpGraph]:
+    """The text, and the graph that it is of: where a pipeline cuts passes into slices, that of a slice."""
+    if not plan.pipelined:
+        verify_sharding(graph, plan.sharding, plan.sizes)
+        return write_module(graph, plan, lower(graph, plan.sharding, plan.micro_batches), digest), graph
     graph = graph_of_slice(graph, plan, config)
     for partition in plan.partitions:
         verify_sharding(part_of(graph, partition.first, partition.last), partition.sharding, partition.sizes)
-    return write_partitions(graph, plan, digest)
+    return write_partitions(graph, plan, digest), graph

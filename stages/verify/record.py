@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -79,17 +80,42 @@ class Recorder:
                     tensor.register_hook(noted.keep)
 
 
+@dataclass
+class Recorders:
+    """One for each partition. A forward pass is of one of them; what backward runs again is not noted."""
+
+    of: dict[int, Recorder]
+    running: int = 0
+
+    @contextmanager
+    def inside(self, partition: int, on: bool) -> Iterator[None]:
+        self.running, self.of[partition].on = partition, on
+        yield
+        self.of[partition].on = False
+
+    def begin(self, link: int) -> None:
+        if not replaying():
+            self.of[self.running].begin(link)
+
+    def enter(self) -> None:
+        if not replaying():
+            self.of[self.running].enter()
+
+    def note(self, before: bool, line: int, /, **tensors: object) -> None:
+        self.of[self.running].note(before, line, **tensors)
+
+
 # ---- which name is which tensor
 
 
-def names_of(text: str, program: Program) -> Names:
-    """Of the text as codegen wrote it."""
+def names_of(text: str, program: Program, written: str = "Program", first: int = 0) -> Names:
+    """Of the text as codegen wrote it; `written` is a class, of a partition that begins with link `first`."""
     tree = ast.parse(text)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Program")
+    (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == written)
     methods = {node.name: node for node in owner.body if isinstance(node, ast.FunctionDef)}
     found: Names = {}
-    steps = [(link, step) for link, own in enumerate(program.links) for step in own]
+    steps = [(link, step) for link, own in enumerate(program.links, first) for step in own]
     for name in _links(methods["forward"].body, functions | _compiled(tree, functions), methods):
         statements = _statements((functions | _compiled(tree, functions))[name].body)
         count = sum(map(_steps_of, statements))
@@ -180,7 +206,7 @@ def _targets(node: ast.stmt) -> list[str]:
 # ---- the text that is run, with notes
 
 
-def recorded(text: str, path: str, recorder: Recorder) -> ModuleType:
+def recorded(text: str, path: str, recorder: Recorder | Recorders) -> ModuleType:
     """The program, noting what it writes; lines have the numbers of the text."""
     tree = ast.parse(text, path)
     for node in tree.body:
