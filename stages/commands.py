@@ -80,10 +80,10 @@ def apply(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 
 def verify(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Runs the written program beside the unsplit module; status 1 where they differ."""
-    from stages.codegen.module import write_module
+    from stages.codegen.run import write_program
     from stages.verify.run import verify as compare
 
-    return compare(root, arguments.steps, write_module, log)
+    return compare(root, arguments.steps, write_program, log)
 
 
 def _positive(text: str) -> int:

@@ -24,7 +24,6 @@ from pipeline.ir.plan import Plan
 from pipeline.products import PRODUCTS, is_put_off, weights
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.partition import Partition
-from pipeline.runtime.piped import Places
 from pipeline.runtime.put_off import Border
 from pipeline.runtime.source import load_program
 from pipeline.tracing.trace import trace
@@ -34,7 +33,10 @@ from stages.codegen.partitions import write_partitions
 from stages.codegen.slices import graphs_of_slices
 from stages.train.piped import Piped
 from stages.verify import truth as verify_truth
-from stages.verify.piped import judge_pipeline, told
+from stages.verify.locate import Case as Verified
+from stages.verify.locate import Fault, locate
+from stages.verify.locate_piped import in_pass_of
+from stages.verify.piped import judge_pipeline
 from tests.jobs import train_settings
 from tests.piped_programs import cut, random_cuts
 from tests.plans import FORCED, STEPS, batch_of, graph_of, module_of, random_plan
@@ -92,6 +94,13 @@ def samples_of(case: Case) -> tuple[int, ...]:
     found = slices_of(len(next(iter(batch_of(case.model).values()))), case.slices, case.grain)
     assert found is not None
     return found
+
+
+def graphs_of_case(case: Case) -> tuple[OpGraph, ...]:
+    """For its micro-batches, the larger and the smaller ones."""
+    if case.slices == 1:
+        return (graph_of(case.model),)
+    return graphs_of_slices(graph_of_samples(case.model), plan_of(case), config_of(case.model))
 
 
 def graph_of_case(case: Case) -> OpGraph:
@@ -228,10 +237,7 @@ def statistics_once(model: nn.Module) -> Iterator[None]:
 
 def write_case(case: Case, folder: Path) -> None:
     plan = plan_of(case)
-    graph, smaller = graph_of(case.model), ()
-    if case.slices > 1:
-        config = config_of(case.model)
-        graph, *smaller = graphs_of_slices(graph_of_samples(case.model), plan, config)
+    graph, *smaller = graphs_of_case(case)
     (folder / f"{case.name}.py").write_text(write_partitions(graph, plan, "", *smaller))
     torch.save((case, truth_of(case) | {"put_off": put_off_in(case)}), folder / f"{case.name}.truth")
 
@@ -263,16 +269,23 @@ def train(folder: str) -> dict[str, str]:
     return errors
 
 
-def judge(folder: str) -> dict[str, str]:
-    """On a rank: program -> what `verify` says of it; nothing where it is equal."""
+def judge(folder: str) -> dict[str, Fault | None]:
+    """On a rank: program -> where `verify` finds it wrong; None where it is equal."""
     case, _ = torch.load(Path(folder) / "case.truth", weights_only=False)
-    found = {}
+    written = (Path(folder) / "right.py").read_text()
+    found: dict[str, Fault | None] = {}
     for path in sorted(Path(folder).glob("*.py")):
         batches = [micro_batches_of(case)] * 2
-        truth = verify_truth.truth_of(lambda: build(case.model), batches, _adamw, draw=False)
-        verdict = judge_pipeline(load_program(str(path), compiles=False), truth, _adamw)
+
+        def truth(batches: list = batches) -> verify_truth.Truth:
+            return verify_truth.truth_of(lambda: build(case.model), batches, _adamw, draw=False)
+
+        verdict = judge_pipeline(load_program(str(path), compiles=False), truth(), _adamw)
         first = verdict.first()
-        found[path.stem] = told(Places(load_program(str(path))), first) if first and not verdict.equal else ""
+        graph, *smaller = graphs_of_case(case)
+        told = Verified(graph, None, written, path.read_text(), str(path), *smaller)
+        wrong = first is not None and not verdict.equal
+        found[path.stem] = locate(told, truth(), _adamw, first, in_pass_of(plan_of(case))) if wrong else None
     return found
 
 

@@ -209,6 +209,13 @@ class Plan:
         return sum(prod(partition.sizes) for partition in self.partitions[: len(self.partitions) // self.chunks])
 
     @property
+    def rank_peak_bytes(self) -> tuple[int, ...]:
+        """Of each rank: all partitions of its piece of the devices together."""
+        pieces = len(self.partitions) // self.chunks
+        own = [sum(part.peak_bytes for part in self.partitions[n::pieces]) for n in range(pieces)]
+        return tuple(peak for n, peak in enumerate(own) for _ in range(prod(self.partitions[n].sizes)))
+
+    @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         return self._only.axes
 

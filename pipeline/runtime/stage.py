@@ -138,6 +138,8 @@ class Stage(_PipelineStageBase):
         """With the gradients of weights, unless these are put off."""
         results, gradients = self.results.pop(chunk), self.gradients(chunk)
         self.partition.backward((loss,) if loss is not None else results, gradients)
+        if loss is not None and self.chunks > 1:
+            loss.detach_()  # torch keeps it until the step ends, and with it what entered this micro-batch
         entered = self.entered.pop(chunk)
         self.returned[chunk] = {name: _gradient(t) for name, t in entered.items() if t.requires_grad}
         if full_backward and self.partition.puts_off:

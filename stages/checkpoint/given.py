@@ -60,7 +60,7 @@ class Wishes:
     recompute: Recompute = Recompute.SOLVED
     spans: tuple[tuple[int, int], ...] = ()  # for Recompute.MARKED: the first and last links of what is recomputed
     chunks: tuple[int, ...] = (2,)  # partitions on a device, for interleaved
-    all_buffers: bool = False  # torch's buffers for every micro-batch count (pieces.py)
+    buffers: bool = False  # what is being sent counts (pieces.py)
 
 
 @dataclass(frozen=True)

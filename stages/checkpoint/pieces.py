@@ -6,9 +6,10 @@
 
 `resident` belongs to its links (parameters, gradients, optimizer state), `everywhere` to any partition, `held` to each
 micro-batch in flight (common values), hold and peak to its schedule (in_flight.py), and `share` is what one of several
-partitions on a device may have. Buffers: `torch.distributed.pipelining` makes one
-for every micro-batch's input and output gradient at the start, not only for those in flight; if asked, they count. The
-loss may hold more than its input between forward and backward (`Piece.loss_held`), once for each that waits.
+partitions on a device may have. Buffers: what a partition sends, if asked (`Sent`). A micro-batch in flight keeps its
+output, which `hold` may not have, and the gradient of an input is there until the next one is sent; in the schedules of
+`torch.distributed.pipelining` that are run action by action, all that was sent is there until the step ends. The loss
+may hold more than its input between forward and backward (`Piece.loss_held`), once for each that waits.
 """
 
 # ruff: noqa: E741 - `l` is the last link of a sub-chain.
@@ -41,6 +42,14 @@ class Recompute(Enum):
     ALWAYS = "always"  # all of it, from its input
     EXCEPT_LAST = "except_last"  # the same, but for the last micro-batch
     MARKED = "marked"  # the spans of links that are given, as far as they lie in it
+
+
+class Sent(Enum):
+    """How long what a partition sends stays in its memory."""
+
+    UNCOUNTED = "uncounted"
+    UNTIL_THE_NEXT = "until the next"
+    TO_THE_END = "to the end of the step"
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,7 @@ class Terms:
     micro_batches: int
     recompute: Recompute = Recompute.SOLVED
     share: float = 1.0  # of the memory
-    all_buffers: bool = False
+    sent: Sent = Sent.UNCOUNTED
     slots: int = 500
     step: int = 4  # every how many slots a division between hold and the rest is tried (hold.py)
     spans: tuple[tuple[int, int], ...] = ()  # first and last links of what MARKED recomputes
@@ -150,9 +159,10 @@ class Timer:
         left = np.full((len(i), len(k)), float(math.floor(terms.memory * terms.share)))
         left -= self.piece.everywhere + (self.owned[l + 1] - self.owned[i])[:, None]
         left -= k * (self.piece.everywhere_held + self.waiting[l + 1] - self.waiting[i])[:, None]
-        if terms.all_buffers:
-            left -= np.where(i > 0, sizes[i], 0.0)[:, None] * (terms.micro_batches - k)
-            left -= np.where(l < loss, sizes[l + 1], 0.0)[:, None] * (terms.micro_batches - 1)
+        if terms.sent is not Sent.UNCOUNTED:
+            every, before = terms.sent is Sent.TO_THE_END, terms.micro_batches - k
+            left -= np.where(i > 0, sizes[i], 0.0)[:, None] * (before if every else np.minimum(before, 1))
+            left -= np.where(l < loss, sizes[l + 1], 0.0)[:, None] * (terms.micro_batches - 1 if every else k - 1)
         return left - np.where(l == loss, self.piece.loss_held, 0.0)[:, None] * (k - 1)
 
     # --------------------------------------------------------------------------------------------------------- time

@@ -167,7 +167,7 @@ def _wishes(graph: OpGraph, settings: Checkpoint, cluster: Cluster, where: str) 
         recompute=WAYS[settings.recompute],
         spans=spans_of(graph, settings) if marked else (),
         chunks=tuple(n for n in range(2, asked // 2 + 1) if asked % n == 0) if asked else (2,),
-        all_buffers=True,
+        buffers=True,
     )
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from stages.checkpoint.cuts import Field
 from stages.checkpoint.given import Division, Given, PartitionError, Reshard, Wishes
-from stages.checkpoint.pieces import Piece, Terms, Timer
+from stages.checkpoint.pieces import Piece, Sent, Terms, Timer
 from stages.checkpoint.pipelines import Pipeline, Weights, in_flight, orders, refusal, weights_of
 
 Floats = NDArray[np.float64]
@@ -54,23 +54,34 @@ def tasks(given: Given, refused: list[str]) -> Iterator[Task]:
             if wishes.micro_batches and micro_batches not in wishes.micro_batches:
                 continue
             _check(pieces, wishes)
-            timer = cache(lambda piece, chunks, micro=micro_batches: Timer(piece, _terms(given, micro, chunks)))
+            timer = cache(
+                lambda piece, chunks, sent, micro=micro_batches: Timer(piece, _terms(given, micro, chunks, sent))
+            )
             sends = cache(lambda chosen, link=division.link: _sends(chosen, link, given.reshard))
             for pipeline in wishes.pipelines:
                 for shape in _shapes(given, division, pieces, pipeline, micro_batches, refused):
-                    timers = tuple(timer(piece, shape.chunks) for piece in shape.pieces)
+                    sent = _sent(wishes, pipeline)
+                    timers = tuple(timer(piece, shape.chunks, sent) for piece in shape.pieces)
                     what = _field(given, shape, sends(shape.pieces), weights_of(pipeline, micro_batches).credit)
                     yield Task(number, pipeline, micro_batches, shape.chunks, timers, what, shape.flights)
 
 
-def _terms(given: Given, micro_batches: int, chunks: int) -> Terms:
+def _sent(wishes: Wishes, pipeline: Pipeline) -> Sent:
+    """As torch's schedules go: those that are run action by action wait for what they sent when the step ends."""
+    if not wishes.buffers:
+        return Sent.UNCOUNTED
+    by_action = pipeline in (Pipeline.INTERLEAVED, Pipeline.ZERO_BUBBLE)
+    return Sent.TO_THE_END if by_action else Sent.UNTIL_THE_NEXT
+
+
+def _terms(given: Given, micro_batches: int, chunks: int, sent: Sent) -> Terms:
     wishes, effort = given.wishes, given.effort
     return Terms(
         memory=given.memory,
         micro_batches=micro_batches,
         recompute=wishes.recompute,
         share=1 / chunks,
-        all_buffers=wishes.all_buffers,
+        sent=sent,
         slots=effort.slots,
         step=effort.step,
         spans=wishes.spans,

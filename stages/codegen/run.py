@@ -15,20 +15,17 @@ from stages.codegen.slices import graphs_of_slices
 
 
 def run(inputs: Inputs, config: Config) -> Result:
-    graph, plan = inputs["graph"], inputs["plan"]
-    digest = inputs.artifacts["plan"].digest
-    text = _piped(graph, plan, config, digest) if plan.pipelined else _alone(graph, plan, digest)
+    text, _ = write_program(inputs["graph"], inputs["plan"], config, inputs.artifacts["plan"].digest)
     functions = sum(line.startswith("def ") for line in text.splitlines())
     return Result(text, {"lines": len(text.splitlines()), "functions": functions})
 
 
-def _alone(graph: OpGraph, plan: Plan, digest: str) -> str:
-    verify_sharding(graph, plan.sharding, plan.sizes)
-    return write_module(graph, plan, lower(graph, plan.sharding, plan.micro_batches), digest)
-
-
-def _piped(graph: OpGraph, plan: Plan, config: Config, digest: str) -> str:
+def write_program(graph: OpGraph, plan: Plan, config: Config, digest: str = "") -> tuple[str, tuple[OpGraph, ...]]:
+    """The text, and the graphs that it is of: where a pipeline cuts passes into slices, those of its slices."""
+    if not plan.pipelined:
+        verify_sharding(graph, plan.sharding, plan.sizes)
+        return write_module(graph, plan, lower(graph, plan.sharding, plan.micro_batches), digest), (graph,)
     graph, *smaller = graphs_of_slices(graph, plan, config)
     for partition in plan.partitions:
         verify_sharding(part_of(graph, partition.first, partition.last), partition.sharding, partition.sizes)
-    return write_partitions(graph, plan, digest, *smaller)
+    return write_partitions(graph, plan, digest, *smaller), (graph, *smaller)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from pipeline.ir.plan import Prediction
 from pipeline.ir.report import Breakdown, Compared
 
 
 def compare(
-    prediction: Prediction, median_seconds: float, samples: int, peak_bytes: Iterable[int], breakdown: Breakdown | None
+    prediction: Prediction,
+    median_seconds: float,
+    samples: int,
+    peaks: Sequence[tuple[int, int]],
+    breakdown: Breakdown | None,
 ) -> tuple[Compared, ...]:
-    """The parts of the step are those of the profiled one, scaled to the median step: together they are that."""
+    """The parts of the step are those of the profiled one, scaled to the median step: together they are that.
+
+    `peaks` are bytes of each rank, measured and predicted.
+    """
     predicted = prediction.step_seconds
     rows = [
         _compared("step_ms", median_seconds * 1e3, predicted * 1e3),
@@ -29,9 +36,9 @@ def compare(
         if not any(parts["bubble_ms"]):  # no pipeline
             del parts["bubble_ms"]
         rows += [_compared(name, measured * scale, told * 1e3) for name, (measured, told) in parts.items()]
-    peaks = list(peak_bytes)
-    named = [("peak_mb", max(peaks)), *((f"peak_mb_rank_{rank}", peak) for rank, peak in enumerate(peaks))]
-    return (*rows, *(_compared(name, peak / 1e6, prediction.peak_bytes / 1e6) for name, peak in named))
+    highest = max(measured for measured, _ in peaks), prediction.peak_bytes
+    named = {"peak_mb": highest, **{f"peak_mb_rank_{rank}": peak for rank, peak in enumerate(peaks)}}
+    return (*rows, *(_compared(name, measured / 1e6, told / 1e6) for name, (measured, told) in named.items()))
 
 
 def _compared(what: str, measured: float, predicted: float) -> Compared:

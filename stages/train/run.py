@@ -191,6 +191,8 @@ def make_report(measured: dict, plan: Plan, edited: bool, engine: str) -> Report
     seconds = tuple(measured["seconds"])
     median = median_seconds(seconds, measured["profiled_at"])
     breakdown = Breakdown(**measured["breakdown"]) if measured["breakdown"] else None
+    peaks = measured["peak_bytes"]
+    told = plan.rank_peak_bytes if len(peaks) == plan.ranks else [plan.prediction.peak_bytes] * len(peaks)
     return Report(
         steps=len(measured["losses"]),
         ranks=measured["ranks"],
@@ -198,13 +200,13 @@ def make_report(measured: dict, plan: Plan, edited: bool, engine: str) -> Report
         step_seconds=seconds,
         median_step_seconds=median,
         samples_per_second=measured["samples"] / median,
-        peak_bytes=tuple(measured["peak_bytes"]),
+        peak_bytes=tuple(peaks),
         predicted_step_seconds=plan.prediction.step_seconds,
         predicted_peak_bytes=plan.prediction.peak_bytes,
         module_edited=edited,
         evaluations=tuple(Evaluation(step, loss) for step, loss in measured["evaluated"]),
         breakdown=breakdown,
-        compared=compare(plan.prediction, median, measured["samples"], measured["peak_bytes"], breakdown),
+        compared=compare(plan.prediction, median, measured["samples"], list(zip(peaks, told, strict=True)), breakdown),
         engine=engine,
     )
 
@@ -225,12 +227,13 @@ def figures(report: Report) -> dict[str, float | int | str]:
     }
     if report.evaluations:
         found["final_eval_loss"] = report.evaluations[-1].loss
+    highest = {row.predicted for row in report.compared if row.what == "peak_mb"}
     for row in report.compared:
         own = {"step_ms": "median_step_ms", "samples_per_second": "median_samples_per_second"}.get(row.what, row.what)
         name = row.what.removesuffix("_ms").replace("_mb", "")
         found[own] = round(row.measured, 4)
         if row.ratio is not None:
             found[f"{name}_ratio"] = round(row.ratio, 4)
-        if row.ratio is not None and "_rank_" not in row.what:  # these are predicted to be alike
+        if row.ratio is not None and ("_rank_" not in row.what or row.predicted not in highest):
             found[f"predicted_{row.what}"] = round(row.predicted, 4)
     return found

@@ -22,8 +22,8 @@ class Values:
     loss: Tensor
 
 
-def interpret(graph: OpGraph, state: State, batch: Batch, number: int, count: int, *, draw: bool) -> Values:
-    """Pass `number` of a step's `count`; the state is left as it was."""
+def interpret(graph: OpGraph, state: State, batch: Batch, number: int, parts: float, *, draw: bool) -> Values:
+    """Pass `number` of a step that has the samples of so many; the state is left as it was."""
     tensors = {name: t.detach().clone().requires_grad_() for name, t in state.parameters.items()}
     tensors |= {name: t.detach().clone() for name, t in state.constants.items()}
     known = {
@@ -41,7 +41,7 @@ def interpret(graph: OpGraph, state: State, batch: Batch, number: int, count: in
                 if result.requires_grad:
                     result.register_hook(lambda g, name=name: gradients.__setitem__(name, g.detach()))
         loss = known[graph.output]
-        (loss / count).backward()
+        (loss / parts).backward()
     of_parameters = {v.name: tensors[v.origin].grad for v in graph.of_role(Role.PARAMETER)}
     gradients |= {name: g for name, g in of_parameters.items() if g is not None}
     return Values(values, gradients, loss.detach())

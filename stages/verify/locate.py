@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor as Data
@@ -23,7 +24,7 @@ from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, Gap, gap, larges
 from stages.verify.interpret import Values, interpret
 from stages.verify.record import Noted, Recorder, names_of, recorded
 from stages.verify.steps import LOSS, Difference, Rank, compare_passes
-from stages.verify.truth import MakeOptimizer, State, Step, Truth, copied
+from stages.verify.truth import Batch, MakeOptimizer, State, Step, Truth, copied, parts_of
 
 NEAR = 10 * TOLERANCE  # for values inside a step
 SMALL = 1e-6  # a value below is held against this: zeros may come with rounding
@@ -49,24 +50,39 @@ class Case:
     """A program's texts, and what they were written from."""
 
     graph: OpGraph
-    program: Program
+    program: Program | None  # of a pipeline every partition has one
     written: str  # as codegen writes it
     text: str  # as it is run
     path: str
+    smaller: OpGraph | None = None  # of micro-batches that have fewer samples
+
+    def graph_of(self, batch: Batch) -> OpGraph:
+        """By the sizes of what is given."""
+        inputs = [] if self.smaller is None else self.smaller.of_role(Role.INPUT)
+        fewer = self.smaller is not None and all(batch[v.name].shape == v.type.shape for v in inputs)
+        return self.smaller if fewer and self.smaller is not None else self.graph
 
 
-def locate(case: Case, truth: Truth, make: MakeOptimizer, first: Difference) -> Fault:
+class InPass(Protocol):
+    """Looks for the fault in one pass of the step that differs first, given the state before it."""
+
+    def __call__(
+        self, case: Case, truth: Truth, make: MakeOptimizer, first: Difference, before: State, step: Step, at: int
+    ) -> Fault | None: ...
+
+
+def locate(case: Case, truth: Truth, make: MakeOptimizer, first: Difference, in_pass: InPass | None = None) -> Fault:
     """`first` is what differed first; the truth's steps have not been taken yet."""
     if first.tolerance == IN_FLOAT32:
         return Fault("in float64 throughout all is equal: the difference is the rounding of the model's own casts")
     before, step = _step(truth.first, truth.steps, first.step)
     if first.kind == "parameter":
-        return _of_update(first)
+        return of_update(first)
     fault = _of_trace(case, before, step, draw=truth.draw)
     if fault is not None:
         return fault
     for at in [first.at] if first.kind == LOSS else range(len(step.batches)):
-        fault = _in_pass(case, truth, make, first, before, step, at)
+        fault = (in_pass or _in_pass)(case, truth, make, first, before, step, at)
         if fault is not None:
             return fault
     return _of_parameter(case, first)
@@ -75,17 +91,18 @@ def locate(case: Case, truth: Truth, make: MakeOptimizer, first: Difference) -> 
 def _in_pass(
     case: Case, truth: Truth, make: MakeOptimizer, first: Difference, before: State, step: Step, at: int
 ) -> Fault | None:
+    assert case.program is not None
     recorder = Recorder(names_of(case.written, case.program))
     rank = Rank(recorded(case.text, case.path, recorder), before, make, truth.batch_norm)
     losses = rank.run(step.batches, draws=truth.draw, on_pass=lambda number: _switch(recorder, number == at))
     again = compare_passes(rank, losses, step.passes, first.step, TOLERANCE)
     if first.kind != "buffer" and not any(d.over > 1.0 for d in again):
-        return _of_update(first)
+        return of_update(first)
     values = interpret(case.graph, before, step.batches[at], at, len(step.batches), draw=truth.draw)
     return (
         _forward(case, rank, recorder, values)
         or _backward(case, rank, recorder, values)
-        or _of_buffer(case, recorder, first)
+        or of_buffer(case, recorder, first)
     )
 
 
@@ -103,7 +120,7 @@ def _step(before: State, steps: Iterable[Step], number: int) -> tuple[State, Ste
     raise AssertionError(f"there are fewer than {number + 1} steps")
 
 
-def _of_update(first: Difference) -> Fault:
+def of_update(first: Difference) -> Fault:
     return Fault(
         f"up to it all is equal, but the optimizer's step {first.step + (first.kind == 'parameter')} on pieces of the "
         "parameters is not its step on the whole: it must work element by element"
@@ -112,10 +129,10 @@ def _of_update(first: Difference) -> Fault:
 
 def _of_trace(case: Case, before: State, step: Step, *, draw: bool) -> Fault | None:
     """Whether the graph, op by op, is the module."""
-    count, wrong = len(step.batches), "the traced graph itself is not the module: run op by op, it has another"
+    parts, wrong = parts_of(step.batches), "the traced graph itself is not the module: run op by op, it has another"
     summed: dict[str, Data] = {}
     for at, (batch, loss) in enumerate(zip(step.batches, step.passes.losses, strict=True)):
-        values = interpret(case.graph, before, batch, at, count, draw=draw)
+        values = interpret(case.graph_of(batch), before, batch, at, parts[at], draw=draw)
         far = Gap(float((values.loss - loss).abs()), float(loss.abs()))
         if far.relative() > TOLERANCE:
             return Fault(f"{wrong} loss", difference=far.difference, size=far.size)
@@ -136,29 +153,34 @@ def _forward(case: Case, rank: Rank, recorder: Recorder, values: Values) -> Faul
         tensor = noted.written.tensor
         far = gap(noted.value, values.values[tensor.value], tensor.layout, rank.axes)
         if far.relative(SMALL) > NEAR:
-            return _fault(case, noted, far)
+            return fault_of(case, noted, far)
     return None
 
 
 def _backward(case: Case, rank: Rank, recorder: Recorder, values: Values) -> Fault | None:
     """The first in the order of backward; it is what reads the value that is at fault."""
-    parameters = (value.name for value in case.graph.of_role(Role.PARAMETER))
-    floor = SHARE * largest(values.gradients[name] for name in parameters if name in values.gradients)
+    floor = floor_of_gradients(case, values)
     for noted in reversed(recorder.noted.values()):
         tensor, expected = noted.written.tensor, values.gradients.get(noted.written.tensor.value)
         if expected is None or not noted.written.by_op:
             continue
         far = gap(noted.gradient, expected, of_gradient(tensor.layout), rank.axes)
         if far.relative(floor) > NEAR:
-            return _of_readers(case, recorder, noted, far)
+            return of_readers(case, recorder, noted, far)
     return None
 
 
-def _of_readers(case: Case, recorder: Recorder, noted: Noted, far: Gap) -> Fault:
+def floor_of_gradients(case: Case, values: Values) -> float:
+    """A gradient below it is held against it."""
+    parameters = (value.name for value in case.graph.of_role(Role.PARAMETER))
+    return SHARE * largest(values.gradients[name] for name in parameters if name in values.gradients)
+
+
+def of_readers(case: Case, recorder: Recorder, noted: Noted, far: Gap) -> Fault:
     value = noted.written.tensor.value
     reading = sorted({n.line for n in recorder.noted.values() if _reads(case, n.written.step, value)})
     where = f"{'line' if len(reading) == 1 else 'lines'} {', '.join(map(str, reading))}"
-    fault = _fault(case, noted, far)
+    fault = fault_of(case, noted, far)
     what = f"forward is equal, but the gradient of the result of {fault.op} is not: see what reads it, {where}"
     return replace(fault, what=what)
 
@@ -170,22 +192,24 @@ def _reads(case: Case, step: Call | Convert, value: str) -> bool:
 def _of_parameter(case: Case, first: Difference) -> Fault:
     """All that the passes compute is equal: what is left is how a parameter's own gradient is brought together."""
     op = next((op for op in case.graph.ops if _names(case, first.name) & set(op.inputs)), None)
-    line = next((n for n, text in enumerate(case.text.splitlines(), 1) if text.startswith("PARAMETERS")), 0)
+    lines = [n for n, text in enumerate(case.text.splitlines(), 1) if text.lstrip().startswith("PARAMETERS")]
+    tied = [n for n, text in enumerate(case.text.splitlines(), 1) if text.startswith("TIED")]
+    rows = f"its row of PARAMETERS, line {' or '.join(map(str, lines))} and after"
     what = (
         f"all results and their gradients are equal, but the {first.kind} of {first.name} is not: see its conversions, "
-        f"and its row of PARAMETERS, line {line} and after"
+        + (f"{rows}, and TIED, line {tied[0]}" if tied else f"and {rows}")
     )
     return Fault(what) if op is None else Fault(what, op.name, op.target, op.module, op.source)
 
 
-def _of_buffer(case: Case, recorder: Recorder, first: Difference) -> Fault | None:
+def of_buffer(case: Case, recorder: Recorder, first: Difference) -> Fault | None:
     """The line that changes it."""
     names = _names(case, first.name)
     for noted in recorder.noted.values() if first.kind == "buffer" else ():
         step = noted.written.step
         if isinstance(step, Call) and names & set(case.graph.op(step.op).mutates):
             what = f"results are equal, but {step.op} leaves another {first.name} behind"
-            return replace(_fault(case, noted, Gap(0.0, 0.0)), what=what)
+            return replace(fault_of(case, noted, Gap(0.0, 0.0)), what=what)
     return None
 
 
@@ -193,7 +217,7 @@ def _names(case: Case, origin: str) -> set[str]:
     return {value.name for value in case.graph.values.values() if value.origin == origin}
 
 
-def _fault(case: Case, noted: Noted, far: Gap) -> Fault:
+def fault_of(case: Case, noted: Noted, far: Gap) -> Fault:
     """What a line writes differs; of a conversion the op is that of the value, or one that reads it."""
     step, line = noted.written.step, noted.line
     if isinstance(step, Call):

@@ -5,8 +5,8 @@ As stages.verify.steps, where every rank holds some partitions alone: of what it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
 
@@ -22,6 +22,8 @@ from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, Gap, everywhere,
 from stages.verify.float64 import in_float64
 from stages.verify.steps import AFTER_UPDATE, LOSS, UNIT, Difference, Verdict
 from stages.verify.truth import Batch, MakeOptimizer, Passes, State, Truth
+
+Forward = Callable[[int, Mapping[str, Tensor]], tuple[Tensor, ...]]
 
 
 class PipedRank:
@@ -54,6 +56,11 @@ class PipedRank:
         row = look_up(self.tables[number], name)
         return Layout.parse(row[0]) if row is not None else replicated(len(self.axes))
 
+    def inside(self, around: Callable[[int, int], AbstractContextManager[None]]) -> None:
+        """From now on forward passes run inside `around`: of which partition, and of which micro-batch."""
+        for partition in self.pipeline.partitions:
+            partition.forward = _inside(partition.forward, partial(around, partition.number))  # type: ignore[method-assign]
+
     def run(self, batches: list[Batch], *, draws: bool) -> list[Tensor]:
         """The losses of one step's passes, where the last partition is; gradients are there afterwards."""
         given = {n: [partial(self._inputs, n, batch) for batch in batches] for n in self.places.numbers}
@@ -69,21 +76,29 @@ class PipedRank:
         self.pipeline.publish()
 
 
+def _inside(forward: Forward, around: Callable[[int], AbstractContextManager[None]]) -> Forward:
+    def run(number: int, entering: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        with around(number):
+            return forward(number, entering)
+
+    return run
+
+
 def judge_pipeline(program: ModuleType, truth: Truth, make: MakeOptimizer) -> Verdict:
     """All steps of the program beside those of the module."""
     rank = PipedRank(program, truth.first, make, truth.batch_norm)
     found: list[Difference] = []
     for number, step in enumerate(truth.steps):
         losses = rank.run(step.batches, draws=truth.draw)
-        found += _passes(rank, losses, step.passes, number, TOLERANCE, truth.first.parameters)
+        found += compare_piped(rank, losses, step.passes, number, TOLERANCE, truth.first.parameters)
         if step.as_written is not None:
-            found += _passes(rank, losses, step.as_written, number, IN_FLOAT32, truth.first.parameters)
+            found += compare_piped(rank, losses, step.as_written, number, IN_FLOAT32, truth.first.parameters)
         rank.update()
         found += _state(rank, step.after, number)
     return Verdict(tuple(found))
 
 
-def _passes(
+def compare_piped(
     rank: PipedRank, losses: list[Tensor], expected: Passes, step: int, tolerance: float, names: Iterable[str]
 ) -> list[Difference]:
     whole = replicated(len(rank.axes))
@@ -134,14 +149,3 @@ def _of_tensor(rank: PipedRank, name: str, expected: Tensor) -> Gap:
 def _unknown(expected: Tensor | None) -> Gap:
     """Of what this rank does not hold; sizes are of whole tensors, and the same on all."""
     return Gap(0.0, 0.0 if expected is None else largest([expected.detach().double()]))
-
-
-def told(places: Places, first: Difference) -> str:
-    """What differs first, in a sentence."""
-    if first.tolerance == IN_FLOAT32:
-        return "in float64 throughout all is equal: the difference is the rounding of the model's own casts"
-    if first.kind == LOSS:
-        return f"the loss of pass {first.at + 1} of step {first.step + 1}"
-    when = "after" if first.kind != "gradient" else "in"
-    name = places.written[places.owner(first.name)].__name__
-    return f"the {first.kind} {first.name} {when} step {first.step + 1}, in {name}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -20,7 +21,7 @@ from pipeline.ir.program import Call, Program, Step, Tensor
 from pipeline.runtime import later
 from pipeline.runtime.compiled import as_written
 from pipeline.runtime.recompute import replaying
-from pipeline.runtime_names import EARLY
+from pipeline.runtime_names import EARLY, TOGETHER
 
 BEFORE = -1  # in place of a link's number: what is done before the chain
 _NOTE, _ENTER, _BEGIN = "_shardwright_note", "_shardwright_enter", "_shardwright_begin"
@@ -79,17 +80,44 @@ class Recorder:
                     tensor.register_hook(noted.keep)
 
 
+@dataclass
+class Recorders:
+    """One for each partition. A forward pass is of one of them; what backward runs again is not noted."""
+
+    of: dict[int, Recorder]
+    running: int = 0
+
+    @contextmanager
+    def inside(self, partition: int, on: bool) -> Iterator[None]:
+        self.running, self.of[partition].on = partition, on
+        yield
+        self.of[partition].on = False
+
+    def begin(self, link: int) -> None:
+        if not replaying():
+            self.of[self.running].begin(link)
+
+    def enter(self) -> None:
+        if not replaying():
+            self.of[self.running].enter()
+
+    def note(self, before: bool, line: int, /, **tensors: object) -> None:
+        self.of[self.running].note(before, line, **tensors)
+
+
 # ---- which name is which tensor
 
 
-def names_of(text: str, program: Program) -> Names:
-    """Of the text as codegen wrote it."""
+def names_of(text: str, program: Program, written: str = "Program", first: int = 0) -> Names:
+    """Of the text as codegen wrote it; `written` is a class, of a partition that begins with link `first`."""
     tree = ast.parse(text)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Program")
-    methods = {node.name: node for node in owner.body if isinstance(node, ast.FunctionDef)}
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    bases = [classes[base.id] for base in classes[written].bases if isinstance(base, ast.Name)]
+    lines = [node for own in (*bases, classes[written]) for node in own.body]
+    methods = {node.name: node for node in lines if isinstance(node, ast.FunctionDef)}
     found: Names = {}
-    steps = [(link, step) for link, own in enumerate(program.links) for step in own]
+    steps = [(link, step) for link, own in enumerate(program.links, first) for step in own]
     for name in _links(methods["forward"].body, functions | _compiled(tree, functions), methods):
         statements = _statements((functions | _compiled(tree, functions))[name].body)
         count = sum(map(_steps_of, statements))
@@ -116,12 +144,12 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _is_step(node: ast.stmt, functions: dict[str, ast.FunctionDef]) -> bool:
-    """Not a link, a region, an input by its own name or laid out in memory, what begins early, or the parameters."""
+    """Not a link, a region, an input by its own name, what begins early, or the parameters."""
     assert isinstance(node, ast.Assign | ast.Expr)
     if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
         return node.value.func.id.partition("_keeps_")[0] not in (*functions, "recompute", *EARLY)
     told = ast.unparse(node.value)
-    return told != "self.tensors" and not told.startswith("batch[") and "torch.channels_last" not in told
+    return told != "self.tensors" and not told.startswith("batch[")
 
 
 def _links(
@@ -154,8 +182,9 @@ def _called(node: ast.stmt) -> str:
 
 
 def _steps_of(node: ast.stmt) -> int:
-    """One, unless parameters are gathered together."""
-    return len(_targets(node)) if _called(node) == "regather_together" else 1
+    """One, unless parameters are gathered together, or counters counted."""
+    counted = re.match(r"torch\._foreach_add_\(\[(.*)\], \d+\)", ast.unparse(node))
+    return counted[1].count(",") + 1 if counted else len(_targets(node)) if _called(node) in TOGETHER else 1
 
 
 def _match(link: int, statements: list[ast.stmt], steps: tuple[Step, ...]) -> Names:
@@ -180,7 +209,7 @@ def _targets(node: ast.stmt) -> list[str]:
 # ---- the text that is run, with notes
 
 
-def recorded(text: str, path: str, recorder: Recorder) -> ModuleType:
+def recorded(text: str, path: str, recorder: Recorder | Recorders) -> ModuleType:
     """The program, noting what it writes; lines have the numbers of the text."""
     tree = ast.parse(text, path)
     for node in tree.body:

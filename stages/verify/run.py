@@ -11,39 +11,39 @@ from pipeline.config import Config
 from pipeline.errors import TrainError
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan
-from pipeline.ir.program import Program
 from pipeline.launch import LaunchFailed, run_ranks
 from pipeline.log import Log
-from pipeline.lowering import lower
 from pipeline.stage import read
 
-Write = Callable[[OpGraph, Plan, Program], str]
+Write = Callable[[OpGraph, Plan, Config], tuple[str, tuple[OpGraph, ...]]]
 SHOWN = 8  # rows of the table
 FILE = "runs/codegen/module.py"
 
 
 def verify(root: Path, steps: int, write: Write, log: Log) -> int:
-    """`write` is codegen's: a program that was edited is held against what it was."""
+    """`write` is codegen's: an edited program is held against what it was. It tells the micro-batches' graphs, too."""
     config, found = read(("graph", "plan", "module"), root)
     graph, plan = found["graph"].body, found["plan"].body
     if found["module"].edited:
         log.warning(f"{FILE} was edited by hand: verifying it as it is")
-    written = "" if plan.pipelined else write(graph, plan, lower(graph, plan.sharding, plan.micro_batches))
+    written, graphs = write(graph, plan, config)
     log.info("%d steps on %d ranks, in float64 on the CPU", steps, plan.ranks)
     try:
-        result = run_ranks("stages.verify.worker", _job(root, config, steps, written), plan.ranks, _limit(config))
+        job = _job(root, config, steps, written, graphs if len(plan.slices) > 1 else ())
+        result = run_ranks("stages.verify.worker", job, plan.ranks, _limit(config))
     except LaunchFailed as error:
         return _failed(error, config, log)
     print("\n".join([*_notes(result), *_table(result), *_verdict(result)]))
     return 0 if result["equal"] else 1
 
 
-def _job(root: Path, config: Config, steps: int, written: str) -> dict[str, Any]:
-    """Everything a rank needs, as plain values."""
+def _job(root: Path, config: Config, steps: int, written: str, graphs: tuple[OpGraph, ...] = ()) -> dict[str, Any]:
+    """Everything a rank needs, as plain values; graphs where they are not that of trace."""
     return {
         "root": str(root),
         "module_path": str(KINDS["module"].path(root)),
         "written": written,
+        "graphs": [graph.to_json() for graph in graphs],
         "steps": steps,
         **{group: config.plain(group) for group in ("model", "data", "train")},
         "where": {group: f"conf/{group}/{config.choices[group]}.yaml" for group in ("model", "data", "train")},

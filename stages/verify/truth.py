@@ -139,11 +139,16 @@ def _groups(state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def _passes(module: nn.Module, batches: list[Batch], *, widen: bool, draw: bool) -> Passes:
     module.zero_grad(set_to_none=True)
     with in_float64(widen=widen, draws=draw):
-        samples = list(map(_samples, batches))
-        parts = [sum(samples) / own for own in samples]
+        parts = parts_of(batches)
         losses = [_pass(module, batch, number, parts[number]) for number, batch in enumerate(batches)]
     named = module.named_parameters()
     return Passes(losses, {name: p.grad for name, p in named if p.requires_grad and p.grad is not None})
+
+
+def parts_of(batches: Sequence[Batch]) -> list[float]:
+    """For each pass of a step: how many of its size would have the samples of the step."""
+    samples = list(map(_samples, batches))
+    return [sum(samples) / own for own in samples]
 
 
 def _samples(batch: Batch) -> int:

@@ -30,8 +30,9 @@ from pipeline.runtime.piped import Places
 from pipeline.runtime.slices import Slices
 from pipeline.runtime.source import load_program
 from stages.verify.float64 import draws_alike
-from stages.verify.locate import Case, Fault, locate
-from stages.verify.piped import judge_pipeline, told
+from stages.verify.locate import Case, locate
+from stages.verify.locate_piped import in_pass_of
+from stages.verify.piped import judge_pipeline
 from stages.verify.steps import Difference, Verdict, judge
 from stages.verify.truth import Batch, Truth, truth_of
 
@@ -60,7 +61,8 @@ def main(work: Path) -> None:
 
 def verify(job: dict[str, Any]) -> dict[str, Any]:
     root, path = Path(job["root"]), job["module_path"]
-    graph: OpGraph = artifacts.load("graph", root).body
+    graphs = [OpGraph.from_json(text) for text in job["graphs"]] or [artifacts.load("graph", root).body]
+    graph: OpGraph = graphs[0]
     text = Path(path).read_text()
     written = load_program(path, compiles=False)
     piped = hasattr(written, "PARTITIONS")
@@ -69,13 +71,12 @@ def verify(job: dict[str, Any]) -> dict[str, Any]:
     verdict = (judge_pipeline if piped else judge)(load_program(path, compiles=False), truth, setting.optimizer)
     fault = None
     first = verdict.first()
-    if not verdict.equal and first is not None and piped:
-        fault = asdict(Fault(told(Places(written), first)))
-    elif not verdict.equal and first is not None:
+    if not verdict.equal and first is not None:
         plan: Plan = artifacts.load("plan", root).body
-        program = lower(graph, plan.sharding, plan.micro_batches)
-        case = Case(graph, program, job["written"], text, path)
-        fault = asdict(locate(case, setting.truth(), setting.optimizer, first))
+        program = None if piped else lower(graph, plan.sharding, plan.micro_batches)
+        case = Case(graph, program, job["written"], text, path, *graphs[1:])
+        in_pass = in_pass_of(plan) if piped else None
+        fault = asdict(locate(case, setting.truth(), setting.optimizer, first, in_pass))
     return _result(verdict, truth) | {"fault": fault}
 
 

@@ -14,7 +14,7 @@ from stages.checkpoint.given import Division, Effort, PartitionError, Wishes
 from stages.checkpoint.in_flight import run_partition
 from stages.checkpoint.in_full import PipelinePlan
 from stages.checkpoint.partition import partition
-from stages.checkpoint.pieces import Piece, Recompute, Terms, Timer
+from stages.checkpoint.pieces import Piece, Recompute, Sent, Terms, Timer
 from stages.checkpoint.pipelines import Pipeline
 from tests.partition_cases import Case, least_estimate, random_case
 
@@ -161,11 +161,14 @@ def test_the_schedules_differ_in_what_they_wait() -> None:
     assert [plan.seconds for plan in best] == sorted(plan.seconds for plan in best)
 
 
-def test_torchs_buffers_count_if_asked() -> None:
-    timers = [Timer(layers(), Terms(100, 8, all_buffers=wanted)) for wanted in (False, True)]
-    lean, full = (timer.room(2, 3, 3) for timer in timers)
-    assert lean - full == (8 - 3) + (8 - 1)
-    assert timers[0].room(0, 3, 3) - timers[1].room(0, 3, 3) == 8 - 1
+def test_what_is_sent_counts_if_asked() -> None:
+    """One gradient, and outputs in flight; or all that has been sent."""
+    none, last, every = (Timer(layers(), Terms(100, 8, sent=sent)) for sent in Sent)
+    assert none.room(2, 3, 3) - last.room(2, 3, 3) == 1 + (3 - 1)
+    assert none.room(2, 3, 8) - last.room(2, 3, 8) == 8 - 1  # no gradient has been sent while all are in flight
+    assert none.room(0, 3, 3) - last.room(0, 3, 3) == 3 - 1
+    assert none.room(2, 3, 3) - every.room(2, 3, 3) == (8 - 3) + (8 - 1)
+    assert none.room(0, 3, 3) - every.room(0, 3, 3) == 8 - 1
     assert Timer(replace(layers(), loss_held=3), Terms(100, 8)).room(8, 8, 5) == 100 - 4 * 3
 
 

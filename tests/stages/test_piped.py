@@ -154,8 +154,9 @@ def again(name: str, piped: Piped, plan: Plan) -> tuple[float, list[float]]:
         weight = min(sum(filled.piece.weight[link] for link in kept), backward)
         loads.append((forward, backward, weight, sum(filled.piece.once[span])))
         k, loss = part.in_flight, chain.length
-        buffers = (plan.micro_batches - k) * chain.a[part.first] if part.first else 0  # torch has one for each
-        buffers += (plan.micro_batches - 1) * chain.a[part.last + 1] if part.last < loss else 0
+        every, before = plan.schedule in ("interleaved", "zero_bubble"), plan.micro_batches - k
+        buffers = (before if every else min(before, 1)) * chain.a[part.first] if part.first else 0
+        buffers += (plan.micro_batches - 1 if every else k - 1) * chain.a[part.last + 1] if part.last < loss else 0
         buffers += (k - 1) * price.links[-1].memory.kept if part.last == loss else 0
         own = buffers + sum(filled.piece.resident[span]) + filled.piece.everywhere + (k - 1) * hold + peak
         put_off = sum(filled.piece.put_off[span]) if plan.schedule == "zero_bubble" else 0.0

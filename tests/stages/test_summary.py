@@ -9,7 +9,7 @@ from stages.train.measured import compare
 
 
 def report(prediction: Prediction, breakdown: Breakdown | None) -> Report:
-    rows = compare(prediction, 0.020, 8, [1_000_000, 3_000_000], breakdown)
+    rows = compare(prediction, 0.020, 8, [(1_000_000, 2_000_000), (3_000_000, 2_000_000)], breakdown)
     return Report(1, 2, (1.0,), (0.02,), 0.02, 400.0, (1_000_000, 3_000_000), 0.01, 1, False, compared=rows)
 
 

@@ -127,20 +127,21 @@ def test_of_a_pipeline_the_busiest_rank_is_told() -> None:
 def test_parts_are_compared_on_the_scale_of_the_median_step() -> None:
     prediction = Prediction(0.010, 2_000_000, 0, 0.004, 0.002, 0.001, 0.001)
     breakdown = Breakdown(0.040, 0.024, 0.012, 0.001, 0.004)
-    rows = {row.what: row for row in compare(prediction, 0.020, 8, [1_000_000, 3_000_000], breakdown)}
+    peaks = [(1_000_000, 2_000_000), (3_000_000, 1_000_000)]  # of a pipeline ranks have peaks of their own
+    rows = {row.what: row for row in compare(prediction, 0.020, 8, peaks, breakdown)}
     parts = [rows[name].measured for name in ("compute_ms", "communication_ms", "other_ms")]
     assert parts == pytest.approx([12.0, 6.0, 2.0]) and sum(parts) == pytest.approx(rows["step_ms"].measured)
     assert rows["compute_ms"].ratio == pytest.approx(2.0) and rows["communication_ms"].ratio == pytest.approx(3.0)
     assert rows["samples_per_second"].ratio == pytest.approx(0.5) and rows["other_ms"].ratio is None
-    assert [rows[f"peak_mb{rank}"].ratio for rank in ("", "_rank_0", "_rank_1")] == pytest.approx([1.5, 0.5, 1.5])
-    assert [row.what for row in compare(prediction, 0.020, 8, [1], None)] == [
+    assert [rows[f"peak_mb{rank}"].ratio for rank in ("", "_rank_0", "_rank_1")] == pytest.approx([1.5, 0.5, 3.0])
+    assert [row.what for row in compare(prediction, 0.020, 8, [(1, 1)], None)] == [
         "step_ms", "samples_per_second", "peak_mb", "peak_mb_rank_0",
     ]  # fmt: skip
 
 
 def test_a_bubble_is_compared_where_there_is_a_pipeline() -> None:
     piped = Prediction(0.010, 1, 0, 0.004, 0.002, 0.0, 0.001, bubble_seconds=0.003)
-    found = compare(piped, 0.020, 8, [1], Breakdown(0.040, 0.020, 0.004, 0.0, 0.004, 0.012))
+    found = compare(piped, 0.020, 8, [(1, 1)], Breakdown(0.040, 0.020, 0.004, 0.0, 0.004, 0.012))
     rows = {row.what: row for row in found}
     assert rows["bubble_ms"].measured == pytest.approx(6.0) and rows["bubble_ms"].ratio == pytest.approx(2.0)
     assert rows["communication_ms"].ratio == pytest.approx(1.0)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.runtime.source import load_program
+from stages.verify.locate import Fault
 from tests.piped_training import Case, judge, put_off_in, train, write_case
 from tests.ranks import run_ranks
 
@@ -97,30 +98,38 @@ def test_the_cases_have_what_they_are_for(errors: dict[str, str], folder: Path) 
 # ---- verify
 
 
+WRONG = {
+    "forward": (r"(F\.linear\(x, p\[.token.weight.\]\))", r"\1 * (1 + 1e-6)"),  # of the second partition
+    "backward": (
+        "^def norm(.*\n.*\n.*\n)    return layer_norm$",
+        r"def norm\1    return 2 * layer_norm - layer_norm.detach()",
+    ),
+    "untied": ("^TIED = .*$", "TIED = {}"),
+}
+
+
 @pytest.fixture(scope="module", params=[1, 4])
-def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """By rank: program -> whether it is equal, and what differs first."""
+def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Fault | None]]:
+    """By rank: program -> what differs first, if anything does."""
     folder = tmp_path_factory.mktemp("judged")
     write_case(Case("tied", "1f1b", (1, 1), micro_batches=4, slices=request.param), folder)
     (path,) = folder.glob("*.py")
     text = path.read_text()
     path.rename(folder / "right.py")
     path.with_suffix(".truth").rename(folder / "case.truth")
-    before, after = text.split("class Partition1")
-    (folder / "wrong.py").write_text(
-        before.replace("F.gelu(linear)", "F.gelu(linear) * (1 + 1e-6)") + "class Partition1" + after
-    )
-    (folder / "untied.py").write_text(re.sub("^TIED = .*$", "TIED = {}", text, flags=re.MULTILINE))
+    for name, (right, wrong) in WRONG.items():
+        assert len(re.findall(right, text, re.MULTILINE)) == 1
+        (folder / f"{name}.py").write_text(re.sub(right, wrong, text, flags=re.MULTILINE))
     return run_ranks(2, judge, str(folder))
 
 
-@pytest.mark.parametrize(
-    ("name", "first"),
-    [
-        ("right", ""),
-        ("wrong", "the loss of pass 1 of step 1"),
-        ("untied", "the gradient token.weight in step 1, in Partition0"),
-    ],
-)
-def test_verify_judges_pipelines(judged: list[dict[str, str]], name: str, first: str) -> None:
-    assert [each[name] for each in judged] == [first, first]
+def test_verify_judges_pipelines(judged: list[dict[str, Fault | None]]) -> None:
+    """All ranks name the same op, whichever of them has the partition that it is in."""
+    one, other = judged
+    assert one == other and one["right"] is None
+    wrong, undone, untied = (one[name] for name in WRONG)
+    assert wrong and wrong.what == f"the result of {wrong.op} differs" and wrong.target == "aten.linear.default"
+    assert wrong.source == "gpt.py:69" and wrong.text.startswith("linear = F.linear(x") and wrong.difference > 0
+    assert undone and "forward is equal, but the gradient of the result of layer_norm" in undone.what
+    assert undone.source == "gpt.py:69" and undone.module == "norm"
+    assert untied and "but the gradient of token.weight is not" in untied.what and ", and TIED, line" in untied.what

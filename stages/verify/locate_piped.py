@@ -1,0 +1,119 @@
+"""The first op that differs in a pipeline: as stages.verify.locate, where every rank knows its own partitions alone.
+
+Each rank looks at all that its partitions write in one pass; of what the ranks find, the first counts: forward that of
+the first partition, backward that of the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.layout import of_gradient
+from pipeline.ir.plan import Plan
+from pipeline.lowering import lower
+from pipeline.partitions import part_of
+from stages.verify.compare import TOLERANCE, own_gap
+from stages.verify.interpret import Values, interpret
+from stages.verify.locate import (
+    NEAR,
+    SMALL,
+    Case,
+    Fault,
+    InPass,
+    fault_of,
+    floor_of_gradients,
+    of_buffer,
+    of_readers,
+    of_update,
+)
+from stages.verify.piped import PipedRank, compare_piped
+from stages.verify.record import Names, Noted, Recorder, Recorders, names_of, recorded
+from stages.verify.steps import Difference
+from stages.verify.truth import MakeOptimizer, State, Step, Truth, parts_of
+
+Found = tuple[tuple[int, int], Fault]  # its place: the partition, and the number of what it writes
+
+
+def in_pass_of(plan: Plan) -> InPass:
+    return partial(_in_pass, plan)
+
+
+def _in_pass(
+    plan: Plan, case: Case, truth: Truth, make: MakeOptimizer, first: Difference, before: State, step: Step, at: int
+) -> Fault | None:
+    graph = case.graph_of(step.batches[at])
+    recorders = Recorders({n: Recorder(_names(plan, n, case, graph)) for n in range(len(plan.partitions))})
+    rank = PipedRank(recorded(case.text, case.path, recorders), before, make, truth.batch_norm)
+    rank.inside(lambda partition, number: recorders.inside(partition, number == at))
+    losses = rank.run(step.batches, draws=truth.draw)
+    again = compare_piped(rank, losses, step.passes, first.step, TOLERANCE, truth.first.parameters)
+    if first.kind != "buffer" and not any(d.over > 1.0 for d in again):
+        return of_update(first)
+    values = interpret(graph, before, step.batches[at], at, parts_of(step.batches)[at], draw=truth.draw)
+    looked = _Looked(case, rank, recorders, values)
+    return _first(min, looked.forward()) or _first(max, looked.backward()) or _first(min, looked.buffers(first))
+
+
+def _names(plan: Plan, number: int, case: Case, graph: OpGraph) -> Names:
+    partition = plan.partitions[number]
+    own = part_of(graph, partition.first, partition.last)
+    program = lower(own, partition.sharding, plan.micro_batches, to_loss=partition is plan.partitions[-1])
+    apart = graph is case.smaller and f"class Smaller{number}(" in case.written
+    return names_of(case.written, program, f"{'Smaller' if apart else 'Partition'}{number}", partition.first)
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """What this rank's partitions have written beside what they should have.
+
+    The ranks of a piece meet where a value is partial, so all of them look at everything.
+    """
+
+    case: Case
+    rank: PipedRank
+    recorders: Recorders
+    values: Values
+
+    def noted(self) -> Iterator[tuple[tuple[int, int], Recorder, Noted]]:
+        for number in self.rank.places.numbers:
+            recorder = self.recorders.of[number]
+            yield from (((number, place), recorder, noted) for place, noted in enumerate(recorder.noted.values()))
+
+    def forward(self) -> list[Found]:
+        found = []
+        for place, _, noted in self.noted():
+            tensor = noted.written.tensor
+            far = own_gap(noted.value, self.values.values[tensor.value], tensor.layout, self.rank.axes)
+            if far.relative(SMALL) > NEAR:
+                found.append((place, fault_of(self.case, noted, far)))
+        return found
+
+    def backward(self) -> list[Found]:
+        floor, found = floor_of_gradients(self.case, self.values), []
+        for place, recorder, noted in self.noted():
+            tensor = noted.written.tensor
+            expected = self.values.gradients.get(tensor.value)
+            if expected is not None and noted.written.by_op:
+                far = own_gap(noted.gradient, expected, of_gradient(tensor.layout), self.rank.axes)
+                if far.relative(floor) > NEAR:
+                    found.append((place, of_readers(self.case, recorder, noted, far)))
+        return found
+
+    def buffers(self, first: Difference) -> list[Found]:
+        found = ((n, of_buffer(self.case, self.recorders.of[n], first)) for n in self.rank.places.numbers)
+        return [((number, 0), fault) for number, fault in found if fault is not None]
+
+
+def _first(pick: Callable[..., Found], own: Iterable[Found]) -> Fault | None:
+    """Of all ranks; each tells the first of its own."""
+    mine = pick(own, key=lambda found: found[0], default=None)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    there = [found for found in told if found is not None]
+    return pick(there, key=lambda found: found[0])[1] if there else None
