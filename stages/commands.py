@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import ShardwrightError
 from pipeline.log import QUIET, VERBOSE, Log
@@ -151,6 +153,38 @@ def _of_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the same facts as JSON")
 
 
+def whatif(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Answers by planning, or by formula, for values that nobody wrote down."""
+    from stages.whatif.run import run as answered
+
+    return answered(root, arguments, _Runs(), log)
+
+
+class _Runs(Mapping[str, Any]):
+    """The `run` of each stage that plans, imported when it is asked for."""
+
+    names = ("trace", "profile", "cluster", "solve", "checkpoint")
+
+    def __getitem__(self, name: str) -> Any:
+        return importlib.import_module(f"stages.{name}.run").run
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def _of_whatif(parser: argparse.ArgumentParser) -> None:
+    from stages.whatif.answer import QUESTIONS
+
+    parser.add_argument("question", choices=QUESTIONS, help="; ".join(f"{n}: {what}" for n, what in QUESTIONS.items()))
+    parser.add_argument("words", nargs="*", metavar="name=value", help="settings, or a transformer as `price` takes it")
+    parser.add_argument("--step", type=_positive, help="batch and sequence: what the answer is a multiple of")
+    parser.add_argument("--most", type=_positive, help="batch, sequence and devices: the largest that is tried")
+    parser.add_argument("--json", action="store_true", help="the same facts as JSON")
+
+
 def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Sends tracked runs that the store could not take when they were made."""
     from pipeline.config import load_config
@@ -210,6 +244,11 @@ COMMANDS = {
         ),
     ),
     "explain": Command("say what was chosen, what else there was, and why not (docs/explain.md)", explain, _of_explain),
+    "whatif": Command(
+        "answer what would happen: batch, sequence, devices, budget, link, clusters (docs/what-if.md)",
+        whatif,
+        _of_whatif,
+    ),
     "sync": Command("send tracked runs that are still waiting", sync),
     "ui": Command("serve the MLflow UI on 127.0.0.1", ui),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.experiment import apply_experiment, experiments
+from pipeline.config.experiment import apply_experiment, experiments, overrides, try_settings
 from pipeline.config.load import load_config, load_part, saved_file
 from pipeline.config.pipelines import PIPELINE_AXIS
 from pipeline.config.reference import reference
@@ -67,6 +67,8 @@ __all__ = [
     "listing",
     "load_config",
     "load_part",
+    "overrides",
     "reference",
     "saved_file",
+    "try_settings",
 ]
