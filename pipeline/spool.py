@@ -87,11 +87,11 @@ class Spool:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def describe(self, run_name: str, experiment: str) -> None:
+    def describe(self, run_name: str, experiment: str, **more: str) -> None:
         """Say once how the run of this execution is called; the first stage's word stands."""
         path = self.folder / "execution.json"
         if not path.exists():
-            _write_json(path, {"execution": self.execution, "run_name": run_name, "experiment": experiment})
+            _write_json(path, {"execution": self.execution, "run_name": run_name, "experiment": experiment} | more)
 
     def record(self, entry: StageRecord) -> str:
         """Write a stage's record and copies of its artifacts; the record's file, written last, makes it count."""

@@ -147,6 +147,16 @@ def _upstream(stage: Stage, root: Path, config: Config) -> list[StageRecord]:
     return records
 
 
+def up_to(last: str) -> list[str]:
+    """The stages that end in this one, in the pipeline's order."""
+    return [*_above(STAGES[last]), last]
+
+
+def as_cached(stages: Iterable[str], config: Config, figures: Mapping[str, Figures]) -> list[StageRecord]:
+    """Records of stages that did not run: their figures come from elsewhere."""
+    return [_record(STAGES[name], config, figures[name], (), status="cached") for name in stages]
+
+
 def _above(stage: Stage) -> list[str]:
     """Every stage whose artifact this one rests on, in the pipeline's order."""
     makers = {s.writes: s for s in STAGES.values()}

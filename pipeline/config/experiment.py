@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeline.config.check import suggestion
 from pipeline.config.load import ROOT_FILE, build, choices_remedy, choose, group_file, load_config
-from pipeline.config.schema import GROUPS, Config, Experiment, Root
+from pipeline.config.schema import GROUPS, Config, Experiment, Root, Sweep
 from pipeline.config.source import Key, Source, listing, parse, parse_value, read, read_bytes, shown
 from pipeline.errors import ConfigError
 
@@ -39,7 +39,7 @@ def apply_experiment(root: Path, name: str) -> list[str]:
 
     The result is loaded and checked before the first file is written.
     """
-    source = _find(root, name)
+    source = _find(root, "experiment", name)
     experiment: Experiment = build(Experiment, source)
     edit = _Edit(root, source)
     edit.apply_all(experiment.settings)
@@ -52,8 +52,8 @@ def try_settings(root: Path, settings: Sequence[str]) -> Config:
     return _Edit(root, _Given.of(settings)).apply_all(settings)
 
 
-def overrides(root: Path, settings: Sequence[str]) -> list[tuple[str, str, str]]:
-    """File, key and value of each setting as DVC's `-S` takes them; checked together as `apply` would."""
+def overrides(root: Path, settings: Sequence[str]) -> list[tuple[str, str, Any]]:
+    """File, key and value of each setting, for DVC's `-S`; checked as `apply` would."""
     edit = _Edit(root, _Given.of(settings))
     edit.apply_all(settings)
     return edit.placed
@@ -74,12 +74,18 @@ class _Given(Source):
         return ConfigError(what, where=self.where(key), remedy=remedy)
 
 
-def _find(root: Path, name: str) -> Source:
-    names = listing(root, "experiment")
+def find_sweep(root: Path, name: str) -> Sweep:
+    """A file of conf/sweep."""
+    found: Sweep = build(Sweep, _find(root, "sweep", name))
+    return found
+
+
+def _find(root: Path, folder: str, name: str) -> Source:
+    names = listing(root, folder)
     if name not in names:
         remedy = choices_remedy(name, names)
-        raise ConfigError(f"there is no experiment {shown(name)}", where="conf/experiment", remedy=remedy)
-    return read(root, group_file("experiment", name), ("experiment",))
+        raise ConfigError(f"there is no {folder} {shown(name)}", where=f"conf/{folder}", remedy=remedy)
+    return read(root, group_file(folder, name), (folder,))
 
 
 @dataclass
@@ -91,7 +97,7 @@ class _Edit:
     changed: dict[str, bytes] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     made: dict[str, Key] = field(default_factory=dict)  # dotted key of a setting -> where the experiment says it
-    placed: list[tuple[str, str, str]] = field(default_factory=list)  # file, key and value of each setting
+    placed: list[tuple[str, str, Any]] = field(default_factory=list)  # file, key and value of each setting
 
     def apply_all(self, settings: Sequence[str]) -> Config:
         for index, text in enumerate(settings):
@@ -129,7 +135,7 @@ class _Edit:
         return choose(self.root, group, getattr(main, group), self.source, at)
 
     def _set(self, name: str, path: list[str], value: Any, at: Key) -> None:
-        self.placed.append((name, ".".join(path), self.source.data["settings"][at[1]].partition("=")[2].strip()))
+        self.placed.append((name, ".".join(path), value))
         raw = self.changed[name] if name in self.changed else read_bytes(self.root, name)
         parse(name, (), raw)  # our own errors, with line and column, before ruamel's
         document = _load(name, raw)
