@@ -39,7 +39,7 @@ def apply_experiment(root: Path, name: str) -> list[str]:
 
     The result is loaded and checked before the first file is written.
     """
-    source = _find(root, "experiment", name)
+    source = _find(root, "experiment", name, f"there is no experiment {shown(name)}")
     experiment: Experiment = build(Experiment, source)
     edit = _Edit(root, source)
     edit.apply_all(experiment.settings)
@@ -76,15 +76,14 @@ class _Given(Source):
 
 def find_sweep(root: Path, name: str) -> Sweep:
     """A file of conf/sweep."""
-    found: Sweep = build(Sweep, _find(root, "sweep", name))
+    found: Sweep = build(Sweep, _find(root, "sweep", name, f"there is no sweep {shown(name)}"))
     return found
 
 
-def _find(root: Path, folder: str, name: str) -> Source:
+def _find(root: Path, folder: str, name: str, missing: str) -> Source:
     names = listing(root, folder)
     if name not in names:
-        remedy = choices_remedy(name, names)
-        raise ConfigError(f"there is no {folder} {shown(name)}", where=f"conf/{folder}", remedy=remedy)
+        raise ConfigError(missing, where=f"conf/{folder}", remedy=choices_remedy(name, names))
     return read(root, group_file(folder, name), (folder,))
 
 

@@ -30,11 +30,11 @@ def check_repository(root: Path) -> None:
 
 
 def run_point(
-    root: Path, name: str, settings: Sequence[str], until: str, environ: Mapping[str, str], report: Path
+    root: Path, name: str, settings: Sequence[str], code: str, until: str, environ: Mapping[str, str], report: Path
 ) -> Ran:
     """All that it said goes to the file `report`."""
     changes = [flag for change in overrides(root, settings) for flag in ("-S", _override(*change))]
-    copied = [flag for path in _untracked(root) for flag in ("--copy-paths", path)]
+    copied = [flag for path in _untracked(root, code) for flag in ("--copy-paths", path)]
     command = [sys.executable, "-m", "dvc", "exp", "run", "--temp", "--name", name, *changes, *copied, until]
     report.parent.mkdir(parents=True, exist_ok=True)
     with report.open("w") as file:
@@ -57,11 +57,12 @@ def _hydra(value: Any) -> str:
     return json.dumps(value)
 
 
-def _untracked(root: Path) -> list[str]:
-    """Files that git does not have yet: DVC's copy lacks them."""
-    listed = ["git", "ls-files", "-z", "--others", "--exclude-standard"]
+def _untracked(root: Path, code: str) -> list[str]:
+    """Files of the configuration and of the model's source that git does not have yet: DVC's copy lacks them."""
+    folders = ["conf", *([code] if (root / code).resolve().is_relative_to(root.resolve()) else [])]
+    listed = ["git", "ls-files", "-z", "--others", "--exclude-standard", "--", *folders]
     found = subprocess.run(listed, cwd=root, capture_output=True, text=True)
-    return [name for name in found.stdout.split("\0") if name and name != "dvc.lock"]
+    return [name for name in found.stdout.split("\0") if name]
 
 
 def _reason(said: str) -> str:

@@ -87,7 +87,8 @@ def _ran(sweeping: Sweeping, number: int, settings: tuple[str, ...], config: Con
     point = Point(sweeping.name, what, sweeping.root)
     environ = {**sweeping.environ, **point.environment(), "SHARDWRIGHT_EXECUTION": name}
     sweeping.log.info("%s", what)
-    ran = run_point(sweeping.root, name, settings, sweeping.until, environ, sweeping.folder / f"{number}.log")
+    report = sweeping.folder / f"{number}.log"
+    ran = run_point(sweeping.root, name, settings, config.code, sweeping.until, environ, report)
     row: Row = dict(setting.split("=", 1) for setting in settings)
     tracker = Tracker(sweeping.root, config.tracking, sweeping.log, execution=name, point=point)
     if ran.reason:

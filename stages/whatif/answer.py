@@ -44,7 +44,7 @@ class Answer:
         return json.dumps(content, indent=1)
 
     def text(self) -> str:
-        return "\n".join([f"{self.about} (by {self.by})", *table(self.rows), self.answer])
+        return "\n".join([f"{self.about} (by {self.by})", *(table(self.rows) if self.rows else ()), self.answer])
 
 
 def table(rows: Sequence[Row]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import ClusterSource, Config, TensorSpec, listing, load_part
+from pipeline.errors import SolveError
 from pipeline.ir.codec import encode
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Frontier, Plan
@@ -72,6 +73,8 @@ def _largest(asking: Asking, name: str, start: int, step: int, most: int, at: Ca
     if edge.fits is None:
         smallest = tried[min(tried)].error
         assert smallest is not None
+        if not isinstance(smallest, SolveError):  # of the model or the devices: no size helps
+            raise smallest
         raise WhatIfError(f"not even a {name} of {min(tried)} fits: {smallest.what}", remedy=smallest.remedy)
     rows = [{name: size, **_row(found, _samples(at(size)))} for size, found in sorted(tried.items())]
     return Answer(
@@ -245,8 +248,9 @@ def link(asking: Asking, factors: Sequence[Slower]) -> Answer:
         same = planner.plan(config, changed | {"frontier": _only(planner.frontier(config), now.plan, factor)})
         asking.log.info("%s: %s", factor, again.refused or f"{_ms(again.plan):.2f} ms")
         rows.append({"links": str(factor), "same_layouts_ms": _ms(same.plan), **_row(again, samples)})
-    worst = rows[-1]
-    said = f"with {worst['links']} a step takes {worst['step_ms']:.4g} ms instead of {rows[0]['step_ms']:.4g} ms"
+    last = rows[-1]
+    takes = f"a step takes {last['step_ms']:.4g} ms" if last["step_ms"] is not None else "there is no plan"
+    said = f"with {last['links']} {takes} instead of {rows[0]['step_ms']:.4g} ms"
     return Answer("link", PLANNER, asking.about(), said, tuple(rows), {"now_ms": rows[0]["step_ms"]})
 
 

@@ -48,5 +48,5 @@ def test_points_are_experiments_and_one_set_of_runs(make_project, capsys):
     assert {run.data.tags["shardwright.sweep"] for run in points} == {above.info.run_name}
     assert [run.info.status for run in points] == ["FINISHED", "FAILED", "FINISHED"]
     assert [run.data.tags["stage.solve"] for run in points] == ["executed", "failed", "cached"]
-    for run, row in zip(points, rows, strict=True):
-        assert run.data.metrics.get("checkpoint/step_ms") == row.get("step_ms")
+    for point, row in zip(points, rows, strict=True):
+        assert point.data.metrics.get("checkpoint/step_ms") == row.get("step_ms")
