@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -173,8 +174,8 @@ def _floor(asking: Asking) -> int:
 def budget(asking: Asking) -> Answer:
     """Where the plan changes as the budget falls from what the fastest plan needs to the least that fits.
 
-    Found along the frontier of one solve, by choosing recompute for each budget anew; then each change is confirmed by
-    planning on both of its sides.
+    Guessed along the frontier of one solve, by choosing recompute for each budget anew; then planned on both sides of
+    every guess, and between two sides that differ until they are neighbours.
     """
     config, planner = with_budget(asking.config, None), asking.planner
     frontier = planner.frontier(config)
@@ -183,23 +184,24 @@ def budget(asking: Asking) -> Answer:
         assert fastest.error is not None
         raise fastest.error
 
+    @cache
     def planned(nbytes: int) -> Outcome:
         return asking.plan(with_budget(config, nbytes), f"{nbytes / 1e9:.4g} GB")
 
-    def along(nbytes: int) -> str:
-        return signature(planner.plan(config, {"frontier": replace(frontier, budget_bytes=nbytes)}).plan)
+    def along(nbytes: int) -> Plan | None:
+        return planner.plan(config, {"frontier": replace(frontier, budget_bytes=nbytes)}).plan
 
     top = fastest.plan.prediction.peak_bytes
-    bottom = least(0, top, NEAR, lambda nbytes: planned(nbytes).fits)
+    bottom = _least(top, lambda nbytes: along(nbytes) is not None, lambda nbytes: planned(nbytes).fits)
     assert bottom.fits is not None and bottom.fails is not None
-    found = changes(_grid(bottom.fits, top, frontier), NEAR, along)
-    sides = [(low, high, planned(low).plan, planned(high).plan) for low, high in found]
-    kept = [(low, high, after) for low, high, before, after in sides if signature(before) != signature(after)]
+    guessed = changes(_grid(bottom.fits, top, frontier), NEAR, lambda nbytes: signature(along(nbytes)))
+    known = [bottom.fits, *(side for pair in guessed for side in pair), top]
+    found = changes(known, NEAR, lambda nbytes: signature(planned(nbytes).plan))
     samples = _samples(config)
     first = {"from_gb": bottom.fits / 1e9, **_row(planned(bottom.fits), samples)}
-    rows = (first, *({"from_gb": high / 1e9, **_row(Outcome(after, ""), samples)} for _, high, after in kept))
+    rows = (first, *({"from_gb": high / 1e9, **_row(planned(high), samples)} for _, high in found))
     said = (
-        f"{bottom.fits / 1e9:.4g} GB is the least that fits, to 1%; the plan changes at {len(kept)} budgets above it,"
+        f"{bottom.fits / 1e9:.4g} GB is the least that fits, to 1%; the plan changes at {len(found)} budgets above it,"
         f" and from {top / 1e9:.4g} GB on it is the fastest"
     )
     return Answer(
@@ -207,10 +209,19 @@ def budget(asking: Asking) -> Answer:
         {
             "least_gb": bottom.fits / 1e9,
             "too_small_gb": bottom.fails / 1e9,
-            "changes": [{"below_gb": low / 1e9, "from_gb": high / 1e9} for low, high, _ in kept],
+            "changes": [{"below_gb": low / 1e9, "from_gb": high / 1e9} for low, high in found],
             "enough_gb": top / 1e9,
         },
     )  # fmt: skip
+
+
+def _least(top: int, along: Callable[[int], bool], planned: Callable[[int], bool]) -> Edge:
+    """Where the frontier of one solve puts it, if planning agrees on both sides; else planned step by step."""
+    edge = least(0, top, NEAR, along)
+    assert edge.fits is not None and edge.fails is not None
+    if planned(edge.fits) and not planned(edge.fails):
+        return edge
+    return least(0, top, NEAR, planned)
 
 
 def _grid(low: int, high: int, frontier: Frontier) -> list[int]:
