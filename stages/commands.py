@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,22 +156,12 @@ def whatif(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Answers by planning, or by formula, for values that nobody wrote down."""
     from stages.whatif.run import run as answered
 
-    return answered(root, arguments, _Runs(), log)
+    return answered(root, arguments, _stage_run, log)
 
 
-class _Runs(Mapping[str, Any]):
-    """The `run` of each stage that plans, imported when it is asked for."""
-
-    names = ("trace", "profile", "cluster", "solve", "checkpoint")
-
-    def __getitem__(self, name: str) -> Any:
-        return importlib.import_module(f"stages.{name}.run").run
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
+def _stage_run(name: str) -> Any:
+    """The `run` of a stage, imported when it is asked for."""
+    return importlib.import_module(f"stages.{name}.run").run
 
 
 def _of_whatif(parser: argparse.ArgumentParser) -> None:

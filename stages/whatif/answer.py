@@ -50,7 +50,7 @@ class Answer:
 def table(rows: Sequence[Row]) -> list[str]:
     """Figures to the right under their names, words to the left; what is too long to align comes last."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[_shown(row.get(name)) for name in names] for row in rows]
+    cells = [[shown(row.get(name)) for name in names] for row in rows]
     words = [any(isinstance(row.get(name), str) for row in rows) for name in names]
     widths = [max(len(text) for text in (name, *column)) for name, *column in zip(names, *cells, strict=True)]
     lines = []
@@ -63,7 +63,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -12,7 +12,7 @@ from pipeline.cluster_model.memory import device_bytes
 from pipeline.cluster_model.search import candidates, described, divisors
 from pipeline.cluster_model.words import Asked, find_machine, in_words
 from pipeline.config import Config
-from stages.whatif.answer import FORMULA, Answer, Row, WhatIfError
+from stages.whatif.answer import FORMULA, Answer, Row, WhatIfError, shown
 from stages.whatif.links import Slower
 from stages.whatif.search import fewest, largest
 
@@ -139,7 +139,8 @@ def link(asking: Asking, factors: Sequence[Slower]) -> Answer:
         same = price(asking.model, now[0], machine)
         again = asking.best(asking.model, machine, asking.wanted)
         rows.append({"links": str(factor), "same_layout_ms": same.seconds * 1e3, **_row(again)})
-    said = f"with {rows[-1]['links']} a step takes {rows[-1]['step_ms']:.4g} ms instead of {rows[0]['step_ms']:.4g} ms"
+    before, after = shown(rows[0]["step_ms"]), shown(rows[-1]["step_ms"])
+    said = f"with {rows[-1]['links']} a step takes {after} ms instead of {before} ms"
     return Answer("link", FORMULA, asking.about(), said, tuple(rows), {"now_ms": rows[0]["step_ms"]})
 
 
@@ -160,7 +161,7 @@ def clusters(asking: Asking, names: Sequence[str]) -> Answer:
         rows.append({"cluster": name, "devices": machine.devices, **_row(found)})
     fitting = [row for row in rows if row["step_ms"] is not None]
     best = min(fitting, key=lambda row: row["step_ms"], default=None)
-    said = f"{best['cluster']} is the fastest, {best['step_ms']:.4g} ms a step" if best else "it fits none of them"
+    said = f"{best['cluster']} is the fastest, {shown(best['step_ms'])} ms a step" if best else "it fits none of them"
     about = f"{in_words(asking.model)}, batch {asking.model.batch}"
     return Answer("clusters", FORMULA, about, said, tuple(rows), {"fastest": best["cluster"] if best else None})
 

@@ -10,13 +10,13 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import ClusterSource, Config, TensorSpec, listing, load_part
+from pipeline.config import ClusterSource, Config, DType, TensorSpec, listing, load_part
 from pipeline.errors import SolveError
 from pipeline.ir.codec import encode
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Frontier, Plan
 from pipeline.log import Log
-from stages.whatif.answer import PLANNER, Answer, Row, WhatIfError, short
+from stages.whatif.answer import PLANNER, Answer, Row, WhatIfError, short, shown
 from stages.whatif.links import Slower, slower
 from stages.whatif.planner import Outcome, Planner, with_budget
 from stages.whatif.search import Edge, changes, fewest, largest, least
@@ -93,7 +93,7 @@ def _edge_words(name: str, edge: Edge, step: int) -> str:
 def _sizes(config: Config, dim: int) -> int:
     """The size of that dim, which all tensors of the batch that have it share."""
     what = ("batch", "sequence")[dim]
-    found = {name: spec.shape[dim] for name, spec in config.model.batch.items() if len(spec.shape) > dim}
+    found = {name: spec.shape[dim] for name, spec in config.model.batch.items() if _has(spec, dim)}
     if len(set(found.values())) != 1:
         where = f"conf/model/{config.choices['model']}.yaml: batch"
         sizes = ", ".join(f"{name} {size}" for name, size in found.items()) or "none has it"
@@ -103,9 +103,15 @@ def _sizes(config: Config, dim: int) -> int:
     return next(iter(found.values()))
 
 
+def _has(spec: TensorSpec, dim: int) -> bool:
+    """Every tensor has a batch; tokens and vectors one after another have a sequence, features and images have none."""
+    whole = spec.dtype in (DType.int64, DType.int32, DType.bool)
+    return dim == 0 or (len(spec.shape) > 1 if whole else len(spec.shape) == 3)
+
+
 def _with_dim(config: Config, dim: int, size: int) -> Config:
     def resized(spec: TensorSpec) -> TensorSpec:
-        shape = [size if at == dim and len(spec.shape) > dim else old for at, old in enumerate(spec.shape)]
+        shape = [size if at == dim and _has(spec, dim) else old for at, old in enumerate(spec.shape)]
         return replace(spec, shape=shape)
 
     specs = {name: resized(spec) for name, spec in config.model.batch.items()}
@@ -260,8 +266,8 @@ def link(asking: Asking, factors: Sequence[Slower]) -> Answer:
         asking.log.info("%s: %s", factor, again.refused or f"{_ms(again.plan):.2f} ms")
         rows.append({"links": str(factor), "same_layouts_ms": _ms(same.plan), **_row(again, samples)})
     last = rows[-1]
-    takes = f"a step takes {last['step_ms']:.4g} ms" if last["step_ms"] is not None else "there is no plan"
-    said = f"with {last['links']} {takes} instead of {rows[0]['step_ms']:.4g} ms"
+    takes = f"a step takes {shown(last['step_ms'])} ms" if last["step_ms"] is not None else "there is no plan"
+    said = f"with {last['links']} {takes} instead of {shown(rows[0]['step_ms'])} ms"
     return Answer("link", PLANNER, asking.about(), said, tuple(rows), {"now_ms": rows[0]["step_ms"]})
 
 
@@ -289,7 +295,7 @@ def clusters(asking: Asking, names: Sequence[str]) -> Answer:
         rows.append({"cluster": name, "devices": sum(config.cluster.host_sizes), **_row(found, samples)})
     fitting = [row for row in rows if row["step_ms"] is not None]
     best = min(fitting, key=lambda row: row["step_ms"], default=None)
-    said = f"{best['cluster']} is the fastest, {best['step_ms']:.4g} ms a step" if best else "it fits none of them"
+    said = f"{best['cluster']} is the fastest, {shown(best['step_ms'])} ms a step" if best else "it fits none of them"
     about = f"{asking.config.choices['model']}"
     return Answer("clusters", PLANNER, about, said, tuple(rows), {"fastest": best["cluster"] if best else None})
 

@@ -7,7 +7,7 @@ own, and what one of them made is kept in memory for every configuration that as
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from pipeline.stage import STAGES, Inputs, Result
 from pipeline.tracker import Tracker
 
 Run = Callable[[Inputs, Config], Result]
-PLANNING = ("trace", "profile", "cluster", "solve", "checkpoint")
+RunOf = Callable[[str], Run]  # by name of the stage
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Outcome:
 
 
 class Planner:
-    def __init__(self, root: Path, runs: Mapping[str, Run], scratch: Path, log: Log) -> None:
-        self.root, self.runs, self.scratch, self.log = root, runs, scratch, log
+    def __init__(self, root: Path, run_of: RunOf, scratch: Path, log: Log) -> None:
+        self.root, self.run_of, self.scratch, self.log = root, run_of, scratch, log
         self._made: dict[tuple[str, ...], Artifact | ShardwrightError] = {}
         self._tracker = Tracker(scratch, Tracking(enabled=False), log, execution="whatif")
 
@@ -80,7 +80,7 @@ class Planner:
         add_code_path(self.root, config.code)
         try:
             know_own_ops(config, reads["graph"].body if "graph" in reads else None)
-            result = self.runs[stage](Inputs(self.scratch, reads, self.log, self._tracker), config)
+            result = self.run_of(stage)(Inputs(self.scratch, reads, self.log, self._tracker), config)
         except ShardwrightError as error:
             return error
         return artifacts.make(kind, result.body, reads.values(), settings)
@@ -105,7 +105,7 @@ class Planner:
 
 
 @contextmanager
-def planning(root: Path, runs: Mapping[str, Run], log: Log) -> Any:
+def planning(root: Path, run_of: RunOf, log: Log) -> Iterator[Planner]:
     """A planner with a folder of its own, in which the project's conf/ and what is known of ops can be read."""
     with tempfile.TemporaryDirectory(prefix="whatif-") as folder:
         scratch, known = Path(folder), root / "runs" / "ops"
@@ -113,7 +113,7 @@ def planning(root: Path, runs: Mapping[str, Run], log: Log) -> Any:
         (scratch / "runs").mkdir()
         (scratch / "conf").symlink_to((root / "conf").resolve())
         (scratch / "runs" / "ops").symlink_to(known.resolve())
-        yield Planner(root, runs, scratch, log)
+        yield Planner(root, run_of, scratch, log)
 
 
 def with_budget(config: Config, nbytes: int | None) -> Config:

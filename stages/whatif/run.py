@@ -7,7 +7,7 @@ the configuration for it. One about a transformer by name or by sizes, in the wo
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,7 @@ from pipeline.log import QUIET, VERBOSE, Log, get_log
 from stages.whatif import formula, planned
 from stages.whatif.answer import Answer, WhatIfError
 from stages.whatif.links import Slower
-from stages.whatif.planner import Run, planning
+from stages.whatif.planner import RunOf, planning
 
 FACTORS = ("bandwidth", "latency")
 
@@ -34,11 +34,12 @@ class Question:
     most: int | None
 
 
-def run(root: Path, arguments: argparse.Namespace, runs: Mapping[str, Run], log: Log) -> int:
+def run(root: Path, arguments: argparse.Namespace, run_of: RunOf, log: Log) -> int:
     question = read_question(arguments)
-    found = (
-        _by_formula(root, question) if of_formula(question.words) else _by_planner(root, question, runs, arguments, log)
-    )
+    if of_formula(question.words):
+        found = _by_formula(root, question)
+    else:
+        found = _by_planner(root, question, run_of, arguments, log)
     print(found.json() if arguments.json else found.text())
     return 0
 
@@ -125,12 +126,10 @@ def _by_formula(root: Path, question: Question) -> Answer:
     return formula.clusters(asking, question.clusters)
 
 
-def _by_planner(
-    root: Path, question: Question, runs: Mapping[str, Run], arguments: argparse.Namespace, log: Log
-) -> Answer:
+def _by_planner(root: Path, question: Question, run_of: RunOf, arguments: argparse.Namespace, log: Log) -> Answer:
     config = try_settings(root, question.words)
     stages = get_log("plan", arguments.verbosity if arguments.verbosity == VERBOSE else QUIET)
-    with planning(root, runs, stages) as planner:
+    with planning(root, run_of, stages) as planner:
         asking = planned.Asking(root, planner, config, log)
         match question.name:
             case "batch":
