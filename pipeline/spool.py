@@ -89,11 +89,11 @@ class Spool:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def describe(self, run_name: str, experiment: str) -> None:
+    def describe(self, run_name: str, experiment: str, **more: str) -> None:
         """Say once how the run of this execution is called to begin with; a record may know better."""
         path = self.folder / "execution.json"
         if not path.exists():
-            _write_json(path, {"execution": self.execution, "run_name": run_name, "experiment": experiment})
+            _write_json(path, {"execution": self.execution, "run_name": run_name, "experiment": experiment} | more)
 
     def record(self, entry: StageRecord) -> str:
         """Write a stage's record and copies of its artifacts; the record's file, written last, makes it count."""

@@ -18,6 +18,7 @@ from pipeline.headline import headlines, run_name, run_tags
 from pipeline.instantiate import add_code_path
 from pipeline.log import Log
 from pipeline.own_ops import know_own_ops
+from pipeline.point import current
 from pipeline.spool import StageRecord
 from pipeline.tracker import Tracker
 
@@ -98,7 +99,8 @@ def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, l
 
 def _known(record: StageRecord, config: Config, plan: Artifact | None) -> StageRecord:
     """With the name and the tags of the run, as far as the plan is known."""
-    return replace(record, run_name=run_name(config, plan), tags=run_tags(config, plan))
+    name = run_name(config, plan) if current() is None else None  # a point of a sweep is called after its settings
+    return replace(record, run_name=name, tags=run_tags(config, plan))
 
 
 def _all_keys() -> tuple[str, ...]:
@@ -154,6 +156,16 @@ def _upstream(stage: Stage, root: Path, config: Config) -> list[StageRecord]:
             path = KINDS[STAGES[name].writes].path(root)
             records.append(_record(STAGES[name], config, summary, (path,), status="cached"))
     return records
+
+
+def up_to(last: str) -> list[str]:
+    """The stages that end in this one, in the pipeline's order."""
+    return [*_above(STAGES[last]), last]
+
+
+def as_cached(stages: Iterable[str], config: Config, figures: Mapping[str, Figures]) -> list[StageRecord]:
+    """Records of stages that did not run: their figures come from elsewhere."""
+    return [_record(STAGES[name], config, figures[name], (), status="cached") for name in stages]
 
 
 def _above(stage: Stage) -> list[str]:

@@ -13,13 +13,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline import tracking as sender
 from pipeline.errors import ShardwrightError
+from pipeline.point import Point as SweepPoint
+from pipeline.point import current
 from pipeline.spool import Point, Scalar, Spool, StageRecord, append, execution_id, executions, prune
 from pipeline.tracking import CONNECT_S, Settings, Store
 
@@ -51,7 +53,10 @@ class Tracker:
         *,
         run_name: str = "run",
         execution: str | None = None,
+        point: SweepPoint | None = None,
     ) -> None:
+        self._point = point or current()
+        root = self._point.root if self._point else root
         self._root, self._settings, self._log, self._run_name = root, settings, log, run_name
         self._store = Store.of(root, settings)
         self._spool = Spool(root, execution or execution_id(), log)
@@ -64,12 +69,24 @@ class Tracker:
             return
         with self._surviving():
             self._describe()
-            known = {entry.stage for entry in self._spool.records().values()}
-            for entry in upstream:
-                if entry.stage not in known:
-                    self._spool.record(replace(entry, status="cached"))
+            self._record_missing(replace(entry, status="cached") for entry in upstream)
             self._spool.record(record)
         self.flush()
+
+    def complete(self, records: Iterable[StageRecord]) -> None:
+        """Record those of stages that have not told anything in this execution; then send."""
+        if not self._settings.enabled:
+            return
+        with self._surviving():
+            self._describe()
+            self._record_missing(records)
+        self.flush()
+
+    def _record_missing(self, records: Iterable[StageRecord]) -> None:
+        known = {entry.stage for entry in self._spool.records().values()}
+        for entry in records:
+            if entry.stage not in known:
+                self._spool.record(entry)
 
     def failed(self, stage: str, error: str, params: Mapping[str, Scalar] | None = None) -> None:
         """Record that a stage failed, with the error's line; the run is marked FAILED."""
@@ -113,7 +130,10 @@ class Tracker:
         return None
 
     def _describe(self) -> None:
-        self._spool.describe(self._run_name, self._settings.experiment)
+        if self._point is None:
+            self._spool.describe(self._run_name, self._settings.experiment)
+        else:
+            self._spool.describe(self._point.name, self._settings.experiment, sweep=self._point.sweep)
 
     def _attempt(self, *, wait: float, force: bool = False, quiet: bool = False) -> str | None:
         """Send under the lock; None when nothing is left, else why not. Failing is remembered, and told once."""

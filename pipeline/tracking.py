@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from pipeline.headline import numbered
+from pipeline.point import tags_in_set
 from pipeline.spool import Point, Scalar, Spool, StageRecord, State
 
 CONNECT_S = 10.0
@@ -235,7 +236,7 @@ def _open_run(client: Any, store: Store, spool: Spool, state: State) -> tuple[St
         else client.create_run(
             experiment_id,
             start_time=_ms(started),
-            tags={EXECUTION_TAG: execution},
+            tags={EXECUTION_TAG: execution} | tags_in_set(client, experiment_id, EXECUTION_TAG, words.get("sweep")),
             run_name=words.get("run_name", execution),
         )
     )

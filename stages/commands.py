@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import ShardwrightError
 from pipeline.log import QUIET, VERBOSE, Log
@@ -46,9 +48,8 @@ def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Checks the configuration, runs `dvc repro`, prints the summary."""
     check(root, arguments, log)
     loud = {QUIET: ["--quiet"], VERBOSE: ["--verbose"]}.get(arguments.verbosity, [])
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # for `python` in dvc.yaml
     command = [sys.executable, "-m", "dvc", "repro", *loud, *arguments.targets]
-    done = subprocess.run(command, cwd=root, env={**os.environ, "PATH": path})
+    done = subprocess.run(command, cwd=root, env=_with_python())
     if done.returncode:
         raise RunFailed("the pipeline stopped", where="dvc repro", remedy="see the message of the stage above")
     return summary(root, arguments, log)
@@ -151,6 +152,53 @@ def _of_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the same facts as JSON")
 
 
+def whatif(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Answers by planning, or by formula, for values that nobody wrote down."""
+    from stages.whatif.run import run as answered
+
+    return answered(root, arguments, _stage_run, log)
+
+
+def _stage_run(name: str) -> Any:
+    """The `run` of a stage, imported when it is asked for."""
+    return importlib.import_module(f"stages.{name}.run").run
+
+
+def _of_whatif(parser: argparse.ArgumentParser) -> None:
+    from stages.whatif.answer import QUESTIONS
+
+    parser.add_argument("question", choices=QUESTIONS, help="; ".join(f"{n}: {what}" for n, what in QUESTIONS.items()))
+    parser.add_argument("words", nargs="*", metavar="name=value", help="settings, or a transformer as `price` takes it")
+    parser.add_argument("--step", type=_positive, help="batch and sequence: what the answer is a multiple of")
+    parser.add_argument("--most", type=_positive, help="batch, sequence and devices: the largest that is tried")
+    parser.add_argument("--json", action="store_true", help="the same facts as JSON")
+
+
+def sweep(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Runs points as DVC experiments."""
+    from stages.sweep.run import run as swept
+
+    return swept(root, arguments, _with_python(), log)
+
+
+def _of_sweep(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="name=value,value",
+        help="what is varied; or a file of conf/sweep",
+    )
+    parser.add_argument("--name", help="of the sweep, before the time at which it began")
+    parser.add_argument("--until", choices=("checkpoint", "codegen", "train"), help="the last stage (checkpoint)")
+    parser.add_argument("--json", action="store_true", help="the table as JSON")
+
+
+def _with_python() -> dict[str, str]:
+    """The environment in which `python` of dvc.yaml is this interpreter."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return {**os.environ, "PATH": path}
+
+
 def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Sends tracked runs that the store could not take when they were made."""
     from pipeline.config import load_config
@@ -210,6 +258,12 @@ COMMANDS = {
         ),
     ),
     "explain": Command("say what was chosen, what else there was, and why not (docs/explain.md)", explain, _of_explain),
+    "whatif": Command(
+        "answer what would happen: batch, sequence, devices, budget, link, clusters (docs/what-if.md)",
+        whatif,
+        _of_whatif,
+    ),
+    "sweep": Command("run points as DVC experiments and compare them (docs/what-if.md)", sweep, _of_sweep),
     "sync": Command("send tracked runs that are still waiting", sync),
     "ui": Command("serve the MLflow UI on 127.0.0.1", ui),
 }

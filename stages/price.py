@@ -1,112 +1,21 @@
 """`python -m stages price`: what a layout of a transformer on a described cluster costs, or which one is fastest.
 
-Words are `name=value`; several values with commas between are all combined. `search` leaves free what is not given.
+Words are `name=value` (pipeline/cluster_model/words.py); several values with commas between are all combined. `search`
+leaves free what is not given.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-from pipeline.cluster_model import (
-    KNOWN,
-    Attention,
-    Layout,
-    LayoutError,
-    Machine,
-    Price,
-    Recompute,
-    Schedule,
-    Transformer,
-    Wanted,
-    machine_of,
-    price,
-    search,
-)
+from pipeline.cluster_model import Layout, LayoutError, Machine, Price, Schedule, Transformer, Wanted, price, search
 from pipeline.cluster_model.layout import why_not
-from pipeline.config import ClusterSource, Config, Model, listing, load_config, load_part
-from pipeline.config.check import nearest
-from pipeline.errors import ConfigError, ShardwrightError
+from pipeline.cluster_model.words import Asked, find_machine, find_model, in_words, read_words
+from pipeline.config import load_config
 from pipeline.log import Log
-
-GPT = "pipeline.models.gpt.build"
-DEFAULT_CLUSTER = "dgx_a100_infiniband"  # where the project's own is measured
-MOST = 10**7
-FREE = "search"
-
-
-class PriceError(ShardwrightError):
-    """A word of the command line that cannot be."""
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= MOST:
-        raise ValueError
-    return number
-
-
-def _level(text: str) -> int:
-    return int(_one_of(("0", "1", "2", "3"))(text))
-
-
-def _yes(text: str) -> bool:
-    return _one_of(("yes", "no", "true", "false"))(text) in ("yes", "true")
-
-
-def _one_of(allowed: Sequence[str]) -> Callable[[str], str]:
-    def take(text: str) -> str:
-        if text not in allowed:
-            raise ValueError
-        return text
-
-    return take
-
-
-def _choice(kind: type[Recompute] | type[Schedule] | type[Attention]) -> Callable[[str], Any]:
-    return lambda text: kind(text)
-
-
-@dataclass(frozen=True)
-class Word:
-    take: Callable[[str], Any]
-    allowed: str
-
-
-COUNT = Word(_count, f"a whole number from 1 to {MOST:,}")
-YES = Word(_yes, "yes or no")
-LAYOUT = {
-    "dp": COUNT,
-    "tp": COUNT,
-    "pp": COUNT,
-    "micro_batch": COUNT,
-    "schedule": Word(_choice(Schedule), ", ".join(Schedule)),
-    "chunks": COUNT,
-    "recompute": Word(_choice(Recompute), ", ".join(Recompute)),
-    "zero": Word(_level, "0, 1, 2 or 3"),
-    "sequence_parallel": YES,
-    "attention": Word(_choice(Attention), ", ".join(Attention)),
-}
-SIZES = {
-    **dict.fromkeys(("hidden", "layers", "heads", "kv_heads", "inner", "sequence", "vocabulary", "batch"), COUNT),
-    "gated": YES,
-    "tied": YES,
-    "dropout": YES,
-}
-NAMES = {"model": Word(str, "a model's name"), "cluster": Word(str, "a cluster's name"), "nodes": COUNT}
-WORDS = {**LAYOUT, **SIZES, **NAMES}
-
-
-@dataclass(frozen=True)
-class Asked:
-    free: bool
-    layout: dict[str, tuple[Any, ...]]
-    sizes: dict[str, Any]
-    names: dict[str, Any]
 
 
 def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
@@ -120,102 +29,9 @@ def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
         wanted = list(layouts(model, asked))
         cluster, machine = find_machine(root, asked, config, max(layout.devices for layout in wanted))
         rows = [_priced(model, layout, machine, alone=len(wanted) == 1) for layout in wanted]
-    print(f"{_billions(model)} parameters, batch {model.batch}, {machine.devices} devices of {cluster}")
+    print(f"{in_words(model)}, batch {model.batch}, {machine.devices} devices of {cluster}")
     print(table(rows))
     return 0
-
-
-# --------------------------------------------------------------------------------------------------------- the words
-
-
-def read_words(words: Sequence[str]) -> Asked:
-    layout: dict[str, tuple[Any, ...]] = {}
-    single: dict[str, Any] = {}
-    for word in words:
-        if word == FREE:
-            continue
-        name, equals, text = word.partition("=")
-        if not equals or name not in WORDS:
-            raise _unknown(word, name)
-        if name in layout or name in single:
-            raise PriceError(f"'{name}' is given twice", remedy=f"combine values as {name}=1,2")
-        if name in LAYOUT:
-            layout[name] = tuple(_taken(word, name, one) for one in text.split(","))
-        else:
-            single[name] = _taken(word, name, text)
-    sizes = {name: value for name, value in single.items() if name in SIZES}
-    names = {name: value for name, value in single.items() if name in NAMES}
-    return Asked(FREE in words, layout, sizes, names)
-
-
-def _taken(word: str, name: str, text: str) -> Any:
-    try:
-        return WORDS[name].take(text)
-    except ValueError:
-        raise PriceError(f"'{word}' is not possible", remedy=f"{name} is {WORDS[name].allowed}") from None
-
-
-def _unknown(word: str, name: str) -> PriceError:
-    near = nearest(name, list(WORDS))
-    meant = f"did you mean '{near}='? " if near else ""
-    return PriceError(
-        f"there is no word '{word}'", remedy=f"{meant}allowed are {FREE} and {', '.join(WORDS)}, with =value"
-    )
-
-
-# -------------------------------------------------------------------------------------------- the model, the cluster
-
-
-def find_model(root: Path, asked: Asked, config: Config) -> Transformer:
-    """A known one, one of conf/model, or sizes; sizes change those of a name."""
-    name = asked.names.get("model")
-    if name is None and "hidden" in asked.sizes:
-        missing = [size for size in ("hidden", "layers", "heads", "batch") if size not in asked.sizes]
-        if missing:
-            raise PriceError(f"a model without a name needs '{missing[0]}'", remedy=f"add {missing[0]}=...")
-        return Transformer(**{"sequence": 2048, "vocabulary": 51200, **asked.sizes})
-    known = KNOWN.get(name) if name else None
-    model = replace(known or _from_conf(root, name, config), **asked.sizes)
-    if not model.batch:
-        raise PriceError(f"the batch of '{name}' is not known", remedy="add batch=...")
-    return model
-
-
-def _from_conf(root: Path, name: str | None, config: Config) -> Transformer:
-    """A file of conf/model that builds our GPT; where none is named the one that conf/config.yaml chooses."""
-    names, chosen = listing(root, "model"), name or config.choices["model"]
-    if chosen not in names:
-        raise PriceError(f"there is no model '{chosen}'", remedy=f"choose one of: {', '.join([*KNOWN, *names])}")
-    model: Model = load_part(root, "model", chosen)
-    if model.module.get("_target_") != GPT:
-        what = f"the sizes of model '{chosen}' are not known"
-        raise PriceError(what, remedy=f"choose one of: {', '.join(KNOWN)}, or give hidden, layers, heads and batch")
-    sizes = {"hidden": "width", "layers": "layers", "heads": "heads", "sequence": "context", "vocabulary": "vocab_size"}
-    batch = next(iter(model.batch.values())).shape[0]
-    return Transformer(**{own: model.module[theirs] for own, theirs in sizes.items()}, dropout=False, batch=batch)
-
-
-def find_machine(root: Path, asked: Asked, config: Config, devices: int | None) -> tuple[str, Machine]:
-    """With `nodes` hosts, or as many as the devices need."""
-    name = asked.names.get("cluster")
-    if name is None:
-        measured = config.cluster.source is ClusterSource.probe
-        name = DEFAULT_CLUSTER if measured else config.choices["cluster"]
-    if name not in listing(root, "cluster"):
-        raise PriceError(
-            f"there is no cluster '{name}'", remedy=f"choose one of: {', '.join(listing(root, 'cluster'))}"
-        )
-    written = load_part(root, "cluster", name)
-    nodes = asked.names.get("nodes")
-    if nodes is None and devices is not None and not written.per_host:
-        nodes = -(-devices // written.devices)
-    try:
-        cluster = written if nodes is None else load_part(root, "cluster", name, nodes=nodes)
-    except ConfigError as error:
-        raise PriceError(
-            f"cluster '{name}' cannot have nodes={nodes}: {error.what}", remedy="choose another"
-        ) from error
-    return name, machine_of(cluster, f"conf/cluster/{name}.yaml")
 
 
 # -------------------------------------------------------------------------------------------------------- the layouts
@@ -234,11 +50,6 @@ def layouts(model: Transformer, asked: Asked) -> Iterator[Layout]:
 
 
 Row = tuple[Layout, Price | str]
-
-
-def _billions(model: Transformer) -> str:
-    size = model.parameters
-    return f"{size / 1e9:.1f} billion" if size >= 1e8 else f"{size / 1e6:.1f} million"
 
 
 def _priced(model: Transformer, layout: Layout, machine: Machine, alone: bool) -> Row:

@@ -7,6 +7,7 @@ layer.py      seconds of one layer and of the two ends of the model
 memory.py     bytes of one device
 step.py       the step: stages, bubble, communication, optimizer
 search.py     the fastest layout that fits
+words.py      what is asked for, as words of the command line
 calibrate.py  the shares that a card reaches, from measured steps
 """
 

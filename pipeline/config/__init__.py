@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.experiment import apply_experiment, experiments
+from pipeline.config.experiment import apply_experiment, experiments, find_sweep, overrides, try_settings
 from pipeline.config.load import load_config, load_part, saved_file
 from pipeline.config.pipelines import PIPELINE_AXIS
 from pipeline.config.reference import reference
@@ -28,6 +28,7 @@ from pipeline.config.schema import (
     Search,
     Simulate,
     Solve,
+    Sweep,
     TensorSpec,
     Tracking,
     Train,
@@ -58,15 +59,19 @@ __all__ = [
     "Search",
     "Simulate",
     "Solve",
+    "Sweep",
     "TensorSpec",
     "Tracking",
     "Train",
     "TrainEngine",
     "apply_experiment",
     "experiments",
+    "find_sweep",
     "listing",
     "load_config",
     "load_part",
+    "overrides",
     "reference",
     "saved_file",
+    "try_settings",
 ]

@@ -10,6 +10,7 @@ import io
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from pipeline.config.check import suggestion
 from pipeline.config.load import ROOT_FILE, build, choices_remedy, choose, group_file, load_config
-from pipeline.config.schema import GROUPS, Experiment, Root
+from pipeline.config.schema import GROUPS, Config, Experiment, Root, Sweep
 from pipeline.config.source import Key, Source, listing, parse, parse_value, read, read_bytes, shown
 from pipeline.errors import ConfigError
 
@@ -38,22 +39,52 @@ def apply_experiment(root: Path, name: str) -> list[str]:
 
     The result is loaded and checked before the first file is written.
     """
-    source = _find(root, name)
+    source = _find(root, "experiment", name, f"there is no experiment {shown(name)}")
     experiment: Experiment = build(Experiment, source)
     edit = _Edit(root, source)
-    for index, text in enumerate(experiment.settings):
-        edit.apply(text, ("settings", index))
-    edit.check()
+    edit.apply_all(experiment.settings)
     _write(root, edit.changed)
     return edit.lines
 
 
-def _find(root: Path, name: str) -> Source:
-    names = listing(root, "experiment")
+def try_settings(root: Path, settings: Sequence[str]) -> Config:
+    """The configuration as these settings, such as `solve.memory_budget_gb=2`, would make it; nothing is written."""
+    return _Edit(root, _Given.of(settings)).apply_all(settings)
+
+
+def overrides(root: Path, settings: Sequence[str]) -> list[tuple[str, str, Any]]:
+    """File, key and value of each setting, for DVC's `-S`; checked as `apply` would."""
+    edit = _Edit(root, _Given.of(settings))
+    edit.apply_all(settings)
+    return edit.placed
+
+
+@dataclass(frozen=True)
+class _Given(Source):
+    """Settings that stand in no file: each is named by its own text."""
+
+    @classmethod
+    def of(cls, settings: Sequence[str]) -> _Given:
+        return cls("settings", (), {"settings": list(settings)}, {(): (1, 1)})
+
+    def where(self, key: Key = ()) -> str:
+        return f"'{self.data['settings'][key[1]]}'" if len(key) > 1 else "the settings"
+
+    def error(self, key: Key, what: str, remedy: str | None = None) -> ConfigError:
+        return ConfigError(what, where=self.where(key), remedy=remedy)
+
+
+def find_sweep(root: Path, name: str) -> Sweep:
+    """A file of conf/sweep."""
+    found: Sweep = build(Sweep, _find(root, "sweep", name, f"there is no sweep {shown(name)}"))
+    return found
+
+
+def _find(root: Path, folder: str, name: str, missing: str) -> Source:
+    names = listing(root, folder)
     if name not in names:
-        remedy = choices_remedy(name, names)
-        raise ConfigError(f"there is no experiment {shown(name)}", where="conf/experiment", remedy=remedy)
-    return read(root, group_file("experiment", name), ("experiment",))
+        raise ConfigError(missing, where=f"conf/{folder}", remedy=choices_remedy(name, names))
+    return read(root, group_file(folder, name), (folder,))
 
 
 @dataclass
@@ -65,6 +96,12 @@ class _Edit:
     changed: dict[str, bytes] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     made: dict[str, Key] = field(default_factory=dict)  # dotted key of a setting -> where the experiment says it
+    placed: list[tuple[str, str, Any]] = field(default_factory=list)  # file, key and value of each setting
+
+    def apply_all(self, settings: Sequence[str]) -> Config:
+        for index, text in enumerate(settings):
+            self.apply(text, ("settings", index))
+        return self.check()
 
     def apply(self, text: str, at: Key) -> None:
         left, equals, right = text.partition("=")
@@ -97,6 +134,7 @@ class _Edit:
         return choose(self.root, group, getattr(main, group), self.source, at)
 
     def _set(self, name: str, path: list[str], value: Any, at: Key) -> None:
+        self.placed.append((name, ".".join(path), value))
         raw = self.changed[name] if name in self.changed else read_bytes(self.root, name)
         parse(name, (), raw)  # our own errors, with line and column, before ruamel's
         document = _load(name, raw)
@@ -112,10 +150,10 @@ class _Edit:
         self.changed[name] = _dump(document)
         self.lines.append(f"{name}: {'.'.join(path)}: {_brief(before)} -> {_brief(value)}")
 
-    def check(self) -> None:
+    def check(self) -> Config:
         """Load the result; a mistake in a file we edited is reported at the setting that made it."""
         try:
-            load_config(self.root, changed=self.changed)
+            return load_config(self.root, changed=self.changed)
         except ConfigError as error:
             file = (error.where or "").partition(":")[0]
             if file not in self.changed:

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from pipeline.config.check import Kind, fields_of, mandatory, span
-from pipeline.config.schema import GROUPS, Experiment, Form, Root, Rule, rule_of
+from pipeline.config.schema import GROUPS, Experiment, Form, Root, Rule, Sweep, rule_of
 
 _HEAD = """\
 # Configuration
@@ -34,6 +34,7 @@ def reference() -> str:
     parts = [_HEAD, _part("conf/config.yaml", Root, "The choices, and what holds for all of them.")]
     parts += [_part(f"conf/{group}/*.yaml", schema, None) for group, schema in GROUPS.items()]
     parts.append(_part("conf/experiment/*.yaml", Experiment, "Named changes to the files above."))
+    parts.append(_part("conf/sweep/*.yaml", Sweep, "Points to compare: `python -m stages sweep NAME`."))
     return "\n".join(parts)
 
 

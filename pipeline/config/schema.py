@@ -619,6 +619,24 @@ class Experiment:
     )
 
 
+# ---- conf/sweep/*.yaml
+
+
+class Until(StrEnum):
+    checkpoint = "checkpoint"
+    codegen = "codegen"
+    train = "train"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    description: str = setting("What the sweep compares.")
+    settings: list[str] = setting(
+        "What is varied, as in an experiment, with commas between values: `cluster=a100_80,h100`. All are combined."
+    )
+    until: Until = setting("The last stage of each point: `checkpoint` plans, `train` also trains.", Until.checkpoint)
+
+
 GROUPS: dict[str, type] = {
     "model": Model,
     "data": Data,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster_model import Wanted
+from pipeline.cluster_model.words import LAYOUT
 from stages.__main__ import main
-from stages.price import LAYOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = """\

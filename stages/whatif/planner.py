@@ -1,0 +1,121 @@
+"""The real stages, from trace to checkpoint, on configurations that nobody wrote down.
+
+Nothing under runs/ is read but the measured cluster, and nothing is written there: stages work in a folder of their
+own, and what one of them made is kept in memory for every configuration that asks it for the same.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline import artifacts
+from pipeline.artifacts import Artifact
+from pipeline.config import Config, Tracking
+from pipeline.errors import ArtifactError, ConfigError, ShardwrightError
+from pipeline.instantiate import add_code_path
+from pipeline.ir.cluster import Cluster
+from pipeline.ir.plan import Frontier, Plan
+from pipeline.log import Log
+from pipeline.own_ops import know_own_ops
+from pipeline.stage import STAGES, Inputs, Result
+from pipeline.tracker import Tracker
+
+Run = Callable[[Inputs, Config], Result]
+RunOf = Callable[[str], Run]  # by name of the stage
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A plan, or why there is none."""
+
+    plan: Plan | None
+    refused: str
+    error: ShardwrightError | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None
+
+
+class Planner:
+    def __init__(self, root: Path, run_of: RunOf, scratch: Path, log: Log) -> None:
+        self.root, self.run_of, self.scratch, self.log = root, run_of, scratch, log
+        self._made: dict[tuple[str, ...], Artifact | ShardwrightError] = {}
+        self._tracker = Tracker(scratch, Tracking(enabled=False), log, execution="whatif")
+
+    def plan(self, config: Config, changed: Mapping[str, Any] | None = None) -> Outcome:
+        """`changed` holds bodies to take in place of what the stages make, by kind of artifact."""
+        try:
+            return Outcome(self.made("plan", config, changed).body, "")
+        except ConfigError:
+            raise
+        except ShardwrightError as error:
+            return Outcome(None, error.what, error)
+
+    def made(self, kind: str, config: Config, changed: Mapping[str, Any] | None = None) -> Artifact:
+        """The artifact of a kind as the stages make it."""
+        (stage,) = (stage for stage in STAGES.values() if stage.writes == kind)
+        settings = {key: config.digest(key) for key in stage.config}
+        if changed and kind in changed:
+            return artifacts.make(kind, changed[kind], (), settings)
+        reads = {above: self.made(above, config, changed) for above in stage.reads}
+        key = (stage.name, *settings.values(), *(artifact.digest for artifact in reads.values()))
+        if key not in self._made:
+            self._made[key] = self._run(stage.name, kind, config, reads, settings)
+        made = self._made[key]
+        if isinstance(made, ShardwrightError):
+            raise made
+        return made
+
+    def _run(
+        self, stage: str, kind: str, config: Config, reads: dict[str, Artifact], settings: Mapping[str, str]
+    ) -> Artifact | ShardwrightError:
+        if kind == "cluster" and (measured := self._measured(settings)):
+            return measured
+        add_code_path(self.root, config.code)
+        try:
+            know_own_ops(config, reads["graph"].body if "graph" in reads else None)
+            result = self.run_of(stage)(Inputs(self.scratch, reads, self.log, self._tracker), config)
+        except ShardwrightError as error:
+            return error
+        return artifacts.make(kind, result.body, reads.values(), settings)
+
+    def _measured(self, settings: Mapping[str, str]) -> Artifact | None:
+        """The cluster under runs/, where it was made with these settings."""
+        try:
+            found = artifacts.load("cluster", self.root)
+        except ArtifactError:
+            return None
+        return found if found.config == dict(settings) else None
+
+    # ------------------------------------------------------------------------------------------------ what was made
+
+    def cluster(self, config: Config) -> Cluster:
+        body: Cluster = self.made("cluster", config).body
+        return body
+
+    def frontier(self, config: Config) -> Frontier:
+        body: Frontier = self.made("frontier", config).body
+        return body
+
+
+@contextmanager
+def planning(root: Path, run_of: RunOf, log: Log) -> Iterator[Planner]:
+    """A planner with a folder of its own, in which the project's conf/ and what is known of ops can be read."""
+    with tempfile.TemporaryDirectory(prefix="whatif-") as folder:
+        scratch, known = Path(folder), root / "runs" / "ops"
+        known.mkdir(parents=True, exist_ok=True)
+        (scratch / "runs").mkdir()
+        (scratch / "conf").symlink_to((root / "conf").resolve())
+        (scratch / "runs" / "ops").symlink_to(known.resolve())
+        yield Planner(root, run_of, scratch, log)
+
+
+def with_budget(config: Config, nbytes: int | None) -> Config:
+    gigabytes = None if nbytes is None else nbytes / 1e9
+    return replace(config, solve=replace(config.solve, memory_budget_gb=gigabytes))

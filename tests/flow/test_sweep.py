@@ -1,0 +1,52 @@
+"""`python -m stages sweep` with real DVC experiments and a real MLflow store, on a very small model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+
+import pytest
+
+from pipeline.log import get_log
+from stages.sweep.run import run
+from tests.flow.tracked import Tracked
+
+pytestmark = pytest.mark.flow
+BUDGETS = ("0.5", "0.00001", "0.5")  # GB: ample; less than the parameters; and the first again, from DVC's cache
+
+
+def sweep(project, capsys, *words, **options):
+    """What the command prints, as JSON."""
+    asked = {"name": None, "until": None, "json": True, **options, "words": words}
+    environ = project.environment(warm=True)
+    assert run(project.root, argparse.Namespace(**asked), environ, get_log("sweep", 0)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_points_are_experiments_and_one_set_of_runs(make_project, capsys):
+    project = make_project(tiny=True, tracking=True)
+    before = project.snapshot()
+    rows = sweep(project, capsys, f"solve.memory_budget_gb={','.join(BUDGETS)}", name="memory")
+
+    assert [row["solve.memory_budget_gb"] for row in rows] == list(BUDGETS)
+    assert [row.get("budget_mb") for row in rows] == [500.0, None, 500.0]
+    assert rows[0]["step_ms"] == rows[2]["step_ms"] > 0
+    assert rows[1]["reason"].startswith("conf/solve/tiny.yaml: memory_budget_gb: no plan fits 1e-05 GB")
+
+    listed = subprocess.run(["dvc", "exp", "list", "--name-only"], cwd=project.root, capture_output=True, text=True)
+    assert sorted(listed.stdout.split()) == [rows[0]["experiment"], rows[2]["experiment"]]
+    kept = {name: digest for name, digest in project.snapshot().items() if name in before}
+    assert kept == before and not (project.root / "runs/checkpoint").exists()  # the project itself is as it was
+    assert subprocess.run(["git", "diff", "--quiet"], cwd=project.root).returncode == 0
+
+    above, *points = reversed(Tracked(project).runs)
+    assert above.info.run_name == rows[0]["experiment"].removesuffix("-1")
+    assert above.data.metrics["sweep/points"] == 3 and above.data.metrics["sweep/failed"] == 1
+    assert [run.info.run_name for run in points] == [f"solve.memory_budget_gb={budget}" for budget in BUDGETS]
+    assert {run.data.tags["mlflow.parentRunId"] for run in points} == {above.info.run_id}
+    assert {run.data.tags["shardwright.sweep"] for run in points} == {above.info.run_name}
+    assert [run.info.status for run in points] == ["FINISHED", "FAILED", "FINISHED"]
+    assert [run.data.tags["stage.solve"] for run in points] == ["executed", "failed", "cached"]
+    for point, row in zip(points, rows, strict=True):
+        assert point.data.metrics.get("checkpoint/step_ms") == row.get("step_ms")

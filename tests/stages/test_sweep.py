@@ -1,0 +1,101 @@
+"""The points of a sweep, how DVC is told of them, and one line for every mistake; tests/flow/test_sweep.py runs one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import Backend, overrides, try_settings
+from pipeline.kernel_cache import COPY, OfTheProject
+from pipeline.point import ROOT, Point, current
+from stages.__main__ import main
+from stages.checkpoint import schedule
+from stages.sweep.experiments import _override, _reason
+from stages.sweep.points import points_of
+from stages.sweep.run import table
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    shutil.copytree(PROJECT / "conf", tmp_path / "conf")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_all_values_are_combined_and_brackets_hold_together():
+    assert points_of(["cluster=a,b", "solve.mesh={dp: 2, tp: 4},null"]) == [
+        ("cluster=a", "solve.mesh={dp: 2, tp: 4}"),
+        ("cluster=a", "solve.mesh=null"),
+        ("cluster=b", "solve.mesh={dp: 2, tp: 4}"),
+        ("cluster=b", "solve.mesh=null"),
+    ]
+
+
+def test_settings_go_to_the_file_that_is_chosen_and_nothing_is_written(project):
+    before = {path: path.read_bytes() for path in project.rglob("*.yaml")}
+    settings = ("solve=highs", "solve.memory_budget_gb=2", "solve.mesh={dp: 2}", "train.init_from=null")
+    assert try_settings(project, settings).solve.backend is Backend.highs
+    assert [_override(*change) for change in overrides(project, settings)] == [
+        "conf/config.yaml:++solve=highs",
+        "conf/solve/highs.yaml:++memory_budget_gb=2",
+        "conf/solve/highs.yaml:++mesh={dp:2}",
+        "conf/train/adamw.yaml:++init_from=null",
+    ]
+    assert {path: path.read_bytes() for path in project.rglob("*.yaml")} == before
+    assert _override("f", "k", ["S(0) on tp", True, 1]) == "f:++k=['S(0) on tp',true,1]"
+
+
+def test_the_reason_is_the_line_of_the_stage():
+    said = (
+        "Running stage 'solve':\n[solve] reading\nerror: no plan fits; raise it\nERROR: failed to reproduce 'solve'\n"
+    )
+    assert _reason(said) == "no plan fits; raise it"
+    assert _reason("ERROR: a\nERROR: no git\n") == "no git"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["cluster="], "'cluster=' is no setting"),
+        (["solve.gap=1e-3", "solve.gap=1e-4"], "'solve.gap' is given twice; combine its values: solve.gap=1,2"),
+        (["solve.gap=" + ",".join(map(str, range(501)))], "501 points are more than 500"),
+        (["budget"], "there is no sweep 'budget'; did you mean 'budgets'?"),
+        (["budgets", "other"], "'other' is no setting; name one file"),
+        (["cluster=preset_cpu,presetcpu"], "'cluster=presetcpu': there is no conf/cluster/presetcpu.yaml"),
+        (["solve.gap=1e-3,wide"], "'solve.gap=wide': solve.gap: got 'wide'"),
+        (["solve.gap=1e-3", "--name", "a b"], "--name: 'a b' is no name"),
+        (["solve.gap=1e-3"], "DVC keeps experiments in git, and there is no commit here"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line_before_anything_runs(project, capsys, words, told):
+    assert main(["sweep", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and told in err and err.count("\n") == 1
+    assert not (project / "runs").exists()
+
+
+def test_a_row_that_failed_has_its_reason():
+    rows = [{"b": "1", "step_ms": 1.25, "mesh": "d0 2"}, {"b": "2", "reason": "no plan fits"}]
+    assert table(rows) == ["b  step_ms  mesh", "1     1.25  d0 2", "2        -     -  no plan fits"]
+
+
+def test_a_process_knows_its_point(tmp_path):
+    point = Point("memory-1", "solve.memory_budget_gb=2", tmp_path)
+    assert current(point.environment()) == point and current({}) is None
+
+
+def test_a_copy_of_the_project_takes_its_kernels_where_the_source_is_equal(tmp_path, monkeypatch):
+    own = tmp_path / "stages/checkpoint/schedule.py"
+    own.parent.mkdir(parents=True)
+    file, function = str(COPY / "stages/checkpoint/schedule.py"), schedule.no_recompute
+    assert OfTheProject.from_function(function, file) is None  # not in a sweep
+    monkeypatch.setenv(ROOT, str(tmp_path))
+    assert OfTheProject.from_function(function, file) is None  # the project has no such file
+    shutil.copy2(file, own)
+    assert OfTheProject.from_function(function, file).get_cache_path() == str(own.parent / "__pycache__")
+    own.write_text(own.read_text() + "#\n")
+    assert OfTheProject.from_function(function, file) is None

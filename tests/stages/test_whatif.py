@@ -1,0 +1,280 @@
+"""`python -m stages whatif`: every answer fits, and one more does not; by formula, by the planner, and in words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.artifacts import load
+from pipeline.cluster_model import KNOWN, LayoutError, machine_of, price, search
+from pipeline.config import load_part
+from pipeline.ir.cluster import Group, LinkCost
+from stages.__main__ import main
+from stages.whatif.answer import table
+from stages.whatif.links import Slower, slower
+from stages.whatif.planned import signature
+from stages.whatif.search import Edge, changes, fewest, largest, least
+from tests.flow.project import TINY
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "module": {"_target_": "pipeline.models.mlp.build", "features": 16, "width": 32, "classes": 4, "depth": 2},
+    "batch": {"inputs": {"shape": [64, 16], "dtype": "float32"}, "targets": {"shape": [64], "dtype": "int64"}},
+}
+BUDGET = 0.0001  # GB: less than the batch of SMALL needs with all of its activations
+
+
+# ---- searches
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 60), st.integers(0, 70))
+def test_the_largest_is_found_whatever_the_start(start, step, most, limit):
+    tried = []
+    edge = largest(start, step, most, lambda n: tried.append(n) or n <= limit)
+    every = [n for n in range(step, max(step, most) + 1, step)]
+    fitting = [n for n in every if n <= limit]
+    assert edge.fits == (max(fitting) if fitting else None)
+    assert edge.fails == next((n for n in every if n > limit), None)
+    assert len(tried) == len(set(tried)) and set(tried) <= set(every)
+
+
+def test_where_fitting_comes_and_goes_the_two_sides_of_the_answer_were_tried():
+    assert largest(1, 1, 64, lambda n: (n % 8 == 0 and n < 60) or n < 5) == Edge(56, 57)
+
+
+def test_the_fewest_is_the_first_that_fits():
+    assert fewest([1, 2, 4, 8], lambda n: n >= 3) == Edge(4, 2)
+    assert fewest([1, 2], lambda n: False) == Edge(None, 2)
+
+
+@given(st.integers(1, 10**9))
+def test_the_least_lies_within_what_was_asked(limit):
+    edge = least(0, 10**9, 0.01, lambda n: n >= limit)
+    assert edge.fails < limit <= edge.fits and edge.fits - edge.fails <= max(1, 0.01 * edge.fits)
+
+
+def test_every_change_between_the_points_is_found_with_both_sides():
+    found = changes([100, 1000, 10000], 0.001, lambda n: (n >= 250) + (n >= 2500) + (n >= 2600))
+    assert [(low < edge <= high) for (low, high), edge in zip(found, (250, 2500, 2600), strict=True)] == [True] * 3
+
+
+# ---- slower links
+
+
+def test_every_link_of_a_cluster_is_scaled():
+    link = LinkCost(1e-5, 1e9, ((1e3, 2e-5), (1e6, 1e-3)))
+    found = slower((link, Group("host", (0, 1), 4e9, 1e-6, uplink=8e9)), Slower(bandwidth=0.5, latency=3))
+    assert (found[0].latency, found[0].bandwidth) == pytest.approx((3e-5, 5e8))
+    assert [seconds for _, seconds in found[0].points] == pytest.approx([6e-5, 6e-5 + 2 * (1e-3 - 2e-5)])
+    assert (found[1].bandwidth, found[1].latency, found[1].uplink) == pytest.approx((2e9, 3e-6, 4e9))
+    assert slower(link, Slower()).seconds(5e5) == pytest.approx(link.seconds(5e5))
+
+
+# ---- by formula
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """The project's conf/ with a very small perceptron on two described CPU processes; `gpt` is a very small GPT."""
+    root = tmp_path_factory.mktemp("whatif")
+    shutil.copytree(ROOT / "conf", root / "conf")
+    (root / "pipeline").symlink_to(ROOT / "pipeline")
+    config = yaml.safe_load((ROOT / "conf/config.yaml").read_text()) | dict.fromkeys(TINY, "tiny")
+    config["tracking"]["enabled"] = False
+    (root / "conf/config.yaml").write_text(yaml.safe_dump(config))
+    for group, content in {**TINY, "model": SMALL}.items():
+        (root / f"conf/{group}/tiny.yaml").write_text(yaml.safe_dump(content))
+    gpt = TINY["model"] | {"module": TINY["model"]["module"] | {"layers": 1}}
+    (root / "conf/model/gpt.yaml").write_text(yaml.safe_dump(gpt))
+    return root
+
+
+@pytest.fixture
+def ask(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+
+    def asked(*words):
+        assert main(["whatif", *words, "--json", "-q"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return asked
+
+
+@pytest.fixture
+def refused(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+
+    def line(*words):
+        assert main(["whatif", *words, "-q"]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        return err
+
+    return line
+
+
+MODEL = KNOWN["gpt_7.5b"]
+ONE_HOST = ("model=gpt_7.5b", "cluster=dgx_a100")
+
+
+@pytest.fixture(scope="module")
+def machine():
+    return machine_of(load_part(ROOT, "cluster", "dgx_a100"), "dgx_a100")
+
+
+def fits(model, machine):
+    try:
+        return bool(search(model, machine, model.batch))
+    except LayoutError:
+        return False
+
+
+def test_the_longest_sequence_by_formula(ask, machine):
+    found = ask("sequence", *ONE_HOST, "--step", "4096")
+    assert found["by"] == "formula" and found["found"]["fails"] == found["found"]["fits"] + 4096
+    assert fits(replace(MODEL, sequence=found["found"]["fits"]), machine)
+    assert not fits(replace(MODEL, sequence=found["found"]["fails"]), machine)
+
+
+def test_the_fewest_devices_by_formula(ask, machine):
+    found = ask("devices", *ONE_HOST)["found"]
+    assert fits(MODEL, replace(machine, host=found["fits"]))
+    assert not any(fits(MODEL, replace(machine, host=count)) for count in range(1, found["fits"]))
+    many = ask("devices", "model=gpt_39b", "cluster=dgx_a100_infiniband")["found"]  # more than a host has
+    assert many["fits"] % 8 == 0 and many["fails"] in (many["fits"] - 8, 8)
+
+
+def test_the_largest_micro_batch_by_formula_with_a_layout_given(ask):
+    found = ask("batch", *ONE_HOST, "tp=2", "recompute=full", "zero=1")
+    fitting = [row["micro_batch"] for row in found["rows"] if row["step_ms"]]
+    assert max(fitting) == found["found"]["fits"] < found["found"]["fails"]
+    assert all("tp=2" in row["layout"] and "recompute=full" in row["layout"] for row in found["rows"] if row["step_ms"])
+
+
+def test_budgets_by_formula_are_where_the_fastest_layout_changes(ask, machine):
+    found = ask("budget", *ONE_HOST)
+    assert not fits(MODEL, replace(machine, memory_bytes=int(found["found"]["least_gb"] * 1e9 - 1)))
+    edges = [change["from_gb"] for change in found["found"]["changes"] if change["from_gb"] < 80]
+    assert edges
+    for edge in edges[:4]:
+        below, above = (
+            search(MODEL, replace(machine, memory_bytes=int(edge * 1e9 + more)), MODEL.batch)[0] for more in (-1, 1)
+        )
+        assert above[0] != below[0] and above[1].seconds < below[1].seconds
+
+
+def test_slower_links_by_formula(ask, machine):
+    now, slow = ask("link", *ONE_HOST, "bandwidth=0.5")["rows"]
+    best = search(MODEL, machine, MODEL.batch)[0]
+    halved = replace(machine, link=machine.link / 2, network=machine.network / 2)
+    assert now["step_ms"] == pytest.approx(best[1].seconds * 1e3)
+    assert slow["same_layout_ms"] == pytest.approx(price(MODEL, best[0], halved).seconds * 1e3)
+    assert now["step_ms"] < slow["step_ms"] <= slow["same_layout_ms"]
+
+
+def test_clusters_by_formula(ask):
+    found = ask("clusters", "dgx_a100,dgx_h100", "model=gpt_7.5b", "nodes=1")
+    assert [row["cluster"] for row in found["rows"]] == ["dgx_a100", "dgx_h100"]
+    assert found["found"]["fastest"] == "dgx_h100"
+
+
+# ---- by the planner
+
+
+def plan(root, name, content):
+    """The real stages on the answer: the plan, or None where it was refused."""
+    group, key, value = name
+    path = root / f"conf/{group}/tiny.yaml"
+    before = path.read_text()
+    path.write_text(yaml.safe_dump({**yaml.safe_load(before), key: value}))
+    try:
+        status = [main([stage, "-q"]) for stage in content]
+    finally:
+        path.write_text(before)
+    return load("plan", root).body if not any(status) else None
+
+
+STAGES = ("trace", "profile", "cluster", "solve", "checkpoint")
+
+
+def test_the_largest_batch_is_what_the_stages_accept(ask, project, capsys):
+    found = ask("batch", f"solve.memory_budget_gb={BUDGET}", "--step", "32")
+    assert found["by"] == "the planner" and not (project / "runs/checkpoint").exists()  # nothing of it is written
+    edge = found["found"]
+    assert edge["fails"] == edge["fits"] + 32
+    tight = project / "conf/solve/tiny.yaml"
+    tight.write_text(yaml.safe_dump(TINY["solve"] | {"memory_budget_gb": BUDGET}))
+    try:
+        for size, possible in ((edge["fits"], True), (edge["fails"], False)):
+            batch = {name: spec | {"shape": [size, *spec["shape"][1:]]} for name, spec in SMALL["batch"].items()}
+            made = plan(project, ("model", "batch", batch), STAGES)
+            assert (made is not None) is possible
+    finally:
+        tight.write_text(yaml.safe_dump(TINY["solve"]))
+    assert "no plan fits" in capsys.readouterr().err
+
+
+def test_at_each_budget_the_plan_differs_on_both_sides(ask, project):
+    found = ask("budget")["found"]
+    sides = [(change["below_gb"], change["from_gb"]) for change in found["changes"]]
+    assert sides and found["too_small_gb"] < found["least_gb"] <= sides[0][0]
+    assert all(low < high <= 1.011 * low for low, high in sides)
+    assert all(main([stage, "-q"]) == 0 for stage in STAGES)
+    low, high = sides[0]
+    plans = [plan(project, ("solve", "memory_budget_gb", size), STAGES[3:]) for size in (low, high)]
+    assert signature(plans[0]) != signature(plans[1])
+    assert plan(project, ("solve", "memory_budget_gb", found["too_small_gb"]), STAGES[3:]) is None
+    assert plan(project, ("solve", "memory_budget_gb", found["least_gb"]), STAGES[3:]) is not None
+
+
+def test_longer_sequences_take_the_context_along(ask):
+    found = ask("sequence", "model=gpt", "--step", "8", "--most", "16")
+    assert found["found"]["fits"] == 16 and found["found"]["fails"] is None
+    short, long = found["rows"]
+    assert long["step_ms"] > short["step_ms"] and long["peak_gb"] > short["peak_gb"]
+
+
+def test_devices_links_and_clusters_of_the_configured_model(ask):
+    assert ask("devices")["found"] == {"fits": 1, "fails": None}
+    now, half, late = ask("link", "bandwidth=0.5", "latency=1,100", "solve.only=data")["rows"]
+    assert now["step_ms"] < half["step_ms"] < late["step_ms"] and half["step_ms"] <= half["same_layouts_ms"]
+    found = ask("clusters", "tiny,preset_cpu", "solve.memory_budget_gb=3.5")
+    assert [row["devices"] for row in found["rows"]] == [2, 2] and found["found"]["fastest"] in ("tiny", "preset_cpu")
+
+
+# ---- mistakes, and the table
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["clusters"], "no cluster is named; add them"),
+        (["clusters", "dgx_a1000"], "there is no cluster 'dgx_a1000'; choose from: a100_40"),
+        (["link"], "nothing is slower; add bandwidth=0.5"),
+        (["link", "bandwidth=0"], "'bandwidth=0' is not possible; give factors above 0"),
+        (["batch", "bandwidth=0.5"], "'bandwidth=0.5' is for `whatif link`"),
+        (["budget", "--step", "2"], "--step says nothing here"),
+        (["batch", "model=gpt_7.5b", "solve.gap=1"], "keep words of one kind"),
+        (["batch", "solve.memory=2"], "'solve.memory=2'"),
+        (["batch", "nonsense"], "expected `group=file` or `group.key=value`"),
+        (["devices", "model=gpt_7.5b", "tp=0"], "'tp=0' is not possible"),
+        (["batch", "model=gpt_1t", "cluster=dgx_a100"], "no micro-batch fits"),
+        (["sequence", "model=mlp"], "there is no one sequence among dims 1"),
+        (["batch", "solve.memory_budget_gb=0.000001", "--most", "2"], "not even a batch of 2 fits: no plan fits"),
+    ],
+)
+def test_a_question_that_cannot_be_is_one_line(refused, words, told):
+    assert told in refused(*words)
+
+
+def test_the_table_aligns_figures_and_cuts_long_reasons():
+    rows = [{"batch": 16, "step_ms": 1234.5, "plan": "d0=2"}, {"batch": 2048, "step_ms": None, "plan": "x" * 200}]
+    assert table(rows)[:2] == ["batch  step_ms  plan", "   16    1,234  d0=2"]
+    assert table(rows)[2].startswith("2,048        -  xxx") and table(rows)[2].endswith("...")
