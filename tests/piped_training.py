@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class Case:
         return self.micro_batches // self.slices
 
 
+@cache
 def plan_of(case: Case) -> Plan:
     """Of plans that a micro-batch can be split by."""
     graph, draw = graph_of_case(case), random.Random(case.seed)
@@ -84,7 +86,12 @@ def plan_of(case: Case) -> Plan:
 
 def graph_of_case(case: Case) -> OpGraph:
     """For a micro-batch."""
-    return graph_of(case.model) if case.slices == 1 else trace(config_of(case.model), case.slices)
+    return graph_of(case.model) if case.slices == 1 else traced(case.model, case.slices)
+
+
+@cache
+def traced(model: str, slices: int) -> OpGraph:
+    return trace(config_of(model), slices)
 
 
 def sliced_plan(model: str, slices: int, passes: int) -> Plan:
@@ -197,8 +204,7 @@ def write_case(case: Case, folder: Path) -> None:
     plan = plan_of(case)
     graph = graph_of(case.model)
     if case.slices > 1:
-        config = config_of(case.model)
-        graph = graph_of_slice(trace(config), plan, config)
+        graph = graph_of_slice(traced(case.model, 1), plan, config_of(case.model))
     (folder / f"{case.name}.py").write_text(write_partitions(graph, plan))
     torch.save((case, truth_of(case) | {"put_off": put_off_in(case)}), folder / f"{case.name}.truth")
 
