@@ -17,12 +17,14 @@ from pipeline.runtime.mesh import set_mesh
 
 AXIS = "d0"
 COLLECTIVE_S = 20
+# Imported once for all ranks of all tests: what most modules of tests import takes a rank longer than its work.
+PRELOADED = ("torch", "torch._dynamo", "pytest", "hypothesis", "tests.plans", "tests.storage_plans", "tests.mesh_plans")
 
 
-def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 120) -> list[Any]:
+def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 240) -> list[Any]:
     """Calls `function(*arguments)` on that many ranks of the axis `d0`; the function must be importable."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo"])  # imported once for all ranks of all tests
+    context.set_forkserver_preload(list(PRELOADED))
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]

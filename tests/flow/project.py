@@ -111,10 +111,10 @@ def _heeds_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _copy_kernels(root: Path) -> None:
-    """What was compiled beside the source, so that not every copy compiles it again."""
+def _copy_compiled(root: Path) -> None:
+    """What was compiled beside the source, modules and kernels, so that not every copy compiles it again."""
     for folder in ("pipeline", "stages"):
-        for path in (SOURCE / folder).rglob("__pycache__/*.nb[ic]"):
+        for path in (SOURCE / folder).rglob("__pycache__/*"):
             copy = root / path.relative_to(SOURCE)
             copy.parent.mkdir(exist_ok=True)
             shutil.copy2(path, copy)
@@ -137,7 +137,7 @@ class Project:
             if name != "dvc.lock" and (SOURCE / name).is_file():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(SOURCE / name, root / name)
-        _copy_kernels(root)
+        _copy_compiled(root)
         project = cls(root)
         project.git("init", "--quiet")
         project.git("config", "user.name", "test")
@@ -209,7 +209,8 @@ class Project:
 
     def start(self, *arguments: str, to: Path | None = None, warm: bool = False) -> subprocess.Popen[str]:
         """`python -m ...`, with pipes for what it says, or a file for all of it."""
-        command, environment = [sys.executable, "-m", *arguments], self.environment(warm=warm)
+        python = str(WARM.python) if warm else sys.executable
+        command, environment = [python, "-m", *arguments], self.environment(warm=warm)
         options: dict[str, Any] = {"cwd": self.root, "env": environment, "stdin": subprocess.DEVNULL, "text": True}
         options["preexec_fn"] = _heeds_interrupts
         if to is None:

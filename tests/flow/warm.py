@@ -2,21 +2,26 @@
 
 A server imports them once and forks for every command. It knows none of the project's own modules: each command finds
 them in its folder, with environment, files and exit status as under `python -m`. The server writes a `python` that
-asks it, for the PATH of those who start `python -m ...` themselves, as dvc does.
+asks it, for the PATH of those who start `python -m ...` themselves, as dvc does, and for those who start this
+interpreter again, as torchrun does with its ranks. A command ends when the `python` that asked for it does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-LARGE = ("torch", "torch._dynamo", "torch.export", "numba", "omegaconf", "pyomo.environ", "matplotlib.figure")
-LIMIT_S = 240.0
+LARGE = (
+    *("torch", "torch._dynamo", "torch.export", "torch.distributed.run"),
+    *("numba", "omegaconf", "pyomo.environ", "matplotlib.figure", "dvc.cli", "dvc.commands.repro", "dvc.repo"),
+)
+LIMIT_S, GRACE_S = 240.0, 5.0
 
 
 class Server:
@@ -24,6 +29,10 @@ class Server:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "python"
 
     @property
     def folder(self) -> Path:
@@ -34,8 +43,10 @@ class Server:
 
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="warm-"))
+            ask = f'exec "{sys.executable}" -IS "{__file__}" ask "{self._folder}" "$@"'
+            other = f'exec "{sys.executable}" "$@"'
             python = self._folder / "python"
-            python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{__file__}" ask "{self._folder}" "$@"\n')
+            python.write_text(f'#!/bin/sh\n[ "$1" = -u ] && [ "$2" = -m ] && shift\n[ "$1" = -m ] && {ask}\n{other}\n')
             python.chmod(0o700)
             command = [sys.executable, __file__, "serve", str(self._folder)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -71,14 +82,16 @@ def ask(place: Path, request: Mapping[str, Any], files: list[int]) -> int:
 
 
 def ask_as_python(place: Path, arguments: list[str]) -> int:
-    """`python -m MODULE ...` as the shell wrote it."""
-    assert arguments[0] == "-m", arguments
+    """`python -m MODULE ...` as the shell wrote it; a command that died of a signal takes this process with it."""
     request = {"module": arguments[1], "arguments": arguments[2:], "folder": os.getcwd(), "path": [os.getcwd()]}
-    return ask(place, request | {"environment": dict(os.environ)}, [0, 1, 2])
+    status = ask(place, request | {"environment": dict(os.environ)}, [0, 1, 2])
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    return status
 
 
 def serve(place: Path) -> None:
-    """Forks for every request; returns at the end, and in each fork as the command that was asked for."""
+    """Forks for every request until its input ends."""
     import gc
     import importlib
     import select
@@ -98,14 +111,14 @@ def serve(place: Path) -> None:
             answering.append(os.fork())
             if answering[-1] == 0:
                 listener.close()
-                return answer(connection)
+                answer(connection, place)
             connection.close()
     for process in answering:
         os.waitpid(process, 0)
     shutil.rmtree(place)
 
 
-def answer(connection: socket.socket) -> None:
+def answer(connection: socket.socket, place: Path) -> NoReturn:
     """Waits for the command, which is a fork of its own, and tells its exit status."""
     text, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     while not text.endswith(b"\n"):
@@ -113,13 +126,27 @@ def answer(connection: socket.socket) -> None:
     command = os.fork()
     if command == 0:
         connection.close()
-        return become(json.loads(text), files)
+        become(json.loads(text), files, place)
+    end_with(connection, command)
     _, status = os.waitpid(command, 0)
-    connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    with contextlib.suppress(OSError):  # nobody waits for it any more
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
 
 
-def become(request: Mapping[str, Any], files: Sequence[int]) -> None:
+def end_with(connection: socket.socket, command: int) -> None:
+    """Returns when the command has ended, or was told to because whoever asked for it has."""
+    import select
+    import signal
+
+    ended = os.pidfd_open(command)
+    if ended not in select.select([ended, connection], [], [])[0]:
+        signal.pidfd_send_signal(ended, signal.SIGTERM)
+        if not select.select([ended], [], [], GRACE_S)[0]:
+            signal.pidfd_send_signal(ended, signal.SIGKILL)
+
+
+def become(request: Mapping[str, Any], files: Sequence[int], place: Path) -> NoReturn:
     import runpy
     import tempfile
 
@@ -131,9 +158,34 @@ def become(request: Mapping[str, Any], files: Sequence[int]) -> None:
         os.close(file)
     tempfile.tempdir = None  # found anew, in this environment
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
-    sys.path[:1] = request["path"]
+    sys.path[:1] = [*request["path"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.executable = str(place / "python")
     sys.argv = ["", *request["arguments"]]
-    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    leave(lambda: runpy.run_module(request["module"], run_name="__main__", alter_sys=True))
+
+
+def leave(command: Callable[[], object]) -> NoReturn:
+    """Ends with the command as the interpreter would, but takes none of the many modules apart: that takes longer."""
+    import atexit
+    import threading
+    import traceback
+
+    status: object = 0
+    try:
+        command()
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if not isinstance(status, int | None):
+        print(status, file=sys.stderr)
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pipeline.ops.dims import read_line, strategies
 from pipeline.ops.rule import plain_view, view_op
 from pipeline.ops.table import rule_of
 from tests.families import FAMILIES
-from tests.stages.test_trace_families import trace
+from tests.stages.test_trace_families import graph_of
 
 # Valid, and not in the table: op -> states -> why.
 REVIEWED = {
@@ -28,7 +28,7 @@ HEAVY = ("linear", "addmm", "matmul", "mm", "bmm", "conv2d", "scaled_dot_product
 
 @pytest.fixture(scope="module")
 def graphs() -> dict[str, OpGraph]:
-    return {build.__name__: trace(build, batch) for build, batch in FAMILIES.items()}
+    return {build.__name__: graph_of(build) for build in FAMILIES}
 
 
 def distinct_ops(graphs: dict[str, OpGraph]) -> list[tuple[OpGraph, Op]]:
