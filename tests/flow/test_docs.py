@@ -20,7 +20,8 @@ pytestmark = pytest.mark.flow
 
 # What stands for a name that the reader has to put in.
 PLACEHOLDERS = {
-    "apply NAME": "apply tight_memory",
+    "stages apply NAME": "stages apply tight_memory",
+    "sweep NAME": "sweep budgets",
     "--diff A B": "--diff kept .",
     "--node-rank=N": "--node-rank=0",
     "benchmarks.NAME": "benchmarks.rotor",
@@ -39,13 +40,16 @@ NOT_RUN = {
     r"python -m stages\.cluster\.join .*": "several hosts: tests/flow/test_cluster_hosts.py runs it",
     r"torchrun .*": "several hosts: tests/flow/test_train_hosts.py runs it",
     r"srun .*|sbatch .*": "needs Slurm; the script is tried in tests/stages/test_sbatch.py",
+    r"python -m stages whatif (?!.*model=(gpt|llama)).*": "plans often: tests/stages/test_whatif.py asks all questions",
+    r"python -m stages sweep .*": "runs experiments: tests/flow/test_sweeps.py runs some",
+    r"dvc exp apply .*": "of an experiment that was kept: tests/flow/test_sweeps.py applies one",
     r"dvc exp run .*": "plans or trains once more: tests/flow/test_edits.py runs two of them",
     r"dvc repro \w+": "the fixture runs them all; tests/flow/test_edits.py runs some of them",
     r"dvc repro --force \w+": "does again what is done: tests/flow/test_kill.py runs some with --force",
 }
 SHOWN = {re.sub("|".join(map(re.escape, PLACEHOLDERS)), lambda found: PLACEHOLDERS[found[0]], one.text): one.page
          for one in shown_commands(SOURCE)}  # fmt: skip
-WITHOUT_RUN = ("python -m stages price",)  # begin so: run in a project as it ships
+WITHOUT_RUN = ("python -m stages price", "python -m stages whatif")  # begin so: run in a project as it ships
 
 
 def reason(command: str) -> str | None:

@@ -203,7 +203,7 @@ def test_the_links_prices_are_the_steps() -> None:
         for point in (*frontier.points, *frontier.pieces):
             on = cluster.part(frontier.meshes[point.mesh])
             graph, profile = GRAPHS[name](), profile_of(name)
-            found = fill("x", graph, profile, on, point.sharding, 2.0, 4, 1, lambda nbytes: 1.0)
+            found = fill("x", graph, profile, on, point.sharding, 2.0, 4, (1,), lambda nbytes: 1.0)
             price, piece = found.price, found.piece
             assert sum(piece.resident) + piece.everywhere == pytest.approx(price.resident_bytes + price.shared_bytes)
             assert sum(piece.once) == pytest.approx(price.gradient_sum + price.optimizer + price.outside.total)
@@ -218,7 +218,7 @@ def test_the_links_prices_are_the_steps() -> None:
 def test_what_links_share_counts_in_every_partition_that_needs_it() -> None:
     cluster, frontier = with_pieces("gpt_tied")
     on = cluster.part(frontier.meshes[frontier.pieces[0].mesh])
-    given = (on, frontier.pieces[0].sharding, 2.0, 4, 1, lambda nbytes: 1.0)
+    given = (on, frontier.pieces[0].sharding, 2.0, 4, (1,), lambda nbytes: 1.0)
     tied = fill("x", GRAPHS["gpt_tied"](), profile_of("gpt_tied"), *given).piece
     table = next(v for v in GRAPHS["gpt_tied"]().values.values() if v.origin == "token.weight")
     assert min(tied.resident[0], tied.resident[-2]) >= table.type.nbytes // 4  # both ends hold it, split or not
@@ -226,7 +226,7 @@ def test_what_links_share_counts_in_every_partition_that_needs_it() -> None:
     graph = GRAPHS["shared"]()
     cluster, frontier = with_pieces("shared")
     on = cluster.part(frontier.meshes[frontier.pieces[0].mesh])
-    given = (on, frontier.pieces[0].sharding, 2.0, 4, 1, lambda nbytes: 1.0)
+    given = (on, frontier.pieces[0].sharding, 2.0, 4, (1,), lambda nbytes: 1.0)
     read_by_many = fill("x", graph, profile_of("shared"), *given).piece
     assert read_by_many.everywhere_held > 0 and not any(read_by_many.held)
     writer = min(graph.common.values())
@@ -235,7 +235,7 @@ def test_what_links_share_counts_in_every_partition_that_needs_it() -> None:
     ladder = GRAPHS["ladder"]()
     cluster, frontier = with_pieces("ladder")
     on = cluster.part(frontier.meshes[frontier.pieces[0].mesh])
-    given = (on, frontier.pieces[0].sharding, 2.0, 4, 1, lambda nbytes: 1.0)
+    given = (on, frontier.pieces[0].sharding, 2.0, 4, (1,), lambda nbytes: 1.0)
     skips = fill("x", ladder, profile_of("ladder"), *given).piece
     ends = {link for name, writer in ladder.common.items() for link in (writer,)}
     ends |= {i for i, link in enumerate(ladder.chain) if ladder.reads_common(link)}
@@ -534,7 +534,7 @@ def test_what_it_costs_to_lay_out_an_activation_anew() -> None:
 
     def filled(name: str, on: Mesh, layout: Layout):
         point = points[prod(on.sizes)]
-        found = fill(name, graph, profile_of("gpt"), cluster.part(on), point.sharding, 2.0, 4, 1, lambda nbytes: 0.0)
+        found = fill(name, graph, profile_of("gpt"), cluster.part(on), point.sharding, 2.0, 4, (1,), lambda nbytes: 0.0)
         return replace(found, mesh=on, home={**found.home, value.name: layout})
 
     def seconds(a: tuple[Mesh, Layout], b: tuple[Mesh, Layout]) -> float:

@@ -50,3 +50,7 @@ def test_points_are_experiments_and_one_set_of_runs(make_project, capsys):
     assert [run.data.tags["stage.solve"] for run in points] == ["executed", "failed", "cached"]
     for point, row in zip(points, rows, strict=True):
         assert point.data.metrics.get("checkpoint/step_ms") == row.get("step_ms")
+
+    subprocess.run(["dvc", "exp", "apply", rows[0]["experiment"]], cwd=project.root, check=True, capture_output=True)
+    assert "memory_budget_gb: 0.5" in (project.root / "conf/solve/tiny.yaml").read_text()
+    assert (project.root / "runs/checkpoint/plan.json").is_file()
