@@ -15,10 +15,8 @@ BODIES = (  # local forms of ops
     "row_split_embedding",
 )
 EARLY = ("count_targets",)  # what an op begins before the first link; it returns nothing
-TOGETHER = ("all_gather_together", "regather_together")  # of several parameters
 NAMES = (
     *CONVERSIONS,
-    *TOGETHER,
     *BODIES,
     *EARLY,
     "again",
@@ -27,5 +25,6 @@ NAMES = (
     "keep_shards",
     "kept",
     "recompute",
+    "regather_together",
     "scope",
 )
