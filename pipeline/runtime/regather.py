@@ -26,9 +26,11 @@ import torch
 from torch import Tensor
 
 from pipeline.runtime import ahead
-from pipeline.runtime.collectives import Joining, Split, sum_and_split_several
+from pipeline.runtime.collectives import Joining, Split, mask, mask_both, sum_and_split_several
 from pipeline.runtime.mesh import MeshAxis, axis_of
 from pipeline.runtime.put_off import at_border
+
+ON_FIRST = (mask, mask_both)  # give the first rank what they are given, and others zeros
 
 
 class _Note:
@@ -158,6 +160,8 @@ def _source_of(x: Tensor) -> Tensor | _Source:
 def again(conversion: Callable[..., Tensor], x: Tensor, **arguments: Any) -> Tensor:
     """The conversion; inside `keep_shards` its result is dropped after the forward pass and made again in backward."""
     result = conversion(x, **arguments)
+    if conversion in ON_FIRST and _memory(result) == _memory(x) and axis_of(arguments["axis"]).size > 1:
+        result = result.clone()  # other ranks make one: all must have the same gathers ahead
     if _memory(result) not in (0, _memory(x)):  # on an axis of one rank nothing is made; a piece of dim 0 is a view
         note = _Note(_source_of(x), partial(conversion, **arguments))
         _remember(result, note)

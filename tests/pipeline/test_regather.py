@@ -15,7 +15,7 @@ from pipeline.cost.conversions import REGATHER, TABLE, entry_bytes, entry_second
 from pipeline.runtime import collectives
 from pipeline.runtime.mesh import MeshAxis
 from pipeline.runtime.recompute import recompute
-from pipeline.runtime.regather import _notes
+from pipeline.runtime.regather import _notes, _source_of
 from tests.graphs import preset
 from tests.meshes import Simulated, mesh, run_threads
 
@@ -375,3 +375,20 @@ def test_the_price_of_gathering_again() -> None:
     assert again.backward == pytest.approx(once.backward + axis.links["all_gather"].seconds(1000))
     assert entry_seconds(REGATHER, 1000, False, axis, compute).backward == 0.0
     assert entry_bytes(REGATHER, 1000, True, 4) == 3 * 750 and entry_bytes(TABLE["SB"], 1000, True, 4) == 2 * 750
+
+
+def test_what_the_first_rank_is_given_unchanged_is_made_as_on_the_others() -> None:
+    """Else that rank alone would gather it ahead of time, as if it were the parameter, and the others wait for ever."""
+
+    def rank(at):
+        bias = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        with runtime.keep_shards():
+            masked = runtime.again(runtime.mask, bias, axis="d0")
+            stored = isinstance(_source_of(masked), Tensor)
+            whole = runtime.regather(masked, axis="d1", dim=0)
+            (whole * 2).sum().backward()
+        return stored, masked.detach(), bias.grad
+
+    for at, (stored, masked, gradient) in run_threads(rank, mesh(2, 2)).items():
+        assert not stored and torch.equal(masked, torch.full((3,), float(at[0] == 0), dtype=torch.float64))
+        assert torch.equal(gradient, torch.full((3,), 4.0, dtype=torch.float64))
