@@ -165,7 +165,8 @@ def up_to(last: str) -> list[str]:
 
 def as_cached(stages: Iterable[str], config: Config, figures: Mapping[str, Figures]) -> list[StageRecord]:
     """Records of stages that did not run: their figures come from elsewhere."""
-    return [_record(STAGES[name], config, figures[name], (), status="cached") for name in stages]
+    found = (_record(STAGES[name], config, figures[name], (), status="cached") for name in stages)
+    return [replace(record, tags=run_tags(config, None)) for record in found]
 
 
 def _above(stage: Stage) -> list[str]:

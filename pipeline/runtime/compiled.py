@@ -38,7 +38,7 @@ def compiled(function: Callable[..., Any], keeps: float, calls: Literal["c++", "
 
     Of what it has for backward it keeps at most the part `keeps`; backward makes the rest again, in its own kernels.
     On a GPU the host's calls of kernels are compiled as well: short steps wait for the host, which is faster so than in
-    Python. It takes about ten seconds more for each function and pass, which torch's cache on disk remembers.
+    Python. Compiling takes several times as long, and torch's cache on disk remembers it.
     """
     if _Here.as_written:
         return function

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.config import ClusterSource, Config, DType, TensorSpec, listing, load_part
 from pipeline.errors import SolveError
+from pipeline.headline import mesh_text
 from pipeline.ir.codec import encode
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Frontier, Plan
@@ -324,15 +325,14 @@ def _row(found: Outcome, samples: int) -> Row:
 
 
 def plan_words(plan: Plan) -> str:
-    """`dp=2 x tp=2, 3 of 12 parameters split, 4 with ZeRO, 2 recompute regions`"""
+    """`d0=2 x d1=2, 3 of 12 parameters split, 4 with ZeRO, 2 recompute regions`"""
     shardings = [part.sharding for part in plan.partitions]
     names = {name for sharding in shardings for name in sharding.storage}
     split = {n for s in shardings for n, lies in s.storage.items() if any(state.kind == "S" for state in lies.states)}
     zero = {name for sharding in shardings for name in (*sharding.state, *sharding.regathered)}
     regions = sum(region.recompute for part in plan.partitions for region in part.regions)
-    meshes = " + ".join(" x ".join(f"{name}={size}" for name, size in part.axes) for part in plan.partitions)
     parts = [
-        f"{plan.schedule} of {meshes}" if plan.pipelined else meshes,
+        f"{plan.schedule}, {mesh_text(plan)}" if plan.pipelined else mesh_text(plan),
         f"{len(split)} of {len(names)} parameters split" if split else "",
         f"{len(zero)} with ZeRO" if zero else "",
         f"{regions} recompute regions" if regions else "no recompute",

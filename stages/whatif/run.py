@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from pipeline.cluster_model import KNOWN
 from pipeline.cluster_model.words import WORDS, find_machine, find_model, read_words
@@ -112,18 +113,7 @@ def _by_formula(root: Path, question: Question) -> Answer:
     model = find_model(root, asked, config)
     cluster, machine = find_machine(root, asked, config, None)
     asking = formula.Asking(root, config, asked, model, cluster, machine)
-    match question.name:
-        case "batch":
-            return formula.batch(asking, question.step, question.most)
-        case "sequence":
-            return formula.sequence(asking, question.step, question.most)
-        case "devices":
-            return formula.devices(asking, question.most)
-        case "budget":
-            return formula.budget(asking)
-        case "link":
-            return formula.link(asking, question.factors)
-    return formula.clusters(asking, question.clusters)
+    return _answered(formula, asking, question)
 
 
 def _by_planner(root: Path, question: Question, run_of: RunOf, arguments: argparse.Namespace, log: Log) -> Answer:
@@ -131,15 +121,17 @@ def _by_planner(root: Path, question: Question, run_of: RunOf, arguments: argpar
     stages = get_log("plan", arguments.verbosity if arguments.verbosity == VERBOSE else QUIET)
     with planning(root, run_of, stages) as planner:
         asking = planned.Asking(root, planner, config, log)
-        match question.name:
-            case "batch":
-                return planned.batch(asking, question.step, question.most)
-            case "sequence":
-                return planned.sequence(asking, question.step, question.most)
-            case "devices":
-                return planned.devices(asking, question.most)
-            case "budget":
-                return planned.budget(asking)
-            case "link":
-                return planned.link(asking, question.factors)
-        return planned.clusters(asking, question.clusters)
+        return _answered(planned, asking, question)
+
+
+def _answered(by: Any, asking: object, question: Question) -> Answer:
+    """By the module `formula` or `planned`, which have a function for each question."""
+    given: dict[str, tuple[object, ...]] = {
+        "batch": (question.step, question.most),
+        "sequence": (question.step, question.most),
+        "devices": (question.most,),
+        "link": (question.factors,),
+        "clusters": (question.clusters,),
+    }
+    answer: Answer = getattr(by, question.name)(asking, *given.get(question.name, ()))
+    return answer

@@ -48,6 +48,7 @@ def test_points_are_experiments_and_one_set_of_runs(make_project, capsys):
     assert {run.data.tags["shardwright.sweep"] for run in points} == {above.info.run_name}
     assert [run.info.status for run in points] == ["FINISHED", "FAILED", "FINISHED"]
     assert [run.data.tags["stage.solve"] for run in points] == ["executed", "failed", "cached"]
+    assert {run.data.tags["model"] for run in points} == {"tiny"}  # also of what came from the cache as a whole
     for point, row in zip(points, rows, strict=True):
         assert point.data.metrics.get("checkpoint/step_ms") == row.get("step_ms")
 
