@@ -175,7 +175,8 @@ def _reason(work: Path, launcher: int = 0) -> str:
     """Who was killed, or what the first rank to fail wrote (the others only notice), or an exception of the log."""
     if launcher < 0:
         return f"the launcher died of {_signal_name(-launcher)}"
-    killed = [(rank, int(number)) for rank, number in _DEATH.findall(_log(work)) if int(number) != signal.SIGTERM]
+    deaths = [(rank, int(number)) for rank, number in _DEATH.findall(_log(work))]
+    killed = [(rank, number) for rank, number in deaths if not _follows(work, rank, number)]
     if killed:
         rank, number = killed[0]
         return f"rank {rank} died of {_signal_name(number)}"
@@ -184,6 +185,12 @@ def _reason(work: Path, launcher: int = 0) -> str:
     lines = _log(work).splitlines()
     errors = [line.strip() for line in lines if "torch.distributed" not in line and _EXCEPTION.fullmatch(line.strip())]
     return errors[0] if errors else (lines[-1].strip() if lines else "a rank died without a word")
+
+
+def _follows(work: Path, rank: str, number: int) -> bool:
+    """Deaths that have another cause: ended by torchrun; or aborted while it ended, after it had told why."""
+    told = any((work / f"{kind}-{rank}.txt").exists() for kind in ("final", "error"))
+    return number == signal.SIGTERM or (number == signal.SIGABRT and told)
 
 
 def _by_age(paths: Iterable[Path]) -> list[Path]:

@@ -8,6 +8,7 @@ SILENT_S, and not by what its peers make of it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import socket
@@ -25,6 +26,7 @@ from pipeline.artifacts import KINDS
 from pipeline.launch import LaunchFailed
 
 BEAT_S = 1.0
+STOP_S = 5.0  # that a rank which is through waits for its last beat
 SILENT_S = 15.0
 LAST_WORDS_S = 3.0  # after a failure here, for the reason to arrive from elsewhere
 PART_S = 10.0
@@ -196,11 +198,20 @@ class Voice:
     def __init__(self, job: dict[str, Any], rank: int) -> None:
         self.rank, self.host = rank, job["host"]
         self.doing = "starting"
+        self.ended = threading.Event()
+        self.thread: threading.Thread | None = None
         if "meeting" not in job:  # started by hand
             return
         address, port = job["meeting"]
         self.store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=job["timeout_s"]))
-        threading.Thread(target=self._speak, daemon=True, name="voice").start()
+        self.thread = threading.Thread(target=self._speak, daemon=True, name="voice")
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Before the process ends: a thread that is inside the store at that moment aborts it (SIGABRT)."""
+        self.ended.set()
+        if self.thread is not None:
+            self.thread.join(STOP_S)
 
     def say(self, doing: str) -> None:
         self.doing = doing
@@ -209,14 +220,13 @@ class Voice:
         return f"rank {self.rank} on host {self.host}: {reason}"
 
     def _speak(self) -> None:
-        count = 0
-        while True:
+        for count in itertools.count():
             try:
                 self.store.set(f"beat/{self.rank}", f"{count}|{self.doing}")
             except RuntimeError:
                 return  # nobody listens any more
-            count += 1
-            time.sleep(BEAT_S)
+            if self.ended.wait(BEAT_S):
+                return
 
 
 def _peek(store: Any, key: str) -> str | None:

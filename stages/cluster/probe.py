@@ -56,6 +56,7 @@ def main(work: Path) -> None:
         report_error(work, rank, text)
         raise
     finally:
+        voice.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -136,6 +136,20 @@ def test_two_devices_share_the_wire_of_their_host(four_hosts):
 # ---- failures, on this machine alone
 
 
+def test_a_rank_that_is_through_is_not_aborted_by_its_voice():
+    """A thread inside the store while the interpreter ends would be: so it must have ended before."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
+    script = (
+        "import stages.cluster.meeting as meeting\n"
+        "meeting.BEAT_S = 0\n"  # nearly always inside
+        f"voice = meeting.Voice({{'host': 'a', 'meeting': ['127.0.0.1', {store.port}], 'timeout_s': 20}}, 0)\n"
+        "while not voice.store.check(['beat/0']):\n    pass\n"
+        "voice.stop()\n"
+    )
+    assert end([start(["-c", script])])[0] == (0, "", "")
+    assert store.get("beat/0")
+
+
 def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -219,3 +219,7 @@ def test_a_death_is_told_before_what_others_made_of_it(tmp_path):
     assert _reason(tmp_path) == "rank 3 died of SIGKILL"
     (tmp_path / "log.txt").write_text(table.format(0, 15))
     assert _reason(tmp_path) == "RuntimeError: connection closed by peer"
+    (tmp_path / "log.txt").write_text(table.format(0, 6))
+    assert _reason(tmp_path) == "RuntimeError: connection closed by peer"  # a thread of its own aborted it as it ended
+    (tmp_path / "log.txt").write_text(table.format(2, 6))
+    assert _reason(tmp_path) == "rank 2 died of SIGABRT"
