@@ -21,6 +21,7 @@ from pipeline.partitions import part_of
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.lower import Ops
 from pipeline.tracing.trace import trace
+from stages.codegen.growth import STAYS, UNKNOWN, Powers, loss_growth
 
 CONTIGUOUS = "aten.contiguous.default"
 
@@ -39,6 +40,8 @@ def _graph_of(samples: int, graph: OpGraph, plan: Plan, config: Config) -> OpGra
         raise _refusal(plan, config, f"with {_told(samples)} {error.what}") from error
     if (difference := next(_differences(graph, own), None)) is not None:
         raise _refusal(plan, config, f"the model does something else with {_told(samples)}: {difference}")
+    if (powers := loss_growth(graph, own)) not in (STAYS, UNKNOWN):
+        raise _refusal(plan, config, _added_up(powers), "let the model's loss be a mean over samples, or ask for null")
     for number, partition in enumerate(plan.partitions):
         try:
             verify_sharding(part_of(own, partition.first, partition.last), partition.sharding, partition.sizes)
@@ -95,14 +98,19 @@ def _links(graph: OpGraph) -> list[tuple[object, ...]]:
     return [(link.ops, link.input, link.output, link.common) for link in graph.chain]
 
 
+def _added_up(powers: Powers) -> str:
+    some = "" if 0 not in powers else "a part of "
+    return f"{some}the model's loss does not stay the same with more samples of a kind: theirs cannot be averaged"
+
+
 def _told(samples: int) -> str:
     return f"{samples} samples" if samples > 1 else "one sample"
 
 
-def _refusal(plan: Plan, config: Config, why: str) -> SolveError:
+def _refusal(plan: Plan, config: Config, why: str, remedy: str = "") -> SolveError:
     passes = plan.micro_batches // len(plan.slices)
     return SolveError(
         f"the pipeline cuts each pass into {len(plan.slices)} micro-batches, and {why}",
         where=f"conf/checkpoint/{config.choices['checkpoint']}.yaml: micro_batches",
-        remedy=f"ask for fewer than {plan.micro_batches}, a multiple of {passes}, or null",
+        remedy=remedy or f"ask for fewer than {plan.micro_batches}, a multiple of {passes}, or null",
     )

@@ -60,6 +60,18 @@ class Plain(nn.Module):
         return F.mse_loss(self.last(torch.tanh(self.first(x))), x)
 
 
+class Added(nn.Module):
+    """Its loss is a sum over samples, as a whole or in part."""
+
+    def __init__(self, part: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.part = nn.Linear(4, 4), nn.Linear(4, 4), part
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(torch.tanh(self.first(x)))
+        return F.mse_loss(y, x) + y.abs().sum() if self.part else F.mse_loss(y, x, reduction="sum")
+
+
 class Normed(nn.Module):
     """Has no variance of one sample."""
 
@@ -255,3 +267,14 @@ def test_micro_batches_of_two_sizes_have_two_forms_of_what_has_sizes_in_it(tmp_p
     twice = {body for body in bodies if ".reshape(1, 6" in body or ".reshape(2, 6" in body}
     assert len(twice) == 4 and all("scaled_dot_product_attention" in body for body in twice)
     assert not [body for body in bodies if "[1, 6, 12]" in body and body not in twice]
+
+
+@pytest.mark.parametrize(("part", "told"), [(False, "and the model's loss"), (True, "and a part of the model's loss")])
+def test_a_loss_that_adds_samples_up_is_refused(part: bool, told: str) -> None:
+    """Micro-batches are averaged: its gradients would be too small."""
+    config = rows_of(Added, part=part)
+    graph = trace(config)
+    with pytest.raises(SolveError) as error:
+        graphs_of_slices(graph, in_two(graph, 2), config)
+    line = error.value.line()
+    assert told in line and line.endswith("let the model's loss be a mean over samples, or ask for null")
