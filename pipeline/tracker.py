@@ -1,8 +1,8 @@
 """Tells MLflow what the pipeline did: one MLflow run per execution, whichever stages ran or were cached.
 
 What is to be told is first written to the spool (pipeline/spool.py); `Tracker.flush` then sends what has not been sent
-(tracking.py, the only file that imports mlflow). Where the store cannot be used the work goes on, the user is told once
-per execution, and `sync` sends everything later.
+(tracking.py and tracking_store.py, the only files that import mlflow). Where the store cannot be used the work goes on,
+the user is told once per execution, and `sync` sends everything later.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline import tracking as sender
 from pipeline.errors import ShardwrightError
 from pipeline.point import Point as SweepPoint
 from pipeline.point import current
 from pipeline.spool import Point, Scalar, Spool, StageRecord, append, execution_id, executions, prune
-from pipeline.tracking import CONNECT_S, Settings, Store
+from pipeline.tracking import send
+from pipeline.tracking_store import CONNECT_S, Settings, Store, connect
 
 __all__ = ["Live", "Point", "StageRecord", "Synced", "Tracker", "execution_id", "sync", "ui_command"]
 
@@ -146,8 +146,8 @@ class Tracker:
             if not force and time.time() < state.retry_after:
                 return "the store failed a moment ago"
             try:
-                self._client = self._client or sender.connect(self._store)
-                sender.send(self._client, self._store, self._spool, state)
+                self._client = self._client or connect(self._store)
+                send(self._client, self._store, self._spool, state)
                 return None
             except Exception as error:  # whatever the store, its driver or the network raises must not stop the work
                 why = self._store.hide_password(" ".join(f"{error or type(error).__name__}".split()))[:300]
@@ -268,7 +268,7 @@ def ui_command(root: Path, settings: Settings) -> list[str]:
         where = store.hide_password(store.uri)
         raise ShardwrightError("the runs are on a server", where="tracking.uri", remedy=f"open {where} in a browser")
     if store.path and not store.path.exists():
-        sender.connect(store)  # whole or not at all, where the server would leave half of it when stopped
+        connect(store)  # whole or not at all, where the server would leave half of it when stopped
     host, port = UI_ADDRESS
     artifacts = ["--artifacts-destination", str(store.artifacts)] if store.artifacts else []
     return [

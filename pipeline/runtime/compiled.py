@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
@@ -13,6 +12,7 @@ import torch
 import torch._functorch.config as partitioning
 from torch import Tensor, fx
 
+from pipeline.runtime import host_calls
 from pipeline.runtime.recompute import replaying
 from pipeline.runtime_names import NAMES
 
@@ -38,7 +38,8 @@ def compiled(function: Callable[..., Any], keeps: float, calls: Literal["c++", "
 
     Of what it has for backward it keeps at most the part `keeps`; backward makes the rest again, in its own kernels.
     On a GPU the host's calls of kernels are compiled as well: short steps wait for the host, which is faster so than in
-    Python. Compiling takes several times as long, and torch's cache on disk remembers it.
+    Python. Compiling takes several times as long, and torch's cache on disk remembers it. Without a C++ compiler, or
+    with one that fails, Python makes the calls.
     """
     if _Here.as_written:
         return function
@@ -47,15 +48,18 @@ def compiled(function: Callable[..., Any], keeps: float, calls: Literal["c++", "
 
     from pipeline.runtime.partitioner import ReadsMasksOff
 
-    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        on_card = any(isinstance(given, Tensor) and given.is_cuda for given in inputs)
+    def build(graph: fx.GraphModule, inputs: Sequence[Any], in_cpp: bool) -> Any:
         with (
             partitioning.patch(activation_memory_budget=keeps),
-            inductor.patch(
-                custom_partitioner_fn=ReadsMasksOff(), cpp_wrapper=on_card and calls == "c++" and _has_compiler()
-            ),
+            inductor.patch(custom_partitioner_fn=ReadsMasksOff(), cpp_wrapper=in_cpp),
         ):
             return compile_fx(graph, inputs)
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if calls == "python" or not host_calls.in_cpp(inputs):
+            return build(graph, inputs, False)
+        kept = copy.deepcopy(graph)  # compiling changes what it is given
+        return host_calls.or_from_python(lambda: build(graph, inputs, True), lambda: build(kept, inputs, False))
 
     def made(label: str) -> Callable[..., Any]:
         # What was compiled is known by the code that it was made of: each way to compile it needs a code of its own.
@@ -75,10 +79,6 @@ def compiled(function: Callable[..., Any], keeps: float, calls: Literal["c++", "
         return first
     second = made("_again")  # compiling sees no difference between the two runs of a region
     return lambda *arguments: (second if replaying() else first)(*arguments)
-
-
-def _has_compiler() -> bool:
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def channels_last(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

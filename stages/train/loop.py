@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pipeline.errors import TrainError
 from pipeline.ir.report import Breakdown
+from pipeline.runtime.host_calls import why_python
 from pipeline.runtime.memory import measure_peak, storage_bytes
 from stages.train.breakdown import of_all, profiled
 from stages.train.engine import Batch, Engine, Job
@@ -50,6 +51,8 @@ class Loop:
             self._take(number, number == min(start + MEASURED_STEP, steps - 1), number == profiled_step)
             self._evaluate(number)
             self._write([self._line(number)])
+            if number == start:
+                self._write(_python_calls())
             self._write(self.safety.after(number + 1, self._numbers))
         self.batches.close()
         self._write(self.safety.end())
@@ -141,6 +144,13 @@ class Loop:
         if self.evaluated and self.evaluated[-1][0] == number:
             line["eval_loss"] = self.evaluated[-1][1]
         return line
+
+
+def _python_calls() -> list[Note]:
+    """Once blocks are compiled, where a rank of any host has a C++ compiler that failed."""
+    everyone = _gathered(why_python())
+    failed = [rank for rank, why in enumerate(everyone) if why]
+    return [{"python_calls": everyone[failed[0]], "failed": len(failed), "ranks": len(everyone)}] if failed else []
 
 
 def _gathered(own: T) -> list[T]:

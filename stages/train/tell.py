@@ -17,6 +17,8 @@ def tell(log: Log, root: Path, note: dict[str, Any]) -> None:
             log.warning("a rank failed: all ranks go on from %s (restart %d)", where, note["restart"])
         else:
             log.info("going on after %d steps, from %s", note["resumed"], where)
+    elif "python_calls" in note:
+        log.warning("on %d of %d ranks %s", note["failed"], note["ranks"], note["python_calls"])
     elif note.get("problem"):
         log.warning(
             "the snapshot after step %d could not be written: %s; those before it stay, and training goes on",

@@ -20,6 +20,7 @@ from pipeline import tracker as tracking
 from pipeline import tracking as sender
 from pipeline.errors import ShardwrightError
 from pipeline.tracker import Point, StageRecord, Tracker, sync, ui_command
+from pipeline.tracking_store import Store, connect
 
 LOG = logging.getLogger("test")
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,7 @@ class Settings:
 def empty_store(tmp_path_factory):
     """An SQLite store with its tables and no run: creating one takes seconds, copying it none."""
     root = tmp_path_factory.mktemp("empty")
-    sender.connect(sender.Store.of(root, Settings()))
+    connect(Store.of(root, Settings()))
     return root / "runs" / "mlflow.db"
 
 
@@ -50,7 +51,7 @@ def root(tmp_path, empty_store):
 
 
 def client(root):
-    return sender.connect(sender.Store.of(root, Settings()))
+    return connect(Store.of(root, Settings()))
 
 
 def runs(root):
@@ -370,7 +371,7 @@ def test_store_changed_between_stages(root):
     other = "sqlite:///other/mlflow.db"
     (root / "other").mkdir()
     shutil.copyfile(root / "runs" / "mlflow.db", root / "other" / "mlflow.db")
-    mlflow = sender.connect(sender.Store.of(root, Settings(uri=other)))
+    mlflow = connect(Store.of(root, Settings(uri=other)))
     mlflow.delete_run(runs(root)[0].info.run_id)
     tracker(root, uri=other).stage(StageRecord("solve"))
     [run] = mlflow.search_runs([runs(root)[0].info.experiment_id])
