@@ -18,7 +18,10 @@
 | `B -> P`       | mask_both       | mask           | mask                       | local                               |
 
 (1) Every step on the way of such a parameter to its readers is made again in backward; the others keep their names:
-`again(gather, ...)`. Those of a link that go over one axis are one collective, `regather_together`.
+`again(gather, ...)`.
+
+The parameters of a link that are gathered over one axis are one collective, `all_gather_together` or, where it is made
+again, `regather_together`.
 
 A step changes the state on one axis. The digits that the other axes take (see pipeline.ir.layout) stay where they are:
 gathering the outer of two axes on one dim leaves the inner one on a factor, `S(0),S(0) -> R,S(0:2)`; only where the
@@ -33,6 +36,7 @@ from itertools import groupby
 
 from pipeline.cost.compute import Seconds
 from pipeline.ir.cluster import COLLECTIVES, Axis, Compute
+from pipeline.ir.graph import OpGraph
 from pipeline.ir.layout import Layout, State
 from pipeline.ir.program import Convert, Step
 
@@ -121,21 +125,32 @@ def conversion_of(source: Layout, target: Layout, sizes: tuple[int, ...]) -> Con
     return conversion(source.states[axis], target.states[axis])
 
 
-def gathered_together(steps: Sequence[Step], sizes: tuple[int, ...]) -> list[tuple[Convert, ...]]:
-    """Steps next to each other that regather over one axis: a program has one collective for them."""
+def gathered_together(graph: OpGraph, steps: Sequence[Step], sizes: tuple[int, ...]) -> list[tuple[Convert, ...]]:
+    """Steps next to each other that gather parameters over one axis: a program has one collective for them."""
     found: list[tuple[Convert, ...]] = []
-    for over, run in groupby(steps, lambda step: _regathers_over(step, sizes)):
+    for over, run in groupby(steps, lambda step: _gathers_over(graph, step, sizes)):
         together = tuple(step for step in run if isinstance(step, Convert))
         if over is not None and len(together) > 1:
             found.append(together)
     return found
 
 
-def _regathers_over(step: Step, sizes: tuple[int, ...]) -> int | None:
-    if not isinstance(step, Convert) or not step.again:
+def _gathers_over(graph: OpGraph, step: Step, sizes: tuple[int, ...]) -> tuple[int, bool] | None:
+    """The axis, and whether it is done once more in backward; None for what is made before the chain for many links."""
+    if not isinstance(step, Convert) or not (step.again or graph.beside(step.source.value)):
         return None
     ends = step.source.layout, step.target.layout
-    return step_axis(*ends, sizes) if conversion_of(*ends, sizes) is TABLE["SB"] else None
+    return (step_axis(*ends, sizes), step.again) if conversion_of(*ends, sizes) is TABLE["SB"] else None
+
+
+def gathered_share(graph: OpGraph, value: str) -> float:
+    """The part that a parameter has of what its link gathers by one collective, if it gathers all of its parameters.
+
+    How the others are stored is not asked, so that what a parameter costs depends on how it is stored alone.
+    """
+    own = graph.values[value].type
+    others = graph.types(graph.beside(value)) or (own,)
+    return own.nbytes / sum(other.nbytes for other in others if other.dtype == own.dtype) if own.nbytes else 1.0
 
 
 def step_arguments(source: Layout, target: Layout, sizes: tuple[int, ...]) -> dict[str, int]:

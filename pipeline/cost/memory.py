@@ -128,7 +128,7 @@ def link_parts(
     own = {owner: size for held in kept_by for owner, size in held.items() if owner not in again}
     kept = {exit_: storage.size(exit_), **own}
     most = max((need.forward for need in needs), default=0)
-    together = _together(steps, sizes)
+    together = _together(graph, steps, sizes)
     gathered = _gather_peak(steps, storage, together)
     whole = LinkMemory(
         output=storage.size(exit_),
@@ -206,8 +206,8 @@ def _forward_peak(steps: tuple[Step, ...], storage: _Storage, kept: dict[Tensor,
 Together = tuple[Tensor, ...]  # copies that one collective makes
 
 
-def _together(steps: tuple[Step, ...], sizes: tuple[int, ...]) -> tuple[Together, ...]:
-    return tuple(tuple(step.target for step in run) for run in gathered_together(steps, sizes))
+def _together(graph: OpGraph, steps: tuple[Step, ...], sizes: tuple[int, ...]) -> tuple[Together, ...]:
+    return tuple(tuple(step.target for step in run) for run in gathered_together(graph, steps, sizes))
 
 
 def _gather_peak(steps: tuple[Step, ...], storage: _Storage, together: tuple[Together, ...]) -> int:
@@ -254,7 +254,7 @@ def _backward_extra(
     for index in reversed(range(len(steps))):
         step = steps[index]
         held |= {owner: size for owner, size in kept_by[index].items() if owner not in kept}
-        for run in {run_of[owner] for owner in kept_by[index] if owner in run_of} - asked:
+        for run in {run_of[owner] for owner in kept_by[index] if owner in run_of and owner not in kept} - asked:
             asked.add(run)
             again = {copy: storage.size(copy) for copy in run if copy in needed_until}
             held |= again

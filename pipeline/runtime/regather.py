@@ -7,7 +7,7 @@ back to what is stored.
 
 A link's parameters are gathered together (`regather_together`): one collective forward, one more in backward for those
 of which backward needs something, when it asks for the first of them, and one for the gradients of all. A copy goes
-when the last op that needs it is undone.
+when the last op that needs it is undone. `all_gather_together` is the same where the copies are kept (ZeRO-2).
 
 Recompute regions have hooks of their own on what autograd keeps, and autograd asks the innermost alone: `keep_shards`
 passes on to the hooks around it what it does not replace. A region enters it on both its runs.
@@ -60,16 +60,22 @@ class _Note:
 class _Group:
     """Tensors that are gathered together: how, and what backward needs of them."""
 
-    def __init__(self, sources: Sequence[Tensor | _Source], splits: Sequence[Split], axis: MeshAxis) -> None:
-        self.sources, self.splits, self.axis = sources, splits, axis
+    def __init__(
+        self, sources: Sequence[Tensor | _Source], splits: Sequence[Split], axis: MeshAxis, stored: bool
+    ) -> None:
+        self.sources, self.splits, self.axis, self.stored = sources, splits, axis, stored
         self.wanted = [0] * len(sources)
         self.made: list[Tensor | None] = [None] * len(sources)
 
     def gather(self, pieces: Sequence[Tensor], numbers: Iterable[int]) -> list[Tensor]:
         """Ahead of time where the pieces are parameters themselves."""
         splits = [self.splits[n] for n in numbers]
-        stored = all(isinstance(source, Tensor) for source in self.sources)
-        return ahead.gather(pieces, splits, self.axis) if stored else Joining(pieces, splits, self.axis).finish()
+        return ahead.gather(pieces, splits, self.axis) if self.stored else Joining(pieces, splits, self.axis).finish()
+
+    def wholes(self, pieces: list[Tensor]) -> Sequence[Tensor]:
+        """For the forward pass."""
+        found: Sequence[Tensor] = at_border(pieces, _Together.apply(self, *pieces))  # type: ignore[no-untyped-call]
+        return found
 
     def take(self, number: int) -> Tensor:
         """One of them; when the first is asked for, all that will be are made, and each goes when it is asked for last.
@@ -200,23 +206,46 @@ def _zeros(like: Tensor, shape: torch.Size, group: _Group, number: int) -> Tenso
     return like.new_zeros([size * (group.axis.size if n == dim else 1) for n, size in enumerate(shape)])
 
 
-def regather_together(*given: tuple[Tensor, int] | tuple[Tensor, int, int], axis: str) -> tuple[Tensor, ...]:
-    """`regather` of several tensors, each with its dim (and parts), by one collective for each dtype."""
-    mesh_axis = axis_of(axis)
+Given = tuple[Tensor, int] | tuple[Tensor, int, int]  # a tensor with its dim, and its parts where there are several
+
+
+def regather_together(*given: Given, axis: str) -> tuple[Tensor, ...]:
+    """`regather` of several tensors by one collective for each dtype."""
+
+    def gathered(pieces: list[Tensor], splits: list[Split], over: MeshAxis) -> Sequence[Tensor]:
+        sources = [_source_of(piece) for piece in pieces]
+        group = _Group(sources, splits, over, all(isinstance(source, Tensor) for source in sources))
+        wholes = group.wholes(pieces)
+        for number, whole in enumerate(wholes):
+            _remember(whole, _Member(group, number))
+        return wholes
+
+    return _by_dtype(given, axis, gathered)
+
+
+def all_gather_together(*given: Given, axis: str) -> tuple[Tensor, ...]:
+    """`all_gather` of several parameters by one collective for each dtype."""
+
+    def gathered(pieces: list[Tensor], splits: list[Split], over: MeshAxis) -> Sequence[Tensor]:
+        stored = all(piece.is_leaf and piece.requires_grad for piece in pieces)  # what a step makes is not stored
+        return _Group([piece.detach() for piece in pieces], splits, over, stored).wholes(pieces)
+
+    return _by_dtype(given, axis, gathered)
+
+
+def _by_dtype(
+    given: Sequence[Given], axis: str, gathered: Callable[[list[Tensor], list[Split], MeshAxis], Sequence[Tensor]]
+) -> tuple[Tensor, ...]:
+    over = axis_of(axis)
     tensors = [tensor for tensor, *_ in given]
-    if mesh_axis.size == 1:
+    if over.size == 1:
         return tuple(tensors)
     splits = [(split[0], split[1] if len(split) > 1 else 1) for _, *split in given]
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [n for n, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        sources = [_source_of(tensors[n]) for n in alike]
-        group = _Group(sources, [splits[n] for n in alike], mesh_axis)
-        pieces = [tensors[n] for n in alike]
-        wholes = at_border(pieces, _Together.apply(group, *pieces))  # type: ignore[no-untyped-call]
-        for place, (n, whole) in enumerate(zip(alike, wholes, strict=True)):
-            _remember(whole, _Member(group, place))
-            found[n] = whole
+        wholes = gathered([tensors[n] for n in alike], [splits[n] for n in alike], over)
+        found |= dict(zip(alike, wholes, strict=True))
     return tuple(found[n] for n in range(len(tensors)))
 
 
