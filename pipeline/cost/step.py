@@ -184,16 +184,15 @@ def price_step(
 
 def ahead_bytes(graph: OpGraph, steps: Sequence[Step], sizes: tuple[int, ...]) -> int:
     """What a link's gather of parameters as they are stored receives and sends (pipeline.runtime.ahead)."""
-    parameters = [s for s in steps if isinstance(s, Convert) and graph.values[s.source.value].role is Role.PARAMETER]
-    made = {step.target for step in parameters}
-    found: dict[tuple[int, bool], list[int]] = {}
-    for step in parameters:
+    again = [step for step in steps if isinstance(step, Convert) and step.again]
+    made = {step.target for step in again}
+    found: dict[int, int] = {}
+    for step in again:
         ends = step.source.layout, step.target.layout
         if step.source not in made and conversion_of(*ends, sizes) is TABLE["SB"]:
             axis, whole = step_axis(*ends, sizes), local_bytes(graph, step.target.value, step.target.layout, sizes)
-            found.setdefault((axis, step.again), []).append(whole + whole // sizes[axis])
-    begun = (sum(own) for (_, again), own in found.items() if again or len(own) > 1)  # one that is kept begins alone
-    return max(begun, default=0)
+            found[axis] = found.get(axis, 0) + whole + whole // sizes[axis]
+    return max(found.values(), default=0)
 
 
 def _axes(cluster: Cluster, summed: tuple[int, ...], home: Layout, state: Layout) -> tuple[list[Axis], list[Axis]]:

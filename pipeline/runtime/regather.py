@@ -7,7 +7,8 @@ back to what is stored.
 
 A link's parameters are gathered together (`regather_together`): one collective forward, one more in backward for those
 of which backward needs something, when it asks for the first of them, and one for the gradients of all. A copy goes
-when the last op that needs it is undone. `all_gather_together` is the same where the copies are kept (ZeRO-2).
+when the last op that needs it is undone. `all_gather_together` is the same where the copies are kept (ZeRO-2), and
+waits for them: ahead of time they would lie beside all that forward keeps.
 
 Recompute regions have hooks of their own on what autograd keeps, and autograd asks the innermost alone: `keep_shards`
 passes on to the hooks around it what it does not replace. A region enters it on both its runs.
@@ -61,16 +62,16 @@ class _Group:
     """Tensors that are gathered together: how, and what backward needs of them."""
 
     def __init__(
-        self, sources: Sequence[Tensor | _Source], splits: Sequence[Split], axis: MeshAxis, stored: bool
+        self, sources: Sequence[Tensor | _Source], splits: Sequence[Split], axis: MeshAxis, early: bool
     ) -> None:
-        self.sources, self.splits, self.axis, self.stored = sources, splits, axis, stored
+        """`early`: they may be gathered ahead of time, as they are parameters themselves."""
+        self.sources, self.splits, self.axis, self.early = sources, splits, axis, early
         self.wanted = [0] * len(sources)
         self.made: list[Tensor | None] = [None] * len(sources)
 
     def gather(self, pieces: Sequence[Tensor], numbers: Iterable[int]) -> list[Tensor]:
-        """Ahead of time where the pieces are parameters themselves."""
         splits = [self.splits[n] for n in numbers]
-        return ahead.gather(pieces, splits, self.axis) if self.stored else Joining(pieces, splits, self.axis).finish()
+        return ahead.gather(pieces, splits, self.axis) if self.early else Joining(pieces, splits, self.axis).finish()
 
     def wholes(self, pieces: list[Tensor]) -> Sequence[Tensor]:
         """For the forward pass."""
@@ -227,8 +228,7 @@ def all_gather_together(*given: Given, axis: str) -> tuple[Tensor, ...]:
     """`all_gather` of several parameters by one collective for each dtype."""
 
     def gathered(pieces: list[Tensor], splits: list[Split], over: MeshAxis) -> Sequence[Tensor]:
-        stored = all(piece.is_leaf and piece.requires_grad for piece in pieces)  # what a step makes is not stored
-        return _Group([piece.detach() for piece in pieces], splits, over, stored).wholes(pieces)
+        return _Group([piece.detach() for piece in pieces], splits, over, early=False).wholes(pieces)
 
     return _by_dtype(given, axis, gathered)
 

@@ -372,8 +372,8 @@ def test_the_price_of_zero_3():
         share = matrix / (matrix + bias) if saved else 0.0  # of what the link gathers, and of its latency
         more = sent[2].backward - sent[1].backward
         assert more == pytest.approx(share * links["all_gather"].seconds(matrix + bias))
-    assert kept.ahead_bytes == again.ahead_bytes == largest + largest // 2, "begun while the link before computes"
-    assert ddp.ahead_bytes == 0 and again.fixed_bytes == again.resident_bytes + again.ahead_bytes
+    assert again.ahead_bytes == largest + largest // 2, "the next link's copies are gathered while this one computes"
+    assert kept.ahead_bytes == ddp.ahead_bytes == 0 and again.fixed_bytes == again.resident_bytes + again.ahead_bytes
 
 
 def test_what_is_gathered_together_pays_for_one_collective():
