@@ -153,19 +153,24 @@ def _gathers_first(graph: OpGraph, steps: list[Step]) -> list[Step]:
     """Parameters that are gathered before all else: of these the first step of every way before the second."""
     converts = [step for step in steps if isinstance(step, Convert)]
     parameters = [step for step in converts if graph.values[step.source.value].role is Role.PARAMETER]
-    gathered = {step.source.value for step in parameters if step.again or _gathers(step)}
+    gathered = {step.source.value for step in parameters if step.again or _gathered_axes(step)}
     first = [step for step in parameters if step.source.value in gathered]
     depth: dict[Tensor, int] = {}
     for step in first:
         depth[step.target] = depth.get(step.source, -1) + 1
-    first.sort(key=lambda s: (s.again, depth[s.target], str(s.source.layout), str(s.target.layout)))
+
+    def place(step: Convert) -> tuple[bool, int, tuple[int, ...], str, str]:
+        """Those of one axis next to each other."""
+        return step.again, depth[step.target], _gathered_axes(step), str(step.source.layout), str(step.target.layout)
+
+    first.sort(key=place)
     return [*first, *(step for step in steps if step not in first)]
 
 
-def _gathers(step: Convert) -> bool:
-    """Whether it is S -> B on an axis."""
-    pairs = zip(step.source.layout.states, step.target.layout.states, strict=True)
-    return any(before.kind == "S" and after == B for before, after in pairs)
+def _gathered_axes(step: Convert) -> tuple[int, ...]:
+    """Where it is S -> B or S -> R."""
+    pairs = enumerate(zip(step.source.layout.states, step.target.layout.states, strict=True))
+    return tuple(axis for axis, (before, after) in pairs if before.kind == "S" and after in (B, R))
 
 
 def _same(value: Value, have: Layout, want: Layout) -> bool:

@@ -20,7 +20,7 @@ from itertools import pairwise
 from math import prod
 
 from pipeline.cost.compute import Seconds
-from pipeline.cost.conversions import TABLE, conversion_of, entry_bytes, entry_seconds, made_again, step_axis
+from pipeline.cost.conversions import GATHERS, TABLE, conversion_of, entry_bytes, entry_seconds, made_again, step_axis
 from pipeline.ir.cluster import Axis, Compute
 from pipeline.ir.layout import Layout, Place, S, State, at_places
 
@@ -99,7 +99,7 @@ class Paths:
         """Seconds of one step, and the bytes that a rank sends; `again` where backward makes it once more."""
         number = step_axis(before, after, self.sizes)
         entry = conversion_of(before, after, self.sizes)
-        axis = (self.gathering if entry is TABLE["SB"] else self.axes)[number]
+        axis = (self.gathering if entry in GATHERS else self.axes)[number]
         entry = made_again(entry) if again else entry
         others = (s.kind == "S" and i != number for i, s in enumerate(before.states))
         local = nbytes // prod(size for size, split in zip(self.sizes, others, strict=True) if split)
@@ -110,8 +110,9 @@ class Paths:
         """Femtoseconds of a step between two kinds of state, for a tensor that has so many bytes without this axis."""
         key = axis, before, after, local, grad
         if key not in self._costs:
-            axes = self.gathering if before + after == "SB" else self.axes
-            seconds = entry_seconds(TABLE[before + after], local, grad, axes[axis], self.compute)
+            entry = TABLE[before + after]
+            axes = self.gathering if entry in GATHERS else self.axes
+            seconds = entry_seconds(entry, local, grad, axes[axis], self.compute)
             self._costs[key] = round(seconds.total * FEMTO)
         return self._costs[key]
 

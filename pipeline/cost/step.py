@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from math import prod
 
 from pipeline.cost.compute import Seconds, local_bytes, op_seconds, optimizer_seconds
-from pipeline.cost.conversions import TABLE, conversion_of, gathered_share, step_axis
+from pipeline.cost.conversions import TABLE, conversion_of, gathered_share, gathered_together, step_axis
 from pipeline.cost.joined import joined_link
 from pipeline.cost.memory import LinkMemory, link_memory
 from pipeline.cost.paths import Paths
@@ -186,10 +186,11 @@ def ahead_bytes(graph: OpGraph, steps: Sequence[Step], sizes: tuple[int, ...]) -
     """What a link's gather of parameters as they are stored receives and sends (pipeline.runtime.ahead)."""
     again = [step for step in steps if isinstance(step, Convert) and step.again]
     made = {step.target for step in again}
+    joined = {step for run in gathered_together(graph, steps, sizes) for step in run}
     found: dict[int, int] = {}
     for step in again:
         ends = step.source.layout, step.target.layout
-        if step.source not in made and conversion_of(*ends, sizes) is TABLE["SB"]:
+        if step.source not in made and (step in joined or conversion_of(*ends, sizes) is TABLE["SB"]):
             axis, whole = step_axis(*ends, sizes), local_bytes(graph, step.target.value, step.target.layout, sizes)
             found[axis] = found.get(axis, 0) + whole + whole // sizes[axis]
     return max(found.values(), default=0)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pipeline import runtime_names
 from pipeline.cost.conversions import (
     REGATHER,
+    TABLE,
     conversion_of,
     gathered_together,
     made_again,
@@ -215,15 +216,16 @@ class BlockWriter:
         return self.names.give(step.target, f"{base}_{suffix(step.target.layout)}")
 
     def _convert_together(self, steps: tuple[Convert, ...]) -> None:
-        """One collective; each tensor has a line with its dim, and parts where there are several."""
+        """One collective; each tensor has a line with its dim, parts where there are several, and "R" for S -> R."""
         function = "regather_together" if steps[0].again else "all_gather_together"
         self.used.add(function)
         sizes = self.mesh.sizes
         rows = []
         for step in steps:
             ends = step.source.layout, step.target.layout
-            told = step_arguments(*ends, sizes)
-            given = ", ".join([self._name(step.source), *map(str, told.values())])
+            told = [*map(str, step_arguments(*ends, sizes).values())]
+            told += ['"R"'] if conversion_of(*ends, sizes) is TABLE["SR"] else []
+            given = ", ".join([self._name(step.source), *told])
             rows.append(f"    ({given}),  {self._remark(step.target, arrow_from=step.source)}")
         axis, _ = self.mesh.axes[step_axis(steps[0].source.layout, steps[0].target.layout, sizes)]
         targets = [self._target(step) for step in steps]

@@ -30,6 +30,8 @@ from tests.graphs import (
     frontier_of,
     gpt_graph,
     ladder_graph,
+    mlp,
+    mlp_batch,
     mlp_graph,
     preset,
     profile_of,
@@ -374,6 +376,36 @@ def test_the_price_of_zero_3():
         assert more == pytest.approx(share * links["all_gather"].seconds(matrix + bias))
     assert again.ahead_bytes == largest + largest // 2, "the next link's copies are gathered while this one computes"
     assert kept.ahead_bytes == ddp.ahead_bytes == 0 and again.fixed_bytes == again.resident_bytes + again.ahead_bytes
+
+
+@pytest.mark.parametrize("regathered", [False, True])
+def test_what_every_rank_reads_whole_is_gathered_together_too(regathered: bool):
+    """S -> R: one collective forward, and again; of a gradient each rank takes its piece and sends nothing."""
+    graph, plain = mlp_graph(), everywhere(mlp_graph(), "R")
+    whole, split = price("mlp", plain), price("mlp", stored(plain, regathered=regathered))
+    largest = 0
+    for link, before, after in zip(graph.chain, whole.links, split.links, strict=True):
+        read = {name for op in link.ops for name in graph.op(op).inputs}
+        own = [v.type.nbytes for v in graph.of_role(Role.PARAMETER) if v.name in read]
+        gather = AXIS.links["all_gather"].seconds(sum(own)) if own else 0.0
+        assert after.communication.forward - before.communication.forward == pytest.approx(gather)
+        slices = sum(COMPUTE.launch + n / COMPUTE.memory_rate for n in own)
+        again = max(own, default=0) / sum(own) * gather if regathered and own and link is not graph.chain[0] else 0.0
+        assert after.communication.backward - before.communication.backward == pytest.approx(slices + again)
+        largest = max(largest, sum(own))
+    assert split.ahead_bytes == (largest + largest // 2 if regathered else 0)
+
+
+def test_gradients_that_are_not_sent_need_no_memory_to_send():
+    """S -> R beside S -> B of one sample, whose activations are small: what is sent lies beside the gradients."""
+    graph = trace(mlp(), {name: tensor[:1] for name, tensor in mlp_batch().items()})
+    profile, extra = profile_graph(graph), {}
+    for name in ("R", "B"):
+        sharding = stored(everywhere(graph, name))
+        (first, *_) = price_step(graph, profile, preset(), sharding, lower(graph, sharding), 2.0).links
+        extra[name] = first.memory.backward_extra
+    weight, bias = (graph.values[n].type.nbytes for n in graph.ops[0].inputs[1:])
+    assert extra["R"] < weight < weight + bias < extra["B"]
 
 
 def test_what_is_gathered_together_pays_for_one_collective():
