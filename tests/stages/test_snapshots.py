@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def full_disk(here: Path) -> list[float]:
 
 
 def faults(here: Path) -> dict[str, Any]:
-    found = {"wild": wild(here), "engines": engines(here), "unshared": unshared(here)}
+    found = {"wild": wild(here), "engines": engines(here), "unshared": unshared(here), "refused": refused(here)}
     engine = Planned(job(here, "ddp", 1))
     equal = replicas.compare(engine)
     if dist.get_rank() == 1:
@@ -145,6 +146,24 @@ def streams(here: Path) -> tuple[bool, bool]:
     restored = torch.get_rng_state()
     torch.manual_seed(0)
     return same, torch.equal(restored, torch.get_rng_state())
+
+
+def refused(here: Path) -> list[str]:
+    """Snapshots that one rank does not see, and that another version wrote; the latter is there afterwards."""
+    folder, own = here / "engines", here / f"engines{dist.get_rank()}"
+    name = snapshots_in(folder)[0].name
+    if dist.get_rank() == 0:
+        shutil.copytree(folder, own)
+        manifest = here / "later" / name / "manifest.json"
+        shutil.copytree(folder / name, manifest.parent)
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 2}))
+    dist.barrier()
+    told = []
+    for where in (own, here / "later"):
+        with pytest.raises(TrainError) as error:
+            find(where, None, "train.yaml: resume")
+        told.append(str(error.value).replace(str(here), ""))
+    return [*told, *(path.name for path in (here / "later").iterdir())]
 
 
 def on_one_rank(folder: str) -> list[dict[str, Any]]:
@@ -232,6 +251,15 @@ def test_hosts_that_share_no_folder_have_no_snapshot(runs) -> None:
     problem, left = runs[1]["unshared"]
     assert problem.startswith("the first host does not see __1_0.distcp, which another one wrote; put runs/ on a file")
     assert left == []
+
+
+def test_what_may_be_whole_is_refused_and_left_alone(runs) -> None:
+    unseen, later, left = runs[1]["refused"]
+    assert unseen.startswith(
+        "train.yaml: resume: /engines0/step-000005 cannot be used: rank 1 does not see manifest.json"
+    )
+    assert later.startswith("train.yaml: resume: /later/step-000005 cannot be used: manifest.json has version 2, this")
+    assert left == "step-000005"
 
 
 def test_an_error_of_the_thread_is_told(runs) -> None:
