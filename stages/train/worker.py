@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.errors import ShardwrightError, TrainError
+from pipeline.files import told
 from pipeline.launch import follow_parent, forget_error, report_error
 from stages.train.engine import Engine, Job
 from stages.train.joining import join
@@ -24,13 +25,8 @@ def main(work: Path) -> None:
     rank = dist.get_rank()
     forget_error(work, rank)
     try:
-        agree(job["digests"])
-        engine = make_engine(job)
-        result = Loop(engine, job, work).run()
-        if job["train"]["export"]:
-            engine.export(Path(job["weights_path"]))
-        if rank == 0:
-            (work / "result.json").write_text(json.dumps(result))
+        with told(Path.cwd()):
+            train(job, work)
         dist.barrier()
     except ShardwrightError as error:
         report_error(work, rank, error.line(), final=True)
@@ -40,6 +36,16 @@ def main(work: Path) -> None:
         raise
     finally:
         dist.destroy_process_group()
+
+
+def train(job: Job, work: Path) -> None:
+    agree(job["digests"])
+    engine = make_engine(job)
+    result = Loop(engine, job, work).run()
+    if job["train"]["export"]:
+        engine.export(Path(job["weights_path"]))
+    if dist.get_rank() == 0:
+        (work / "result.json").write_text(json.dumps(result))
 
 
 def agree(digests: dict[str, str]) -> None:
