@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= constraints.txt
 export PATH := $(abspath $(BIN)):$(PATH)
 export PYTHONUNBUFFERED = 1
+# Stages and ranks are processes that start often: each would compile this project's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := run
 .PHONY: run test verify ui lint format docs setup clean
@@ -26,7 +28,8 @@ run: setup
 	@python -m stages run
 
 # The tests of the report page need Chromium (`apt-get install chromium`), and are skipped without it.
-# In the order of collection: tests/flow, where few tests take long, comes first and leaves no long tail.
+# In the order of collection: tests/flow, where few tests take long, comes first and leaves no long tail. `auto` is
+# one worker more than there are cores (tests/conftest.py).
 test: setup
 	@python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 

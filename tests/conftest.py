@@ -1,5 +1,26 @@
-"""Tests run beside one another, a process for each core: more threads in each would only get in each other's way."""
+"""Tests run beside one another: more threads in each would only get in each other's way."""
 
 import os
+import sys
+
+import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks and stages inherit it
+
+settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("untimed")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: tests of processes wait a quarter of their time, for what those load or for a time limit."""
+    return (os.cpu_count() or 1) + 1
+
+
+@pytest.fixture
+def warm_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers and ranks that the test starts with `python -m` need not wait for their imports."""
+    from tests.flow.project import WARM
+
+    monkeypatch.setattr(sys, "executable", str(WARM.python))

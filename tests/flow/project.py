@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.flow.warm import Server
 SOURCE = Path(__file__).parents[2]
 STAGES = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen", "train")
 WARM = Server()
+_NUMBERS = count()
 MARK = "SHARDWRIGHT_TEST"  # in the environment of every process we start, so that leftovers are found
 
 TINY: dict[str, dict[str, Any]] = {
@@ -211,6 +213,8 @@ class Project:
         """`python -m ...`, with pipes for what it says, or a file for all of it."""
         python = str(WARM.python) if warm else sys.executable
         command, environment = [python, "-m", *arguments], self.environment(warm=warm)
+        if warm:  # a tracked run is what one dvc starts, told by its processes: those of forks are not below it
+            environment["SHARDWRIGHT_EXECUTION"] = f"warm-{next(_NUMBERS)}"
         options: dict[str, Any] = {"cwd": self.root, "env": environment, "stdin": subprocess.DEVNULL, "text": True}
         options["preexec_fn"] = _heeds_interrupts
         if to is None:

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,27 +17,13 @@ from torch.distributed import TCPStore
 
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.codec import decode
+from tests.flow.project import WARM
 from tests.namespaces import OWN, address, hosts, why_not
 
 pytestmark = pytest.mark.flow
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST, SLOW = 400, 100  # megabits a second
-FIRST = """
-import json, logging, sys
-from pipeline.config import Cluster, ClusterSource, Device, Probe
-from pipeline.errors import ClusterError
-from pipeline.ir.codec import encode
-from stages.cluster.measure import measure
-
-given = json.loads(sys.argv[1])
-settings = Cluster(ClusterSource.probe, Device.cpu, given.pop("devices", 1), probe=Probe(**given))
-try:
-    print(json.dumps(encode(measure(settings, "ours", logging.getLogger()))))
-except ClusterError as error:
-    print(error.line(), file=sys.stderr)
-    sys.exit(2)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +37,17 @@ def four_hosts():
 
 
 def start(command: list[str], space: str | None = None, **environment: str) -> subprocess.Popen[str]:
+    """The interpreter is a fork of the warm one, for modules, and so are the launchers and ranks that it starts."""
     inside = ["ip", "netns", "exec", space] if space else []
     known = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
-        [*inside, sys.executable, *command], env=known, cwd=ROOT, text=True,
+        [*inside, str(WARM.python), *command], env=known, cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
 def first(settings: dict, space: str | None = None, **environment: str) -> subprocess.Popen[str]:
-    return start(["-c", FIRST, json.dumps(settings)], space, **environment)
+    return start(["-m", "tests.flow.first_host", json.dumps(settings)], space, **environment)
 
 
 def join(
@@ -184,15 +170,17 @@ def test_another_version_of_torch_is_refused_on_both_sides():
         assert code == 2 and "host old (node 1) has torch 1.0, host 127.0.0.1 has" in err.splitlines()[-1]
 
 
-def ranks_below(pid: int) -> dict[int, psutil.Process]:
+def ranks_below(pid: int) -> dict[int, int]:
+    """The process of each rank that works already."""
     found = {}
-    for child in psutil.Process(pid).children(recursive=True):
+    for number in WARM.below(pid):
         try:
+            child = psutil.Process(number)
             if "stages.cluster.probe" in child.cmdline() and "torch.distributed.run" not in child.cmdline():
-                found[int(child.environ()["RANK"])] = child
+                found[int(child.environ()["RANK"])] = WARM.command_of(number)
         except psutil.Error:
             continue
-    return found
+    return {rank: process for rank, process in found.items() if process}
 
 
 def rank_of(process: subprocess.Popen[str], rank: int, within: float = 60) -> psutil.Process:
@@ -200,7 +188,7 @@ def rank_of(process: subprocess.Popen[str], rank: int, within: float = 60) -> ps
     while time.monotonic() < deadline:
         found = ranks_below(process.pid)
         if rank in found:
-            return found[rank]
+            return psutil.Process(found[rank])
         time.sleep(0.05)
     raise AssertionError(f"rank {rank} did not start")
 
@@ -213,7 +201,7 @@ def until_it_speaks(port: int, rank: int, within: float = 60) -> None:
 @pytest.mark.parametrize(("sign", "told"), [(signal.SIGKILL, "died of SIGKILL"), (signal.SIGSTOP, "no longer answers")])
 def test_a_rank_that_dies_or_stops_on_another_host_is_named(sign, told):
     port = free_port()
-    processes = [first(local(port, "other")), join(f"127.0.0.1:{port}", "other")]
+    processes = [first(local(port, "other", silent_s=8)), join(f"127.0.0.1:{port}", "other")]
     rank = rank_of(processes[1], 1)
     until_it_speaks(port, 1)
     rank.send_signal(sign)

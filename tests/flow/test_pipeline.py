@@ -32,6 +32,7 @@ TRAIN = "conf/train/adamw.yaml"
 def default(make_project: Maker) -> Project:
     """The shipped configuration, run once with tracking on."""
     project = make_project()
+    project.warm = True  # `make run` waits for the imports, and so does tests/flow/test_edits.py for a tracked run
     done = project.repro().ok()
     assert sorted(done.stages) == sorted(STAGES)
     return project

@@ -34,8 +34,8 @@ def test_points_are_experiments_and_one_set_of_runs(make_project, capsys):
     assert rows[0]["step_ms"] == rows[2]["step_ms"] > 0
     assert rows[1]["reason"].startswith("conf/solve/tiny.yaml: memory_budget_gb: no plan fits 1e-05 GB")
 
-    listed = subprocess.run(["dvc", "exp", "list", "--name-only"], cwd=project.root, capture_output=True, text=True)
-    assert sorted(listed.stdout.split()) == [rows[0]["experiment"], rows[2]["experiment"]]
+    listed = project.run("dvc", "exp", "list", "--name-only").ok()
+    assert sorted(listed.out.split()) == [rows[0]["experiment"], rows[2]["experiment"]]
     kept = {name: digest for name, digest in project.snapshot().items() if name in before}
     assert kept == before and not (project.root / "runs/checkpoint").exists()  # the project itself is as it was
     assert subprocess.run(["git", "diff", "--quiet"], cwd=project.root).returncode == 0
@@ -52,9 +52,8 @@ def test_points_are_experiments_and_one_set_of_runs(make_project, capsys):
     for point, row in zip(points, rows, strict=True):
         assert point.data.metrics.get("checkpoint/step_ms") == row.get("step_ms")
 
-    apply = ["dvc", "exp", "apply", rows[0]["experiment"]]
-    done = subprocess.run(apply, cwd=project.root, capture_output=True, text=True)
-    missing = [line for line in done.stderr.splitlines() if line.startswith("runs/")]
+    done = project.run("dvc", "exp", "apply", rows[0]["experiment"])
+    missing = [line for line in done.err.splitlines() if line.startswith("runs/")]
     assert missing and all(line.startswith(("runs/codegen", "runs/train")) for line in missing)  # which were not run
     assert "memory_budget_gb: 0.5" in (project.root / "conf/solve/tiny.yaml").read_text()
     assert (project.root / "runs/checkpoint/plan.json").is_file()

@@ -3,7 +3,8 @@
 A server imports them once and forks for every command. It knows none of the project's own modules: each command finds
 them in its folder, with environment, files and exit status as under `python -m`. The server writes a `python` that
 asks it, for the PATH of those who start `python -m ...` themselves, as dvc does, and for those who start this
-interpreter again, as torchrun does with its ranks. A command ends when the `python` that asked for it does.
+interpreter again, as torchrun does with its ranks. A command ends when the `python` that asked for it does. It sees
+the network of who asked, so that hosts of network namespaces (tests/namespaces.py) need no interpreter of their own.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from typing import Any, NoReturn
 LARGE = (
     *("torch", "torch._dynamo", "torch.export", "torch.distributed.run"),
     *("numba", "omegaconf", "pyomo.environ", "matplotlib.figure", "dvc.cli", "dvc.commands.repro", "dvc.repo"),
+    *("mlflow.tracking", "mlflow.store.tracking.sqlalchemy_store"),
 )
 LIMIT_S, GRACE_S = 240.0, 5.0
+NETWORK = "/proc/self/ns/net"
 
 
 class Server:
@@ -69,14 +72,31 @@ class Server:
             err.seek(0)
             return status, out.read(), err.read()
 
+    def command_of(self, asked: int) -> int:
+        """The process that works for a `python` with this number; 0: none does yet."""
+        told = self.folder / f"{asked}.command"
+        return int(told.read_text()) if told.exists() else 0
+
+    def below(self, process: int) -> list[int]:
+        """All that was started below a process, through every `python` that asked for a command."""
+        import psutil
+
+        try:
+            found = [child.pid for child in psutil.Process(process).children()]
+        except psutil.NoSuchProcess:
+            return []
+        found += filter(None, [self.command_of(process)])
+        return [*found, *(deeper for child in found for deeper in self.below(child))]
+
 
 def ask(place: Path, request: Mapping[str, Any], files: list[int]) -> int:
     """The exit status of a command that reads and writes these files."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(LIMIT_S)
         connection.connect(str(place / "socket"))
-        text = f"{json.dumps(request)}\n".encode()
-        sent = socket.send_fds(connection, [text], files)
+        text = f"{json.dumps({**request, 'asked': os.getpid()})}\n".encode()
+        with open(NETWORK) as network:
+            sent = socket.send_fds(connection, [text], [*files, network.fileno()])
         connection.sendall(text[sent:])
         return int(connection.makefile().readline())
 
@@ -104,6 +124,7 @@ def serve(place: Path) -> None:
         for name in LARGE:
             importlib.import_module(name)
         gc.freeze()  # what is never collected is never copied either
+        leave_quietly()
         answering: list[int] = []
         while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
             connection, _ = listener.accept()
@@ -118,17 +139,33 @@ def serve(place: Path) -> None:
     shutil.rmtree(place)
 
 
+def leave_quietly() -> None:
+    """What libraries do at an interpreter's end with what their import made: half of the time of a short command."""
+    import atexit
+    import weakref
+
+    atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+
+
 def answer(connection: socket.socket, place: Path) -> NoReturn:
     """Waits for the command, which is a fork of its own, and tells its exit status."""
-    text, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+    text, files, _, _ = socket.recv_fds(connection, 1 << 16, 4)
     while not text.endswith(b"\n"):
         text += connection.recv(1 << 16)
+    request = json.loads(text)
     command = os.fork()
     if command == 0:
         connection.close()
-        become(json.loads(text), files, place)
+        enter(files.pop())
+        become(request, files, place)
+    new = place / f"{request['asked']}.new"
+    new.write_text(str(command))
+    told = new.rename(new.with_suffix(".command"))
     end_with(connection, command)
     _, status = os.waitpid(command, 0)
+    told.unlink()
     with contextlib.suppress(OSError):  # nobody waits for it any more
         connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
@@ -144,6 +181,15 @@ def end_with(connection: socket.socket, command: int) -> None:
         signal.pidfd_send_signal(ended, signal.SIGTERM)
         if not select.select([ended], [], [], GRACE_S)[0]:
             signal.pidfd_send_signal(ended, signal.SIGKILL)
+
+
+def enter(network: int) -> None:
+    """The network of who asked, where it is another."""
+    import ctypes
+
+    if os.fstat(network).st_ino != os.stat(NETWORK).st_ino and ctypes.CDLL(None, use_errno=True).setns(network, 0):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(network)
 
 
 def become(request: Mapping[str, Any], files: Sequence[int], place: Path) -> NoReturn:

@@ -313,7 +313,7 @@ def test_a_curve_that_is_none(sizes, rates):
 
 
 @pytest.mark.flow
-def test_a_real_probe_of_two_ranks():
+def test_a_real_probe_of_two_ranks(warm_python):
     probe = settings(source=ClusterSource.probe, memory_gb=None, probe=Probe(max_message_mb=0.1, repeats=3))
     cluster = measure(probe, "local_cpu", SILENT)
     assert (cluster.source, cluster.devices, cluster.sizes) == ("probe", 2, (2,))
@@ -334,7 +334,7 @@ def test_a_real_probe_of_two_ranks():
 
 
 @pytest.mark.flow
-def test_a_probe_of_one_rank_with_memory_given():
+def test_a_probe_of_one_rank_with_memory_given(warm_python):
     probe = settings(source=ClusterSource.probe, devices=1, memory_gb=2, probe=Probe(repeats=3))
     cluster = measure(probe, "single_cpu", SILENT)
     assert cluster.memory_bytes == 2_000_000_000 and cluster.sizes == (1,)
@@ -374,7 +374,7 @@ def test_the_probe_by_hand_needs_torch_alone(tmp_path):
         assert 0 < pace.forward < 1e-6 and 0 < pace.backward < 1e-6
 
 
-def test_a_probe_that_takes_too_long_names_its_file():
+def test_a_probe_that_takes_too_long_names_its_file(warm_python):
     probe = settings(source=ClusterSource.probe, probe=Probe(timeout_s=0.2))
     with pytest.raises(ClusterError) as refusal:
         measure(probe, "local_cpu", SILENT)

@@ -277,7 +277,7 @@ def test_streams_of_random_numbers(runs) -> None:
     assert runs[1]["streams"] == [(True, True), (True, True)]
 
 
-def test_ranks_are_started_again_after_a_kill_and_a_hang(runs, tmp_path: Path) -> None:
+def test_ranks_are_started_again_after_a_kill_and_a_hang(warm_python: None, runs, tmp_path: Path) -> None:
     """Rank 1 dies while it reads a sample, later one rank never ends reading another; each once."""
     folder, found = runs
     given = job(folder, "zero1", STEPS, every=1, hang_s=6, folder=str(tmp_path / "snapshots"))
