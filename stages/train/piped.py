@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from pipeline.instantiate import instantiate
-from pipeline.ir.layout import Layout, replicated
+from pipeline.ir.layout import Layout
 from pipeline.optimizer import build_optimizer, refuse_mixing
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
@@ -34,6 +34,7 @@ from pipeline.runtime.transfer import ACROSS, meeting_device
 from pipeline.weights import write_weights
 from stages.train.engine import Batch, Held, Job
 from stages.train.held_out import held_out_batches
+from stages.train.optimizer_state import optimizer_state
 from stages.train.precision import Precision
 from stages.train.tensors import OwnTensors, Stored
 
@@ -207,13 +208,9 @@ class Piped:
                 yield from self._optimizer_state(partition, name)
 
     def _optimizer_state(self, partition: Partition, name: str) -> Iterator[Held]:
-        axes, updated = tuple(self.places.axes), partition.updated[name]
-        for key, value in self.optimizer.state.get(updated, {}).items():
-            if isinstance(value, Tensor) and value.shape == updated.shape and value.ndim:
-                layout = Layout.parse(partition.rows[name][2])
-                yield Held(f"optimizer/{name}/{key}", value, self.shapes[name], layout, axes)
-            elif isinstance(value, Tensor):
-                yield Held(f"optimizer/{name}/{key}", value, tuple(value.shape), replicated(len(axes)), axes)
+        about = name, self.shapes[name], Layout.parse(partition.rows[name][2])
+        axes, where = tuple(self.places.axes), self.job["where"]["train"]
+        yield from optimizer_state(self.optimizer, partition.updated[name], about, axes, where)
 
     def restored(self) -> None:
         """The other holders of a tied parameter take what the first has."""

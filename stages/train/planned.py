@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import TrainError
 from pipeline.instantiate import instantiate
-from pipeline.ir.layout import Layout, replicated
+from pipeline.ir.layout import Layout
 from pipeline.optimizer import build_optimizer, refuse_mixing
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.gradients import Gradients
-from pipeline.runtime.mesh import axis_of, set_mesh
+from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.onednn import use_kernels_of
 from pipeline.runtime.passes import run_passes
 from pipeline.runtime.source import load_program
 from stages.train.engine import Batch, Held, Job
 from stages.train.held_out import HeldOut, held_out_batches
+from stages.train.optimizer_state import optimizer_state
 from stages.train.precision import Precision
 from stages.train.tensors import OwnTensors, Stored
 
@@ -114,30 +114,12 @@ class Planned:
         for name, tensor in self.own.tensors.items():
             layout = self.stored.layout(name, tensor)
             yield Held(f"weights/{name}", tensor.detach(), self.own.shapes[name], layout, axes)
-        sizes = tuple(axis_of(axis).size for axis in axes)
         for name, updated in zip(self.parameters, self.gradients.updated, strict=True):
-            shape, layout = self.own.shapes[name], Layout.parse(self.stored.row(name)[2])
-            local = layout.local_shape(shape, sizes)
-            for key, value in self.optimizer.state.get(updated, {}).items():
-                if isinstance(value, Tensor) and value.ndim and value.shape == local:
-                    yield Held(f"optimizer/{name}/{key}", value, shape, layout, axes)
-                elif isinstance(value, Tensor):
-                    self._refuse_odd_shape(f"{key} of {name}", value, layout.pieces(sizes))
-                    whole = replicated(len(axes))
-                    yield Held(f"optimizer/{name}/{key}", value, tuple(value.shape), whole, axes)
+            about = name, self.own.shapes[name], Layout.parse(self.stored.row(name)[2])
+            yield from optimizer_state(self.optimizer, updated, about, axes, self.job["where"]["train"])
 
     def restored(self) -> None:
         """Nothing is held twice."""
-
-    def _refuse_odd_shape(self, what: str, value: Tensor, pieces: int) -> None:
-        """Sums over a dim, such as Adafactor keeps, are not those of the whole where the parameter is split."""
-        if value.ndim and pieces > 1:
-            name, shape = type(self.optimizer).__name__, list(value.shape)
-            raise TrainError(
-                f"{name} keeps the {what} in the shape {shape}, and the plan splits the parameter",
-                where=f"{self.job['where']['train']}: snapshots",
-                remedy="set `every: 0`, or name an optimizer whose state has the shape of its parameter",
-            )
 
     def export(self, path: Path) -> None:
         self.own.export(path)
