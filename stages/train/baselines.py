@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,8 @@ class Single:
 
     def state(self) -> Iterator[Held]:
         for name, tensor in self.named.items():
-            yield held(f"weights/{name}", tensor.detach())
+            drifts = not isinstance(tensor, nn.Parameter)  # statistics are of a rank's part of the batch
+            yield replace(held(f"weights/{name}", tensor.detach()), drifts=drifts)
         for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state[parameter].items():
                 if isinstance(value, Tensor):
@@ -234,7 +236,7 @@ def held(name: str, tensor: Tensor) -> Held:
     if not SPLIT.fits(shape, (dist.get_world_size(),)):
         raise TrainError(
             f"{name} has {shape[0] if shape else 1} rows, which {dist.get_world_size()} ranks hold in unequal pieces",
-            remedy="export the weights instead, or train with another engine",
+            remedy="set `snapshots.every` and `compare_replicas_every` to 0, or train with another engine",
         )
     return Held(name, tensor.to_local(), shape, SPLIT, (AXIS,))
 

@@ -25,6 +25,7 @@ class Held:
     shape: tuple[int, ...]  # of the whole
     layout: Layout
     axes: tuple[str, ...]  # of the mesh that the layout is for, by the names that pipeline.runtime.mesh knows
+    drifts: bool = False  # replicas differ by design, and those of rank 0 count
 
 
 class Engine(Protocol):

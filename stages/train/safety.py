@@ -33,6 +33,8 @@ class Safety:
         self.steps: int = job["train"]["steps"]
         self.program = hashlib.sha256(Path(job["module_path"]).read_bytes()).hexdigest()
         self.watchdog = Watchdog(self.settings["hang_s"], self._hangs) if self.settings["hang_s"] else None
+        if self.settings["every"] or self.settings["compare_every"]:
+            list(engine.state())  # one that cannot be told is refused now, not after hours
         self.snapshots: Snapshots | None = None
         if self.settings["every"]:
             folder, timeout_s = Path(self.settings["folder"]), job["train"]["timeout_s"]
