@@ -46,7 +46,7 @@ def run_ranks(
     module: str,
     job: dict[str, Any],
     ranks: int,
-    timeout: float,
+    timeout: float | None,
     poll: Callable[[Path], None] | None = None,
     node: Node | None = None,
     restarts: int = 0,
@@ -60,7 +60,7 @@ def run_ranks(
 
 
 def run_here(
-    module: str, job: dict[str, Any], place: Place, timeout: float, poll: Callable[[Path], None] | None = None
+    module: str, job: dict[str, Any], place: Place, timeout: float | None, poll: Callable[[Path], None] | None = None
 ) -> dict[str, Any]:
     """Runs `python -m module JOB` as the one rank that a launcher outside has started this process for.
 
@@ -75,7 +75,7 @@ def _run(
     command: list[str],
     environment: dict[str, str],
     job: dict[str, Any],
-    timeout: float,
+    timeout: float | None,
     poll: Callable[[Path], None] | None,
     rank: int | None = None,
 ) -> dict[str, Any]:
@@ -131,10 +131,12 @@ def _environment(ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": threads, **os.environ, PARENT: str(os.getpid()), "PYTHONPATH": paths, **bytecode}
 
 
-def _wait(process: subprocess.Popen[bytes], timeout: float, work: Path, poll: Callable[[Path], None] | None) -> None:
-    deadline = time.monotonic() + timeout
+def _wait(
+    process: subprocess.Popen[bytes], timeout: float | None, work: Path, poll: Callable[[Path], None] | None
+) -> None:
+    started = time.monotonic()
     while process.poll() is None:
-        if time.monotonic() > deadline:
+        if timeout is not None and time.monotonic() - started > timeout:
             raise LaunchFailed(f"it did not finish within {timeout:g} s")
         if any(work.glob("final-*.txt")):
             raise LaunchFailed(_reason(work))
@@ -238,7 +240,7 @@ def _alive(pid: int) -> bool:
 
 def report_error(work: Path, rank: int, text: str, *, final: bool = False) -> None:
     """Called in a failing rank: one line for the user. Final: starting the ranks again would not help."""
-    path = work / f"{'final' if final else 'error'}-{rank}.txt"
+    path = error_path(work, rank, final)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(" ".join(text.split()))
     temporary.rename(path)
@@ -251,4 +253,8 @@ def restart_count() -> int:
 
 def forget_error(work: Path, rank: int) -> None:
     """Called in a rank that is started again: what made it fail before is over."""
-    (work / f"error-{rank}.txt").unlink(missing_ok=True)
+    error_path(work, rank).unlink(missing_ok=True)
+
+
+def error_path(work: Path, rank: int, final: bool = False) -> Path:
+    return work / f"{'final' if final else 'error'}-{rank}.txt"

@@ -37,6 +37,7 @@ from stages.train.engine import Batch, Held, Job
 from stages.train.held_out import HeldOut, held_out_batches
 from stages.train.precision import Precision
 from stages.train.tensors import state_names
+from stages.train.watchdog import Beat, unwatched, with_beats
 
 AXIS = "ranks"
 WHOLE, SPLIT = replicated(1), Layout((S(0),))
@@ -111,11 +112,11 @@ class Single:
             told.wait()
         return float(total) / self.passes / dist.get_world_size()
 
-    def evaluate(self) -> float:
+    def evaluate(self, beat: Beat = unwatched) -> float:
         assert self.held_out is not None, "evaluate.every is 0"
         self.called.eval()
         try:
-            return self.held_out.mean_loss(self.on_device)
+            return self.held_out.mean_loss(self.on_device, beat)
         finally:
             self.called.train()
 
@@ -148,10 +149,10 @@ class Single:
     def restored(self) -> None:
         """Nothing is held twice."""
 
-    def export(self, path: Path) -> None:
+    def export(self, path: Path, beat: Beat = unwatched) -> None:
         names = state_names(self.module, self.named)
         specs = {key: (self.named[name].dtype, tuple(self.named[name].shape)) for key, name in names.items()}
-        whole = (whole_of(self.named[name]) for name in names.values())
+        whole = with_beats((whole_of(self.named[name]) for name in names.values()), beat)
         if dist.get_rank() == 0:
             write_weights(path, specs, whole, {"format": "pt"})
         else:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.ir.layout import Layout
+from stages.train.watchdog import Beat, unwatched
 
 Batch = dict[str, Tensor]  # of one micro-batch, as far as this rank needs it
 Job = dict[str, Any]  # what run.py gives every rank
@@ -45,8 +46,11 @@ class Engine(Protocol):
         """The mean loss of the passes, the same on all ranks; the first batch is on the device, later ones are not."""
         ...
 
-    def evaluate(self) -> float:
-        """The mean loss of the held-out batches, as the model is when it evaluates; nothing changes by it."""
+    def evaluate(self, beat: Beat = unwatched) -> float:
+        """The mean loss of the held-out batches, as the model is when it evaluates; nothing changes by it.
+
+        A beat with each batch says that it goes on.
+        """
         ...
 
     def resident(self) -> list[Tensor]:
@@ -61,6 +65,9 @@ class Engine(Protocol):
         """After the pieces of the state were written into: what is held twice follows."""
         ...
 
-    def export(self, path: Path) -> None:
-        """A file of the whole weights by the names of the model's state dict; all ranks do this together."""
+    def export(self, path: Path, beat: Beat = unwatched) -> None:
+        """A file of the whole weights by the names of the model's state dict; all ranks do this together.
+
+        A beat with each tensor says that it goes on.
+        """
         ...

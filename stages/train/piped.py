@@ -37,6 +37,7 @@ from stages.train.held_out import held_out_batches
 from stages.train.optimizer_state import optimizer_state
 from stages.train.precision import Precision
 from stages.train.tensors import OwnTensors, Stored
+from stages.train.watchdog import Beat, unwatched, with_beats
 
 Programs = dict[int, Any]  # by the number of their partition
 SPREAD = 0x9E3779B97F4A7C15  # so that the seeds of pieces have nothing in common
@@ -173,9 +174,9 @@ class Piped:
         self.pipeline.publish()
         return self.pipeline.everywhere(losses)
 
-    def evaluate(self) -> float:
+    def evaluate(self, beat: Beat = unwatched) -> float:
         assert self.held_out, "evaluate.every is 0"
-        return self.slices.mean(self._loss_of(*one) for one in enumerate(self.held_out))
+        return self.slices.mean(self._loss_of(*one) for one in enumerate(with_beats(self.held_out, beat)))
 
     def _loss_of(self, place: int, batch: Batch) -> float:
         given = {number: self.given(number, batch) for number in self.places.numbers}
@@ -216,11 +217,11 @@ class Piped:
         """The other holders of a tied parameter take what the first has."""
         self.pipeline.tied.take(self.optimizer)
 
-    def export(self, path: Path) -> None:
+    def export(self, path: Path, beat: Beat = unwatched) -> None:
         own = self.own[self.places.piece]
         dtypes = {name: self.precision.tensor(torch.empty(0, dtype=dtype)).dtype for name, dtype in own.dtypes.items()}
         specs = {key: (dtypes[name], self.shapes[name]) for key, name in own.state.items()}
-        whole = (self._whole(name, *specs[key]) for key, name in own.state.items())
+        whole = with_beats((self._whole(name, *specs[key]) for key, name in own.state.items()), beat)
         if dist.get_rank() == 0:
             write_weights(path, specs, whole, {"format": "pt"})
         else:

@@ -27,6 +27,7 @@ from stages.train.held_out import HeldOut, held_out_batches
 from stages.train.optimizer_state import optimizer_state
 from stages.train.precision import Precision
 from stages.train.tensors import OwnTensors, Stored
+from stages.train.watchdog import Beat, unwatched
 
 
 class Planned:
@@ -90,9 +91,9 @@ class Planned:
         self.gradients.publish()
         return sum(map(float, losses)) / len(losses)
 
-    def evaluate(self) -> float:
+    def evaluate(self, beat: Beat = unwatched) -> float:
         assert self.held_out is not None, "evaluate.every is 0"
-        return self.held_out.mean_loss(self.on_device)
+        return self.held_out.mean_loss(self.on_device, beat)
 
     def _loss_of(self, program: Any, batch: Batch) -> float:
         buffers = {name: t for name, t in self.own.tensors.items() if not isinstance(t, nn.Parameter)}
@@ -121,5 +122,5 @@ class Planned:
     def restored(self) -> None:
         """Nothing is held twice."""
 
-    def export(self, path: Path) -> None:
-        self.own.export(path)
+    def export(self, path: Path, beat: Beat = unwatched) -> None:
+        self.own.export(path, beat)

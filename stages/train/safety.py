@@ -13,32 +13,32 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.errors import TrainError
-from pipeline.launch import report_error, restart_count
+from pipeline.launch import restart_count
 from stages.train import replicas
 from stages.train.engine import Engine, Job
 from stages.train.manifest import name_of
 from stages.train.resume import find, restore
 from stages.train.snapshots import About, Snapshots
-from stages.train.watchdog import Watchdog, end_process
+from stages.train.watchdog import Watchdog
 
 Note = dict[str, Any]
 OFF = {"every": 0, "keep": 1, "background": False, "hang_s": None, "compare_every": 0, "folder": None}
 
 
 class Safety:
-    def __init__(self, engine: Engine, job: Job, work: Path) -> None:
-        self.engine, self.work = engine, work
+    def __init__(self, engine: Engine, job: Job, watchdog: Watchdog) -> None:
+        self.engine = engine
         self.settings = job.get("safety", OFF)
         self.where = f"{job['where']['train']}: resume"
         self.steps: int = job["train"]["steps"]
         self.program = hashlib.sha256(Path(job["module_path"]).read_bytes()).hexdigest()
-        self.watchdog = Watchdog(self.settings["hang_s"], self._hangs) if self.settings["hang_s"] else None
+        self.watchdog = watchdog
         if self.settings["every"] or self.settings["compare_every"]:
             list(engine.state())  # one that cannot be told is refused now, not after hours
         self.snapshots: Snapshots | None = None
         if self.settings["every"]:
-            folder, timeout_s = Path(self.settings["folder"]), job["train"]["timeout_s"]
-            self.snapshots = Snapshots(folder, self.settings["keep"], self.settings["background"], timeout_s)
+            folder, wait_s = Path(self.settings["folder"]), job["train"]["wait_s"]
+            self.snapshots = Snapshots(folder, self.settings["keep"], self.settings["background"], wait_s)
 
     def resume(self) -> tuple[About, list[Note]]:
         """The state as a snapshot has it, its numbers, and what there is to tell; no numbers for a run that begins."""
@@ -60,8 +60,12 @@ class Safety:
 
     def after(self, done: int, numbers: Callable[[], About]) -> list[Note]:
         """When so many steps are done; `numbers` are what the loop wants back when it goes on."""
-        if self.watchdog:
-            self.watchdog.beat(done)
+        self.watchdog.beat(f"the snapshot or the comparison after step {done - 1}", slow=True)
+        notes = self._after(done, numbers)
+        self.watchdog.beat(f"step {done}")
+        return notes
+
+    def _after(self, done: int, numbers: Callable[[], About]) -> list[Note]:
         every = self.settings["every"]
         due = bool(every) and (done % every == 0 or done == self.steps)
         compared = self.settings["compare_every"]
@@ -76,8 +80,7 @@ class Safety:
 
     def end(self) -> list[Note]:
         """After the last step, or before the run is given up by all ranks: a snapshot under way is finished."""
-        if self.watchdog:
-            self.watchdog.stop()
+        self.watchdog.beat("the last snapshot", slow=True)
         outcome = self.snapshots.done(wait=True) if self.snapshots else None
         return [outcome.note()] if outcome else []
 
@@ -105,7 +108,3 @@ class Safety:
         """For the message with which a run is given up."""
         good = self.last_good()
         return f"{text}; the last good snapshot is {good}, name it as `resume` to go on from there" if good else text
-
-    def _hangs(self, what: str) -> None:
-        report_error(self.work, dist.get_rank(), what)
-        end_process()

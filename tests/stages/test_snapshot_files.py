@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import threading
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from stages.train.replicas import checksum, difference
 from stages.train.starting import prepare
 from stages.train.tell import tell
 from stages.train.trajectory import differing, digest_of_run, settings_of
-from stages.train.watchdog import Watchdog
 
 PROJECT = Path(__file__).parents[2]
 
@@ -220,7 +218,7 @@ def test_what_is_told(tmp_path: Path, log) -> None:
     ]
 
 
-# ---- replicas and hanging
+# ---- replicas
 
 
 @given(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]), st.integers(0, 11))
@@ -234,11 +232,3 @@ def test_any_bit_changes_the_checksum(dtype: torch.dtype, place: int) -> None:
 def test_only_equal_places_are_compared() -> None:
     seen = [{("a", 0): 1, ("b", 0): 2}, {("a", 1): 3, ("b", 0): 2}, {("b", 0): 4}]
     assert difference(seen[:2]) == "" and difference(seen) == "b differs between rank 0 and rank 2"
-
-
-def test_a_step_that_does_not_come_is_told() -> None:
-    told, fired = [], threading.Event()
-    dog = Watchdog(0.05, lambda what: (told.append(what), fired.set()))
-    dog.beat(7)
-    assert fired.wait(20)
-    assert told == ["step 7 was not finished within 0.05 s (`hang_s`): a rank hangs"]
