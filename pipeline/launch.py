@@ -66,7 +66,7 @@ def run_here(
 
     Rank 0 has the result; of the others it is empty.
     """
-    environment = {**_environment(place.ranks), **place.environment()}
+    environment = {**_environment(place.local_ranks), **place.environment()}
     command = [sys.executable, "-m", module]
     return _run(command, environment, job, timeout, poll, rank=place.rank)
 
@@ -124,7 +124,10 @@ def _place(node: Node) -> list[str]:
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    """One share of the cores for each rank; the import path of this process, so that the user's code is found."""
+    """A share of the cores for each of the ranks on this host, unless the user or torchrun has given a number.
+
+    And the import path of this process, so that the user's code is found.
+    """
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     paths = os.pathsep.join(dict.fromkeys(p for p in sys.path if p))
     bytecode = {"PYTHONDONTWRITEBYTECODE": "1"} if sys.dont_write_bytecode else {}
