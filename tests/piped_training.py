@@ -305,6 +305,7 @@ def _train(path: Path) -> None:
     case, truth = torch.load(path.with_suffix(".truth"), weights_only=False)
     engine = Piped(job_of(case, path))
     assert engine.samples == case.passes * len(next(iter(batch_of(case.model).values())))
+    assert engine.stream == engine.places.piece
     watched = {partition.number: _watched(partition) for partition in engine.partitions}
     losses = []
     for step in range(STEPS):

@@ -49,11 +49,12 @@ class Loop:
         steps = self.job["train"]["steps"]
         self.watchdog.beat("going on from a snapshot", slow=True)
         start = self._resume(steps)
-        profiled_step = self.job["train"]["trace_step"]
-        profiled_step = start + PROFILED_STEP if profiled_step is None else profiled_step
+        measured, profiled_step = looked_at(self.job["train"]["trace_step"], start, steps)
+        if start <= measured == steps - 1 == self.job["train"]["trace_step"]:
+            self._write([{"untraced": measured}])
         for number in range(start, steps):
             self.watchdog.beat(f"step {number}", slow=number in (start, profiled_step))
-            self._take(number, number == min(start + MEASURED_STEP, steps - 1), number == profiled_step)
+            self._take(number, number == measured, number == profiled_step)
             self._evaluate(number)
             self._write([self._line(number)])
             if number == start:
@@ -151,6 +152,13 @@ class Loop:
         if self.evaluated and self.evaluated[-1][0] == number:
             line["eval_loss"] = self.evaluated[-1][1]
         return line
+
+
+def looked_at(trace_step: int | None, start: int, steps: int) -> tuple[int, int]:
+    """The step whose memory is measured, and the one that is profiled: the step after, where that would be the same."""
+    measured = min(start + MEASURED_STEP, steps - 1)
+    profiled_step = start + PROFILED_STEP if trace_step is None else trace_step
+    return measured, profiled_step + (profiled_step == measured)
 
 
 def _python_calls() -> list[Note]:

@@ -28,6 +28,7 @@ from pipeline.runtime.gradients import Row
 from pipeline.runtime.onednn import use_kernels_of
 from pipeline.runtime.partition import Partition
 from pipeline.runtime.piped import Pipeline, Places, smaller_of
+from pipeline.runtime.random import seed_apart
 from pipeline.runtime.slices import Slices
 from pipeline.runtime.source import load_program
 from pipeline.runtime.transfer import ACROSS, meeting_device
@@ -40,7 +41,6 @@ from stages.train.tensors import OwnTensors, Stored
 from stages.train.watchdog import Beat, unwatched, with_beats
 
 Programs = dict[int, Any]  # by the number of their partition
-SPREAD = 0x9E3779B97F4A7C15  # so that the seeds of pieces have nothing in common
 
 
 def is_pipeline(module_path: str) -> bool:
@@ -59,6 +59,7 @@ class Piped:
         self.own = {number: self._own_tensors(number) for number in self.places.numbers}
         first = self.own[self.places.piece]
         self.shapes, self.held_whole = first.shapes, first.held_whole
+        self.stream = self.places.piece
         self._seed()
         tensors = {number: own.tensors for number, own in self.own.items()}
         self.pipeline = Pipeline(program, self.places, tensors, self.shapes, self.device, self.precision.autocast)
@@ -96,7 +97,7 @@ class Piped:
     def _seed(self) -> None:
         """The ranks of a piece draw alike, and not what another piece draws."""
         if self.places.piece:
-            torch.manual_seed((self.job["train"]["seed"] + self.places.piece * SPREAD) % 2**62)
+            torch.manual_seed(seed_apart(self.job["train"]["seed"], self.places.piece))
 
     def _clipping(self, rows: Sequence[tuple[nn.Parameter, Row]]) -> Clipping | None:
         """A tied parameter counts where it is held first."""

@@ -42,7 +42,7 @@ class Planned:
         self.precision = Precision(self.device, job["model"]["precision"])
         self.stored = Stored(program.PARAMETERS, self.axes)
         self.own = self._own_tensors()
-        self.held_whole = self.own.held_whole
+        self.held_whole, self.stream = self.own.held_whole, 0
         self.parameters = {name: t for name, t in self.own.tensors.items() if isinstance(t, nn.Parameter)}
         self.program = program.Program(self.own.tensors)
         self.statistics = statistics_of(job["train"]["batch_norm"], self.own.tensors.items())

@@ -58,6 +58,7 @@ def train(folder: str, name: str) -> dict[str, Any]:
     engine = make_engine(given)
     Loop(engine, given, Path(folder)).run()
     own = statistics(engine)
+    assert engine.stream == dist.get_rank()  # dropout of ranks is not alike
     again = make_engine(given)
     Loop(again, given, Path(folder)).run()  # no step is left: this is the snapshot
     compared = replicas.compare(engine)

@@ -203,6 +203,7 @@ def test_what_is_told(tmp_path: Path, log) -> None:
         {"damaged": "step-000008: gone"},
         {"resumed": 4, "restart": 0, "losses": [], "from": str(tmp_path / "runs/step-000004")},
         {"resumed": 0, "restart": 2},
+        {"untraced": 9},
         {"python_calls": "g++ cannot build the calls of kernels", "failed": 2, "ranks": 8},
     ]
     for note in notes:
@@ -214,6 +215,7 @@ def test_what_is_told(tmp_path: Path, log) -> None:
         "WARNING: snapshot step-000008: gone; the one before it is taken",
         "INFO: going on after 4 steps, from runs/step-000004",
         "WARNING: a rank failed: all ranks go on from the start (restart 2)",
+        "WARNING: step 9 is not traced: its memory is measured, and none follows",
         "WARNING: on 2 of 8 ranks g++ cannot build the calls of kernels",
     ]
 
