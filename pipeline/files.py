@@ -2,11 +2,59 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from pipeline.errors import ShardwrightError
+
+NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+
+class NotWritten(OSError):
+    """A file that the system would not take: no room, no right. Nothing of it is left."""
+
+    def __init__(self, path: Path, cause: OSError) -> None:
+        super().__init__(cause.errno, cause.strerror or str(cause), str(path))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Errors of the system name the file."""
+    try:
+        yield
+    except NotWritten:
+        raise
+    except OSError as error:
+        raise NotWritten(path, error) from error
+
+
+@contextmanager
+def told(root: Path) -> Iterator[None]:
+    """What could not be written is a line for the user; `root` is where the user sees files from."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error, NotWritten) and error.errno not in (*NO_ROOM, errno.EROFS):
+            raise
+        path = Path(error.filename) if isinstance(error.filename, str) else None
+        where = str(path.relative_to(root) if path.is_relative_to(root) else path) if path else None
+        act = "make room on the disk or in your quota" if error.errno in NO_ROOM else "see that it may be written"
+        raise ShardwrightError(
+            f"{'it' if where else 'a file'} cannot be written ({error.strerror})",
+            where=where,
+            remedy=f"{act}, and run again",
+        ) from error
 
 
 def write_atomic(path: Path, content: bytes) -> None:
+    with writing(path):
+        _write_atomic(path, content)
+
+
+def _write_atomic(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for stale in path.parent.glob(f".{path.name}.*.tmp"):
         stale.unlink(missing_ok=True)  # left by a killed process; never read by anyone

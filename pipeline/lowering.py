@@ -9,7 +9,8 @@ On an axis where a parameter is stored `R` and an op reads it as `B`, the step s
 is DDP), and the parameter counts as `B`: what ops that read it otherwise need there is local (`B -> R` masks the
 gradient, `B -> S` takes a piece). What is left of the way to its readers is converted. A parameter that several links
 read in a layout it is not stored in is converted once, before the chain; one that is regathered (ZeRO-3) by each link,
-which lets go of the copy. A link begins with these, so that those of one axis are one collective.
+which lets go of the copy. A link begins with the parameters that it gathers, so that those of one axis are one
+collective.
 
 A step may run the chain on several micro-batches. What is converted before it is then made once for all of them, also
 for a layout that one of the links alone reads; a parameter that belongs to one link is converted with it each time.
@@ -22,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
+from pipeline.cost.conversions import gathered_share
 from pipeline.cost.paths import Paths
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph, Role, Value
@@ -43,7 +45,7 @@ def lower(graph: OpGraph, sharding: Sharding, micro_batches: int = 1, *, to_loss
         steps = _steps(graph, sharding, link.ops, home, copies)
         if index == len(graph.chain) - 1:
             steps += _convert(graph, sharding, written, output, {})
-        links.append(tuple(_regathers_first(steps)))
+        links.append(tuple(_gathers_first(graph, steps)))
     reduced = _reduced(graph, sharding)
     return Program(tuple(prologue), tuple(shared), tuple(links), reduced, output, micro_batches)
 
@@ -147,15 +149,28 @@ def _steps(
     return steps
 
 
-def _regathers_first(steps: list[Step]) -> list[Step]:
-    """What is made again before all else, and of that the first step of every way before the second."""
+def _gathers_first(graph: OpGraph, steps: list[Step]) -> list[Step]:
+    """Parameters that are gathered before all else: of these the first step of every way before the second."""
+    converts = [step for step in steps if isinstance(step, Convert)]
+    parameters = [step for step in converts if graph.values[step.source.value].role is Role.PARAMETER]
+    gathered = {step.source.value for step in parameters if step.again or _gathered_axes(step)}
+    first = [step for step in parameters if step.source.value in gathered]
     depth: dict[Tensor, int] = {}
-    for step in steps:
-        if isinstance(step, Convert) and step.again:
-            depth[step.target] = depth.get(step.source, -1) + 1
-    first = [step for step in steps if isinstance(step, Convert) and step.again]
-    first.sort(key=lambda step: (depth[step.target], str(step.source.layout), str(step.target.layout)))
-    return [*first, *(step for step in steps if not (isinstance(step, Convert) and step.again))]
+    for step in first:
+        depth[step.target] = depth.get(step.source, -1) + 1
+
+    def place(step: Convert) -> tuple[bool, int, tuple[int, ...], str, str]:
+        """Those of one axis next to each other."""
+        return step.again, depth[step.target], _gathered_axes(step), str(step.source.layout), str(step.target.layout)
+
+    first.sort(key=place)
+    return [*first, *(step for step in steps if step not in first)]
+
+
+def _gathered_axes(step: Convert) -> tuple[int, ...]:
+    """Where it is S -> B or S -> R."""
+    pairs = enumerate(zip(step.source.layout.states, step.target.layout.states, strict=True))
+    return tuple(axis for axis, (before, after) in pairs if before.kind == "S" and after in (B, R))
 
 
 def _same(value: Value, have: Layout, want: Layout) -> bool:
@@ -182,11 +197,13 @@ def _convert(
 
 def with_paths(graph: OpGraph, sharding: Sharding, cluster: Cluster) -> Sharding:
     """The sharding with the cheapest path for each of its conversions that takes more than one step."""
-    paths = Paths(cluster.axes, cluster.compute)
+    paths: dict[float, Paths] = {}
     found = {}
     for step in lower(graph, replace(sharding, paths={})).conversions():
         value, ends = graph.values[step.source.value], (step.source.layout, step.target.layout)
-        path = paths.cheapest(*ends, value.type.shape, value.type.nbytes, value.grad)
+        share = gathered_share(graph, value.name)
+        own = paths.setdefault(share, Paths(cluster.axes, cluster.compute, share))
+        path = own.cheapest(*ends, value.type.shape, value.type.nbytes, value.grad)
         if len(path.steps) > 1:
             found[path_name(value.name, *ends)] = path.layouts[1:-1]
     return replace(sharding, paths=found)

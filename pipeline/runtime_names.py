@@ -15,8 +15,10 @@ BODIES = (  # local forms of ops
     "row_split_embedding",
 )
 EARLY = ("count_targets",)  # what an op begins before the first link; it returns nothing
+TOGETHER = ("all_gather_together", "regather_together")  # of several parameters
 NAMES = (
     *CONVERSIONS,
+    *TOGETHER,
     *BODIES,
     *EARLY,
     "again",
@@ -25,6 +27,5 @@ NAMES = (
     "keep_shards",
     "kept",
     "recompute",
-    "regather_together",
     "scope",
 )

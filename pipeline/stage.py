@@ -13,7 +13,7 @@ from pipeline import artifacts
 from pipeline.artifacts import KINDS, Artifact
 from pipeline.config import Config, load_config
 from pipeline.errors import ShardwrightError
-from pipeline.files import write_atomic
+from pipeline.files import told, write_atomic
 from pipeline.headline import headlines, run_name, run_tags
 from pipeline.instantiate import add_code_path
 from pipeline.log import Log
@@ -69,6 +69,7 @@ class Result:
     body: Any
     figures: Figures
     files: tuple[Path, ...] = field(default=())  # further files for the tracked run
+    settle: Callable[[], None] = lambda: None  # once all that is on the disk: until then the stage can be killed
 
 
 def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
@@ -80,16 +81,18 @@ def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, l
     for kind, artifact in found.items():
         log.debug("%s is %s", KINDS[kind].file, artifact.digest)
     try:
-        result = run(Inputs(root, found, log, tracker), config)
+        with told(root):
+            result = run(Inputs(root, found, log, tracker), config)
+            figures = {**result.figures, "seconds": round(time.perf_counter() - started, 3)}
+            digests = {key: config.digest(key) for key in stage.config}
+            made = artifacts.make(stage.writes, result.body, found.values(), digests)
+            path = artifacts.save(made, root)
+            _write_summary(stage, root, figures)
+            result.settle()
     except ShardwrightError as error:
         failed = _record(stage, config, {}, (), status="failed", error=error.line())
         tracker.stage(_known(failed, config, found.get("plan")), _upstream(stage, root, config))
         raise
-    figures = {**result.figures, "seconds": round(time.perf_counter() - started, 3)}
-    digests = {key: config.digest(key) for key in stage.config}
-    made = artifacts.make(stage.writes, result.body, found.values(), digests)
-    path = artifacts.save(made, root)
-    _write_summary(stage, root, figures)
     log.info(f"wrote {path.relative_to(root)} in {figures['seconds']:.1f} s")
     done = _record(stage, config, figures, (path, *result.files))
     plan = {**found, made.kind: made}.get("plan")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import ShardwrightError
+from pipeline.files import writing
 from pipeline.ir.layout import Run
 
 Shape = tuple[int, ...]
@@ -147,19 +148,20 @@ def write_weights(
     about: Mapping[str, str],
 ) -> None:
     """A safetensors file of these tensors, given one after another; it is whole or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(_header(specs, about))
-            for (name, (dtype, shape)), tensor in zip(specs.items(), tensors, strict=True):
-                assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
-                file.write(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb") as file:
+                file.write(_header(specs, about))
+                for (name, (dtype, shape)), tensor in zip(specs.items(), tensors, strict=True):
+                    assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
+                    file.write(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _header(specs: Mapping[str, tuple[torch.dtype, Shape]], about: Mapping[str, str]) -> bytes:

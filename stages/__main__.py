@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pipeline import log as logs
 from pipeline.errors import ShardwrightError
+from pipeline.files import told
 from stages import commands
 
 if TYPE_CHECKING:
@@ -28,12 +29,13 @@ def main(argv: list[str] | None = None) -> int:
     root = Path.cwd()
     log = logs.get_log(arguments.command, arguments.verbosity)
     try:
-        if arguments.command in STAGES:
-            run_stage(arguments.command, root, log)
-            return 0
-        status = commands.COMMANDS[arguments.command].run(root, arguments, log)
-        sys.stdout.flush()
-        return status
+        with told(root):
+            if arguments.command in STAGES:
+                run_stage(arguments.command, root, log)
+                return 0
+            status = commands.COMMANDS[arguments.command].run(root, arguments, log)
+            sys.stdout.flush()
+            return status
     except ShardwrightError as error:
         print(f"error: {error.line()}", file=sys.stderr)
         return 2

@@ -103,10 +103,14 @@ def export(root: Path, arguments: argparse.Namespace, log: Log) -> int:
             where="runs/train/weights",
             remedy="set `export: true` in your conf/train file and run `dvc repro train`",
         )
+    temporary = arguments.out.with_name(f".{arguments.out.name}.{os.getpid()}.tmp")  # it is whole or absent
     try:
-        shutil.copyfile(weights, arguments.out)
+        shutil.copyfile(weights, temporary)
+        os.replace(temporary, arguments.out)
     except OSError as error:
         raise ShardwrightError(f"cannot be written: {error.strerror or error}", where=str(arguments.out)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
     log.info("wrote %s, %.1f MB", arguments.out, weights.stat().st_size / 1e6)
     return 0
 

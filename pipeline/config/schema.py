@@ -517,7 +517,12 @@ class Snapshots:
         at_least=0,
         at_most=10**12,
     )
-    keep: int = setting("How many are kept, the newest.", 2, at_least=1, at_most=10**6)
+    keep: int = setting(
+        "How many are kept, the newest; with 1 also the one before, until a finite loss has proven the newest.",
+        2,
+        at_least=1,
+        at_most=10**6,
+    )
     background: bool = setting("Write them while training goes on; false: training waits.", True)
 
 

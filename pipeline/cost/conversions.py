@@ -18,7 +18,10 @@
 | `B -> P`       | mask_both       | mask           | mask                       | local                               |
 
 (1) Every step on the way of such a parameter to its readers is made again in backward; the others keep their names:
-`again(gather, ...)`. Those of a link that go over one axis are one collective, `regather_together`.
+`again(gather, ...)`.
+
+The parameters of a link that are gathered over one axis, `S -> B` or `S -> R`, are one collective,
+`all_gather_together` or, where it is made again, `regather_together`.
 
 A step changes the state on one axis. The digits that the other axes take (see pipeline.ir.layout) stay where they are:
 gathering the outer of two axes on one dim leaves the inner one on a factor, `S(0),S(0) -> R,S(0:2)`; only where the
@@ -27,14 +30,15 @@ inner one is gathered is it `S(0),S(0) -> S(0),R`. What lies between other layou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from pipeline.cost.compute import Seconds
 from pipeline.ir.cluster import COLLECTIVES, Axis, Compute
+from pipeline.ir.graph import OpGraph
 from pipeline.ir.layout import Layout, State
-from pipeline.ir.program import Convert, Step
+from pipeline.ir.program import Convert, Step, Tensor
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,9 @@ TABLE = {
     "SP": Conversion("pad", "pad", "slice"),
     "BP": Conversion("mask_both", "mask", "mask"),
 }
+
+
+GATHERS = TABLE["SB"], TABLE["SR"]  # several by one collective
 
 
 def made_again(entry: Conversion) -> Conversion:
@@ -121,21 +128,41 @@ def conversion_of(source: Layout, target: Layout, sizes: tuple[int, ...]) -> Con
     return conversion(source.states[axis], target.states[axis])
 
 
-def gathered_together(steps: Sequence[Step], sizes: tuple[int, ...]) -> list[tuple[Convert, ...]]:
-    """Steps next to each other that regather over one axis: a program has one collective for them."""
+def gathered_together(graph: OpGraph, steps: Sequence[Step], sizes: tuple[int, ...]) -> list[tuple[Convert, ...]]:
+    """Steps next to each other that gather parameters over one axis: a program has one collective for them."""
     found: list[tuple[Convert, ...]] = []
-    for over, run in groupby(steps, lambda step: _regathers_over(step, sizes)):
+    made = {step.target for step in steps if isinstance(step, Convert)}
+    for over, run in groupby(steps, lambda step: _gathers_over(graph, step, made, sizes)):
         together = tuple(step for step in run if isinstance(step, Convert))
         if over is not None and len(together) > 1:
             found.append(together)
     return found
 
 
-def _regathers_over(step: Step, sizes: tuple[int, ...]) -> int | None:
-    if not isinstance(step, Convert) or not step.again:
+def _gathers_over(
+    graph: OpGraph, step: Step, made: Container[Tensor], sizes: tuple[int, ...]
+) -> tuple[int, bool, bool] | None:
+    """The axis, whether it is done once more in backward, and whether that is of something that was converted before.
+
+    What is gathered as it is stored begins ahead of time (pipeline.runtime.ahead), so nothing else is joined to it.
+    None for what is made before the chain for many links.
+    """
+    if not isinstance(step, Convert) or not (step.again or graph.beside(step.source.value)):
         return None
     ends = step.source.layout, step.target.layout
-    return step_axis(*ends, sizes) if conversion_of(*ends, sizes) is TABLE["SB"] else None
+    if conversion_of(*ends, sizes) not in GATHERS:
+        return None
+    return step_axis(*ends, sizes), step.again, step.again and step.source in made
+
+
+def gathered_share(graph: OpGraph, value: str) -> float:
+    """The part that a parameter has of what its link gathers by one collective, if it gathers all of its parameters.
+
+    How the others are stored is not asked, so that what a parameter costs depends on how it is stored alone.
+    """
+    own = graph.values[value].type
+    others = graph.types(graph.beside(value)) or (own,)
+    return own.nbytes / sum(other.nbytes for other in others if other.dtype == own.dtype) if own.nbytes else 1.0
 
 
 def step_arguments(source: Layout, target: Layout, sizes: tuple[int, ...]) -> dict[str, int]:

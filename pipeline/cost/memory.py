@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.cost.compute import local_bytes
-from pipeline.cost.conversions import conversion_of, gathered_together
+from pipeline.cost.conversions import TABLE, conversion_of, gathered_together
 from pipeline.ir.graph import Link, OpGraph
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
@@ -128,7 +128,7 @@ def link_parts(
     own = {owner: size for held in kept_by for owner, size in held.items() if owner not in again}
     kept = {exit_: storage.size(exit_), **own}
     most = max((need.forward for need in needs), default=0)
-    together = _together(steps, sizes)
+    together = _together(graph, steps, sizes)
     gathered = _gather_peak(steps, storage, together)
     whole = LinkMemory(
         output=storage.size(exit_),
@@ -206,8 +206,8 @@ def _forward_peak(steps: tuple[Step, ...], storage: _Storage, kept: dict[Tensor,
 Together = tuple[Tensor, ...]  # copies that one collective makes
 
 
-def _together(steps: tuple[Step, ...], sizes: tuple[int, ...]) -> tuple[Together, ...]:
-    return tuple(tuple(step.target for step in run) for run in gathered_together(steps, sizes))
+def _together(graph: OpGraph, steps: tuple[Step, ...], sizes: tuple[int, ...]) -> tuple[Together, ...]:
+    return tuple(tuple(step.target for step in run) for run in gathered_together(graph, steps, sizes))
 
 
 def _gather_peak(steps: tuple[Step, ...], storage: _Storage, together: tuple[Together, ...]) -> int:
@@ -250,16 +250,18 @@ def _backward_extra(
     start = sum(held.values())
     peak = 0
     asked: set[Together] = set()
-    last = [s for s in steps if isinstance(s, Convert) and any(s.target == run[-1] for run in together)]
+    converts = [s for s in steps if isinstance(s, Convert)]
+    last = [s for s in converts if any(s.target == run[-1] for run in together)]
+    summed = {s.target for s in converts if _sums_gradient(s, storage.sizes)}
     for index in reversed(range(len(steps))):
         step = steps[index]
         held |= {owner: size for owner, size in kept_by[index].items() if owner not in kept}
-        for run in {run_of[owner] for owner in kept_by[index] if owner in run_of} - asked:
+        for run in {run_of[owner] for owner in kept_by[index] if owner in run_of and owner not in kept} - asked:
             asked.add(run)
             again = {copy: storage.size(copy) for copy in run if copy in needed_until}
             held |= again
             peak = max(peak, sum(held.values()) + sum(gradients.values()) + sum(again.values()))
-        sent = sum(map(storage.size, run_of[step.target])) if step in last else 0
+        sent = sum(storage.size(copy) for copy in run_of[step.target] if copy in summed) if step in last else 0
         for tensor in _read(step):
             if graph.values[tensor.value].grad:
                 gradients.setdefault(tensor, local_bytes(graph, tensor.value, tensor.layout, storage.sizes))
@@ -269,6 +271,11 @@ def _backward_extra(
         held = {t: n for t, n in held.items() if needed_until.get(t, len(steps)) < index}
     ends = sum(n for tensor, n in gradients.items() if tensor.value not in carried) + storage.size(output)
     return max(0, peak - start - ends)
+
+
+def _sums_gradient(step: Convert, sizes: tuple[int, ...]) -> bool:
+    """Of what is gathered: its gradient is sent. That of S -> R is there on every rank."""
+    return conversion_of(step.source.layout, step.target.layout, sizes) is TABLE["SB"]
 
 
 def _read(step: Step) -> tuple[Tensor, ...]:

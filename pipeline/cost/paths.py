@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 
 from pipeline.cost.compute import Seconds
-from pipeline.cost.conversions import TABLE, conversion_of, entry_bytes, entry_seconds, made_again, step_axis
+from pipeline.cost.conversions import GATHERS, TABLE, conversion_of, entry_bytes, entry_seconds, made_again, step_axis
 from pipeline.ir.cluster import Axis, Compute
 from pipeline.ir.layout import Layout, Place, S, State, at_places
 
@@ -57,10 +57,14 @@ def cheapest_path(
 
 
 class Paths:
-    """The cheapest paths on one mesh, each searched once."""
+    """The cheapest paths on one mesh, each searched once.
 
-    def __init__(self, axes: tuple[Axis, ...], compute: Compute) -> None:
+    `share` is below one for a parameter that is gathered together with others: the part that it has of their bytes.
+    """
+
+    def __init__(self, axes: tuple[Axis, ...], compute: Compute, share: float = 1.0) -> None:
         self.axes, self.compute = axes, compute
+        self.gathering = axes if share == 1.0 else tuple(_joined(axis, share) for axis in axes)
         self.sizes = tuple(axis.size for axis in axes)
         self._found: dict[tuple[Layout, Layout, tuple[int, ...], int, bool], Path] = {}
         self._spaces: dict[tuple[tuple[tuple[Spot, ...], ...], int, bool], _Space] = {}
@@ -94,7 +98,8 @@ class Paths:
     ) -> tuple[Seconds, float]:
         """Seconds of one step, and the bytes that a rank sends; `again` where backward makes it once more."""
         number = step_axis(before, after, self.sizes)
-        axis, entry = self.axes[number], conversion_of(before, after, self.sizes)
+        entry = conversion_of(before, after, self.sizes)
+        axis = (self.gathering if entry in GATHERS else self.axes)[number]
         entry = made_again(entry) if again else entry
         others = (s.kind == "S" and i != number for i, s in enumerate(before.states))
         local = nbytes // prod(size for size, split in zip(self.sizes, others, strict=True) if split)
@@ -105,7 +110,9 @@ class Paths:
         """Femtoseconds of a step between two kinds of state, for a tensor that has so many bytes without this axis."""
         key = axis, before, after, local, grad
         if key not in self._costs:
-            seconds = entry_seconds(TABLE[before + after], local, grad, self.axes[axis], self.compute)
+            entry = TABLE[before + after]
+            axes = self.gathering if entry in GATHERS else self.axes
+            seconds = entry_seconds(entry, local, grad, axes[axis], self.compute)
             self._costs[key] = round(seconds.total * FEMTO)
         return self._costs[key]
 
@@ -122,6 +129,12 @@ class Paths:
             around = (away["S", kind] + away[kind, "S"] for kind in WHOLE)
             self._ways[key] = away | {("S", "S"): min(self.cost(axis, "S", "S", local, grad), *around)}
         return self._ways[key]
+
+
+def _joined(axis: Axis, share: float) -> Axis:
+    """The axis for a tensor that has such a share of what a collective gathers, and sums in backward."""
+    own = {name: axis.links[name].part(share) for name in ("all_gather", "reduce_scatter")}
+    return replace(axis, links=axis.links | own)
 
 
 class _Space:

@@ -11,6 +11,8 @@ optimizer state that is split over axes Z on which the parameter is not (ZeRO-1)
 Without Z this is the all-reduce of DDP. Axes of one collective are taken as one (pipeline.cost.joined). A collective's
 latency belongs to a bucket; a parameter pays its share of it. That backward hides the sums is not priced.
 
+The parameters that a link gathers (ZeRO-2, ZeRO-3) are one collective too, of which each pays its share.
+
 A step of several micro-batches runs prologue and links for each; all else is once a step, as above.
 """
 
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from math import prod
 
 from pipeline.cost.compute import Seconds, local_bytes, op_seconds, optimizer_seconds
-from pipeline.cost.conversions import TABLE, conversion_of, step_axis
+from pipeline.cost.conversions import TABLE, conversion_of, gathered_share, gathered_together, step_axis
 from pipeline.cost.joined import joined_link
 from pipeline.cost.memory import LinkMemory, link_memory
 from pipeline.cost.paths import Paths
@@ -184,10 +186,11 @@ def ahead_bytes(graph: OpGraph, steps: Sequence[Step], sizes: tuple[int, ...]) -
     """What a link's gather of parameters as they are stored receives and sends (pipeline.runtime.ahead)."""
     again = [step for step in steps if isinstance(step, Convert) and step.again]
     made = {step.target for step in again}
+    joined = {step for run in gathered_together(graph, steps, sizes) for step in run}
     found: dict[int, int] = {}
     for step in again:
         ends = step.source.layout, step.target.layout
-        if step.source not in made and conversion_of(*ends, sizes) is TABLE["SB"]:
+        if step.source not in made and (step in joined or conversion_of(*ends, sizes) is TABLE["SB"]):
             axis, whole = step_axis(*ends, sizes), local_bytes(graph, step.target.value, step.target.layout, sizes)
             found[axis] = found.get(axis, 0) + whole + whole // sizes[axis]
     return max(found.values(), default=0)
@@ -229,6 +232,6 @@ def _call_seconds(graph: OpGraph, profile: Profile, cluster: Cluster, sharding: 
 def convert_seconds(graph: OpGraph, cluster: Cluster, step: Convert, kept: bool = True) -> Seconds:
     """A conversion is made again only where backward keeps something of the value: of a bias or a table it does not."""
     value = graph.values[step.source.value]
-    paths = Paths(cluster.axes, cluster.compute)
+    paths = Paths(cluster.axes, cluster.compute, gathered_share(graph, step.source.value))
     again = step.again and kept
     return paths.step(step.source.layout, step.target.layout, value.type.nbytes, value.grad, again)[0]

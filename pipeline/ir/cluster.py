@@ -86,6 +86,13 @@ class LinkCost:
         if any(after[0] <= before[0] or after[1] < before[1] for before, after in steps):
             raise ValueError("a link's points need ascending bytes and seconds that do not fall")
 
+    def part(self, share: float) -> LinkCost:
+        """What a tensor pays that is such a share of the bytes of one collective."""
+        if share == 1.0:
+            return self
+        points = tuple((share * nbytes, share * seconds) for nbytes, seconds in self.points)
+        return LinkCost(share * self.latency, self.bandwidth, points)
+
     def seconds(self, nbytes: float) -> float:
         if not self.points:
             return self.latency + nbytes / self.bandwidth

@@ -171,6 +171,22 @@ class OpGraph:
                 users[name].append(op)
         return users
 
+    def beside(self, parameter: str) -> tuple[str, ...]:
+        """The parameters that one link alone reads, this one among them; none where several links read it."""
+        return self._beside.get(parameter, ())
+
+    @cached_property
+    def _beside(self) -> dict[str, tuple[str, ...]]:
+        links: dict[str, list[int]] = {value.name: [] for value in self.of_role(Role.PARAMETER)}
+        for number, link in enumerate(self.chain):
+            for name in dict.fromkeys(name for op in link.ops for name in self.op(op).inputs if name in links):
+                links[name].append(number)
+        own: dict[int, list[str]] = {}
+        for name, readers in links.items():
+            if len(readers) == 1:
+                own.setdefault(readers[0], []).append(name)
+        return {name: tuple(names) for names in own.values() for name in names}
+
     @property
     def common(self) -> dict[str, int]:
         """Each common value -> the number of the link that writes it."""

@@ -23,11 +23,12 @@ from pipeline.runtime.norms import batch_norm
 from pipeline.runtime.parameters import scope
 from pipeline.runtime.random import drawn_apart
 from pipeline.runtime.recompute import kept, recompute
-from pipeline.runtime.regather import again, keep_shards, regather, regather_together
+from pipeline.runtime.regather import again, all_gather_together, keep_shards, regather, regather_together
 
 __all__ = [
     "again",
     "all_gather",
+    "all_gather_together",
     "all_reduce",
     "all_reduce_both",
     "all_to_all",

@@ -6,8 +6,10 @@ first op that asks, and lets go of it when its gradient is there. Where one conv
 back to what is stored.
 
 A link's parameters are gathered together (`regather_together`): one collective forward, one more in backward for those
-of which backward needs something, when it asks for the first of them, and one for the gradients of all. A copy goes
-when the last op that needs it is undone.
+of which backward needs something, when it asks for the first of them, and one for the gradients of those that become
+`B`; of what becomes `R` every rank has the whole gradient, and takes its piece. A copy goes when the last op that needs
+it is undone. `all_gather_together` is the same where the copies are kept (ZeRO-2), and waits for them: ahead of time
+they would lie beside all that forward keeps.
 
 Recompute regions have hooks of their own on what autograd keeps, and autograd asks the innermost alone: `keep_shards`
 passes on to the hooks around it what it does not replace. A region enters it on both its runs.
@@ -19,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +29,7 @@ import torch
 from torch import Tensor
 
 from pipeline.runtime import ahead
-from pipeline.runtime.collectives import Joining, Split, mask, mask_both, sum_and_split_several
+from pipeline.runtime.collectives import Joining, Split, mask, mask_both, piece, sum_and_split_several
 from pipeline.runtime.mesh import MeshAxis, axis_of
 from pipeline.runtime.put_off import at_border
 
@@ -57,19 +60,33 @@ class _Note:
         self.made = None
 
 
+@dataclass(frozen=True)
+class _Ends:
+    """How tensors that are gathered together lie before and after, and on which axis."""
+
+    axis: MeshAxis
+    splits: list[Split]
+    summed: list[bool]  # gradients: those of `B`, not those of `R`
+
+
 class _Group:
     """Tensors that are gathered together: how, and what backward needs of them."""
 
-    def __init__(self, sources: Sequence[Tensor | _Source], splits: Sequence[Split], axis: MeshAxis) -> None:
-        self.sources, self.splits, self.axis = sources, splits, axis
+    def __init__(self, sources: Sequence[Tensor | _Source], ends: _Ends, early: bool) -> None:
+        """`early`: they may be gathered ahead of time, as they are parameters themselves."""
+        self.sources, self.early = sources, early
+        self.axis, self.splits, self.summed = ends.axis, ends.splits, ends.summed
         self.wanted = [0] * len(sources)
         self.made: list[Tensor | None] = [None] * len(sources)
 
     def gather(self, pieces: Sequence[Tensor], numbers: Iterable[int]) -> list[Tensor]:
-        """Ahead of time where the pieces are parameters themselves."""
         splits = [self.splits[n] for n in numbers]
-        stored = all(isinstance(source, Tensor) for source in self.sources)
-        return ahead.gather(pieces, splits, self.axis) if stored else Joining(pieces, splits, self.axis).finish()
+        return ahead.gather(pieces, splits, self.axis) if self.early else Joining(pieces, splits, self.axis).finish()
+
+    def wholes(self, pieces: list[Tensor]) -> Sequence[Tensor]:
+        """For the forward pass."""
+        found: Sequence[Tensor] = at_border(pieces, _Together.apply(self, *pieces))  # type: ignore[no-untyped-call]
+        return found
 
     def take(self, number: int) -> Tensor:
         """One of them; when the first is asked for, all that will be are made, and each goes when it is asked for last.
@@ -186,11 +203,14 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         group, needs = ctx.group, ctx.needs_input_grad[1:]
-        chosen = [n for n, need in enumerate(needs) if need]
-        like = next(gradient for gradient in gradients if gradient is not None)
-        whole = [_zeros(like, ctx.shapes[n], group, n) if gradients[n] is None else gradients[n] for n in chosen]
-        pieces = sum_and_split_several(whole, [group.splits[n] for n in chosen], group.axis)
-        found = dict(zip(chosen, pieces, strict=True))
+        own = [n for n, need in enumerate(needs) if need and not group.summed[n] and gradients[n] is not None]
+        found = {n: piece(gradients[n], group.axis, *group.splits[n]).contiguous() for n in own}
+        chosen = [n for n, need in enumerate(needs) if need and group.summed[n]]
+        if chosen:
+            like = next(gradient for gradient in gradients if gradient is not None)
+            whole = [_zeros(like, ctx.shapes[n], group, n) if gradients[n] is None else gradients[n] for n in chosen]
+            pieces = sum_and_split_several(whole, [group.splits[n] for n in chosen], group.axis)
+            found |= dict(zip(chosen, pieces, strict=True))
         return (None, *(found.get(n) for n in range(len(needs))))
 
 
@@ -200,23 +220,49 @@ def _zeros(like: Tensor, shape: torch.Size, group: _Group, number: int) -> Tenso
     return like.new_zeros([size * (group.axis.size if n == dim else 1) for n, size in enumerate(shape)])
 
 
-def regather_together(*given: tuple[Tensor, int] | tuple[Tensor, int, int], axis: str) -> tuple[Tensor, ...]:
-    """`regather` of several tensors, each with its dim (and parts), by one collective for each dtype."""
-    mesh_axis = axis_of(axis)
+# A tensor with its dim, its parts where there are several, and "R" where it becomes that and not B.
+Given = tuple[Tensor, int] | tuple[Tensor, int, int] | tuple[Tensor, int, str] | tuple[Tensor, int, int, str]
+
+
+def regather_together(*given: Given, axis: str) -> tuple[Tensor, ...]:
+    """`regather` of several tensors, or `again(gather)`, by one collective for each dtype."""
+
+    def gathered(pieces: list[Tensor], ends: _Ends) -> Sequence[Tensor]:
+        sources = [_source_of(piece) for piece in pieces]
+        group = _Group(sources, ends, all(isinstance(source, Tensor) for source in sources))
+        wholes = group.wholes(pieces)
+        for number, whole in enumerate(wholes):
+            _remember(whole, _Member(group, number))
+        return wholes
+
+    return _by_dtype(given, axis, gathered)
+
+
+def all_gather_together(*given: Given, axis: str) -> tuple[Tensor, ...]:
+    """`all_gather` of several parameters, or `gather`, by one collective for each dtype."""
+
+    def gathered(pieces: list[Tensor], ends: _Ends) -> Sequence[Tensor]:
+        return _Group([piece.detach() for piece in pieces], ends, early=False).wholes(pieces)
+
+    return _by_dtype(given, axis, gathered)
+
+
+def _by_dtype(
+    given: Sequence[Given], axis: str, gathered: Callable[[list[Tensor], _Ends], Sequence[Tensor]]
+) -> tuple[Tensor, ...]:
+    over = axis_of(axis)
     tensors = [tensor for tensor, *_ in given]
-    if mesh_axis.size == 1:
+    if over.size == 1:
         return tuple(tensors)
-    splits = [(split[0], split[1] if len(split) > 1 else 1) for _, *split in given]
+    numbers = [[told for told in own if isinstance(told, int)] for _, *own in given]
+    splits = [(dim, parts[0] if parts else 1) for dim, *parts in numbers]
+    summed = [own[-1] != "R" for own in given]
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [n for n, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        sources = [_source_of(tensors[n]) for n in alike]
-        group = _Group(sources, [splits[n] for n in alike], mesh_axis)
-        pieces = [tensors[n] for n in alike]
-        wholes = at_border(pieces, _Together.apply(group, *pieces))  # type: ignore[no-untyped-call]
-        for place, (n, whole) in enumerate(zip(alike, wholes, strict=True)):
-            _remember(whole, _Member(group, place))
-            found[n] = whole
+        ends = _Ends(over, [splits[n] for n in alike], [summed[n] for n in alike])
+        wholes = gathered([tensors[n] for n in alike], ends)
+        found |= dict(zip(alike, wholes, strict=True))
     return tuple(found[n] for n in range(len(tensors)))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pipeline import runtime_names
 from pipeline.cost.conversions import (
     REGATHER,
+    TABLE,
     conversion_of,
     gathered_together,
     made_again,
@@ -143,7 +144,7 @@ class BlockWriter:
             self.names.known[entry] = "x"
         self._name_what_is_read(steps)
         ends = self._last_uses(steps, {exit_, *common} | ({entry} if entry is not None else set()))
-        runs = gathered_together(steps, self.mesh.sizes)
+        runs = gathered_together(self.graph, steps, self.mesh.sizes)
         together = {run[0]: run for run in runs if not any(_path(step) in self.kept for step in run)}
         counts = {run[0]: run for run in counted_together(self.graph, steps)}
         inside = {step for run in (*together.values(), *counts.values()) for step in run[1:]}
@@ -215,20 +216,22 @@ class BlockWriter:
         return self.names.give(step.target, f"{base}_{suffix(step.target.layout)}")
 
     def _convert_together(self, steps: tuple[Convert, ...]) -> None:
-        """One collective; each tensor has a line with its dim, and parts where there are several."""
-        self.used.add("regather_together")
+        """One collective; each tensor has a line with its dim, parts where there are several, and "R" for S -> R."""
+        function = "regather_together" if steps[0].again else "all_gather_together"
+        self.used.add(function)
         sizes = self.mesh.sizes
         rows = []
         for step in steps:
             ends = step.source.layout, step.target.layout
-            told = step_arguments(*ends, sizes)
-            given = ", ".join([self._name(step.source), *map(str, told.values())])
+            told = [*map(str, step_arguments(*ends, sizes).values())]
+            told += ['"R"'] if conversion_of(*ends, sizes) is TABLE["SR"] else []
+            given = ", ".join([self._name(step.source), *told])
             rows.append(f"    ({given}),  {self._remark(step.target, arrow_from=step.source)}")
         axis, _ = self.mesh.axes[step_axis(steps[0].source.layout, steps[0].target.layout, sizes)]
         targets = [self._target(step) for step in steps]
-        head = f"{', '.join(targets)} = regather_together("
+        head = f"{', '.join(targets)} = {function}("
         if len(head) > LINE - self.indent:
-            head = "\n".join(["(", *(f"    {name}," for name in targets), ") = regather_together("])
+            head = "\n".join(["(", *(f"    {name}," for name in targets), f") = {function}("])
         self.lines += [*head.splitlines(), *rows, f'    axis="{axis}",', ")"]
 
     def _call(self, step: Call) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.cost.compute import op_seconds, optimizer_seconds
+from pipeline.cost.conversions import gathered_share
 from pipeline.cost.paths import Paths
 from pipeline.cost.price_tables import conversion_table
 from pipeline.cost.step import update_seconds
@@ -333,7 +334,7 @@ class _Builder:
         ways, have = self.stored[value.name], self.layouts[value.name]
         saved = any((self.moments.link.get(r.name), value.name) in self.saved for r in readers)
         times = 1 if self._shared(readers) else self.given.micro_batches
-        key = (id(ways), id(forms), value.type, value.grad, saved, times)
+        key = (id(ways), id(forms), value.type, value.grad, saved, times, gathered_share(self.graph, value.name))
         make = lambda: (_parameter_seconds(self, value, ways, forms, saved, times), ways)  # noqa: E731
         costs = self.once(("reading", *key), make)[0]
         whole = self.once(("gathered", *key), lambda: self._copied(value, have, forms))
@@ -381,8 +382,10 @@ def _parameter_seconds(
             at = goes[i] & (summed[i] == code)
             source[i, at] = rows.setdefault(_summed(way.layout, axes), len(rows))
             step[i, at] = _step_seconds(builder, value, way, axes)
+    share = gathered_share(builder.graph, value.name)
+    paths = builder.once(("paths", share), lambda: Paths(builder.given.axes, builder.given.compute, share))
     there, again = (
-        conversion_table(builder.paths, tuple(rows), forms, value.type.shape, value.type.nbytes, grad)
+        conversion_table(paths, tuple(rows), forms, value.type.shape, value.type.nbytes, grad)
         for grad in (value.grad, False)  # without a gradient it is the forward pass alone
     )
     columns = np.arange(len(forms))

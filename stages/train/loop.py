@@ -39,6 +39,7 @@ class Loop:
         self.evaluates_first = True  # in this process: blocks may be compiled
         self.peaks: list[int] = []  # of each rank
         self.breakdown: Breakdown | None = None
+        self.taken_by: str = job["train"]["engine"]  # the engine of these times and peaks
         self.profiled_at = -1  # place among `seconds` of the step whose parts were measured
         settings = job["train"]
         self.rate = Rate(engine.optimizer, settings["schedule"], settings["steps"], job["where"]["train"])
@@ -64,6 +65,7 @@ class Loop:
         self._write(self.safety.end())
         return {
             "ranks": dist.get_world_size(),
+            "engine": self.taken_by,
             "losses": self.losses,
             "evaluated": self.evaluated,
             "seconds": self.seconds,
@@ -75,14 +77,15 @@ class Loop:
         }
 
     def _resume(self, steps: int) -> int:
-        """The first step to take; times and memory are kept where they are those of this plan, or none will follow."""
+        """The first step to take; times and memory are kept if of this engine and plan, or if none will follow."""
         about, notes = self.safety.resume()
         self._write(notes)
         if not about:
             return 0
         self.losses, self.evaluated = about["losses"], [(step, loss) for step, loss in about["evaluated"]]
-        if self.safety.same_plan(about) or about["step"] >= steps:
+        if self.safety.same_steps(about) or about["step"] >= steps:
             self.seconds, self.peaks, self.profiled_at = about["seconds"], about["peak_bytes"], about["profiled_at"]
+            self.taken_by = about.get("engine", self.taken_by)
         return int(about["step"])
 
     def _numbers(self) -> About:

@@ -6,7 +6,10 @@
 | `.step-000040` | one that is being written; nobody reads it |
 | `.gone-step-000020` | one that is being removed |
 | `damaged-step-000040` | one whose files are not what they were when written; the next that is whole removes it |
-| `finished` | the run has come to its end: the next start with the same settings begins anew |
+| `launch` | which launcher's job wrote here last: when it starts the ranks again, they go on |
+| `finished` | the run has come to its end and its report is written: the next start with these settings begins anew |
+
+`<run>.earlier` beside it is the folder of the run before: whole, until the one that began anew has a snapshot.
 """
 
 from __future__ import annotations
@@ -16,18 +19,32 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pipeline.files import write_atomic
 
-MANIFEST, FINISHED = "manifest.json", "finished"
+MANIFEST, FINISHED, LAUNCH = "manifest.json", "finished", "launch"
 VERSION = 1
 _STEP = re.compile(r"step-(\d+)")
 
 
 class Damaged(Exception):
     """A snapshot that is not as it was written; the text says what is wrong with it."""
+
+
+class Missing(Damaged):
+    """A file of it that this host does not see; `file` is its name."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        super().__init__(f"{file} is missing")
+
+
+class Unreadable(Exception):
+    """One that may well be whole, though not for us here and now; the text says why, and what to do."""
 
 
 def name_of(step: int) -> str:
@@ -59,25 +76,44 @@ def write_manifest(folder: Path, about: dict[str, Any], files: dict[str, dict[st
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / MANIFEST).read_bytes())
-        digest = found.pop("digest")
+        found = json.loads(_read(folder, MANIFEST))
         version = found["version"]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read ({type(error).__name__})") from None
+        digest = found.pop("digest", None)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise Damaged(f"{MANIFEST} is not whole ({type(error).__name__})") from None
+    if isinstance(version, int) and version != VERSION:  # first: another version may take its digest otherwise
+        raise Unreadable(
+            f"{MANIFEST} has version {version}, this program reads version {VERSION}: go on with the program that wrote"
+            " it, or move it away"
+        )
     if digest != _digest(found):
         raise Damaged(f"{MANIFEST} does not match its digest")
-    if version != VERSION:
-        raise Damaged(f"{MANIFEST} has version {version}, this program reads version {VERSION}")
     return {**found, "digest": digest}
+
+
+def _read(folder: Path, name: str) -> bytes:
+    with _reading(name):
+        return (folder / name).read_bytes()
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """A file that is not there is damage; one that cannot be read now may be whole."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise Missing(name) from None
+    except OSError as error:
+        raise Unreadable(
+            f"{name} cannot be read ({error.strerror}): try again, or move the snapshot away to go on without it"
+        ) from None
 
 
 def check_files(folder: Path, manifest: dict[str, Any], part: int = 0, parts: int = 1) -> None:
     """Every `parts`-th file against the manifest, from number `part` on: ranks share the work."""
     for name in list(manifest["files"])[part::parts]:
-        try:
+        with _reading(name):
             found = digest_of(folder / name)
-        except OSError as error:
-            raise Damaged(f"{name} cannot be read ({error.strerror})") from None
         wanted = manifest["files"][name]
         if found["bytes"] != wanted["bytes"]:
             raise Damaged(f"{name} has {found['bytes']} bytes instead of {wanted['bytes']}")
@@ -114,7 +150,13 @@ def remove(snapshot: Path) -> None:
 
 
 def keep_newest(folder: Path, keep: int) -> None:
-    for old in [*snapshots_in(folder)[keep:], *folder.glob("damaged-step-*")]:
+    for old in snapshots_in(folder)[keep:]:
+        remove(old)
+
+
+def remove_replaced(folder: Path) -> None:
+    """Once a run has a snapshot that is whole: damaged ones, and those of the run before it."""
+    for old in [*folder.glob("damaged-step-*"), earlier(folder)]:
         remove(old)
 
 
@@ -127,7 +169,7 @@ def set_aside(snapshot: Path) -> None:
 
 def sweep(folder: Path) -> None:
     """What a killed process left half-written or half-removed."""
-    for stale in [*folder.glob(".step-*"), *folder.glob(".gone-*")]:
+    for stale in [*folder.glob(".step-*"), *folder.glob(".gone-*"), *folder.parent.glob(f".gone-{folder.name}*")]:
         shutil.rmtree(stale, ignore_errors=True)
 
 
@@ -136,15 +178,39 @@ def finish(folder: Path) -> None:
         write_atomic(folder / FINISHED, b"")
 
 
-def begin_anew(folder: Path) -> None:
-    """Before a run that must not go on from what lies there."""
-    for snapshot in snapshots_in(folder):
-        remove(snapshot)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def is_finished(folder: Path) -> bool:
     return (folder / FINISHED).exists()
+
+
+def earlier(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.earlier")
+
+
+def begin_anew(folder: Path) -> Path | None:
+    """Before a run that must not go on from what lies there. Snapshots are put aside: where they are now, if any."""
+    aside = earlier(folder)
+    if not snapshots_in(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        return aside if aside.exists() else None
+    remove(aside)  # the run that wrote the others had put it aside
+    os.rename(folder, aside)
+    _sync(folder.parent)
+    return aside
+
+
+def claim(folder: Path, launch: str) -> None:
+    """Of the job of a launcher; a run that was started by hand has no name, and is not started again."""
+    if launch:
+        write_atomic(folder / LAUNCH, launch.encode())
+    else:
+        (folder / LAUNCH).unlink(missing_ok=True)
+
+
+def is_of(folder: Path, launch: str) -> bool:
+    try:
+        return (folder / LAUNCH).read_bytes() == launch.encode()
+    except OSError:
+        return False
 
 
 def _sync(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,18 @@ import torch.distributed.checkpoint as dcp
 from pipeline.errors import TrainError
 from pipeline.runtime.random import go_apart
 from stages.train.engine import Engine
-from stages.train.manifest import Damaged, check_files, read_manifest, set_aside, snapshots_in, sweep
+from stages.train.manifest import (
+    Damaged,
+    Missing,
+    Unreadable,
+    check_files,
+    read_manifest,
+    set_aside,
+    snapshots_in,
+    sweep,
+)
 from stages.train.pieces import LoadPlanner, Piece, mismatch
-from stages.train.snapshots import About, random_pieces
+from stages.train.snapshots import SHARE, About, random_pieces
 
 
 @dataclass(frozen=True)
@@ -25,43 +35,65 @@ class Found:
     path: Path | None
     about: About = field(default_factory=dict)
     damaged: tuple[str, ...] = ()
+    before: Path | None = None  # the one before it in the same folder
 
 
 def find(folder: Path, origin: str | None, where: str) -> Found:
-    """The newest snapshot of this run that is whole, or else the one that the run is to begin from."""
+    """The newest snapshot of this run that is whole, or else the one that the run is to begin from.
+
+    Only one that is damaged is passed over. Where it cannot be told whether one is, the run ends: it would otherwise
+    begin anew beside the work of hours.
+    """
     names: list[Any] = [None]
     if dist.get_rank() == 0:
         sweep(folder)
         names = [[path.name for path in snapshots_in(folder)]]
     dist.broadcast_object_list(names, src=0)
     damaged: list[str] = []
-    for name in names[0]:
-        manifest, problem = _checked(folder / name)
+    for name, before in zip_longest(names[0], names[0][1:]):
+        manifest, problem = _checked(folder / name, where)
         if not problem:
-            return Found(folder / name, manifest["about"], tuple(damaged))
+            return Found(folder / name, manifest["about"], tuple(damaged), before and folder / before)
         damaged.append(f"{name}: {problem}")
         if dist.get_rank() == 0:
             set_aside(folder / name)
     if origin is None:
         return Found(None, damaged=tuple(damaged))
-    manifest, problem = _checked(Path(origin))
+    manifest, problem = _checked(Path(origin), where)
     if problem:
         raise TrainError(f"{origin} is damaged: {problem}", where=where, remedy="name another snapshot")
     return Found(Path(origin), manifest["about"], tuple(damaged))
 
 
-def _checked(snapshot: Path) -> tuple[dict[str, Any], str]:
-    """Its manifest, and what is wrong with it; ranks share the files."""
+def _checked(snapshot: Path, where: str) -> tuple[dict[str, Any], str]:
+    """Its manifest, and what is wrong with it; ranks share the files. All ranks end where one cannot tell."""
     manifest: dict[str, Any] = {}
+    unreadable, damaged, missing = "", "", ""
     try:
         manifest = read_manifest(snapshot)
         check_files(snapshot, manifest, dist.get_rank(), dist.get_world_size())
-        problem = ""
+    except Missing as error:
+        damaged, missing = str(error), error.file
     except Damaged as error:
-        problem = str(error)
+        damaged = str(error)
+    except Unreadable as error:
+        unreadable = str(error)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem)
-    return manifest, next((text for text in everyone if text), "")
+    dist.all_gather_object(everyone, (unreadable, damaged, missing))
+    unseen = [_unseen(snapshot, [file for _, _, file in everyone])]
+    dist.broadcast_object_list(unseen, src=0)
+    problem = next((text for text, _, _ in everyone if text), unseen[0])
+    if problem:
+        raise TrainError(f"{snapshot} cannot be used: {problem}", where=where)
+    return manifest, next((text for _, text, _ in everyone if text), "")
+
+
+def _unseen(snapshot: Path, missing: list[str]) -> str:
+    """Asked by all, answered by rank 0: whether it sees files that others miss. Then nothing is damaged."""
+    for rank, file in enumerate(missing):
+        if rank and file and dist.get_rank() == 0 and (snapshot / file).exists():
+            return f"rank {rank} does not see {file}, and rank 0 does: {SHARE}"
+    return ""
 
 
 def restore(engine: Engine, snapshot: Path, about: About, program: str) -> None:

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from pipeline.artifacts import KINDS
@@ -41,10 +42,12 @@ def run(inputs: Inputs, config: Config) -> Result:
     if measured["held_whole"]:
         inputs.log.warning("every rank held the whole model while it was built: %s", measured["held_whole"])
     keep_weights(weights_path(inputs.root), config.train.export)
-    report = make_report(measured, plan, edited, config.train.engine.value)
-    finish(Path(job["safety"]["folder"]))
+    if measured["engine"] != config.train.engine.value:
+        inputs.log.warning("no step was left to take: the report is of those that %s took", measured["engine"])
+    report = make_report(measured, plan, edited)
     trace = trace_path(inputs.root)  # there if it was asked for, and its step was not taken before this run went on
-    return Result(report, figures(report), (trace,) if trace.exists() else ())
+    files = (trace,) if trace.exists() else ()
+    return Result(report, figures(report), files, settle=partial(finish, Path(job["safety"]["folder"])))
 
 
 def trace_path(root: Path) -> Path:
@@ -187,7 +190,7 @@ class Follower:
         self.advance(step["step"] + 1, f"loss {step['loss']:.4f}")
 
 
-def make_report(measured: dict, plan: Plan, edited: bool, engine: str) -> Report:
+def make_report(measured: dict, plan: Plan, edited: bool) -> Report:
     seconds = tuple(measured["seconds"])
     median = median_seconds(seconds, measured["profiled_at"])
     breakdown = Breakdown(**measured["breakdown"]) if measured["breakdown"] else None
@@ -207,7 +210,7 @@ def make_report(measured: dict, plan: Plan, edited: bool, engine: str) -> Report
         evaluations=tuple(Evaluation(step, loss) for step, loss in measured["evaluated"]),
         breakdown=breakdown,
         compared=compare(plan.prediction, median, measured["samples"], list(zip(peaks, told, strict=True)), breakdown),
-        engine=engine,
+        engine=measured["engine"],
     )
 
 

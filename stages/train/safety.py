@@ -16,7 +16,7 @@ from pipeline.errors import TrainError
 from pipeline.launch import restart_count
 from stages.train import replicas
 from stages.train.engine import Engine, Job
-from stages.train.manifest import name_of
+from stages.train.manifest import name_of, step_of
 from stages.train.resume import find, restore
 from stages.train.snapshots import About, Snapshots
 from stages.train.watchdog import Watchdog
@@ -31,6 +31,7 @@ class Safety:
         self.settings = job.get("safety", OFF)
         self.where = f"{job['where']['train']}: resume"
         self.steps: int = job["train"]["steps"]
+        self.made_by: str = job["train"]["engine"]
         self.program = hashlib.sha256(Path(job["module_path"]).read_bytes()).hexdigest()
         self.watchdog = watchdog
         if self.settings["every"] or self.settings["compare_every"]:
@@ -39,6 +40,9 @@ class Safety:
         if self.settings["every"]:
             folder, wait_s = Path(self.settings["folder"]), job["train"]["wait_s"]
             self.snapshots = Snapshots(folder, self.settings["keep"], self.settings["background"], wait_s)
+        self.finite = 0  # so many steps had a loss that is a number
+        self.newest: Path | None = None  # the last snapshot on the disk
+        self.good: Path | None = None  # the last one from which a finite loss was computed
 
     def resume(self) -> tuple[About, list[Note]]:
         """The state as a snapshot has it, its numbers, and what there is to tell; no numbers for a run that begins."""
@@ -49,14 +53,16 @@ class Safety:
         restarts = restart_count()
         if found.path is None:
             return {}, [*notes, *([{"resumed": 0, "restart": restarts}] if restarts else [])]
-        restore(self.engine, found.path, found.about, self.program)
-        if self.snapshots and found.path.parent == self.snapshots.folder:
-            self.snapshots.saved = found.about["step"]
+        own = self.same_steps(found.about)  # another engine draws otherwise, though the program is the same
+        restore(self.engine, found.path, found.about, self.program if own else "")
+        self.finite, self.newest, self.good = found.about["step"], found.path, found.before
         told = {"resumed": found.about["step"], "restart": restarts, "losses": found.about["losses"]}
         return found.about, [*notes, {**told, "from": str(found.path)}]
 
-    def same_plan(self, about: About) -> bool:
-        return bool(about["program"] == self.program and about["ranks"] == dist.get_world_size())
+    def same_steps(self, about: About) -> bool:
+        """Whether its times and memory are those of the steps that are taken here: by this engine, of this plan."""
+        here = (self.program, dist.get_world_size(), self.made_by)
+        return (about["program"], about["ranks"], about.get("engine")) == here
 
     def after(self, done: int, numbers: Callable[[], About]) -> list[Note]:
         """When so many steps are done; `numbers` are what the loop wants back when it goes on."""
@@ -66,6 +72,8 @@ class Safety:
         return notes
 
     def _after(self, done: int, numbers: Callable[[], About]) -> list[Note]:
+        self.finite = done
+        self._prove()
         every = self.settings["every"]
         due = bool(every) and (done % every == 0 or done == self.steps)
         compared = self.settings["compare_every"]
@@ -73,27 +81,43 @@ class Safety:
             self._compare(done)
         if not self.snapshots:
             return []
-        outcome = self.snapshots.done(wait=due)
+        notes = self._outcome(wait=due)
         if due:
             self.snapshots.take(self.engine, done, self._about(done, numbers()))
-        return [outcome.note()] if outcome else []
+        return notes
 
     def end(self) -> list[Note]:
         """After the last step, or before the run is given up by all ranks: a snapshot under way is finished."""
         self.watchdog.beat("the last snapshot", slow=True)
-        outcome = self.snapshots.done(wait=True) if self.snapshots else None
+        return self._outcome(wait=True)
+
+    def _outcome(self, *, wait: bool) -> list[Note]:
+        outcome = self.snapshots.done(wait=wait) if self.snapshots else None
+        if outcome and self.snapshots and not outcome.problem:
+            self.newest = self.snapshots.folder / name_of(outcome.step)
+            self._prove()
         return [outcome.note()] if outcome else []
 
+    def _prove(self) -> None:
+        if self.newest and step_of(self.newest) < self.finite:
+            self.good = self.newest
+
     def last_good(self) -> str:
-        """The folder of the last snapshot, for a message; nothing where there is none."""
-        if self.snapshots is None or self.snapshots.saved is None:
+        """The folder of the last snapshot that is proven, for a message; nothing where there is none."""
+        if self.good is None:
             return ""
-        *_, runs, train, kind, run = self.snapshots.folder.parts
-        return str(Path(runs, train, kind, run, name_of(self.snapshots.saved)))
+        *_, root = Path(self.settings["folder"]).parents[:4]
+        return str(self.good.relative_to(root) if self.good.is_relative_to(root) else self.good)
 
     def _about(self, done: int, numbers: About) -> About:
-        here = {"program": self.program, "ranks": dist.get_world_size(), "settings": self.settings["settings"]}
-        return {"step": done, "samples": done * self.engine.samples, **here, **numbers}
+        here = {"program": self.program, "ranks": dist.get_world_size(), "engine": self.made_by}
+        return {
+            "step": done,
+            "samples": done * self.engine.samples,
+            "settings": self.settings["settings"],
+            **here,
+            **numbers,
+        }
 
     def _compare(self, done: int) -> None:
         problem = replicas.compare(self.engine)
@@ -107,4 +131,6 @@ class Safety:
     def advice(self, text: str) -> str:
         """For the message with which a run is given up."""
         good = self.last_good()
-        return f"{text}; the last good snapshot is {good}, name it as `resume` to go on from there" if good else text
+        if good:
+            return f"{text}; the last good snapshot is {good}, name it as `resume` to go on from there"
+        return f"{text}; no snapshot is known to be good, begin anew" if self.newest else text

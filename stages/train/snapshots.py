@@ -4,13 +4,19 @@ A snapshot is 1. copied to the host between two steps, into memory that is used 
 rank its pieces and each replica once, 3. read back for its digests, 4. given its name by rank 0 when all are done.
 Steps 2 to 4 talk over a process group of their own. Only then is it acknowledged (`Outcome`). What goes wrong on one
 rank is known to all; then nothing is left of the snapshot, those before it stay, and training goes on.
+
+Weights may be so large that the next loss is no number: a snapshot is proven by the loss of the step after it. When one
+is taken, all before it are proven, and it is not: so two stay until then, also where one is to be kept.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,11 +30,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from pipeline.errors import TrainError
 from stages.train.engine import Engine
-from stages.train.manifest import digest_of, keep_newest, publish, unfinished, write_manifest
+from stages.train.manifest import digest_of, keep_newest, publish, remove_replaced, unfinished, write_manifest
 from stages.train.pieces import Piece, SavePlanner
 
 About = dict[str, Any]  # the numbers beside the tensors
 METADATA = ".metadata"  # of torch.distributed.checkpoint: which box lies where
+SHARE = "put runs/ on a file system that all hosts share, or set `snapshots.every: 0` (docs/launch.md)"
+SEEN_S = 10.0  # within which a file system that hosts share shows what another host wrote
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,6 @@ class Snapshots:
         self.staging = _Staging()
         self.thread: threading.Thread | None = None
         self.outcome: Outcome | None = None
-        self.saved: int | None = None  # the step of the last one that is on the disk
 
     def take(self, engine: Engine, step: int, about: About) -> None:
         """All ranks do this together, between the same two steps; the snapshot before must have been asked for."""
@@ -73,16 +80,18 @@ class Snapshots:
                 return None
             self.thread = None
         outcome, self.outcome = self.outcome, None
-        if outcome is not None and not outcome.problem:
-            self.saved = outcome.step
         return outcome
 
     def _write(self, pieces: dict[str, Piece], step: int, about: About) -> None:
+        """Whatever happens there is an outcome: a thread that dies takes its error with it."""
         temporary = unfinished(self.folder, step)
-        problem = self._save(pieces, temporary)
-        if not problem:
-            problem = self._name(temporary, step, about)
-        if problem and dist.get_rank() == 0:
+        try:
+            if dist.get_rank() == 0:
+                self._prune(self.keep)
+            problem = self._name(temporary, step, about, self._save(pieces, temporary))
+        except Exception as error:  # of talking to the others
+            problem = _text(error)
+        if problem:  # every rank: what it wrote may be seen by nobody else
             shutil.rmtree(temporary, ignore_errors=True)
         self.outcome = Outcome(step, problem)
 
@@ -93,17 +102,20 @@ class Snapshots:
             dcp.save(pieces, storage_writer=writer, planner=planner, process_group=self.group)
         except CheckpointException as error:  # of some rank, told to all
             return _first([_text(failure[0]) for _, failure in sorted(error.failures.items())])
+        except Exception as error:  # of this rank: the others hear of it in `_name`
+            return _text(error)
         self.staging.wrote(pieces, planner.written)
         return ""
 
-    def _name(self, temporary: Path, step: int, about: About) -> str:
+    def _name(self, temporary: Path, step: int, about: About, problem_here: str) -> str:
         """Digests of all ranks together, in a manifest; then the name."""
+        own = ({}, problem_here) if problem_here else self._digests(temporary)
         everyone: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, self._digests(temporary), group=self.group)
+        dist.all_gather_object(everyone, own, group=self.group)
         problem = [_first([problem for _, problem in everyone])]
         if dist.get_rank() == 0 and not problem[0]:
-            files = {name: digest for own, _ in everyone for name, digest in own.items()}
-            problem = [_attempt(lambda: self._publish(temporary, step, about, files))]
+            files = {name: digest for found, _ in everyone for name, digest in found.items()}
+            problem = [not_seen(temporary, files) or _attempt(lambda: self._publish(temporary, step, about, files))]
         dist.broadcast_object_list(problem, src=0, group=self.group)
         return str(problem[0])
 
@@ -121,7 +133,14 @@ class Snapshots:
     def _publish(self, temporary: Path, step: int, about: About, files: dict[str, Any]) -> None:
         write_manifest(temporary, about, files)
         publish(temporary, step)
-        keep_newest(self.folder, self.keep)
+        self._prune(max(self.keep, 2), replaced=True)
+
+    def _prune(self, keep: int, *, replaced: bool = False) -> None:
+        """What cannot be removed stays: that is no fault of the snapshot."""
+        with contextlib.suppress(OSError):
+            if replaced:
+                remove_replaced(self.folder)
+            keep_newest(self.folder, keep)
 
 
 class _Staging:
@@ -131,8 +150,10 @@ class _Staging:
         self.buffers: dict[str, Tensor] = {}
         self.known: set[str] = set()  # names of which it is settled who writes them
         self.mine: set[str] = set()
+        self.trained: set[str] = set()  # parameters that the optimizer keeps a state of
 
-    def copied(self, pieces: Iterable[Piece]) -> dict[str, Piece]:
+    def copied(self, pieces: Sequence[Piece]) -> dict[str, Piece]:
+        self.trained |= {piece.name.split("/")[1] for piece in pieces if piece.name.startswith("optimizer/")}
         kept = [piece for piece in pieces if piece.name in self.mine or piece.name not in self.known]
         copies = {p.name: Piece(p.name, self._copy(p), p.shape, p.cut, p.boxes) for p in kept}
         if any(piece.tensor.is_cuda for piece in kept):
@@ -152,13 +173,32 @@ class _Staging:
         self.buffers = {name: buffer for name, buffer in self.buffers.items() if name in self.mine}
 
     def not_finite(self) -> str:
-        """A buffer of the model may well hold an infinity, such as a mask; the optimizer's state may not."""
+        """A buffer of the model may well hold an infinity, such as a mask; what the optimizer trains may not."""
         for name, tensor in self.buffers.items():
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 return f"{name} is not a number"
-            if name.startswith("optimizer/") and tensor.is_floating_point() and bool(tensor.isinf().any()):
+            if name.split("/")[1] in self.trained and tensor.is_floating_point() and bool(tensor.isinf().any()):
                 return f"{name} is infinite"
         return ""
+
+
+def not_seen(folder: Path, files: dict[str, dict[str, Any]]) -> str:
+    """On rank 0: which file of another rank it does not see as that wrote it; hosts may have folders of their own."""
+    end = time.monotonic() + SEEN_S
+    for name, wanted in files.items():
+        while _size(folder / name) != wanted["bytes"]:
+            if time.monotonic() > end:
+                return f"the first host does not see {name}, which another one wrote; {SHARE}"
+            time.sleep(0.1)
+    return ""
+
+
+def _size(path: Path) -> int | None:
+    try:
+        with open(path, "rb") as file:  # hosts that share a folder agree on a file once it is opened
+            return os.fstat(file.fileno()).st_size
+    except OSError:
+        return None
 
 
 def random_pieces(device: torch.device, rank: int | None = None) -> list[Piece]:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
 from pipeline.errors import TrainError
 from pipeline.stage import Inputs
-from stages.train.manifest import Damaged, begin_anew, is_finished, read_manifest, snapshots_in, step_of
+from stages.train.manifest import (
+    Damaged,
+    Unreadable,
+    begin_anew,
+    claim,
+    is_finished,
+    is_of,
+    read_manifest,
+    snapshots_in,
+    step_of,
+)
 from stages.train.trajectory import differing, digest_of_run, settings_of
 
 AUTO, NEVER = "auto", "never"
@@ -18,8 +30,9 @@ AUTO, NEVER = "auto", "never"
 def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any]:
     """What the ranks need to know; a run that begins anew finds nothing of an earlier one.
 
-    Where every rank asks, as a launcher outside has started them, the first one alone looks at the folder and removes
-    what there is: others may see it before, after or in the midst of that.
+    Where every rank asks, as a launcher outside has started them, the first one alone looks at the folder and puts
+    aside what there is: others may see it before, after or in the midst of that. A launcher that starts the ranks
+    again runs the whole stage again: they go on from what this very run wrote, whatever `resume` says.
     """
     settings = settings_of(config.plain("model"), config.plain("data"), config.plain("train"))
     origin, manifest = _origin(inputs.root, config)
@@ -30,10 +43,12 @@ def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any
     digest = digest_of_run(settings, inputs.artifacts["graph"].digest, manifest.get("digest"))
     folder = inputs.root / "runs" / "train" / "snapshots" / digest
     if first:
-        if config.train.resume == NEVER or is_finished(folder):
-            if snapshots_in(folder):
-                inputs.log.info("training begins anew: %s is removed", folder.relative_to(inputs.root))
-            begin_anew(folder)
+        launch, again = launch_of(os.environ)
+        goes_on = again and is_of(folder, launch)
+        if not goes_on and (config.train.resume == NEVER or is_finished(folder)):
+            _begin_anew(inputs, folder)
+        if config.train.snapshots.every:
+            claim(folder, launch)
         _check_steps(config, [*snapshots_in(folder), *([Path(origin)] if origin else [])])
     return {
         "folder": str(folder),
@@ -43,6 +58,20 @@ def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any
         "hang_s": config.train.hang_s,
         "compare_every": config.train.compare_replicas_every,
     }
+
+
+def launch_of(environment: Mapping[str, str]) -> tuple[str, bool]:
+    """The job that a launcher outside runs this process for, or nothing; and whether it has started it before."""
+    launch = environment.get("SLURM_JOB_ID") or environment.get("TORCHELASTIC_RUN_ID", "")
+    counts = [environment.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    return launch, any(count not in ("", "0") for count in counts)
+
+
+def _begin_anew(inputs: Inputs, folder: Path) -> None:
+    aside = begin_anew(folder)
+    if aside:
+        shown = aside.relative_to(inputs.root)
+        inputs.log.info("training begins anew: the run before is in %s until this one has a snapshot", shown)
 
 
 def _check_steps(config: Config, snapshots: list[Path]) -> None:
@@ -70,3 +99,5 @@ def _origin(root: Path, config: Config) -> tuple[str | None, dict[str, Any]]:
     except Damaged as error:
         what = f"{config.train.resume} is not a whole snapshot: {error}"
         raise TrainError(what, where=where, remedy="name another one") from None
+    except Unreadable as error:
+        raise TrainError(f"{config.train.resume} cannot be used: {error}", where=where) from None

@@ -12,11 +12,12 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.errors import ShardwrightError, TrainError
+from pipeline.files import told
 from pipeline.launch import follow_parent, forget_error, report_error
 from stages.train.engine import Engine, Job
 from stages.train.joining import join
 from stages.train.loop import Loop
-from stages.train.watchdog import watch_process
+from stages.train.watchdog import Watchdog, watch_process
 
 
 def main(work: Path) -> None:
@@ -28,15 +29,8 @@ def main(work: Path) -> None:
     watchdog.beat("meeting the other ranks", slow=True)
     join(job["device"], timedelta(seconds=job["train"]["wait_s"]))
     try:
-        agree(job["digests"])
-        watchdog.beat("building the model", slow=True)
-        engine = make_engine(job)
-        result = Loop(engine, job, work, watchdog).run()
-        if job["train"]["export"]:
-            engine.export(Path(job["weights_path"]), watchdog.beating("a tensor of the exported weights", slow=True))
-        watchdog.beat("the end", slow=True)
-        if rank == 0:
-            (work / "result.json").write_text(json.dumps(result))
+        with told(Path.cwd()):
+            train(job, work, watchdog)
         dist.barrier()
     except ShardwrightError as error:
         report_error(work, rank, error.line(), final=True)
@@ -47,6 +41,18 @@ def main(work: Path) -> None:
     finally:
         dist.destroy_process_group()
         watchdog.stop()
+
+
+def train(job: Job, work: Path, watchdog: Watchdog) -> None:
+    agree(job["digests"])
+    watchdog.beat("building the model", slow=True)
+    engine = make_engine(job)
+    result = Loop(engine, job, work, watchdog).run()
+    if job["train"]["export"]:
+        engine.export(Path(job["weights_path"]), watchdog.beating("a tensor of the exported weights", slow=True))
+    watchdog.beat("the end", slow=True)
+    if dist.get_rank() == 0:
+        (work / "result.json").write_text(json.dumps(result))
 
 
 def agree(digests: dict[str, str]) -> None:

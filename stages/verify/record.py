@@ -21,7 +21,7 @@ from pipeline.ir.program import Call, Program, Step, Tensor
 from pipeline.runtime import later
 from pipeline.runtime.compiled import as_written
 from pipeline.runtime.recompute import replaying
-from pipeline.runtime_names import EARLY
+from pipeline.runtime_names import EARLY, TOGETHER
 
 BEFORE = -1  # in place of a link's number: what is done before the chain
 _NOTE, _ENTER, _BEGIN = "_shardwright_note", "_shardwright_enter", "_shardwright_begin"
@@ -184,7 +184,7 @@ def _called(node: ast.stmt) -> str:
 def _steps_of(node: ast.stmt) -> int:
     """One, unless parameters are gathered together, or counters counted."""
     counted = re.match(r"torch\._foreach_add_\(\[(.*)\], \d+\)", ast.unparse(node))
-    return counted[1].count(",") + 1 if counted else len(_targets(node)) if _called(node) == "regather_together" else 1
+    return counted[1].count(",") + 1 if counted else len(_targets(node)) if _called(node) in TOGETHER else 1
 
 
 def _match(link: int, statements: list[ast.stmt], steps: tuple[Step, ...]) -> Names:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from pipeline.artifacts import KINDS
 from pipeline.errors import ArtifactError
 from pipeline.stage import STAGES as SPECS
 from tests.flow.conftest import Maker
-from tests.flow.project import STAGES, Project
+from tests.flow.project import STAGES, TINY, Project
 
 pytestmark = pytest.mark.flow
 START_S = 60.0
@@ -152,6 +153,35 @@ def test_torchrun_killed(victim: Victim) -> None:
     launcher = find(dvc, lambda line: "torch.distributed.run" in line)
     assert kill(launcher)
     victim.after(dvc, "train")
+
+
+DIE = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+from pipeline import artifacts
+artifacts.save = lambda *_: os._exit(9)
+from stages.__main__ import main
+main(["train"])
+"""
+
+
+def test_training_killed_before_its_report_is_written(victim: Victim) -> None:
+    """All steps are done and the page is there: the next start trains nothing, and the one after begins anew."""
+    project = victim.project
+    file, settings = project.root / "conf/train/tiny.yaml", TINY["train"]
+    before = file.read_bytes()
+    project.write_yaml("conf/train/tiny.yaml", {**settings, "snapshots": {"every": 2}})
+    script = project.temporary / "die.py"
+    script.write_text(DIE)
+    try:
+        died = subprocess.run((sys.executable, script), cwd=project.root, env=project.environment(), timeout=START_S)
+        assert died.returncode == 9
+        assert "going on after 4 steps, from runs/train/snapshots/" in project.repro("train").ok().text
+        assert len(artifacts.load("report", project.root).body.losses) == settings["steps"]
+        again = project.repro("--force", "--single-item", "train").ok().text
+        assert "training begins anew" in again and "going on" not in again
+    finally:
+        file.write_bytes(before)
 
 
 def test_stages_run_after_all_that(victim: Victim) -> None:

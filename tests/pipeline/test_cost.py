@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeline.cost.compute import Seconds, op_seconds, optimizer_bytes, optimizer_seconds
-from pipeline.cost.conversions import TABLE, conversion, conversion_seconds
+from pipeline.cost.conversions import TABLE, conversion, conversion_seconds, gathered_share
 from pipeline.cost.joined import joined_link
 from pipeline.cost.step import BUCKET_BYTES, gradient_sum_seconds, price_step, resident_bytes, update_seconds
 from pipeline.cost.talks import talk_seconds
@@ -30,6 +30,8 @@ from tests.graphs import (
     frontier_of,
     gpt_graph,
     ladder_graph,
+    mlp,
+    mlp_batch,
     mlp_graph,
     preset,
     profile_of,
@@ -360,16 +362,66 @@ def test_the_price_of_zero_3():
         whole, once, twice = (entry.memory for entry in held)
         saved = matrix if link is not graph.chain[0] else 0  # the step's inputs have no gradient
         assert once.kept - whole.kept == saved and twice.kept == whole.kept
-        assert once.forward_peak == whole.forward_peak + matrix + bias
         together = 2 * (matrix + bias)  # copies of one collective, beside what it receives
-        assert twice.forward_peak == max(once.forward_peak, together if matrix and bias else 0)
+        assert once.forward_peak == twice.forward_peak == max(whole.forward_peak + matrix + bias, together)
         largest = max(largest, matrix + bias)
         assert twice.backward_extra >= whole.backward_extra + saved
-        assert held[1].communication.forward == held[2].communication.forward
-        more = held[2].communication.backward - held[1].communication.backward
-        assert more == pytest.approx(AXIS.links["all_gather"].seconds(matrix) if saved else 0.0)
+        sent = [entry.communication for entry in held]
+        links = AXIS.links if matrix else {name: LinkCost(0.0, 1e9) for name in AXIS.links}
+        assert sent[1].forward == sent[2].forward
+        assert sent[1].forward - sent[0].forward == pytest.approx(links["all_gather"].seconds(matrix + bias))
+        assert sent[1].backward == pytest.approx(links["reduce_scatter"].seconds(matrix + bias))
+        share = matrix / (matrix + bias) if saved else 0.0  # of what the link gathers, and of its latency
+        more = sent[2].backward - sent[1].backward
+        assert more == pytest.approx(share * links["all_gather"].seconds(matrix + bias))
     assert again.ahead_bytes == largest + largest // 2, "the next link's copies are gathered while this one computes"
     assert kept.ahead_bytes == ddp.ahead_bytes == 0 and again.fixed_bytes == again.resident_bytes + again.ahead_bytes
+
+
+@pytest.mark.parametrize("regathered", [False, True])
+def test_what_every_rank_reads_whole_is_gathered_together_too(regathered: bool):
+    """S -> R: one collective forward, and again; of a gradient each rank takes its piece and sends nothing."""
+    graph, plain = mlp_graph(), everywhere(mlp_graph(), "R")
+    whole, split = price("mlp", plain), price("mlp", stored(plain, regathered=regathered))
+    largest = 0
+    for link, before, after in zip(graph.chain, whole.links, split.links, strict=True):
+        read = {name for op in link.ops for name in graph.op(op).inputs}
+        own = [v.type.nbytes for v in graph.of_role(Role.PARAMETER) if v.name in read]
+        gather = AXIS.links["all_gather"].seconds(sum(own)) if own else 0.0
+        assert after.communication.forward - before.communication.forward == pytest.approx(gather)
+        slices = sum(COMPUTE.launch + n / COMPUTE.memory_rate for n in own)
+        again = max(own, default=0) / sum(own) * gather if regathered and own and link is not graph.chain[0] else 0.0
+        assert after.communication.backward - before.communication.backward == pytest.approx(slices + again)
+        largest = max(largest, sum(own))
+    assert split.ahead_bytes == (largest + largest // 2 if regathered else 0)
+
+
+def test_gradients_that_are_not_sent_need_no_memory_to_send():
+    """S -> R beside S -> B of one sample, whose activations are small: what is sent lies beside the gradients."""
+    graph = trace(mlp(), {name: tensor[:1] for name, tensor in mlp_batch().items()})
+    profile, extra = profile_graph(graph), {}
+    for name in ("R", "B"):
+        sharding = stored(everywhere(graph, name))
+        (first, *_) = price_step(graph, profile, preset(), sharding, lower(graph, sharding), 2.0).links
+        extra[name] = first.memory.backward_extra
+    weight, bias = (graph.values[n].type.nbytes for n in graph.ops[0].inputs[1:])
+    assert extra["R"] < weight < weight + bias < extra["B"]
+
+
+def test_what_is_gathered_together_pays_for_one_collective():
+    """Also of links that were measured as a curve; what several links of the chain read is gathered apart."""
+    curve = LinkCost(1.0, 1.0, ((1e3, 0.1), (1e6, 0.2), (2e6, 0.5)))
+    for link in (AXIS.links["all_gather"], curve):
+        parts = [link.part(nbytes / 1.5e6).seconds(nbytes) for nbytes in (1e6, 3e5, 2e5)]
+        assert sum(parts) == pytest.approx(link.seconds(1.5e6))
+        assert link.part(1.0) == link
+    graph = gpt_graph(tie=True)
+    shares = {v.origin: gathered_share(graph, v.name) for v in graph.of_role(Role.PARAMETER)}
+    (tied,) = (v for v in graph.of_role(Role.PARAMETER) if len(graph.consumers()[v.name]) > 1)
+    assert shares.pop(tied.origin) == 1.0 and graph.beside(tied.name) == ()
+    assert sum(shares.values()) == pytest.approx(
+        len({graph.beside(v.name) for v in graph.of_role(Role.PARAMETER)} - {()})
+    )
 
 
 @pytest.mark.parametrize("way", ["ddp", "zero1", "zero2", "zero3"])

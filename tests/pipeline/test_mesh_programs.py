@@ -7,13 +7,14 @@ from functools import cache
 
 import pytest
 
+from pipeline.cost.conversions import gathered_share, gathered_together
 from pipeline.cost.paths import Paths
 from pipeline.cost.step import convert_seconds, price_step
 from pipeline.ir.codec import decode, encode
 from pipeline.ir.graph import Args, Link, Op, OpGraph, Ref, Role, Value
 from pipeline.ir.layout import Layout, R
 from pipeline.ir.plan import Plan, Prediction, Region, Sharding
-from pipeline.ir.program import Convert, Tensor
+from pipeline.ir.program import Call, Convert, Step, Tensor
 from pipeline.lowering import home_layouts, lower, with_paths
 from pipeline.ops.mesh import graph_strategies
 from stages.codegen.module import write_module
@@ -48,6 +49,10 @@ def write(sharding: Sharding) -> str:
     return write_module(graph, plan, lower(graph, sharding))
 
 
+def calls(steps: tuple[Step, ...]) -> list[Call]:
+    return [step for step in steps if isinstance(step, Call)]
+
+
 def first_linear() -> tuple[str, str]:
     """An op and the weight it reads."""
     op = mlp_graph().ops[0]
@@ -80,8 +85,8 @@ def test_factors_are_told_to_the_runtime() -> None:
 def test_every_conversion_is_one_step_and_its_price_the_path_s() -> None:
     graph, sharding = mlp_graph(), sharded("S(0),S(1)", "S(0),S(1)")
     program, home = lower(graph, sharding), home_layouts(graph, sharding)
-    paths = Paths(CLUSTER.axes, CLUSTER.compute)
     name, weight = first_linear()
+    paths = Paths(CLUSTER.axes, CLUSTER.compute, gathered_share(graph, weight))
     (index,) = (i for i, link in enumerate(graph.chain) if name in link.ops)
     steps = [s for s in program.links[index] if isinstance(s, Convert) and s.source.value == weight]
     value = graph.values[weight]
@@ -134,6 +139,31 @@ def test_one_axis_needs_no_paths() -> None:
     given = {v.name: Layout((R,)) for v in graph.of_role(Role.INPUT)}
     sharding = Sharding({name: found[0] for name, found in plain.items()}, stored, given)
     assert with_paths(graph, sharding, preset()) == sharding
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_parameters_that_come_to_one_axis_by_different_ways_are_one_collective(again: bool) -> None:
+    """The matrix over rows and then over columns, on which the bias lies: three gathers, by two collectives.
+
+    Where they are made again the bias, as it is stored, is gathered ahead of time, and so apart from the matrix.
+    """
+    graph, sharding = mlp_graph(), sharded("S(0),S(1)")
+    _, weight, bias = graph.ops[0].inputs
+    origin = graph.values[bias].origin
+    sharding = replace(sharding, storage={**sharding.storage, origin: Layout.parse("R,S(0)")})
+    both = (graph.values[weight].origin, origin)
+    sharding = with_paths(graph, replace(sharding, regathered=both if again else ()), CLUSTER)
+    (steps,) = (steps for steps in lower(graph, sharding).links if any(s.op == graph.ops[0].name for s in calls(steps)))
+    first = [step for step in steps if isinstance(step, Convert)]
+    assert tuple(first) == steps[: len(first)] and len(first) == 3
+    assert gathered_together(graph, steps, SIZES) == ([] if again else [tuple(first[1:])])
+    joined = """    bias_r_r, weight_r_r = all_gather_together(
+        (p["bias"], 0, "R"),  # R,S(0) -> R,R [32]
+        (weight_r_s1, 1, "R"),  # R,S(1) -> R,R [32, 12]
+        axis="columns",
+    )
+"""
+    assert (joined in write(sharding)) is not again
 
 
 def test_paths_are_part_of_the_artifact() -> None:

@@ -123,7 +123,12 @@ def mixed(x: Tensor, wholes: list[Tensor]) -> Tensor:
     return torch.tanh(F.linear(torch.tanh(F.linear(x, first, bias)) @ first, second))
 
 
-def run_together(ranks: int, together: bool, frozen: int = -1, calls: list[str] | None = None) -> dict:
+MIXED = ("B", "R", "R", "B")  # what they become
+
+
+def run_together(
+    ranks: int, function: str, frozen: int = -1, calls: list[str] | None = None, to: tuple[str, ...] = ("B",) * 4
+) -> dict:
     torch.default_generator.manual_seed(ranks)
     whole = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
     inputs = torch.randn(ranks, ROWS, 6, dtype=torch.float64)
@@ -135,10 +140,14 @@ def run_together(ranks: int, together: bool, frozen: int = -1, calls: list[str] 
         x = inputs[at[0]].clone().requires_grad_()
         given = [(shard, *split) for shard, split in zip(shards, SPLITS, strict=True)]
         with runtime.keep_shards():
-            if together:
-                wholes = list(runtime.regather_together(*given, axis="d0"))
+            if function.endswith("_together"):
+                told = [(*own, kind) if kind == "R" else own for own, kind in zip(given, to, strict=True)]
+                wholes = list(getattr(runtime, function)(*told, axis="d0"))
             else:
-                wholes = [runtime.all_gather(s, axis="d0", dim=dim, parts=parts) for s, dim, parts in given]
+                alone = [runtime.all_gather if kind == "B" else runtime.gather for kind in to]
+                wholes = [
+                    one(s, axis="d0", dim=dim, parts=parts) for one, (s, dim, parts) in zip(alone, given, strict=True)
+                ]
             same = all(torch.equal(w.detach(), expected) for w, expected in zip(wholes, whole, strict=True))
             watched = [StorageWeakRef(w.untyped_storage()) for w in wholes]
             y = mixed(x, wholes)
@@ -166,27 +175,45 @@ def counted(function, name: str, calls: list[str]):
     return staticmethod(call)
 
 
+@pytest.mark.parametrize("to", [("B",) * 4, MIXED, ("R",) * 4], ids="".join)
+@pytest.mark.parametrize("function", ["all_gather_together", "regather_together"])
 @pytest.mark.parametrize("frozen", [-1, 0, 2])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_together_is_the_same_as_one_by_one(ranks: int, frozen: int) -> None:
-    alone, together = run_together(ranks, False, frozen), run_together(ranks, True, frozen)
+def test_together_is_the_same_as_one_by_one(ranks: int, frozen: int, function: str, to: tuple[str, ...]) -> None:
+    alone, together = run_together(ranks, "one by one", frozen, to=to), run_together(ranks, function, frozen, to=to)
+    needed = [True, False, True, False] if function == "all_gather_together" else [False] * 4
     for at, (same, alive, gradients) in together.items():
-        assert same and not any(alive), "the gathered weights are still in memory after the forward pass"
+        assert same and alive == needed, "which of the gathered weights are in memory after the forward pass"
         for number, (found, expected) in enumerate(zip(gradients, alone[at][2], strict=True)):
-            if expected is None:  # frozen, or read by no op: that one has zeros
+            if expected is None:  # frozen, or read by no op: that one has zeros where it is summed
                 assert found is None or (number == len(SHAPES) and not found.any())
             else:
                 torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert not _notes
 
 
-def test_together_is_three_collectives() -> None:
-    """All are gathered; then those of which backward keeps something; then the gradients of all are summed."""
-    calls: list[str] = []
-    run_together(2, True, calls=calls)
+def test_together_is_one_collective_each_way() -> None:
+    """All are gathered; again those of which backward keeps something; then the gradients of all are summed."""
+    kept: list[str] = []
+    again: list[str] = []
+    run_together(2, "all_gather_together", calls=kept)
+    run_together(2, "regather_together", calls=again)
     first, bias, second, unread = (torch.Size(shape).numel() for shape in SHAPES)
     every = first + bias + second + unread
-    assert calls == [f"gather {every}", f"gather {first + second}", f"scatter {every}"]
+    assert kept == [f"gather {every}", f"scatter {every}"]
+    assert again == [f"gather {every}", f"gather {first + second}", f"scatter {every}"]
+
+
+def test_gradients_of_what_every_rank_reads_are_not_sent() -> None:
+    """S -> R: each rank has the whole gradient. One collective gathers these with the others."""
+    mixed: list[str] = []
+    none: list[str] = []
+    run_together(2, "all_gather_together", calls=mixed, to=MIXED)
+    run_together(2, "all_gather_together", calls=none, to=("R",) * 4)
+    first, bias, second, unread = (torch.Size(shape).numel() for shape in SHAPES)
+    every = first + bias + second + unread
+    assert mixed == [f"gather {every}", f"scatter {first + unread}"]
+    assert none == [f"gather {every}"]
 
 
 def test_a_row_of_each_rank_lies_in_memory_of_its_own() -> None:

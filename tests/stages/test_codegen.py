@@ -364,22 +364,24 @@ def test_targets_are_counted_before_the_first_link():
     assert "count_targets" not in write_module(graph, split, lower(graph, split.sharding)), "all ranks have all targets"
 
 
-@pytest.mark.parametrize("name", ["zero3", "zero3_on_both", "ddp_zero3", "zero3_tp"])
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_on_both", "ddp_zero3", "zero3_tp"])
 def test_a_function_gathers_its_parameters_together(name, tmp_path):
     """Before all else, one collective for each axis; each parameter on a line with its layouts."""
     plan = storage_plans.plan_named("gpt8" if "_" in name else "gpt", name)
     graph = plans.graph_of("gpt8" if "_" in name else "gpt")
     program = lower(graph, plan.sharding)
     text = write_module(graph, plan, program)
+    parameters = {value.name for value in graph.of_role(Role.PARAMETER) if name == "zero2"}
     for steps in program.links:
-        again = [isinstance(step, Convert) and step.again for step in steps]
-        assert again == sorted(again, reverse=True)
-        assert {step.target for run in gathered_together(steps, plan.sizes) for step in run} <= {
-            step.target for step, first in zip(steps, again, strict=True) if first
+        gathers = [isinstance(s, Convert) and (s.again or s.source.value in parameters) for s in steps]
+        assert gathers == sorted(gathers, reverse=True)
+        assert {step.target for run in gathered_together(graph, steps, plan.sizes) for step in run} <= {
+            step.target for step, first in zip(steps, gathers, strict=True) if first
         }
     blocks = [ast.unparse(node) for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    together = [block for block in blocks if "regather_together(" in block]
-    assert together and all(block.count("regather_together(") <= len(plan.sizes) for block in together)
+    function = "all_gather_together(" if name == "zero2" else "regather_together("
+    together = [block for block in blocks if function in block]
+    assert together and all(block.count(function) <= len(plan.sizes) for block in together)
     layer = next(block for block in together if "up.weight" in block)
     assert re.search(r"\(p\['up.weight'\], 0(, \d+)?\)", layer)
     assert re.search(r'    \(p\["up.weight"\], 0.*\),  # .*S\(0.* -> .*B.* \[\d+, \d+\]', text)

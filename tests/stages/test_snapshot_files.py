@@ -20,15 +20,26 @@ from pipeline.config import load_config
 from pipeline.errors import TrainError
 from pipeline.ir.layout import Layout, R, S
 from pipeline.stage import Inputs
-from stages.train import manifest
-from stages.train.manifest import Damaged, check_files, digest_of, name_of, read_manifest, snapshots_in, write_manifest
+from stages.train import manifest, snapshots
+from stages.train.manifest import (
+    Damaged,
+    Unreadable,
+    check_files,
+    digest_of,
+    name_of,
+    read_manifest,
+    snapshots_in,
+    write_manifest,
+)
 from stages.train.pieces import boxes_of
 from stages.train.replicas import checksum, difference
-from stages.train.starting import prepare
+from stages.train.snapshots import not_seen
+from stages.train.starting import launch_of, prepare
 from stages.train.tell import tell
 from stages.train.trajectory import differing, digest_of_run, settings_of
 
 PROJECT = Path(__file__).parents[2]
+EVERY = {"snapshots": dataclasses.replace(load_config(PROJECT).train.snapshots, every=2)}
 
 # ---- boxes
 
@@ -98,6 +109,49 @@ def test_any_damage_is_found(tmp_path: Path, file: str, harm: Any) -> None:
         check_files(path, read_manifest(path))
 
 
+def _write_version_2(path: Path) -> None:
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps({**found, "version": 2}))
+
+
+def _make_unreadable(path: Path) -> None:
+    """A folder stands for a file that the system will not give."""
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("file", "happens", "told"),
+    [
+        (
+            "manifest.json",
+            _write_version_2,
+            "version 2, this program reads version 1: go on with the program that wrote",
+        ),
+        ("manifest.json", _make_unreadable, "manifest.json cannot be read .Is a directory.: try again, or move"),
+        ("__1_0.distcp", _make_unreadable, "__1_0.distcp cannot be read .Is a directory.: try again, or move"),
+    ],
+)
+def test_what_may_be_whole_is_not_called_damaged(tmp_path: Path, file: str, happens: Any, told: str) -> None:
+    path = snapshot(tmp_path, 40)
+    happens(path / file)
+    with pytest.raises(Unreadable, match=told):
+        check_files(path, read_manifest(path))
+
+
+def test_the_first_host_sees_every_file_or_says_which_it_does_not(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(snapshots, "SEEN_S", 0.0)
+    path = snapshot(tmp_path, 40)
+    files = read_manifest(path)["files"]
+    assert not_seen(path, files) == ""
+    _cut(path / "__1_0.distcp")
+    assert not_seen(path, files).startswith(
+        "the first host does not see __1_0.distcp, which another one wrote; put runs"
+    )
+    (path / "__1_0.distcp").unlink()
+    assert "__1_0.distcp" in not_seen(path, files)
+
+
 def test_the_newest_are_kept_and_leftovers_swept(tmp_path: Path) -> None:
     for step in (8, 100, 9, 1_000_000):
         snapshot(tmp_path, step)
@@ -108,6 +162,8 @@ def test_the_newest_are_kept_and_leftovers_swept(tmp_path: Path) -> None:
     manifest.sweep(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir() if p.name[0] in ".d") == ["damaged-step-1000000"]
     manifest.keep_newest(tmp_path, 2)
+    assert (tmp_path / "damaged-step-1000000").exists()  # until there is one that is whole
+    manifest.remove_replaced(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-000009", "step-000100"]
 
 
@@ -174,10 +230,59 @@ def test_a_run_goes_on_until_it_is_finished(tmp_path: Path, log) -> None:
         prepared(tmp_path, log[0], steps=3)
     manifest.finish(folder)
     prepared(tmp_path, log[0])
-    assert not folder.exists()
-    snapshot(folder, 4)
+    assert not folder.exists() and kept(folder) == ["step-000004"]
+    snapshot(folder, 6)
     prepared(tmp_path, log[0], resume="never")
-    assert not folder.exists()
+    assert not folder.exists() and kept(folder) == ["step-000006"]
+
+
+def kept(folder: Path) -> list[str]:
+    """Of the run before."""
+    return [path.name for path in snapshots_in(manifest.earlier(folder))]
+
+
+def test_snapshots_of_the_run_before_stay_until_there_is_another(tmp_path: Path, log) -> None:
+    """However often it is killed before that; and they can be named, as any other."""
+    folder = Path(prepared(tmp_path, log[0], **EVERY)["folder"])
+    snapshot(folder, 4)
+    manifest.finish(folder)
+    for _ in range(3):
+        prepared(tmp_path, log[0], **EVERY)
+        assert kept(folder) == ["step-000004"] and not snapshots_in(folder)
+    name = f"runs/train/snapshots/{folder.name}.earlier"
+    assert log[1][0] == f"INFO: training begins anew: the run before is in {name} until this one has a snapshot"
+    write_manifest(tmp_path / name / "step-000004", {"settings": {}}, {})
+    assert prepared(tmp_path, log[0], resume=f"{name}/step-000004")["origin"] == str(tmp_path / name / "step-000004")
+    snapshot(folder, 2)
+    manifest.remove_replaced(folder)
+    assert not manifest.earlier(folder).exists() and [path.name for path in snapshots_in(folder)] == ["step-000002"]
+
+
+def test_a_launcher_that_starts_the_stage_again_has_its_snapshots_back(tmp_path: Path, log, monkeypatch) -> None:
+    """Whatever `resume` says, and also when rank 0 had come to its end; but not those of another job."""
+
+    def start(job: str, count: int, **train: Any) -> Path:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+        return Path(prepared(tmp_path, log[0], **EVERY, **train)["folder"])
+
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    snapshot(start("one", 0, resume="never"), 4)
+    folder = start("one", 1, resume="never")
+    assert [path.name for path in snapshots_in(folder)] == ["step-000004"]
+    manifest.finish(folder)
+    start("one", 2)
+    assert [path.name for path in snapshots_in(folder)] == ["step-000004"]
+    start("two", 1)  # its first start did not come so far
+    assert snapshots_in(folder) == [] and kept(folder) == ["step-000004"]
+
+
+def test_which_launch_this_is() -> None:
+    assert launch_of({}) == ("", False)
+    assert launch_of({"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"}) == ("a", False)
+    assert launch_of({"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "2"}) == ("a", True)
+    requeued = {"TORCHELASTIC_RUN_ID": "a", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    assert launch_of(requeued) == ("7", True)
 
 
 def test_a_run_that_begins_from_a_snapshot_is_another_run(tmp_path: Path, log) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +76,57 @@ def full_disk(here: Path) -> list[float]:
 
 
 def faults(here: Path) -> dict[str, Any]:
-    given = job(here, "ddp", 6, every=1, folder=str(here / "runs/train/snapshots/wild"))
-    given["train"]["optimizer"]["lr"] = 1e30
-    with pytest.raises(TrainError) as wild:
-        train(given, here / "wild")
+    found = {"wild": wild(here), "engines": engines(here), "unshared": unshared(here), "refused": refused(here)}
     engine = Planned(job(here, "ddp", 1))
     equal = replicas.compare(engine)
     if dist.get_rank() == 1:
         with torch.no_grad():
             next(iter(engine.parameters.values())).view(-1)[0] += 1e-6
-    return {"wild": str(wild.value), "equal": equal, "differs": replicas.compare(engine), "streams": streams(here)}
+    return found | {"equal": equal, "differs": replicas.compare(engine), "streams": streams(here)}
+
+
+def wild(here: Path) -> dict[str, Any]:
+    """Two steps, then ones so large that the loss is no number; twice, and on from what the message names."""
+    given = {"folder": str(here / "runs/train/snapshots/wild"), "every": 1, "keep": 1}
+    train(job(here, "ddp", 2, **given), here / "wild")
+    too_fast = job(here, "ddp", 6, **given)
+    too_fast["train"]["optimizer"]["lr"] = 1e30
+    told = []
+    for _ in range(2):
+        with pytest.raises(TrainError) as error:
+            train(too_fast, here / "wild")
+        told.append(str(error.value))
+    beside = {"folder": str(here / "runs/train/snapshots/sane"), "every": 0}
+    named = [str(here / path) for path in re.findall(r"last good snapshot is (\S+),", told[0])]
+    sane = train(job(here, "ddp", 6, **beside, origin=named[0]), here / "sane")["losses"]
+    from_start = job(here, "ddp", 6, **{**given, "folder": str(here / "runs/train/snapshots/at_once")})
+    from_start["train"]["optimizer"]["lr"] = 1e30
+    with pytest.raises(TrainError) as error:
+        train(from_start, here / "at_once")
+    return {"told": told, "sane": sane, "at_once": str(error.value)}
+
+
+def engines(here: Path) -> list[tuple[str, int, int]]:
+    """Who took the steps that the times are of, how many there are, and of how many losses."""
+    found = []
+    for engine, steps in (("planned", 2), ("ddp", 4), ("ddp", 5), ("planned", 5)):
+        given = job(here, "zero1", steps, every=2, folder=str(here / "engines"))
+        given["train"]["engine"] = engine
+        result = train(given, here / "engines_work")
+        found.append((result["engine"], len(result["seconds"]), len(result["losses"])))
+    return found
+
+
+def unshared(here: Path) -> tuple[str, list[str]]:
+    """Each rank has a folder of its own, as hosts have that share none."""
+    engine, folder = Planned(job(here, "zero1", 1)), here / f"host{dist.get_rank()}"
+    snapshots = Snapshots(folder, 2, True, 60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stages.train.snapshots.SEEN_S", 0.2)
+        snapshots.take(engine, 1, {"ranks": 2, "program": "p"})
+        outcome = snapshots.done(wait=True)
+    dist.barrier()
+    return outcome.problem, [path.name for path in folder.iterdir()]
 
 
 def streams(here: Path) -> tuple[bool, bool, list[float]]:
@@ -111,10 +154,36 @@ def streams(here: Path) -> tuple[bool, bool, list[float]]:
     return same, first, torch.rand(3).tolist()
 
 
+def refused(here: Path) -> list[str]:
+    """Snapshots that one rank does not see, and that another version wrote; the latter is there afterwards."""
+    folder, own = here / "engines", here / f"engines{dist.get_rank()}"
+    name = snapshots_in(folder)[0].name
+    if dist.get_rank() == 0:
+        shutil.copytree(folder, own)
+        manifest = here / "later" / name / "manifest.json"
+        shutil.copytree(folder / name, manifest.parent)
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 2}))
+    dist.barrier()
+    told = []
+    for where in (own, here / "later"):
+        with pytest.raises(TrainError) as error:
+            find(where, None, "train.yaml: resume")
+        told.append(str(error.value).replace(str(here), ""))
+    return [*told, *(path.name for path in (here / "later").iterdir())]
+
+
 def on_one_rank(folder: str) -> list[dict[str, Any]]:
     """To the end, and once more: a run that was killed when all its steps were done."""
     here = Path(folder)
-    return [train(job(here, "one", STEPS, every=2), here / work) for work in ("journey", "again")]
+    found = [train(job(here, "one", STEPS, every=2), here / work) for work in ("journey", "again")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stages.train.snapshots.dcp.save", _break)
+        train(job(here, "one", 1, every=1, folder=str(here / "broken")), here / "broken_work")
+    return found
+
+
+def _break(*_: Any, **__: Any) -> None:
+    raise RuntimeError("a\nsurprise")
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +224,7 @@ def test_the_same_plan_repeats_every_loss(runs) -> None:
     folder, found = runs
     assert len(found["same"]) == STEPS and apart(found["same"], found["plain"]) <= SAME
     told = notes(folder / "b")
-    assert told[0] == {"damaged": "step-000005: manifest.json cannot be read (JSONDecodeError)"}
+    assert told[0] == {"damaged": "step-000005: manifest.json is not whole (JSONDecodeError)"}
     assert told[1]["resumed"] == 3 and [note["snapshot"] for note in told[2:]] == [6, 9, 12, 14]
 
 
@@ -169,9 +238,39 @@ def test_a_full_disk_costs_the_snapshot_alone(runs) -> None:
 
 def test_a_loss_that_is_no_number_names_the_last_good_snapshot(runs) -> None:
     folder, found = runs
-    last = snapshots_in(folder / "runs/train/snapshots/wild")[0]
-    assert "the loss became nan at step" in found["wild"]
-    assert f"the last good snapshot is runs/train/snapshots/wild/{last.name}" in found["wild"]
+    first, second = found["wild"]["told"]
+    assert first.startswith("the loss became nan at step 3; lower the learning rate; the last good snapshot is")
+    assert first == second  # begun from the last one, which is not good
+    assert "the last good snapshot is runs/train/snapshots/wild/step-000002, name it as `resume`" in first
+    kept = snapshots_in(folder / "runs/train/snapshots/wild")  # one is to be kept, and the last is not proven
+    assert [path.name for path in kept] == ["step-000003", "step-000002"]
+    assert apart(found["wild"]["sane"], found["plain"]) < NEAR and len(found["wild"]["sane"]) == 6
+    assert found["wild"]["at_once"].endswith("; no snapshot is known to be good, begin anew")
+
+
+def test_times_are_those_of_one_engine(runs) -> None:
+    """The last start had no step left to take, and says whose the times are."""
+    assert runs[1]["engines"] == [("planned", 2, 2), ("ddp", 2, 4), ("ddp", 3, 5), ("ddp", 3, 5)]
+
+
+def test_hosts_that_share_no_folder_have_no_snapshot(runs) -> None:
+    problem, left = runs[1]["unshared"]
+    assert problem.startswith("the first host does not see __1_0.distcp, which another one wrote; put runs/ on a file")
+    assert left == []
+
+
+def test_what_may_be_whole_is_refused_and_left_alone(runs) -> None:
+    unseen, later, left = runs[1]["refused"]
+    assert unseen.startswith(
+        "train.yaml: resume: /engines0/step-000005 cannot be used: rank 1 does not see manifest.json"
+    )
+    assert later.startswith("train.yaml: resume: /later/step-000005 cannot be used: manifest.json has version 2, this")
+    assert left == "step-000005"
+
+
+def test_an_error_of_the_thread_is_told(runs) -> None:
+    told = notes(runs[0] / "broken_work")
+    assert told == [{"snapshot": 1, "problem": "RuntimeError: a surprise"}]
 
 
 def test_replicas_that_differ_are_named(runs) -> None:

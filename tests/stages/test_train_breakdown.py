@@ -230,7 +230,7 @@ def test_a_real_step_in_its_parts(tmp_path: Path) -> None:
 
     graph = plans.graph_of("mlp")
     plan = plan_for(graph, uniform(graph, 2), 2)
-    report = make_report(measured, plan, edited=False, engine="planned")
+    report = make_report(measured, plan, edited=False)
     assert report.breakdown == of_all([found]) and report.median_step_seconds == measured["seconds"][3]
     told = figures(report)
     assert told["compute_ms"] > 0 and "peak_mb_rank_1" in told and "step_ms" not in told

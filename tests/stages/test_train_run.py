@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.artifacts import Artifact
+from pipeline.config import load_config
 from pipeline.errors import ShardwrightError
+from pipeline.stage import Inputs
 from stages.commands import COMMANDS
+from stages.train import run as training
+from stages.train.manifest import is_finished, snapshots_in
 from stages.train.run import Follower, keep_weights, weights_path
 from tests.graphs import SILENT
+from tests.plans import graph_of
+from tests.programs import plan_for, uniform
 
 
 class Live:
@@ -57,6 +64,25 @@ def test_a_run_that_goes_on_is_whole_in_the_tracked_run(tmp_path: Path) -> None:
         (4, 2.5),
     ]
     assert [note.get("restart") for note in told] == [0, None, 1]
+
+
+def test_a_run_is_finished_once_its_report_is_on_the_disk(tmp_path: Path, monkeypatch) -> None:
+    """Until then a kill, or a page that cannot be made, leaves snapshots to go on from."""
+    folder = tmp_path / "runs" / "train" / "snapshots" / "run"
+    (folder / "step-000004").mkdir(parents=True)
+    measured = {"ranks": 2, "engine": "planned", "losses": [2.0], "seconds": [0.5], "evaluated": [], "samples": 4}
+    measured |= {"peak_bytes": [8, 8], "held_whole": "", "profiled_at": -1, "breakdown": None}
+    monkeypatch.setattr(training, "make_job", lambda *_: {"safety": {"folder": str(folder)}})
+    monkeypatch.setattr(training, "launch", lambda *_: measured)
+    graph = graph_of("mlp")
+    plan = Artifact("plan", {}, {}, plan_for(graph, uniform(graph, 2), 2), "")
+    module = Artifact("module", {}, {}, "", "")
+    monkeypatch.setattr(training, "check", lambda *_: None)
+    inputs = Inputs(tmp_path, {"plan": plan, "module": module}, SILENT, None)  # type: ignore[arg-type]
+    result = training.run(inputs, load_config(Path(__file__).parents[2]))
+    assert not is_finished(folder) and snapshots_in(folder)
+    result.settle()
+    assert is_finished(folder) and snapshots_in(folder)
 
 
 def test_weights_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:

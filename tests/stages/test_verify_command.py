@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config import load_config
+from pipeline.cost.conversions import gathered_together
 from pipeline.ir.program import Call
 from pipeline.launch import LaunchFailed
 from pipeline.lowering import lower
@@ -22,10 +24,10 @@ from pipeline.stage import read
 from stages.__main__ import main
 from stages.verify import run as verify_run
 from stages.verify.float64 import grouped_product, in_float64
-from stages.verify.record import BEFORE, names_of
+from stages.verify.record import BEFORE, _steps_of, names_of
 from stages.verify.worker import AT, failing_line
 from stages.verify.worker import verify as verify_on_a_rank
-from tests import plans, programs
+from tests import plans, programs, storage_plans
 from tests.flow.project import TINY
 from tests.ranks import run_ranks
 from tests.verify_cases import TRIED, case_of, judge_all
@@ -301,6 +303,30 @@ def test_every_result_of_a_program_has_its_name(model: str, schedule: str) -> No
         for step in steps:
             written = step.outputs if isinstance(step, Call) else (step.target,)
             assert {t for t in written if readers[t.value]} <= named
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ('a = all_gather(p["a"], axis="d0", dim=0)', 1),
+        ('a, b, c = all_gather_together((p["a"], 0), (p["b"], 0, "R"), (p["c"], 1, 2), axis="d0")', 3),
+        ('a, b = regather_together((p["a"], 0), (p["b"], 0), axis="d0")', 2),
+        ('torch._foreach_add_([p["a.num_batches_tracked"], p["b.num_batches_tracked"]], 1)', 2),
+    ],
+)
+def test_a_line_may_be_several_steps(text: str, count: int) -> None:
+    (line,) = ast.parse(text).body
+    assert _steps_of(line) == count
+
+
+@pytest.mark.parametrize("way", ["zero2", "zero3"])
+def test_what_one_collective_gathers_has_its_names(way: str) -> None:
+    graph, plan = plans.graph_of("gpt"), storage_plans.plan_named("gpt", way)
+    program = lower(graph, plan.sharding)
+    names = names_of(programs.write(graph, plan), program)
+    for link, steps in enumerate(program.links):
+        copies = {step.target for run in gathered_together(graph, steps, plan.sizes) for step in run}
+        assert copies <= {written.tensor for (number, _), written in names.items() if number == link}
 
 
 def test_names_of_copies_that_are_made_once_a_step() -> None:
