@@ -46,7 +46,7 @@ def run_ranks(
     module: str,
     job: dict[str, Any],
     ranks: int,
-    timeout: float,
+    timeout: float | None,
     poll: Callable[[Path], None] | None = None,
     node: Node | None = None,
     restarts: int = 0,
@@ -60,13 +60,13 @@ def run_ranks(
 
 
 def run_here(
-    module: str, job: dict[str, Any], place: Place, timeout: float, poll: Callable[[Path], None] | None = None
+    module: str, job: dict[str, Any], place: Place, timeout: float | None, poll: Callable[[Path], None] | None = None
 ) -> dict[str, Any]:
     """Runs `python -m module JOB` as the one rank that a launcher outside has started this process for.
 
     Rank 0 has the result; of the others it is empty.
     """
-    environment = {**_environment(place.ranks), **place.environment()}
+    environment = {**_environment(place.local_ranks), **place.environment()}
     command = [sys.executable, "-m", module]
     return _run(command, environment, job, timeout, poll, rank=place.rank)
 
@@ -75,7 +75,7 @@ def _run(
     command: list[str],
     environment: dict[str, str],
     job: dict[str, Any],
-    timeout: float,
+    timeout: float | None,
     poll: Callable[[Path], None] | None,
     rank: int | None = None,
 ) -> dict[str, Any]:
@@ -124,17 +124,22 @@ def _place(node: Node) -> list[str]:
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    """One share of the cores for each rank; the import path of this process, so that the user's code is found."""
+    """A share of the cores for each of the ranks on this host, unless the user or torchrun has given a number.
+
+    And the import path of this process, so that the user's code is found.
+    """
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     paths = os.pathsep.join(dict.fromkeys(p for p in sys.path if p))
     bytecode = {"PYTHONDONTWRITEBYTECODE": "1"} if sys.dont_write_bytecode else {}
     return {"OMP_NUM_THREADS": threads, **os.environ, PARENT: str(os.getpid()), "PYTHONPATH": paths, **bytecode}
 
 
-def _wait(process: subprocess.Popen[bytes], timeout: float, work: Path, poll: Callable[[Path], None] | None) -> None:
-    deadline = time.monotonic() + timeout
+def _wait(
+    process: subprocess.Popen[bytes], timeout: float | None, work: Path, poll: Callable[[Path], None] | None
+) -> None:
+    started = time.monotonic()
     while process.poll() is None:
-        if time.monotonic() > deadline:
+        if timeout is not None and time.monotonic() - started > timeout:
             raise LaunchFailed(f"it did not finish within {timeout:g} s")
         if any(work.glob("final-*.txt")):
             raise LaunchFailed(_reason(work))
@@ -238,7 +243,7 @@ def _alive(pid: int) -> bool:
 
 def report_error(work: Path, rank: int, text: str, *, final: bool = False) -> None:
     """Called in a failing rank: one line for the user. Final: starting the ranks again would not help."""
-    path = work / f"{'final' if final else 'error'}-{rank}.txt"
+    path = error_path(work, rank, final)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(" ".join(text.split()))
     temporary.rename(path)
@@ -251,4 +256,8 @@ def restart_count() -> int:
 
 def forget_error(work: Path, rank: int) -> None:
     """Called in a rank that is started again: what made it fail before is over."""
-    (work / f"error-{rank}.txt").unlink(missing_ok=True)
+    error_path(work, rank).unlink(missing_ok=True)
+
+
+def error_path(work: Path, rank: int, final: bool = False) -> Path:
+    return work / f"{'final' if final else 'error'}-{rank}.txt"

@@ -22,21 +22,32 @@ SCRIPT = """\
 #SBATCH --ntasks-per-node=1
 {resources}#SBATCH --time={time}
 #SBATCH --output=slurm-%j.log
-set -euo pipefail
+{again}set -euo pipefail
 cd {root}
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 port=$(({low} + SLURM_JOB_ID % {ports}))
+# Without a number torchrun gives every rank one thread.
+cores=$((${{SLURM_CPUS_ON_NODE:-{devices}}} / {devices}))
+export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$((cores > 1 ? cores : 1))}}
 # Quoted once more for the tasks: each node has a number of its own.
 srun --kill-on-bad-exit=1 bash -c "exec {python} -m torch.distributed.run \\
-  --nnodes={nodes} --nproc-per-node={devices} --node-rank=\\$SLURM_NODEID \\
-  --master-addr=$first --master-port=$port --module stages train"
+  --nnodes={nodes} --nproc-per-node={devices} {meet} \\
+  --module stages train"
 """
+ONCE = "--node-rank=\\$SLURM_NODEID --master-addr=$first --master-port=$port"
+# Over hosts ranks can be started again only where torchrun numbers the nodes itself, by the store on the first.
+AGAIN = """\
+--max-restarts={restarts} --rdzv-id=$SLURM_JOB_ID \\
+  --rdzv-backend=c10d --rdzv-endpoint=$first:$port --rdzv-conf=is_host=\\$((SLURM_NODEID == 0))"""
+# A job whose node fails is queued again, and goes on from its newest snapshot, in the same log.
+REQUEUE = "#SBATCH --requeue\n#SBATCH --open-mode=append\n"
 
 
 def sbatch(root: Path, given: argparse.Namespace, log: Log) -> int:
     config = load_config(root)
     cluster, plan = (artifacts.load(kind, root) for kind in ("cluster", "plan"))
     nodes, devices = nodes_of(cluster.body, config)
+    restarts = config.train.max_restarts
     asked = [f"--gpus-per-node={devices}"] if cluster.body.device == "cuda" else [f"--cpus-per-task={devices}"]
     text = SCRIPT.format(
         plan=plan.digest[:12],
@@ -45,6 +56,8 @@ def sbatch(root: Path, given: argparse.Namespace, log: Log) -> int:
         devices=devices,
         resources="".join(f"#SBATCH {option}\n" for option in (*asked, *given.option)),
         time=given.time,
+        again=REQUEUE if config.train.snapshots.every else "",
+        meet=AGAIN.format(restarts=restarts) if restarts else ONCE,
         root=shlex.quote(str(root)),
         low=PORTS.start,
         ports=len(PORTS),

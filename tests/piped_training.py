@@ -201,10 +201,16 @@ def truth_of(case: Case) -> dict:
         optimizer.step()
         losses.append(float(mean(found, batches).detach()))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # a forward pass changes buffers
+    state = {
+        f"optimizer/{name}/{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
     with torch.no_grad():
         held_out = batches[: len(batches) // case.passes]  # one batch of the model
         evaluated = float(mean([model.eval()(**batch) for batch in held_out], held_out))
-    return {"losses": losses, "evaluated": evaluated, "weights": weights, "names": dict(model.named_parameters())}
+    told = {"losses": losses, "evaluated": evaluated, "weights": weights, "state": state}
+    return told | {"names": dict(model.named_parameters())}
 
 
 def means_of_their_own(model: nn.Module, case: Case) -> bool:
@@ -299,6 +305,7 @@ def _train(path: Path) -> None:
     case, truth = torch.load(path.with_suffix(".truth"), weights_only=False)
     engine = Piped(job_of(case, path))
     assert engine.samples == case.passes * len(next(iter(batch_of(case.model).values())))
+    assert engine.stream == engine.places.piece
     watched = {partition.number: _watched(partition) for partition in engine.partitions}
     losses = []
     for step in range(STEPS):
@@ -366,11 +373,17 @@ def _check_order(case: Case, partition: Partition, seen: list[Seen], products: l
 
 def _check_state(engine: Piped, truth: dict) -> None:
     """Every tensor is told, by a rank once; other holders of a tied one take again what the first has."""
-    told = [held.name for held in engine.state() if held.name.startswith("weights/")]
+    told = [held.name for held in engine.state()]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (engine.places.piece, told))
     names = {name for _, own in everyone for name in own}
     assert len(told) == len(set(told)) and names >= {f"weights/{name}" for name in truth["names"]}
+    assert {name for name in names if name.startswith("optimizer/")} == truth["state"].keys()
+    for held in engine.state():
+        if held.name.startswith("optimizer/"):
+            whole = truth["state"][held.name]
+            assert held.shape == whole.shape, held.name
+            _near(held.name, held.piece, piece_of(whole, held.layout, list(held.axes)))
     later = [(p, name) for p in engine.partitions for name in p.parameters if engine.places.owner(name) != p.number]
     before = {(p.number, name): _tensors(engine, p, name) for p, name in later}
     for partition, name in later:

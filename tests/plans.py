@@ -349,6 +349,17 @@ def zero(graph: OpGraph, ranks: int) -> Plan:
     return follow(graph, ranks, lambda name: Layout((B,)), inputs, storage)
 
 
+def zero1(graph: OpGraph, ranks: int) -> Plan:
+    """As data parallel, with the optimizer's state alone in pieces of the last dim that divides.
+
+    A shard of another dim than the first does not lie in the parameter in one run, so it has memory of its own.
+    """
+    plan = data_parallel(graph, ranks)
+    (only,) = plan.partitions
+    state = {v.origin: splits(v.type.shape, ranks)[-1] for v in graph.of_role(Role.PARAMETER)}
+    return replace(plan, partitions=(replace(only, sharding=replace(only.sharding, state=state)),))
+
+
 def megatron(graph: OpGraph, ranks: int) -> Plan:
     """Query, key, value and up by columns, out and down by rows; the rest replicated."""
 
@@ -363,7 +374,7 @@ def megatron(graph: OpGraph, ranks: int) -> Plan:
     return follow(graph, ranks, stored, inputs, storage)
 
 
-FORCED = {"data_parallel": data_parallel, "zero": zero, "megatron": megatron}
+FORCED = {"data_parallel": data_parallel, "zero": zero, "zero1": zero1, "megatron": megatron}
 
 
 def lowered(model: str, plan: Plan) -> tuple[Program, str]:

@@ -549,7 +549,19 @@ class Train:
     )
     seed: int = setting("Seed of the weights and of dropout.", at_least=0, at_most=LARGEST_SEED)
     optimizer: dict[str, Any] = setting("What builds the optimizer, without its `params`.", form=Form.TARGET)
-    timeout_s: float = setting("Seconds after which the run is given up.", 600.0, above=0, at_most=LONGEST_S)
+    timeout_s: float | None = setting(
+        "Seconds after which the whole run is given up, whether it makes progress or not, and so is `verify`. null: no"
+        " limit but `hang_s`.",
+        None,
+        above=0,
+        at_most=LONGEST_S,
+    )
+    wait_s: float = setting(
+        "Seconds that a rank waits for others: when they meet, and in each collective.",
+        1800.0,
+        above=0,
+        at_most=LONGEST_S,
+    )
     accept_edited_module: bool = setting("Run `runs/codegen/module.py` even if it was edited by hand.", False)
     clip_norm: float | None = setting(
         "Largest norm of all gradients together; larger ones are scaled down to it. null: they are taken as they are.",
@@ -592,8 +604,9 @@ class Train:
         at_most=10**6,
     )
     hang_s: float | None = setting(
-        "Seconds within which a step must follow the one before; then a rank counts as hanging, and all are ended."
-        " null: no limit but `timeout_s`.",
+        "Seconds within which a step must follow the one before, and a batch the one before as the model evaluates;"
+        " then a rank counts as hanging, and all are ended. What may take its time has four times as long"
+        " (docs/snapshots.md). null: no limit but `timeout_s` and `wait_s`.",
         300.0,
         above=0,
         at_most=LONGEST_S,

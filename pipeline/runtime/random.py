@@ -24,8 +24,19 @@ def drawn_apart(draw: Callable[[], Tensor], axis: str) -> Tensor:
     shared = int(torch.randint(_SEEDS, ()))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
-        _seed((shared + (position(axis)[0] + 1) * _SPREAD) % _SEEDS, devices)
+        _seed(seed_apart(shared, position(axis)[0] + 1), devices)
         return draw()
+
+
+def seed_apart(seed: int, place: int) -> int:
+    """Of the stream at that place, out of a seed that all places have; place 0 has that itself."""
+    return (seed + place * _SPREAD) % _SEEDS
+
+
+def go_apart(place: int) -> None:
+    """From a stream that all ranks are in, each to one of its own place; place 0 goes on in it."""
+    if place:
+        torch.manual_seed(seed_apart(int(torch.randint(_SEEDS, ())), place))
 
 
 def _seed(seed: int, devices: list[int]) -> None:

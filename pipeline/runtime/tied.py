@@ -66,11 +66,13 @@ class Tied:
             held(name, number).copy_(found)
 
     def _of_state(self, way: Way, value: Held) -> Transfer:
-        """A number beside the parameter is whole everywhere."""
+        """A number beside the parameter is whole everywhere; a shard may be empty between steps, so its shape tells
+        nothing of its state.
+        """
         name, source, target = way
         number = source if source in self.own else target
-        found, updated = value(name, number), self.own[number].updated[name]
-        if found.shape == updated.shape and found.ndim:
+        found, layout = value(name, number), Layout.parse(self._row(name, number)[2])
+        if found.ndim and found.shape == layout.local_shape(self.shapes[name], self.meshes[number].sizes):
             return self._transfer(way, 2)
         ends = [self._site(n, replicated(len(self.meshes[n].sizes))) for n in (source, target)]
         return Transfer(ends[0], ends[1], tuple(found.shape))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from stages.train.engine import Batch, Held, Job
 from stages.train.held_out import HeldOut, held_out_batches
 from stages.train.precision import Precision
 from stages.train.tensors import state_names
+from stages.train.watchdog import Beat, unwatched, with_beats
 
 AXIS = "ranks"
 WHOLE, SPLIT = replicated(1), Layout((S(0),))
@@ -47,7 +49,7 @@ class Single:
         self.device = torch.device(job["device"])
         self.precision = Precision(self.device, job["model"]["precision"])
         self.passes: int = job["train"]["micro_batches"]
-        self.held_whole = ""  # by intent
+        self.held_whole, self.stream = "", dist.get_rank()  # by intent
         set_mesh({AXIS: dist.get_world_size()})
         self.module = self._built()
         self.called = self._wrapped()
@@ -110,11 +112,11 @@ class Single:
             told.wait()
         return float(total) / self.passes / dist.get_world_size()
 
-    def evaluate(self) -> float:
+    def evaluate(self, beat: Beat = unwatched) -> float:
         assert self.held_out is not None, "evaluate.every is 0"
         self.called.eval()
         try:
-            return self.held_out.mean_loss(self.on_device)
+            return self.held_out.mean_loss(self.on_device, beat)
         finally:
             self.called.train()
 
@@ -137,7 +139,8 @@ class Single:
 
     def state(self) -> Iterator[Held]:
         for name, tensor in self.named.items():
-            yield held(f"weights/{name}", tensor.detach())
+            drifts = not isinstance(tensor, nn.Parameter)  # statistics are of a rank's part of the batch
+            yield replace(held(f"weights/{name}", tensor.detach()), drifts=drifts)
         for name, parameter in self.parameters.items():
             for key, value in self.optimizer.state[parameter].items():
                 if isinstance(value, Tensor):
@@ -146,10 +149,10 @@ class Single:
     def restored(self) -> None:
         """Nothing is held twice."""
 
-    def export(self, path: Path) -> None:
+    def export(self, path: Path, beat: Beat = unwatched) -> None:
         names = state_names(self.module, self.named)
         specs = {key: (self.named[name].dtype, tuple(self.named[name].shape)) for key, name in names.items()}
-        whole = (whole_of(self.named[name]) for name in names.values())
+        whole = with_beats((whole_of(self.named[name]) for name in names.values()), beat)
         if dist.get_rank() == 0:
             write_weights(path, specs, whole, {"format": "pt"})
         else:
@@ -234,7 +237,7 @@ def held(name: str, tensor: Tensor) -> Held:
     if not SPLIT.fits(shape, (dist.get_world_size(),)):
         raise TrainError(
             f"{name} has {shape[0] if shape else 1} rows, which {dist.get_world_size()} ranks hold in unequal pieces",
-            remedy="export the weights instead, or train with another engine",
+            remedy="set `snapshots.every` and `compare_replicas_every` to 0, or train with another engine",
         )
     return Held(name, tensor.to_local(), shape, SPLIT, (AXIS,))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.ir.layout import Layout
+from stages.train.watchdog import Beat, unwatched
 
 Batch = dict[str, Tensor]  # of one micro-batch, as far as this rank needs it
 Job = dict[str, Any]  # what run.py gives every rank
@@ -25,6 +26,7 @@ class Held:
     shape: tuple[int, ...]  # of the whole
     layout: Layout
     axes: tuple[str, ...]  # of the mesh that the layout is for, by the names that pipeline.runtime.mesh knows
+    drifts: bool = False  # replicas differ by design, and those of rank 0 count
 
 
 class Engine(Protocol):
@@ -33,6 +35,7 @@ class Engine(Protocol):
     samples: int  # of a step
     optimizer: torch.optim.Optimizer
     held_whole: str  # why every rank held the whole model while it was built, or nothing
+    stream: int  # of random numbers: ranks with the same number draw alike, others do not
 
     def batches(self, step: int) -> list[Batch]:
         """Of a step, in the order of its passes; on the host."""
@@ -44,8 +47,11 @@ class Engine(Protocol):
         """The mean loss of the passes, the same on all ranks; the first batch is on the device, later ones are not."""
         ...
 
-    def evaluate(self) -> float:
-        """The mean loss of the held-out batches, as the model is when it evaluates; nothing changes by it."""
+    def evaluate(self, beat: Beat = unwatched) -> float:
+        """The mean loss of the held-out batches, as the model is when it evaluates; nothing changes by it.
+
+        A beat with each batch says that it goes on.
+        """
         ...
 
     def resident(self) -> list[Tensor]:
@@ -60,6 +66,9 @@ class Engine(Protocol):
         """After the pieces of the state were written into: what is held twice follows."""
         ...
 
-    def export(self, path: Path) -> None:
-        """A file of the whole weights by the names of the model's state dict; all ranks do this together."""
+    def export(self, path: Path, beat: Beat = unwatched) -> None:
+        """A file of the whole weights by the names of the model's state dict; all ranks do this together.
+
+        A beat with each tensor says that it goes on.
+        """
         ...

@@ -13,6 +13,7 @@ from pipeline.ir.layout import Layout
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.slices import Slices
 from stages.train.engine import Batch, Job
+from stages.train.watchdog import Beat, with_beats
 
 
 def held_out_batches(
@@ -47,5 +48,5 @@ class HeldOut:
     batches: list[Batch]
     loss: Callable[[Batch], float]  # of a batch on the device, the same on all ranks
 
-    def mean_loss(self, on_device: Callable[[Batch], Batch]) -> float:
-        return sum(self.loss(on_device(batch)) for batch in self.batches) / len(self.batches)
+    def mean_loss(self, on_device: Callable[[Batch], Batch], beat: Beat) -> float:
+        return sum(self.loss(on_device(batch)) for batch in with_beats(self.batches, beat)) / len(self.batches)

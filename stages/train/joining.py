@@ -85,8 +85,6 @@ def agree_on_start(store: dist.Store, rank: int, ranks: int, timeout: timedelta)
                 store.set(f"answer to {store.get(f'question of {other}').decode()}", own)
         waiting = {other for other in waiting if not store.check([f"{own} heard by {other}"])}
         if waiting and time.monotonic() > deadline:
-            raise TrainError(
-                f"rank {min(waiting)} did not come", remedy="see why it was not started, or raise timeout_s"
-            )
+            raise TrainError(f"rank {min(waiting)} did not come", remedy="see why it was not started, or raise wait_s")
         time.sleep(PAUSE_S if waiting else 0)
     return own

@@ -21,6 +21,7 @@ from stages.train.prefetch import Prefetched
 from stages.train.safety import Note, Safety
 from stages.train.schedule import Rate
 from stages.train.snapshots import About
+from stages.train.watchdog import Watchdog
 
 MEASURED_STEP = 1  # memory is measured on the second step taken here: by then the optimizer state exists
 PROFILED_STEP = 2  # of those taken here, where `trace_step` names no other; still one of the steps that warm up
@@ -29,11 +30,13 @@ T = TypeVar("T")
 
 
 class Loop:
-    def __init__(self, engine: Engine, job: Job, work: Path) -> None:
+    def __init__(self, engine: Engine, job: Job, work: Path, watchdog: Watchdog | None = None) -> None:
         self.engine, self.job, self.work = engine, job, work
+        self.watchdog = watchdog or Watchdog()
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.evaluated: list[tuple[int, float]] = []  # step, loss on the held-out data after it
+        self.evaluates_first = True  # in this process: blocks may be compiled
         self.peaks: list[int] = []  # of each rank
         self.breakdown: Breakdown | None = None
         self.taken_by: str = job["train"]["engine"]  # the engine of these times and peaks
@@ -41,15 +44,18 @@ class Loop:
         settings = job["train"]
         self.rate = Rate(engine.optimizer, settings["schedule"], settings["steps"], job["where"]["train"])
         self.batches = Prefetched(engine.batches, settings["steps"])
-        self.safety = Safety(engine, job, work)
+        self.safety = Safety(engine, job, self.watchdog)
 
     def run(self) -> dict[str, Any]:
         steps = self.job["train"]["steps"]
+        self.watchdog.beat("going on from a snapshot", slow=True)
         start = self._resume(steps)
-        profiled_step = self.job["train"]["trace_step"]
-        profiled_step = start + PROFILED_STEP if profiled_step is None else profiled_step
+        measured, profiled_step = looked_at(self.job["train"]["trace_step"], start, steps)
+        if start <= measured == steps - 1 == self.job["train"]["trace_step"]:
+            self._write([{"untraced": measured}])
         for number in range(start, steps):
-            self._take(number, number == min(start + MEASURED_STEP, steps - 1), number == profiled_step)
+            self.watchdog.beat(f"step {number}", slow=number in (start, profiled_step))
+            self._take(number, number == measured, number == profiled_step)
             self._evaluate(number)
             self._write([self._line(number)])
             if number == start:
@@ -131,7 +137,9 @@ class Loop:
         """After every so many steps, and after the last."""
         every, done = self.job["train"]["evaluate"]["every"], number + 1
         if every and (done % every == 0 or done == self.job["train"]["steps"]):
-            self.evaluated.append((number, self.engine.evaluate()))
+            beat = self.watchdog.beating(f"a batch of the evaluation after step {number}", slow=self.evaluates_first)
+            self.evaluated.append((number, self.engine.evaluate(beat)))
+            self.evaluates_first = False
             self._check(self.evaluated[-1][1], "loss on the held-out data", number)
 
     def _line(self, number: int) -> dict[str, Any]:
@@ -147,6 +155,13 @@ class Loop:
         if self.evaluated and self.evaluated[-1][0] == number:
             line["eval_loss"] = self.evaluated[-1][1]
         return line
+
+
+def looked_at(trace_step: int | None, start: int, steps: int) -> tuple[int, int]:
+    """The step whose memory is measured, and the one that is profiled: the step after, where that would be the same."""
+    measured = min(start + MEASURED_STEP, steps - 1)
+    profiled_step = start + PROFILED_STEP if trace_step is None else trace_step
+    return measured, profiled_step + (profiled_step == measured)
 
 
 def _python_calls() -> list[Note]:

@@ -15,7 +15,7 @@ WORKER = "stages.train.worker"
 
 
 def start_ranks(
-    job: dict[str, Any], ranks: int, timeout: float, poll: Callable[[Path], None], restarts: int
+    job: dict[str, Any], ranks: int, timeout: float | None, poll: Callable[[Path], None], restarts: int
 ) -> dict[str, Any]:
     """All ranks on this machine, or the one that this process is; what rank 0 found, on other ranks nothing."""
     place = find_place(os.environ)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from pipeline.instantiate import instantiate
-from pipeline.ir.layout import Layout, replicated
+from pipeline.ir.layout import Layout
 from pipeline.optimizer import build_optimizer, refuse_mixing
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
@@ -28,17 +28,19 @@ from pipeline.runtime.gradients import Row
 from pipeline.runtime.onednn import use_kernels_of
 from pipeline.runtime.partition import Partition
 from pipeline.runtime.piped import Pipeline, Places, smaller_of
+from pipeline.runtime.random import seed_apart
 from pipeline.runtime.slices import Slices
 from pipeline.runtime.source import load_program
 from pipeline.runtime.transfer import ACROSS, meeting_device
 from pipeline.weights import write_weights
 from stages.train.engine import Batch, Held, Job
 from stages.train.held_out import held_out_batches
+from stages.train.optimizer_state import optimizer_state
 from stages.train.precision import Precision
 from stages.train.tensors import OwnTensors, Stored
+from stages.train.watchdog import Beat, unwatched, with_beats
 
 Programs = dict[int, Any]  # by the number of their partition
-SPREAD = 0x9E3779B97F4A7C15  # so that the seeds of pieces have nothing in common
 
 
 def is_pipeline(module_path: str) -> bool:
@@ -57,6 +59,7 @@ class Piped:
         self.own = {number: self._own_tensors(number) for number in self.places.numbers}
         first = self.own[self.places.piece]
         self.shapes, self.held_whole = first.shapes, first.held_whole
+        self.stream = self.places.piece
         self._seed()
         tensors = {number: own.tensors for number, own in self.own.items()}
         self.pipeline = Pipeline(program, self.places, tensors, self.shapes, self.device, self.precision.autocast)
@@ -94,7 +97,7 @@ class Piped:
     def _seed(self) -> None:
         """The ranks of a piece draw alike, and not what another piece draws."""
         if self.places.piece:
-            torch.manual_seed((self.job["train"]["seed"] + self.places.piece * SPREAD) % 2**62)
+            torch.manual_seed(seed_apart(self.job["train"]["seed"], self.places.piece))
 
     def _clipping(self, rows: Sequence[tuple[nn.Parameter, Row]]) -> Clipping | None:
         """A tied parameter counts where it is held first."""
@@ -172,9 +175,9 @@ class Piped:
         self.pipeline.publish()
         return self.pipeline.everywhere(losses)
 
-    def evaluate(self) -> float:
+    def evaluate(self, beat: Beat = unwatched) -> float:
         assert self.held_out, "evaluate.every is 0"
-        return self.slices.mean(self._loss_of(*one) for one in enumerate(self.held_out))
+        return self.slices.mean(self._loss_of(*one) for one in enumerate(with_beats(self.held_out, beat)))
 
     def _loss_of(self, place: int, batch: Batch) -> float:
         given = {number: self.given(number, batch) for number in self.places.numbers}
@@ -207,23 +210,19 @@ class Piped:
                 yield from self._optimizer_state(partition, name)
 
     def _optimizer_state(self, partition: Partition, name: str) -> Iterator[Held]:
-        axes, updated = tuple(self.places.axes), partition.updated[name]
-        for key, value in self.optimizer.state.get(updated, {}).items():
-            if isinstance(value, Tensor) and value.shape == updated.shape and value.ndim:
-                layout = Layout.parse(partition.rows[name][2])
-                yield Held(f"optimizer/{name}/{key}", value, self.shapes[name], layout, axes)
-            elif isinstance(value, Tensor):
-                yield Held(f"optimizer/{name}/{key}", value, tuple(value.shape), replicated(len(axes)), axes)
+        about = name, self.shapes[name], Layout.parse(partition.rows[name][2])
+        axes, where = tuple(self.places.axes), self.job["where"]["train"]
+        yield from optimizer_state(self.optimizer, partition.updated[name], about, axes, where)
 
     def restored(self) -> None:
         """The other holders of a tied parameter take what the first has."""
         self.pipeline.tied.take(self.optimizer)
 
-    def export(self, path: Path) -> None:
+    def export(self, path: Path, beat: Beat = unwatched) -> None:
         own = self.own[self.places.piece]
         dtypes = {name: self.precision.tensor(torch.empty(0, dtype=dtype)).dtype for name, dtype in own.dtypes.items()}
         specs = {key: (dtypes[name], self.shapes[name]) for key, name in own.state.items()}
-        whole = (self._whole(name, *specs[key]) for key, name in own.state.items())
+        whole = with_beats((self._whole(name, *specs[key]) for key, name in own.state.items()), beat)
         if dist.get_rank() == 0:
             write_weights(path, specs, whole, {"format": "pt"})
         else:

@@ -11,22 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import TrainError
 from pipeline.instantiate import instantiate
-from pipeline.ir.layout import Layout, replicated
+from pipeline.ir.layout import Layout
 from pipeline.optimizer import build_optimizer, refuse_mixing
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.gradients import Gradients
-from pipeline.runtime.mesh import axis_of, set_mesh
+from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.onednn import use_kernels_of
 from pipeline.runtime.passes import run_passes
 from pipeline.runtime.source import load_program
 from stages.train.engine import Batch, Held, Job
 from stages.train.held_out import HeldOut, held_out_batches
+from stages.train.optimizer_state import optimizer_state
 from stages.train.precision import Precision
 from stages.train.tensors import OwnTensors, Stored
+from stages.train.watchdog import Beat, unwatched
 
 
 class Planned:
@@ -41,7 +42,7 @@ class Planned:
         self.precision = Precision(self.device, job["model"]["precision"])
         self.stored = Stored(program.PARAMETERS, self.axes)
         self.own = self._own_tensors()
-        self.held_whole = self.own.held_whole
+        self.held_whole, self.stream = self.own.held_whole, 0
         self.parameters = {name: t for name, t in self.own.tensors.items() if isinstance(t, nn.Parameter)}
         self.program = program.Program(self.own.tensors)
         self.statistics = statistics_of(job["train"]["batch_norm"], self.own.tensors.items())
@@ -90,9 +91,9 @@ class Planned:
         self.gradients.publish()
         return sum(map(float, losses)) / len(losses)
 
-    def evaluate(self) -> float:
+    def evaluate(self, beat: Beat = unwatched) -> float:
         assert self.held_out is not None, "evaluate.every is 0"
-        return self.held_out.mean_loss(self.on_device)
+        return self.held_out.mean_loss(self.on_device, beat)
 
     def _loss_of(self, program: Any, batch: Batch) -> float:
         buffers = {name: t for name, t in self.own.tensors.items() if not isinstance(t, nn.Parameter)}
@@ -114,30 +115,12 @@ class Planned:
         for name, tensor in self.own.tensors.items():
             layout = self.stored.layout(name, tensor)
             yield Held(f"weights/{name}", tensor.detach(), self.own.shapes[name], layout, axes)
-        sizes = tuple(axis_of(axis).size for axis in axes)
         for name, updated in zip(self.parameters, self.gradients.updated, strict=True):
-            shape, layout = self.own.shapes[name], Layout.parse(self.stored.row(name)[2])
-            local = layout.local_shape(shape, sizes)
-            for key, value in self.optimizer.state.get(updated, {}).items():
-                if isinstance(value, Tensor) and value.ndim and value.shape == local:
-                    yield Held(f"optimizer/{name}/{key}", value, shape, layout, axes)
-                elif isinstance(value, Tensor):
-                    self._refuse_odd_shape(f"{key} of {name}", value, layout.pieces(sizes))
-                    whole = replicated(len(axes))
-                    yield Held(f"optimizer/{name}/{key}", value, tuple(value.shape), whole, axes)
+            about = name, self.own.shapes[name], Layout.parse(self.stored.row(name)[2])
+            yield from optimizer_state(self.optimizer, updated, about, axes, self.job["where"]["train"])
 
     def restored(self) -> None:
         """Nothing is held twice."""
 
-    def _refuse_odd_shape(self, what: str, value: Tensor, pieces: int) -> None:
-        """Sums over a dim, such as Adafactor keeps, are not those of the whole where the parameter is split."""
-        if value.ndim and pieces > 1:
-            name, shape = type(self.optimizer).__name__, list(value.shape)
-            raise TrainError(
-                f"{name} keeps the {what} in the shape {shape}, and the plan splits the parameter",
-                where=f"{self.job['where']['train']}: snapshots",
-                remedy="set `every: 0`, or name an optimizer whose state has the shape of its parameter",
-            )
-
-    def export(self, path: Path) -> None:
-        self.own.export(path)
+    def export(self, path: Path, beat: Beat = unwatched) -> None:
+        self.own.export(path, beat)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from pipeline.errors import TrainError
+from pipeline.runtime.random import go_apart
 from stages.train.engine import Engine
 from stages.train.manifest import (
     Damaged,
@@ -99,7 +100,7 @@ def restore(engine: Engine, snapshot: Path, about: About, program: str) -> None:
     """All of the state, cut as this run cuts it, and the streams of random numbers.
 
     A rank of the same program has its own streams back. Under another plan all go on from those of rank 0: equal on
-    all ranks, as `pipeline.runtime.random` wants them.
+    the ranks that draw alike, as `pipeline.runtime.random` wants them; others leave it for streams of their own.
     """
     make_optimizer_state(engine.optimizer)
     metadata = dcp.FileSystemReader(snapshot).read_metadata().state_dict_metadata
@@ -121,6 +122,8 @@ def restore(engine: Engine, snapshot: Path, about: About, program: str) -> None:
             torch.set_rng_state(piece.tensor)
         else:
             torch.cuda.set_rng_state(piece.tensor, engine.device)
+    if not same:
+        go_apart(engine.stream)
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

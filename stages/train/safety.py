@@ -13,31 +13,33 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.errors import TrainError
-from pipeline.launch import report_error, restart_count
+from pipeline.launch import restart_count
 from stages.train import replicas
 from stages.train.engine import Engine, Job
 from stages.train.manifest import name_of, step_of
 from stages.train.resume import find, restore
 from stages.train.snapshots import About, Snapshots
-from stages.train.watchdog import Watchdog, end_process
+from stages.train.watchdog import Watchdog
 
 Note = dict[str, Any]
 OFF = {"every": 0, "keep": 1, "background": False, "hang_s": None, "compare_every": 0, "folder": None}
 
 
 class Safety:
-    def __init__(self, engine: Engine, job: Job, work: Path) -> None:
-        self.engine, self.work = engine, work
+    def __init__(self, engine: Engine, job: Job, watchdog: Watchdog) -> None:
+        self.engine = engine
         self.settings = job.get("safety", OFF)
         self.where = f"{job['where']['train']}: resume"
         self.steps: int = job["train"]["steps"]
         self.made_by: str = job["train"]["engine"]
         self.program = hashlib.sha256(Path(job["module_path"]).read_bytes()).hexdigest()
-        self.watchdog = Watchdog(self.settings["hang_s"], self._hangs) if self.settings["hang_s"] else None
+        self.watchdog = watchdog
+        if self.settings["every"] or self.settings["compare_every"]:
+            list(engine.state())  # one that cannot be told is refused now, not after hours
         self.snapshots: Snapshots | None = None
         if self.settings["every"]:
-            folder, timeout_s = Path(self.settings["folder"]), job["train"]["timeout_s"]
-            self.snapshots = Snapshots(folder, self.settings["keep"], self.settings["background"], timeout_s)
+            folder, wait_s = Path(self.settings["folder"]), job["train"]["wait_s"]
+            self.snapshots = Snapshots(folder, self.settings["keep"], self.settings["background"], wait_s)
         self.finite = 0  # so many steps had a loss that is a number
         self.newest: Path | None = None  # the last snapshot on the disk
         self.good: Path | None = None  # the last one from which a finite loss was computed
@@ -51,7 +53,8 @@ class Safety:
         restarts = restart_count()
         if found.path is None:
             return {}, [*notes, *([{"resumed": 0, "restart": restarts}] if restarts else [])]
-        restore(self.engine, found.path, found.about, self.program)
+        own = self.same_steps(found.about)  # another engine draws otherwise, though the program is the same
+        restore(self.engine, found.path, found.about, self.program if own else "")
         self.finite, self.newest, self.good = found.about["step"], found.path, found.before
         told = {"resumed": found.about["step"], "restart": restarts, "losses": found.about["losses"]}
         return found.about, [*notes, {**told, "from": str(found.path)}]
@@ -63,8 +66,12 @@ class Safety:
 
     def after(self, done: int, numbers: Callable[[], About]) -> list[Note]:
         """When so many steps are done; `numbers` are what the loop wants back when it goes on."""
-        if self.watchdog:
-            self.watchdog.beat(done)
+        self.watchdog.beat(f"the snapshot or the comparison after step {done - 1}", slow=True)
+        notes = self._after(done, numbers)
+        self.watchdog.beat(f"step {done}")
+        return notes
+
+    def _after(self, done: int, numbers: Callable[[], About]) -> list[Note]:
         self.finite = done
         self._prove()
         every = self.settings["every"]
@@ -81,8 +88,7 @@ class Safety:
 
     def end(self) -> list[Note]:
         """After the last step, or before the run is given up by all ranks: a snapshot under way is finished."""
-        if self.watchdog:
-            self.watchdog.stop()
+        self.watchdog.beat("the last snapshot", slow=True)
         return self._outcome(wait=True)
 
     def _outcome(self, *, wait: bool) -> list[Note]:
@@ -128,7 +134,3 @@ class Safety:
         if good:
             return f"{text}; the last good snapshot is {good}, name it as `resume` to go on from there"
         return f"{text}; no snapshot is known to be good, begin anew" if self.newest else text
-
-    def _hangs(self, what: str) -> None:
-        report_error(self.work, dist.get_rank(), what)
-        end_process()

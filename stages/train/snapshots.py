@@ -63,7 +63,8 @@ class Snapshots:
         """All ranks do this together, between the same two steps; the snapshot before must have been asked for."""
         assert self.thread is None and self.outcome is None
         refuse_plain_state(engine.optimizer)
-        pieces = self.staging.copied([*map(Piece.of, engine.state()), *random_pieces(engine.device)])
+        held = (held for held in engine.state() if not held.drifts or dist.get_rank() == 0)
+        pieces = self.staging.copied([*map(Piece.of, held), *random_pieces(engine.device)])
         if self.background:
             work = (pieces, step, about)
             self.thread = threading.Thread(target=self._write, args=work, daemon=True, name=f"snapshot {step}")

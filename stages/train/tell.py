@@ -17,6 +17,8 @@ def tell(log: Log, root: Path, note: dict[str, Any]) -> None:
             log.warning("a rank failed: all ranks go on from %s (restart %d)", where, note["restart"])
         else:
             log.info("going on after %d steps, from %s", note["resumed"], where)
+    elif "untraced" in note:
+        log.warning("step %d is not traced: its memory is measured, and none follows", note["untraced"])
     elif "python_calls" in note:
         log.warning("on %d of %d ranks %s", note["failed"], note["ranks"], note["python_calls"])
     elif note.get("problem"):

@@ -18,6 +18,7 @@ from pipeline.runtime.gradients import Row
 from pipeline.runtime.initial import Initial
 from pipeline.runtime.parameters import piece_of, runs_of, whole_of
 from pipeline.weights import Shape, match_names, open_weights, read_piece, write_weights
+from stages.train.watchdog import Beat, unwatched, with_beats
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,10 @@ class OwnTensors:
             runs = runs_of(self.shapes[name], self.stored.layout(name, named[name]), self.stored.axes)
             yield name, read_piece(weights, key, runs).to(named[name].dtype)
 
-    def export(self, path: Path) -> None:
+    def export(self, path: Path, beat: Beat = unwatched) -> None:
         """A file of the whole tensors by the names of the module's state dict; all ranks do this together."""
         specs = {key: (self.tensors[name].dtype, self.shapes[name]) for key, name in self.state.items()}
-        whole = map(self.whole, self.state.values())
+        whole = with_beats(map(self.whole, self.state.values()), beat)
         if dist.get_rank() == 0:
             write_weights(path, specs, whole, {"format": "pt"})
         else:

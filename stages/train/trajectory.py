@@ -11,6 +11,7 @@ from typing import Any
 NO_MATTER = {
     "steps",
     "timeout_s",
+    "wait_s",
     "accept_edited_module",
     "export",
     "snapshots",

@@ -6,30 +6,81 @@ import faulthandler
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from pipeline.launch import error_path, report_error
+
+SLOW = 4  # of what may take its time: compiling in a first step, reading all of the weights, a disk that is slow
+
+T = TypeVar("T")
+Beat = Callable[[], None]
+Now = tuple[str, bool, float]  # what is under way, whether it may take its time, and since when
 
 
 class Watchdog:
-    """From the first beat on, one has to come within every `limit_s` seconds."""
+    """From its start to its stop: whatever is under way ends, or goes on by a beat, within `limit_s` seconds.
 
-    def __init__(self, limit_s: float, on_hang: Callable[[str], None]) -> None:
+    What may take its time has SLOW times as long. Without a limit nothing is watched.
+    """
+
+    def __init__(self, limit_s: float | None = None, on_hang: Callable[[str], None] = print) -> None:
         self.limit_s, self.on_hang = limit_s, on_hang
-        self.last: float | None = None
-        self.done = 0  # steps
         self.ended = threading.Event()
-        threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
+        self.beat("the start", slow=True)
+        if limit_s is not None:
+            threading.Thread(target=self._watch, args=(limit_s,), daemon=True, name="watchdog").start()
 
-    def beat(self, done: int) -> None:
-        self.done, self.last = done, time.monotonic()
+    def beat(self, what: str, slow: bool = False) -> None:
+        """It is under way from now on, or has come further."""
+        self.now: Now = what, slow, time.monotonic()  # as one, for the thread may look at any time
+
+    def beating(self, what: str, slow: bool = False) -> Beat:
+        return partial(self.beat, what, slow)
 
     def stop(self) -> None:
         self.ended.set()
 
-    def _watch(self) -> None:
-        while not self.ended.wait(min(1.0, self.limit_s / 4)):
-            if self.last is not None and time.monotonic() - self.last > self.limit_s:
-                self.on_hang(f"step {self.done} was not finished within {self.limit_s:g} s (`hang_s`): a rank hangs")
+    def _watch(self, limit_s: float) -> None:
+        while not self.ended.wait(min(1.0, limit_s / 4)):
+            told = overdue(self.now, limit_s, time.monotonic())
+            if told:
+                self.on_hang(told)
                 return
+
+
+def overdue(now: Now, limit_s: float, at: float) -> str:
+    """What to say of it at that time; nothing while there is hope."""
+    what, slow, since = now
+    allowed, named = (SLOW * limit_s, f"{SLOW} times `hang_s`") if slow else (limit_s, "`hang_s`")
+    if at - since <= allowed:
+        return ""
+    return f"{what} was not finished within {allowed:g} s ({named}): a rank hangs"
+
+
+def unwatched() -> None:
+    """A beat where nobody listens."""
+
+
+def with_beats(items: Iterable[T], beat: Beat) -> Iterator[T]:
+    """One before each and one after the last."""
+    for item in items:
+        beat()
+        yield item
+    beat()
+
+
+def watch_process(limit_s: float | None, work: Path, rank: int) -> Watchdog:
+    """A hang ends it, and is told unless something else went wrong before."""
+
+    def hangs(what: str) -> None:
+        if not error_path(work, rank).exists():
+            report_error(work, rank, what)
+        end_process()
+
+    return Watchdog(limit_s, hangs)
 
 
 def end_process() -> None:

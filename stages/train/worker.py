@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -16,17 +17,20 @@ from pipeline.launch import follow_parent, forget_error, report_error
 from stages.train.engine import Engine, Job
 from stages.train.joining import join
 from stages.train.loop import Loop
+from stages.train.watchdog import Watchdog, watch_process
 
 
 def main(work: Path) -> None:
     follow_parent()
     job = json.loads((work / "job.json").read_text())
-    join(job["device"], timedelta(seconds=job["train"]["timeout_s"]))
-    rank = dist.get_rank()
+    rank = int(os.environ["RANK"])
     forget_error(work, rank)
+    watchdog = watch_process(job["safety"]["hang_s"], work, rank)
+    watchdog.beat("meeting the other ranks", slow=True)
+    join(job["device"], timedelta(seconds=job["train"]["wait_s"]))
     try:
         with told(Path.cwd()):
-            train(job, work)
+            train(job, work, watchdog)
         dist.barrier()
     except ShardwrightError as error:
         report_error(work, rank, error.line(), final=True)
@@ -36,14 +40,17 @@ def main(work: Path) -> None:
         raise
     finally:
         dist.destroy_process_group()
+        watchdog.stop()
 
 
-def train(job: Job, work: Path) -> None:
+def train(job: Job, work: Path, watchdog: Watchdog) -> None:
     agree(job["digests"])
+    watchdog.beat("building the model", slow=True)
     engine = make_engine(job)
-    result = Loop(engine, job, work).run()
+    result = Loop(engine, job, work, watchdog).run()
     if job["train"]["export"]:
-        engine.export(Path(job["weights_path"]))
+        engine.export(Path(job["weights_path"]), watchdog.beating("a tensor of the exported weights", slow=True))
+    watchdog.beat("the end", slow=True)
     if dist.get_rank() == 0:
         (work / "result.json").write_text(json.dumps(result))
 

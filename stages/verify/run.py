@@ -50,7 +50,7 @@ def _job(root: Path, config: Config, steps: int, written: str, graphs: tuple[OpG
     }
 
 
-def _limit(config: Config) -> float:
+def _limit(config: Config) -> float | None:
     return config.train.timeout_s
 
 

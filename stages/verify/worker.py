@@ -42,7 +42,7 @@ AT = "line "  # begins the word of a rank on a program that fails
 def main(work: Path) -> None:
     follow_parent()
     job = json.loads((work / "job.json").read_text())
-    dist.init_process_group("gloo", timeout=timedelta(seconds=job["train"]["timeout_s"]))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=job["train"]["wait_s"]))
     rank = dist.get_rank()
     try:
         result = verify(job)

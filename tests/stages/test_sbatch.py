@@ -18,10 +18,11 @@ from stages.__main__ import _parser
 from stages.commands import COMMANDS
 from tests.graphs import SILENT
 
+PORT = PORTS[41007 % len(PORTS)]
 FAKES = {
     "scontrol": '[ "$*" = "show hostnames a[3-4]" ] && printf "a3\\na4\\n"',
     "srun": 'shift; for node in 0 1; do SLURM_NODEID=$node "$@"; done',
-    "python": 'echo "$PWD: $*"',
+    "python": 'echo "$PWD, $OMP_NUM_THREADS threads: $*"',
 }
 
 
@@ -30,8 +31,11 @@ def cluster(*sizes: int, device: str = "cuda") -> Any:
     return SimpleNamespace(hosts=hosts, devices=sum(sizes), device=device)
 
 
-def script(root: Path, found: Any, *options: str, engine: TrainEngine = TrainEngine.planned) -> str:
-    config = SimpleNamespace(train=SimpleNamespace(engine=engine), choices={"model": "gpt"})
+def script(
+    root: Path, found: Any, *options: str, engine: TrainEngine = TrainEngine.planned, restarts: int = 0, every: int = 0
+) -> str:
+    train = SimpleNamespace(engine=engine, max_restarts=restarts, snapshots=SimpleNamespace(every=every))
+    config = SimpleNamespace(train=train, choices={"model": "gpt"})
     artifact = SimpleNamespace(body=found, digest="0123456789abcdef")
     with (
         mock.patch.object(written, "load_config", return_value=config),
@@ -41,27 +45,59 @@ def script(root: Path, found: Any, *options: str, engine: TrainEngine = TrainEng
     return (root / "train.sbatch").read_text()
 
 
-def test_each_node_runs_torchrun_which_meet_on_the_first(tmp_path: Path) -> None:
-    root = tmp_path / "my project"
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    found = tmp_path / "my project"
     (tmp_path / "bin").mkdir()
-    root.mkdir()
+    found.mkdir()
     for name, body in FAKES.items():
         path = tmp_path / "bin" / name
         path.write_text(f"#!/bin/bash\n{body}\n")
         path.chmod(0o755)
-    text = script(root, cluster(8, 8), "--option=--partition=gpu", "--time", "1:00:00")
-    slurm = {"SLURM_JOB_NODELIST": "a[3-4]", "SLURM_JOB_ID": "41007", "PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
-    done = subprocess.run(["bash", "train.sbatch"], cwd=root, env=slurm, capture_output=True, text=True)
+    return found
+
+
+def run(root: Path, **more: str) -> list[str]:
+    """What each node runs."""
+    slurm = {"SLURM_JOB_NODELIST": "a[3-4]", "SLURM_JOB_ID": "41007", "PATH": f"{root.parent}/bin:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "train.sbatch"], cwd=root, env=slurm | more, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    port = PORTS[41007 % len(PORTS)]
-    for node, line in enumerate(done.stdout.splitlines()):
-        assert line == (
-            f"{root}: -m torch.distributed.run --nnodes=2 --nproc-per-node=8 --node-rank={node}"
-            f" --master-addr=a3 --master-port={port} --module stages train"
-        )
-    assert node == 1
+    return done.stdout.splitlines()
+
+
+def test_each_node_runs_torchrun_which_meet_on_the_first(root: Path) -> None:
+    text = script(root, cluster(8, 8), "--option=--partition=gpu", "--time", "1:00:00")
+    assert run(root) == [
+        f"{root}, 1 threads: -m torch.distributed.run --nnodes=2 --nproc-per-node=8 --node-rank={node}"
+        f" --master-addr=a3 --master-port={PORT} --module stages train"
+        for node in (0, 1)
+    ]
     asked = {line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")}
     assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--partition=gpu", "--time=1:00:00"} <= asked
+
+
+def test_ranks_can_be_started_again_where_nodes_are_numbered_by_torchrun(root: Path) -> None:
+    text = script(root, cluster(8, 8), restarts=3, every=100)
+    assert run(root) == [
+        f"{root}, 1 threads: -m torch.distributed.run --nnodes=2 --nproc-per-node=8 --max-restarts=3 --rdzv-id=41007"
+        f" --rdzv-backend=c10d --rdzv-endpoint=a3:{PORT} --rdzv-conf=is_host={first} --module stages train"
+        for first in (1, 0)
+    ]
+    assert "#SBATCH --requeue\n" in text and "#SBATCH --open-mode=append\n" in text
+    assert "requeue" not in script(root, cluster(8, 8), restarts=3), "it would begin anew"
+
+
+def test_ranks_share_the_cores_of_a_node(root: Path) -> None:
+    script(root, cluster(8, 8))
+    shared, asked, few = (
+        run(root, **more)[0]
+        for more in (
+            {"SLURM_CPUS_ON_NODE": "64"},
+            {"SLURM_CPUS_ON_NODE": "64", "OMP_NUM_THREADS": "3"},
+            {"SLURM_CPUS_ON_NODE": "4"},
+        )
+    )
+    assert ", 8 threads: " in shared and ", 3 threads: " in asked and ", 1 threads: " in few
 
 
 def test_processes_ask_for_cores_and_one_process_for_one_node(tmp_path: Path) -> None:

@@ -129,8 +129,11 @@ def unshared(here: Path) -> tuple[str, list[str]]:
     return outcome.problem, [path.name for path in folder.iterdir()]
 
 
-def streams(here: Path) -> tuple[bool, bool]:
-    """Random numbers after a snapshot: of this rank under the same program, and of rank 0 under another."""
+def streams(here: Path) -> tuple[bool, bool, list[float]]:
+    """Random numbers after a snapshot: of this rank under the same program, and of rank 0 under another.
+
+    And the next ones under another whose ranks draw apart, as pieces of a pipeline do.
+    """
     engine, folder = Planned(job(here, "ddp", 1)), here / "streams"
     torch.manual_seed(dist.get_rank())
     expected = torch.get_rng_state()
@@ -145,7 +148,10 @@ def streams(here: Path) -> tuple[bool, bool]:
     restore(engine, path, about, "another")
     restored = torch.get_rng_state()
     torch.manual_seed(0)
-    return same, torch.equal(restored, torch.get_rng_state())
+    first = torch.equal(restored, torch.get_rng_state())
+    engine.stream = dist.get_rank()
+    restore(engine, path, about, "another")
+    return same, first, torch.rand(3).tolist()
 
 
 def refused(here: Path) -> list[str]:
@@ -274,7 +280,10 @@ def test_replicas_that_differ_are_named(runs) -> None:
 
 
 def test_streams_of_random_numbers(runs) -> None:
-    assert runs[1]["streams"] == [(True, True), (True, True)]
+    told = runs[1]["streams"]
+    assert [found[:2] for found in told] == [(True, True), (True, True)]
+    torch.manual_seed(0)
+    assert told[0][2] == torch.rand(3).tolist() != told[1][2]
 
 
 def test_ranks_are_started_again_after_a_kill_and_a_hang(warm_python: None, runs, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pipeline.ir.plan import Prediction
 from pipeline.ir.report import Breakdown
 from pipeline.runtime.transfer import ACROSS
 from stages.train.breakdown import HOLE_NS, STEP, Event, break_down, joined, length, of_all, profiled, within, without
-from stages.train.loop import Loop
+from stages.train.loop import Loop, looked_at
 from stages.train.measured import compare
 from stages.train.piped import Piped
 from stages.train.planned import Planned
@@ -153,6 +153,24 @@ def test_a_profiled_step_is_not_in_the_median() -> None:
     assert median_seconds((9.0, 9.0, 9.0, 1.0, 8.0, 2.0, 3.0), profiled=4) == 2.0
     assert median_seconds((9.0, 8.0), profiled=2) == 8.0
     assert median_seconds((9.0, 9.0, 9.0, 7.0), profiled=3) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "start", "steps", "found"),
+    [
+        (None, 0, 10, (1, 2)),
+        (5, 0, 10, (1, 5)),
+        (5, 4, 10, (5, 6)),  # memory is measured there, as the run went on after four steps
+        (5, 5, 10, (6, 5)),
+        (9, 8, 10, (9, 10)),  # none follows
+        (9, 9, 10, (9, 10)),
+        (3, 5, 10, (6, 3)),  # taken before
+    ],
+)
+def test_the_traced_step_is_not_the_one_whose_memory_is_measured(
+    asked: int | None, start: int, steps: int, found: tuple[int, int]
+) -> None:
+    assert looked_at(asked, start, steps) == found
 
 
 def train(folder: str) -> dict[str, Any]:

@@ -159,7 +159,7 @@ class Endless:
     def step(self, first: Any, later: Any) -> float:
         return 1.0
 
-    def evaluate(self) -> float:
+    def evaluate(self, beat: Any) -> float:
         return float("nan")
 
     def resident(self) -> list[Tensor]:

@@ -31,6 +31,7 @@ CASES = (
     Case("tied", "interleaved", (2, 2), chunks=2, micro_batches=2, seed=1),
     Case("shared", "zero_bubble", (2, 2), seed=3),
     Case("gpt", "zero_bubble", (2, 2), plans="zero", clip_norm=0.1),  # buckets of shards
+    Case("tied", "1f1b", (2, 2), micro_batches=2, plans="zero1"),  # shards that are empty between steps
     Case("odd", "zero_bubble", (2, 2), micro_batches=2, seed=2),
     Case("tied", "zero_bubble", (1, 2, 1)),
     Case("odd", "gpipe", (2, 2), micro_batches=2, seed=2),  # copies of a parameter that several links read
