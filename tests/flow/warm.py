@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 LARGE = (
     *("torch", "torch._dynamo", "torch.export", "torch.distributed.run"),
     *("numba", "omegaconf", "pyomo.environ", "matplotlib.figure", "dvc.cli", "dvc.commands.repro", "dvc.repo"),
-    *("mlflow.tracking", "mlflow.store.tracking.sqlalchemy_store"),
 )
 LIMIT_S, GRACE_S = 240.0, 5.0
 NETWORK = "/proc/self/ns/net"
