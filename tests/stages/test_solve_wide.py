@@ -50,6 +50,14 @@ def some_prices(problem: Problem, seed: int) -> Prices:
 # ---- without shares, and with bytes on nodes alone
 
 
+@pytest.fixture(params=["a node per reader", "a node per form"])
+def way(request, monkeypatch):
+    """To make shares plain."""
+    if request.param == "a node per form":
+        monkeypatch.setattr("stages.solve.large.plain.MOST_READERS", 1)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("part", PARTS)
 def test_the_plain_problem_costs_and_holds_the_same(part):
     for seed in SEEDS[part::10]:
@@ -63,23 +71,27 @@ def test_the_plain_problem_costs_and_holds_the_same(part):
             assert made.problem.peak(whole) == pytest.approx(peak, rel=1e-12)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("part", PARTS)
 def test_no_setting_of_the_helpers_costs_or_holds_less(part):
     for seed in SEEDS[part::10]:
         problem = random_problem(seed, nodes=4)
         made = plain(problem)
-        helpers = [range(len(node.costs)) for node in made.problem.nodes[len(problem.nodes) :]]
+        helpers = [range(len(made.problem.nodes[place].costs)) for place in made.settings]
         if math.prod(map(len, helpers)) > 3000:
             continue
         for picked, cost, _ in itertools.islice(every_plan(problem), 6):
-            held = made.problem.held(made.write(picked))
+            whole = np.array(made.write(picked))
+            held = made.problem.held(whole)
             for setting in itertools.product(*helpers):
-                total = made.problem.cost((*picked, *setting))
+                whole[list(made.settings)] = setting
+                total = made.problem.cost(whole)
                 if math.isfinite(total):
                     assert total >= cost - 1e-9
-                    assert (made.problem.held((*picked, *setting)) >= held - 1e-9).all()
+                    assert (made.problem.held(whole) >= held - 1e-9).all()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("part", PARTS)
 def test_the_plain_problem_has_the_same_optimum(part):
     for seed in SEEDS[part::10]:
@@ -88,9 +100,10 @@ def test_the_plain_problem_has_the_same_optimum(part):
         assert Elimination(made.problem).minimise().value == pytest.approx(best(problem), abs=1e-9)
         fixed = next(every_plan(problem), None)
         if fixed is not None:
-            one = [(k,) for k in fixed[0]]
-            kept = (*one, *(tuple(range(len(n.costs))) for n in made.problem.nodes[len(one) :]))
-            assert Elimination(restrict(made.problem, kept).problem).minimise().value == pytest.approx(fixed[1])
+            kept = [tuple(range(len(n.costs))) for n in made.problem.nodes]
+            for place, k in zip(made.places, fixed[0], strict=True):
+                kept[place] = (k,)
+            assert Elimination(restrict(made.problem, tuple(kept)).problem).minimise().value == pytest.approx(fixed[1])
 
 
 # ---- bounds and plans

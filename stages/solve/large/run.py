@@ -71,7 +71,9 @@ def _nothing_left(reduced: Reduced, limit: float) -> Found:
 def _sizes(reduced: Reduced | None) -> dict[str, int]:
     if reduced is None:
         return {}
-    return {"nodes": len(reduced.problem.nodes), "edges": len(reduced.problem.edges), **reduced.counts}
+    small = reduced.problem
+    choices = sum(len(node.costs) for node in small.nodes)
+    return {"nodes": len(small.nodes), "edges": len(small.edges), "choices": choices, **reduced.counts}
 
 
 def _alone(reduced: Reduced, arrays: Arrays, deadline: float, seed: int, step: float) -> Found:
@@ -127,13 +129,12 @@ def _together(reduced: Reduced, arrays: Arrays, deadline: float, seed: int, work
 def _best(reduced: Reduced, limit: float, slots: list[_Slot]) -> Found:
     """The best of the slots, checked: a process may have been stopped while writing."""
     best, cost = None, math.inf
-    for slot in slots:
-        found = slot.read()
-        if found is None:
-            continue
-        total = reduced.problem.cost(found[1]) + reduced.constant
-        if total < cost and (reduced.base + _held(reduced, found[1])).max(initial=0.0) <= limit:
-            best, cost = found[1], total
+    found = [f for f in (slot.read() for slot in slots) if f is not None]
+    for _, picked in sorted(found, key=lambda f: f[0]):  # looking at one takes a second, where there are many edges
+        total = reduced.problem.cost(picked) + reduced.constant
+        if math.isfinite(total) and (reduced.base + _held(reduced, picked)).max(initial=0.0) <= limit:
+            best, cost = picked, total
+            break
     bound = max(float(slot.numbers[2]) for slot in slots)
     if best is None:
         return Found(None, math.inf, bound, _sizes(reduced))
