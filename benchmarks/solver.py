@@ -58,7 +58,7 @@ def main() -> int:
         print(f"error: {arguments.instance}: {error}", file=sys.stderr)
         return 2
     loaded = time.monotonic()
-    reserve = RESERVE + 0.1 * (loaded - start)
+    reserve = RESERVE + 0.2 * (loaded - start)
     try:
         found = search(
             problem, instance["usage_limit"], deadline - reserve, arguments.seed, arguments.workers, step=1.0

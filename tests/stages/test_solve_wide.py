@@ -18,14 +18,14 @@ from pipeline.config import Search
 from stages.profile.by_table import profile_graph
 from stages.solve.baselines import baselines
 from stages.solve.cut import CutOpen
-from stages.solve.data import Problem
+from stages.solve.data import Edge, Holding, Node, Problem
 from stages.solve.elimination import Elimination, Prices, TooWide
 from stages.solve.exact import best_prices, restrict
 from stages.solve.frontier import Sweep
 from stages.solve.large.plain import plain
 from stages.solve.large.priced import Wide
 from stages.solve.problem import Given, build
-from stages.solve.wide import CutBounder, WideBounder
+from stages.solve.wide import CutBounder, WideBounder, fastest
 from tests.graphs import SILENT, mesh, solve_settings, trace
 from tests.problems import LENGTH, a_limit, best, every_plan, random_problem
 
@@ -271,3 +271,28 @@ def test_the_large_search_by_hand():
     (fastest,) = sweep.frontier(math.inf, lambda done, note="": None)
     assert fastest.proof.method == "large search" and fastest.proof.gap < 0.01
     assert fastest.cost == pytest.approx(cut_open(problem).fastest.cost, rel=0.01)
+
+
+def test_the_large_search_where_even_cut_elimination_would_be_too_wide():
+    """A grid: wide everywhere, and no maker has far readers that could be cut off."""
+    rows, columns, size = 18, 16, 5
+    chosen = np.random.default_rng(0)
+    nodes = tuple(
+        Node(f"n{i}", chosen.uniform(0, 5, size), (Holding(i % LENGTH, LENGTH, chosen.uniform(0, 9, size)),))
+        for i in range(rows * columns)
+    )
+    pairs = [(i, i + 1) for i in range(len(nodes)) if (i + 1) % columns]
+    pairs += [(i, i + columns) for i in range(len(nodes) - columns)]
+    problem = Problem(nodes, tuple(Edge(i, j, chosen.uniform(0, 1, (size, size))) for i, j in pairs))
+    with pytest.raises(TooWide):
+        CutOpen(problem)
+    log, said = logging.getLogger("tests.wide"), Lines()
+    log.setLevel(logging.INFO)
+    log.handlers, log.propagate = [said], False
+    sweep = Sweep(problem, solve_settings(search=Search.dp, gap=1e-2, frontier_points=1), WHERE, log)
+    (found,) = sweep.frontier(math.inf, lambda done, note="": None)
+    assert found.proof.method == "large search" and found.proof.gap < 0.01
+    assert found.cost == problem.cost(found.picked) >= found.proof.bound
+    (line,) = said.lines
+    assert "planned by large search" in line
+    assert problem.cost(fastest(problem, 60)) <= found.cost * 1.01

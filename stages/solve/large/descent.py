@@ -11,8 +11,8 @@ and message passing (messages.py) bounds the minimum from below in turn. The mes
                  are repaired where they hold too much (`repair`): dearer memory there, and elimination (plans.py)
 3. `improve`     from the best solution: a random region at a random fraction of the prices, solved by elimination;
                  prices go up where the answer holds too much. Kept if feasible and no dearer. By turns among all
-                 choices, and among few of each node (narrow.py), whose tables span more nodes. Tables may grow
-                 while nothing gets better
+                 choices, and among few of each node (narrow.py), whose tables span more nodes; more turns to what
+                 has gained lately (turns.py). Tables may grow while nothing gets better
 
 All is anytime: `Searcher.best` is always feasible.
 """
@@ -32,6 +32,7 @@ from stages.solve.large.memory import add_prices, held_after, total_cost
 from stages.solve.large.messages import beliefs, pass_messages, reverse_arcs
 from stages.solve.large.narrow import candidates, narrowed
 from stages.solve.large.plans import DIMS, grow_ball, make_plan, solve_plan, table_sizes
+from stages.solve.large.turns import Turns
 
 MOST_WORK = 30_000_000  # table entries of one plan
 MOST_LOOKS = 300_000_000  # entries that one plan looks at to fill them
@@ -82,6 +83,7 @@ class Searcher:
         self.gap = 1e-9  # between the bound and what counts as proven
         self.best_prices = self.prices
         self.idle = 0  # regions since the last better solution
+        self.looks = 0  # entries looked at so far, to tell what work has cost
         self.tables = np.zeros(0)
         self.back = np.zeros(len(arrays.arc_to), np.int64)
         reverse_arcs(arrays.arc_start, arrays.arc_to, self.back)
@@ -165,6 +167,7 @@ class Searcher:
     def solve(self, plan: Plan, picked: Ints) -> None:
         if len(self.tables) < plan.work:
             self.tables = np.zeros(int(1.3 * plan.work))
+        self.looks += plan.looks
         solve_plan(
             self.arrays.start, self.costs, *self.arrays.graph, plan.free, plan.count, plan.order, plan.clique_start,
             plan.clique_node, plan.table_start, self.tables, picked,
@@ -282,18 +285,28 @@ class Searcher:
     def improve(self, rounds: float = math.inf) -> None:
         """By turns among all choices, and among those that the messages hold promising: regions reach further there."""
         rank = self._ranks()
-        number = 0
-        while number < rounds and not self.finished:
-            if number % TURN == 0:
-                self._adopt()
-                if number % (2 * TURN) and self.best is not None:
-                    self._narrow(rank)
-            number += 1
+        turns = Turns()
+        while rounds > 0 and not self.finished:
+            self._adopt()
             if self.best is None:
                 self.repair(12)
+                rounds -= 1
+                continue
+            cost, looks = self.cost, self.looks
+            few = turns.few(self.random.random())
+            if few:
+                self._narrow(rank)
             else:
-                self.idle += 1
-                self._region()
+                self._turn()
+            turns.note(few, cost - self.cost, self.looks - looks)
+            rounds -= TURN
+
+    def _turn(self) -> None:
+        for _ in range(TURN):
+            if self.finished:
+                return
+            self.idle += 1
+            self._region()
 
     def _ranks(self) -> Floats:
         """By choice: what it costs more than the best of its node, as far as messages at the best prices tell."""
@@ -323,11 +336,8 @@ class Searcher:
         inner.best_prices, inner.bound, inner.gap = self.best_prices, self.bound, self.gap
         inner.note(place[first + self.best] - few.start[:-1], self.held(self.best))
         inner.idle, inner.publish = self.idle, learn
-        for _ in range(TURN):
-            if inner.finished:
-                return
-            inner.idle += 1
-            inner._region()
+        inner._turn()
+        self.looks += inner.looks + len(few.pool)
 
     def _adopt(self) -> None:
         """The other process's solution where it is better."""
