@@ -28,6 +28,7 @@ import numpy as np
 from stages.solve.data import Edge, Holding, Node, Problem
 from stages.solve.large.arrays import Arrays, Ints, flatten
 from stages.solve.large.descent import Searcher
+from stages.solve.large.plans import grow_ball
 from stages.solve.large.presolve import NoChoice, Reduced, reduce
 
 POLL = 0.05  # seconds
@@ -195,6 +196,9 @@ def warm_up() -> None:
     searcher.start()
     searcher.pass_messages(2)
     searcher.repair(1)
-    searcher.cost = math.inf
+    searcher._narrow(searcher._ranks())
+    searcher.cost = math.inf  # else it is proven, and no region is looked at
     for _ in range(8):
         searcher._region()
+    arrays = searcher.arrays
+    grow_ball(0, arrays.arc_start, arrays.arc_to, 0, 2, searcher.everything.copy())  # three nodes are no ball
