@@ -1,8 +1,7 @@
 """How planning grows with depth: `python -m benchmarks.planning --layers 12,24,48,96 [--backend glpk|highs]`.
 
-A GPT of width 2048 (sequence 1024, batch 8, float32) on a mesh of 2 x 4 devices: two boxes of four, 25 GB/s between
-them and 200 GB/s inside, figures that are written here and nowhere measured. The budget lies half way between the
-memory of the smallest plan and that of the fastest, so it binds. Each depth has a process of its own on one core; its
+The GPT of benchmarks/step_problems.py on its mesh of 2 x 4 devices. The budget lies half way between the memory of the
+smallest plan and that of the fastest, so it binds. Each depth has a process of its own on one core; its
 seconds are strategies, problem and solution: the trace and the profile come before. The gap is between the plan's cost
 and the proven bound. Bars: a gap of at most 0.5% at every depth; 96 layers under 15 s and at most 3 times 12.
 """
@@ -17,8 +16,6 @@ import sys
 import time
 from typing import Any
 
-WIDTH, HEADS, CONTEXT, BATCH, VOCABULARY = 2048, 16, 1024, 8, 50304
-SHARE = 0.5  # of the way from the smallest plan's memory to the fastest's
 SECONDS, RATIO, GAP = 15.0, 3.0, 5e-3
 
 
@@ -64,42 +61,21 @@ def _in_process(depth: int, backend: str) -> dict[str, Any]:
 def _plan(depth: int, backend: str) -> dict[str, Any]:
     import logging
 
-    import torch
-
+    from benchmarks.step_problems import binding_budget, given, traced, two_boxes
     from pipeline.config import Backend, Solve
-    from pipeline.ir.cluster import COLLECTIVES, Axis, Compute, Curve, LinkCost
-    from pipeline.models.gpt import GPT
-    from pipeline.tracing.chain import find_chain
-    from pipeline.tracing.export import export_loss
-    from pipeline.tracing.lower import lower
-    from pipeline.tracing.simplify import simplify
-    from stages.profile.by_table import profile_graph
     from stages.solve.frontier import Sweep
-    from stages.solve.problem import Given, build
+    from stages.solve.problem import build
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    with torch.device("meta"):
-        model = GPT(vocab_size=VOCABULARY, context=CONTEXT, width=WIDTH, layers=depth, heads=HEADS).train()
-        tokens = torch.zeros(BATCH, CONTEXT, dtype=torch.long)
-    batch = {"input_ids": tokens, "labels": tokens.clone()}
-    graph = find_chain(simplify(lower(export_loss(model, batch), model, tuple(batch))))
-    profile = profile_graph(graph)
-    axes = tuple(
-        Axis(
-            name, size, {kind: LinkCost(latency, rate * (0.5 if kind == "all_reduce" else 1.0)) for kind in COLLECTIVES}
-        )
-        for name, size, latency, rate in (("boxes", 2, 20e-6, 25e9), ("inside", 4, 8e-6, 200e9))
-    )
-    compute = Compute(Curve((1e9,), (60e12,)), 2e12, 5e-6, 5e-6)
+    graph, profile = traced("gpt", depth)
     start = time.perf_counter()
-    problem, _ = build(graph, profile, Given(axes, compute, 2.0))
+    problem, _ = build(graph, profile, given(two_boxes()))
     built = time.perf_counter()
     sweep = Sweep(
         problem, Solve(backend=Backend(backend), gap=GAP / 2, time_limit_s=60), "--backend", logging.getLogger()
     )
-    smallest, fastest = sweep.bounder.smallest(built + 60).peak, sweep.bounder.fastest.peak
-    budget = smallest + SHARE * (fastest - smallest)
+    budget = binding_budget(sweep, time.monotonic() + 60)
     plan = sweep.within(budget)
     done = time.perf_counter()
     assert plan.peak <= budget and plan.proof.bound <= plan.cost

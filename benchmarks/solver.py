@@ -58,7 +58,7 @@ def main() -> int:
         print(f"error: {arguments.instance}: {error}", file=sys.stderr)
         return 2
     loaded = time.monotonic()
-    reserve = RESERVE + 0.1 * (loaded - start)
+    reserve = RESERVE + 0.2 * (loaded - start)
     try:
         found = search(
             problem, instance["usage_limit"], deadline - reserve, arguments.seed, arguments.workers, step=1.0
@@ -156,12 +156,14 @@ def evaluate(instance: dict[str, Any], picked: list[int]) -> tuple[int, int]:
 
 def report(instance: dict[str, Any], found: Found, loading: float, start: float) -> int:
     limit = int(instance["usage_limit"])
-    print(f"{'':24}{'nodes':>12}{'edges':>12}")
-    print(f"{'instance':24}{len(instance['nodes']['costs']):12,}{len(instance['edges']['nodes']):12,}")
+    columns = ("nodes", "edges", "choices")
+    given = instance["nodes"]["costs"], instance["edges"]["nodes"]
+    print(f"{'':24}" + "".join(f"{name:>12}" for name in columns))
+    print(f"{'instance':24}{len(given[0]):12,}{len(given[1]):12,}{sum(map(len, given[0])):12,}")
     if found.sizes:
-        print(f"{'after presolve':24}{found.sizes['nodes']:12,}{found.sizes['edges']:12,}")
+        print(f"{'after presolve':24}" + "".join(f"{found.sizes[name]:12,}" for name in columns))
     for name, number in found.sizes.items():
-        if name not in ("nodes", "edges"):
+        if name not in columns:
             print(f"  {name:34}{number:14,}")
     bound = None if math.isinf(found.bound) else math.ceil(found.bound - 1e-6 - 1e-9 * abs(found.bound))
     cost, feasible = None, False

@@ -21,6 +21,7 @@ from stages.solve.large.arrays import flatten
 from stages.solve.large.descent import Searcher
 from stages.solve.large.presolve import NoChoice, reduce
 from stages.solve.large.run import search
+from stages.solve.large.team import warm_up
 
 ROOT = Path(__file__).parents[2]
 SLOW = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -155,19 +156,23 @@ def start(*arguments: str) -> subprocess.Popen:
 
 
 def test_benchmark_keeps_the_time_and_answers_an_interrupt(tmp_path):
+    warm_up()  # compiled here, once; the seconds below are for loading it
     file = tmp_path / "grid.json.gz"
     file.write_bytes(gzip.compress(json.dumps(grid(30)).encode()))
     begin = time.monotonic()
-    process = start("--instance", str(file), "--seconds", "9")
-    out, err = process.communicate(timeout=60)
+    start("--help").communicate(timeout=120)
+    enough = 4 + 4 * (time.monotonic() - begin)  # other tests may have the cores
+    begin = time.monotonic()
+    process = start("--instance", str(file), "--seconds", str(enough))
+    out, err = process.communicate(timeout=120 + enough)
     assert process.returncode == 0, err
-    assert time.monotonic() - begin < 19  # other tests may have the cores; benchmarks.solver itself keeps to the second
+    assert time.monotonic() - begin < 10 + enough  # benchmarks.solver itself keeps to the second
     first = json.loads(out.splitlines()[-1])
     assert first["feasible"] and first["bound"] <= first["cost"]
     process = start("--instance", str(file), "--seconds", "300")
-    time.sleep(9)
+    time.sleep(enough)
     os.kill(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert json.loads(out.splitlines()[-1])["feasible"]
 

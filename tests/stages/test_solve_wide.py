@@ -18,14 +18,14 @@ from pipeline.config import Search
 from stages.profile.by_table import profile_graph
 from stages.solve.baselines import baselines
 from stages.solve.cut import CutOpen
-from stages.solve.data import Problem
+from stages.solve.data import Edge, Holding, Node, Problem
 from stages.solve.elimination import Elimination, Prices, TooWide
 from stages.solve.exact import best_prices, restrict
 from stages.solve.frontier import Sweep
 from stages.solve.large.plain import plain
 from stages.solve.large.priced import Wide
 from stages.solve.problem import Given, build
-from stages.solve.wide import CutBounder, WideBounder
+from stages.solve.wide import CutBounder, WideBounder, fastest
 from tests.graphs import SILENT, mesh, solve_settings, trace
 from tests.problems import LENGTH, a_limit, best, every_plan, random_problem
 
@@ -50,6 +50,14 @@ def some_prices(problem: Problem, seed: int) -> Prices:
 # ---- without shares, and with bytes on nodes alone
 
 
+@pytest.fixture(params=["a node per reader", "a node per form"])
+def way(request, monkeypatch):
+    """To make shares plain."""
+    if request.param == "a node per form":
+        monkeypatch.setattr("stages.solve.large.plain.MOST_READERS", 1)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("part", PARTS)
 def test_the_plain_problem_costs_and_holds_the_same(part):
     for seed in SEEDS[part::10]:
@@ -63,23 +71,27 @@ def test_the_plain_problem_costs_and_holds_the_same(part):
             assert made.problem.peak(whole) == pytest.approx(peak, rel=1e-12)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("part", PARTS)
 def test_no_setting_of_the_helpers_costs_or_holds_less(part):
     for seed in SEEDS[part::10]:
         problem = random_problem(seed, nodes=4)
         made = plain(problem)
-        helpers = [range(len(node.costs)) for node in made.problem.nodes[len(problem.nodes) :]]
+        helpers = [range(len(made.problem.nodes[place].costs)) for place in made.settings]
         if math.prod(map(len, helpers)) > 3000:
             continue
         for picked, cost, _ in itertools.islice(every_plan(problem), 6):
-            held = made.problem.held(made.write(picked))
+            whole = np.array(made.write(picked))
+            held = made.problem.held(whole)
             for setting in itertools.product(*helpers):
-                total = made.problem.cost((*picked, *setting))
+                whole[list(made.settings)] = setting
+                total = made.problem.cost(whole)
                 if math.isfinite(total):
                     assert total >= cost - 1e-9
-                    assert (made.problem.held((*picked, *setting)) >= held - 1e-9).all()
+                    assert (made.problem.held(whole) >= held - 1e-9).all()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("part", PARTS)
 def test_the_plain_problem_has_the_same_optimum(part):
     for seed in SEEDS[part::10]:
@@ -88,9 +100,10 @@ def test_the_plain_problem_has_the_same_optimum(part):
         assert Elimination(made.problem).minimise().value == pytest.approx(best(problem), abs=1e-9)
         fixed = next(every_plan(problem), None)
         if fixed is not None:
-            one = [(k,) for k in fixed[0]]
-            kept = (*one, *(tuple(range(len(n.costs))) for n in made.problem.nodes[len(one) :]))
-            assert Elimination(restrict(made.problem, kept).problem).minimise().value == pytest.approx(fixed[1])
+            kept = [tuple(range(len(n.costs))) for n in made.problem.nodes]
+            for place, k in zip(made.places, fixed[0], strict=True):
+                kept[place] = (k,)
+            assert Elimination(restrict(made.problem, tuple(kept)).problem).minimise().value == pytest.approx(fixed[1])
 
 
 # ---- bounds and plans
@@ -258,3 +271,28 @@ def test_the_large_search_by_hand():
     (fastest,) = sweep.frontier(math.inf, lambda done, note="": None)
     assert fastest.proof.method == "large search" and fastest.proof.gap < 0.01
     assert fastest.cost == pytest.approx(cut_open(problem).fastest.cost, rel=0.01)
+
+
+def test_the_large_search_where_even_cut_elimination_would_be_too_wide():
+    """A grid: wide everywhere, and no maker has far readers that could be cut off."""
+    rows, columns, size = 18, 16, 5
+    chosen = np.random.default_rng(0)
+    nodes = tuple(
+        Node(f"n{i}", chosen.uniform(0, 5, size), (Holding(i % LENGTH, LENGTH, chosen.uniform(0, 9, size)),))
+        for i in range(rows * columns)
+    )
+    pairs = [(i, i + 1) for i in range(len(nodes)) if (i + 1) % columns]
+    pairs += [(i, i + columns) for i in range(len(nodes) - columns)]
+    problem = Problem(nodes, tuple(Edge(i, j, chosen.uniform(0, 1, (size, size))) for i, j in pairs))
+    with pytest.raises(TooWide):
+        CutOpen(problem)
+    log, said = logging.getLogger("tests.wide"), Lines()
+    log.setLevel(logging.INFO)
+    log.handlers, log.propagate = [said], False
+    sweep = Sweep(problem, solve_settings(search=Search.dp, gap=1e-2, frontier_points=1), WHERE, log)
+    (found,) = sweep.frontier(math.inf, lambda done, note="": None)
+    assert found.proof.method == "large search" and found.proof.gap < 0.01
+    assert found.cost == problem.cost(found.picked) >= found.proof.bound
+    (line,) = said.lines
+    assert "planned by large search" in line
+    assert problem.cost(fastest(problem, 60)) <= found.cost * 1.01

@@ -10,7 +10,9 @@ and message passing (messages.py) bounds the minimum from below in turn. The mes
 2. `raise_bound` subgradient steps on the prices, a few message passes after each; the choices that the messages suggest
                  are repaired where they hold too much (`repair`): dearer memory there, and elimination (plans.py)
 3. `improve`     from the best solution: a random region at a random fraction of the prices, solved by elimination;
-                 prices go up where the answer holds too much. Kept if feasible and no dearer
+                 prices go up where the answer holds too much. Kept if feasible and no dearer. By turns among all
+                 choices, and among few of each node (narrow.py), whose tables span more nodes; more turns to what
+                 has gained lately (turns.py). Tables may grow while nothing gets better
 
 All is anytime: `Searcher.best` is always feasible.
 """
@@ -27,11 +29,19 @@ from numpy.typing import NDArray
 
 from stages.solve.large.arrays import Arrays, Floats, Ints
 from stages.solve.large.memory import add_prices, held_after, total_cost
-from stages.solve.large.messages import pass_messages, reverse_arcs
+from stages.solve.large.messages import beliefs, pass_messages, reverse_arcs
+from stages.solve.large.narrow import candidates, narrowed
 from stages.solve.large.plans import DIMS, grow_ball, make_plan, solve_plan, table_sizes
+from stages.solve.large.turns import Turns
 
 MOST_WORK = 30_000_000  # table entries of one plan
+MOST_LOOKS = 300_000_000  # entries that one plan looks at to fill them
+TABLES, MOST_TABLES = 4.5, 7.0  # powers of ten: entries of a region's tables, at first and once nothing gets better
+IDLE_REGIONS = 60  # without a better solution: then tables may be three times as large
 FRACTIONS = (0.0, 0.3, 0.7, 1.0, 1.3)  # of the best prices, to begin a region with
+TURN = 20  # regions, before the other process is asked and other choices are taken
+SETTLING = 20  # passes of messages at the best prices, to tell which choices are promising
+CANDIDATES = (0.4, 1.5)  # powers of ten: choices of a node in a turn among few
 Marks = NDArray[np.uint8]
 
 
@@ -44,6 +54,7 @@ class Plan:
     clique_node: Ints
     table_start: Ints
     work: int
+    looks: int
 
 
 class Searcher:
@@ -71,6 +82,8 @@ class Searcher:
         self.bound = -math.inf
         self.gap = 1e-9  # between the bound and what counts as proven
         self.best_prices = self.prices
+        self.idle = 0  # regions since the last better solution
+        self.looks = 0  # entries looked at so far, to tell what work has cost
         self.tables = np.zeros(0)
         self.back = np.zeros(len(arrays.arc_to), np.int64)
         reverse_arcs(arrays.arc_start, arrays.arc_to, self.back)
@@ -125,7 +138,7 @@ class Searcher:
         cost = self.total(picked)
         if cost >= self.cost or cost - self.arrays.constant >= self.arrays.forbidden:
             return False
-        self.cost, self.best = cost, picked.copy()
+        self.cost, self.best, self.idle = cost, picked.copy(), 0
         self.arrays.cap(cost)
         self.publish(self)
         return True
@@ -138,8 +151,8 @@ class Searcher:
         count = make_plan(
             seed, self.sizes, a.arc_start, a.arc_to, free, cap, tournament, order, clique_start, clique_node
         )
-        work = table_sizes(self.sizes, count, clique_start, clique_node, table_start)
-        return Plan(free, count, order, clique_start, clique_node, table_start, int(work))
+        looks = table_sizes(self.sizes, count, order, clique_start, clique_node, table_start)
+        return Plan(free, count, order, clique_start, clique_node, table_start, int(table_start[count]), int(looks))
 
     def random_plan(self, most: float, free: Marks | None = None) -> Plan:
         """Tables of random size up to 10 ** most."""
@@ -147,13 +160,14 @@ class Searcher:
         tournament = int(self.random.choice((1, 1, 2, 4)))
         while True:
             plan = self.plan(10 ** self.random.uniform(2, most), tournament, free.copy())
-            if plan.work <= MOST_WORK:
+            if (plan.work <= MOST_WORK and plan.looks <= MOST_LOOKS) or most <= 2.1:
                 return plan
             most = max(2.1, most - 1)
 
     def solve(self, plan: Plan, picked: Ints) -> None:
         if len(self.tables) < plan.work:
             self.tables = np.zeros(int(1.3 * plan.work))
+        self.looks += plan.looks
         solve_plan(
             self.arrays.start, self.costs, *self.arrays.graph, plan.free, plan.count, plan.order, plan.clique_start,
             plan.clique_node, plan.table_start, self.tables, picked,
@@ -269,15 +283,61 @@ class Searcher:
     # ---------------------------------------------------------------- 3. regions
 
     def improve(self, rounds: float = math.inf) -> None:
-        number = 0
-        while number < rounds and not self.finished:
-            if number % 20 == 0:
-                self._adopt()
-            number += 1
+        """By turns among all choices, and among those that the messages hold promising: regions reach further there."""
+        rank = self._ranks()
+        turns = Turns()
+        while rounds > 0 and not self.finished:
+            self._adopt()
             if self.best is None:
                 self.repair(12)
+                rounds -= 1
+                continue
+            cost, looks = self.cost, self.looks
+            few = turns.few(self.random.random())
+            if few:
+                self._narrow(rank)
             else:
-                self._region()
+                self._turn()
+            turns.note(few, cost - self.cost, self.looks - looks)
+            rounds -= TURN
+
+    def _turn(self) -> None:
+        for _ in range(TURN):
+            if self.finished:
+                return
+            self.idle += 1
+            self._region()
+
+    def _ranks(self) -> Floats:
+        """By choice: what it costs more than the best of its node, as far as messages at the best prices tell."""
+        a = self.arrays
+        self.set_prices(self.best_prices)
+        self.messages(SETTLING)
+        found = beliefs(self.costs, a.start, a.arc_start, self.back, self.message_start, self.message)
+        return found - np.repeat(np.minimum.reduceat(found, a.start[:-1]), self.sizes)
+
+    def _narrow(self, rank: Floats) -> None:
+        """A turn among few choices of each node, the present one included."""
+        assert self.best is not None
+        a, random = self.arrays, self.random
+        most = int(10 ** random.uniform(*CANDIDATES))
+        kept = candidates(a, rank * (1.0 + random.random(len(rank))), most, self.best)
+        few = narrowed(a, kept, self.back)
+        place = np.zeros(len(rank), np.int64)  # of a choice among those kept
+        place[kept] = np.arange(len(kept))
+        first = a.start[:-1]
+
+        def learn(found: Searcher) -> None:
+            if found.best is not None:
+                picked = kept[few.start[:-1] + found.best] - first
+                self.note(picked, self.held(picked))
+
+        inner = Searcher(few, self.deadline, int(random.integers(1 << 30)), self.step)
+        inner.best_prices, inner.bound, inner.gap = self.best_prices, self.bound, self.gap
+        inner.note(place[first + self.best] - few.start[:-1], self.held(self.best))
+        inner.idle, inner.publish = self.idle, learn
+        inner._turn()
+        self.looks += inner.looks + len(few.pool)
 
     def _adopt(self) -> None:
         """The other process's solution where it is better."""
@@ -291,7 +351,7 @@ class Searcher:
         free = self.everything.copy()
         if size < a.count:
             grow_ball(int(random.integers(1 << 30)), a.arc_start, a.arc_to, self._centre(), size, free)
-        plan = self.random_plan(4.5, free)
+        plan = self.random_plan(min(MOST_TABLES, TABLES + 0.5 * (self.idle // IDLE_REGIONS)), free)
         assert self.best is not None
         unit = max(float(self.best_prices.max(initial=0.0)), 1e-4 * (self.cost - a.constant) / self.bytes)
         prices = self.best_prices * random.choice(FRACTIONS)

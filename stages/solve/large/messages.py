@@ -91,3 +91,16 @@ def pass_messages(
                 message[out + l] -= lowest
             bound += lowest
     return bound
+
+
+@njit(cache=True)
+def beliefs(unary, start, arc_start, arc_back, message_start, message):
+    """What the choices of every node come to with all that reaches it."""
+    found = unary.copy()
+    for v in range(len(start) - 1):
+        base = start[v]
+        for a in range(arc_start[v], arc_start[v + 1]):
+            m = message_start[arc_back[a]]
+            for k in range(start[v + 1] - base):
+                found[base + k] += message[m + k]
+    return found

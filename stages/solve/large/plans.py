@@ -152,15 +152,17 @@ def make_plan(seed, sizes, arc_start, arc_to, free, cap, tournament, order, cliq
 
 
 @njit(cache=True)
-def table_sizes(sizes, count, clique_start, clique_node, table_start):
-    """Where each eliminated node's table begins; returns the work: entries of all tables before minimising."""
+def table_sizes(sizes, count, order, clique_start, clique_node, table_start):
+    """Where each eliminated node's table begins; returns the entries that are looked at to fill them all."""
     table_start[0] = 0
+    looks = 0
     for i in range(count):
         size = 1
         for c in range(clique_start[i], clique_start[i + 1]):
             size *= sizes[clique_node[c]]
         table_start[i + 1] = table_start[i] + size
-    return table_start[count]
+        looks += size * sizes[order[i]]
+    return looks
 
 
 @njit(cache=True, fastmath=True)

@@ -10,20 +10,22 @@ pair         a node with one neighbour and few sensible answers becomes one node
 bypass       a node that holds the same whatever its choice, with two neighbours, becomes an edge between them
 dominated    a choice goes if another of its node is no dearer whatever the neighbours take, and never holds more
 
-Every step is exact. `Reduced.expand` turns choices of the small problem into choices of the whole one.
+Every step is exact, so that it may end after any of them; consistency comes first and in full, for the others rely on
+it. `Reduced.expand` turns choices of the small problem into choices of the whole one.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stages.solve.data import Edge, Holding, Node, Problem
+from stages.solve.large.dominated import undominated
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -73,11 +75,18 @@ class Reduced:
         return found
 
 
-def reduce(problem: Problem, deadline: float = float("inf")) -> Reduced:
+def reduce(
+    problem: Problem,
+    deadline: float = float("inf"),
+    cheap: Callable[[Callable[[], Reduced]], None] = lambda _: None,
+) -> Reduced:
+    """Until the deadline, with what has been done by then. `cheap` is called before the dear last step, with a function
+    that gives what the others have left: good until `cheap` returns, or in a copy of the process."""
     work = _Work(problem, deadline)
     work.make_consistent()
     work.separate()
     work.shrink(range(len(work.costs)))
+    cheap(work.finish)
     work.drop_dominated()
     return work.finish()
 
@@ -145,7 +154,8 @@ class _Work:
         """Drop the forbidden choices, and those that some neighbour never allows."""
         for i in range(len(self.costs)):
             self._drop_forbidden(i)
-        self._support([(i, j) for i in range(len(self.costs)) for j in self.edges[i]])
+        pairs = ((i, j) for i, near in enumerate(self.edges) for j in near if i < j and near[j].max() == np.inf)
+        self._support([pair for i, j in pairs for pair in ((i, j), (j, i))])
 
     def _drop_forbidden(self, i: int) -> bool:
         finite = self.costs[i] < np.inf
@@ -173,6 +183,8 @@ class _Work:
 
     def separate(self) -> None:
         for i in range(len(self.costs)):
+            if time.monotonic() > self.deadline:
+                return
             for j in [j for j in self.edges[i] if j > i]:
                 self._separate(i, j)
 
@@ -372,51 +384,30 @@ class _Work:
                         self._keep(i, kept)
                         changed.update([i, *self.edges[i]])
             todo = changed | self.shrink(sorted(changed))
-            for i in sorted(todo):
-                if len(self.edges[i]) < 64:
-                    todo = todo | set(self.edges[i])
+            todo.update(j for i in sorted(todo) if len(self.edges[i]) < 64 for j in self.edges[i])
 
     def _undominated(self, i: int) -> NDArray[np.bool_]:
-        """worse[a, b]: the most that choice a can cost over choice b, whatever the neighbours take."""
-        size = len(self.costs[i])
-        if size * size * sum(m.shape[1] for m in self.edges[i].values()) > MOST_COMPARED:
+        size, matrices = len(self.costs[i]), list(self.edges[i].values())
+        if size * size * sum(m.shape[1] for m in matrices) > MOST_COMPARED:
             return np.ones(size, bool)
-        worse = self.costs[i][:, None] - self.costs[i][None, :]
-        possible = np.ones((size, size), bool)
-        for usages in self.held[i].values():
-            possible &= usages[:, None] <= usages[None, :]
-        possible &= ~np.eye(size, dtype=bool)
-        for matrix in self.edges[i].values():
-            if not possible.any():
-                break
-            a, b = np.nonzero(possible)
-            with np.errstate(invalid="ignore"):
-                gap = matrix[a] - matrix[b]
-            gap[np.isnan(gap)] = -np.inf  # forbidden for both
-            most = gap.max(axis=1)
-            worse[a, b] += most
-            possible[a, b] = most < np.inf
-        beats = possible & (worse <= 0)
-        kept = np.ones(size, bool)
-        for b in range(size):
-            kept[b] = not (beats[:, b] & kept).any()
-        return kept
+        return undominated(self.costs[i], list(self.held[i].values()), matrices)
 
     def finish(self) -> Reduced:
         kept = [i for i, gone in enumerate(self.gone) if not gone]
         number = {i: n for n, i in enumerate(kept)}
+        base = self.base.copy()
         nodes = []
         for i in kept:
             holdings = []
             for (first, end), usages in self.held[i].items():
                 least = usages.min()
-                self.base[first] += least
-                self.base[end] -= least
+                base[first] += least
+                base[end] -= least
                 if usages.max() > least:
                     holdings.append(Holding(first, end, usages - least))
             nodes.append(Node(self.names[i], self.costs[i], tuple(holdings)))
         edges = tuple(Edge(number[i], number[j], m) for i in kept for j, m in self.edges[i].items() if i < j)
         return Reduced(
             Problem(tuple(nodes), edges), kept, [self.labels[i] for i in kept], self.steps, len(self.costs),
-            self.constant, np.cumsum(self.base)[: self.length], self.counts,
+            self.constant, np.cumsum(base)[: self.length], self.counts,
         )  # fmt: skip

@@ -26,7 +26,7 @@ PASSES, MOST_PASSES = 10, 400  # of messages: in a row, and in all for one answe
 RISE = 1e-6  # of the bound by a row of passes: below this they are done
 TABLES = 4.5  # powers of ten: the tables that bring choices down have fewer entries
 IDLE_ROUNDS = 6  # of bringing down, without a better answer: then it stands
-REGIONS = 150  # that are solved anew for a better plan within a limit
+REGIONS = 230  # that are solved anew for a better plan within a limit
 EXACT = 1e-9
 
 
