@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from typing import Any
+
+from benchmarks.in_process import in_process
 
 SECONDS, RATIO, GAP = 15.0, 3.0, 5e-3
 
@@ -29,7 +30,9 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(_plan(given.one, given.backend)))
         return 0
     depths = [int(part) for part in given.layers.split(",")]
-    found = {depth: _in_process(depth, given.backend) for depth in depths}
+    found = {
+        depth: in_process("benchmarks.planning", "--one", str(depth), "--backend", given.backend) for depth in depths
+    }
     print(
         f"{'layers':>6}{'nodes':>8}{'choices':>9}{'build':>8}{'solve':>8}{'together':>10}{'budget':>11}{'step':>10}"
         f"{'gap':>9}  method"
@@ -46,16 +49,6 @@ def main(arguments: list[str]) -> int:
         met = met and found[96]["seconds"] < SECONDS
         met = met and (12 not in found or found[96]["seconds"] <= RATIO * found[12]["seconds"])
     return 0 if met else 1
-
-
-def _in_process(depth: int, backend: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.planning", "--one", str(depth), "--backend", backend]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{depth} layers: {done.stderr.strip()}")
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
 
 
 def _plan(depth: int, backend: str) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from typing import Any
+
+from benchmarks.in_process import in_process
 
 OVER, RATIO, PRICED = 2.0, 1.01, 1e-3
 RESERVE = 0.5  # seconds to stop the search and to read its plan
@@ -48,7 +48,8 @@ def main(arguments: list[str]) -> int:
     rows = {}
     for family in given.families.split(","):
         for depth in depths:
-            rows[f"{family} {depth}"] = row = _in_process(family, depth, given.seconds, given.seed)
+            asked = ("--one", f"{family}:{depth}", "--seconds", str(given.seconds), "--seed", str(given.seed))
+            rows[f"{family} {depth}"] = row = in_process("benchmarks.whole_step", *asked)
             print(_line(family, depth, row), flush=True)
     print(json.dumps({name: {key: row[key] for key in KEPT} for name, row in rows.items()}))
     return 0 if all(row["met"] for row in rows.values()) else 1
@@ -67,17 +68,6 @@ def _line(family: str, depth: int, row: dict[str, Any]) -> str:
         f"{row['bound_ms']:9.2f}ms{row['dp_ms']:9.2f}ms{row['dp_bound_ms']:9.2f}ms{ratio:>8}{gap:>7}"
         f"  {'met' if row['met'] else 'missed'}"
     )
-
-
-def _in_process(family: str, depth: int, seconds: float, seed: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.whole_step", "--one", f"{family}:{depth}"]
-    command += ["--seconds", str(seconds), "--seed", str(seed)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{family} of {depth} layers: {done.stderr.strip()}")
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
 
 
 def plan(family: str, depth: int, seconds: float, seed: int, **sizes: int) -> dict[str, Any]:

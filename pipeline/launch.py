@@ -194,7 +194,7 @@ def _reason(work: Path, launcher: int = 0) -> str:
 
 def _follows(work: Path, rank: str, number: int) -> bool:
     """Deaths that have another cause: ended by torchrun; or aborted while it ended, after it had told why."""
-    told = any((work / f"{kind}-{rank}.txt").exists() for kind in ("final", "error"))
+    told = any(error_path(work, int(rank), final).exists() for final in (True, False))
     return number == signal.SIGTERM or (number == signal.SIGABRT and told)
 
 

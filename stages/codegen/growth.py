@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from fractions import Fraction
-from math import prod
+from math import isclose, prod
 
 import torch
 
@@ -36,7 +35,7 @@ def loss_growth(larger: OpGraph, smaller: OpGraph) -> Powers:
 class _Growth:
     def __init__(self, larger: OpGraph, smaller: OpGraph) -> None:
         self.larger, self.smaller = larger, smaller
-        self.ratio = Fraction(larger.batch, smaller.batch)
+        self.ratio = larger.batch / smaller.batch
         self.known: dict[str, Powers] = {}
 
     def of_loss(self) -> Powers:
@@ -67,10 +66,10 @@ class _Growth:
     def _sum(self, op: Op, dims: Arg) -> Powers:
         shapes = [graph.values[op.inputs[0]].type.shape for graph in (self.larger, self.smaller)]
         chosen = range(len(shapes[0])) if dims is None or dims == () else dims
-        more = Fraction(*(prod(shape[dim] for dim in chosen) for shape in shapes))
-        if not all(self._read(Ref(value)) == STAYS for value in op.inputs[1:]) or more not in (1, self.ratio):
+        power = self._power(*(prod(shape[dim] for dim in chosen) for shape in shapes))
+        if not all(self._read(Ref(value)) == STAYS for value in op.inputs[1:]):
             return UNKNOWN
-        return _each(int.__add__, self._read(Ref(op.inputs[0])), frozenset({int(more != 1)}))
+        return _each(int.__add__, self._read(Ref(op.inputs[0])), power)
 
     def _keeps_samples(self, op: Op) -> bool:
         """Something of it has as many of a thing as there are samples, or nothing had before."""
@@ -79,9 +78,11 @@ class _Growth:
     def _sized(self, names: Iterable[str]) -> bool:
         return any(self.larger.values[name].type != self.smaller.values[name].type for name in names)
 
-    def _arguments(self, op: Op) -> list[Powers]:
-        other = self.smaller.op(op.name).args.positional
-        return [self._read(a, b) for a, b in zip(op.args.positional[:2], other, strict=False)]
+    def _arguments(self, op: Op) -> tuple[Powers, Powers]:
+        """Of the two that are multiplied or divided, however they are given."""
+        ours, theirs = ([a.get(n, name, None) for n, name in enumerate(("self", "other"))]
+                        for a in (op.args, self.smaller.op(op.name).args))  # fmt: skip
+        return self._read(ours[0], theirs[0]), self._read(ours[1], theirs[1])
 
     def _literals(self, op: Op) -> list[Powers]:
         """Of numbers that are added; positions and dims are none of them."""
@@ -91,11 +92,15 @@ class _Growth:
     def _read(self, arg: Arg, other: Arg = None) -> Powers:
         if isinstance(arg, Ref):
             return self.known.get(arg.value, STAYS)
-        if isinstance(arg, float | int) and isinstance(other, float | int):
-            if arg == other:
-                return STAYS
-            return frozenset({1}) if other and Fraction(arg) / Fraction(other) == self.ratio else UNKNOWN
-        return UNKNOWN
+        numbers = isinstance(arg, float | int) and isinstance(other, float | int)
+        return self._power(arg, other) if numbers else UNKNOWN
+
+    def _power(self, larger: float, smaller: float) -> Powers:
+        """By which a number follows that of the samples."""
+        if larger == smaller:
+            return STAYS
+        powers = (1, -1) if larger and smaller else ()
+        return frozenset(power for power in powers if isclose(larger / smaller, self.ratio**power))
 
 
 def _reduction(op: Op) -> int | None:

@@ -32,6 +32,6 @@ def test_a_missed_bar_is_the_exit_status(monkeypatch, capsys):
     row |= {"build": 1.0, "search": 1.0, "bound_ms": 1.0, "dp_ms": 1.0, "dp_bound_ms": 1.0}
     for cost, met in ((1.0, True), (None, False)):
         part = {"cost_ms": cost, "ratio": cost, "gap": cost, "met": met}
-        monkeypatch.setattr(whole_step, "_in_process", lambda *a, part=part: row | part)
+        monkeypatch.setattr(whole_step, "in_process", lambda *a, part=part: row | part)
         assert whole_step.main(["--layers", "1", "--families", "gpt"]) == (0 if met else 1)
         assert ("missed" in capsys.readouterr().out) is not met
