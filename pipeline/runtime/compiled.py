@@ -49,8 +49,10 @@ def compiled(function: Callable[..., Any], keeps: float, calls: Literal["c++", "
     from pipeline.runtime.partitioner import ReadsMasksOff
 
     def build(graph: fx.GraphModule, inputs: Sequence[Any], in_cpp: bool) -> Any:
+        # Backward is compiled here too, not when it first runs: torch 2.11 forgets by then that calls are in C++, and a
+        # compiler that fails would end the step.
         with (
-            partitioning.patch(activation_memory_budget=keeps),
+            partitioning.patch(activation_memory_budget=keeps, force_non_lazy_backward_lowering=True),
             inductor.patch(custom_partitioner_fn=ReadsMasksOff(), cpp_wrapper=in_cpp),
         ):
             return compile_fx(graph, inputs)

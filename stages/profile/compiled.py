@@ -7,10 +7,11 @@ the order in memory that the block before it gave it.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ from stages.profile.step import ends_of
 Measured = tuple[CompiledWay, tuple[Tensor, ...]]  # and what left the block
 KEEPS = (1.0, 0.9, 0.8, 0.65, 0.5, 0.3, 0.0)  # parts of what a block would keep for backward
 REPEATS = 9
+SPARE = 1 << 20  # bytes: torch's allocator splits no less off
+ASKED = 2 << 20  # bytes: it asks the card for multiples of these
 BEHIND = 0.8  # of the card's time: a host that needs more to give it its work may have kept it waiting
 
 
@@ -88,7 +91,7 @@ class _Bench:
         for keeps in self.keeps:
             torch._dynamo.reset()  # it gives up on a function that it has compiled often, and tells by the code's name
             block = Block(compiled(function, keeps, calls="python"), arguments, self._autocast())
-            with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), no_garbage():
                 found, left = self.measure(block, keeps)
             if not ways or found.saved_alone < ways[-1].saved_alone:
                 ways.append(found)
@@ -130,6 +133,10 @@ class _Bench:
         self.values.update(zip(op.outputs, function(*arguments.values()), strict=True))
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Block:
     function: Callable[..., tuple[Tensor, ...]]
@@ -144,11 +151,12 @@ class Block:
         wanted = [tensor for tensor in self.arguments if tensor.requires_grad]
         return torch.autograd.grad(edges, wanted, gradients, allow_unused=True) if wanted and edges else ()
 
-    def both(self, between: Callable[[], None] = lambda: None) -> None:
+    def both(self, forward_done: Callable[[], None] = _nothing, gradients_made: Callable[[], None] = _nothing) -> None:
         results = self.forward()
+        forward_done()
         edges, gradients = _ends(results)
         results.clear()
-        between()
+        gradients_made()
         self.backward(edges, gradients)
 
 
@@ -165,17 +173,50 @@ def measure_on_card(block: Block, keeps: float) -> Measured:
     """As it runs on the GPU that its arguments are on."""
     for _ in range(2):
         block.both()
+    uneven = _uneven()
     results, saved, forward_peak = _weigh(block.forward)
+    spare = SPARE * (_uneven() - uneven)
     left = tuple(tensor.detach().clone() for tensor in results)
     edges, gradients = _ends(results)
     given = sum(gradient.untyped_storage().nbytes() for gradient in gradients)
+    uneven = _uneven()
     _, gone, _ = _weigh(results.clear)
+    spare_alone = spare - SPARE * (uneven - _uneven())
     _, _, backward_peak = _weigh(lambda: block.backward(edges, gradients))
     edges.clear()
     gradients.clear()
     forward, backward = _seconds(block)
-    alone = saved + gone
-    return CompiledWay(keeps, forward, backward, saved, alone, forward_peak, alone + given + backward_peak), left
+    alone = saved + gone + spare_alone
+    peaks = forward_peak + spare, alone + given + backward_peak
+    return CompiledWay(keeps, forward, backward, saved + spare, alone, *peaks), left
+
+
+def _uneven() -> int:
+    """Tensors that may take up to `SPARE` bytes more in a step than they take here.
+
+    torch gives a tensor a free part of its memory whole if less than that would be left over. Sizes that are multiples
+    of what it asks the card for leave nothing over.
+    """
+    blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
+    return sum(block["state"] == "active_allocated" and uneven(block["requested_size"]) for block in blocks)
+
+
+def uneven(size: int) -> bool:
+    """Of a tensor among the large ones, which are those that parts are left over of."""
+    return size > SPARE and size % ASKED > 0
+
+
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """None is there and none is looked for meanwhile: what an earlier block left would be freed as if by this one."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _weigh(work: Callable[[], Any]) -> tuple[Any, int, int]:
@@ -191,47 +232,49 @@ def _weigh(work: Callable[[], Any]) -> tuple[Any, int, int]:
 def _seconds(block: Block) -> tuple[float, float]:
     """Of its passes: medians of the later ones, when the card is as warm as in training.
 
-    They follow one another, as blocks do in a step: clocks are those of such work. Products before them, which are the
-    heaviest that a card can do, would slow it down; they are given to it only where the host is behind.
+    They follow one another, as blocks do in a step: clocks are those of such work. Where the host is behind, the card
+    copies memory before them: products, which are the heaviest that it can do, would slow its clocks down.
     """
     seconds, marks = _queued(block)
     if seconds > BEHIND * _elapsed(marks[0][0], marks[-1][-1]):
         _, marks = _queued(block, ahead=seconds)
-    times = [(_elapsed(one, two), _elapsed(two, three)) for one, two, three in marks[REPEATS:]]
-    return statistics.median(forward for forward, _ in times), statistics.median(backward for _, backward in times)
+    forward = [_elapsed(mark[0], mark[1]) for mark in marks[REPEATS:]]
+    backward = [_elapsed(mark[2], mark[3]) for mark in marks[REPEATS:]]
+    return statistics.median(forward), statistics.median(backward)
 
 
 def _queued(block: Block, ahead: float = 0.0) -> tuple[float, list[list[torch.cuda.Event]]]:
-    """Passes one after another: the seconds until the card was given all of them, and marks before, between and after.
+    """Passes one after another: the seconds until the card was given all of them, and marks around both of each pass.
 
-    The card is kept busy before them for about as many seconds as the host is to be `ahead`.
+    Gradients that enter are made between them, which no step does. The card is kept busy before them for about as many
+    seconds as the host is to be `ahead`.
     """
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(2 * REPEATS)]
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(4)] for _ in range(2 * REPEATS)]
     torch.cuda.synchronize()
     _keep_busy(ahead)
     start = time.perf_counter()
-    for first, second, third in marks:
-        first.record()
-        block.both(second.record)
-        third.record()
+    for began, forward_done, gradients_made, done in marks:
+        began.record()
+        block.both(forward_done.record, gradients_made.record)
+        done.record()
     seconds = time.perf_counter() - start
     torch.cuda.synchronize()
     return seconds, marks
 
 
 def _keep_busy(seconds: float) -> None:
-    """With products, after one that tells how long they take."""
+    """With copies, after one that tells how long they take."""
     if not seconds:
         return
-    side = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    side = torch.empty(1 << 28, device="cuda", dtype=torch.uint8)
     room = torch.empty_like(side)
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for mark in (before, after):
-        torch.mm(side, side, out=room)
+        room.copy_(side)
         mark.record()
     torch.cuda.synchronize()
     for _ in range(round(seconds / _elapsed(before, after)) + 1):
-        torch.mm(side, side, out=room)
+        room.copy_(side)
 
 
 def _elapsed(before: torch.cuda.Event, after: torch.cuda.Event) -> float:

@@ -69,6 +69,18 @@ def test_blocks_are_compiled_all_the_same_and_it_is_said_once(too_old: Path, cap
     assert "from Python" in line and "CXX" in line
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_backward_is_compiled_with_forward_while_it_is_known_how_calls_are_made(monkeypatch):
+    def late(*_: object, **__: object) -> None:
+        raise AssertionError("compiled when it ran")
+
+    torch._dynamo.reset()
+    x, w = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
+    ours = compiled(first, 1.0)(x, w)
+    monkeypatch.setattr("torch._inductor.compile_fx._compile_fx_inner", late)
+    torch.testing.assert_close(torch.autograd.grad(ours.sum(), (x, w)), torch.autograd.grad(first(x, w).sum(), (x, w)))
+
+
 def fails(error: Exception):
     def attempt() -> str:
         raise error

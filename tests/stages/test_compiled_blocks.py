@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from pipeline.blocks import MOST_OPS, blocks_of
 from pipeline.ir.graph import Role
 from pipeline.ir.profile import CompiledWay
-from stages.profile.compiled import Block, as_function, measure_blocks
+from stages.profile.compiled import Block, as_function, measure_blocks, no_garbage, uneven
 from tests.graphs import gpt, gpt_batch, gpt_graph, mlp_graph, trace
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
@@ -94,3 +96,29 @@ def test_equal_blocks_are_measured_once_and_ways_keep_less_and_less():
         sizes = [way.saved_alone for way in ways]
         assert sizes == sorted(set(sizes), reverse=True)
     assert len(found.runs[one]) == 3 and found.runs[one][-1].saved_alone == 0
+
+
+def test_what_earlier_blocks_left_is_freed_before_a_block_is_weighed_and_nothing_meanwhile():
+    freed = []
+
+    class Left:
+        def __init__(self, name: str) -> None:
+            self.name, self.cycle = name, self
+
+        def __del__(self) -> None:
+            freed.append(self.name)
+
+    Left("before")
+    with no_garbage():
+        assert freed == ["before"]
+        Left("meanwhile")
+        [[] for _ in range(100_000)]  # so many new lists would have it looked for
+        assert freed == ["before"] and not gc.isenabled()
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("size", "left_over"), [(512, False), (1 << 20, False), (3 << 20, True), (4 << 20, False), (102_760_448, False)]
+)
+def test_sizes_that_the_allocator_may_leave_something_over_of(size: int, left_over: bool):
+    assert uneven(size) is left_over
