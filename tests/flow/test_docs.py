@@ -34,10 +34,7 @@ NOT_RUN = {
     r"source .*|pre-commit .*|pip .*|apt-get .*": "changes the reader's environment",
     r"git clone .*": "needs the address of the project",
     r"python -m stages ui": "serves until it is stopped; its command is in tests/pipeline/test_tracking.py",
-    r"python -m benchmarks\.(step_time|overhead|recompute|gpipe|whole_step|faults|equality|report_page)": (
-        "minutes: tests/stages/test_step_time_benchmark.py and those beside it run small ones"
-    ),
-    r"python -m benchmarks\..*": "minutes to hours, or a GPU",
+    r"python -m benchmarks\..*": "minutes to hours, or a GPU; some parts: tests/stages/test_overhead_benchmark.py",
     r"python -m pytest .*": "an op of the reader's",
     r"python -m torch\.distributed\.run .*": "needs a GPU",
     r"python -m stages\.cluster\.join .*": "several hosts: tests/flow/test_cluster_hosts.py runs it",
