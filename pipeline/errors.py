@@ -38,5 +38,9 @@ class SolveError(ShardwrightError):
     """No plan satisfies the constraints, or the solver could not be run."""
 
 
+class BudgetError(SolveError):
+    """No plan is small enough for the memory."""
+
+
 class TrainError(ShardwrightError):
     """The training run failed."""

@@ -194,8 +194,3 @@ def _set(path: Path, key: str, value: object) -> None:
 def _unknown_stages(names: list[str], root: Path) -> str | None:
     assert tuple(yaml.safe_load((root / "dvc.yaml").read_text())["stages"]) == STAGES
     return next((f"no stage {name}" for name in names if name not in STAGES), None)
-
-
-def is_stage(command: str) -> bool:
-    """Whether `dvc repro` runs just this."""
-    return re.fullmatch(rf"python -m stages ({'|'.join(STAGES)})", command) is not None

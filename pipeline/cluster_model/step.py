@@ -39,8 +39,8 @@ class Stage:
 @dataclass(frozen=True)
 class Price:
     seconds: float
-    bubble: float  # idle over busy seconds, of the busiest stage
-    communication: float  # share of the step
+    bubble: float  # share of the step in which the busiest stage waits for others
+    communication: float  # share of the step in which it waits for links
     memory_bytes: float  # of a device
     samples_per_s: float
     tokens_per_s: float
@@ -60,7 +60,7 @@ def price(model: Transformer, layout: Layout, machine: Machine) -> Price:
     held = device_bytes(model, layout)
     return Price(
         seconds=seconds,
-        bubble=idle / busy,
+        bubble=idle / seconds,
         communication=(layout.micro_batches * worst.communication + gradients) / seconds,
         memory_bytes=held,
         samples_per_s=samples,

@@ -576,7 +576,7 @@ class Train:
     init_from: str | None = setting(
         "File with weights of the unsplit model, by its own names: `.safetensors`, its `.index.json`, or a state dict"
         " (`.pt`, `.pth`, `.bin`); null draws them with `seed`. DVC sees its name alone: after a change of its content"
-        " run `dvc repro --force train`.",
+        " run `dvc repro --force --single-item train`.",
         None,
     )
     export: bool = setting(

@@ -124,6 +124,11 @@ class Mesh:
     def sizes(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)
 
+    @property
+    def label(self) -> str:
+        """`d0 2 x d1 4`"""
+        return " x ".join(f"{axis.name} {axis.size}" for axis in self.axes)
+
 
 @dataclass(frozen=True)
 class Split:

@@ -8,7 +8,7 @@ from pipeline.config import Checkpoint
 from pipeline.cost.groups import Join
 from pipeline.cost.resident import budget_of, gigabytes, resident_parts
 from pipeline.cost.step import StepPrice, price_step
-from pipeline.errors import SolveError
+from pipeline.errors import BudgetError, SolveError
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Alternative, Frontier, Partition, Plan, Prediction, Region, Sharding
@@ -327,7 +327,7 @@ def _refusal(
     least, consists = min(floors)
     optimal = min((c.optimal_bytes for c in candidates if c.optimal_bytes is not None), default=least)
     better = f"set `recompute: optimal`, which needs {budget_of(optimal)}, " if optimal < least else ""
-    return SolveError(
+    return BudgetError(
         f"no plan fits {gigabytes(frontier.budget_bytes)}: the tightest feasible budget is "
         f"{budget_of(least)}, of which {consists}",
         where=where,

@@ -20,6 +20,7 @@ def run(inputs: Inputs, config: Config) -> Result:
         cluster = measure(settings, config.choices["cluster"], inputs.log)
     else:
         cluster = simulate(settings) if settings.source is ClusterSource.simulate else from_preset(settings)
+    inputs.log.info("candidate meshes: %s", ", ".join(mesh.label for mesh in cluster.mesh_candidates()))
     picture = inputs.root / PICTURE
     write_atomic(picture, draw(cluster, config.choices["cluster"]))
     return Result(cluster, figures(cluster), (picture,))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.config import Only, Solve
 from pipeline.cost.resident import Kept, Part, budget_of, gigabytes, resident_parts, total_of
-from pipeline.errors import SolveError
+from pipeline.errors import BudgetError, SolveError
 from pipeline.ir.graph import Role
 from pipeline.ir.plan import FrontierPoint, Sharding
 from stages.solve.on_mesh import OnMesh
@@ -36,12 +36,12 @@ class Helps:
     nbytes: int  # the least that stays resident then
 
 
-def refusal(mesh: OnMesh, least: FrontierPoint, smallest: int, budget: int) -> SolveError:
+def refusal(mesh: OnMesh, least: FrontierPoint, smallest: int, budget: int) -> BudgetError:
     """`least` is the plan that keeps least for good, `smallest` the least peak of a plan without recompute."""
     parts = resident_parts(mesh.graph, least.sharding, mesh.cluster.sizes, mesh.copies)
     helping = [found for lift in _lifts(mesh.settings, parts[0]) for found in _helps(mesh, lift, least.resident_bytes)]
     classes = ", ".join(f"{kept} {gigabytes(total)}" for kept in Kept if (total := total_of(parts, kept)))
-    return SolveError(
+    return BudgetError(
         f"no plan fits {gigabytes(budget)}: parameters, gradients and optimizer state alone need "
         f"{budget_of(least.resident_bytes)} on each device ({classes}); the largest part is the {parts[0].label} with "
         f"{gigabytes(parts[0].nbytes)}, {_why(mesh, parts[0], helping)}",
@@ -50,10 +50,10 @@ def refusal(mesh: OnMesh, least: FrontierPoint, smallest: int, budget: int) -> S
     )
 
 
-def refusal_of_saved(mesh: OnMesh, saved: FrontierPoint, budget: int) -> SolveError:
+def refusal_of_saved(mesh: OnMesh, saved: FrontierPoint, budget: int) -> BudgetError:
     """The saved plan was to be taken as it is, and is too large."""
     largest = resident_parts(mesh.graph, saved.sharding, mesh.cluster.sizes, mesh.copies)[0]
-    return SolveError(
+    return BudgetError(
         f"the saved plan does not fit {gigabytes(budget)}: parameters, gradients and optimizer state alone need "
         f"{budget_of(saved.resident_bytes)} on each device; the largest part is the {largest.label} with "
         f"{gigabytes(largest.nbytes)}",

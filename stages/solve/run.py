@@ -21,7 +21,7 @@ from stages.solve.on_mesh import OnMesh, best_rows, most_promising
 from stages.solve.optimizer import optimizer_copies
 from stages.solve.refusal import refusal, refusal_of_saved
 from stages.solve.saved import mesh_for, read_saved
-from stages.solve.table import beside, shown, table
+from stages.solve.table import beside, table
 
 PAGE = "runs/solve/plans.md"
 
@@ -104,7 +104,7 @@ def _possible(on: Make, meshes: Iterable[Mesh], needed: Iterable[Mesh], log: Log
             if mesh in needed:
                 raise
             refusals.append(refused)
-            log.debug("no plans on %s: %s", shown(mesh), refused)
+            log.debug("no plans on %s: %s", mesh.label, refused)
     if not found and refusals:
         raise refusals[0]
     return found
@@ -162,7 +162,7 @@ def _figures(
         "fastest_peak_mb": round(best.peak_bytes / 1e6, 3),
         "smallest_peak_mb": round(min(p.peak_bytes for p in points) / 1e6, 3),
         "budget_mb": round(frontier.budget_bytes / 1e6, 3),
-        "mesh": shown(frontier.meshes[best.mesh]),
+        "mesh": frontier.meshes[best.mesh].label,
         "nodes": len(problem.nodes),
         "choices": sum(len(node.costs) for node in problem.nodes),
         "variables": max(p.proof.variables for p in points),

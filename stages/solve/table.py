@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pipeline.ir.cluster import Mesh
 from pipeline.ir.plan import Frontier, FrontierPoint
 
 _HEAD = """\
@@ -15,17 +14,13 @@ Predicted, without recompute; memory on one device. The gap is to the proven bou
 """
 
 
-def shown(mesh: Mesh) -> str:
-    return " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
-
-
 def beside(frontier: Frontier) -> str:
     """The fastest plan and those with names, for the log."""
     best = (frontier.points or frontier.pieces)[0]
     rows = [("fastest plan", best.seconds, best.peak_bytes, best.mesh)]
     rows += [(row.name, row.seconds, row.peak_bytes, row.mesh) for row in frontier.baselines]
     lines = [
-        f"  {name:20}{seconds * 1e3:12.3f} ms{held / 1e6:12.3f} MB  on {shown(frontier.meshes[mesh])}"
+        f"  {name:20}{seconds * 1e3:12.3f} ms{held / 1e6:12.3f} MB  on {frontier.meshes[mesh].label}"
         for name, seconds, held, mesh in rows
     ]
     return "\n".join(["without recompute:", *lines])
@@ -35,7 +30,7 @@ def table(frontier: Frontier) -> str:
     """Markdown: the frontier, then the plans with names, then those for the pieces of pipelines."""
     rows = [_point(f"frontier {n}", point, frontier) for n, point in enumerate(frontier.points)]
     rows += [
-        (row.name, shown(frontier.meshes[row.mesh]), _ms(row.seconds), _mb(row.peak_bytes), "", "", "")
+        (row.name, frontier.meshes[row.mesh].label, _ms(row.seconds), _mb(row.peak_bytes), "", "", "")
         for row in frontier.baselines
     ]
     rows += [_point("piece", point, frontier) for point in frontier.pieces]
@@ -43,7 +38,7 @@ def table(frontier: Frontier) -> str:
 
 
 def _point(name: str, point: FrontierPoint, frontier: Frontier) -> tuple[str, ...]:
-    mesh, proof = shown(frontier.meshes[point.mesh]), point.proof
+    mesh, proof = frontier.meshes[point.mesh].label, point.proof
     held = (_mb(point.peak_bytes), _mb(point.resident_bytes))
     return (name, mesh, _ms(point.seconds), *held, f"{proof.gap:.3%}", proof.method)
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def _reason(said: str) -> str:
 
 def metrics_of(root: Path, experiment: str, stages: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The summary of each of these stages in an experiment that ended well."""
-    from dvc import api
+    from dvc.api import DVCFileSystem
 
-    files = {stage: f"runs/{stage}/summary.json" for stage in stages}
-    return {stage: json.loads(api.read(file, repo=str(root), rev=experiment)) for stage, file in files.items()}
+    with closing(DVCFileSystem(str(root), rev=experiment)) as files:
+        return {stage: json.loads(files.read_text(f"runs/{stage}/summary.json")) for stage in stages}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import ClusterSource, Config, DType, TensorSpec, listing, load_part
-from pipeline.errors import SolveError
+from pipeline.errors import BudgetError
 from pipeline.headline import mesh_text
 from pipeline.ir.codec import encode
 from pipeline.ir.graph import OpGraph, Role
@@ -39,8 +39,11 @@ class Asking:
         held = "all of the memory" if budget is None else f"{budget:g} GB"
         return f"{chosen['model']} on {chosen['cluster']}, {held} of each device"
 
-    def plan(self, config: Config, what: str) -> Outcome:
+    def plan(self, config: Config, what: str, *, of_any: bool = False) -> Outcome:
+        """`of_any`: all else that is tried fails as this does, unless it is for want of memory."""
         found = self.planner.plan(config)
+        if of_any and found.error is not None and not isinstance(found.error, BudgetError):
+            raise found.error
         told = f"{found.plan.prediction.step_seconds * 1e3:.2f} ms" if found.plan else f"no: {short(found.refused)}"
         self.log.info("%s: %s", what, told)
         return found
@@ -68,14 +71,14 @@ def _largest(asking: Asking, name: str, start: int, step: int, most: int, at: Ca
     tried: dict[int, Outcome] = {}
 
     def fits(size: int) -> bool:
-        tried[size] = asking.plan(at(size), f"{name} {size}")
+        tried[size] = asking.plan(at(size), f"{name} {size}", of_any=not tried)
         return tried[size].fits
 
     edge = largest(start, step, most, fits)
     if edge.fits is None:
         smallest = tried[min(tried)].error
         assert smallest is not None
-        if not isinstance(smallest, SolveError):  # of the model or the devices: no size helps
+        if not isinstance(smallest, BudgetError):  # of the model, the devices or a setting
             raise smallest
         raise WhatIfError(f"not even a {name} of {min(tried)} fits: {smallest.what}", remedy=smallest.remedy)
     rows = [{name: size, **_row(found, _samples(at(size)))} for size, found in sorted(tried.items())]
@@ -186,7 +189,7 @@ def budget(asking: Asking) -> Answer:
     """
     config, planner = with_budget(asking.config, None), asking.planner
     frontier = planner.frontier(config)
-    fastest = asking.plan(config, "all of the memory")
+    fastest = asking.plan(config, "all of the memory", of_any=True)
     if fastest.plan is None:
         assert fastest.error is not None
         raise fastest.error
@@ -255,7 +258,7 @@ def link(asking: Asking, factors: Sequence[Slower]) -> Answer:
     """Each factor beside the links as they are: with the same layouts, and planned anew."""
     config, planner = asking.config, asking.planner
     cluster, samples = planner.cluster(config), _samples(config)
-    now = asking.plan(config, "links as they are")
+    now = asking.plan(config, "links as they are", of_any=True)
     if now.plan is None:
         assert now.error is not None
         raise now.error
@@ -285,6 +288,7 @@ def clusters(asking: Asking, names: Sequence[str]) -> Answer:
     if wrong is not None:
         raise WhatIfError(f"there is no cluster '{wrong}'", remedy=f"choose from: {', '.join(known)}")
     samples = _samples(asking.config)
+    asking.planner.made("graph", asking.config)  # a model that cannot be traced is told once, not for each cluster
     rows: list[Row] = []
     for name in names:
         config = replace(

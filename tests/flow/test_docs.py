@@ -1,7 +1,8 @@
-"""Every command that the docs show is run here, in one small project that has been run once, and has to succeed.
+"""Every command that the docs show is run, most of them here: in one small project that has been run once.
 
-A new command in the docs needs nothing: it is run as it stands. One that cannot be run is named in NOT_RUN with the
-reason; what it says (options, files, keys, stages) is held against the programs, as it is for all others.
+A new command in the docs needs nothing: it is run as it stands, and has to succeed. One that plans or trains is better
+in `test_docs_runs.py`, where models are smaller. One that cannot be run is named in NOT_RUN with the reason; what it
+says (options, files, keys, stages) is held against the programs, as it is for all others.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.doc_commands import commands_of, complaint, is_stage, shown_commands
+from tests.doc_commands import commands_of, complaint, shown_commands
 from tests.flow.conftest import Maker
 from tests.flow.project import SOURCE, TINY, Project
+from tests.flow.test_docs_runs import RUN_HERE as RUN_THERE
 
 pytestmark = pytest.mark.flow
 
@@ -32,20 +34,12 @@ NOT_RUN = {
     r"source .*|pre-commit .*|pip .*|apt-get .*": "changes the reader's environment",
     r"git clone .*": "needs the address of the project",
     r"python -m stages ui": "serves until it is stopped; its command is in tests/pipeline/test_tracking.py",
-    r"python -m stages verify.*": "trains on ranks: tests/flow/test_cli.py runs it",
-    r"python -m stages train -v": "trains once more; -v is tried in tests/flow/test_cli.py",
-    r"python -m benchmarks\..*": "minutes to hours, or a GPU: tests/stages/test_gpipe_benchmark.py has a small one",
+    r"python -m benchmarks\..*": "minutes to hours, or a GPU; some parts: tests/stages/test_overhead_benchmark.py",
     r"python -m pytest .*": "an op of the reader's",
     r"python -m torch\.distributed\.run .*": "needs a GPU",
     r"python -m stages\.cluster\.join .*": "several hosts: tests/flow/test_cluster_hosts.py runs it",
     r"torchrun .*": "several hosts: tests/flow/test_train_hosts.py runs it",
     r"srun .*|sbatch .*": "needs Slurm; the script is tried in tests/stages/test_sbatch.py",
-    r"python -m stages whatif (?!.*model=(gpt|llama)).*": "plans often: tests/stages/test_whatif.py asks all questions",
-    r"python -m stages sweep .*": "runs experiments: tests/flow/test_sweeps.py runs some",
-    r"dvc exp apply .*": "of an experiment that was kept: tests/flow/test_sweeps.py applies one",
-    r"dvc exp run .*": "plans or trains once more: tests/flow/test_edits.py runs two of them",
-    r"dvc repro \w+": "the fixture runs them all; tests/flow/test_edits.py runs some of them",
-    r"dvc repro --force \w+": "does again what is done: tests/flow/test_kill.py runs some with --force",
 }
 SHOWN = {re.sub("|".join(map(re.escape, PLACEHOLDERS)), lambda found: PLACEHOLDERS[found[0]], one.text): one.page
          for one in shown_commands(SOURCE)}  # fmt: skip
@@ -56,7 +50,7 @@ def reason(command: str) -> str | None:
     return next((why for pattern, why in NOT_RUN.items() if re.fullmatch(pattern, command)), None)
 
 
-RUN = [one for one in SHOWN if reason(one) is None and not is_stage(one) and one != "dvc repro"]
+RUN = [one for one in SHOWN if reason(one) is None and one not in RUN_THERE]
 RUN.sort(key=lambda one: not one.startswith(("git add", "mkdir", "cp", "echo")))  # others read what these make
 
 
@@ -111,6 +105,10 @@ def test_what_is_not_run_has_a_reason_that_holds() -> None:
         for file in re.findall(r"\S+\.py|\.ci/run", why):
             assert (SOURCE / file).is_file(), file
     assert len(RUN) > 20
+
+
+def test_what_is_run_elsewhere_is_shown() -> None:
+    assert [command for command in RUN_THERE if command not in SHOWN] == []
 
 
 def test_commands_are_found_wherever_they_stand() -> None:

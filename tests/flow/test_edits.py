@@ -52,18 +52,6 @@ def test_a_saved_plan_is_taken_and_watched(tiny: Project) -> None:
     assert tiny.repro().ok().stages == []
 
 
-def test_dvc_exp_run(tiny: Project) -> None:
-    """A value of a file, and another file in its place."""
-    with undone(tiny, "conf/train/tiny.yaml", "conf/config.yaml", "dvc.lock"):
-        assert tiny.run("dvc", "exp", "run", "-S", "conf/train/tiny.yaml:steps=2").ok().stages == ["train"]
-        assert tiny.load("report").steps == 2
-        done = tiny.run("dvc", "exp", "run", "-S", "conf/config.yaml:solve=highs").ok()
-        assert done.stages[:2] == ["solve", "checkpoint"]
-        assert not {"trace", "profile", "cluster"} & set(done.stages)
-        assert len(tiny.load("frontier").points) > 2 and tiny.load("report").steps == 2
-    assert tiny.repro().ok().stages == []  # what was, from the run cache
-
-
 def test_a_classifier(tiny: Project) -> None:
     with undone(tiny, "conf/model/tiny.yaml", "conf/data/tiny.yaml"):
         module = {"_target_": "pipeline.models.mlp.build", "features": 6, "width": 8, "classes": 4, "depth": 2}

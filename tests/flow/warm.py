@@ -3,8 +3,9 @@
 A server imports them once and forks for every command. It knows none of the project's own modules: each command finds
 them in its folder, with environment, files and exit status as under `python -m`. The server writes a `python` that
 asks it, for the PATH of those who start `python -m ...` themselves, as dvc does, and for those who start this
-interpreter again, as torchrun does with its ranks. A command ends when the `python` that asked for it does. It sees
-the network of who asked, so that hosts of network namespaces (tests/namespaces.py) need no interpreter of their own.
+interpreter again, as torchrun does with its ranks; and a `dvc` that is `python -m dvc`. A command ends when the
+`python` that asked for it does. It sees the network of who asked, so that hosts of network namespaces
+(tests/namespaces.py) need no interpreter of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 LARGE = (
     *("torch", "torch._dynamo", "torch.export", "torch.distributed.run"),
     *("numba", "omegaconf", "pyomo.environ", "matplotlib.figure", "dvc.cli", "dvc.commands.repro", "dvc.repo"),
+    *("dvc.repo.experiments.queue.tempdir", "dvc.repo.experiments.run"),
 )
 LIMIT_S, GRACE_S = 240.0, 5.0
 NETWORK = "/proc/self/ns/net"
@@ -50,6 +52,9 @@ class Server:
             python = self._folder / "python"
             python.write_text(f'#!/bin/sh\n[ "$1" = -u ] && [ "$2" = -m ] && shift\n[ "$1" = -m ] && {ask}\n{other}\n')
             python.chmod(0o700)
+            dvc = self._folder / "dvc"
+            dvc.write_text(f'#!/bin/sh\nexec "{python}" -m dvc "$@"\n')
+            dvc.chmod(0o700)
             command = [sys.executable, __file__, "serve", str(self._folder)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             assert self._process.stdout
@@ -202,6 +207,7 @@ def become(request: Mapping[str, Any], files: Sequence[int], place: Path) -> NoR
         os.dup2(file, number)
         os.close(file)
     tempfile.tempdir = None  # found anew, in this environment
+    sys.modules["numba.core.config"].reload_config()
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
     sys.path[:1] = [*request["path"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.executable = str(place / "python")

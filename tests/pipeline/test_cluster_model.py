@@ -169,7 +169,7 @@ def test_shares_are_shares(layout):
     if why_not(SMALL, layout) is None:
         priced = price(SMALL, layout, machine())
         assert 0 < priced.mfu <= 1 and priced.mfu * 312e12 <= priced.flops * (1 + 1e-9)
-        assert 0 <= priced.communication < 1 and priced.bubble >= 0
+        assert min(priced.communication, priced.bubble) >= 0 and priced.communication + priced.bubble < 1
         assert priced.tokens_per_s == pytest.approx(256 * 1024 / priced.seconds)
 
 
@@ -214,11 +214,18 @@ def test_rows_that_are_not_aligned_are_slower():
     assert odd > 1.1 * even
 
 
+def test_the_bubble_is_a_share_of_the_step():
+    layout = Layout(1, 1, 4, 1, 8)
+    _, idle = pipeline_seconds(stage_seconds(SMALL, layout, machine()), layout)
+    priced = price(SMALL, layout, machine())
+    assert priced.bubble == pytest.approx(idle / priced.seconds)
+
+
 def test_interleaving_shortens_the_bubble_and_sends_more():
     plain = Layout(1, 1, 4, 1, 256)
     woven = replace(plain, schedule=Schedule.interleaved, chunks=3)
     one, other = (price(SMALL, layout, machine()) for layout in (plain, woven))
-    assert other.bubble == pytest.approx(one.bubble / 3, rel=0.1)
+    assert other.bubble * other.seconds == pytest.approx(one.bubble * one.seconds / 3, rel=0.1)
     assert other.communication > one.communication
 
 

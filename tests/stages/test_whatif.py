@@ -274,6 +274,23 @@ def test_a_question_that_cannot_be_is_one_line(refused, words, told):
     assert told in refused(*words)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sequence", "model=gpt", "model.module.no_such=3"],
+        ["clusters", "tiny,preset_cpu", "model.module.no_such=3"],
+        ["sequence", "model=gpt", "solve.constraints={no_such: R}"],
+        ["link", "latency=2", "solve.constraints={no_such: R}"],
+    ],
+)
+def test_what_fails_for_every_value_is_told_once(project, monkeypatch, capsys, words):
+    """Not also in the line of each value that was tried."""
+    monkeypatch.chdir(project)
+    assert main(["whatif", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and "no_such" in err, err
+
+
 def test_the_table_aligns_figures_and_cuts_long_reasons():
     rows = [{"batch": 16, "step_ms": 1234.5, "plan": "d0=2"}, {"batch": 2048, "step_ms": None, "plan": "x" * 200}]
     assert table(rows)[:2] == ["batch  step_ms  plan", "   16    1,234  d0=2"]
