@@ -15,6 +15,7 @@ a region that writes the value again does so when every later reader is undone a
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from pipeline.cost.compute import local_bytes
@@ -112,7 +113,9 @@ def link_parts(
     steps: tuple[Step, ...],
     output: Tensor,
     sizes: tuple[int, ...],
+    beside: Container[str] = (),
 ) -> LinkParts:
+    """`beside` are parameters whose gradients have a place already, to which what backward makes is added."""
     storage = _Storage(graph, profile, sizes)
     for step in steps:
         storage.add(step)
@@ -136,7 +139,7 @@ def link_parts(
         forward_peak=max(_forward_peak(steps, storage, kept) + most, gathered),
         dropped_peak=max(_forward_peak(steps, storage, {exit_: storage.size(exit_)}) + most, gathered),
         backward_extra=_backward_extra(
-            graph, steps, storage, kept_by, kept, output, needs, graph.reads_common(link), together
+            graph, steps, storage, kept_by, kept, output, needs, graph.reads_common(link), together, beside
         ),
         common=common_bytes,
     )
@@ -231,11 +234,13 @@ def _backward_extra(
     needs: list[_Temporaries],
     carried: tuple[str, ...],
     together: tuple[Together, ...],
+    beside: Container[str],
 ) -> int:
     """Walks the link backwards: gradients appear as ops are undone, what was kept goes when no earlier op needs it.
 
     Gradients at the link's input and of its parameters are counted elsewhere. So are those of the common values that it
-    reads, but the link's own share lies beside what has come together so far.
+    reads, but the link's own share lies beside what has come together so far; and that of a parameter whose gradient
+    has a place already lies beside it until it is added.
     """
     needed_until: dict[Tensor, int] = {}
     for index in reversed(range(len(steps))):
@@ -266,7 +271,8 @@ def _backward_extra(
             if graph.values[tensor.value].grad:
                 gradients.setdefault(tensor, local_bytes(graph, tensor.value, tensor.layout, storage.sizes))
         peak = max(peak, sum(held.values()) + sum(gradients.values()) + needs[index].backward + sent)
-        for tensor in _written(step):
+        added = [tensor for tensor in _read(step) if tensor.value in beside and tensor not in made]
+        for tensor in (*_written(step), *added):
             gradients.pop(tensor, None)
         held = {t: n for t, n in held.items() if needed_until.get(t, len(steps)) < index}
     ends = sum(n for tensor, n in gradients.items() if tensor.value not in carried) + storage.size(output)

@@ -100,11 +100,32 @@ def _sum_and_split(axis: MeshAxis, dim: int, parts: int) -> Move:
         if axis.size == 1:
             return x
         pieces = _pieces(x, axis.size, dim, parts)
-        own = torch.empty_like(pieces[0])
-        reduce_scatter_from(own.view(-1), pieces.view(-1), group=axis.group)
-        return own
+        is_view = pieces.data_ptr() == x.data_ptr()
+        return own_sum(pieces.clone() if is_view and _sums_in_place(axis) else pieces, axis)
 
     return move
+
+
+def own_sum(rows: Tensor, axis: MeshAxis) -> Tensor:
+    """This rank's row of the sum over the ranks, in memory of its own; what is left in `rows` is of no use."""
+    if _sums_in_place(axis):
+        dist.all_reduce(rows, group=axis.group)
+        return rows[axis.rank].clone()
+    own = torch.empty_like(rows[0])
+    reduce_scatter_from(own.view(-1), rows.view(-1), group=axis.group)
+    return own
+
+
+def sum_own(rows: Tensor, axis: MeshAxis) -> Any:
+    """The same where this rank's row lies, without waiting for it."""
+    if _sums_in_place(axis):
+        return dist.all_reduce(rows, group=axis.group, async_op=True)
+    return reduce_scatter_from(rows[axis.rank], rows.view(-1), group=axis.group, async_op=True)
+
+
+def _sums_in_place(axis: MeshAxis) -> bool:
+    """gloo sums all rows for each rank. Torch has it do so on a copy, which takes time, and memory until the end."""
+    return bool(dist.get_backend(axis.group) == "gloo")
 
 
 def _own_piece(axis: MeshAxis, dim: int, parts: int) -> Move:
@@ -177,9 +198,7 @@ class Joining:
 def sum_and_split_several(wholes: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis) -> list[Tensor]:
     """This rank's pieces of the sums over the ranks."""
     parts = [_rows(whole, axis.size, *split) for whole, split in zip(wholes, splits, strict=True)]
-    rows = torch.cat([part.reshape(axis.size, -1) for part in parts], 1)
-    own = rows.new_empty(rows.shape[1])
-    reduce_scatter_from(own, rows.view(-1), group=axis.group)
+    own = own_sum(torch.cat([part.reshape(axis.size, -1) for part in parts], 1), axis)
     found = own.split([part.numel() // axis.size for part in parts])
     return [x.view(part.shape[1:]) for x, part in zip(found, parts, strict=True)]
 
