@@ -193,8 +193,9 @@ class Simulated:
         return Done() if async_op else None
 
     @staticmethod
-    def all_gather(output: Tensor, tensor: Tensor, group) -> None:
+    def all_gather(output: Tensor, tensor: Tensor, group, async_op=False) -> Done | None:
         output.copy_(torch.cat(group[0].exchange(group[1], tensor)))
+        return Done() if async_op else None
 
     @staticmethod
     def reduce_scatter(output: Tensor, tensor: Tensor, group) -> None:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from pipeline.runtime import ahead
-from pipeline.runtime.collectives import Joining, Split, mask, mask_both, piece, sum_and_split_several
+from pipeline.runtime.collectives import Joining, Split, mask, mask_both, own_copy, sum_and_split_several
 from pipeline.runtime.mesh import MeshAxis, axis_of
 from pipeline.runtime.put_off import at_border
 
@@ -204,7 +204,7 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         group, needs = ctx.group, ctx.needs_input_grad[1:]
         own = [n for n, need in enumerate(needs) if need and not group.summed[n] and gradients[n] is not None]
-        found = {n: piece(gradients[n], group.axis, *group.splits[n]).contiguous() for n in own}
+        found = {n: own_copy(group.axis, *group.splits[n])(gradients[n]) for n in own}
         chosen = [n for n, need in enumerate(needs) if need and group.summed[n]]
         if chosen:
             like = next(gradient for gradient in gradients if gradient is not None)

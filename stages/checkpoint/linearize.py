@@ -6,6 +6,7 @@ appears in backward and stays until the optimizer has used it: then they are no 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -84,7 +85,8 @@ def linearize(
     fixed = price.fixed_bytes + given - sum(grown)
     part = _updated_part(graph, cluster, sharding)
     extra = profile.step.optimizer_bytes if profile.step else 0
-    peak = price.resident_bytes + given + round(part * extra) + _apart_bytes(graph, cluster, sharding)
+    beside = math.ceil(max(part, _largest_part(graph, cluster, sharding)) * extra)
+    peak = price.resident_bytes + given + beside + _apart_bytes(graph, cluster, sharding)
     return Linear(_chain(costs, grown), costs, fixed, peak, _optimizer_seconds(profile, cluster, price, part))
 
 
@@ -103,6 +105,13 @@ def _updated_part(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> float
     states = state_layouts(graph, sharding)
     own = sum(local_bytes(graph, name, layout, cluster.sizes) for name, layout in states.items())
     return own / max(1, sum(graph.values[name].type.nbytes for name in states))
+
+
+def _largest_part(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> float:
+    """The same of the largest that is updated: an optimizer may go from one to the next."""
+    states = state_layouts(graph, sharding)
+    own = max((local_bytes(graph, name, layout, cluster.sizes) for name, layout in states.items()), default=0)
+    return own / max(1, max((graph.values[name].type.nbytes for name in states), default=0))
 
 
 def _apart_bytes(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> int:
