@@ -7,9 +7,9 @@ back to what is stored.
 
 A link's parameters are gathered together (`regather_together`): one collective forward, one more in backward for those
 of which backward needs something, when it asks for the first of them, and one for the gradients of those that become
-`B`; of what becomes `R` every rank has the whole gradient, and takes its piece. A copy goes when the last op that needs
-it is undone. `all_gather_together` is the same where the copies are kept (ZeRO-2), and waits for them: ahead of time
-they would lie beside all that forward keeps.
+`B` (large ones by their own: `collectives.Joining`); of what becomes `R` every rank has the whole gradient, and takes
+its piece. A copy goes when the last op that needs it is undone. `all_gather_together` is the same where the copies are
+kept (ZeRO-2), and waits for them: ahead of time they would lie beside all that forward keeps.
 
 Recompute regions have hooks of their own on what autograd keeps, and autograd asks the innermost alone: `keep_shards`
 passes on to the hooks around it what it does not replace. A region enters it on both its runs.
