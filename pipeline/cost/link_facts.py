@@ -220,9 +220,10 @@ class Facts:
     ) -> LinkFacts:
         link, ops = group.link, group.ops
         here = {there: op for op, there in ops.items()}
-        values, read = self._values(ops), self._read(ops)
+        values = self._values(ops)
+        named = self._read(ops) | values
         size = [
-            self._local(held.nbytes, values.get(held.value) or read.get(held.gradient, ""), here.get(held.op, ""))
+            self._local(held.nbytes, values.get(held.value) or named.get(held.gradient, ""), here.get(held.op, ""))
             for held in run.held
         ]
         count, end = len(run.forward), len(run.forward) + len(run.backward)
@@ -260,7 +261,7 @@ class Facts:
                 )
             )
         lives = [
-            (size[n], held.born, self._died(run, held, read.get(held.gradient, "") in beside))
+            (size[n], held.born, self._died(run, held, named.get(held.gradient, "") in beside))
             for n, held in enumerate(run.held)
             if n not in outside
         ]

@@ -228,7 +228,7 @@ def _moves(clock: Clock, axis: Axis, piece: int) -> dict[str, Callable[[], objec
     return {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_gather": lambda: all_gather_into(other, part, group=group),
-        "reduce_scatter": lambda: own_sum(other.view(world, -1), rows),
+        "reduce_scatter": lambda: own_sum(other.view(world, -1).clone(), rows),  # programs make the rows, too
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         SEND: shift,
     }

@@ -130,6 +130,9 @@ class Runner:
             edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs if y.requires_grad]
             gradients = [torch.empty_like(y) if y.requires_grad else None for y in outputs]
             incoming = [None if g is None else _known_number(watch, g) for g in gradients]
+            for name, number in zip(ends.writes, incoming, strict=True):
+                if number is not None:  # also where an op passes it on as it is, to a parameter it adds
+                    watch.storages[number].gradient = name
             outputs.clear()
             wanted = [leaf for leaf in leaves if leaf.requires_grad] + parameters
             given = [g for g in gradients if g is not None]
