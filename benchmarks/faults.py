@@ -10,8 +10,8 @@ A small GPT on two ranks, with a snapshot every few steps. It is trained undistu
 | the stage itself | the same |
 
 `lost` counts snapshots that were acknowledged (a line of steps.jsonl) and were not there when training went on;
-`max_diff` is the largest difference of a loss or a parameter from the undisturbed run. Bars: 0 and 1e-6. The last line
-is JSON.
+`max_diff` is the largest difference of a loss or a parameter from the undisturbed run. Bars: 0 and 1e-6. A table says
+what was killed after which steps, how often training went on from there, and what that lost. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ import random
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,12 @@ import psutil
 
 from benchmarks import small_project
 
-KINDS = ("rank", "snapshot", "launcher", "stage")
+KINDS = {  # and what brings training back
+    "rank": "torchrun",
+    "snapshot": "torchrun",
+    "launcher": "the next start",
+    "stage": "the next start",
+}
 EVERY, BAR, PATIENCE_S = 4, 1e-6, 120.0
 
 
@@ -41,19 +49,43 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        found = compare(Path(folder), given.kills, given.steps, given.seed)
-    print(json.dumps(found))
-    return 0 if found["lost"] == 0 and found["max_diff"] <= BAR else 1
+        kills, apart = compare(Path(folder), given.kills, given.steps, given.seed)
+    lost = sum(kill.lost for kill in kills)
+    print(table(kills))
+    print(f"largest difference from the undisturbed run: {apart:.1e}")
+    by_kind = {kind: sum(kill.kind == kind for kill in kills) for kind in KINDS}
+    print(json.dumps({"kills": len(kills), "lost": lost, "max_diff": apart, "kinds": by_kind}))
+    return 0 if lost == 0 and apart <= BAR else 1
 
 
-def compare(folder: Path, kills: int, steps: int, seed: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Kill:
+    kind: str
+    step: int  # the last that was seen before it
+    went_on: int | None = None  # after so many steps; None: another kill came first
+    lost: int = 0  # acknowledged snapshots that were not there when training went on
+
+
+def table(kills: Sequence[Kill]) -> str:
+    lines = [f"{'killed':10}{'kills':>6}  {'brought back by':16}{'restarts':>9}{'lost':>6}   after step"]
+    for kind, by in KINDS.items():
+        own = [kill for kill in kills if kill.kind == kind]
+        restarts, lost = sum(kill.went_on is not None for kill in own), sum(kill.lost for kill in own)
+        steps = textwrap.wrap(", ".join(str(kill.step) for kill in own), 60) or ["-"]
+        lines.append(f"{kind:10}{len(own):6}  {by:16}{restarts:9}{lost:6}   {steps[0]}")
+        lines += [f"{'':52}{more}" for more in steps[1:]]
+    return "\n".join(lines)
+
+
+def compare(folder: Path, kills: int, steps: int, seed: int) -> tuple[list[Kill], float]:
+    """What was killed, and how far the run under kills is from the undisturbed one."""
     plain, disturbed = folder / "plain", folder / "disturbed"
     small_project.make(plain, {"steps": steps, "export": True})
     small_project.copy(plain, disturbed, snapshots={"every": EVERY}, max_restarts=kills)
     small_project.run(plain, "train").check_returncode()
     run = Disturbed(disturbed, kills, steps, random.Random(seed))
     run.to_the_end()
-    return {"kills": run.kills, "lost": run.lost, "max_diff": difference(plain, disturbed), "kinds": run.by_kind}
+    return run.kills, difference(plain, disturbed)
 
 
 class Disturbed:
@@ -62,15 +94,10 @@ class Disturbed:
     def __init__(self, root: Path, kills: int, steps: int, draw: random.Random) -> None:
         self.root, self.draw = root, draw
         self.due = sorted(draw.randrange(1, steps) for _ in range(kills))  # a kill at each of these steps, or after it
-        self.by_kind = dict.fromkeys(KINDS, 0)
-        self.lost = 0
+        self.kills: list[Kill] = []
         self.acknowledged = 0  # the step of the newest snapshot
         self.step = 0
         self.read: dict[Path, int] = {}  # how far each file of steps has been read
-
-    @property
-    def kills(self) -> int:
-        return sum(self.by_kind.values())
 
     def to_the_end(self) -> None:
         killed = True
@@ -94,7 +121,7 @@ class Disturbed:
 
     def _disturb(self, stage: subprocess.Popen[bytes]) -> bool:
         """Until the stage has ended: whether it had to, because it or torchrun was killed."""
-        kind, last = self.draw.choice(KINDS), time.monotonic()
+        kind, last = self.draw.choice(list(KINDS)), time.monotonic()
         while stage.poll() is None:
             before = self.step
             self._look()
@@ -103,10 +130,10 @@ class Disturbed:
                 raise SystemExit(f"no step within {PATIENCE_S:g} s: {self._log()}")
             if self.due and self.step >= self.due[0] and self._kill(kind, stage):
                 self.due.pop(0)
-                self.by_kind[kind] += 1
+                self.kills.append(Kill(kind, self.step))
                 if kind in ("launcher", "stage"):
                     return True
-                kind = self.draw.choice(KINDS)
+                kind = self.draw.choice(list(KINDS))
             time.sleep(0.002)
         return False
 
@@ -152,10 +179,14 @@ class Disturbed:
         self.step = line.get("step", self.step)
         if "snapshot" in line and "problem" not in line:
             self.acknowledged = max(self.acknowledged, line["snapshot"])
-        if "resumed" in line and line["resumed"] < self.acknowledged:
-            self.lost += 1
-        if "damaged" in line:
-            self.lost += 1
+        begins = 0 if line.get("step") == 0 else None  # a start that finds no snapshot does not say so
+        went_on = line.get("resumed", begins)
+        lost = ("resumed" in line and line["resumed"] < self.acknowledged) + ("damaged" in line)
+        if self.kills:
+            last = self.kills[-1]
+            self.kills[-1] = replace(
+                last, went_on=last.went_on if went_on is None else went_on, lost=last.lost + int(lost)
+            )
 
     def _gone(self, stage: subprocess.Popen[bytes]) -> None:
         """No process of the project is left, within seconds."""

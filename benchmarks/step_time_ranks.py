@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -75,18 +75,19 @@ def measure(name: str, programs: Mapping[str, str], rounds: int) -> dict[str, An
     beside = {CHOSEN: ours[CHOSEN], **others}
     if not getattr(written[CHOSEN], "ONEDNN", True):
         beside[DDP_LIKE_US] = partial(on_kernels_of, written[CHOSEN], others["ddp"])
-    peaks = {who: peak_bytes(maker, model) for who, maker in beside.items()}
+    shared = [*model.parameters(), *model.buffers(), *given.values()]
+    peaks = {who: peak_bytes(maker, shared) for who, maker in beside.items()}
     compared = in_turn({who: maker() for who, maker in beside.items()}, rounds)
     plans = in_turn({who: maker() for who, maker in ours.items()}, rounds) if len(ours) > 1 else compared
     return {"peaks": peaks, "compared": compared, "plans": plans}
 
 
-def peak_bytes(make: Callable[[], Step], model: nn.Module) -> int:
-    """Of the second step; what the step has made before is counted, the model that all are made from is not."""
+def peak_bytes(make: Callable[[], Step], shared: Iterable[Tensor]) -> int:
+    """Of the second step; what the step has made before is counted, what all are made from (`shared`) is not."""
     with Tally(()) as tally:
         step = make()
         step()
-        for tensor in (*model.parameters(), *model.buffers()):  # seen where the step took its copy of it
+        for tensor in shared:  # seen where the step took its copy of it
             tally.alive.pop(StorageWeakRef(tensor.untyped_storage()).cdata, None)
         tally.peak = 0
         step()

@@ -183,14 +183,19 @@ class Simulated:
     ReduceOp = ReduceOp
 
     @staticmethod
+    def get_backend(group) -> str:
+        return "threads"
+
+    @staticmethod
     def all_reduce(tensor: Tensor, group, op=ReduceOp.SUM, async_op=False) -> Done | None:
         everyone = torch.stack(group[0].exchange(group[1], tensor))
         tensor.copy_(everyone.amax(0) if op == ReduceOp.MAX else everyone.sum(0))
         return Done() if async_op else None
 
     @staticmethod
-    def all_gather(output: Tensor, tensor: Tensor, group) -> None:
+    def all_gather(output: Tensor, tensor: Tensor, group, async_op=False) -> Done | None:
         output.copy_(torch.cat(group[0].exchange(group[1], tensor)))
+        return Done() if async_op else None
 
     @staticmethod
     def reduce_scatter(output: Tensor, tensor: Tensor, group) -> None:

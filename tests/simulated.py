@@ -65,6 +65,7 @@ def _simulation() -> Iterator[None]:
     with (
         patch.object(mesh, "_axes", _Axes()),
         patch.object(dist, "all_reduce", _all_reduce),
+        patch.object(dist, "get_backend", lambda group: "threads"),
         patch.object(collectives, "all_gather_into", _all_gather),
         patch.object(collectives, "reduce_scatter_from", _reduce_scatter),
     ):

@@ -20,8 +20,8 @@
 (1) Every step on the way of such a parameter to its readers is made again in backward; the others keep their names:
 `again(gather, ...)`.
 
-The parameters of a link that are gathered over one axis, `S -> B` or `S -> R`, are one collective,
-`all_gather_together` or, where it is made again, `regather_together`.
+The parameters of a link that are gathered over one axis, `S -> B` or `S -> R`, are one collective (large ones each
+their own, begun together), `all_gather_together` or, where it is made again, `regather_together`.
 
 A step changes the state on one axis. The digits that the other axes take (see pipeline.ir.layout) stay where they are:
 gathering the outer of two axes on one dim leaves the inner one on a factor, `S(0),S(0) -> R,S(0:2)`; only where the
@@ -38,7 +38,7 @@ from pipeline.cost.compute import Seconds
 from pipeline.ir.cluster import COLLECTIVES, Axis, Compute
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.layout import Layout, State
-from pipeline.ir.program import Convert, Step, Tensor
+from pipeline.ir.program import GATHERED_ALONE, Convert, Step, Tensor
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,19 @@ def _gathers_over(
     if conversion_of(*ends, sizes) not in GATHERS:
         return None
     return step_axis(*ends, sizes), step.again, step.again and step.source in made
+
+
+def gathered_beside(graph: OpGraph, step: Convert, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes that a gather of a parameter takes beside the whole: of what it sends, and of what it receives.
+
+    A large one is a collective of its own, which sends the piece that is stored, and receives the whole itself where it
+    is split on its first dim (pipeline.runtime.collectives.Joining).
+    """
+    ends = step.source.layout, step.target.layout
+    whole = graph.values[step.target.value].type.nbytes // step.target.layout.pieces(sizes)
+    if whole < GATHERED_ALONE:
+        return whole // sizes[step_axis(*ends, sizes)], whole
+    return 0, 0 if step_arguments(*ends, sizes) == {"dim": 0} else whole
 
 
 def gathered_share(graph: OpGraph, value: str) -> float:

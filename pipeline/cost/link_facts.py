@@ -7,6 +7,7 @@ itself where no conversion moves memory in it; else as pipeline.cost.memory has 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -23,7 +24,7 @@ from pipeline.cost.unsplit import card_of
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import Link, OpGraph, Role
 from pipeline.ir.plan import Sharding, path_name
-from pipeline.ir.profile import Kernel, LinkKernels, OpCost, Profile
+from pipeline.ir.profile import Held, Kernel, LinkKernels, OpCost, Profile
 from pipeline.ir.program import Call, Convert, Program, Step, Tensor
 from pipeline.low_precision import LOW
 from pipeline.lowering import home_layouts
@@ -105,7 +106,8 @@ class Facts:
         times, seconds = self._seconds(group, steps, priced)
         if group.run is not None and group.run.held and not moved and self.slices == 1:
             return self._as_run(group, group.run, steps, times, seconds, own[0].input_bytes)
-        parts = link_parts(self.graph, self.profile, self.sharding, link, steps, exit_, self.sizes)
+        beside = {name for name in self._parameters(link) if name not in self.growing}
+        parts = link_parts(self.graph, self.profile, self.sharding, link, steps, exit_, self.sizes, beside)
         return self._as_priced(link, steps, parts, times, seconds, own[0].input_bytes)
 
     def _moves(self, step: Convert) -> bool:
@@ -219,8 +221,13 @@ class Facts:
         link, ops = group.link, group.ops
         here = {there: op for op, there in ops.items()}
         values = self._values(ops)
-        size = [self._local(held.nbytes, values.get(held.value, ""), here.get(held.op, "")) for held in run.held]
+        named = self._read(ops) | values
+        size = [
+            self._local(held.nbytes, values.get(held.value) or named.get(held.gradient, ""), here.get(held.op, ""))
+            for held in run.held
+        ]
         count, end = len(run.forward), len(run.forward) + len(run.backward)
+        beside = self._beside(link)
         common = {values.get(run.held[n].value) for n in run.writes if n is not None} & set(link.common)
         outside = {n for n, held in enumerate(run.held) if values.get(held.value) in common}
         kept = {
@@ -254,7 +261,7 @@ class Facts:
                 )
             )
         lives = [
-            (size[n], held.born, end if held.died is None else held.died)
+            (size[n], held.born, self._died(run, held, named.get(held.gradient, "") in beside))
             for n, held in enumerate(run.held)
             if n not in outside
         ]
@@ -285,6 +292,27 @@ class Facts:
         for here, there in ops.items():
             found |= dict(zip(self.graph.op(there).outputs, self.graph.op(here).outputs, strict=True))
         return found
+
+    def _read(self, ops: Mapping[str, str]) -> dict[str, str]:
+        """A value that the link that was run reads -> what this one reads in its place."""
+        found: dict[str, str] = {}
+        for here, there in ops.items():
+            found |= dict(zip(self.graph.op(there).inputs, self.graph.op(here).inputs, strict=True))
+        return found
+
+    def _beside(self, link: Link) -> set[str]:
+        """Parameters whose gradients have a place already, and one op that makes them."""
+        readers = Counter(name for op in link.ops for name in self.graph.op(op).inputs)
+        return {name for name in self._parameters(link) if name not in self.growing and readers[name] == 1}
+
+    @staticmethod
+    def _died(run: LinkKernels, held: Held, is_added: bool) -> int:
+        """The kernel before which it goes: what is added to a place of its own, when the op that made it is undone."""
+        count, end = len(run.forward), len(run.forward) + len(run.backward)
+        if not is_added:
+            return end if held.died is None else held.died
+        after = (n for n in range(held.born + 1, end) if run.backward[n - count].op != held.op)
+        return min(next(after, end), end if held.died is None else held.died)
 
     def _parameters(self, link: Link) -> list[str]:
         read = dict.fromkeys(name for op in link.ops for name in self.graph.op(op).inputs)

@@ -15,15 +15,16 @@ a region that writes the value again does so when every later reader is undone a
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from pipeline.cost.compute import local_bytes
-from pipeline.cost.conversions import TABLE, conversion_of, gathered_together
+from pipeline.cost.conversions import TABLE, conversion_of, gathered_beside, gathered_together
 from pipeline.ir.graph import Link, OpGraph
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
-from pipeline.ir.program import Call, Convert, Step, Tensor
+from pipeline.ir.program import GATHERED_ALONE, Call, Convert, Step, Tensor
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,9 @@ def link_parts(
     steps: tuple[Step, ...],
     output: Tensor,
     sizes: tuple[int, ...],
+    beside: Container[str] = (),
 ) -> LinkParts:
+    """`beside` are parameters whose gradients have a place already, to which what backward makes is added."""
     storage = _Storage(graph, profile, sizes)
     for step in steps:
         storage.add(step)
@@ -136,7 +139,7 @@ def link_parts(
         forward_peak=max(_forward_peak(steps, storage, kept) + most, gathered),
         dropped_peak=max(_forward_peak(steps, storage, {exit_: storage.size(exit_)}) + most, gathered),
         backward_extra=_backward_extra(
-            graph, steps, storage, kept_by, kept, output, needs, graph.reads_common(link), together
+            graph, steps, storage, kept_by, kept, output, needs, graph.reads_common(link), together, beside
         ),
         common=common_bytes,
     )
@@ -203,21 +206,22 @@ def _forward_peak(steps: tuple[Step, ...], storage: _Storage, kept: dict[Tensor,
     return private + sum(storage.bytes.get(owner, 0) for owner in written)
 
 
-Together = tuple[Tensor, ...]  # copies that one collective makes
+Together = tuple[tuple[Tensor, int], ...]  # copies that are made at once, and what is received beside each
 
 
 def _together(graph: OpGraph, steps: tuple[Step, ...], sizes: tuple[int, ...]) -> tuple[Together, ...]:
-    return tuple(tuple(step.target for step in run) for run in gathered_together(graph, steps, sizes))
+    runs = gathered_together(graph, steps, sizes)
+    return tuple(tuple((step.target, gathered_beside(graph, step, sizes)[1]) for step in run) for run in runs)
 
 
 def _gather_peak(steps: tuple[Step, ...], storage: _Storage, together: tuple[Together, ...]) -> int:
     """The most that is alive while a collective makes its copies: these come before all else in a link."""
-    last = {run[-1]: run for run in together}
+    last = {run[-1][0]: run for run in together}
     alive = peak = 0
     for step in steps:
         alive += sum(storage.bytes.get(tensor, 0) for tensor in _written(step))
         if isinstance(step, Convert) and step.target in last:
-            peak = max(peak, alive + sum(map(storage.size, last[step.target])))
+            peak = max(peak, alive + sum(received for _, received in last[step.target]))
     return peak
 
 
@@ -231,18 +235,20 @@ def _backward_extra(
     needs: list[_Temporaries],
     carried: tuple[str, ...],
     together: tuple[Together, ...],
+    beside: Container[str],
 ) -> int:
     """Walks the link backwards: gradients appear as ops are undone, what was kept goes when no earlier op needs it.
 
     Gradients at the link's input and of its parameters are counted elsewhere. So are those of the common values that it
-    reads, but the link's own share lies beside what has come together so far.
+    reads, but the link's own share lies beside what has come together so far; and that of a parameter whose gradient
+    has a place already lies beside it until it is added.
     """
     needed_until: dict[Tensor, int] = {}
     for index in reversed(range(len(steps))):
         for owner in kept_by[index]:
             needed_until[owner] = index
     made = {tensor: index for index, step in enumerate(steps) for tensor in _written(step)}
-    run_of = {copy: run for run in together for copy in run}
+    run_of = {copy: run for run in together for copy, _ in run}
     alone = [owner for owner in needed_until if owner in made and owner not in kept and owner not in run_of]
     needed_until |= {owner: made[owner] + 1 for owner in alone}
     held = dict(kept)
@@ -251,26 +257,34 @@ def _backward_extra(
     peak = 0
     asked: set[Together] = set()
     converts = [s for s in steps if isinstance(s, Convert)]
-    last = [s for s in converts if any(s.target == run[-1] for run in together)]
+    last = [s for s in converts if any(s.target == run[-1][0] for run in together)]
     summed = {s.target for s in converts if _sums_gradient(s, storage.sizes)}
+    source = {s.target: s.source for s in converts}
     for index in reversed(range(len(steps))):
         step = steps[index]
         held |= {owner: size for owner, size in kept_by[index].items() if owner not in kept}
         for run in {run_of[owner] for owner in kept_by[index] if owner in run_of and owner not in kept} - asked:
             asked.add(run)
-            again = {copy: storage.size(copy) for copy in run if copy in needed_until}
-            held |= again
-            peak = max(peak, sum(held.values()) + sum(gradients.values()) + sum(again.values()))
-        sent = sum(storage.size(copy) for copy in run_of[step.target] if copy in summed) if step in last else 0
-        for tensor in _read(step):
+            again = [(copy, received) for copy, received in run if copy in needed_until]
+            held |= {copy: storage.size(copy) for copy, _ in again}
+            peak = max(peak, sum(held.values()) + sum(gradients.values()) + sum(received for _, received in again))
+        run = run_of[step.target] if step in last else ()
+        sent = _most_sent([storage.size(copy) for copy, _ in run if copy in summed])
+        for tensor in (*_read(step), *(source[copy] for copy, _ in run)):  # the pieces of all come at once
             if graph.values[tensor.value].grad:
                 gradients.setdefault(tensor, local_bytes(graph, tensor.value, tensor.layout, storage.sizes))
         peak = max(peak, sum(held.values()) + sum(gradients.values()) + needs[index].backward + sent)
-        for tensor in _written(step):
+        added = [tensor for tensor in _read(step) if tensor.value in beside and tensor not in made]
+        for tensor in (*_written(step), *added):
             gradients.pop(tensor, None)
         held = {t: n for t, n in held.items() if needed_until.get(t, len(steps)) < index}
     ends = sum(n for tensor, n in gradients.items() if tensor.value not in carried) + storage.size(output)
     return max(0, peak - start - ends)
+
+
+def _most_sent(sizes: list[int]) -> int:
+    """Gradients that are summed go one after the other where they are large, and the others together."""
+    return max([sum(size for size in sizes if size < GATHERED_ALONE), *sizes], default=0)
 
 
 def _sums_gradient(step: Convert, sizes: tuple[int, ...]) -> bool:

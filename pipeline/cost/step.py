@@ -23,7 +23,14 @@ from dataclasses import dataclass
 from math import prod
 
 from pipeline.cost.compute import Seconds, local_bytes, op_seconds, optimizer_seconds
-from pipeline.cost.conversions import TABLE, conversion_of, gathered_share, gathered_together, step_axis
+from pipeline.cost.conversions import (
+    TABLE,
+    conversion_of,
+    gathered_beside,
+    gathered_share,
+    gathered_together,
+    step_axis,
+)
 from pipeline.cost.joined import joined_link
 from pipeline.cost.memory import LinkMemory, link_memory
 from pipeline.cost.paths import Paths
@@ -192,7 +199,8 @@ def ahead_bytes(graph: OpGraph, steps: Sequence[Step], sizes: tuple[int, ...]) -
         ends = step.source.layout, step.target.layout
         if step.source not in made and (step in joined or conversion_of(*ends, sizes) is TABLE["SB"]):
             axis, whole = step_axis(*ends, sizes), local_bytes(graph, step.target.value, step.target.layout, sizes)
-            found[axis] = found.get(axis, 0) + whole + whole // sizes[axis]
+            sent, _ = gathered_beside(graph, step, sizes)
+            found[axis] = found.get(axis, 0) + whole + sent
     return max(found.values(), default=0)
 
 

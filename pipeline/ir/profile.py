@@ -78,6 +78,7 @@ class Held:
     died: int | None
     op: str  # whose kernel made it
     value: str  # the first value of the graph that lies in it; none for what is an op's own
+    gradient: str = ""  # the value of the graph of which it is the gradient, or what one op adds to that
 
 
 @dataclass(frozen=True)

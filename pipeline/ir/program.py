@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from pipeline.ir.layout import Layout
 
+GATHERED_ALONE = 4 << 20  # bytes of a whole parameter from which on it is not joined with others of its link
+
 
 @dataclass(frozen=True)
 class Tensor:

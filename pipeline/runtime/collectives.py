@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.ir.program import GATHERED_ALONE
 from pipeline.runtime import later
 from pipeline.runtime.mesh import MeshAxis, axis_of
 from pipeline.runtime.put_off import at_border
@@ -100,15 +101,41 @@ def _sum_and_split(axis: MeshAxis, dim: int, parts: int) -> Move:
         if axis.size == 1:
             return x
         pieces = _pieces(x, axis.size, dim, parts)
-        own = torch.empty_like(pieces[0])
-        reduce_scatter_from(own.view(-1), pieces.view(-1), group=axis.group)
-        return own
+        is_view = pieces.data_ptr() == x.data_ptr()
+        return own_sum(pieces.clone() if is_view and _sums_in_place(axis) else pieces, axis)
 
     return move
 
 
+def own_sum(rows: Tensor, axis: MeshAxis) -> Tensor:
+    """This rank's row of the sum over the ranks, in memory of its own; what is left in `rows` is of no use."""
+    if _sums_in_place(axis):
+        dist.all_reduce(rows, group=axis.group)
+        return rows[axis.rank].clone()
+    own = torch.empty_like(rows[0])
+    reduce_scatter_from(own.view(-1), rows.view(-1), group=axis.group)
+    return own
+
+
+def sum_own(rows: Tensor, axis: MeshAxis) -> Any:
+    """The same where this rank's row lies, without waiting for it."""
+    if _sums_in_place(axis):
+        return dist.all_reduce(rows, group=axis.group, async_op=True)
+    return reduce_scatter_from(rows[axis.rank], rows.view(-1), group=axis.group, async_op=True)
+
+
+def _sums_in_place(axis: MeshAxis) -> bool:
+    """gloo sums all rows for each rank. Torch has it do so on a copy, which takes time, and memory until the end."""
+    return bool(dist.get_backend(axis.group) == "gloo")
+
+
 def _own_piece(axis: MeshAxis, dim: int, parts: int) -> Move:
     return lambda x: piece(x, axis, dim, parts).contiguous()
+
+
+def own_copy(axis: MeshAxis, dim: int, parts: int) -> Move:
+    """The same in memory of its own: a parameter keeps its gradient, and would keep the whole behind a view of it."""
+    return lambda x: piece(x, axis, dim, parts).clone(memory_format=torch.contiguous_format)
 
 
 def piece(x: Tensor, axis: MeshAxis, dim: int, parts: int) -> Tensor:
@@ -153,35 +180,60 @@ Split = tuple[int, int]  # the dim on which a tensor is split, and its parts
 
 
 class Joining:
-    """The wholes of pieces of one dtype, while they come together."""
+    """The wholes of pieces of one dtype, while they come together.
+
+    What is large comes by a collective of its own: it gains nothing by being joined, and where it is split on its first
+    dim, what the collective receives is the whole, with no copy to be made of it.
+    """
 
     def __init__(self, pieces: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis, waits: bool = True) -> None:
         self.shapes, self.splits = [piece.shape for piece in pieces], splits
-        self.flat = torch.cat([piece.reshape(-1) for piece in pieces])
-        self.rows = self.flat.new_empty((axis.size, self.flat.numel()))
-        later = {} if waits else {"async_op": True}
-        self.work = all_gather_into(self.rows.view(-1), self.flat, group=axis.group, **later)
+        self.runs = _runs([axis.size * piece.nbytes for piece in pieces])
+        self.sent = [_flat([pieces[n] for n in run]) for run in self.runs]
+        self.rows = [flat.new_empty((axis.size, flat.numel())) for flat in self.sent]
+        later = {} if waits and len(self.runs) == 1 else {"async_op": True}
+        self.works = [
+            all_gather_into(rows.view(-1), flat, group=axis.group, **later)
+            for rows, flat in zip(self.rows, self.sent, strict=True)
+        ]
 
     def finish(self) -> list[Tensor]:
-        if self.work is not None:
-            self.work.wait()
-        rows = self.rows
-        del self.flat, self.rows, self.work  # before the wholes are made
-        parts = rows.split([shape.numel() for shape in self.shapes], 1)
-        given = zip(parts, self.shapes, self.splits, strict=True)
-        # A row of each rank may be seen as a whole where it lies; in memory of its own it lies as it will in backward,
-        # where others are gathered with it.
-        return [_joined(part.unflatten(1, shape), *split).contiguous() for part, shape, split in given]
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        received = self.rows
+        del self.sent, self.rows, self.works  # before the wholes are made
+        found: dict[int, Tensor] = {}
+        for run in reversed(self.runs):
+            parts = received.pop().split([self.shapes[n].numel() for n in run], 1)
+            for n, part in zip(run, parts, strict=True):
+                # A row of each rank may be seen as a whole where it lies; in memory of its own it lies as it will in
+                # backward, where others are gathered with it.
+                found[n] = _joined(part.unflatten(1, self.shapes[n]), *self.splits[n]).contiguous()
+        return [found[n] for n in range(len(self.shapes))]
+
+
+def _flat(pieces: Sequence[Tensor]) -> Tensor:
+    """One after another; a single one is not copied."""
+    return pieces[0].reshape(-1) if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
 
 
 def sum_and_split_several(wholes: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis) -> list[Tensor]:
-    """This rank's pieces of the sums over the ranks."""
-    parts = [_rows(whole, axis.size, *split) for whole, split in zip(wholes, splits, strict=True)]
-    rows = torch.cat([part.reshape(axis.size, -1) for part in parts], 1)
-    own = rows.new_empty(rows.shape[1])
-    reduce_scatter_from(own, rows.view(-1), group=axis.group)
-    found = own.split([part.numel() // axis.size for part in parts])
-    return [x.view(part.shape[1:]) for x, part in zip(found, parts, strict=True)]
+    """This rank's pieces of the sums over the ranks; what is sent of large ones is there for one after the other."""
+    found: dict[int, Tensor] = {}
+    for run in _runs([whole.nbytes for whole in wholes]):
+        parts = [_rows(wholes[n], axis.size, *splits[n]) for n in run]
+        own = own_sum(torch.cat([part.reshape(axis.size, -1) for part in parts], 1), axis)
+        pieces = own.split([part.numel() // axis.size for part in parts])
+        found |= {n: x.view(part.shape[1:]) for n, x, part in zip(run, pieces, parts, strict=True)}
+    return [found[n] for n in range(len(wholes))]
+
+
+def _runs(sizes: Sequence[int]) -> list[list[int]]:
+    """Numbers of those that one collective moves: each of the large ones alone, all others together."""
+    large = [n for n, nbytes in enumerate(sizes) if nbytes >= GATHERED_ALONE]
+    small = [n for n, nbytes in enumerate(sizes) if nbytes < GATHERED_ALONE]
+    return [*([n] for n in large), *([small] if small else [])]
 
 
 # The conversions, by the names that generated programs use.
@@ -219,7 +271,7 @@ def all_gather(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
 
 def gather(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """S(dim) -> R"""
-    return _apply(x, _join(axis_of(axis), dim, parts), _own_piece(axis_of(axis), dim, parts))
+    return _apply(x, _join(axis_of(axis), dim, parts), own_copy(axis_of(axis), dim, parts))
 
 
 def reduce_scatter(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:

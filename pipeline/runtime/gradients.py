@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from pipeline.ir.layout import Layout, Place
 from pipeline.runtime import later
 from pipeline.runtime.ahead import Ahead
-from pipeline.runtime.collectives import all_gather_into, reduce_scatter_from
+from pipeline.runtime.collectives import all_gather_into, sum_own
 from pipeline.runtime.mesh import MeshAxis, axis_of, joined
 
 Row = tuple[str, str, str]  # of a program's PARAMETERS: layout, axes over which the gradient is summed, state's layout
@@ -305,7 +305,7 @@ class _Shards:
             self._slot(self.sent, number).zero_()
         self.sums_left = self.rest.size > 1
         if self.scatter.size > 1:
-            self.work = reduce_scatter_from(self.own, self.sent.view(-1), group=self.scatter.group, async_op=True)
+            self.work = sum_own(self.sent, self.scatter)
 
     def go_on(self) -> None:
         """What is scattered may have to be summed over other axes, when it is there."""

@@ -7,9 +7,9 @@ back to what is stored.
 
 A link's parameters are gathered together (`regather_together`): one collective forward, one more in backward for those
 of which backward needs something, when it asks for the first of them, and one for the gradients of those that become
-`B`; of what becomes `R` every rank has the whole gradient, and takes its piece. A copy goes when the last op that needs
-it is undone. `all_gather_together` is the same where the copies are kept (ZeRO-2), and waits for them: ahead of time
-they would lie beside all that forward keeps.
+`B` (large ones by their own: `collectives.Joining`); of what becomes `R` every rank has the whole gradient, and takes
+its piece. A copy goes when the last op that needs it is undone. `all_gather_together` is the same where the copies are
+kept (ZeRO-2), and waits for them: ahead of time they would lie beside all that forward keeps.
 
 Recompute regions have hooks of their own on what autograd keeps, and autograd asks the innermost alone: `keep_shards`
 passes on to the hooks around it what it does not replace. A region enters it on both its runs.
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from pipeline.runtime import ahead
-from pipeline.runtime.collectives import Joining, Split, mask, mask_both, piece, sum_and_split_several
+from pipeline.runtime.collectives import Joining, Split, mask, mask_both, own_copy, sum_and_split_several
 from pipeline.runtime.mesh import MeshAxis, axis_of
 from pipeline.runtime.put_off import at_border
 
@@ -204,7 +204,7 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         group, needs = ctx.group, ctx.needs_input_grad[1:]
         own = [n for n, need in enumerate(needs) if need and not group.summed[n] and gradients[n] is not None]
-        found = {n: piece(gradients[n], group.axis, *group.splits[n]).contiguous() for n in own}
+        found = {n: own_copy(group.axis, *group.splits[n])(gradients[n]) for n in own}
         chosen = [n for n, need in enumerate(needs) if need and group.summed[n]]
         if chosen:
             like = next(gradient for gradient in gradients if gradient is not None)

@@ -6,6 +6,7 @@ appears in backward and stays until the optimizer has used it: then they are no 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,6 +20,7 @@ from pipeline.cost.unsplit import card_of
 from pipeline.ir import plan
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
 from pipeline.ir.program import Program
@@ -83,7 +85,8 @@ def linearize(
     fixed = price.fixed_bytes + given - sum(grown)
     part = _updated_part(graph, cluster, sharding)
     extra = profile.step.optimizer_bytes if profile.step else 0
-    peak = price.resident_bytes + given + round(part * extra)
+    beside = math.ceil(max(part, _largest_part(graph, cluster, sharding)) * extra)
+    peak = price.resident_bytes + given + beside + _apart_bytes(graph, cluster, sharding)
     return Linear(_chain(costs, grown), costs, fixed, peak, _optimizer_seconds(profile, cluster, price, part))
 
 
@@ -102,6 +105,34 @@ def _updated_part(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> float
     states = state_layouts(graph, sharding)
     own = sum(local_bytes(graph, name, layout, cluster.sizes) for name, layout in states.items())
     return own / max(1, sum(graph.values[name].type.nbytes for name in states))
+
+
+def _largest_part(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> float:
+    """The same of the largest that is updated: an optimizer may go from one to the next."""
+    states = state_layouts(graph, sharding)
+    own = max((local_bytes(graph, name, layout, cluster.sizes) for name, layout in states.items()), default=0)
+    return own / max(1, max((graph.values[name].type.nbytes for name in states), default=0))
+
+
+def _apart_bytes(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> int:
+    """Of the shards that the optimizer updates apart from their parameters, as they do not lie there in one run."""
+    found = 0
+    for name, state in state_layouts(graph, sharding).items():
+        value = graph.values[name]
+        if not _lies_in(sharding.storage[value.origin], state, value.type.shape, cluster.sizes):
+            found += local_bytes(graph, name, state, cluster.sizes)
+    return found
+
+
+def _lies_in(stored: Layout, state: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether a rank's piece of a parameter is one run of what it stores: cut on the first dim, from the outside."""
+    cuts = sorted((place.dim, place.outside, sizes[axis]) for axis, place in stored.further(state, sizes).items())
+    before, whole = stored.local_shape(shape, sizes), 1
+    for dim, outside, size in cuts:
+        if size > 1 and (outside != whole or any(length > 1 for length in before[:dim])):
+            return False
+        whole *= size
+    return True
 
 
 def _optimizer_seconds(profile: Profile, cluster: Cluster, price: StepPrice, part: float) -> float:

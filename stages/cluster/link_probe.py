@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from pipeline.ir.cluster import SEND
-from pipeline.runtime.collectives import all_gather_into, reduce_scatter_from
+from pipeline.runtime.collectives import all_gather_into, own_sum
+from pipeline.runtime.mesh import MeshAxis
 from stages.cluster.fit import reduce_times
 from stages.cluster.rounds import Round
 from stages.cluster.sizes import SMALLEST, ends_first
@@ -215,6 +216,7 @@ def _moves(clock: Clock, axis: Axis, piece: int) -> dict[str, Callable[[], objec
     whole, other = (torch.ones(piece * world, device=clock.device) for _ in range(2))
     part = torch.ones(piece, device=clock.device)
     place = axis.ranks.index(dist.get_rank())
+    rows = MeshAxis(world, place, group)
     after, before = axis.ranks[(place + 1) % world], axis.ranks[place - 1]
 
     def shift() -> None:
@@ -226,7 +228,7 @@ def _moves(clock: Clock, axis: Axis, piece: int) -> dict[str, Callable[[], objec
     return {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
         "all_gather": lambda: all_gather_into(other, part, group=group),
-        "reduce_scatter": lambda: reduce_scatter_from(part, other, group=group),
+        "reduce_scatter": lambda: own_sum(other.view(world, -1).clone(), rows),  # programs make the rows, too
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         SEND: shift,
     }

@@ -124,7 +124,9 @@ def _link_kernels(outputs: dict[str, int], run: LinkRun) -> LinkKernels:
     return LinkKernels(
         forward=run.forward,
         backward=run.backward,
-        held=tuple(Held(s.size, s.born, s.died, s.op, s.value) for s in (run.storages[place] for place in own)),
+        held=tuple(
+            Held(s.size, s.born, s.died, s.op, s.value, s.gradient) for s in (run.storages[place] for place in own)
+        ),
         writes=numbers(run.writes),
         saved={op: tuple(n for n in found if n is not None) for op, found in kept.items()},
         results={op: numbers(run.places[op][-count:]) for op, count in outputs.items()},

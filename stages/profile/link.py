@@ -130,6 +130,9 @@ class Runner:
             edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs if y.requires_grad]
             gradients = [torch.empty_like(y) if y.requires_grad else None for y in outputs]
             incoming = [None if g is None else _known_number(watch, g) for g in gradients]
+            for name, number in zip(ends.writes, incoming, strict=True):
+                if number is not None:  # also where an op passes it on as it is, to a parameter it adds
+                    watch.storages[number].gradient = name
             outputs.clear()
             wanted = [leaf for leaf in leaves if leaf.requires_grad] + parameters
             given = [g for g in gradients if g is not None]
@@ -190,14 +193,15 @@ class Runner:
             inputs = [local[name] if name in local else self.known[name] for name in op.inputs]
             before = [t.grad_fn for t in inputs if t.grad_fn is not None]
             results = self.call(op, local, autocast)
-            _mark_backward(results, before, op.name, watch)
+            edges = _edges(op.inputs, inputs) if torch.is_grad_enabled() else {}
+            _mark_backward(results, before, op.name, watch, edges)
             note(op, inputs, results)
             for name, tensor in zip(op.outputs, results, strict=True):
                 place = watch.find(tensor)
                 if place is not None and not watch.storages[place].value:
                     watch.storages[place].value = name
             local.update(zip(op.outputs, results, strict=True))
-            del inputs, results, before
+            del inputs, results, before, edges
             for read in set(op.inputs) | set(op.outputs):
                 if last.get(read, number) == number and read in local and read not in stays:
                     del local[read]
@@ -255,11 +259,32 @@ def _known_number(watch: Watch, tensor: Tensor) -> int | None:
     return watch.find(tensor)
 
 
-def _mark_backward(results: list[Tensor], before: list[Any], op: str, watch: Watch) -> None:
-    """The backward nodes that an op has made say, when they run, that they are the op's."""
+Edge = tuple[Any, int]  # where in the graph of autograd the gradient of a tensor arrives
+
+
+def _edges(names: Iterable[str], tensors: Iterable[Tensor]) -> dict[Edge, str]:
+    trained = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor.requires_grad]
+    found = ((torch.autograd.graph.get_gradient_edge(tensor), name) for name, tensor in trained)
+    return {(edge.node, edge.output_nr): name for edge, name in found}
+
+
+def _mark_backward(results: list[Tensor], before: list[Any], op: str, watch: Watch, values: Mapping[Edge, str]) -> None:
+    """The backward nodes that an op has made say, when they run, that they are the op's, and which gradients they make.
+
+    `values` are the op's inputs, by where their gradients arrive.
+    """
 
     def begin(_: Any) -> None:
         watch.op = op
+
+    def end(names: tuple[str, ...]) -> Callable[[Any, Any], None]:
+        def note(gradients: Any, _: Any) -> None:
+            for name, gradient in zip(names, gradients, strict=True):
+                number = watch.find(gradient) if name and gradient is not None else None
+                if number is not None and not watch.storages[number].gradient:
+                    watch.storages[number].gradient = name
+
+        return note
 
     stop = {id(node) for node in before}
     nodes = [tensor.grad_fn for tensor in results if tensor.grad_fn is not None]
@@ -270,6 +295,7 @@ def _mark_backward(results: list[Tensor], before: list[Any], op: str, watch: Wat
         stop.add(id(node))
         before.append(node)  # so that its identity stays its own while we look
         node.register_prehook(begin)
+        node.register_hook(end(tuple(values.get(edge, "") for edge in node.next_functions)))
         nodes += [following for following, _ in node.next_functions if following is not None]
 
 

@@ -45,6 +45,7 @@ class Storage:
     op: str  # of the graph, whose kernel made it
     died: int | None = None
     value: str = ""  # the first value of the graph that lies in it
+    gradient: str = ""  # the value of the graph of which it is the gradient, or what one op adds to that
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -140,9 +140,17 @@ def test_what_stays_between_steps_is_what_is_priced(reports, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_peak_is_the_predicted_one(reports, name: str) -> None:
-    """Buffers of collectives are not predicted, nor what an op lets go of early."""
+    """Never more than that, but for what half of the graph's bytes leave out of the batch, and AdamW's counts of steps.
+
+    What ZeRO-3 gathers ahead of time is priced as the largest link's.
+    """
     found = priced(name)[1]
     chain = found.chain
     assert chain is not None
-    peak = found.fixed_bytes + simulate(chain, schedule.no_recompute(chain).sequence).peak
-    assert max(reports[name][0]["peak_bytes"]) == pytest.approx(peak / 2, rel=0.06)
+    held = found.fixed_bytes + simulate(chain, schedule.no_recompute(chain).sequence).peak
+    predicted = max(held, found.optimizer_peak) / 2
+    tokens = 2 * BATCH * plans.GPT8["context"] // 2  # of two inputs, on one of two ranks that split the batch
+    whole_numbers = 8 * tokens * micro_batches(name) + 4 * len(plan_of(name).sharding.storage)
+    measured = max(reports[name][0]["peak_bytes"])
+    least = 0.93 if "zero3" in name else 0.97
+    assert least * predicted <= measured <= predicted + whole_numbers

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeline.cost.compute import Seconds, op_seconds, optimizer_bytes, optimizer_seconds
-from pipeline.cost.conversions import TABLE, conversion, conversion_seconds, gathered_share
+from pipeline.cost.conversions import TABLE, conversion, conversion_seconds, gathered_beside, gathered_share
 from pipeline.cost.joined import joined_link
 from pipeline.cost.step import BUCKET_BYTES, gradient_sum_seconds, price_step, resident_bytes, update_seconds
 from pipeline.cost.talks import talk_seconds
@@ -19,7 +19,7 @@ from pipeline.ir.graph import Role
 from pipeline.ir.layout import B, Layout, P, R, S
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.profile import as_run
-from pipeline.ir.program import Tensor
+from pipeline.ir.program import Convert, Tensor
 from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import view_op
@@ -394,6 +394,19 @@ def test_what_every_rank_reads_whole_is_gathered_together_too(regathered: bool):
         assert after.communication.backward - before.communication.backward == pytest.approx(slices + again)
         largest = max(largest, sum(own))
     assert split.ahead_bytes == (largest + largest // 2 if regathered else 0)
+
+
+@pytest.mark.parametrize(("width", "dim"), [(64, 0), (64, 1), (1024, 0), (1024, 1)])
+def test_a_large_gather_needs_no_memory_to_send(width: int, dim: int):
+    """It receives the whole itself, but where its pieces lie across it."""
+    graph = trace(mlp(), mlp_batch())
+    weight = next(graph.of_role(Role.PARAMETER))
+    wide = replace(weight, type=replace(weight.type, shape=(1024, width)))
+    graph = replace(graph, values={**graph.values, weight.name: wide})
+    step = Convert(Tensor(weight.name, Layout((S(dim),))), Tensor(weight.name, Layout((B,))))
+    whole = 4 * width * 1024
+    expected = {64: (whole // 2, whole), 1024: (0, whole if dim else 0)}[width]
+    assert gathered_beside(graph, step, (2,)) == expected
 
 
 def test_gradients_that_are_not_sent_need_no_memory_to_send():

@@ -167,10 +167,10 @@ def run_together(
 
 
 def counted(function, name: str, calls: list[str]):
-    def call(output: Tensor, tensor: Tensor, group) -> None:
+    def call(output: Tensor, tensor: Tensor, group, **later):
         if group[1] == 0:
             calls.append(f"{name} {max(output.numel(), tensor.numel())}")
-        function(output, tensor, group)
+        return function(output, tensor, group, **later)
 
     return staticmethod(call)
 
@@ -202,6 +202,35 @@ def test_together_is_one_collective_each_way() -> None:
     every = first + bias + second + unread
     assert kept == [f"gather {every}", f"scatter {every}"]
     assert again == [f"gather {every}", f"gather {first + second}", f"scatter {every}"]
+
+
+@pytest.mark.parametrize("function", ["all_gather_together", "regather_together"])
+def test_what_is_large_is_moved_by_a_collective_of_its_own(function: str) -> None:
+    calls: list[str] = []
+    expected = run_together(2, function)
+    first, bias, second, unread = (torch.Size(shape).numel() for shape in SHAPES)
+    with mock.patch.object(collectives, "GATHERED_ALONE", 8 * unread):  # as large as the first
+        found = run_together(2, function, calls=calls)
+    gathers = [f"gather {n}" for n in (first, unread, bias + second)]
+    again = [f"gather {n}" for n in (first, second)] if function == "regather_together" else []
+    assert calls == [*gathers, *again, *(f"scatter {n}" for n in (first, unread, bias + second))]
+    for at, (same, alive, gradients) in found.items():
+        assert same and alive == expected[at][1]
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected[at][2], strict=True))
+
+
+@pytest.mark.parametrize("function", ["gather", "all_gather_together"])
+def test_a_gradient_that_every_rank_has_whole_is_not_held_whole(function: str) -> None:
+    def rank(at):
+        shards = [torch.ones(3, 6, requires_grad=True) for _ in range(2)]
+        if function == "gather":
+            wholes = [runtime.gather(shard, axis="d0", dim=0) for shard in shards]
+        else:
+            wholes = runtime.all_gather_together(*((shard, 0, "R") for shard in shards), axis="d0")
+        sum(w.square().sum() for w in wholes).backward()
+        return [shard.grad.untyped_storage().nbytes() for shard in shards]
+
+    assert set(map(tuple, run_threads(rank, mesh(2)).values())) == {(4 * 3 * 6, 4 * 3 * 6)}
 
 
 def test_gradients_of_what_every_rank_reads_are_not_sent() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.faults import Disturbed, difference
+from benchmarks.faults import Disturbed, Kill, difference, table
 
 
 def test_an_acknowledged_snapshot_must_be_there(tmp_path: Path) -> None:
@@ -18,13 +18,28 @@ def test_an_acknowledged_snapshot_must_be_there(tmp_path: Path) -> None:
     run = Disturbed(tmp_path, 3, 100, random.Random(0))
     lines = [{"step": 7}, {"snapshot": 8}, {"snapshot": 12, "problem": "full"}, {"resumed": 8}]
     (work / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step"')
+    run.kills = [Kill("rank", 7)]
     run._look()
-    assert (run.step, run.acknowledged, run.lost) == (7, 8, 0)
+    assert (run.step, run.acknowledged) == (7, 8)
+    assert run.kills == [Kill("rank", 7, went_on=8)]
+    run.kills.append(Kill("stage", 8))
     with open(work / "steps.jsonl", "a") as file:
         file.write(': 8}\n{"resumed": 4}\n')
     run._look()
-    assert (run.step, run.lost) == (8, 1)
+    assert run.step == 8
+    assert run.kills == [Kill("rank", 7, went_on=8), Kill("stage", 8, went_on=4, lost=1)]
     assert len(run.due) == 3 and run.due == sorted(run.due)
+
+
+def test_the_table_has_a_row_for_each_kind() -> None:
+    kills = [Kill("rank", 3, 0), Kill("rank", 9), Kill("launcher", 9, 8), Kill("rank", 14, 8, lost=1)]
+    assert table(kills).splitlines() == [
+        "killed     kills  brought back by  restarts  lost   after step",
+        "rank           3  torchrun                2     1   3, 9, 14",
+        "snapshot       0  torchrun                0     0   -",
+        "launcher       1  the next start          1     0   9",
+        "stage          0  the next start          0     0   -",
+    ]
 
 
 def test_the_largest_difference_of_losses_and_parameters(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def copied() -> tuple[int, int]:
         kept = copy.deepcopy(model)
         return lambda: next(kept.parameters()).detach().sum()
 
-    return peak_bytes(make, model), 4 * (64 * 64 + 64)
+    return peak_bytes(make, list(model.parameters())), 4 * (64 * 64 + 64)
 
 
 def test_all_sides_train_the_same_model(tmp_path: Path) -> None:
