@@ -1,4 +1,4 @@
-"""The program that benchmarks.gpipe measures: two halves of a stack, alike but for the ends."""
+"""What benchmarks.gpipe measures: two halves of a stack, alike but for the ends, alone and as a pipeline."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def test_the_partitions_are_equal(tmp_path: Path) -> None:
     held = [[name for name in layers if look_up(part.PARAMETERS, f"{name}.weight")] for part in (first, last)]
     assert held == [layers[:2], layers[2:]]
     assert program.SENT[0]["x"]["shape"] == (2, 8)
+
+
+def test_the_work_is_done_alone_and_in_the_pipeline() -> None:
+    ((work, step),) = gpipe.measured(width=8, layers=4, batch=2, micro_batches=3, pairs=1)
+    assert work > 0 and step > 0
