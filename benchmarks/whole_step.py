@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         return 0
     depths = [int(part) for part in given.layers.split(",")]
     print(
-        f"{'model':7}{'layers':>6}{'nodes':>17}{'edges':>17}{'choices':>21}{'trace':>7}{'build':>7}{'search':>8}{'cost':>11}"
+        f"{'model':7}{'layers':>6}{'nodes':>17}{'edges':>17}{'choices':>24}{'trace':>7}{'build':>7}{'search':>8}{'cost':>11}"
         f"{'bound':>11}{'dp':>11}{'dp bound':>11}{'ratio':>8}{'gap':>7}  bars"
     )
     rows = {}
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
 def _line(family: str, depth: int, row: dict[str, Any]) -> str:
     sizes = "".join(
         f"{row[what]:,} > {row['left'][what]:,}".rjust(width)
-        for what, width in (("nodes", 17), ("edges", 17), ("choices", 21))
+        for what, width in (("nodes", 17), ("edges", 17), ("choices", 24))
     )
     cost = "none" if row["cost_ms"] is None else f"{row['cost_ms']:.2f}ms"
     ratio = "" if row["ratio"] is None else f"{row['ratio']:.4f}"
