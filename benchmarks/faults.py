@@ -181,7 +181,7 @@ class Disturbed:
             self.acknowledged = max(self.acknowledged, line["snapshot"])
         begins = 0 if line.get("step") == 0 else None  # a start that finds no snapshot does not say so
         went_on = line.get("resumed", begins)
-        lost = ("resumed" in line and line["resumed"] < self.acknowledged) + ("damaged" in line)
+        lost = (went_on is not None and went_on < self.acknowledged) + ("damaged" in line)
         if self.kills:
             last = self.kills[-1]
             self.kills[-1] = replace(

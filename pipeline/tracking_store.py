@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import hashlib
 import logging
 import os
@@ -18,10 +17,12 @@ import sqlite3
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+from pipeline.garbage import no_collection
 
 CONNECT_S = 10.0
 CREATE_S = 120.0  # for an SQLite file on a slow disk: creating it is a hundred small transactions
@@ -80,7 +81,7 @@ class Store:
 
 def connect(store: Store) -> Any:
     """An MlflowClient whose store has answered; raises whatever kept it from answering in time."""
-    with _no_collection():
+    with no_collection():  # a fifth of the time of importing as much as MLflow does
         if store.path is not None:
             return _within(CREATE_S, lambda: _open_sqlite(store))
         return _within(CONNECT_S, lambda: _open(store))
@@ -110,18 +111,6 @@ def _mlflow_client() -> Any:
     for name in ("alembic", "urllib3.connectionpool"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return MlflowClient
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collecting garbage is a fifth of the time of importing as much as MLflow does."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _check_sqlite(path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.blocks import blocks_of, convolves
+from pipeline.garbage import no_collection
 from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
 from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
 from pipeline.runtime.compiled import compiled
@@ -210,13 +211,8 @@ def uneven(size: int) -> bool:
 def no_garbage() -> Iterator[None]:
     """None is there and none is looked for meanwhile: what an earlier block left would be freed as if by this one."""
     gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with no_collection():
         yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _weigh(work: Callable[[], Any]) -> tuple[Any, int, int]:

@@ -28,6 +28,11 @@ def test_an_acknowledged_snapshot_must_be_there(tmp_path: Path) -> None:
     run._look()
     assert run.step == 8
     assert run.kills == [Kill("rank", 7, went_on=8), Kill("stage", 8, went_on=4, lost=1)]
+    run.kills.append(Kill("launcher", 8))
+    with open(work / "steps.jsonl", "a") as file:
+        file.write('{"step": 0}\n')  # a start that found none of them
+    run._look()
+    assert run.kills[-1] == Kill("launcher", 8, went_on=0, lost=1)
     assert len(run.due) == 3 and run.due == sorted(run.due)
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from benchmarks.measure_steps import text
 from benchmarks.profile_accuracy import trace_row
-from benchmarks.recompute import EQUAL, judged, report, row
+from benchmarks.recompute import row
 from benchmarks.recompute_plans import Planner
+from benchmarks.recompute_report import EQUAL, judged, report
 from pipeline.blocks import blocks_of
 from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
 
