@@ -301,15 +301,16 @@ def _forget() -> None:
     torch.cuda.empty_cache()
 
 
-_compiled_code: dict[tuple[CodeType, float], Any] = {}
+_compiled_code: dict[tuple[CodeType, float, str, bool], Any] = {}
 
 
-def compiled_once(function: FunctionType, keeps: float) -> Any:
+def compiled_once(function: FunctionType, keeps: float, after_relu: str = "", before_relu: bool = False) -> Any:
     """As the runtime compiles it, but a function that several programs have once, and quickly: calls in Python."""
     code = function.__code__.replace(co_filename="", co_firstlineno=1)
-    if (code, keeps) not in _compiled_code:
-        _compiled_code[code, keeps] = compiled(function, keeps, calls="python")
-    return _compiled_code[code, keeps]
+    way = (code, keeps, after_relu, before_relu)
+    if way not in _compiled_code:
+        _compiled_code[way] = compiled(function, keeps, "python", after_relu=after_relu, before_relu=before_relu)
+    return _compiled_code[way]
 
 
 def load(path: Path) -> ModuleType:

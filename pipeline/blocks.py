@@ -7,12 +7,15 @@ A model without lists is cut as its chain is: one block would leave nothing to c
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Iterable
+from itertools import groupby, pairwise
 
-from pipeline.ir.graph import Link, OpGraph
+from pipeline.ir.graph import Link, OpGraph, Role
 
 FEWEST = 4  # blocks by which a model is cut
 MOST_OPS = 24  # of several inner modules as one block: larger ones leave too little to choose between for a budget
+
+RELU = "aten.relu.default"
 
 Path = tuple[str, ...]
 
@@ -32,6 +35,19 @@ def blocks_of(graph: OpGraph) -> tuple[tuple[int, int], ...]:
     if len(blocks) < FEWEST:
         return tuple((number, number) for number in range(len(homes)))
     return tuple((own[0], own[-1]) for own in blocks)
+
+
+def relus_between(graph: OpGraph, blocks: Iterable[tuple[int, int]]) -> frozenset[str]:
+    """Relus' results that leave one of these (first, last) links and that the next ones alone read."""
+    readers = graph.consumers()
+    found = set()
+    for (_, last), (first, end) in pairwise(blocks):
+        value = graph.values[graph.chain[last].output]
+        inside = {name for link in graph.chain[first : end + 1] for name in link.ops}
+        is_relu = value.role is Role.RESULT and graph.op(value.origin).target == RELU
+        if is_relu and first == last + 1 and all(op.name in inside for op in readers[value.name]):
+            found.add(value.name)
+    return frozenset(found)
 
 
 def convolves(graph: OpGraph) -> bool:

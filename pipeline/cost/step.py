@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from pipeline.cost.allocator import spare
 from pipeline.cost.compute import Seconds, local_bytes, op_seconds, optimizer_seconds
 from pipeline.cost.conversions import (
     TABLE,
@@ -182,11 +183,23 @@ def price_step(
         gradient_sum=sum(one.gradient_sum for one in owned),
         optimizer=sum(one.optimizer for one in owned),
         resident_bytes=round(sum(one.resident for one in owned))
-        + sum(v.type.nbytes for v in graph.of_role(Role.BUFFER)),
+        + sum(v.type.nbytes for v in graph.of_role(Role.BUFFER))
+        + _left_over(graph, cluster, sharding, optimizer_copies),
         shared_bytes=sum(copied_bytes(graph, cluster, step, program.micro_batches) for step in program.shared),
         micro_batches=program.micro_batches,
         ahead_bytes=max((ahead_bytes(graph, steps, cluster.sizes) for steps in program.links), default=0),
     )
+
+
+def _left_over(graph: OpGraph, cluster: Cluster, sharding: Sharding, optimizer_copies: float) -> int:
+    """What a GPU's memory may lose between parameters, their gradients and the optimizer's tensors."""
+    if cluster.device != "cuda":
+        return 0
+    home, found = home_layouts(graph, sharding), 0.0
+    for name, layout in state_layouts(graph, sharding).items():
+        stored, state = (spare(local_bytes(graph, name, own, cluster.sizes)) for own in (home[name], layout))
+        found += resident_bytes(stored, state, optimizer_copies)
+    return round(found)
 
 
 def ahead_bytes(graph: OpGraph, steps: Sequence[Step], sizes: tuple[int, ...]) -> int:

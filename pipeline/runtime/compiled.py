@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType
+from functools import partial
+from types import CodeType, FunctionType
 from typing import Any, Literal
 
 import torch
@@ -13,10 +14,12 @@ import torch._functorch.config as partitioning
 from torch import Tensor, fx
 
 from pipeline.runtime import host_calls
+from pipeline.runtime.norms import batch_norm_of_run
 from pipeline.runtime.recompute import replaying
 from pipeline.runtime_names import NAMES
 
-STATEFUL = {"batch_norm"}  # does something else on the second run of a region
+# What does something else on the second run of a region, as a function of which run it is: compiling does not see it.
+STATEFUL = {"batch_norm": batch_norm_of_run}
 
 
 class _Here:
@@ -33,13 +36,24 @@ def as_written() -> Iterator[None]:
         _Here.as_written = before
 
 
-def compiled(function: Callable[..., Any], keeps: float, calls: Literal["c++", "python"] = "c++") -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any],
+    keeps: float,
+    calls: Literal["c++", "python"] = "c++",
+    *,
+    after_relu: str = "",
+    before_relu: bool = False,
+) -> Callable[..., Any]:
     """The function, compiled when it is first called.
 
     Of what it has for backward it keeps at most the part `keeps`; backward makes the rest again, in its own kernels.
     On a GPU the host's calls of kernels are compiled as well: short steps wait for the host, which is faster so than in
     Python. Compiling takes several times as long, and torch's cache on disk remembers it. Without a C++ compiler, or
     with one that fails, Python makes the calls.
+
+    `after_relu` is the argument that is a relu's result, if there is one: its gradient is made zero where it is, in the
+    kernel that adds it up. The relu need not do it again, in each of the kernels that begin a backward: its block is
+    compiled with `before_relu`. That is for a relu whose result no other block reads. To mask it twice does no harm.
     """
     if _Here.as_written:
         return function
@@ -48,39 +62,94 @@ def compiled(function: Callable[..., Any], keeps: float, calls: Literal["c++", "
 
     from pipeline.runtime.partitioner import ReadsMasksOff
 
-    def build(graph: fx.GraphModule, inputs: Sequence[Any], in_cpp: bool) -> Any:
+    def build(graph: fx.GraphModule, inputs: Sequence[Any], masked: bool, in_cpp: bool) -> Any:
         # Backward is compiled here too, not when it first runs: torch 2.11 forgets by then that calls are in C++, and a
         # compiler that fails would end the step.
+        # Products are not padded: torch times whether that is faster, so it may do what takes more memory than the plan
+        # was made for, on one rank and not on another.
         with (
             partitioning.patch(activation_memory_budget=keeps, force_non_lazy_backward_lowering=True),
-            inductor.patch(custom_partitioner_fn=ReadsMasksOff(), cpp_wrapper=in_cpp),
+            inductor.patch(custom_partitioner_fn=ReadsMasksOff(masked), cpp_wrapper=in_cpp, shape_padding=False),
         ):
             return compile_fx(graph, inputs)
 
-    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any], masked: bool) -> Any:
         if calls == "python" or not host_calls.in_cpp(inputs):
-            return build(graph, inputs, False)
+            return build(graph, inputs, masked, in_cpp=False)
         kept = copy.deepcopy(graph)  # compiling changes what it is given
-        return host_calls.or_from_python(lambda: build(graph, inputs, True), lambda: build(kept, inputs, False))
+        in_cpp, from_python = partial(build, graph, in_cpp=True), partial(build, kept, in_cpp=False)
+        return host_calls.or_from_python(lambda: in_cpp(inputs, masked), lambda: from_python(inputs, masked))
 
-    def made(label: str) -> Callable[..., Any]:
+    def made(again: bool, masked: bool) -> Callable[..., Any]:
         # What was compiled is known by the code that it was made of: each way to compile it needs a code of its own.
-        name = f"{function.__name__}_keeps_{round(100 * keeps)}{label}"
-        code = function.__code__.replace(co_name=name, co_qualname=name)
-        own = FunctionType(code, outside, name, function.__defaults__)
-        result: Callable[..., Any] = torch.compile(own, backend=backend, dynamic=False)
+        name = f"{function.__name__}_keeps_{round(100 * keeps)}{'_again' * again}{'_masked' * masked}"
+        of_run = {own: partial(form, again) for own, form in STATEFUL.items()}
+        own = FunctionType(_named(function.__code__, name), outside | of_run, name, function.__defaults__)
+        own = _after_relu(own, after_relu, name) if after_relu else own
+        # A gradient that is masked is that of the function's result, not of a part's: there must be no parts.
+        how = {"backend": partial(backend, masked=masked), "dynamic": False, "fullgraph": masked}
+        result: Callable[..., Any] = torch.compile(own, **how)
         return result
+
+    def either(again: bool) -> Callable[..., Any]:
+        plain = made(again, masked=False)
+        return _first_that_compiles(made(again, masked=True), plain) if before_relu else plain
 
     assert isinstance(function, FunctionType)
     # Collectives and what else knows of ranks run as they are, between the compiled parts of the function.
     as_they_are = (name for name in function.__code__.co_names if name in NAMES and name not in STATEFUL)
     known = function.__globals__
     outside = known | {name: torch.compiler.disable(known[name]) for name in as_they_are}
-    first = made("")
-    if not STATEFUL.intersection(function.__code__.co_names):
+    first = either(again=False)
+    if STATEFUL.keys().isdisjoint(function.__code__.co_names):
         return first
-    second = made("_again")  # compiling sees no difference between the two runs of a region
+    second = either(again=True)
     return lambda *arguments: (second if replaying() else first)(*arguments)
+
+
+def _first_that_compiles(one: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """The first, unless torch cannot make one graph of it: it says so before anything is run."""
+    chosen = one
+
+    def call(*given: Any) -> Any:
+        nonlocal chosen
+        try:
+            return chosen(*given)
+        except torch._dynamo.exc.Unsupported:
+            if chosen is other:
+                raise
+            chosen = other
+        return chosen(*given)
+
+    return call
+
+
+def _named(code: CodeType, name: str) -> CodeType:
+    return code.replace(co_name=name, co_qualname=name)
+
+
+def _after_relu(function: FunctionType, argument: str, name: str) -> FunctionType:
+    place = function.__code__.co_varnames.index(argument)
+
+    def masking(*given: Any) -> Any:
+        return function(*given[:place], _MasksGradient.apply(given[place]), *given[place + 1 :])  # type: ignore[no-untyped-call]
+
+    return FunctionType(_named(masking.__code__, name), masking.__globals__, name, None, masking.__closure__)
+
+
+class _MasksGradient(torch.autograd.Function):
+    """A relu's result as it is; its gradient is zero where that is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        masked: Tensor = torch.ops.aten.threshold_backward(gradient, x, 0)
+        return masked
 
 
 def channels_last(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

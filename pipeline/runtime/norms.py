@@ -30,11 +30,27 @@ def batch_norm(
     `axis` is the one over which the batch is split: the statistics are those of the whole batch. Where a step collects
     statistics (pipeline/runtime/deferred.py), the running ones are left to it.
     """
+    return batch_norm_of_run(replaying(), x, weight, bias, running_mean, running_var, training, momentum, eps, axis)
+
+
+def batch_norm_of_run(
+    again: bool,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    axis: str = "",
+) -> Tensor:
+    """In the first run of a region, or in the second."""
     if training and running_mean is not None and running_var is not None:
         if (collector := collecting()) is not None:
             running_mean, running_var = collector.scratch(running_mean, running_var, momentum, _count(x, axis))
             momentum = 1.0
-        elif replaying():
+        elif again:
             running_mean, running_var = running_mean.clone(), running_var.clone()  # these take the change
     if not training or not axis:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)

@@ -15,11 +15,17 @@ from torch.utils.checkpoint import CheckpointPolicy
 class ReadsMasksOff(CustomPartitionerFn):  # type: ignore[misc]
     """What torch would keep for backward, but for masks that can be read off a result (where it is not above zero).
 
-    The next block keeps the result anyway. torch sees one block alone, where a mask is smaller.
+    The next block keeps the result anyway. torch sees one block alone, where a mask is smaller. With `before_relu` the
+    gradient of the first result, a relu's, has been masked by the next block: here it is used as it comes.
     """
+
+    def __init__(self, before_relu: bool = False) -> None:
+        self.before_relu = before_relu
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[object], **named: Any) -> Any:
         (end,) = graph.graph.find_nodes(op="output")
+        if self.before_relu:
+            _use_as_it_comes(graph.graph, end.args[0][0])
         for result in end.args[0][: named["num_fwd_outputs"]]:
             for reader in result.users if isinstance(result, fx.Node) else ():
                 if _is_mask(reader) and reader.all_input_nodes == [result]:
@@ -27,7 +33,17 @@ class ReadsMasksOff(CustomPartitionerFn):  # type: ignore[misc]
         return min_cut_rematerialization_partition(graph, inputs, **({"compiler": "inductor"} | named))
 
     def uuid(self) -> str:
-        return "masks are read off results"
+        return f"masks are read off results{', and the first is masked' if self.before_relu else ''}"
+
+
+def _use_as_it_comes(graph: fx.Graph, result: fx.Node) -> None:
+    """The gradient of the result, where it is masked by the result: `where(result <= 0, 0, gradient)`."""
+    for mask in [reader for reader in result.users if _is_mask(reader) and reader.all_input_nodes == [result]]:
+        for masked in [reader for reader in mask.users if reader.target is torch.ops.aten.where.self]:
+            _, _, gradient = masked.args
+            if gradient.op == "placeholder":
+                masked.replace_all_uses_with(gradient)
+                graph.erase_node(masked)
 
 
 def _is_mask(node: fx.Node) -> bool:

@@ -59,11 +59,14 @@ def _distinct(blocks: list[Block], functions: dict[str, str]) -> dict[str, Block
 
 def _compiled(callers: list[Caller]) -> list[str]:
     """Each function as it is compiled: in as many ways as it is called."""
-    ways = {
-        c.called: f"compiled({c.function}, keeps={c.leaf.compiled})" for c in callers if c.leaf.compiled is not None
-    }
-    told = "# Compiled when first called. Of what a block has for backward it keeps this part, the rest is made again."
-    return ["\n".join([told, *(f"{name} = {text}" for name, text in ways.items())])] if ways else []
+    ways = {c.called: c.compiled for c in callers if c.leaf.compiled is not None}
+    told = [
+        "# Compiled when first called. Of what a block has for backward it keeps this part, the rest is made again."
+    ]
+    if any(c.leaf.after_relu for c in callers):
+        told += ["# The gradient of a relu's result that one block gives to the next is masked by the latter."]
+    lines = [line for name, text in ways.items() for line in statement(f"{name} = {text}")]
+    return ["\n".join([*told, *lines])] if ways else []
 
 
 def _text(name: str, block: Block) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
-from pipeline.blocks import convolves
+from pipeline.blocks import convolves, relus_between
 from pipeline.ir.graph import Link, Op, OpGraph, Role
 from pipeline.ir.plan import Region, Sharding
-from pipeline.ir.program import Program, Tensor
+from pipeline.ir.program import Call, Program, Tensor
 from pipeline.lowering import home_layouts
 from pipeline.ops.table import rule_of
 from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, Outside, free_name, returned, statement
@@ -56,6 +57,8 @@ class Leaf:
     last: int
     kept: tuple[str, ...]
     compiled: float | None  # the part of its activations that it keeps for backward, where it is compiled
+    after_relu: bool = False  # x is a relu's result whose gradient it masks
+    before_relu: bool = False  # what leaves it is one whose gradient the next one masks
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,19 @@ class Caller:
 
     @property
     def called(self) -> str:
-        part = self.leaf.compiled
-        return self.function if part is None else f"{self.function}_keeps_{round(100 * part)}"
+        leaf = self.leaf
+        if leaf.compiled is None:
+            return self.function
+        relus = {(True, True): "_between_relus", (True, False): "_after_relu", (False, True): "_before_relu"}
+        where = relus.get((leaf.after_relu, leaf.before_relu), "")
+        return f"{self.function}{where}_keeps_{round(100 * leaf.compiled)}"
+
+    @property
+    def compiled(self) -> str:
+        """How it is made of the function."""
+        relus = ', after_relu="x"' if self.leaf.after_relu else ""
+        relus += ", before_relu=True" if self.leaf.before_relu else ""
+        return f"compiled({self.function}, keeps={self.leaf.compiled}{relus})"
 
     def arguments(self) -> list[str]:
         own = ["x"] if self.block.takes_x else []
@@ -114,7 +128,7 @@ def write_part(part: Part) -> Written:
     before = _prologue(part)
     copies = _copies(part, before) if part.program.micro_batches > 1 and part.program.shared else None
     outside = _outside(part, before.names | (copies.names if copies else {}))
-    leaves = list(_leaves(part.regions))
+    leaves = _beside_relus(part, list(_leaves(part.regions)))
     blocks = [_block(leaf, part, outside) for leaf in leaves]
     used = set(before.used).union(copies.used if copies else (), *(b.used for b in blocks))
     used |= {"scope"} if any(b.reads_parameters for b in blocks) else set()
@@ -193,6 +207,21 @@ def _leaves(regions: tuple[Region, ...], kept: tuple[str, ...] = ()) -> Iterator
             yield from _leaves(region.inner, region.kept or kept)
         else:
             yield Leaf(region.first, region.last, kept, region.compiled)
+
+
+def _beside_relus(part: Part, leaves: list[Leaf]) -> list[Leaf]:
+    """Leaves that know of the relus between them: of two that are compiled, where nothing converts the result."""
+    home = home_layouts(part.graph, part.sharding)
+    between = relus_between(part.graph, [(leaf.first, leaf.last) for leaf in leaves])
+    found = list(leaves)
+    for number, (one, other) in enumerate(pairwise(leaves)):
+        value = part.graph.chain[one.last].output
+        calls = (step for step in part.program.links[one.last] if isinstance(step, Call))
+        as_it_is = any(Tensor(value, home[value]) in step.outputs for step in calls)
+        if value in between and as_it_is and None not in (one.compiled, other.compiled):
+            found[number] = replace(found[number], before_relu=True)
+            found[number + 1] = replace(found[number + 1], after_relu=True)
+    return found
 
 
 def _block(leaf: Leaf, part: Part, outside: dict[Tensor, Outside]) -> Block:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.blocks import blocks_of, convolves
+from pipeline.blocks import blocks_of, convolves, relus_between
+from pipeline.cost.allocator import SPARE, uneven
 from pipeline.garbage import no_collection
 from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
 from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
@@ -29,8 +30,8 @@ from stages.profile.step import ends_of
 Measured = tuple[CompiledWay, tuple[Tensor, ...]]  # and what left the block
 KEEPS = (1.0, 0.9, 0.8, 0.65, 0.5, 0.3, 0.0)  # parts of what a block would keep for backward
 REPEATS = 9
-SPARE = 1 << 20  # bytes: torch's allocator splits no less off
-ASKED = 2 << 20  # bytes: it asks the card for multiples of these
+SETTLED = 0.4  # seconds of the same work after which the card's clocks are those that it trains with
+AHEAD = 1.3  # of the time that the host needs to give the card its work: it needs more now and then
 BEHIND = 0.8  # of the card's time: a host that needs more to give it its work may have kept it waiting
 
 
@@ -45,7 +46,7 @@ def measure_blocks(
     """On the GPU, unless there is another way to measure."""
     bench = _Bench(graph, device, amp, tuple(keeps), measure or measure_on_card)
     blocks = []
-    for first, last in blocks_of(graph):
+    for first, last in bench.spans:
         before = len(bench.runs)
         blocks.append(CompiledBlock(first, last, bench.run(first, last)))
         if len(bench.runs) > before:
@@ -59,7 +60,8 @@ class _Bench:
         self, graph: OpGraph, device: torch.device, amp: bool, keeps: tuple[float, ...], measure: Measure
     ) -> None:
         self.graph, self.device, self.amp, self.keeps, self.measure = graph, device, amp, keeps, measure
-        self.ends = link_ends(graph)
+        self.ends, self.spans = link_ends(graph), blocks_of(graph)
+        self.relus = relus_between(graph, self.spans)
         self.runs: list[tuple[CompiledWay, ...]] = []
         self.known: dict[object, tuple[int, tuple[Tensor, ...]]] = {}  # block -> its run, and what left it
         self.values: dict[str, Tensor] = {}  # what is there before the chain, and what links write
@@ -73,25 +75,30 @@ class _Bench:
         links = self.graph.chain[first : last + 1]
         ends = ends_of(self.ends, first, last)
         entering = [self.values[name] for name in ends.reads]
-        key = (tuple(link.block for link in links), *((t.dtype, t.shape, t.stride()) for t in entering))
+        after, before = links[0].input in self.relus, links[-1].output in self.relus
+        key = (tuple(link.block for link in links), after, before, *((t.dtype, t.shape, t.stride()) for t in entering))
         if key not in self.known:
             ops = [op for link in links for op in link.ops]
-            self.known[key] = self._measured(ops, ends)
+            self.known[key] = self._measured(ops, ends, links[0].input if after else None, before)
         number, left = self.known[key]
         self.values.update(zip(ends.writes, left, strict=True))
         return number
 
-    def _measured(self, ops: list[str], ends: Ends) -> tuple[int, tuple[Tensor, ...]]:
+    def _measured(
+        self, ops: list[str], ends: Ends, relu: str | None, before_relu: bool
+    ) -> tuple[int, tuple[Tensor, ...]]:
         names = list(dict.fromkeys(name for op in ops for name in self.graph.op(op).inputs))
         written = {name for op in ops for name in self.graph.op(op).outputs}
         names = [name for name in names if name not in written]
         arguments = [self._argument(name) for name in names]
         function = as_function(self.graph, ops, names, ends.writes, self.device)
+        after_relu = "" if relu is None else f"a{names.index(relu)}"
         ways: list[CompiledWay] = []
         left: tuple[Tensor, ...] = ()
         for keeps in self.keeps:
             torch._dynamo.reset()  # it gives up on a function that it has compiled often, and tells by the code's name
-            block = Block(compiled(function, keeps, calls="python"), arguments, self._autocast())
+            made = compiled(function, keeps, "python", after_relu=after_relu, before_relu=before_relu)
+            block = Block(made, arguments, self._autocast())
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), no_garbage():
                 found, left = self.measure(block, keeps)
             if not ways or found.saved_alone < ways[-1].saved_alone:
@@ -152,7 +159,15 @@ class Block:
         wanted = [tensor for tensor in self.arguments if tensor.requires_grad]
         return torch.autograd.grad(edges, wanted, gradients, allow_unused=True) if wanted and edges else ()
 
-    def both(self, forward_done: Callable[[], None] = _nothing, gradients_made: Callable[[], None] = _nothing) -> None:
+    def read_entering(self) -> None:
+        """So that the card's cache has as much of it as if it had just been written."""
+        for tensor in self.arguments:
+            if tensor.is_floating_point() and not isinstance(tensor, nn.Parameter):
+                tensor.detach().sum()
+
+    def both(
+        self, forward_done: Callable[[], object] = _nothing, gradients_made: Callable[[], object] = _nothing
+    ) -> None:
         results = self.forward()
         forward_done()
         edges, gradients = _ends(results)
@@ -193,18 +208,9 @@ def measure_on_card(block: Block, keeps: float) -> Measured:
 
 
 def _uneven() -> int:
-    """Tensors that may take up to `SPARE` bytes more in a step than they take here.
-
-    torch gives a tensor a free part of its memory whole if less than that would be left over. Sizes that are multiples
-    of what it asks the card for leave nothing over.
-    """
+    """Tensors that may take up to `SPARE` bytes more in a step than they take here."""
     blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
     return sum(block["state"] == "active_allocated" and uneven(block["requested_size"]) for block in blocks)
-
-
-def uneven(size: int) -> bool:
-    """Of a tensor among the large ones, which are those that parts are left over of."""
-    return size > SPARE and size % ASKED > 0
 
 
 @contextmanager
@@ -226,32 +232,50 @@ def _weigh(work: Callable[[], Any]) -> tuple[Any, int, int]:
 
 
 def _seconds(block: Block) -> tuple[float, float]:
-    """Of its passes: medians of the later ones, when the card is as warm as in training.
+    """Of its passes: medians of the later ones of many, as blocks follow one another in training.
 
-    They follow one another, as blocks do in a step: clocks are those of such work. Where the host is behind, the card
-    copies memory before them: products, which are the heaviest that it can do, would slow its clocks down.
+    A card that works all the time has lower clocks than one that begins, by as much as the work is heavy: they are let
+    settle with the block's own. Where the host is behind, the card copies memory first, not for longer than it must.
     """
+    _repeat(block)
     seconds, marks = _queued(block)
-    if seconds > BEHIND * _elapsed(marks[0][0], marks[-1][-1]):
-        _, marks = _queued(block, ahead=seconds)
+    if seconds > BEHIND * _span(marks):
+        _, marks = _queued(block, ahead=AHEAD * seconds)
+        _repeat(block)
+        _, marks = _queued(block, ahead=max(0.0, AHEAD * seconds - _span(marks)))
     forward = [_elapsed(mark[0], mark[1]) for mark in marks[REPEATS:]]
     backward = [_elapsed(mark[2], mark[3]) for mark in marks[REPEATS:]]
     return statistics.median(forward), statistics.median(backward)
 
 
+def _repeat(block: Block) -> None:
+    end = time.perf_counter() + SETTLED
+    while time.perf_counter() < end:
+        block.both()
+
+
+def _span(marks: list[list[torch.cuda.Event]]) -> float:
+    return _elapsed(marks[0][0], marks[-1][-1])
+
+
 def _queued(block: Block, ahead: float = 0.0) -> tuple[float, list[list[torch.cuda.Event]]]:
     """Passes one after another: the seconds until the card was given all of them, and marks around both of each pass.
 
-    Gradients that enter are made between them, which no step does. The card is kept busy before them for about as many
-    seconds as the host is to be `ahead`.
+    Between them, which no step does, gradients that enter are made and the card's cache is filled with something else:
+    in a step other blocks have run since weights and activations were there, and only what enters has just been
+    written. The card is kept busy before them for about as many seconds as the host is to be `ahead`.
     """
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(4)] for _ in range(2 * REPEATS)]
+    device = torch.cuda.current_device()
+    other = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.uint8, device=device)
     torch.cuda.synchronize()
     _keep_busy(ahead)
     start = time.perf_counter()
     for began, forward_done, gradients_made, done in marks:
+        other.zero_()
+        block.read_entering()
         began.record()
-        block.both(forward_done.record, gradients_made.record)
+        block.both(lambda mark=forward_done: (mark.record(), other.zero_()), gradients_made.record)
         done.record()
     seconds = time.perf_counter() - start
     torch.cuda.synchronize()

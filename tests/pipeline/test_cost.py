@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.cost.allocator import SPARE, spare
 from pipeline.cost.compute import Seconds, op_seconds, optimizer_bytes, optimizer_seconds
 from pipeline.cost.conversions import TABLE, conversion, conversion_seconds, gathered_beside, gathered_share
 from pipeline.cost.joined import joined_link
@@ -601,3 +602,34 @@ def test_a_slower_machine_takes_longer_everywhere():
 def test_an_optimizer_that_keeps_less_needs_less():
     sharding = data_parallel()
     assert price("mlp", sharding, copies=0.0).resident_bytes == price("mlp", sharding).resident_bytes / 2
+
+
+# ---------------------------------------------------------------------------------------------------- allocator
+
+
+@pytest.mark.parametrize(
+    ("size", "left_over"),
+    [(512, 0), (1 << 20, 0), (3 << 20, SPARE), (4 << 20, 0), (102_760_448, 0), (5_000_000, SPARE)],
+)
+def test_sizes_that_the_allocator_of_a_gpu_may_leave_something_over_of(size: int, left_over: int):
+    assert spare(size) == left_over
+
+
+@pytest.mark.parametrize(("device", "left_over"), [("cpu", 0), ("cuda", 4 * SPARE)])
+def test_on_a_gpu_uneven_parameters_are_counted_with_what_is_left_over(device: str, left_over: int):
+    """With value, gradient and two states: of 3 MiB, in one piece; an even one and a small one beside it."""
+    graph = trace(Uneven(), {"x": torch.randn(2, 512)})
+    sharding, cluster = everywhere(graph, "R"), replace(preset(1), device=device)
+    found = price_step(graph, profile_graph(graph), cluster, sharding, lower(graph, sharding), 2.0)
+    assert found.resident_bytes == 4 * 4 * (512 * 1536 + 512 * 1024 + 8) + left_over
+
+
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.uneven = nn.Parameter(torch.randn(1536, 512))
+        self.even = nn.Parameter(torch.randn(1024, 512))
+        self.small = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.uneven.t()).mean() + (x @ self.even.t()).mean() + self.small.mean()

@@ -84,6 +84,30 @@ def test_equal_blocks_are_one_function_compiled_in_as_many_ways_as_it_is_called(
     assert set(called) == {name for name, *_ in made}
 
 
+def test_of_two_blocks_with_a_relu_between_the_second_masks_its_gradient():
+    graph = trace(Net(), given())
+    text = write(graph, plan_for(graph, uniform(graph, 1), 1, regions(graph, (1.0,))))
+    ruff(text)
+    made = dict(re.findall(r"^(\w+) = compiled\(\w+, keeps=1.0(.*)\)$", text, re.M))
+    entering, leaving = ', after_relu="x"', ", before_relu=True"
+    assert made == {
+        "start_keeps_100": "",  # ends in no relu
+        "blocks_before_relu_keeps_100": leaving,
+        "blocks_between_relus_keeps_100": entering + leaving,
+        "model_after_relu_keeps_100": entering,
+    }
+
+
+def test_a_relu_that_is_not_compiled_with_both_its_ends_is_left_as_it_is():
+    graph = trace(Net(), given())
+    spans = blocks_of(graph)
+    first = (Region(*spans[1], False, (), (), 1.0),)
+    others = tuple(Region(n, n, False, ()) for n in range(spans[2][0], len(graph.chain)))
+    start = tuple(Region(n, n, False, ()) for n in range(spans[1][0]))
+    text = write(graph, plan_for(graph, uniform(graph, 1), 1, (*start, *first, *others)))
+    assert "compiled(blocks" in text and "_relu=" not in text
+
+
 def test_counters_of_norms_are_counted_in_one_call():
     net, batch = Net(), given()
     graph = trace(net, batch)
@@ -104,12 +128,14 @@ def test_on_a_gpu_the_calls_of_kernels_are_compiled_too(monkeypatch, calls, on_c
     seen = []
     monkeypatch.setenv("CXX", sys.executable)  # some program that is there
     monkeypatch.setattr(
-        compile_fx, "compile_fx", lambda graph, inputs: seen.append(config.cpp_wrapper) or graph.forward
+        compile_fx,
+        "compile_fx",
+        lambda graph, inputs: seen.append((config.cpp_wrapper, config.shape_padding)) or graph.forward,
     )
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: on_card))
     made = compiled(a_function(), 1.0, calls)
     assert torch.equal(made(torch.ones(2)), torch.full((2,), 2.0))
-    assert seen == [wanted]
+    assert seen == [(wanted, False)]  # whether to pad products would be told by how long they take, each time anew
 
 
 def a_function() -> FunctionType:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.blocks import MOST_OPS, blocks_of
+from pipeline.blocks import MOST_OPS, blocks_of, relus_between
 from pipeline.ir.graph import Role
 from pipeline.ir.profile import CompiledWay
-from stages.profile.compiled import Block, as_function, measure_blocks, no_garbage, uneven
+from stages.profile.compiled import Block, as_function, measure_blocks, no_garbage
 from tests.graphs import gpt, gpt_batch, gpt_graph, mlp_graph, trace
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
@@ -49,6 +49,29 @@ def test_modules_of_an_inner_list_are_one_block_while_they_stay_small():
     assert spans[0][0] == 0 and spans[-1][1] == len(graph.chain) - 1
     ops = [sum(len(graph.chain[n].ops) for n in range(first, last + 1)) for first, last in spans]
     assert max(ops) <= MOST_OPS and len(spans) == 6  # start, 3 layers, two parts of the long list, 2 layers, the end
+
+
+class Skips(nn.Module):
+    """Relus that the next layer reads; the second one is read by a later layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(11))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.relu(self.layers[0](x))
+        skips = last = torch.relu(self.layers[1](first))
+        for layer in self.layers[2:]:
+            last = torch.tanh(layer(last))
+        return torch.relu(last + skips).square().mean()
+
+
+def test_relus_between_blocks_are_those_that_the_next_one_alone_reads():
+    graph = trace(Skips(), {"x": torch.randn(2, 4)})
+    spans = [(number, number) for number in range(len(graph.chain))]
+    first, skips, last = (op.name for op in graph.ops if op.target == "aten.relu.default")
+    assert skips in graph.common and relus_between(graph, spans) == {first, last}
+    assert not relus_between(graph, spans[::2])  # those between are not compiled
 
 
 def test_a_model_without_lists_is_cut_as_its_chain_is():
@@ -115,10 +138,3 @@ def test_what_earlier_blocks_left_is_freed_before_a_block_is_weighed_and_nothing
         [[] for _ in range(100_000)]  # so many new lists would have it looked for
         assert freed == ["before"] and not gc.isenabled()
     assert gc.isenabled()
-
-
-@pytest.mark.parametrize(
-    ("size", "left_over"), [(512, False), (1 << 20, False), (3 << 20, True), (4 << 20, False), (102_760_448, False)]
-)
-def test_sizes_that_the_allocator_may_leave_something_over_of(size: int, left_over: bool):
-    assert uneven(size) is left_over

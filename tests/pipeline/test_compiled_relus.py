@@ -1,0 +1,93 @@
+"""Compiled blocks with relus between them: gradients are those of the functions, and masked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.runtime import compiled, partitioner
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
+
+
+def start(x: Tensor, weight: Tensor) -> Tensor:
+    return F.relu(F.conv2d(x, weight))
+
+
+def middle(x: Tensor, p: dict[str, Tensor]) -> Tensor:
+    inside = F.relu(F.conv2d(x, p["down"]))
+    return F.relu(F.conv2d(inside, p["up"]) + x)
+
+
+def in_two_parts(x: Tensor, p: dict[str, Tensor]) -> Tensor:
+    inside = F.relu(F.conv2d(x, p["down"]))
+    torch._dynamo.graph_break()
+    return F.relu(F.conv2d(inside, p["up"]) + x)
+
+
+def end(x: Tensor, weight: Tensor) -> Tensor:
+    return F.conv2d(x, weight).square().mean()
+
+
+Blocks = tuple[Callable[..., Tensor], ...]
+
+
+def gradients(blocks: Blocks) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    first, down, up, last = (
+        torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_()
+        for shape in ((6, 3, 1, 1), (4, 6, 1, 1), (6, 4, 1, 1), (2, 6, 1, 1))
+    )
+    x = torch.randn(2, 3, 5, 5, generator=draw, dtype=torch.float64)
+    one, *inside, two = blocks
+    x = one(x, first)
+    for block in inside:
+        x = block(x, {"down": down, "up": up})
+    two(x, last).backward()
+    return [tensor.grad for tensor in (first, down, up, last)]
+
+
+@pytest.fixture
+def left_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many masks each block was compiled without."""
+    found: list[int] = []
+    leave_out = partitioner._use_as_it_comes
+
+    def counted(graph: Any, result: Any) -> None:
+        before = len(graph.nodes)
+        leave_out(graph, result)
+        found.append(before - len(graph.nodes))
+
+    monkeypatch.setattr(partitioner, "_use_as_it_comes", counted)
+    torch._dynamo.reset()
+    return found
+
+
+def blocks_with(function: Callable[..., Tensor], keeps: tuple[float, ...]) -> Blocks:
+    inside = (compiled(function, part, after_relu="x", before_relu=True) for part in keeps)
+    return compiled(start, 1.0, before_relu=True), *inside, compiled(end, 1.0, after_relu="x")
+
+
+@torch._functorch.config.patch(enable_autograd_cache=False)  # what it remembers is not compiled again
+def test_a_relu_between_blocks_is_masked_by_the_second_alone(left_out):
+    found = gradients(blocks_with(middle, (1.0, 0.3)))
+    assert left_out == [1, 1, 1]
+    for own, wanted in zip(found, gradients((start, middle, middle, end)), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
+    blind = gradients((compiled(start, 1.0, before_relu=True), middle, middle, end))
+    assert not torch.allclose(blind[0], found[0])  # nothing masks the first one's
+
+
+@torch._functorch.config.patch(enable_autograd_cache=False)
+def test_a_block_that_is_no_single_graph_masks_what_leaves_it_itself(left_out):
+    """The gradient that enters one of its parts is not the one that the next block masked."""
+    found = gradients(blocks_with(in_two_parts, (1.0,)))
+    assert left_out == [1]
+    for own, wanted in zip(found, gradients((start, middle, end)), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
