@@ -63,7 +63,8 @@ def profiled(work: Callable[[], None], device: torch.device, trace: Path | None)
     """Of the work, which is a step; its Chrome trace is written where a path is given."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as found, record_function(STEP):
+    # There is one cycle of events; without `acc_events` torch 2.11 warns of those of others.
+    with profile(activities=activities, acc_events=True) as found, record_function(STEP):
         work()
         if on_gpu:
             torch.cuda.synchronize(device)
