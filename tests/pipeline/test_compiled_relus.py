@@ -31,6 +31,17 @@ def in_two_parts(x: Tensor, p: dict[str, Tensor]) -> Tensor:
     return F.relu(F.conv2d(inside, p["up"]) + x)
 
 
+@torch.compiler.disable
+def as_it_is(x: Tensor) -> Tensor:
+    """Stands for a collective."""
+    return x.clone()
+
+
+def around_a_collective(x: Tensor, p: dict[str, Tensor]) -> Tensor:
+    inside = as_it_is(F.relu(F.conv2d(x, p["down"])))
+    return F.relu(F.conv2d(inside, p["up"]) + x)
+
+
 def end(x: Tensor, weight: Tensor) -> Tensor:
     return F.conv2d(x, weight).square().mean()
 
@@ -84,10 +95,11 @@ def test_a_relu_between_blocks_is_masked_by_the_second_alone(left_out):
     assert not torch.allclose(blind[0], found[0])  # nothing masks the first one's
 
 
+@pytest.mark.parametrize("function", [in_two_parts, around_a_collective])
 @torch._functorch.config.patch(enable_autograd_cache=False)
-def test_a_block_that_is_no_single_graph_masks_what_leaves_it_itself(left_out):
+def test_a_block_that_is_no_single_graph_masks_what_leaves_it_itself(left_out, function):
     """The gradient that enters one of its parts is not the one that the next block masked."""
-    found = gradients(blocks_with(in_two_parts, (1.0,)))
+    found = gradients(blocks_with(function, (1.0,)))
     assert left_out == [1]
     for own, wanted in zip(found, gradients((start, middle, end)), strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
