@@ -180,9 +180,12 @@ Measure = Callable[[Block, float], Measured]
 
 
 def _ends(results: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
-    """Where gradients enter, and gradients; both without the results."""
+    """Where gradients enter, and gradients; both without the results.
+
+    They are random, as in training: a card's clocks depend also on the numbers that it multiplies.
+    """
     trained = [tensor for tensor in results if tensor.requires_grad]
-    return [torch.autograd.graph.get_gradient_edge(t) for t in trained], [torch.ones_like(t) for t in trained]
+    return [torch.autograd.graph.get_gradient_edge(t) for t in trained], [torch.randn_like(t) for t in trained]
 
 
 def measure_on_card(block: Block, keeps: float) -> Measured:
