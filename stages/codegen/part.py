@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 
 from pipeline.blocks import convolves, relus_between
 from pipeline.ir.graph import Link, Op, OpGraph, Role
+from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Region, Sharding
 from pipeline.ir.program import Call, Program, Tensor
 from pipeline.lowering import home_layouts
@@ -35,6 +37,11 @@ class Part:
     @property
     def mesh(self) -> Mesh:
         return Mesh(self.axes)
+
+    @cached_property
+    def home(self) -> dict[str, Layout]:
+        """The layout in which each value is born."""
+        return home_layouts(self.graph, self.sharding)
 
     @property
     def entry(self) -> Tensor | None:
@@ -144,7 +151,7 @@ def write_part(part: Part) -> Written:
 
 def _prologue(part: Part) -> Before:
     """What `forward` does before the chain, with the inputs' names; what is shared too, where there is one pass."""
-    graph, program, home = part.graph, part.program, home_layouts(part.graph, part.sharding)
+    graph, program, home = part.graph, part.program, part.home
     rules = (rule_of(graph.op(name)) for name in graph.prologue)
     exact = any(rule is not None and rule.is_product for rule in rules)
     writer = BlockWriter(graph, part.sharding, part.mesh, "", {}, indent=12 if exact else 8)
@@ -178,7 +185,7 @@ def _outside(part: Part, before: dict[Tensor, str]) -> dict[Tensor, Outside]:
 
     A block calls what is made for it without the number, as layers may each have theirs (`cos.unsqueeze(1)`).
     """
-    graph, home = part.graph, home_layouts(part.graph, part.sharding)
+    graph, home = part.graph, part.home
     given = _input_names(graph)
     found = {
         tensor: Outside(name, name if tensor.value in given else re.sub(r"_\d+(?=_|$)", "", name))
@@ -211,7 +218,7 @@ def _leaves(regions: tuple[Region, ...], kept: tuple[str, ...] = ()) -> Iterator
 
 def _beside_relus(part: Part, leaves: list[Leaf]) -> list[Leaf]:
     """Leaves that know of the relus between them: of two that are compiled, where nothing converts the result."""
-    home = home_layouts(part.graph, part.sharding)
+    home = part.home
     between = relus_between(part.graph, [(leaf.first, leaf.last) for leaf in leaves])
     found = list(leaves)
     for number, (one, other) in enumerate(pairwise(leaves)):
@@ -225,7 +232,7 @@ def _beside_relus(part: Part, leaves: list[Leaf]) -> list[Leaf]:
 
 
 def _block(leaf: Leaf, part: Part, outside: dict[Tensor, Outside]) -> Block:
-    graph, program, home = part.graph, part.program, home_layouts(part.graph, part.sharding)
+    graph, program, home = part.graph, part.program, part.home
     links = graph.chain[leaf.first : leaf.last + 1]
     steps = tuple(step for own in program.links[leaf.first : leaf.last + 1] for step in own)
     entry = Tensor(links[0].input, home[links[0].input]) if links[0].input else None

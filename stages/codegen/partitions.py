@@ -18,7 +18,7 @@ from pipeline.ir.graph import OpGraph, Role, Value
 from pipeline.ir.layout import Layout
 from pipeline.ir.names import ranges
 from pipeline.ir.plan import Plan, Region
-from pipeline.lowering import home_layouts, lower
+from pipeline.lowering import lower
 from pipeline.partitions import crossing, part_of
 from stages.codegen.block import RESERVED, Outside
 from stages.codegen.functions import functions_of
@@ -174,7 +174,7 @@ what its base is, for the others. `SMALLER` has these classes in their order, an
 
 
 def _sent(graph: OpGraph, plan: Plan, written: list[Written], smaller: OpGraph | None) -> str:
-    homes = [home_layouts(one.part.graph, one.part.sharding) for one in written]
+    homes = [one.part.home for one in written]
     lines = ["SENT = ("]
     for number, after in enumerate(plan.partitions[1:]):
         lines += [f"    {{  # from Partition{number} to Partition{number + 1}"]
