@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from itertools import groupby, pairwise
 
 from pipeline.ir.graph import Link, OpGraph, Role
+from pipeline.ops.table import rule_of
 
 FEWEST = 4  # blocks by which a model is cut
 MOST_OPS = 24  # of several inner modules as one block: larger ones leave too little to choose between for a budget
-
-RELU = "aten.relu.default"
 
 Path = tuple[str, ...]
 
@@ -38,14 +37,14 @@ def blocks_of(graph: OpGraph) -> tuple[tuple[int, int], ...]:
 
 
 def relus_between(graph: OpGraph, blocks: Iterable[tuple[int, int]]) -> frozenset[str]:
-    """Relus' results that leave one of these (first, last) links and that the next ones alone read."""
+    """Results of relus that leave one of these (first, last) links and that the next ones alone read."""
     readers = graph.consumers()
     found = set()
     for (_, last), (first, end) in pairwise(blocks):
         value = graph.values[graph.chain[last].output]
         inside = {name for link in graph.chain[first : end + 1] for name in link.ops}
-        is_relu = value.role is Role.RESULT and graph.op(value.origin).target == RELU
-        if is_relu and first == last + 1 and all(op.name in inside for op in readers[value.name]):
+        rule = rule_of(graph.op(value.origin)) if value.role is Role.RESULT else None
+        if rule and rule.masks_gradient and first == last + 1 and all(op.name in inside for op in readers[value.name]):
             found.add(value.name)
     return frozenset(found)
 

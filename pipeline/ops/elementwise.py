@@ -13,6 +13,7 @@ def _curve(name: str, function: str, *, by_output: bool = False) -> OpRule:
     saves = () if by_output else (0,)
     return OpRule(
         f"aten.{name}", broadcast, call(function), saves_inputs=saves, saves_output=by_output, keeps_order=True,
+        masks_gradient=name in MASKS,
     )  # fmt: skip
 
 
@@ -60,6 +61,7 @@ BY_OUTPUT = {
     "exp.default": "torch.exp", "expm1.default": "torch.expm1", "rsqrt.default": "torch.rsqrt",
     "sqrt.default": "torch.sqrt", "reciprocal.default": "torch.reciprocal",
 }  # fmt: skip
+MASKS = {"relu.default"}
 STEPS = {
     "eq.Scalar": "torch.eq", "eq.Tensor": "torch.eq", "ne.Scalar": "torch.ne", "ne.Tensor": "torch.ne",
     "lt.Scalar": "torch.lt", "lt.Tensor": "torch.lt", "le.Scalar": "torch.le", "le.Tensor": "torch.le",

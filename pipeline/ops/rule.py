@@ -96,6 +96,7 @@ class OpRule:
     saves_inputs: tuple[int, ...] = ()
     crosswise: bool = False  # each of `saves_inputs` is kept just for the gradients of the others
     saves_output: bool = False
+    masks_gradient: bool = False  # a gradient passes as it is, but is zero where the result is not above zero
     extra_saved: Callable[[OpView], int] = no_bytes
     flops: Flops = no_flops
     backward_factor: float = 2.0  # backward FLOPs over forward FLOPs

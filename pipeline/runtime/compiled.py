@@ -14,12 +14,10 @@ import torch._functorch.config as partitioning
 from torch import Tensor, fx
 
 from pipeline.runtime import host_calls
-from pipeline.runtime.norms import batch_norm_of_run
 from pipeline.runtime.recompute import replaying
 from pipeline.runtime_names import NAMES
 
-# What does something else on the second run of a region, as a function of which run it is: compiling does not see it.
-STATEFUL = {"batch_norm": batch_norm_of_run}
+STATEFUL = {"batch_norm"}  # does something else on the second run of a region, which it is told: compiling sees none
 
 
 class _Here:
@@ -77,13 +75,14 @@ def compiled(
         if calls == "python" or not host_calls.in_cpp(inputs):
             return build(graph, inputs, masked, in_cpp=False)
         kept = copy.deepcopy(graph)  # compiling changes what it is given
-        in_cpp, from_python = partial(build, graph, in_cpp=True), partial(build, kept, in_cpp=False)
-        return host_calls.or_from_python(lambda: in_cpp(inputs, masked), lambda: from_python(inputs, masked))
+        return host_calls.or_from_python(
+            lambda: build(graph, inputs, masked, in_cpp=True), lambda: build(kept, inputs, masked, in_cpp=False)
+        )
 
     def made(again: bool, masked: bool) -> Callable[..., Any]:
         # What was compiled is known by the code that it was made of: each way to compile it needs a code of its own.
         name = f"{function.__name__}_keeps_{round(100 * keeps)}{'_again' * again}{'_masked' * masked}"
-        of_run = {own: partial(form, again) for own, form in STATEFUL.items()}
+        of_run = {name: partial(known[name], again=again) for name in stateful}
         own = FunctionType(_named(function.__code__, name), outside | of_run, name, function.__defaults__)
         own = _after_relu(own, after_relu, name) if after_relu else own
         # A gradient that is masked is that of the function's result, not of a part's: there must be no parts.
@@ -98,10 +97,11 @@ def compiled(
     assert isinstance(function, FunctionType)
     # Collectives and what else knows of ranks run as they are, between the compiled parts of the function.
     as_they_are = (name for name in function.__code__.co_names if name in NAMES and name not in STATEFUL)
+    stateful = STATEFUL.intersection(function.__code__.co_names)
     known = function.__globals__
     outside = known | {name: torch.compiler.disable(known[name]) for name in as_they_are}
     first = either(again=False)
-    if STATEFUL.keys().isdisjoint(function.__code__.co_names):
+    if not stateful:
         return first
     second = either(again=True)
     return lambda *arguments: (second if replaying() else first)(*arguments)

@@ -24,28 +24,15 @@ def batch_norm(
     momentum: float,
     eps: float,
     axis: str = "",
+    again: bool | None = None,
 ) -> Tensor:
     """Batch norm, whose running statistics change once a micro-batch, also where a recompute region runs it twice.
 
     `axis` is the one over which the batch is split: the statistics are those of the whole batch. Where a step collects
-    statistics (pipeline/runtime/deferred.py), the running ones are left to it.
+    statistics (pipeline/runtime/deferred.py), the running ones are left to it. `again` is the second run of a region,
+    for those who know.
     """
-    return batch_norm_of_run(replaying(), x, weight, bias, running_mean, running_var, training, momentum, eps, axis)
-
-
-def batch_norm_of_run(
-    again: bool,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    axis: str = "",
-) -> Tensor:
-    """In the first run of a region, or in the second."""
+    again = replaying() if again is None else again
     if training and running_mean is not None and running_var is not None:
         if (collector := collecting()) is not None:
             running_mean, running_var = collector.scratch(running_mean, running_var, momentum, _count(x, axis))
