@@ -63,11 +63,11 @@ def compiled(
     def build(graph: fx.GraphModule, inputs: Sequence[Any], masked: bool, in_cpp: bool) -> Any:
         # Backward is compiled here too, not when it first runs: torch 2.11 forgets by then that calls are in C++, and a
         # compiler that fails would end the step.
-        # Products are not padded: torch times whether that is faster, so it may do what takes more memory than the plan
-        # was made for, on one rank and not on another.
+        # Products of odd sizes are padded, always (without it they take several times as long): torch would time which
+        # is faster, and might do what takes more memory than the plan was made for, on one rank and not on another.
         with (
             partitioning.patch(activation_memory_budget=keeps, force_non_lazy_backward_lowering=True),
-            inductor.patch(custom_partitioner_fn=ReadsMasksOff(masked), cpp_wrapper=in_cpp, shape_padding=False),
+            inductor.patch(custom_partitioner_fn=ReadsMasksOff(masked), cpp_wrapper=in_cpp, force_shape_pad=True),
         ):
             return compile_fx(graph, inputs)
 
@@ -96,9 +96,9 @@ def compiled(
 
     assert isinstance(function, FunctionType)
     # Collectives and what else knows of ranks run as they are, between the compiled parts of the function.
-    as_they_are = (name for name in function.__code__.co_names if name in NAMES and name not in STATEFUL)
-    stateful = STATEFUL.intersection(function.__code__.co_names)
     known = function.__globals__
+    of_runtime = {name for name in function.__code__.co_names if name in NAMES and name in known}
+    as_they_are, stateful = of_runtime - STATEFUL, of_runtime & STATEFUL  # torch.ops.aten.batch_norm is neither
     outside = known | {name: torch.compiler.disable(known[name]) for name in as_they_are}
     first = either(again=False)
     if not stateful:

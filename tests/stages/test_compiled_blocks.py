@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipeline.blocks import MOST_OPS, blocks_of, relus_between
 from pipeline.ir.graph import Role
 from pipeline.ir.profile import CompiledWay
+from pipeline.runtime.compiled import compiled
 from stages.profile.compiled import Block, as_function, measure_blocks, no_garbage
 from tests.graphs import gpt, gpt_batch, gpt_graph, mlp_graph, trace
 
@@ -119,6 +120,36 @@ def test_equal_blocks_are_measured_once_and_ways_keep_less_and_less():
         sizes = [way.saved_alone for way in ways]
         assert sizes == sorted(set(sizes), reverse=True)
     assert len(found.runs[one]) == 3 and found.runs[one][-1].saved_alone == 0
+
+
+class Convolved(nn.Sequential):
+    def __init__(self, entering: int = 4) -> None:
+        super().__init__(nn.Conv2d(entering, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Convolved(3), Convolved(), Convolved()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_blocks_of_images_are_measured_as_the_relus_around_them_have_them_compiled(monkeypatch):
+    """Their norm is an op of torch here, not the runtime's function of that name."""
+    graph, ways = trace(Images(), {"x": torch.randn(2, 3, 4, 4)}), []
+
+    def told(*given, after_relu, before_relu):
+        ways.append((bool(after_relu), before_relu))
+        return compiled(*given, after_relu=after_relu, before_relu=before_relu)
+
+    monkeypatch.setattr("stages.profile.compiled.compiled", told)
+    found = measure_blocks(graph, torch.device("cpu"), amp=False, keeps=(1.0,), measure=kept)
+    assert [block.run for block in found.blocks] == [0, 1, 1, 2]  # of the layers, and the loss
+    assert ways == [(False, True), (True, True), (True, False)]
 
 
 def test_what_earlier_blocks_left_is_freed_before_a_block_is_weighed_and_nothing_meanwhile():
