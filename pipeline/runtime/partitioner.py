@@ -16,7 +16,8 @@ class ReadsMasksOff(CustomPartitionerFn):  # type: ignore[misc]
     """What torch would keep for backward, but for masks that can be read off a result (where it is not above zero).
 
     The next block keeps the result anyway. torch sees one block alone, where a mask is smaller. With `before_relu` the
-    gradient of the first result, a relu's, has been masked by the next block: here it is used as it comes.
+    gradient of the first result, a relu's, has been masked by the next block: here it is used as it comes. What several
+    products need with the same padding is padded once.
     """
 
     def __init__(self, before_relu: bool = False) -> None:
@@ -24,6 +25,7 @@ class ReadsMasksOff(CustomPartitionerFn):  # type: ignore[misc]
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[object], **named: Any) -> Any:
         (end,) = graph.graph.find_nodes(op="output")
+        _pad_once(graph.graph)
         if self.before_relu:
             _use_as_it_comes(graph.graph, end.args[0][0])
         for result in end.args[0][: named["num_fwd_outputs"]]:
@@ -33,7 +35,7 @@ class ReadsMasksOff(CustomPartitionerFn):  # type: ignore[misc]
         return min_cut_rematerialization_partition(graph, inputs, **({"compiler": "inductor"} | named))
 
     def uuid(self) -> str:
-        return f"masks are read off results{', and the first is masked' if self.before_relu else ''}"
+        return f"masks are read off results, pads are shared{', and the first is masked' if self.before_relu else ''}"
 
 
 def _use_as_it_comes(graph: fx.Graph, result: fx.Node) -> None:
@@ -50,3 +52,34 @@ def _use_as_it_comes(graph: fx.Graph, result: fx.Node) -> None:
 def _is_mask(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dtype == torch.bool
+
+
+def _pad_once(graph: fx.Graph) -> None:
+    """A matrix and its transpose: torch pads what each product reads, and a head's gradient is read by two."""
+    known: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
+    for pad in graph.find_nodes(op="call_function", target=torch.ops.aten.constant_pad_nd.default):
+        matrix, amounts, *value = pad.args
+        if len(amounts) != 4 or value:
+            continue
+        turned = False
+        while _is_transpose(matrix):
+            (matrix, _), turned = matrix.args, not turned
+        amounts = (*amounts[2:], *amounts[:2]) if turned else tuple(amounts)
+        with graph.inserting_before(pad):
+            if (matrix, amounts) not in known:
+                known[matrix, amounts] = _like(pad, pad.target, matrix, list(amounts))
+            own = known[matrix, amounts]
+            own = _like(pad, torch.ops.aten.permute.default, own, [1, 0]) if turned else own
+        pad.replace_all_uses_with(own)
+        graph.erase_node(pad)
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.permute.default and list(node.args[1]) == [1, 0]
+
+
+def _like(node: fx.Node, target: Any, source: fx.Node, how: list[int]) -> fx.Node:
+    """A call in the node's place."""
+    made = node.graph.call_function(target, (source, how))
+    made.meta = node.meta | {"val": target(source.meta["val"], how)}
+    return made
