@@ -40,11 +40,11 @@ from benchmarks.overhead_steps import (
     compare,
     ddp_step,
     fsdp_step,
-    load,
     our_step,
     plain_step,
     tensor_step,
 )
+from pipeline.runtime.source import load_program
 
 CPU_BAR, EAGER_BAR, COMPILED_BAR = 1.00, 1.01, 1.02
 NEAR, NEAR_IN_HALF = 1e-4, 5e-2  # losses of a pair, relative
@@ -153,7 +153,7 @@ def _alone(name: str, device: str, path: Path, pairs: int, compiled: bool) -> Co
     model: nn.Module = build_one(ONE_RANK[name], device)
     batch = batch_one(ONE_RANK[name], device)
     around = partial(torch.autocast, "cuda", torch.bfloat16) if device == "cuda" else nullcontext
-    ours = our_step(load(path), model, batch, around)
+    ours = our_step(load_program(str(path)), model, batch, around)
     theirs = plain_step(torch.compile(model) if compiled else model, model.parameters(), batch, around)
     return compare(ours, theirs, pairs)
 
@@ -179,7 +179,7 @@ def _rank(rank: int, meeting: str, folder: Path, peers: list[str], sizes: list[s
         model, batch = build_two(TWO_RANKS[size]), batch_two(TWO_RANKS[size])
         for name in peers:
             peer = PEERS[name]
-            ours = our_step(load(_program(folder, f"{peer.family}_{size}")), model, batch)
+            ours = our_step(load_program(str(_program(folder, f"{peer.family}_{size}"))), model, batch)
             row = Row(f"{name}_{size}", peer.bar, NEAR, compare(ours, peer.step(model, batch), pairs))
             rows.append(told(row) if rank == 0 else row)
     if rank == 0:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -90,12 +89,6 @@ def _finish() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- ours
-
-
-def load(path: Path) -> ModuleType:
-    program = ModuleType("overhead_program")
-    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), program.__dict__)
-    return program
 
 
 def our_step(program: ModuleType, model: nn.Module, batch: dict[str, Tensor], around: Around = nullcontext) -> Step:

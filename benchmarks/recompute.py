@@ -44,6 +44,7 @@ from pipeline.ir.codec import decode, encode
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.profile import Compiled
 from pipeline.runtime import compiled
+from pipeline.runtime.source import load_program
 from stages.profile.compiled import measure_blocks
 
 PARTS = ("trace", "peers", "blocks", "plan", "ours")
@@ -314,10 +315,8 @@ def compiled_once(function: FunctionType, keeps: float, after_relu: str = "", be
 
 
 def load(path: Path) -> ModuleType:
-    program = ModuleType("program")
     with patch("pipeline.runtime.compiled", compiled_once):
-        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), program.__dict__)
-    return program
+        return load_program(str(path))
 
 
 def ours(name: str, source: Path) -> dict[str, Any]:

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from benchmarks.overhead_steps import Step, ddp_step, fsdp_step, load, our_step, plain_step, tensor_step, timed
+from benchmarks.overhead_steps import Step, ddp_step, fsdp_step, our_step, plain_step, tensor_step, timed
 from benchmarks.step_time_models import SCENARIOS, batch, build
 from pipeline.runtime.memory import Tally
 from pipeline.runtime.onednn import use_kernels_of
+from pipeline.runtime.source import load_program
 
 RANKS, WARM_UP, COLLECTIVE_S = 2, 3, 300
 CHOSEN, DDP_LIKE_US = "chosen", "ddp, same kernels"
@@ -66,7 +67,7 @@ def on_kernels_of(program: Any, make: Callable[[], Step]) -> Step:
 def measure(name: str, programs: Mapping[str, str], rounds: int) -> dict[str, Any]:
     """Our choice beside the peers, and our plans beside each other: seconds of every round, losses, and memory."""
     model, given = build(name), batch(SCENARIOS[name])
-    written = {plan: load(Path(path)) for plan, path in programs.items()}
+    written = {plan: load_program(path) for plan, path in programs.items()}
     ours = {
         plan: partial(on_kernels_of, program, partial(our_step, program, model, given))
         for plan, program in written.items()

@@ -129,12 +129,13 @@ def _named(code: CodeType, name: str) -> CodeType:
 
 
 def _after_relu(function: FunctionType, argument: str, name: str) -> FunctionType:
-    place = function.__code__.co_varnames.index(argument)
+    place, masks = function.__code__.co_varnames.index(argument), _MasksGradient
 
     def masking(*given: Any) -> Any:
-        return function(*given[:place], _MasksGradient.apply(given[place]), *given[place + 1 :])  # type: ignore[no-untyped-call]
+        return function(*given[:place], masks.apply(given[place]), *given[place + 1 :])  # type: ignore[no-untyped-call]
 
-    return FunctionType(_named(masking.__code__, name), masking.__globals__, name, None, masking.__closure__)
+    # With the function's own globals: others' would be looked for in a module of their name.
+    return FunctionType(_named(masking.__code__, name), function.__globals__, name, None, masking.__closure__)
 
 
 class _MasksGradient(torch.autograd.Function):

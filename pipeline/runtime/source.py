@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 
 from pipeline.runtime.compiled import as_written
 from pipeline.runtime.evaluating import evaluating
+
+_NUMBERS = count()
 
 
 def load_program(path: str, *, compiles: bool = True, evaluates: bool = False) -> ModuleType:
@@ -15,8 +19,9 @@ def load_program(path: str, *, compiles: bool = True, evaluates: bool = False) -
 
     `evaluates`: as its model is after `model.eval()`, not to be trained with.
     """
-    module = ModuleType("shardwright_program")
+    module = ModuleType(f"shardwright_program_{next(_NUMBERS)}")
     module.__file__ = path
+    sys.modules[module.__name__] = module  # where torch.compile looks for what a block's functions call
     source = Path(path).read_bytes()
     with nullcontext() if compiles and not evaluates else as_written():
         written = evaluating(source, path) if evaluates else source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from types import FunctionType
 
 import pytest
@@ -15,8 +16,9 @@ from pipeline.blocks import blocks_of
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Region
 from pipeline.runtime import compiled
+from pipeline.runtime.source import load_program
 from tests.graphs import gpt_graph, trace
-from tests.programs import load, plan_for, uniform, write
+from tests.programs import plan_for, uniform, write
 from tests.stages.test_codegen import ruff
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
@@ -150,17 +152,22 @@ def a_function() -> FunctionType:
     return double
 
 
-def step(text: str, module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+Found = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]  # the loss, gradients and buffers
+
+
+def step(text: str, module: nn.Module, batch: dict[str, Tensor], folder: Path) -> Found:
     parameters = {name: nn.Parameter(value.detach().clone()) for name, value in module.named_parameters()}
     buffers = {name: value.detach().clone() for name, value in module.named_buffers()}
     torch.manual_seed(7)
-    loss = load(text)["Program"]({**buffers, **parameters}).forward(**batch)
+    path = folder / "module.py"
+    path.write_text(text)
+    loss = load_program(str(path)).Program({**buffers, **parameters}).forward(**batch)
     loss.backward()
     return loss.detach(), {name: value.grad for name, value in parameters.items()}, buffers
 
 
 @pytest.mark.parametrize(("keeps", "again"), [((1.0,), (1, 2)), ((0.4, 0.0), None)])
-def test_compiled_blocks_compute_the_same_inside_regions_and_out_of_them(keeps, again):
+def test_compiled_blocks_compute_the_same_inside_regions_and_out_of_them(keeps, again, tmp_path):
     """Also batch-norm statistics, which change once a step though a region runs twice."""
     torch.manual_seed(0)
     net, batch = Net(), given()
@@ -169,9 +176,23 @@ def test_compiled_blocks_compute_the_same_inside_regions_and_out_of_them(keeps, 
     ours = plan_for(graph, uniform(graph, 1), 1, regions(graph, keeps, again))
     text = write(graph, ours)
     assert ("recompute(" in text) == (again is not None) and "channels_last(tensors)" in text
-    (loss, gradients, buffers), wanted = step(text, net, batch), step(write(graph, plain), net, batch)
+    loss, gradients, buffers = step(text, net, batch, tmp_path)
+    wanted = step(write(graph, plain), net, batch, tmp_path)
     torch.testing.assert_close(loss, wanted[0], rtol=1e-5, atol=1e-6)
     for name, gradient in wanted[1].items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
     for name, buffer in wanted[2].items():
         torch.testing.assert_close(buffers[name], buffer, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_compiled_block_may_call_a_function_that_its_reader_added(tmp_path):
+    torch.manual_seed(0)
+    net, batch = Net(), given()
+    graph = trace(net, batch)
+    text = write(graph, plan_for(graph, uniform(graph, 1), 1, regions(graph, (1.0,))))
+    own = "def twice_relu(x: Tensor) -> Tensor:\n    return F.relu(F.relu(x))\n\n\n"
+    before, after = text.split("def ", 1)
+    edited = before + own + "def " + after.replace("F.relu(", "twice_relu(")
+    assert edited.count("twice_relu") > 1
+    (loss, gradients, _), wanted = step(edited, net, batch, tmp_path), step(text, net, batch, tmp_path)
+    torch.testing.assert_close((loss, gradients), wanted[:2])

@@ -25,12 +25,12 @@ from benchmarks.overhead_steps import (
     compare,
     ddp_step,
     fsdp_step,
-    load,
     middle,
     our_step,
     plain_step,
     tensor_step,
 )
+from pipeline.runtime.source import load_program
 from tests.ranks import run_ranks
 
 TINY = {"vocab_size": 16, "context": 4, "width": 8, "layers": 2, "heads": 2, "batch": 4}
@@ -130,7 +130,7 @@ def losses_of(folder: str) -> dict[str, list[list[float]]]:
     for family, peer in makers.items():
         plain = build_two(TINY)
         steps = [
-            our_step(load(Path(folder) / f"{family}.py"), model, batch),
+            our_step(load_program(f"{folder}/{family}.py"), model, batch),
             peer(model, batch),
             plain_step(plain, plain.parameters(), batch),
         ]
