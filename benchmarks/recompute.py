@@ -302,15 +302,15 @@ def _forget() -> None:
     torch.cuda.empty_cache()
 
 
-_compiled_code: dict[tuple[CodeType, float, str, bool], Any] = {}
+_compiled_code: dict[tuple[CodeType, float, tuple[tuple[str, Any], ...]], Any] = {}
 
 
-def compiled_once(function: FunctionType, keeps: float, after_relu: str = "", before_relu: bool = False) -> Any:
+def compiled_once(function: FunctionType, keeps: float, **how: Any) -> Any:
     """As the runtime compiles it, but a function that several programs have once, and quickly: calls in Python."""
     code = function.__code__.replace(co_filename="", co_firstlineno=1)
-    way = (code, keeps, after_relu, before_relu)
+    way = (code, keeps, tuple(sorted(how.items())))
     if way not in _compiled_code:
-        _compiled_code[way] = compiled(function, keeps, "python", after_relu=after_relu, before_relu=before_relu)
+        _compiled_code[way] = compiled(function, keeps, "python", **how)
     return _compiled_code[way]
 
 

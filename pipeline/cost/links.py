@@ -35,6 +35,7 @@ class Way:
     backward_extra: int  # at its backward peak beyond what it keeps and the gradients at its two ends
     kept: tuple[str, ...] | None = None  # steps whose results are not computed again; None: nothing is
     compiled: float | None = None  # the part that it keeps of what it would keep for backward, where it is compiled
+    cheapest: bool = False  # and what it does not keep is what takes least to make again
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def _measured(group: Group, facts: Facts, input_bytes: int, runs: Sequence[Compi
             forward_extra=max(0, round(held * run.forward_peak) - nbytes),
             backward_extra=max(0, round(held * run.backward_peak) - nbytes - input_bytes - output),
             compiled=run.keeps,
+            cheapest=run.cheapest,
         )
 
     whole = way(runs[0], runs[0].saved)

@@ -94,6 +94,7 @@ class Region:
     inner: tuple[Region, ...]
     kept: tuple[str, ...] = ()  # ops, and conversions, inside it whose results are not dropped
     compiled: float | None = None  # without recompute: its links are one compiled function, which keeps this part
+    cheapest: bool = False  # compiled: it makes again what takes least to make; else what torch chooses
 
 
 @dataclass(frozen=True)

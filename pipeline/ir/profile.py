@@ -130,6 +130,7 @@ class CompiledWay:
     saved_alone: int  # bytes after forward once what leaves it is gone
     forward_peak: int
     backward_peak: int
+    cheapest: bool = False  # it makes again what takes least to make; else what torch chooses
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,15 @@ def compiled(
     keeps: float,
     calls: Literal["c++", "python"] = "c++",
     *,
+    cheapest: bool = False,
     after_relu: str = "",
     before_relu: bool = False,
 ) -> Callable[..., Any]:
     """The function, compiled when it is first called.
 
     Of what it has for backward it keeps at most the part `keeps`; backward makes the rest again, in its own kernels.
+    What it keeps is chosen by torch, to which element-wise ops are free and products are not; or with `cheapest` by how
+    many bytes are moved to make it again, and how much is computed: a product of few channels may be the cheaper one.
     On a GPU the host's calls of kernels are compiled as well: short steps wait for the host, which is faster so than in
     Python. Compiling takes several times as long, and torch's cache on disk remembers it. Without a C++ compiler, or
     with one that fails, Python makes the calls.
@@ -58,16 +61,17 @@ def compiled(
     from torch._inductor import config as inductor  # slow to import, and few programs need them
     from torch._inductor.compile_fx import compile_fx
 
-    from pipeline.runtime.partitioner import ReadsMasksOff
+    from pipeline.runtime.partitioner import Partitioner
 
     def build(graph: fx.GraphModule, inputs: Sequence[Any], masked: bool, in_cpp: bool) -> Any:
         # Backward is compiled here too, not when it first runs: torch 2.11 forgets by then that calls are in C++, and a
         # compiler that fails would end the step.
         # Products of odd sizes are padded, always (without it they take several times as long): torch would time which
         # is faster, and might do what takes more memory than the plan was made for, on one rank and not on another.
+        partitioner, budget = Partitioner(masked, keeps if cheapest else None), 1.0 if cheapest else keeps
         with (
-            partitioning.patch(activation_memory_budget=keeps, force_non_lazy_backward_lowering=True),
-            inductor.patch(custom_partitioner_fn=ReadsMasksOff(masked), cpp_wrapper=in_cpp, force_shape_pad=True),
+            partitioning.patch(activation_memory_budget=budget, force_non_lazy_backward_lowering=True),
+            inductor.patch(custom_partitioner_fn=partitioner, cpp_wrapper=in_cpp, force_shape_pad=True),
         ):
             return compile_fx(graph, inputs)
 
@@ -81,7 +85,8 @@ def compiled(
 
     def made(again: bool, masked: bool) -> Callable[..., Any]:
         # What was compiled is known by the code that it was made of: each way to compile it needs a code of its own.
-        name = f"{function.__name__}_keeps_{round(100 * keeps)}{'_again' * again}{'_masked' * masked}"
+        ways = "_cheapest" * cheapest + "_again" * again + "_masked" * masked
+        name = f"{function.__name__}_keeps_{round(100 * keeps)}{ways}"
         of_run = {name: partial(known[name], again=again) for name in stateful}
         own = FunctionType(_named(function.__code__, name), outside | of_run, name, function.__defaults__)
         own = _after_relu(own, after_relu, name) if after_relu else own

@@ -58,15 +58,15 @@ class Linear:
                 yield plan.Region(first, last, True, self.regions(step))
                 continue
             own = self.costs[step.link]
-            kept, compiled = own.ways[step.option].kept, own.ways[step.option].compiled
-            if compiled is not None:
-                yield plan.Region(own.first, own.last_link, False, (), (), compiled)
+            way = own.ways[step.option]
+            if way.compiled is not None:
+                yield plan.Region(own.first, own.last_link, False, (), (), way.compiled, way.cheapest)
                 continue
             each = tuple(plan.Region(n, n, False, ()) for n in range(own.first, own.last_link + 1))
-            if kept is None:
+            if way.kept is None:
                 yield from each
             else:
-                yield plan.Region(own.first, own.last_link, True, each, kept)
+                yield plan.Region(own.first, own.last_link, True, each, way.kept)
 
 
 def linearize(

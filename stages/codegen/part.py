@@ -64,6 +64,7 @@ class Leaf:
     last: int
     kept: tuple[str, ...]
     compiled: float | None  # the part of its activations that it keeps for backward, where it is compiled
+    cheapest: bool = False  # the rest is what takes least to make again
     after_relu: bool = False  # x is a relu's result whose gradient it masks
     before_relu: bool = False  # what leaves it is one whose gradient the next one masks
 
@@ -84,14 +85,15 @@ class Caller:
             return self.function
         relus = {(True, True): "_between_relus", (True, False): "_after_relu", (False, True): "_before_relu"}
         where = relus.get((leaf.after_relu, leaf.before_relu), "")
-        return f"{self.function}{where}_keeps_{round(100 * leaf.compiled)}"
+        return f"{self.function}{where}_keeps_{round(100 * leaf.compiled)}{'_cheapest' * leaf.cheapest}"
 
     @property
     def compiled(self) -> str:
         """How it is made of the function."""
-        relus = ', after_relu="x"' if self.leaf.after_relu else ""
-        relus += ", before_relu=True" if self.leaf.before_relu else ""
-        return f"compiled({self.function}, keeps={self.leaf.compiled}{relus})"
+        how = ", cheapest=True" if self.leaf.cheapest else ""
+        how += ', after_relu="x"' if self.leaf.after_relu else ""
+        how += ", before_relu=True" if self.leaf.before_relu else ""
+        return f"compiled({self.function}, keeps={self.leaf.compiled}{how})"
 
     def arguments(self) -> list[str]:
         own = ["x"] if self.block.takes_x else []
@@ -213,7 +215,7 @@ def _leaves(regions: tuple[Region, ...], kept: tuple[str, ...] = ()) -> Iterator
         if region.recompute:
             yield from _leaves(region.inner, region.kept or kept)
         else:
-            yield Leaf(region.first, region.last, kept, region.compiled)
+            yield Leaf(region.first, region.last, kept, region.compiled, region.cheapest)
 
 
 def _beside_relus(part: Part, leaves: list[Leaf]) -> list[Leaf]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from stages.profile.link import Ends, link_ends
 from stages.profile.step import ends_of
 
 Measured = tuple[CompiledWay, tuple[Tensor, ...]]  # and what left the block
-KEEPS = (1.0, 0.9, 0.8, 0.65, 0.5, 0.3, 0.0)  # parts of what a block would keep for backward
+KEEPS = (1.0, 0.9, 0.3, 0.0)  # parts of what a block would keep for backward, chosen by torch
+CHEAPEST = (0.75, 0.5, 0.3, 0.1)  # and so that the rest takes least to make again
+NOISE = 1.01  # of measured times
 REPEATS = 9
 SETTLED = 0.4  # seconds of the same work after which the card's clocks are those that it trains with
 AHEAD = 1.3  # of the time that the host needs to give the card its work: it needs more now and then
@@ -40,11 +43,13 @@ def measure_blocks(
     device: torch.device,
     amp: bool,
     keeps: Iterable[float] = KEEPS,
+    cheapest: Iterable[float] = CHEAPEST,
     measure: Measure | None = None,
     told: Callable[[str], None] = lambda line: None,
 ) -> Compiled:
     """On the GPU, unless there is another way to measure."""
-    bench = _Bench(graph, device, amp, tuple(keeps), measure or measure_on_card)
+    ways = [*((part, False) for part in keeps), *((part, True) for part in cheapest)]
+    bench = _Bench(graph, device, amp, ways, measure or measure_on_card)
     blocks = []
     for first, last in bench.spans:
         before = len(bench.runs)
@@ -57,9 +62,9 @@ def measure_blocks(
 
 class _Bench:
     def __init__(
-        self, graph: OpGraph, device: torch.device, amp: bool, keeps: tuple[float, ...], measure: Measure
+        self, graph: OpGraph, device: torch.device, amp: bool, ways: list[tuple[float, bool]], measure: Measure
     ) -> None:
-        self.graph, self.device, self.amp, self.keeps, self.measure = graph, device, amp, keeps, measure
+        self.graph, self.device, self.amp, self.ways, self.measure = graph, device, amp, ways, measure
         self.ends, self.spans = link_ends(graph), blocks_of(graph)
         self.relus = relus_between(graph, self.spans)
         self.runs: list[tuple[CompiledWay, ...]] = []
@@ -93,17 +98,17 @@ class _Bench:
         arguments = [self._argument(name) for name in names]
         function = as_function(self.graph, ops, names, ends.writes, self.device)
         after_relu = "" if relu is None else f"a{names.index(relu)}"
-        ways: list[CompiledWay] = []
+        found: list[CompiledWay] = []
         left: tuple[Tensor, ...] = ()
-        for keeps in self.keeps:
+        for keeps, cheapest in self.ways:
             torch._dynamo.reset()  # it gives up on a function that it has compiled often, and tells by the code's name
-            made = compiled(function, keeps, "python", after_relu=after_relu, before_relu=before_relu)
+            relus: dict[str, Any] = {"after_relu": after_relu, "before_relu": before_relu}
+            made = compiled(function, keeps, "python", cheapest=cheapest, **relus)
             block = Block(made, arguments, self._autocast())
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), no_garbage():
-                found, left = self.measure(block, keeps)
-            if not ways or found.saved_alone < ways[-1].saved_alone:
-                ways.append(found)
-        self.runs.append(tuple(ways))
+                way, left = self.measure(block, keeps)
+            found.append(replace(way, cheapest=cheapest))
+        self.runs.append(worth_choosing(found))
         return len(self.runs) - 1, left
 
     def _autocast(self) -> Callable[[], AbstractContextManager[Any]]:
@@ -139,6 +144,23 @@ class _Bench:
         arguments = {read: self._given(read) for read in op.inputs}
         function = as_function(self.graph, [name], list(arguments), op.outputs, self.device)
         self.values.update(zip(op.outputs, function(*arguments.values()), strict=True))
+
+
+def worth_choosing(found: Sequence[CompiledWay]) -> tuple[CompiledWay, ...]:
+    """The first, in which all is kept, and those that no other surpasses, with less and less kept."""
+    first, *others = found
+    chosen: list[CompiledWay] = []
+    for way in others:
+        if not any(_as_good(known, way) for known in (first, *chosen)):
+            chosen = [known for known in chosen if not _as_good(way, known)] + [way]
+    return first, *sorted(chosen, key=lambda way: -way.saved_alone)
+
+
+def _as_good(one: CompiledWay, other: CompiledWay) -> bool:
+    """The one, known before the other, needs no more memory and not noticeably more time."""
+    bytes_of = attrgetter("saved", "saved_alone", "forward_peak", "backward_peak")
+    slower = one.forward + one.backward > NOISE * (other.forward + other.backward)
+    return not slower and all(mine <= its for mine, its in zip(bytes_of(one), bytes_of(other), strict=True))
 
 
 def _nothing() -> None:

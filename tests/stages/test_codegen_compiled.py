@@ -55,10 +55,12 @@ def given() -> dict[str, Tensor]:
     return {"image": torch.randn(4, 3, 6, 6, generator=draw), "label": torch.randint(5, (4,), generator=draw)}
 
 
-def regions(graph: OpGraph, keeps: tuple[float, ...], again: tuple[int, int] | None = None) -> tuple[Region, ...]:
+def regions(
+    graph: OpGraph, keeps: tuple[float, ...], again: tuple[int, int] | None = None, cheapest: bool = False
+) -> tuple[Region, ...]:
     """A leaf for each block, with what it keeps in turn; blocks `again` are recomputed together."""
     spans = blocks_of(graph)
-    leaves = [Region(*span, False, (), (), keeps[n % len(keeps)]) for n, span in enumerate(spans)]
+    leaves = [Region(*span, False, (), (), keeps[n % len(keeps)], cheapest) for n, span in enumerate(spans)]
     if again is None:
         return tuple(leaves)
     first, last = again
@@ -166,15 +168,18 @@ def step(text: str, module: nn.Module, batch: dict[str, Tensor], folder: Path) -
     return loss.detach(), {name: value.grad for name, value in parameters.items()}, buffers
 
 
-@pytest.mark.parametrize(("keeps", "again"), [((1.0,), (1, 2)), ((0.4, 0.0), None)])
-def test_compiled_blocks_compute_the_same_inside_regions_and_out_of_them(keeps, again, tmp_path):
+@pytest.mark.parametrize(
+    ("keeps", "again", "cheapest"), [((1.0,), (1, 2), False), ((0.4, 0.0), None, False), ((0.5,), (1, 2), True)]
+)
+def test_compiled_blocks_compute_the_same_inside_regions_and_out_of_them(keeps, again, cheapest, tmp_path):
     """Also batch-norm statistics, which change once a step though a region runs twice."""
     torch.manual_seed(0)
     net, batch = Net(), given()
     graph = trace(net, batch)
     plain = plan_for(graph, uniform(graph, 1), 1, tuple(Region(n, n, False, ()) for n in range(len(graph.chain))))
-    ours = plan_for(graph, uniform(graph, 1), 1, regions(graph, keeps, again))
+    ours = plan_for(graph, uniform(graph, 1), 1, regions(graph, keeps, again, cheapest))
     text = write(graph, ours)
+    assert ("_keeps_50_cheapest = compiled(start, keeps=0.5, cheapest=True)" in text) == cheapest
     assert ("recompute(" in text) == (again is not None) and "channels_last(tensors)" in text
     loss, gradients, buffers = step(text, net, batch, tmp_path)
     wanted = step(write(graph, plain), net, batch, tmp_path)

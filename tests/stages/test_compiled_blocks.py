@@ -12,7 +12,7 @@ from pipeline.blocks import MOST_OPS, blocks_of, relus_between
 from pipeline.ir.graph import Role
 from pipeline.ir.profile import CompiledWay
 from pipeline.runtime.compiled import compiled
-from stages.profile.compiled import Block, as_function, measure_blocks, no_garbage
+from stages.profile.compiled import Block, as_function, measure_blocks, no_garbage, worth_choosing
 from tests.graphs import gpt, gpt_batch, gpt_graph, mlp_graph, trace
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
@@ -106,12 +106,12 @@ def kept(block: Block, keeps: float) -> tuple[CompiledWay, tuple[Tensor, ...]]:
     left = tuple(result.detach().clone() for result in results)
     block.both()
     alone = sum(found.values())
-    return CompiledWay(keeps, 1.0, 1.0, alone + 1, alone, 0, 0), left
+    return CompiledWay(keeps, 1.0, 1e9 / (1 + alone), alone + 1, alone, 0, 0), left  # what keeps more takes less time
 
 
 def test_equal_blocks_are_measured_once_and_ways_keep_less_and_less():
     graph = gpt_graph()
-    found = measure_blocks(graph, torch.device("cpu"), amp=False, keeps=(1.0, 0.5, 0.0), measure=kept)
+    found = measure_blocks(graph, torch.device("cpu"), amp=False, keeps=(1.0, 0.5, 0.0), cheapest=(0.6,), measure=kept)
     assert [(block.first, block.last) for block in found.blocks] == list(blocks_of(graph))
     tables, one, two, end = (block.run for block in found.blocks)
     assert one == two and len({tables, one, end}) == len(found.runs) == 3
@@ -119,7 +119,13 @@ def test_equal_blocks_are_measured_once_and_ways_keep_less_and_less():
         assert ways[0].keeps == 1.0
         sizes = [way.saved_alone for way in ways]
         assert sizes == sorted(set(sizes), reverse=True)
-    assert len(found.runs[one]) == 3 and found.runs[one][-1].saved_alone == 0
+    assert [(way.keeps, way.cheapest) for way in found.runs[one]] == [
+        (1.0, False),
+        (0.6, True),
+        (0.5, False),
+        (0.0, False),
+    ]
+    assert found.runs[one][-1].saved_alone == 0
 
 
 class Convolved(nn.Sequential):
@@ -142,14 +148,25 @@ def test_blocks_of_images_are_measured_as_the_relus_around_them_have_them_compil
     """Their norm is an op of torch here, not the runtime's function of that name."""
     graph, ways = trace(Images(), {"x": torch.randn(2, 3, 4, 4)}), []
 
-    def told(*given, after_relu, before_relu):
-        ways.append((bool(after_relu), before_relu))
-        return compiled(*given, after_relu=after_relu, before_relu=before_relu)
+    def told(*given, cheapest, after_relu, before_relu):
+        ways.append((bool(after_relu), before_relu, cheapest))
+        return compiled(*given, cheapest=cheapest, after_relu=after_relu, before_relu=before_relu)
 
     monkeypatch.setattr("stages.profile.compiled.compiled", told)
-    found = measure_blocks(graph, torch.device("cpu"), amp=False, keeps=(1.0,), measure=kept)
+    found = measure_blocks(graph, torch.device("cpu"), amp=False, keeps=(1.0,), cheapest=(0.5,), measure=kept)
     assert [block.run for block in found.blocks] == [0, 1, 1, 2]  # of the layers, and the loss
-    assert ways == [(False, True), (True, True), (True, False)]
+    blocks = [(False, True), (True, True), (True, False)]
+    assert ways == [(*block, cheapest) for block in blocks for cheapest in (False, True)]
+
+
+def test_ways_that_another_surpasses_are_not_offered():
+    def way(keeps: float, backward: float, alone: int, peak: int = 0, cheapest: bool = False) -> CompiledWay:
+        return CompiledWay(keeps, 1.0, backward, alone + 5, alone, 0, peak, cheapest)
+
+    whole, slower, good = way(1.0, 2.0, 100), way(0.9, 3.0, 60), way(0.5, 2.5, 60, cheapest=True)
+    as_whole, least, less_at_peak = way(0.8, 2.005, 100), way(0.0, 4.0, 0, peak=50), way(0.3, 4.5, 20, peak=10)
+    found = worth_choosing([whole, slower, as_whole, least, less_at_peak, good])
+    assert found == (whole, good, less_at_peak, least)
 
 
 def test_what_earlier_blocks_left_is_freed_before_a_block_is_weighed_and_nothing_meanwhile():
