@@ -32,6 +32,7 @@ Measured = tuple[CompiledWay, tuple[Tensor, ...]]  # and what left the block
 KEEPS = (1.0, 0.9, 0.3, 0.0)  # parts of what a block would keep for backward, chosen by torch
 CHEAPEST = (0.75, 0.5, 0.3, 0.1)  # and so that the rest takes least to make again
 NOISE = 1.01  # of measured times
+LITTLE = 1e-3  # of the bytes of all results: a block that keeps no more is measured in the first way alone
 REPEATS = 9
 SETTLED = 0.4  # seconds of the same work after which the card's clocks are those that it trains with
 AHEAD = 1.3  # of the time that the host needs to give the card its work: it needs more now and then
@@ -71,6 +72,7 @@ class _Bench:
         self.known: dict[object, tuple[int, tuple[Tensor, ...]]] = {}  # block -> its run, and what left it
         self.values: dict[str, Tensor] = {}  # what is there before the chain, and what links write
         self.high = _bound(graph)
+        self.results = sum(value.type.nbytes for value in graph.of_role(Role.RESULT))
         self.by_channel = convolves(graph)  # as the program lays its weights out
         with torch.no_grad():
             for name in graph.prologue:
@@ -108,6 +110,8 @@ class _Bench:
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), no_garbage():
                 way, left = self.measure(block, keeps)
             found.append(replace(way, cheapest=cheapest))
+            if found[0].saved_alone < LITTLE * self.results:
+                break  # nothing to gain by keeping less
         self.runs.append(worth_choosing(found))
         return len(self.runs) - 1, left
 

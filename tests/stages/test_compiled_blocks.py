@@ -114,6 +114,7 @@ def test_equal_blocks_are_measured_once_and_ways_keep_less_and_less():
     found = measure_blocks(graph, torch.device("cpu"), amp=False, keeps=(1.0, 0.5, 0.0), cheapest=(0.6,), measure=kept)
     assert [(block.first, block.last) for block in found.blocks] == list(blocks_of(graph))
     tables, one, two, end = (block.run for block in found.blocks)
+    assert len(found.runs[tables]) == 1  # nothing of it is kept, however it is compiled
     assert one == two and len({tables, one, end}) == len(found.runs) == 3
     for ways in found.runs:
         assert ways[0].keeps == 1.0
@@ -155,8 +156,8 @@ def test_blocks_of_images_are_measured_as_the_relus_around_them_have_them_compil
     monkeypatch.setattr("stages.profile.compiled.compiled", told)
     found = measure_blocks(graph, torch.device("cpu"), amp=False, keeps=(1.0,), cheapest=(0.5,), measure=kept)
     assert [block.run for block in found.blocks] == [0, 1, 1, 2]  # of the layers, and the loss
-    blocks = [(False, True), (True, True), (True, False)]
-    assert ways == [(*block, cheapest) for block in blocks for cheapest in (False, True)]
+    layers = [(first_relu, True, cheapest) for first_relu in (False, True) for cheapest in (False, True)]
+    assert ways == [*layers, (True, False, False)]  # the loss keeps nothing: one way is all
 
 
 def test_ways_that_another_surpasses_are_not_offered():
