@@ -122,12 +122,18 @@ def build(schema: type, source: Source) -> Any:
         assert isinstance(resolved, dict)
         check(schema, resolved, source)
         return OmegaConf.to_object(OmegaConf.merge(_defaults(schema), written))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError) as error:
+        if _too_deep(error):
+            nested = "'${...}' is nested too deeply"
+            raise ConfigError(nested, where=source.where(), remedy="write the value out") from error
         raise _broken(error, source) from error
-    except RecursionError as error:
-        raise ConfigError(
-            "'${...}' is nested too deeply", where=source.where(), remedy="write the value out"
-        ) from error
+
+
+def _too_deep(error: BaseException | None) -> bool:
+    """Where the stack ends, OmegaConf may be just where it makes another error of any."""
+    while error is not None and not isinstance(error, RecursionError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 @cache

@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 from pipeline.config import Backend, ClusterSource, Device, DType, Precision, Recompute, Solve, listing, load_config
 from pipeline.config.source import parse
@@ -388,6 +390,25 @@ def test_wrong_text(project: Path, content: str | bytes, rest: str | None) -> No
         assert line.startswith(f"{SOLVE}: bad YAML: ")
     else:
         assert line == SOLVE + rest
+
+
+def test_wherever_the_stack_ends_nested_interpolations_are_told_as_that(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OmegaConf makes errors of its own of what its parts raise, the end of the stack among them."""
+    _, rest = TEXTS["nested interpolations"]
+    usual = OmegaConf.to_container
+
+    def ends(cfg: object, **named: bool) -> object:
+        if "${${" not in str(usual(cfg, resolve=False)):
+            return usual(cfg, **named)
+        try:
+            raise RecursionError
+        except RecursionError as error:
+            raise InterpolationResolutionError("RecursionError raised while resolving") from error
+
+    monkeypatch.setattr(OmegaConf, "to_container", ends)
+    assert refusal(project, SOLVE, "backend: '${${a}}'\n") == SOLVE + str(rest)
 
 
 def test_the_file_of_initial_weights(project: Path) -> None:
