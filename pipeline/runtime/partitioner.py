@@ -12,7 +12,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
-from pipeline.runtime import remaking
+from pipeline.runtime import padding, remaking
+from pipeline.runtime.padding import pad_once
 from pipeline.runtime.remaking import cheapest
 
 AS_MARKED = {  # torch's reasons to keep what is not marked, on the way to what is
@@ -37,7 +38,7 @@ class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[object], **named: Any) -> Any:
         named = {"compiler": "inductor"} | named
         (end,) = graph.graph.find_nodes(op="output")
-        _pad_once(graph.graph)
+        pad_once(graph.graph)
         if self.before_relu:
             _use_as_it_comes(graph.graph, end.args[0][0])
         results = [result for result in end.args[0][: named["num_fwd_outputs"]] if isinstance(result, fx.Node)]
@@ -54,7 +55,9 @@ class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
 
     def uuid(self) -> bytes:
         """What torch's caches know its work by: also another version of it would do something else."""
-        digest: bytes = get_hash_for_files((__file__, remaking.__file__), f"{self.before_relu} {self.cheapest}")
+        digest: bytes = get_hash_for_files(
+            (__file__, padding.__file__, remaking.__file__), f"{self.before_relu} {self.cheapest}"
+        )
         return digest
 
 
@@ -103,34 +106,3 @@ def _use_as_it_comes(graph: fx.Graph, result: fx.Node) -> None:
 def _is_mask(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dtype == torch.bool
-
-
-def _pad_once(graph: fx.Graph) -> None:
-    """A matrix and its transpose: torch pads what each product reads, and a head's gradient is read by two."""
-    known: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
-    for pad in graph.find_nodes(op="call_function", target=torch.ops.aten.constant_pad_nd.default):
-        matrix, amounts, *value = pad.args
-        if len(amounts) != 4 or value:
-            continue
-        turned = False
-        while _is_transpose(matrix):
-            (matrix, _), turned = matrix.args, not turned
-        amounts = (*amounts[2:], *amounts[:2]) if turned else tuple(amounts)
-        with graph.inserting_before(pad):
-            if (matrix, amounts) not in known:
-                known[matrix, amounts] = _like(pad, pad.target, matrix, list(amounts))
-            own = known[matrix, amounts]
-            own = _like(pad, torch.ops.aten.permute.default, own, [1, 0]) if turned else own
-        pad.replace_all_uses_with(own)
-        graph.erase_node(pad)
-
-
-def _is_transpose(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.permute.default and list(node.args[1]) == [1, 0]
-
-
-def _like(node: fx.Node, target: Any, source: fx.Node, how: list[int]) -> fx.Node:
-    """A call in the node's place."""
-    made = node.graph.call_function(target, (source, how))
-    made.meta = node.meta | {"val": target(source.meta["val"], how)}
-    return made

@@ -12,9 +12,6 @@ from torch.utils.flop_counter import flop_registry
 
 FLOPS_PER_BYTE = 150  # that a GPU computes while it moves one: 990 TFLOP/s and 4.8 TB/s, neither of them reached
 SMALL = 32  # times fewer bytes
-_aten = torch.ops.aten
-PRODUCTS = {_aten.convolution.default, _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
-COPIES = {torch.ops.prims.convert_element_type.default, _aten.clone.default, _aten._unsafe_view.default}
 
 
 def cheapest(saved: Iterable[fx.Node], results: Iterable[fx.Node], keeps: float) -> list[fx.Node]:
@@ -34,7 +31,7 @@ def cheapest(saved: Iterable[fx.Node], results: Iterable[fx.Node], keeps: float)
         if left <= keeps * whole or not math.isfinite(costs[node]):
             break
         steps, _ = ways[node]
-        dropped |= dict.fromkeys([node, *(step for step in steps if step.target in PRODUCTS)])
+        dropped |= dict.fromkeys([node, *filter(_is_product, steps)])
         left -= _bytes(node)
     return list(dropped)
 
@@ -43,7 +40,7 @@ def _cost(node: fx.Node, steps: Iterable[fx.Node], sources: Iterable[fx.Node]) -
     """In bytes that are moved; infinite where an op on the way is another than products and element-wise ones."""
     cost = float(_bytes(node) + sum(map(_bytes, sources)))
     for step in steps:
-        if step.target in PRODUCTS:
+        if _is_product(step):
             packet: Any = step.target.overloadpacket  # type: ignore[union-attr]
             given = fx.node.map_arg((step.args, step.kwargs), lambda source: source.meta["val"])
             cost += flop_registry[packet](*given[0], **given[1], out_val=step.meta["val"]) / FLOPS_PER_BYTE
@@ -71,10 +68,13 @@ def _made_of(node: fx.Node, there: set[fx.Node]) -> tuple[list[fx.Node], list[fx
     return list(steps), list(sources)
 
 
+def _is_product(node: fx.Node) -> bool:
+    """Of which torch knows how much it computes: attention too, but that has several results, and taking one is not."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in flop_registry
+
+
 def _is_plain(node: fx.Node) -> bool:
     """Element-wise, and the same each time."""
-    if node.target in COPIES:
-        return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     tags = node.target.tags

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.fx_passes import pad_mm
 
-from pipeline.runtime import compiled, partitioner
+from pipeline.runtime import compiled, padding, partitioner
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
 PAD, CLASSES = torch.ops.aten.constant_pad_nd.default, 51
@@ -43,7 +43,7 @@ def test_what_two_products_read_is_padded_once(monkeypatch, function, keeps):
     (graph,) = graphs
     pads = graph.find_nodes(op="call_function", target=PAD)
     assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)) == 3
-    assert all(not partitioner._is_transpose(pad.args[0]) for pad in pads)
+    assert all(not padding._is_transpose(pad.args[0]) for pad in pads)
     assert len({(pad.args[0], *pad.args[1]) for pad in pads}) == len(pads)
     of_gradient = [pad for pad in pads if pad.meta["val"].shape[0] == pad.args[0].meta["val"].shape[0] == 64]
     assert function is wide or (len(pads) == 2 and len(of_gradient) == 1)
