@@ -12,7 +12,8 @@ Models with random weights in bf16 autocast (float32 weights, AdamW). In this or
 
 Peak is the most that torch has allocated in a step, time the median step, steps following one another. Tracing and
 planning need no GPU and the others torch and transformers alone, so each may run on a machine of its own:
-`--only peers --folder DIR` and so on, with the same folder. With `--eager` our programs are not compiled.
+`--only peers --folder DIR` and so on, with the same folder; where the GPU is there for minutes, `--only blocks --ways
+keeps` and then `--ways cheapest` for a model. With `--eager` our programs are not compiled.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -45,9 +47,10 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.profile import Compiled
 from pipeline.runtime import compiled
 from pipeline.runtime.source import load_program
-from stages.profile.compiled import measure_blocks
+from stages.profile.compiled import KEEPS, measure_blocks, worth_choosing
 
 PARTS = ("trace", "peers", "blocks", "plan", "ours")
+WAYS = {"keeps": {"cheapest": ()}, "cheapest": {"keeps": KEEPS[:1]}}
 WARM_UP, STEPS = 3, 7
 FRACTIONS = "1.0,0.8,0.5"  # of torch.compile's memory budget
 BUDGETS = 8  # of ours, between keeping everything and the tightest
@@ -92,6 +95,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("runs/recompute"), help="where results and programs lie")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--eager", action="store_true", help="our programs without torch.compile")
+    parser.add_argument(
+        "--ways", choices=WAYS, help="blocks with torch's choice of what they keep alone; then the other, added"
+    )
     parser.add_argument("--fractions", default=FRACTIONS, help="memory budgets of torch.compile, which takes minutes")
     parser.add_argument(
         "--calibration", type=Path, help="a file of benchmarks.measure_steps; else the card is measured"
@@ -127,7 +133,10 @@ def run_part(part: str, name: str, found: dict[str, Any], arguments: argparse.Na
         )
     elif part == "blocks" and not arguments.eager:
         amp, card = MODELS[name]["mode"] == "amp", torch.device("cuda")
-        blocks = measure_blocks(graph_of(name, folder), card, amp, told=lambda line: print(name, line, flush=True))
+        told = functools.partial(print, name, flush=True)
+        blocks = measure_blocks(graph_of(name, folder), card, amp, told=told, **WAYS.get(arguments.ways, {}))
+        if arguments.ways == "cheapest":
+            blocks = with_ways_of(blocks, decode(Compiled, found["blocks"][name]))
         found.setdefault("blocks", {})[name] = encode(blocks)
         _forget()
     elif part == "plan":
@@ -141,6 +150,12 @@ def run_part(part: str, name: str, found: dict[str, Any], arguments: argparse.Na
             known[source.read_bytes()] = known.get(source.read_bytes()) or ours(name, source)
             one["measured"] = known[source.read_bytes()]
             print(one["name"], one["measured"], flush=True)
+
+
+def with_ways_of(blocks: Compiled, others: Compiled) -> Compiled:
+    """Of one model: what both know, of which the first of each run is that in which all is kept."""
+    runs = zip(blocks.runs, others.runs, strict=True)
+    return replace(blocks, runs=tuple(worth_choosing([*own, *other[1:]]) for own, other in runs))
 
 
 def graph_of(name: str, folder: Path) -> OpGraph:

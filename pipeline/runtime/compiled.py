@@ -62,18 +62,21 @@ def compiled(
     from torch._inductor.compile_fx import compile_fx
 
     from pipeline.runtime.partitioner import Partitioner
+    from pipeline.runtime.scaling import decompositions
 
     def build(graph: fx.GraphModule, inputs: Sequence[Any], masked: bool, in_cpp: bool) -> Any:
         # Backward is compiled here too, not when it first runs: torch 2.11 forgets by then that calls are in C++, and a
         # compiler that fails would end the step.
         # Products of odd sizes are padded, always (without it they take several times as long): torch would time which
         # is faster, and might do what takes more memory than the plan was made for, on one rank and not on another.
+        # Convolutions of single pixels are products, and a GPU's are faster as such.
         partitioner, budget = Partitioner(masked, keeps if cheapest else None), 1.0 if cheapest else keeps
         with (
             partitioning.patch(activation_memory_budget=budget, force_non_lazy_backward_lowering=True),
             inductor.patch(custom_partitioner_fn=partitioner, cpp_wrapper=in_cpp, force_shape_pad=True),
+            inductor.patch(conv_1x1_as_mm=host_calls.on_card(inputs)),
         ):
-            return compile_fx(graph, inputs)
+            return compile_fx(graph, inputs, decompositions=decompositions())
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any], masked: bool) -> Any:
         if calls == "python" or not host_calls.in_cpp(inputs):

@@ -26,7 +26,7 @@ class _Here:
 
 def in_cpp(inputs: Sequence[Any]) -> bool:
     """For a block with these inputs: on a GPU the host is often what a step waits for."""
-    return _on_card(inputs) and not _Here.failure and shutil.which(_compiler()) is not None
+    return on_card(inputs) and not _Here.failure and shutil.which(_compiler()) is not None
 
 
 def why_python() -> str:
@@ -52,7 +52,7 @@ def or_from_python(in_cpp: Callable[[], T], from_python: Callable[[], T]) -> T:
     return made
 
 
-def _on_card(inputs: Sequence[Any]) -> bool:
+def on_card(inputs: Sequence[Any]) -> bool:
     return any(isinstance(given, Tensor) and given.is_cuda for given in inputs)
 
 

@@ -12,9 +12,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
-from pipeline.runtime import padding, remaking
+from pipeline.runtime import padding, remaking, scaling, variance, written
 from pipeline.runtime.padding import pad_once
 from pipeline.runtime.remaking import cheapest
+from pipeline.runtime.variance import sum_up
+from pipeline.runtime.written import write_once
 
 AS_MARKED = {  # torch's reasons to keep what is not marked, on the way to what is
     "ban_recompute_used_far_apart": False,
@@ -39,6 +41,8 @@ class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
         named = {"compiler": "inductor"} | named
         (end,) = graph.graph.find_nodes(op="output")
         pad_once(graph.graph)
+        sum_up(graph.graph)
+        write_once(graph.graph)
         if self.before_relu:
             _use_as_it_comes(graph.graph, end.args[0][0])
         results = [result for result in end.args[0][: named["num_fwd_outputs"]] if isinstance(result, fx.Node)]
@@ -55,9 +59,8 @@ class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
 
     def uuid(self) -> bytes:
         """What torch's caches know its work by: also another version of it would do something else."""
-        digest: bytes = get_hash_for_files(
-            (__file__, padding.__file__, remaking.__file__), f"{self.before_relu} {self.cheapest}"
-        )
+        files = (__file__, *(module.__file__ for module in (padding, remaking, scaling, variance, written)))
+        digest: bytes = get_hash_for_files(files, f"{self.before_relu} {self.cheapest}")
         return digest
 
 

@@ -29,12 +29,13 @@ from stages.profile.link import Ends, link_ends
 from stages.profile.step import ends_of
 
 Measured = tuple[CompiledWay, tuple[Tensor, ...]]  # and what left the block
-KEEPS = (1.0, 0.9, 0.3, 0.0)  # parts of what a block would keep for backward, chosen by torch
+KEEPS = (1.0, 0.9, 0.0)  # parts of what a block would keep for backward, chosen by torch
 CHEAPEST = (0.75, 0.5, 0.3, 0.1)  # and so that the rest takes least to make again
 NOISE = 1.01  # of measured times
 LITTLE = 1e-3  # of the bytes of all results: a block that keeps no more is measured in the first way alone
 REPEATS = 9
-SETTLED = 0.4  # seconds of the same work after which the card's clocks are those that it trains with
+SETTLED = 0.2  # seconds of the same work before each round of passes that are timed
+ROUNDS = 3  # more at most: its clocks are settled when two in a row are the same but for noise
 AHEAD = 1.3  # of the time that the host needs to give the card its work: it needs more now and then
 BEHIND = 0.8  # of the card's time: a host that needs more to give it its work may have kept it waiting
 
@@ -261,10 +262,23 @@ def _weigh(work: Callable[[], Any]) -> tuple[Any, int, int]:
 
 
 def _seconds(block: Block) -> tuple[float, float]:
-    """Of its passes: medians of the later ones of many, as blocks follow one another in training.
+    """Of its passes, when they take what they took before.
 
-    A card that works all the time has lower clocks than one that begins, by as much as the work is heavy: they are let
-    settle with the block's own. Where the host is behind, the card copies memory first, not for longer than it must.
+    A card that works all the time has other clocks than one that begins, by as much as the work is heavy: they are let
+    settle with the block's own.
+    """
+    found = _medians(block)
+    for _ in range(ROUNDS):
+        before, found = found, _medians(block)
+        if max(sum(before), sum(found)) < NOISE * min(sum(before), sum(found)):
+            break
+    return found
+
+
+def _medians(block: Block) -> tuple[float, float]:
+    """Of the later passes of many, which follow one another as blocks do in training.
+
+    Where the host is behind, the card copies memory first, not for longer than it must.
     """
     _repeat(block)
     seconds, marks = _queued(block)

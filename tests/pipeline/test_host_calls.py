@@ -39,7 +39,7 @@ def too_old(tmp_path, monkeypatch):
     path.write_text(TOO_OLD)
     path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
-    monkeypatch.setattr(host_calls, "_on_card", lambda inputs: True)
+    monkeypatch.setattr(host_calls, "on_card", lambda inputs: True)
     torch._dynamo.reset()
     with inductor.patch({"cpp.cxx": (None, str(path))}):  # torch has read CXX already
         yield path
@@ -113,7 +113,7 @@ def test_what_is_not_for_the_compiler_stays_an_error():
 
 
 def test_after_a_failure_the_compiler_is_not_asked(monkeypatch):
-    monkeypatch.setattr(host_calls, "_on_card", lambda inputs: True)
+    monkeypatch.setattr(host_calls, "on_card", lambda inputs: True)
     monkeypatch.setattr(host_calls.shutil, "which", lambda name: f"/bin/{name}")
     assert host_calls.in_cpp([])
     assert host_calls.or_from_python(lambda: "c++", lambda: "from python") == "c++" and host_calls.in_cpp([])

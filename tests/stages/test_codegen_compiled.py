@@ -131,17 +131,16 @@ def test_on_a_gpu_the_calls_of_kernels_are_compiled_too(monkeypatch, calls, on_c
 
     seen = []
     monkeypatch.setenv("CXX", sys.executable)  # some program that is there
+    names = ("cpp_wrapper", "shape_padding", "force_shape_pad", "conv_1x1_as_mm")
     monkeypatch.setattr(
         compile_fx,
         "compile_fx",
-        lambda graph, inputs: (
-            seen.append((config.cpp_wrapper, config.shape_padding, config.force_shape_pad)) or graph.forward
-        ),
+        lambda graph, inputs, **how: seen.append([getattr(config, name) for name in names]) or graph.forward,
     )
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: on_card))
     made = compiled(a_function(), 1.0, calls)
     assert torch.equal(made(torch.ones(2)), torch.full((2,), 2.0))
-    assert seen == [(wanted, True, True)]  # whether to pad products would be told by how long they take, each time anew
+    assert seen == [[wanted, True, True, on_card]]  # whether to pad products would be told by how long they take, each time anew
 
 
 def a_function() -> FunctionType:
