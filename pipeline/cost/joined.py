@@ -16,20 +16,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from pipeline.ir.cluster import Axis, LinkCost
+from pipeline.ir.cluster import LATER, Axis, LinkCost
 
 
 def joined_link(collective: str, axes: Sequence[Axis]) -> LinkCost | None:
     """What a collective over these axes takes; None where they have one rank."""
     wide = [axis for axis in axes if axis.size > 1]
     if len(wide) <= 1:
-        return wide[0].links[collective] if wide else None
+        return _link(wide[0], collective) if wide else None
     size = prod(axis.size for axis in wide)
-    own = [(axis.links[collective], axis.size) for axis in wide]
+    own = [(_link(axis, collective), axis.size) for axis in wide]
     return LinkCost(
         max(link.latency / _rounds(collective, n) for link, n in own) * _rounds(collective, size),
         min(link.bandwidth * _share(collective, n) for link, n in own) / _share(collective, size),
     )
+
+
+def _link(axis: Axis, collective: str) -> LinkCost:
+    return axis.links["reduce_scatter" if collective == LATER and LATER not in axis.links else collective]
 
 
 def _rounds(collective: str, size: int) -> int:

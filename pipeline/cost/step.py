@@ -36,7 +36,7 @@ from pipeline.cost.joined import joined_link
 from pipeline.cost.memory import LinkMemory, link_memory
 from pipeline.cost.paths import Paths
 from pipeline.cost.talks import talk_seconds
-from pipeline.ir.cluster import Axis, Cluster
+from pipeline.ir.cluster import LATER, Axis, Cluster
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
@@ -112,7 +112,7 @@ def update_seconds(nbytes: float, summed: Sequence[Axis], split: Sequence[Axis])
     left = nbytes / prod(axis.size for axis in split if axis not in summed)
     owned = left / prod(axis.size for axis in both)
     return (
-        _bucketed("reduce_scatter", left, both, nbytes)
+        _bucketed(LATER, left, both, nbytes)
         + _bucketed("all_reduce", owned, [axis for axis in summed if axis not in split], nbytes)
         + _bucketed("all_gather", nbytes, split, nbytes)
     )

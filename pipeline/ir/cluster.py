@@ -9,6 +9,7 @@ from math import prod
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SEND = "send_recv"  # from one device to one other
+LATER = "reduce_scatter_later"  # without waiting for it, where that takes longer: gloo's is an all-reduce
 HALF = ("bfloat16", "float16")
 
 
@@ -110,7 +111,7 @@ class LinkCost:
 class Axis:
     name: str
     size: int
-    links: dict[str, LinkCost]  # one for each of COLLECTIVES, and SEND where it is known
+    links: dict[str, LinkCost]  # one for each of COLLECTIVES; SEND where it is known, LATER where it is another
     measured: bool = False  # or by formula
 
 

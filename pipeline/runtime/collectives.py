@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from pipeline.ir.program import GATHERED_ALONE
 from pipeline.runtime import later
@@ -22,6 +23,8 @@ from pipeline.runtime.mesh import MeshAxis, axis_of
 from pipeline.runtime.put_off import at_border
 
 Move = Callable[[Tensor], Tensor]
+AROUND = "shardwright reduce_scatter"  # the profiler's label of messages that are one
+_TAG = 1  # of those: messages of pipelines have none
 
 # torch 2.13 renamed the collectives on one tensor.
 all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -110,22 +113,35 @@ def _sum_and_split(axis: MeshAxis, dim: int, parts: int) -> Move:
 def own_sum(rows: Tensor, axis: MeshAxis) -> Tensor:
     """This rank's row of the sum over the ranks, in memory of its own; what is left in `rows` is of no use."""
     if _sums_in_place(axis):
-        dist.all_reduce(rows, group=axis.group)
-        return rows[axis.rank].clone()
+        return _around(rows, axis)
     own = torch.empty_like(rows[0])
     reduce_scatter_from(own.view(-1), rows.view(-1), group=axis.group)
     return own
 
 
+def _around(rows: Tensor, axis: MeshAxis) -> Tensor:
+    """Each row goes around once, and every rank adds its own to it: half of what an all-reduce moves."""
+    size, rank = axis.size, axis.rank
+    own = torch.empty_like(rows[0])
+    with record_function(AROUND):
+        for step in range(1, size):
+            leaves, comes = rows[(rank - step) % size], rows[(rank - step - 1) % size]
+            sent = dist.isend(leaves, group=axis.group, group_dst=(rank + 1) % size, tag=_TAG)
+            dist.recv(own, group=axis.group, group_src=(rank - 1) % size, tag=_TAG)
+            sent.wait()
+            own.add_(comes) if step == size - 1 else comes.add_(own)
+    return own
+
+
 def sum_own(rows: Tensor, axis: MeshAxis) -> Any:
-    """The same where this rank's row lies, without waiting for it."""
+    """The same where this rank's row lies, without waiting for it: gloo sums all rows for each rank."""
     if _sums_in_place(axis):
         return dist.all_reduce(rows, group=axis.group, async_op=True)
     return reduce_scatter_from(rows[axis.rank], rows.view(-1), group=axis.group, async_op=True)
 
 
 def _sums_in_place(axis: MeshAxis) -> bool:
-    """gloo sums all rows for each rank. Torch has it do so on a copy, which takes time, and memory until the end."""
+    """gloo has no reduce-scatter. Torch has it sum a copy of all rows, which takes time, and memory until the end."""
     return bool(dist.get_backend(axis.group) == "gloo")
 
 

@@ -51,8 +51,8 @@ def in_a_step(links: Mapping[str, LinkCost], apart: float) -> dict[str, LinkCost
     A link that has rested may carry a small message at once, out of what it may send in a burst. In a step messages
     follow one another: none is faster than the bandwidth.
 
-    A half of an all-reduce may be measured to take longer than the whole (gloo reduce-scatters by an all-reduce and a
-    copy). The whole would do in its place; so that noise does not make such a detour look shorter, it costs no more.
+    A half of an all-reduce may be measured to take longer than the whole: gloo's all-gather does at some sizes. The
+    whole would do in its place; so that noise does not make such a detour look shorter, it costs no more.
     """
     whole = links["all_reduce"]
     found = {**links, **{name: _at_most(links[name], whole) for name in ("reduce_scatter", "all_gather")}}

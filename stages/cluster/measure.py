@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.config import Cluster as Settings
 from pipeline.config import Device
 from pipeline.errors import ClusterError
-from pipeline.ir.cluster import Axis, Cluster, Compute, Curve, Group, Host, LinkCost, Measured, Mesh, Pace
+from pipeline.ir.cluster import LATER, Axis, Cluster, Compute, Curve, Group, Host, LinkCost, Measured, Mesh, Pace
 from pipeline.launch import LaunchFailed, Node, run_ranks
 from pipeline.log import Log
 from stages.cluster.fit import fit_errors, fit_links, in_a_step, least_squares_line, link_beyond
@@ -99,6 +99,8 @@ def make_cluster(settings: Settings, found: dict[str, Any]) -> Cluster:
     measured = {(axis["stride"], axis["size"]): fit_links(axis["fitted"]) for axis in found["axes"]}
     apart = {(axis["stride"], axis["size"]): axis["apart"] for axis in found["axes"]}
     meshes = tuple(_with_measured(mesh, measured, apart) for mesh in candidate_meshes(group))
+    if settings.device is Device.cpu:
+        meshes = tuple(map(_as_gloo_has_it, meshes))
     return Cluster(
         source="probe",
         device=settings.device.value,
@@ -139,6 +141,11 @@ def _with_measured(
 def _measured_axis(axis: Axis, links: dict[str, LinkCost], apart: float) -> Axis:
     beyond = {name: link_beyond(link, axis.links[name]) for name, link in links.items()}
     return replace(axis, links=in_a_step(beyond, apart), measured=True)
+
+
+def _as_gloo_has_it(mesh: Mesh) -> Mesh:
+    """Sums that a rank does not wait for are scattered by an all-reduce."""
+    return Mesh(tuple(replace(axis, links=axis.links | {LATER: axis.links["all_reduce"]}) for axis in mesh.axes))
 
 
 def _hosts(ranks: list[dict[str, Any]]) -> Iterator[Host]:

@@ -23,6 +23,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeline.ir.report import Breakdown
+from pipeline.runtime.collectives import AROUND
 from pipeline.runtime.transfer import ACROSS
 
 STEP = "shardwright step"
@@ -108,7 +109,8 @@ def _inside(events: list[Event], collectives: list[Event], on_gpu: bool) -> list
     """Of collectives: in which ranks of one partition take part."""
     labels = [event for event in events if event.on_gpu == on_gpu and (event.is_label or not on_gpu)]
     across = joined(label.span for label in labels if label.name == ACROSS)
-    exchanges = joined(label.span for label in labels if on_gpu and label.name.startswith(_EXCHANGE))
+    of_several = _EXCHANGE if on_gpu else AROUND
+    exchanges = joined(label.span for label in labels if label.name.startswith(of_several))
     messages = joined(event.span for event in collectives if event.is_message)
     others = joined(event.span for event in collectives if not event.is_message)
     return without(joined([*others, *within(messages, exchanges)]), across)

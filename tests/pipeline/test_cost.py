@@ -15,7 +15,7 @@ from pipeline.cost.joined import joined_link
 from pipeline.cost.step import BUCKET_BYTES, gradient_sum_seconds, price_step, resident_bytes, update_seconds
 from pipeline.cost.talks import talk_seconds
 from pipeline.cost.unsplit import card_of
-from pipeline.ir.cluster import COLLECTIVES, Curve, LinkCost, Pace
+from pipeline.ir.cluster import COLLECTIVES, LATER, Curve, LinkCost, Pace
 from pipeline.ir.graph import Role
 from pipeline.ir.layout import B, Layout, P, R, S
 from pipeline.ir.plan import Sharding, Strategy
@@ -305,6 +305,10 @@ def test_what_zero_1_moves_once_a_step():
     found = seconds(a, "reduce_scatter", n / 4) + joined_seconds("all_gather", n, a, b)
     assert update_seconds(n, [a], [a, b]) == pytest.approx(found)
     assert update_seconds(n, [], [b]) == pytest.approx(seconds(b, "all_gather", n))
+    # where to scatter without waiting is another thing, by that
+    later = replace(a, links=a.links | {LATER: a.links["all_reduce"]})
+    found = seconds(a, "all_reduce", n) + seconds(a, "all_gather", n)
+    assert update_seconds(n, [later], [later]) == pytest.approx(found)
 
 
 def joined_seconds(collective, nbytes, *axes):

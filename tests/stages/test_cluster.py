@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pipeline.config import Cluster as Settings
 from pipeline.config import ClusterSource, Device, Preset, Probe
 from pipeline.errors import ClusterError
-from pipeline.ir.cluster import COLLECTIVES, SEND, Compute, Curve, LinkCost, Pace
+from pipeline.ir.cluster import COLLECTIVES, LATER, SEND, Compute, Curve, LinkCost, Pace
 from pipeline.ir.codec import decode, encode
 from stages.cluster import compute_probe
 from stages.cluster.fit import (
@@ -321,7 +321,8 @@ def test_a_real_probe_of_two_ranks(warm_python):
     compute = cluster.compute
     assert min(compute.matmul.rates) > 1e6 and compute.memory_rate > 1e6
     assert 0 < compute.launch < 1 and 0 < compute.launch_backward < 1
-    assert set(cluster.axes[0].links) == {*COLLECTIVES, SEND} and cluster.axes[0].measured
+    assert set(cluster.axes[0].links) == {*COLLECTIVES, SEND, LATER} and cluster.axes[0].measured
+    assert cluster.axes[0].links[LATER] == cluster.axes[0].links["all_reduce"]
     assert [len(host.ranks) for host in cluster.hosts] == [2] and cluster.group.kind == "host"
     assert cluster.measured.pairs == cluster.measured.rounds == 1 and 0 < cluster.measured.seconds < 60
     assert 0 <= cluster.measured.overlap <= 1 and cluster.measured.fit_error > 0

@@ -140,7 +140,9 @@ def test_on_a_gpu_the_calls_of_kernels_are_compiled_too(monkeypatch, calls, on_c
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: on_card))
     made = compiled(a_function(), 1.0, calls)
     assert torch.equal(made(torch.ones(2)), torch.full((2,), 2.0))
-    assert seen == [[wanted, True, True, on_card]]  # whether to pad products would be told by how long they take, each time anew
+    assert seen == [
+        [wanted, True, True, on_card]
+    ]  # whether to pad products would be told by how long they take, each time anew
 
 
 def a_function() -> FunctionType:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.ir.plan import Prediction
 from pipeline.ir.report import Breakdown
+from pipeline.runtime.collectives import AROUND
 from pipeline.runtime.transfer import ACROSS
 from stages.train.breakdown import HOLE_NS, STEP, Event, break_down, joined, length, of_all, profiled, within, without
 from stages.train.loop import Loop, looked_at
@@ -100,6 +101,18 @@ def test_the_bubble_is_what_a_partition_waits_for_others() -> None:
     assert found == Breakdown(0.040, 0.012, 0.004, 0.012, 0.007, 0.017)
     parts = found.compute_seconds + found.communication_seconds + found.bubble_seconds + found.other_seconds
     assert parts == pytest.approx(found.step_seconds)
+
+
+def test_messages_that_are_one_collective_are_no_bubble() -> None:
+    events = [
+        event(STEP, 0, 20),
+        event("aten::mm", 0, 4),
+        event(AROUND, 6, 12),
+        event("gloo:send", 6, 9),
+        event("gloo:recv", 7, 11),
+        event("gloo:recv", 14, 17),
+    ]
+    assert break_down(events, on_gpu=False) == Breakdown(0.020, 0.004, 0.005, 0.0, 0.008, 0.003)
 
 
 def test_the_bubble_on_a_gpu_is_in_kernels_of_messages() -> None:
