@@ -12,6 +12,7 @@ from pipeline.blocks import MOST_OPS, blocks_of, relus_between
 from pipeline.ir.graph import Role
 from pipeline.ir.profile import CompiledWay
 from pipeline.runtime.compiled import compiled
+from stages.profile import compiled as profiling
 from stages.profile.compiled import Block, as_function, measure_blocks, no_garbage, worth_choosing
 from tests.graphs import gpt, gpt_batch, gpt_graph, mlp_graph, trace
 
@@ -187,3 +188,18 @@ def test_what_earlier_blocks_left_is_freed_before_a_block_is_weighed_and_nothing
         [[] for _ in range(100_000)]  # so many new lists would have it looked for
         assert freed == ["before"] and not gc.isenabled()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("rounds", "wanted"),
+    [
+        ([(1.0, 2.0), (1.0, 2.01)], 1),  # settled at once
+        ([(1.4, 2.5), (1.1, 2.1), (1.0, 2.0), (1.0, 2.0)], 3),  # clocks rise
+        ([(1.0, 2.0), (1.1, 2.0), (1.2, 2.0), (1.3, 2.0), (1.4, 2.0)], 3),  # and do not settle: no more than that
+    ],
+)
+def test_a_block_is_timed_until_two_rounds_agree(monkeypatch, rounds, wanted):
+    left = iter(rounds)
+    monkeypatch.setattr(profiling, "_medians", lambda block: next(left))
+    assert profiling._seconds(None) == rounds[wanted]
+    assert len(list(left)) == len(rounds) - wanted - 1
