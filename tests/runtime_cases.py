@@ -8,6 +8,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from pipeline import runtime
 from pipeline.cost.conversions import TABLE, conversion
 from pipeline.ir.layout import B, Layout, P, R, S, State
 from pipeline.runtime import later
-from pipeline.runtime.collectives import all_reduce
+from pipeline.runtime.collectives import SHORT, all_reduce, own_sum
 from pipeline.runtime.compiled import compiled
 from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.losses import count_targets, mean_cross_entropy, mean_of_pieces
@@ -96,6 +97,20 @@ def check_integers() -> None:
             y = convert(pieces.values(source, whole, ranks)[rank], source, target)
             pieces.check_values(target, gathered(y), whole, f"{source} -> {target}")
             assert not y.requires_grad
+
+
+def check_scattered_sums() -> None:
+    """Short and long ones, and those of a GPU that ranks share, which here is a tensor that says it is on one."""
+    axis = axis_of(AXIS)
+    for nbytes in (64, SHORT - 8, SHORT, 3 * SHORT):
+        for dtype in (torch.float64, torch.bfloat16, torch.int64):
+            rows = torch.randint(-9, 9, (axis.size, nbytes // 8 // axis.size)).to(dtype) * (axis.rank + 1)
+            wanted = rows.clone()
+            dist.all_reduce(wanted)
+            found = own_sum(rows.clone(), axis)
+            assert found.dtype == dtype and torch.equal(found, wanted[axis.rank])
+            with patch.object(Tensor, "is_cuda", property(lambda self: True)):
+                assert torch.equal(own_sum(rows, axis), found) and torch.equal(rows, wanted)
 
 
 def check_cross_entropy() -> None:
@@ -574,6 +589,7 @@ def check_scope() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     "order in memory": check_order_in_memory,
     "integers and booleans": check_integers,
+    "scattered sums": check_scattered_sums,
     "mean cross entropy": check_cross_entropy,
     "mean of pieces": check_mean_of_pieces,
     "gradients are summed": check_sums,

@@ -113,6 +113,9 @@ def _sum_and_split(axis: MeshAxis, dim: int, parts: int) -> Move:
 
 def own_sum(rows: Tensor, axis: MeshAxis) -> Tensor:
     """This rank's row of the sum over the ranks, in memory of its own; what is left in `rows` is of no use."""
+    if _sums_in_place(axis) and rows.is_cuda:  # two ranks on one GPU: gloo has no messages of that
+        dist.all_reduce(rows, group=axis.group)
+        return rows[axis.rank].clone()
     if _sums_in_place(axis):
         return _at_once(rows, axis) if rows.nbytes < SHORT else _around(rows, axis)
     own = torch.empty_like(rows[0])
