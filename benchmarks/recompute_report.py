@@ -11,11 +11,16 @@ NOISE = 0.005  # of a step
 
 
 def report(found: dict[str, Any]) -> str:
-    """A table for each model; the last line is one JSON object."""
-    lines, rows = [], []
-    for name, plans in found["ours"].items():
+    """A table for each model that was measured; the last line is one JSON object."""
+    lines, rows, failed = [], [], 0
+    for name, planned in found["ours"].items():
+        plans = [one for one in planned if "measured" in one]
+        if not plans:
+            lines.append(f"{name}: planned and not measured")
+            continue
         known = {label: one for label, one in found["peers"][name].items() if "error" not in one}
         for one in (one for one in plans if "error" in one["measured"]):
+            failed += 1
             lines.append(f"{name}: {one['name']} failed: {one['measured']['error']}")
         lines += [f"{name}: peers", f"{'':26}{'peak GB':>9}{'ms':>9}"]
         lines += [f"  {label:24}{one['peak'] / 1e9:9.2f}{one['ms']:9.1f}" for label, one in known.items()]
@@ -31,7 +36,7 @@ def report(found: dict[str, Any]) -> str:
         "points": len(rows),
         "over_budget": sum(row["used"] > 1 for row in rows),
         "least_used": round(min((row["used"] for row in rows if row["recomputes"]), default=1.0), 4),
-        "failed": sum("error" in one["measured"] for plans in found["ours"].values() for one in plans),
+        "failed": failed,
         "worst_time_error": round(max((row["error"] for row in rows), default=0.0), 4),
         "slower_than_peers": sum((row["gain"] or 0.0) < -NOISE for row in rows),
         "least_gain_between": _least(row["gain"] for row in between),

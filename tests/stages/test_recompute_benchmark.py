@@ -117,6 +117,15 @@ def test_a_point_that_is_slower_than_a_peer_is_counted():
     assert told["slower_than_peers"] == 1 and told["least_gain_between"] < 0
 
 
+def test_a_model_that_waits_for_its_measurement_is_named_and_not_counted():
+    waiting = {key: value for key, value in ours(6.0, 6.0, 1.0, 1.0).items() if key != "measured"}
+    half = found() | {"peers": {"small": PEERS, "large": PEERS}}
+    half["ours"]["large"] = [waiting]
+    lines = report(half).splitlines()
+    assert "large: planned and not measured" in lines
+    assert lines[-1] == report(found()).splitlines()[-1]
+
+
 # ------------------------------------------------------------------------------------------------------------ planning
 
 CALIBRATION = {"matmul_tflops": {"large_bfloat16": 600.0, "large_float32": 50.0}, "copy_tb_per_s": 4.0}
