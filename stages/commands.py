@@ -141,10 +141,9 @@ def price(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 def explain(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Says what was chosen, what else there was, and why it was not taken."""
     from stages.checkpoint.choose import evaluate
-    from stages.checkpoint.slices import sliced
     from stages.solve.explain.run import explain as told
 
-    return told(root, arguments, evaluate, sliced, log)
+    return told(root, arguments, evaluate, log)
 
 
 def _of_explain(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from pipeline.config import Config, DType, Model, TensorSpec, load_config
+from pipeline.cost.slices import slices_of
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan
 from pipeline.products import PRODUCTS, is_put_off, weights
@@ -28,7 +29,6 @@ from pipeline.runtime.put_off import Border
 from pipeline.runtime.source import load_program
 from pipeline.tracing.trace import trace
 from stages.checkpoint.pipelines import Pipeline, orders
-from stages.checkpoint.slices import slices_of
 from stages.codegen.partitions import write_partitions
 from stages.codegen.slices import graphs_of_slices
 from stages.train.piped import Piped

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pipeline.config import Checkpoint, Pipeline, Recompute
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.plan import Frontier, FrontierPoint, Plan
-from stages.checkpoint.choose import choose, evaluate
+from stages.checkpoint.alone import find_alone
+from stages.checkpoint.choose import choose
 from stages.checkpoint.piped import Pipelines, find_pipelines
-from stages.checkpoint.run import may_stand_alone
 from stages.solve.on_mesh import OnMesh
 from tests.graphs import GRAPHS, SILENT, preset, profile_of, solve_settings
 
@@ -54,7 +54,6 @@ def plan_with_pipelines(
     cluster, frontier = with_pieces(name, devices, passes)
     frontier = replace(frontier, budget_bytes=budget or frontier.budget_bytes)
     settings, graph = settings_of(**asked), GRAPHS[name]()  # type: ignore[arg-type]
-    alone = range(len(frontier.points)) if may_stand_alone(settings, frontier) else ()
-    candidates = [evaluate(graph, profile_of(name), cluster, frontier, i, settings) for i in alone]
+    candidates = find_alone(graph, profile_of(name), cluster, frontier, settings, FILE)
     pipelines = pipelines_of(name, budget, devices, passes, **asked)
     return choose(candidates, cluster, frontier, WHERE, graph, pipelines)

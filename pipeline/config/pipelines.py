@@ -20,7 +20,7 @@ NAMED = "one of solve, gpipe, 1f1b, interleaved, zero_bubble"
 def check_checkpoint(settings: Checkpoint, source: Source) -> None:
     if settings.every_blocks is not None and settings.recompute is not Recompute.every:
         raise source.error(("every_blocks",), f"is not read with `recompute: {settings.recompute}`", "leave it out")
-    for key in ("partitions", "boundaries", "micro_batches"):
+    for key in ("partitions", "boundaries"):
         if getattr(settings, key) is not None and settings.pipeline is OFF:
             raise source.error((key,), "is for pipelines, and `pipeline` is off", f"set `pipeline` to {NAMED}")
     names = settings.boundaries or []

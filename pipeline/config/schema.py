@@ -456,8 +456,9 @@ class Checkpoint:
         None,
     )
     micro_batches: Any = setting(
-        "Micro-batches of a step of a pipeline: null is those of the train file, `solve` looks for the best multiple of"
-        " these. The batch need not divide: 10 samples in four are 3, 3, 2 and 2.",
+        "Micro-batches of a step: null is those of the train file, `solve` looks for the best multiple of these, of"
+        " which each takes a slice of a pass. In a pipeline the batch need not divide: 10 samples in four are 3, 3, 2"
+        " and 2.",
         None,
         form=Form.COUNT,
     )

@@ -183,7 +183,7 @@ class Plan:
     timeline: Timeline = field(default_factory=Timeline)
     released: tuple[str, ...] = ()  # values that backward does not keep, and that are large: let go once they are read
     onednn: bool = True  # on a CPU: whether torch may take oneDNN's kernels, as it does by default
-    slices: tuple[int, ...] = ()  # samples of the micro-batches into which a pipeline cuts a pass; () is one of all
+    slices: tuple[int, ...] = ()  # samples of the micro-batches into which a pass is cut; () is one of all
 
     @staticmethod
     def whole(

@@ -41,6 +41,7 @@ class Candidate:
     peak_bytes: int  # of the schedule, or the least that any schedule needs
     consists: str = ""  # where none fits: of what that is made
     optimal_bytes: int | None = None  # where none fits: what the best schedule needs, if another was asked for
+    slices: tuple[int, ...] = ()  # samples of the micro-batches into which a pass is cut; () is one of all
 
     @property
     def chain_seconds(self) -> float:
@@ -174,7 +175,7 @@ def choose(
     pipelines: Pipelines = Pipelines(),  # noqa: B008
 ) -> Plan:
     """Of the plans without a pipeline and those with one; `graph` is needed for the latter."""
-    alone = [(_offer(one, frontier), one) for one in candidates]
+    alone = [(_offer(one), one) for one in candidates]
     piped = [(_piped_offer(one), one) for one in pipelines.found]
     offers = [offer for offer, _ in (*alone, *piped)] + _refused_offer(pipelines)
     best = min(offers, key=lambda offer: offer.rank, default=None)
@@ -206,7 +207,8 @@ def _plan_alone(
         partitions=(only,),
         prediction=prediction,
         alternatives=others,
-        micro_batches=frontier.micro_batches,
+        micro_batches=best.price.micro_batches,
+        slices=best.slices,
         timeline=timeline.of_one(best.price, best.outcome, best.linear),
     )
 
@@ -252,18 +254,19 @@ def _axes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
     return tuple((axis.name, axis.size) for axis in mesh.axes)
 
 
-def _offer(candidate: Candidate, frontier: Frontier) -> Offer:
+def _offer(candidate: Candidate) -> Offer:
     regions = candidate.regions or ()
     words = [
         f"plan {candidate.point} of the frontier on {axes_in_words(_axes(candidate.mesh))}",
         "no pipeline",
-        passes_in_words(frontier.micro_batches),
+        passes_in_words(candidate.price.micro_batches),
         recompute_in_words(sum(region.recompute for region in regions)),
     ]
     fits = candidate.regions is not None
     what = ", ".join(words if fits else words[:-1])
     prediction = _predict(candidate) if fits else None
-    return Offer(what, "", ("point", candidate.point), candidate.peak_bytes, prediction, candidate.point)
+    kind = "point", candidate.point, candidate.slices
+    return Offer(what, "", kind, candidate.peak_bytes, prediction, candidate.point)
 
 
 def _piped_offer(piped: Piped) -> Offer:

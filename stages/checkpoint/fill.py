@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from pipeline.cost.compute import local_bytes, op_seconds
+from pipeline.cost.slices import sliced
 from pipeline.cost.step import StepPrice, convert_seconds, copied_bytes, parameter_prices, price_step, steps_seconds
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import Op, OpGraph, Role
@@ -32,7 +33,6 @@ from pipeline.lowering import home_layouts, lower
 from pipeline.products import is_put_off, weights
 from stages.checkpoint.linearize import Linear, linearize_partitions
 from stages.checkpoint.pieces import Piece
-from stages.checkpoint.slices import sliced
 
 FEW = 2  # links that each get what they share
 

@@ -14,6 +14,7 @@ from math import prod
 
 from pipeline.config import Checkpoint, Pipeline, Recompute
 from pipeline.config.schema import SOLVE
+from pipeline.cost.slices import fits, slices_of
 from pipeline.errors import SolveError
 from pipeline.ir.cluster import Cluster, LinkCost, Mesh, Split
 from pipeline.ir.graph import OpGraph
@@ -26,7 +27,6 @@ from stages.checkpoint.hand import boundary_links, spans_of
 from stages.checkpoint.in_full import Partition, PipelinePlan
 from stages.checkpoint.partition import partition
 from stages.checkpoint.reshard import Resharding
-from stages.checkpoint.slices import fits, slices_of
 
 MOST_PER_DEVICE = 8  # micro-batches for each device that are looked at: more shorten the bubble by little
 

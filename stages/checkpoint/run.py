@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.config import Checkpoint, Config, Pipeline, Recompute
-from pipeline.ir.plan import Frontier, Plan
+from pipeline.config import Config
+from pipeline.ir.plan import Plan
 from pipeline.ir.profile import as_run
 from pipeline.ir.verify import verify_sharding
 from pipeline.stage import Inputs, Result
-from stages.checkpoint.choose import choose, evaluate
+from stages.checkpoint.alone import find_alone
+from stages.checkpoint.choose import choose
 from stages.checkpoint.describe import describe
 from stages.checkpoint.piped import find_pipelines
 from stages.checkpoint.released import released
@@ -22,21 +23,12 @@ def run(inputs: Inputs, config: Config) -> Result:
     for point in (*frontier.points, *frontier.pieces):
         verify_sharding(graph, point.sharding, frontier.meshes[point.mesh].sizes)
     settings, file = config.checkpoint, f"conf/checkpoint/{config.choices['checkpoint']}.yaml"
-    candidates = [
-        evaluate(graph, profile, cluster, frontier, i, settings)
-        for i in (range(len(frontier.points)) if may_stand_alone(settings, frontier) else ())
-    ]
+    candidates = find_alone(graph, profile, cluster, frontier, settings, file)
     pipelines = find_pipelines(graph, profile, cluster, frontier, settings, file)
     plan = choose(candidates, cluster, frontier, where, graph, pipelines)
     plan = replace(plan, released=released(graph, profile))
     inputs.log.info(describe(graph, plan))
     return Result(plan, figures(plan))
-
-
-def may_stand_alone(settings: Checkpoint, frontier: Frontier) -> bool:
-    """Whether plans without a pipeline are looked at: not where one is asked for, or a recompute that needs one."""
-    asked = settings.pipeline not in (Pipeline("off"), Pipeline("solve"))
-    return not asked and not (settings.recompute is Recompute.except_last and frontier.micro_batches > 1)
 
 
 def figures(plan: Plan) -> dict[str, float | int | str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from pipeline.ir.graph import OpGraph
@@ -34,11 +35,18 @@ def told_device(plan: Plan) -> str:
     return f'DEVICE = torch.device("{plan.device}"){onednn}'
 
 
+def told_slices(graph: OpGraph, plan: Plan) -> str:
+    """As Python writes them, equal ones once."""
+    counted = Counter(plan.slices or (graph.batch,))
+    return " + ".join(f"({size},) * {times}" if times > 1 else f"({size},)" for size, times in counted.items())
+
+
 def _header(graph: OpGraph, plan: Plan, program: Program, used: set[str], functional: bool, digest: str) -> str:
     mesh = ", ".join(f"{name}={size}" for name, size in plan.axes)
     rows = "\n".join(f'    "{name}": {entry},' for name, entry in _parameters(graph, plan, program).items())
     inputs = [f'"{name}": "{layout}"' for name, layout in plan.sharding.inputs.items()]
     functions = "import torch.nn.functional as F\n" if functional else ""
+    slices = f"SLICES = {told_slices(graph, plan)}  # samples of those of one batch\n" if plan.slices else ""
     return f'''"""The training program for the mesh {mesh}, written from runs/checkpoint/plan.json.{told_digest(digest)}
 
 Each line's layout stands behind it with the shape of one rank's piece: R replicated, B replicated with a partial
@@ -57,7 +65,7 @@ import torch
 {told_device(plan)}
 MESH = {{{", ".join(f'"{name}": {size}' for name, size in plan.axes)}}}
 MICRO_BATCHES = {program.micro_batches}  # forward and backward passes of a step
-{one_or_many("INPUTS = {", inputs, "}")}
+{slices}{one_or_many("INPUTS = {", inputs, "}")}
 # Of each parameter: how it is stored, the axes over which its gradient is summed during backward, and how the
 # optimizer's state is stored; `*` stands for a number.
 PARAMETERS = {{

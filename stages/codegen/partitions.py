@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -22,7 +21,7 @@ from pipeline.lowering import lower
 from pipeline.partitions import crossing, part_of
 from stages.codegen.block import RESERVED, Outside
 from stages.codegen.functions import functions_of
-from stages.codegen.module import parameter_rows, told_device, told_digest
+from stages.codegen.module import parameter_rows, told_device, told_digest, told_slices
 from stages.codegen.part import Part, Written, class_text, common_names, forward_text, write_part
 from stages.codegen.text import one_or_many, runtime_import
 
@@ -129,8 +128,6 @@ def _header(
     imports = f"{runtime_import(used)}\n\n" if used else ""
     devices = [str(prod(partition.sizes)) for partition in plan.partitions[:pieces]]
     turns = f"partition n is on piece n % {pieces}" if plan.chunks > 1 else "partition n is on piece n"
-    slices = Counter(plan.slices or (graph.batch,))
-    samples = " + ".join(f"({size},) * {times}" if times > 1 else f"({size},)" for size, times in slices.items())
     less = _LESS if smaller else ""
     begin = f"The training program of a pipeline of {count} partitions, written from runs/checkpoint/plan.json."
     return f'''"""{begin}{told_digest(digest)}
@@ -158,7 +155,7 @@ import torch
 SCHEDULE = "{plan.schedule}"
 MICRO_BATCHES = {plan.micro_batches}  # forward and backward passes of a step
 # Samples of the micro-batches that have together one batch of the model.
-SLICES = {samples}
+SLICES = {told_slices(graph, plan)}
 DEVICES = ({", ".join(devices)}{"," if len(devices) == 1 else ""})  # of each piece; {turns}
 # What each partition sends to the next of one micro-batch: its whole shape, its type (outside autocast), its layouts
 # at both ends, and whether its gradient comes back.

@@ -21,11 +21,11 @@ def run(inputs: Inputs, config: Config) -> Result:
 
 
 def write_program(graph: OpGraph, plan: Plan, config: Config, digest: str = "") -> tuple[str, tuple[OpGraph, ...]]:
-    """The text, and the graphs that it is of: where a pipeline cuts passes into slices, those of its slices."""
+    """The text, and the graphs that it is of: where it cuts passes into slices, those of its slices."""
+    graph, *smaller = graphs_of_slices(graph, plan, config)
     if not plan.pipelined:
         verify_sharding(graph, plan.sharding, plan.sizes)
         return write_module(graph, plan, lower(graph, plan.sharding, plan.micro_batches), digest), (graph,)
-    graph, *smaller = graphs_of_slices(graph, plan, config)
     for partition in plan.partitions:
         verify_sharding(part_of(graph, partition.first, partition.last), partition.sharding, partition.sizes)
     return write_partitions(graph, plan, digest, *smaller), (graph, *smaller)

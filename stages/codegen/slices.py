@@ -110,7 +110,7 @@ def _told(samples: int) -> str:
 def _refusal(plan: Plan, config: Config, why: str, remedy: str = "") -> SolveError:
     passes = plan.micro_batches // len(plan.slices)
     return SolveError(
-        f"the pipeline cuts each pass into {len(plan.slices)} micro-batches, and {why}",
+        f"the plan cuts each pass into {len(plan.slices)} micro-batches, and {why}",
         where=f"conf/checkpoint/{config.choices['checkpoint']}.yaml: micro_batches",
         remedy=remedy or f"ask for fewer than {plan.micro_batches}, a multiple of {passes}, or null",
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.cost.compute import Seconds, op_seconds
 from pipeline.cost.conversions import conversion_of
+from pipeline.cost.slices import sliced
 from pipeline.cost.step import StepPrice, convert_seconds, price_step
 from pipeline.cost.talks import talk_seconds
 from pipeline.ir.cluster import Cluster, Mesh
@@ -105,22 +106,23 @@ def priced_partitions(sources: Sources) -> tuple[Priced, ...]:
     if sources.graph is None:
         return ()
     types = sources.profile.types if sources.profile else {}
-    graph = as_run(sources.graph, types)
-    return tuple(_priced(sources, graph, number) for number in range(len(sources.plan.partitions)))
+    graph, profile = as_run(sources.graph, types), sources.profile
+    if profile is not None:
+        graph, profile = sliced(graph, profile, sources.plan.slices)
+    return tuple(_priced(sources, graph, profile, number) for number in range(len(sources.plan.partitions)))
 
 
-def _priced(sources: Sources, graph: OpGraph, number: int) -> Priced:
+def _priced(sources: Sources, graph: OpGraph, profile: Profile | None, number: int) -> Priced:
     plan, partition = sources.plan, sources.plan.partitions[number]
     own = part_of(graph, partition.first, partition.last) if plan.pipelined else graph
     to_loss = number == len(plan.partitions) - 1
     program = lower(own, partition.sharding, plan.micro_batches, to_loss=to_loss)
     cluster = _cluster(sources, partition)
     price = None
-    if cluster is not None and sources.profile is not None and sources.frontier is not None:
+    if cluster is not None and profile is not None and sources.frontier is not None:
         copies = sources.frontier.optimizer_copies
-        price = price_step(own, sources.profile, cluster, partition.sharding, program, copies)
-    profile = sources.profile if price else None
-    return Priced(number, partition, own, program, cluster if price else None, profile, price)
+        price = price_step(own, profile, cluster, partition.sharding, program, copies)
+    return Priced(number, partition, own, program, cluster if price else None, profile if price else None, price)
 
 
 def _cluster(sources: Sources, partition: Partition) -> Cluster | None:

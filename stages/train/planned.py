@@ -21,6 +21,7 @@ from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.onednn import use_kernels_of
 from pipeline.runtime.passes import run_passes
+from pipeline.runtime.slices import Slices
 from pipeline.runtime.source import load_program
 from stages.train.engine import Batch, Held, Job
 from stages.train.held_out import HeldOut, held_out_batches
@@ -56,14 +57,15 @@ class Planned:
         self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.gradients.updated))
         layouts = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
-        self._batches = Batches(dataset, job, layouts, self.axes)
-        self.samples = self._batches.size * self.passes
+        self.slices = Slices(program.SLICES) if hasattr(program, "SLICES") else None
+        self._batches = Batches(dataset, job, layouts, self.axes, slices=self.slices)
+        self.samples = self._batches.slices.start(self.passes)
         self.held_out = self._held_out(layouts) if job["train"]["evaluate"]["every"] else None
 
     def _held_out(self, layouts: dict[str, Layout]) -> HeldOut:
         """The data to evaluate on, with the program as the model is then."""
         program = load_program(self.job["module_path"], evaluates=True).Program(self.own.tensors)
-        return HeldOut(held_out_batches(self.job, layouts, self.axes), partial(self._loss_of, program))
+        return HeldOut(held_out_batches(self.job, layouts, self.axes, self.slices), partial(self._loss_of, program))
 
     def _own_tensors(self) -> OwnTensors:
         torch.manual_seed(self.job["train"]["seed"])

@@ -86,10 +86,11 @@ class Setting:
     def __init__(self, job: dict[str, Any], program: Any, *, draw: bool) -> None:
         self.job, self.draw = job, draw
         if hasattr(program, "PARTITIONS"):
-            axes, slices = Places(program).axes, Slices(program.SLICES)
+            axes = Places(program).axes
         else:
             set_mesh(program.MESH)
-            axes, slices = list(program.MESH), None
+            axes = list(program.MESH)
+        slices = Slices(program.SLICES) if hasattr(program, "SLICES") else None
         whole = dict.fromkeys(job["model"]["batch"], replicated(len(axes)))
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")
         batches = Batches(dataset, job, whole, axes, slices=slices)

@@ -68,7 +68,6 @@ PIPED = {"pipeline": "1f1b"}
             "checkpoint.partitions: is for pipelines, and `pipeline` is off",
         ),
         ({"checkpoint": {"boundaries": ["a"]}}, CHECKPOINT, "checkpoint.boundaries: is for pipelines"),
-        ({"checkpoint": {"micro_batches": "solve"}}, CHECKPOINT, "checkpoint.micro_batches: is for pipelines"),
         (
             {"checkpoint": PIPED | {"micro_batches": "some"}},
             CHECKPOINT,

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from pipeline import artifacts
 from pipeline.config import Config, DType, Model, TensorSpec, load_config
+from pipeline.cost.slices import slices_of
 from pipeline.errors import SolveError
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan
 from pipeline.ir.verify import verify_graph
 from pipeline.stage import Inputs
 from pipeline.tracing.trace import trace
-from stages.checkpoint.slices import slices_of
 from stages.codegen import run as codegen
 from stages.codegen.slices import graphs_of_slices, with_contiguous
 from stages.verify.interpret import interpret

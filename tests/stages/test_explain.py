@@ -27,7 +27,6 @@ from pipeline.ir.profile import Profile
 from pipeline.lowering import lower, with_paths
 from stages.__main__ import main
 from stages.checkpoint.choose import choose, evaluate
-from stages.checkpoint.slices import sliced
 from stages.profile.by_table import profile_graph
 from stages.solve.elimination import Elimination
 from stages.solve.exact import restrict
@@ -68,7 +67,7 @@ def run_of(
 
 
 def planned_of(name: str, **how) -> Planned:
-    return planned(run_of(name, **how), sliced)
+    return planned(run_of(name, **how))
 
 
 def options_of(plan: Planned, part: int = 0, solve: Solve | None = None, recompute: str = "optimal") -> Options:
@@ -82,7 +81,7 @@ def with_sharding(plan: Planned, sharding: Sharding) -> Planned:
     frontier = replace(plan.frontier, points=(point,))
     found = evaluate(plan.graph, plan.profile, plan.cluster, frontier, 0, Checkpoint())
     other = choose([found], plan.cluster, frontier, WHERE)
-    return planned(made(plan.graph, plan.profile, plan.cluster, frontier, other), sliced)
+    return planned(made(plan.graph, plan.profile, plan.cluster, frontier, other))
 
 
 def repriced(plan: Planned, sharding: Sharding) -> float:
@@ -103,7 +102,7 @@ def test_items_add_up_to_the_price_of_the_step(name, point, micro_batches):
     plan = replace(plan_of(name), micro_batches=micro_batches)
     only = replace(plan.partitions[0], sharding=sharding)
     run = made(GRAPHS[name](), profile_of(name), preset(), frontier, replace(plan, partitions=(only,)))
-    (part,) = planned(run, sliced).parts
+    (part,) = planned(run).parts
     items = part.items()
     assert sum(item.seconds for item in items) == pytest.approx(part.price(sharding).seconds, rel=1e-12)
     ops = [item.name for item in items if item.kind is Kind.op]
@@ -248,7 +247,7 @@ def odd() -> Planned:
     point = price_point(graph, profile, cluster, 2.0, sharding, best.proof)
     frontier = replace(frontier_of("mlp"), points=(point,))
     plan = choose([evaluate(graph, profile, cluster, frontier, 0, Checkpoint())], cluster, frontier, WHERE)
-    return planned(made(graph, profile, cluster, frontier, plan), sliced)
+    return planned(made(graph, profile, cluster, frontier, plan))
 
 
 def test_what_does_not_divide_and_what_no_rule_offers(odd):
@@ -363,7 +362,7 @@ def piped() -> Planned:
     cluster, frontier = with_pieces("gpt")
     plan = plan_with_pipelines("gpt", pipeline="1f1b")
     assert plan.pipelined
-    return planned(made(GRAPHS["gpt"](), profile_of("gpt"), cluster, frontier, plan), sliced)
+    return planned(made(GRAPHS["gpt"](), profile_of("gpt"), cluster, frontier, plan))
 
 
 def test_every_partition_is_priced_by_itself(piped):

@@ -13,6 +13,7 @@ import pytest
 from pipeline import artifacts
 from pipeline.config import Cluster as ClusterSettings
 from pipeline.config import ClusterSource, Device, Preset, load_config
+from pipeline.cost.slices import sliced
 from pipeline.cost.step import price_step
 from pipeline.errors import SolveError
 from pipeline.ir.cluster import Cluster, Mesh
@@ -31,7 +32,6 @@ from stages.checkpoint.piped import Piped, find_pipelines, offered_slices, predi
 from stages.checkpoint.reshard import Resharding
 from stages.checkpoint.run import figures
 from stages.checkpoint.simulate import State, apply, start
-from stages.checkpoint.slices import sliced
 from stages.checkpoint.timeline import waits
 from stages.cluster.run import from_preset
 from tests.graphs import GRAPHS, SILENT, profile_of

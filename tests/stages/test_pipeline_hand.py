@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline import artifacts
 from pipeline.config import Checkpoint, Recompute, load_config
+from pipeline.cost.slices import fits, sliced, slices_of
 from pipeline.cost.step import price_step
 from pipeline.errors import ArtifactError, SolveError
 from pipeline.ir.graph import Role
@@ -21,7 +22,6 @@ from pipeline.lowering import lower
 from pipeline.stage import Inputs
 from stages.checkpoint.chain import Chain
 from stages.checkpoint.hand import block_runs, fixed_schedule
-from stages.checkpoint.slices import fits, sliced, slices_of
 from stages.solve import run as solve
 from stages.solve.meshes import meshes_of, pieces_of
 from stages.solve.saved import read_saved

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from pipeline.artifacts import Artifact
+from pipeline.cost.slices import sliced
 from pipeline.cost.step import ParameterPrice, StepPrice, parameter_prices, price_step
 from pipeline.errors import ShardwrightError
 from pipeline.ir.cluster import Cluster, Mesh
@@ -18,8 +19,6 @@ from pipeline.partitions import part_of
 from stages.solve.explain.items import Item, items_of
 
 KINDS = ("graph", "profile", "cluster", "frontier", "plan")
-
-Slice = Callable[[OpGraph, Profile, tuple[int, ...]], tuple[OpGraph, Profile]]  # for a slice of the batch
 
 
 class ExplainError(ShardwrightError):
@@ -72,17 +71,18 @@ class Planned:
         return max(self.parts, key=lambda part: part.price(part.sharding).seconds)
 
 
-def planned(found: Mapping[str, Artifact], sliced: Slice) -> Planned:
+def planned(found: Mapping[str, Artifact]) -> Planned:
     """Of artifacts that belong together."""
     profile, cluster, frontier, plan = (found[kind].body for kind in KINDS[1:])
     graph = as_run(found["graph"].body, profile.types)
     copies = frontier.optimizer_copies
     config = dict(found["plan"].config)
+    cut, costs = sliced(graph, profile, plan.slices)
     if not plan.pipelined:
         mesh = mesh_of(plan.partitions[0], frontier, cluster)
-        part = Part(0, graph, profile, cluster.part(mesh), plan.sharding, copies, plan.micro_batches, True)
-        return Planned(graph, profile, cluster, frontier, plan, (part,), config)
-    cut, costs = sliced(graph, profile, plan.slices)
+        part = Part(0, cut, costs, cluster.part(mesh), plan.sharding, copies, plan.micro_batches, True)
+        own = replace(frontier, micro_batches=plan.micro_batches)
+        return Planned(cut, costs, cluster, own, plan, (part,), config)
     parts = tuple(
         Part(
             number,

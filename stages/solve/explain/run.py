@@ -20,19 +20,19 @@ from stages.solve.explain.diff import Changed, Diff, changed_settings, explain_d
 from stages.solve.explain.names import Subject, What, find_subject
 from stages.solve.explain.one import One, explain_one, home_of
 from stages.solve.explain.options import Evaluate, Options
-from stages.solve.explain.part import KINDS, ExplainError, Planned, Slice, planned
+from stages.solve.explain.part import KINDS, ExplainError, Planned, planned
 from stages.solve.explain.text import diff_text, module_text, one_text, whole_text
 from stages.solve.explain.whole import Module, Whole, explain_module, explain_whole
 
 Explained = Whole | Module | One | Diff
 
 
-def explain(root: Path, asked: argparse.Namespace, evaluate: Evaluate, sliced: Slice, log: Log) -> int:
-    """`evaluate` and `sliced` are the checkpoint stage's: the best recompute of a plan, a part of the batch."""
+def explain(root: Path, asked: argparse.Namespace, evaluate: Evaluate, log: Log) -> int:
+    """`evaluate` is the checkpoint stage's: the best recompute of a plan."""
     if asked.diff:
-        found: Explained = _of_two(root, asked.diff, sliced)
+        found: Explained = _of_two(root, asked.diff)
     else:
-        found = _of_one(root, asked, evaluate, sliced, log)
+        found = _of_one(root, asked, evaluate, log)
     _print(json.dumps(encode(found), indent=1) if asked.json else text_of(found))
     return 0
 
@@ -53,10 +53,10 @@ def text_of(found: Explained) -> str:
     return one_text(found) if isinstance(found, One) else diff_text(found)
 
 
-def _of_one(root: Path, asked: argparse.Namespace, evaluate: Evaluate, sliced: Slice, log: Log) -> Explained:
+def _of_one(root: Path, asked: argparse.Namespace, evaluate: Evaluate, log: Log) -> Explained:
     config, found = read(KINDS, root)
     remember_in(root / "runs" / "ops")
-    plan = planned(found, sliced)
+    plan = planned(found)
     if asked.name is None:
         return explain_whole(plan)
     subject = find_subject(plan.graph, asked.name)
@@ -76,13 +76,13 @@ def options_for(plan: Planned, subject: Subject, config: Config, evaluate: Evalu
 # ------------------------------------------------------------------------------------------------------------ two runs
 
 
-def _of_two(root: Path, folders: list[str], sliced: Slice) -> Diff:
-    before, after = (_read_run(root, folder, sliced) for folder in folders)
+def _of_two(root: Path, folders: list[str]) -> Diff:
+    before, after = (_read_run(root, folder) for folder in folders)
     settings = _settings(before, after, *(_configuration(root, folder) for folder in folders))
     return explain_diff(before, after, (folders[0], folders[1]), settings)
 
 
-def _read_run(root: Path, folder: str, sliced: Slice) -> Planned:
+def _read_run(root: Path, folder: str) -> Planned:
     """Of a folder of artifacts, such as runs/ or a copy of it; or of a project that has one."""
     place = Path(folder) / "runs" if (root / folder / "runs").is_dir() else Path(folder)
     if not (root / place).is_dir():
@@ -92,7 +92,7 @@ def _read_run(root: Path, folder: str, sliced: Slice) -> Planned:
         kind: artifacts.load_saved(str(place / known[kind].stage / known[kind].file), root, (kind,)) for kind in KINDS
     }
     artifacts.check_together(found.values(), {})
-    return planned(found, sliced)
+    return planned(found)
 
 
 def _configuration(root: Path, folder: str) -> Config | None:

@@ -1,6 +1,6 @@
 """The batch in slices, and the graph and its profile for one of them: what a smaller micro-batch costs.
 
-The graph is traced for one pass. A pipeline may cut a pass into q: values that depend on an input have a q-th of their
+The graph is traced for one pass. A plan may cut a pass into q: values that depend on an input have a q-th of their
 elements, and so have arithmetic, bytes and temporaries of the ops that write them, less what belongs to parameters
 (weights are read, and their gradients written, whole). Launches stay. Only the number of elements counts for a price:
 the first dim that q divides is cut, whatever it means.
@@ -17,7 +17,7 @@ from math import ceil
 
 from pipeline.ir.graph import Op, OpGraph, Role, TensorType, Value
 from pipeline.ir.plan import Sharding
-from pipeline.ir.profile import OpCost, Profile
+from pipeline.ir.profile import Compiled, CompiledWay, OpCost, Profile
 from pipeline.lowering import home_layouts
 
 
@@ -47,7 +47,9 @@ def sliced(graph: OpGraph, profile: Profile, slices: tuple[int, ...]) -> tuple[O
         for cost in (profile.ops[op.name],)
     }
     kernels = replace(profile.kernels, slices=count) if profile.kernels else None
-    return replace(graph, values=values), replace(profile, ops={**profile.ops, **costs}, kernels=kernels)
+    compiled = _compiled(profile.compiled, count, largest) if profile.compiled else None
+    cut_costs = replace(profile, ops={**profile.ops, **costs}, kernels=kernels, compiled=compiled)
+    return replace(graph, values=values), cut_costs
 
 
 def fits(graph: OpGraph, sharding: Sharding, sizes: tuple[int, ...], slices: tuple[int, ...]) -> bool:
@@ -107,3 +109,20 @@ def _scaled(cost: OpCost, parameters: int, count: int, largest: Fraction) -> OpC
         temporary_forward=part(cost.temporary_forward, largest),
         temporary_backward=part(cost.temporary_backward, largest),
     )
+
+
+def _compiled(compiled: Compiled, count: int, largest: Fraction) -> Compiled:
+    """Blocks were measured with the whole batch."""
+
+    def way(one: CompiledWay) -> CompiledWay:
+        return replace(
+            one,
+            forward=one.forward / count,
+            backward=one.backward / count,
+            saved=ceil(one.saved * largest),
+            saved_alone=ceil(one.saved_alone * largest),
+            forward_peak=ceil(one.forward_peak * largest),
+            backward_peak=ceil(one.backward_peak * largest),
+        )
+
+    return replace(compiled, runs=tuple(tuple(map(way, ways)) for ways in compiled.runs))
