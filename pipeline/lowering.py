@@ -3,7 +3,9 @@
 A tensor that several ops read in one layout is converted once, just before the first of them, through the layouts that
 the sharding names; what lies on the way to another layout is not made a second time. Every link makes its own copies,
 so that a recompute region repeats what belongs to it and nothing crosses a cut but the activation and the common
-values; these cross it in the layout they are written in, and are converted by each link that reads them.
+values; these cross it in the layout they are written in, and are converted by each link that reads them. An activation
+that is written as partial sums, and read in one layout, is brought to that by the link that writes it: a link ends just
+after a collective, which a region that begins with the next one does not repeat.
 
 On an axis where a parameter is stored `R` and an op reads it as `B`, the step sums its gradient once, in buckets (this
 is DDP), and the parameter counts as `B`: what ops that read it otherwise need there is local (`B -> R` masks the
@@ -26,32 +28,36 @@ from itertools import pairwise
 from pipeline.cost.conversions import gathered_share
 from pipeline.cost.paths import Paths
 from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import OpGraph, Role, Value
-from pipeline.ir.layout import B, Layout, R, replicated
+from pipeline.ir.graph import Link, OpGraph, Role, Value
+from pipeline.ir.layout import B, Layout, P, R, replicated
 from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.program import Call, Convert, Program, Step, Tensor
 
 
 def lower(graph: OpGraph, sharding: Sharding, micro_batches: int = 1, *, to_loss: bool = True) -> Program:
     """`to_loss` is false for a partition of a pipeline but the last: its output leaves as it is written."""
-    home = home_layouts(graph, sharding)
+    home, written = home_layouts(graph, sharding), _written(graph, sharding)
     shared = _shared(graph, sharding, home, by_value=micro_batches > 1)
-    written = Tensor(graph.output, home[graph.output])
-    output = _loss(graph, home) if to_loss else written
+    output = _loss(graph, home) if to_loss else Tensor(graph.output, home[graph.output])
     prologue = _steps(graph, sharding, graph.prologue, home, {})
     links = []
     for index, link in enumerate(graph.chain):
         copies = {c.target: c.target for c in shared}
-        steps = _steps(graph, sharding, link.ops, home, copies)
-        if index == len(graph.chain) - 1:
-            steps += _convert(graph, sharding, written, output, {})
+        made = Tensor(link.output, written.get(link.output, home[link.output]))
+        leaves = output if index == len(graph.chain) - 1 else Tensor(link.output, home[link.output])
+        steps = _steps(graph, sharding, link.ops, {**home, link.output: made.layout}, copies)
+        if leaves not in copies:
+            steps += _convert(graph, sharding, made, leaves, copies)
         links.append(tuple(_gathers_first(graph, steps)))
     reduced = _reduced(graph, sharding)
     return Program(tuple(prologue), tuple(shared), tuple(links), reduced, output, micro_batches)
 
 
 def home_layouts(graph: OpGraph, sharding: Sharding) -> dict[str, Layout]:
-    """The layout in which each value is born: fed, written by its op, or stored; `B` where the step sums a gradient."""
+    """The layout in which each value is born: fed, written by its op, or stored; `B` where the step sums a gradient.
+
+    Of an activation between links: in which it crosses from one to the other.
+    """
     axes = len(next(iter(sharding.strategies.values())).outputs[0].states)
     reduced = _reduced(graph, sharding)
     home = {}
@@ -63,9 +69,27 @@ def home_layouts(graph: OpGraph, sharding: Sharding) -> dict[str, Layout]:
             home[value.name] = sharding.inputs[value.name]
         elif value.role is Role.BUFFER:
             home[value.name] = replicated(axes)
-    for op in graph.ops:
-        home |= dict(zip(op.outputs, sharding.strategies[op.name].outputs, strict=True))
+    home |= _written(graph, sharding)
+    for link, reader in pairwise(graph.chain):
+        home[link.output] = _crossing(graph, sharding, home[link.output], link.output, reader)
+    if graph.output in sharding.inputs:  # of a partition: as the next one reads it
+        home[graph.output] = sharding.inputs[graph.output]
     return home
+
+
+def _written(graph: OpGraph, sharding: Sharding) -> dict[str, Layout]:
+    """The layouts in which ops write."""
+    return {n: s for op in graph.ops for n, s in zip(op.outputs, sharding.strategies[op.name].outputs, strict=True)}
+
+
+def _crossing(graph: OpGraph, sharding: Sharding, written: Layout, name: str, reader: Link) -> Layout:
+    """Of an activation between two links: partial sums are summed before they cross, where they are read in one way."""
+    ops = [graph.op(op) for op in reader.ops]
+    pairs = (pair for op in ops for pair in zip(op.inputs, sharding.strategies[op.name].inputs, strict=True))
+    wanted = {layout for value, layout in pairs if value == name}
+    if P not in written.states or len(wanted) != 1 or P in next(iter(wanted)).states:
+        return written
+    return wanted.pop()
 
 
 def _loss(graph: OpGraph, home: dict[str, Layout]) -> Tensor:

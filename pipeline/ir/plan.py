@@ -25,7 +25,7 @@ class Sharding:
 
     strategies: dict[str, Strategy]
     storage: dict[str, Layout]
-    inputs: dict[str, Layout]  # of a partition, also of what enters it
+    inputs: dict[str, Layout]  # of a partition also of what enters it, and of what leaves it otherwise than written
     paths: dict[str, tuple[Layout, ...]] = field(default_factory=dict)  # `value: source -> target` -> what lies between
     state: dict[str, Layout] = field(default_factory=dict)  # of the optimizer's, where it is not the storage's (ZeRO-1)
     regathered: tuple[str, ...] = ()  # parameters of which only the shard is kept: gathered again in backward (ZeRO-3)

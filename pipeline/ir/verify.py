@@ -103,11 +103,15 @@ def _every_op_has_a_strategy(graph: OpGraph, sharding: Sharding, sizes: Sizes) -
 
 
 def _every_source_is_stored(graph: OpGraph, sharding: Sharding, sizes: Sizes) -> Iterator[str]:
-    """A parameter or an input is whole or split; it has no summands. What enters a partition may have them."""
+    """A parameter or an input is whole or split; it has no summands. What enters a partition may have them.
+
+    Beside what enters a partition there may be what leaves it.
+    """
     parameters = {value.origin for value in graph.of_role(Role.PARAMETER)}
     inputs = {value.name for value in graph.values.values() if value.role in (Role.INPUT, Role.ENTERS)}
-    for have, want, what in ((sharding.storage, parameters, "a parameter"), (sharding.inputs, inputs, "an input")):
-        if odd := set(have) ^ want:
+    given = sharding.inputs.keys() - {graph.output}
+    for have, want, what in ((set(sharding.storage), parameters, "a parameter"), (given, inputs, "an input")):
+        if odd := have ^ want:
             yield f"{min(odd)} is not both {what} of the graph and stored"
     fed = ((name, layout) for name, layout in sharding.inputs.items() if graph.values[name].role is Role.INPUT)
     for name, layout in (*sharding.storage.items(), *fed, *sharding.state.items()):

@@ -127,7 +127,8 @@ class BlockWriter:
         self.names = Names()
         self.bases: dict[str, str] = {}  # value -> what its copies are named after
         self.readers = graph.consumers()
-        self.loss = Tensor(graph.output, replicated(len(mesh.axes)))
+        leaves = graph.output in sharding.inputs  # a partition whose output the next one reads
+        self.loss = None if leaves else Tensor(graph.output, replicated(len(mesh.axes)))
         self.arguments: dict[str, str] = {}
         self.reads_parameters = False
         self.returned: set[str] = set()  # values; what leaves a partition may have no reader in its graph

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeline.ir.graph import Role
+from pipeline.ir.layout import P
+from pipeline.ir.program import Convert, Step, Tensor
 from pipeline.ir.verify import InvalidSharding, verify_sharding
 from pipeline.lowering import home_layouts, lower
 from pipeline.partitions import crossing, part_of, restricted
@@ -90,3 +92,55 @@ def test_what_changes_a_buffer_before_the_chain_is_done_once() -> None:
     parts = [part_of(graph, 0, middle - 1), part_of(graph, middle, len(graph.chain) - 1)]
     changing = [op.name for op in graph.ops if op.mutates]
     assert changing and Counter(op.name for part in parts for op in part.ops if op.mutates) == Counter(changing)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(["tied", "shared", "ladder", "mlp"]), st.integers(0, 10**6))
+def test_partial_sums_that_are_read_in_one_way_do_not_cross_a_cut(model: str, seed: int) -> None:
+    """A link ends just after its collective: one that is made again from there does not repeat it."""
+    graph = graph_of(model)
+    sharding = random_plan(graph, 2, seed).sharding
+    home, program = home_layouts(graph, sharding), lower(graph, sharding)
+    for number, (link, reader) in enumerate(pairwise(graph.chain)):
+        ops = [graph.op(name) for name in reader.ops]
+        wanted = {
+            layout
+            for op in ops
+            for name, layout in zip(op.inputs, sharding.strategies[op.name].inputs, strict=True)
+            if name == link.output
+        }
+        (written,) = {
+            layout
+            for op in map(graph.op, link.ops)
+            for name, layout in zip(op.outputs, sharding.strategies[op.name].outputs, strict=True)
+            if name == link.output
+        }
+        sums = P in written.states and len(wanted) == 1 and P not in next(iter(wanted)).states
+        assert home[link.output] == (wanted.pop() if sums else written)
+        here, there = (_converted(program.links[n], link.output) for n in (number, number + 1))
+        if sums:
+            assert there == []
+            assert here and here[-1].target == Tensor(link.output, home[link.output])
+            first, last = part_of(graph, 0, number), part_of(graph, number + 1, len(graph.chain) - 1)
+            own = restricted(graph, sharding, 0, number)
+            assert home_layouts(first, own)[link.output] == home[link.output] == own.inputs[link.output]
+            assert lower(first, own, to_loss=False).output == here[-1].target
+            assert (
+                restricted(graph, sharding, number + 1, len(graph.chain) - 1).inputs[link.output] == home[link.output]
+            )
+            assert link.output in {value.name for value in last.of_role(Role.ENTERS)}
+
+
+def _converted(steps: tuple[Step, ...], name: str) -> list[Convert]:
+    return [step for step in steps if isinstance(step, Convert) and step.source.value == name]
+
+
+def test_a_model_split_so_that_sums_lie_between_links() -> None:
+    """Megatron's pair of products in an MLP: the sum is in the link of the second product."""
+    graph = graph_of("mlp")
+    found = 0
+    for seed in range(40):
+        sharding = random_plan(graph, 2, seed).sharding
+        for link, steps in zip(graph.chain[:-1], lower(graph, sharding).links, strict=False):
+            found += any(step.source.layout.states == (P,) for step in _converted(steps, link.output))
+    assert found
