@@ -87,6 +87,12 @@ def load(kind: str, root: Path, *, accept_edited: bool = False) -> Artifact:
     return _read(path, str(path.relative_to(root)), {kind: known}, _again(known), accept_edited=accept_edited)
 
 
+def digest_of(kind: str, content: bytes) -> str:
+    """Of what a file of that kind holds, which somebody has read already; source may have been edited."""
+    known = KINDS[kind]
+    return _parse(content, str(known.path(Path())), {kind: known}, _again(known), accept_edited=True).digest
+
+
 def load_saved(file: str, root: Path, kinds: Iterable[str]) -> Artifact:
     """An artifact of one of these kinds that somebody keeps elsewhere, whole and unchanged."""
     known = {kind: KINDS[kind] for kind in kinds}
@@ -96,10 +102,18 @@ def load_saved(file: str, root: Path, kinds: Iterable[str]) -> Artifact:
 
 def _read(path: Path, where: str, known: Mapping[str, Kind], again: str, *, accept_edited: bool = False) -> Artifact:
     try:
-        text = path.read_bytes().decode("utf-8")
+        content = path.read_bytes()
     except FileNotFoundError:
         raise ArtifactError("there is no such file", where=where, remedy=again) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ArtifactError(f"it cannot be read ({error})", where=where, remedy=again) from error
+    return _parse(content, where, known, again, accept_edited=accept_edited)
+
+
+def _parse(content: bytes, where: str, known: Mapping[str, Kind], again: str, *, accept_edited: bool) -> Artifact:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
         raise ArtifactError(f"it cannot be read ({error})", where=where, remedy=again) from error
     source = any(kind.body is str for kind in known.values())
     header, body = _split_source(text, where, again) if source else _split_json(text, where, again)

@@ -84,7 +84,12 @@ def verify(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     from stages.codegen.run import write_program
     from stages.verify.run import verify as compare
 
-    return compare(root, arguments.steps, write_program, log)
+    return compare(root, arguments.steps, write_program, log, arguments.all)
+
+
+def _of_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=_positive, default=3, help="optimizer steps that are compared")
+    parser.add_argument("--all", action="store_true", help="every gradient and buffer, not just the furthest")
 
 
 def _positive(text: str) -> int:
@@ -245,7 +250,7 @@ COMMANDS = {
     "verify": Command(
         "hold the written program against the unsplit module, in float64",
         verify,
-        lambda p: p.add_argument("--steps", type=_positive, default=3, help="optimizer steps that are compared"),
+        _of_verify,
     ),
     "export": Command(
         "copy the trained weights to a safetensors file",

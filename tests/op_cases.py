@@ -23,7 +23,7 @@ SIZES = st.sampled_from([1, 2, 3, 4, 4, 5, 6, 6, 12, 12])
 SHAPES = st.lists(SIZES, min_size=1, max_size=3).map(tuple)
 FLAG = st.booleans()
 FLOAT32, FLOAT64, INT64 = (Torch("dtype", name) for name in ("float32", "float64", "int64"))
-CPU = Torch("device", "cpu")
+CPU, STRIDED = Torch("device", "cpu"), Torch("layout", "strided")
 
 
 def shape(draw: Pick, least: int = 1, most: int = 3) -> tuple[int, ...]:
@@ -131,6 +131,12 @@ ELEMENTWISE: dict[str, Case] = {
     "aten.neg.default": one,
     "aten.to.dtype": cast,
     "aten._to_copy.default": lambda draw: (*one(draw), {"dtype": draw(st.sampled_from([FLOAT32, FLOAT64, INT64]))}),
+    "aten.to.device": lambda draw: (*one(draw), CPU, draw(st.sampled_from([FLOAT32, FLOAT64]))),
+    "aten.to.dtype_layout": lambda draw: (
+        *one(draw),
+        {"dtype": draw(st.sampled_from([FLOAT32, FLOAT64])), "layout": STRIDED, "device": CPU},
+    ),
+    "aten.to.other": lambda draw: (*one(draw), t(2, 3, dtype="float32")),
     "aten.type_as.default": lambda draw: (*one(draw), t(2, 3, dtype="float32")),
     "aten.contiguous.default": one,
     "aten.clone.default": one,
@@ -476,9 +482,9 @@ def uneven_parts(draw: Pick) -> tuple:
 def sliced(draw: Pick) -> tuple:
     own = shape(draw)
     along = draw(st.integers(0, len(own) - 1))
-    start = draw(st.integers(0, own[along] - 1))
-    end = draw(st.sampled_from([own[along], 2**63 - 1, start + 1]))
-    return (t(*own), along, start, end, draw(st.sampled_from([1, 2])))
+    start = draw(st.integers(-own[along], own[along] - 1))
+    end = draw(st.sampled_from([own[along], 2**63 - 1, start % own[along] + 1, None]))
+    return (t(*own), draw(st.sampled_from([along, along - len(own)])), start, end, draw(st.sampled_from([1, 2])))
 
 
 def narrowed(draw: Pick) -> tuple:
@@ -650,6 +656,19 @@ def image(rank: int, *constants, size: int = 6) -> Case:
     return lambda draw: (t(draw(SIZES), draw(SIZES), *(size,) * rank), *constants)
 
 
+def resized(rank: int, *corners: st.SearchStrategy) -> Case:
+    """To a size, or by factors."""
+
+    def case(draw: Pick) -> tuple:
+        aims = draw(st.sampled_from([((4, 5, 3)[:rank], None), (None, (2.0, 1.5, 2.0)[:rank])]))
+        return (t(draw(SIZES), draw(SIZES), *(4,) * rank), aims[0], *map(draw, corners), aims[1])
+
+    return case
+
+
+AA = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+
+
 def made(draw: Pick) -> tuple:
     return (shape(draw, 0), {"device": CPU, "pin_memory": False})
 
@@ -661,8 +680,16 @@ MADE: dict[str, Case] = {
     "aten.avg_pool2d.default": image(2, (2, 2), (2, 2)),
     "aten.adaptive_avg_pool1d.default": image(1, (1,)),
     "aten.adaptive_avg_pool2d.default": image(2, (2, 2)),
-    "aten.upsample_nearest2d.vec": image(2, None, (2.0, 2.0), size=3),
-    "aten.upsample_bilinear2d.vec": image(2, (4, 5), False, None, size=3),
+    **{
+        f"aten.{name}{n}d.vec": resized(n)
+        for name in ("upsample_nearest", "_upsample_nearest_exact")
+        for n in (1, 2, 3)
+    },
+    **{
+        f"aten.upsample_{name}{n}d.vec": resized(n, FLAG)
+        for name, n in (("linear", 1), ("bilinear", 2), ("trilinear", 3))
+    },
+    **{f"aten.{name}.vec": resized(2, FLAG) for name in ("upsample_bicubic2d", *AA)},
     "aten.arange.default": lambda draw: (draw(SIZES), {"device": CPU, "pin_memory": False}),
     "aten.arange.start": lambda draw: (2, 2 + draw(SIZES)),
     "aten.arange.start_step": lambda draw: (0, 2 * draw(SIZES), 2),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from stages.verify.steps import judge
 from stages.verify.truth import truth_of
 from tests import plans
 from tests.graphs import trace
-from tests.programs import Stateful, everything, uniform
+from tests.programs import Stateful, everything, kept, uniform
 from tests.skips import Ladder, sequences
 
 
@@ -60,6 +61,47 @@ class Centred(nn.Module):
         return (self.last(self.linear(self.first(x))) * x).square().mean()
 
 
+@torch.library.custom_op("shardwright_verify::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    """Nothing tells that it draws."""
+    return x + torch.rand_like(x)
+
+
+@noisy.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+noisy.register_autograd(lambda ctx, gradient: gradient)
+
+# What takes from the generator and is never split, each of a tensor of rows; orders in memory are not the usual.
+RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
+    "rrelu": lambda y: F.rrelu(y, training=True),
+    "randint_like": lambda y: y * torch.randint_like(y, 1, 9),
+    "multinomial": lambda y: y.gather(1, torch.multinomial(y.detach().abs() + 0.1, 3)),
+    "normal": lambda y: y * torch.normal(y.detach(), 1.0),
+    "poisson": lambda y: y * torch.poisson(y.detach().abs() + 1.0),
+    "random_": lambda y: y * torch.zeros_like(y).random_(9),
+    "bernoulli_": lambda y: y * torch.zeros_like(y).bernoulli_(torch.sigmoid(y.detach())),
+    "native_dropout": lambda y: torch.native_dropout(y.t(), 0.3, True)[0].t(),
+    "log_normal_": lambda y: y * torch.zeros_like(y).log_normal_(),
+    "cauchy_": lambda y: y * torch.zeros_like(y).t().cauchy_().t(),
+    "noisy": noisy,
+}
+
+
+class Drawing(nn.Module):
+    """Dropout, which is split, and then another op that draws."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.draw = nn.Linear(6, 6), nn.Linear(6, 6), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.draw(self.last(F.dropout(self.first(x), 0.4)))
+        return (y + F.dropout(y, 0.2)).square().mean()
+
+
 class WholeTensor(torch.optim.SGD):
     """Its step is of the size of its learning rate, whatever the gradient: not element by element."""
 
@@ -83,6 +125,10 @@ def split(graph: OpGraph) -> Plan:
 
 def whole(graph: OpGraph) -> Plan:
     return plans.plan_of(uniform(graph, 2, split=False), everything(graph), 2)
+
+
+def whole_and_kept(graph: OpGraph) -> Plan:
+    return plans.plan_of(uniform(graph, 2, split=False), kept(graph), 2)
 
 
 def shards(graph: OpGraph) -> Plan:
@@ -141,6 +187,10 @@ TRIED: dict[str, Tried] = {
     "a wrong compiled block": Tried(Ladder, sequences, in_blocks, ("torch.tanh(", "1.01 * torch.tanh(")),
     "dropout that is split": Tried(lambda: Ladder(dropout=0.3), sequences, split),
     "dropout that is whole": Tried(lambda: Ladder(dropout=0.3), sequences, whole),
+    **{f"split dropout and {name}": Tried(partial(Drawing, draw), rows, split) for name, draw in RANDOM.items()},
+    **{f"whole dropout and {name}": Tried(partial(Drawing, draw), rows, whole) for name, draw in RANDOM.items()},
+    # torch.utils.checkpoint ends a second run once backward has all it asks for; rrelu fills its noise after that.
+    "whole dropout and rrelu": Tried(partial(Drawing, RANDOM["rrelu"]), rows, whole_and_kept),
     "statistics": Tried(Stateful, rows, split),
     "statistics of rounding": Tried(Centred, rows, split),
     "deferred statistics": Tried(Stateful, rows, split, passes=3, batch_norm="deferred"),

@@ -3,7 +3,9 @@
 The op runs on small tensors: sizes shrink so that equal ones stay equal. What each input holds forward (the whole, a
 piece of a dim, a summand) is tried in all combinations; what the outputs then hold, and how the gradients come back,
 decides the states. A strategy counts when outputs and all gradients are right on two and on three ranks. Ops that are
-random, change their inputs, depend on values or fail have none: they run replicated.
+random, change their inputs, depend on values or fail have none: they run replicated. The numbers are positive, so that
+any op takes them, and then of both signs where it takes these too: below zero `prelu` reads a tensor that it ignores
+above.
 
 What is found is kept by the op's signature, in memory and, once `remember_in` named a folder, as JSON for later runs.
 """
@@ -30,6 +32,7 @@ from pipeline.ops import pieces
 from pipeline.ops.rule import OpView
 
 NAME = "discovered"
+SEARCH = 2  # of the way to search: what another one found is not read
 RANKS = (2, 3)
 STEP = 6  # sizes are multiples of it, so that they divide by 2 and by 3
 MOST_TRIALS = 3000  # combinations of input states
@@ -70,18 +73,22 @@ class Trial:
         result = self.function(*(real(a) for a in positional), **{k: real(v) for k, v in named})
         return (result,) if isinstance(result, Tensor) else tuple(result)
 
-    def draw(self, seed: int) -> list[Tensor]:
-        """Random tensors; integers are valid as indices of any dim but one of size one."""
+    def draw(self, seed: int, signed: bool = False) -> list[Tensor]:
+        """Random tensors, positive or of both signs; integers are valid as indices of any dim but one of size one."""
         generator = torch.Generator().manual_seed(seed)
         least = min((n for shape in self.shapes for n in shape if n > 1), default=2)
-        return [_draw(shape, dtype, least, generator) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+        low = -1.0 if signed else 0.5
+        types = zip(self.shapes, self.dtypes, strict=True)
+        return [_draw(shape, dtype, low, least, generator) for shape, dtype in types]
 
 
-def _draw(shape: tuple[int, ...], dtype: str, least: int, generator: torch.Generator) -> Tensor:
+def _draw(shape: tuple[int, ...], dtype: str, low: float, least: int, generator: torch.Generator) -> Tensor:
+    """Numbers between `low` and 1.5, whole ones below `least`."""
     if dtype == "bool":
         return torch.rand(shape, generator=generator) < 0.5
     if dtype in _FLOATS:
-        return (torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5).to(getattr(torch, dtype))
+        drawn = torch.rand(shape, generator=generator, dtype=torch.float64) * (1.5 - low) + low
+        return drawn.to(getattr(torch, dtype))
     return torch.randint(least, shape, generator=generator).to(getattr(torch, dtype))
 
 
@@ -129,7 +136,9 @@ def _signature(view: OpView) -> str:
     named = any(n > 1 and n in sizes for n in constants)
     shapes = [list(t.shape) if named else [sizes[n] for n in t.shape] for t in tensors]
     kinds = [t.dtype for t in tensors]
-    return json.dumps([view.op.target, torch.__version__, shapes, kinds, list(view.input_grads), _constants(view)])
+    return json.dumps(
+        [SEARCH, view.op.target, torch.__version__, shapes, kinds, list(view.input_grads), _constants(view)]
+    )
 
 
 def _constants(view: OpView) -> str:
@@ -170,7 +179,11 @@ def search(view: OpView) -> tuple[Found, ...]:
         if trial is None or not _can_be_tried(trial):
             return ()
         found = dict.fromkeys(_candidates(trial, RANKS[0], seed=1))
-        return tuple(one for one in found if all(_holds(trial, one, ranks, seed=2 + ranks) for ranks in RANKS))
+        drawn = [trial.draw(2 + ranks, signed) for signed in (False, True) for ranks in RANKS]
+        tries = [
+            (ranks, tensors) for ranks, tensors in zip(2 * RANKS, drawn, strict=True) if _is_finite(trial, tensors)
+        ]
+        return tuple(one for one in found if all(_holds(trial, one, *each) for each in tries))
 
 
 def small_trial(view: OpView) -> Trial | None:
@@ -367,7 +380,15 @@ def _near(tensor: Tensor) -> float:
     return 1e-8 if tensor.dtype == torch.float64 else 1e-4
 
 
-def _holds(trial: Trial, one: Found, ranks: int, seed: int) -> bool:
+def _is_finite(trial: Trial, tensors: list[Tensor]) -> bool:
+    """Some ops do not take numbers below zero."""
+    try:
+        return all(bool(x.isfinite().all()) for x in trial(tensors) if x.is_floating_point())
+    except Exception:  # whatever an op raises at numbers that it does not take
+        return False
+
+
+def _holds(trial: Trial, one: Found, ranks: int, tensors: list[Tensor]) -> bool:
     """The same states again, with other numbers."""
     forward = tuple(R if s == B else s for s in one.inputs)
-    return one in set(_states(trial, trial.draw(seed), forward, ranks))
+    return one in set(_states(trial, tensors, forward, ranks))

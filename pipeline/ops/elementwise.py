@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from pipeline.ops.rule import Linear, OpRule, OpView, apart, call, drawn, infix, method
+from pipeline.ops.rule import Linear, OpRule, OpView, Rendered, apart, call, drawn, infix, method
 from pipeline.ops.shapes import broadcast, letters, nothing_split
 
 
@@ -42,6 +43,11 @@ def _as_the_other(view: OpView) -> str:
     """Only the type of the second tensor is read."""
     names = letters(len(view.inputs[0].shape))
     return f"{names}, {' '.join(f'o{i}^' for i in range(len(view.inputs[1].shape)))} -> {names}"
+
+
+def _render_to(r: Rendered) -> str:
+    """`x.to(dtype=..., device=...)`: a tensor's method knows of no other layout than the usual."""
+    return method("to")(replace(r, named={name: text for name, text in r.named.items() if name != "layout"}))
 
 
 CURVES = {
@@ -93,7 +99,10 @@ RULES = [
     ),
     OpRule("aten.neg.default", broadcast, call("torch.neg"), linear=((0,),), keeps_order=True),
     OpRule("aten.to.dtype", broadcast, method("to"), linear=((0,),)),
-    OpRule("aten._to_copy.default", broadcast, method("to"), linear=((0,),)),
+    OpRule("aten.to.device", broadcast, method("to"), linear=((0,),)),
+    OpRule("aten.to.dtype_layout", broadcast, _render_to, linear=((0,),)),
+    OpRule("aten.to.other", _as_the_other, method("to"), linear=((0,),)),
+    OpRule("aten._to_copy.default", broadcast, _render_to, linear=((0,),)),
     OpRule("aten.type_as.default", _as_the_other, method("type_as"), linear=((0,),)),
     OpRule("aten.contiguous.default", broadcast, method("contiguous"), linear=((0,),), is_view=True, needs_order=True),
     OpRule("aten.clone.default", broadcast, method("clone"), linear=((0,),)),

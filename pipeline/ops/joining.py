@@ -70,6 +70,18 @@ def _strided(view: OpView) -> str:
     return f"{inside} -> {letters(rank)}"
 
 
+def _render_slice(r: Rendered) -> str:
+    """`x[:, 1:]`, `x[..., :8]`, `x[::2]`: of this rank's piece, which is whole where the range is not."""
+    rank, dim = len(r.local_output), dim_of(r.view, 1)
+    size = r.view.inputs[0].shape[dim]
+    start, end = r.view.constant(2, "start", None), r.view.constant(3, "end", None)
+    step = r.view.constant(4, "step", 1)
+    first, last = start or "", end if end is not None and end < size else ""
+    bounds = f"{first}:{last}{f':{step}' if step != 1 else ''}"
+    before = ["..."] if rank > 2 and dim == rank - 1 else [":"] * dim
+    return f"{r.tensors[0]}[{', '.join([*before, bounds])}]"
+
+
 def _select(view: OpView) -> str:
     rank, dim = len(view.inputs[0].shape), dim_of(view, 1)
     return f"{letters(rank, {dim})} -> {' '.join(x for i, x in enumerate(letters(rank).split()) if i != dim)}"
@@ -126,7 +138,7 @@ RULES = [
     OpRule("aten.split_with_sizes.default", _split, _render_split, linear=((0,),), is_view=True),
     OpRule("aten.chunk.default", _split, method("chunk"), linear=((0,),), is_view=True),
     OpRule("aten.unbind.int", _unbind, method("unbind"), linear=((0,),), is_view=True),
-    OpRule("aten.slice.Tensor", _strided, call("torch.ops.aten.slice"), linear=((0,),), is_view=True),
+    OpRule("aten.slice.Tensor", _strided, _render_slice, linear=((0,),), is_view=True),
     OpRule("aten.narrow.default", _slice, method("narrow"), linear=((0,),), is_view=True),
     OpRule("aten.select.int", _select, method("select"), linear=((0,),), is_view=True),
     OpRule("aten.slice_scatter.default", _slice_scatter, call("torch.slice_scatter"), linear=((0, 1),)),

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from pipeline.ir.graph import Op
 from pipeline.ops.dims import check_line
-from pipeline.ops.rule import Dims, Flops, Linear, OpRule, Rendered, call, no_flops
+from pipeline.ops.public import public_call
+from pipeline.ops.rule import Dims, Flops, Linear, OpRule, Rendered, no_flops
 
 
 @cache
@@ -55,7 +56,7 @@ def register(
     _own[target] = OpRule(
         target,
         dims,
-        render or call(f"torch.ops.{target}"),
+        render or public_call,
         linear=linear,
         addends=addends,
         flops=flops,

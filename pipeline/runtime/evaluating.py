@@ -4,7 +4,7 @@ A program is written for training. The lines that `model.eval()` would change ar
 
 | in the program                                        | evaluating                                  |
 |-------------------------------------------------------|---------------------------------------------|
-| `F.dropout(x, p, True)`, other dropouts, `rrelu`      | the same with `False`                       |
+| `F.dropout(x, p, True)`, other dropouts, `F.rrelu`    | the same with `False`                       |
 | `F.scaled_dot_product_attention(.., dropout)`         | no dropout                                  |
 | `drawn_apart(lambda: <one of these>, axis=..)`        | what it would draw, which draws nothing now |
 | `batch_norm(.., True, ..)` with running statistics    | by these                                    |
@@ -21,15 +21,18 @@ from pipeline.errors import TrainError
 
 # The place and the name of the argument that says whether the model is in training.
 _TRAINING = {
-    "F.dropout": (2, "training"),
-    "aten.feature_dropout": (2, "train"),
-    "aten.alpha_dropout": (2, "train"),
-    "aten.feature_alpha_dropout": (2, "train"),
-    "aten.rrelu": (3, "training"),
+    **{f"F.{name}": (2, "training") for name in ("dropout", "alpha_dropout", "feature_alpha_dropout")},
+    **{
+        f"{space}.{name}": (2, "train")
+        for space in ("torch", "aten")
+        for name in ("feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+    },
+    **{f"{space}.rrelu": (3, "training") for space in ("F", "torch", "aten")},
 }
 _RANDOM = {
     *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "multinomial"),
-    *("normal", "uniform", "exponential", "poisson", "binomial", "native_dropout", "rrelu_with_noise"),
+    *("normal", "uniform", "exponential", "poisson", "binomial", "native_dropout", "rrelu_with_noise", "random"),
+    *("log_normal", "cauchy", "geometric"),
 }
 
 
@@ -56,7 +59,7 @@ class _Evaluating(ast.NodeTransformer):
             _put(call, 4, "dropout_p", value=0.0)
         elif name == "batch_norm" and not all(map(_is_none, call.args[3:5])):
             _put(call, 5, "training", value=False)
-        elif name.startswith(("aten.", "torch.")) and name.split(".")[1].removesuffix("_") in _RANDOM:
+        elif "." in name and name.rpartition(".")[2].removesuffix("_") in _RANDOM:  # of torch, or a tensor's method
             raise TrainError(
                 f"the model draws numbers with {name}, and what it does instead when it evaluates is not known",
                 where=f"{self.path}:{call.lineno}",

@@ -14,15 +14,17 @@ from pipeline.runtime.evaluating import evaluating
 _NUMBERS = count()
 
 
-def load_program(path: str, *, compiles: bool = True, evaluates: bool = False) -> ModuleType:
+def load_program(
+    path: str, *, compiles: bool = True, evaluates: bool = False, source: bytes | None = None
+) -> ModuleType:
     """Always from its source: no bytecode beside it under runs/ that could be older than the plan.
 
-    `evaluates`: as its model is after `model.eval()`, not to be trained with.
+    `evaluates`: as its model is after `model.eval()`, not to be trained with. `source`: what was read of the file.
     """
     module = ModuleType(f"shardwright_program_{next(_NUMBERS)}")
     module.__file__ = path
     sys.modules[module.__name__] = module  # where torch.compile looks for what a block's functions call
-    source = Path(path).read_bytes()
+    source = Path(path).read_bytes() if source is None else source
     with nullcontext() if compiles and not evaluates else as_written():
         written = evaluating(source, path) if evaluates else source
         exec(compile(written, path, "exec", dont_inherit=True), module.__dict__)

@@ -22,7 +22,8 @@ from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
 from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.program import Call, Convert, Step, Tensor
-from pipeline.ops.rule import Rendered, call, plain_view
+from pipeline.ops.public import public_call
+from pipeline.ops.rule import Rendered, plain_view
 from pipeline.ops.table import rule_of
 from stages.codegen.counts import counted_together
 
@@ -242,6 +243,7 @@ class BlockWriter:
         text = self._kept(text) if step.op in self.kept else text
         self.used.update(set(re.findall(r"\b(\w+)\(", text)) & set(runtime_names.BODIES))
         base = op.target.split(".")[1]
+        base = base.strip("_") if base.startswith("__") else base  # `a & b` is aten.__and__
         if not any(self._is_read(tensor) for tensor in step.outputs):  # it changes a buffer, or draws random numbers
             self.lines += statement(text, self._remark(step.outputs[0]), self.indent)
             return
@@ -289,7 +291,7 @@ class BlockWriter:
         op, rendered = self.graph.op(step.op), self._rendered(step, self._name)
         rule = rule_of(op)
         if rule is None:
-            return call(f"torch.ops.{op.target}")(rendered)
+            return public_call(rendered)
         if rule.early and (read := {step.inputs[n] for n in rule.early_inputs}) <= self.outside.keys():
             text = rule.early(self._rendered(step, lambda t: self.outside[t].name if t in read else ""))
             self.early |= {text: frozenset(self.outside[tensor].name for tensor in read)} if text else {}

@@ -30,26 +30,26 @@ from pipeline.runtime.partition import Partition
 from pipeline.runtime.piped import Pipeline, Places, smaller_of
 from pipeline.runtime.random import seed_apart
 from pipeline.runtime.slices import Slices
-from pipeline.runtime.source import load_program
 from pipeline.runtime.transfer import ACROSS, meeting_device
 from pipeline.weights import write_weights
 from stages.train.engine import Batch, Held, Job
 from stages.train.held_out import held_out_batches
 from stages.train.optimizer_state import optimizer_state
 from stages.train.precision import Precision
+from stages.train.program import program_of
 from stages.train.tensors import OwnTensors, Stored
 from stages.train.watchdog import Beat, unwatched, with_beats
 
 Programs = dict[int, Any]  # by the number of their partition
 
 
-def is_pipeline(module_path: str) -> bool:
-    return hasattr(load_program(module_path), "PARTITIONS")
+def is_pipeline(job: Job) -> bool:
+    return hasattr(program_of(job), "PARTITIONS")
 
 
 class Piped:
     def __init__(self, job: Job) -> None:
-        program = load_program(job["module_path"])
+        program = program_of(job)
         use_kernels_of(program)
         self.job, self.slices = job, Slices(program.SLICES)
         self.device: torch.device = program.DEVICE
@@ -139,7 +139,7 @@ class Piped:
 
     def _evaluating(self) -> tuple[Programs, Programs]:
         """The partitions as the model is when it evaluates; the second ones are for smaller micro-batches."""
-        program = load_program(self.job["module_path"], evaluates=True)
+        program = program_of(self.job, evaluates=True)
         both = program.PARTITIONS, smaller_of(program)
         larger, smaller = ({p.number: own[p.number](p.tensors) for p in self.partitions} for own in both)
         return larger, smaller

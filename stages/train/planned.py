@@ -22,11 +22,11 @@ from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.onednn import use_kernels_of
 from pipeline.runtime.passes import run_passes
 from pipeline.runtime.slices import Slices
-from pipeline.runtime.source import load_program
 from stages.train.engine import Batch, Held, Job
 from stages.train.held_out import HeldOut, held_out_batches
 from stages.train.optimizer_state import optimizer_state
 from stages.train.precision import Precision
+from stages.train.program import program_of
 from stages.train.tensors import OwnTensors, Stored
 from stages.train.watchdog import Beat, unwatched
 
@@ -34,7 +34,7 @@ from stages.train.watchdog import Beat, unwatched
 class Planned:
     def __init__(self, job: Job) -> None:
         self.job = job
-        program = load_program(job["module_path"])
+        program = program_of(job)
         set_mesh(program.MESH)
         use_kernels_of(program)
         self.device: torch.device = program.DEVICE
@@ -64,7 +64,7 @@ class Planned:
 
     def _held_out(self, layouts: dict[str, Layout]) -> HeldOut:
         """The data to evaluate on, with the program as the model is then."""
-        program = load_program(self.job["module_path"], evaluates=True).Program(self.own.tensors)
+        program = program_of(self.job, evaluates=True).Program(self.own.tensors)
         return HeldOut(held_out_batches(self.job, layouts, self.axes, self.slices), partial(self._loss_of, program))
 
     def _own_tensors(self) -> OwnTensors:

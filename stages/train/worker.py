@@ -75,7 +75,7 @@ def make_engine(job: Job) -> Engine:
         from stages.train.piped import Piped, is_pipeline
         from stages.train.planned import Planned
 
-        return Piped(job) if is_pipeline(job["module_path"]) else Planned(job)
+        return Piped(job) if is_pipeline(job) else Planned(job)
     from stages.train.baselines import ENGINES
 
     return ENGINES[name](job)

@@ -6,13 +6,19 @@
 | graph, written program | widened: they were traced in another type, and name that type where it was read   |
 
 Random numbers are drawn alike where the program draws whole tensors, as the module does: in the order of the elements,
-whatever their order in memory. A program that splits a random op has other numbers than the module: then nothing is
-drawn, on either side. Dropout keeps all, other ops give their mean, or the least of whole numbers.
+whatever their order in memory. A program that splits a random op has other numbers than the module, and takes others
+from the stream: then nothing is drawn from it, on either side.
+
+| not drawn                                              | instead                                          |
+|--------------------------------------------------------|--------------------------------------------------|
+| what may be split (`DRAWS`): dropout, `rand`, ...      | dropout keeps all, others give their mean        |
+| any other op that takes from the generator: `rrelu`,   | numbers of a seed that every call begins with:   |
+| `multinomial`, an op of another library                | the same wherever it runs whole, as these do     |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from pipeline.ir.graph import Op, OpGraph
+from pipeline.ir.plan import Sharding, Strategy
+from pipeline.ops.table import rule_of
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
+OF_TORCH = ("aten", "prim", "prims", "c10d", "_c10d_functional")
+SEED = 5
 aten = torch.ops.aten
 
 
@@ -35,6 +45,7 @@ class InFloat64(TorchDispatchMode):
         self.widen, self.draws = widen, draws
         self.casts: set[torch.dtype] = set()
         self.drew = False
+        self.others: set[str] = set()  # ops that drew and are not in `DRAWS`
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -49,9 +60,27 @@ class InFloat64(TorchDispatchMode):
         if function in DRAWS:
             self.drew = True
             return DRAWS[function](self.draws, *args, **kwargs)
+        if may_draw(function):
+            return self._random(function, args, kwargs)
         result = function(*args, **kwargs)
         if function is aten.lift_fresh.default and self.widen and result.dtype in LOW:  # torch.tensor(numbers)
             return result.double()
+        return result
+
+    def _random(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """It may draw nothing, as attention without dropout."""
+        generator = torch.default_generator
+        before = generator.get_state()
+        if not self.draws:
+            generator.manual_seed(SEED)
+        start = generator.get_state()
+        result = in_order(function, args, kwargs)
+        drew = not torch.equal(start, generator.get_state())
+        if drew:
+            self.drew = True
+            self.others.add(str(function).rpartition(".")[0])
+        if not self.draws:
+            generator.set_state(before)
         return result
 
 
@@ -77,6 +106,52 @@ def _widened(value: Any) -> Any:
 def draws_alike(graph: OpGraph, text: str) -> bool:
     """Whether the program draws what the module does, in its order: no op apart, none moved before the chain."""
     return "drawn_apart(" not in text and not any(is_random(graph.op(name)) for name in graph.prologue)
+
+
+def may_draw(function: Any) -> bool:
+    """Whether it takes from the generator; of an op of another library nothing tells."""
+    return torch.Tag.nondeterministic_seeded in function.tags or function.namespace not in OF_TORCH
+
+
+def in_order(function: Any, args: Any, kwargs: Any) -> Any:
+    """The op on tensors that lie in the order of their elements, in which it draws."""
+    laid: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def lay(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.is_contiguous():
+            return value
+        return laid.setdefault(id(value), (value, value.contiguous()))[1]
+
+    result = function(*tree_map(lay, args), **tree_map(lay, kwargs))
+    for name, own in [*zip((a.name for a in function._schema.arguments), args, strict=False), *kwargs.items()]:
+        if id(own) in laid and name in _written(function):
+            own.copy_(laid[id(own)][1])
+    given = {id(copy): own for own, copy in laid.values()}
+    return tree_map(lambda value: given.get(id(value), value), result)
+
+
+def _written(function: Any) -> set[str]:
+    """The arguments that the op changes."""
+    return {a.name for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+
+
+def split_draws(graph: OpGraph, shardings: Iterable[Sharding], others: Container[str]) -> str:
+    """The first op that draws and is split by a rule of the user's own; "" if there is none.
+
+    Ranks then draw what the module does not, and there is no value that stands for it.
+    """
+    strategies = {name: strategy for sharding in shardings for name, strategy in sharding.strategies.items()}
+    for op in graph.ops:
+        rule = rule_of(op)
+        draws = op.target.rpartition(".")[0] in others or (is_random(op) and not (rule and rule.random))
+        if draws and op.name in strategies and _splits(strategies[op.name]):
+            return op.target
+    return ""
+
+
+def _splits(strategy: Strategy) -> bool:
+    layouts = (*strategy.inputs, *strategy.outputs)
+    return any(state.kind == "S" for layout in layouts for state in layout.states)
 
 
 def is_random(op: Op) -> bool:
@@ -123,6 +198,7 @@ def _whole(draws: bool, draw: Any, args: tuple[Any, ...], named: dict[str, Any],
 
 
 DRAWS: dict[Any, Callable[..., Any]] = {
+    # What rules of pipeline/ops may split, as these ops are run: each has a value that its pieces have too.
     aten.bernoulli_.float: _fill(aten.bernoulli_.float, lambda p=0.5: 1.0),
     aten.bernoulli.default: _coin,
     aten.bernoulli.p: _coin_like,

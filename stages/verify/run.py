@@ -16,12 +16,15 @@ from pipeline.log import Log
 from pipeline.stage import read
 
 Write = Callable[[OpGraph, Plan, Config], tuple[str, tuple[OpGraph, ...]]]
-SHOWN = 8  # rows of the table
+SHOWN = 8  # rows of the table, beside the loss
 FILE = "runs/codegen/module.py"
 
 
-def verify(root: Path, steps: int, write: Write, log: Log) -> int:
-    """`write` is codegen's: an edited program is held against what it was. It tells the micro-batches' graphs, too."""
+def verify(root: Path, steps: int, write: Write, log: Log, everything: bool = False) -> int:
+    """`write` is codegen's: an edited program is held against what it was. It tells the micro-batches' graphs, too.
+
+    `everything` prints the rows of all that is compared; else of the loss and what is furthest.
+    """
     config, found = read(("graph", "plan", "module"), root)
     graph, plan = found["graph"].body, found["plan"].body
     if found["module"].edited:
@@ -33,7 +36,8 @@ def verify(root: Path, steps: int, write: Write, log: Log) -> int:
         result = run_ranks("stages.verify.worker", job, plan.ranks, _limit(config))
     except LaunchFailed as error:
         return _failed(error, config, log)
-    print("\n".join([*_notes(result), *_table(result), *_verdict(result)]))
+    shown = len(result["rows"]) if everything else SHOWN
+    print("\n".join([*_notes(result), *_table(result, shown), *_verdict(result)]))
     return 0 if result["equal"] else 1
 
 
@@ -82,19 +86,21 @@ def _notes(result: dict[str, Any]) -> list[str]:
         notes.append("random ops draw the same numbers on both sides")
     elif result["draws"]:
         notes.append("random ops are split: dropout is off on both sides, other ops give their mean")
+        notes += [f"numbers of one seed on both sides: {', '.join(result['others'])}"] if result["others"] else []
     return notes
 
 
-def _table(result: dict[str, Any]) -> list[str]:
+def _table(result: dict[str, Any], count: int) -> list[str]:
+    """The loss, then as many rows, the furthest first."""
     rows = result["rows"]
-    shown = [row for row in rows if row["kind"] == "loss"] + [row for row in rows if row["kind"] != "loss"][:SHOWN]
+    shown = [row for row in rows if row["kind"] == "loss"] + [row for row in rows if row["kind"] != "loss"][:count]
     names = [_name(row) for row in shown]
     width = max(map(len, names))
     lines = [f"{'':{width}}  difference  tolerance  step"]
     for name, row in zip(names, shown, strict=True):
         lines.append(f"{name:{width}}  {row['relative']:10.1e}  {row['tolerance']:9.0e}  {row['step'] + 1:4}")
     left = len(rows) - len(shown)
-    return [*lines, *([f"and {left} more, each nearer"] if left > 0 else [])]
+    return [*lines, *([f"and {left} more, each nearer; --all shows them"] if left > 0 else [])]
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -57,6 +57,7 @@ class Kind:
     casts: bool  # to a lower type than float64
     as_written: bool  # it can be held against itself as it is written: these casts run, and are to float32 alone
     draws: bool  # draws random numbers
+    others: tuple[str, ...] = ()  # ops that draw, and have numbers of a seed where the stream is not drawn from
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def kind_of(build: Build, batch: Batch, *, draw: bool) -> Kind:
             except RuntimeError:  # such as a product of two types
                 if widen:
                     raise
-    return Kind(bool(mode.casts), not widen and mode.casts <= {torch.float32}, mode.drew)
+    as_written = not widen and mode.casts <= {torch.float32}
+    return Kind(bool(mode.casts), as_written, mode.drew, tuple(sorted(mode.others)))
 
 
 def steps_of(

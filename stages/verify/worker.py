@@ -29,7 +29,7 @@ from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.piped import Places
 from pipeline.runtime.slices import Slices
 from pipeline.runtime.source import load_program
-from stages.verify.float64 import draws_alike
+from stages.verify.float64 import draws_alike, split_draws
 from stages.verify.locate import Case, locate
 from stages.verify.locate_piped import in_pass_of
 from stages.verify.piped import judge_pipeline
@@ -68,11 +68,17 @@ def verify(job: dict[str, Any]) -> dict[str, Any]:
     piped = hasattr(written, "PARTITIONS")
     setting = Setting(job, written, draw=not piped and draws_alike(graph, text))
     truth = setting.truth()
+    plan: Plan = artifacts.load("plan", root).body
+    if split := split_draws(graph, [part.sharding for part in plan.partitions], truth.kind.others):
+        raise TrainError(
+            f"the program splits {split}, which draws random numbers of its own: they are not those of the model",
+            where="runs/checkpoint/plan.json",
+            remedy="plan without a rule for that op: it then runs whole",
+        )
     verdict = (judge_pipeline if piped else judge)(load_program(path, compiles=False), truth, setting.optimizer)
     fault = None
     first = verdict.first()
     if not verdict.equal and first is not None:
-        plan: Plan = artifacts.load("plan", root).body
         program = None if piped else lower(graph, plan.sharding, plan.micro_batches)
         case = Case(graph, program, job["written"], text, path, *graphs[1:])
         in_pass = in_pass_of(plan) if piped else None

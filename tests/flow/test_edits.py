@@ -127,6 +127,21 @@ def test_a_truncated_artifact_is_refused(tiny: Project, kind: str) -> None:
     assert tiny.snapshot() == before
 
 
+def test_a_module_edited_by_hand_is_trained_where_that_is_accepted(tiny: Project) -> None:
+    usual = tiny.load("report")
+    with undone(tiny, "conf/train/tiny.yaml", "runs/codegen/module.py"):
+        tiny.edit("runs/codegen/module.py", "F.gelu(", "F.relu(")
+        assert "edited or damaged" in tiny.stages("train").refused()
+        tiny.write_yaml("conf/train/tiny.yaml", TINY["train"] | {"accept_edited_module": True})
+        done = tiny.stages("train").ok()
+        assert "[train] warning: runs/codegen/module.py was edited by hand: training with it as it is" in done.err
+        report = tiny.load("report")
+        assert report.module_edited and not usual.module_edited
+        assert report.losses[0] != usual.losses[0], "the edited line was run"
+    tiny.repro().ok()
+    assert not tiny.load("report").module_edited
+
+
 # -- a store that cannot be reached -----------------------------------------------------------------------------------
 
 

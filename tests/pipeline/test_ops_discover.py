@@ -165,3 +165,9 @@ def test_discovery_leaves_the_random_stream_alone() -> None:
     torch.manual_seed(3)
     discover.search(view_of(SCALED, (64, 16), (16,), out=(64, 16), constants=(3,)))
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_what_is_read_below_zero_alone_is_read() -> None:
+    """Above zero `prelu` is its input, whatever the weight: summands of that would do."""
+    view = example("aten.prelu.default", t(12, 6), t(6)).view
+    assert "S(0) B -> S(0)" in found(view) and not any("P ->" in each.split(" ", 1)[1] for each in found(view))

@@ -13,6 +13,7 @@ from pipeline.ops.dims import read_line, strategies
 from pipeline.ops.rule import plain_view, view_op
 from pipeline.ops.table import rule_of
 from tests.families import FAMILIES
+from tests.programs import plan_for, uniform, write
 from tests.stages.test_trace_families import graph_of
 
 # Valid, and not in the table: op -> states -> why.
@@ -40,6 +41,14 @@ def distinct_ops(graphs: dict[str, OpGraph]) -> list[tuple[OpGraph, Op]]:
 def test_every_op_has_a_rule(graphs) -> None:
     missing = {op.target for graph in graphs.values() for op in graph.ops if rule_of(op) is None}
     assert not missing
+
+
+def test_programs_have_public_calls(graphs) -> None:
+    """No overload of torch by its own name, whole or split."""
+    for name, graph in graphs.items():
+        for split in (False, True):
+            text = write(graph, plan_for(graph, uniform(graph, 2, split=split), 2))
+            assert "torch.ops.aten" not in text, name
 
 
 def test_no_heavy_op_runs_whole(graphs) -> None:

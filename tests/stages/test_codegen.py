@@ -143,6 +143,11 @@ def test_every_text_compiles_and_no_line_is_too_long(written):
         assert text.endswith("\n") and not text.endswith("\n\n")
 
 
+def test_calls_are_public(written):
+    """Those of torch at least: an op of a library of its own has no other name."""
+    assert [name for name, text in written.items() if "torch.ops.aten" in text] == []
+
+
 def test_what_is_imported_is_offered_by_the_runtime(written):
     for text in written.values():
         (node,) = (n for n in ast.parse(text).body if isinstance(n, ast.ImportFrom) and n.module == "pipeline.runtime")

@@ -109,7 +109,7 @@ def test_evaluation_does_not_change_the_training(trained, name: str) -> None:
 
 def test_the_programs_have_what_evaluation_changes(trained) -> None:
     gpt, conv = ((trained[0] / f"{name}.py").read_text() for name in ("gpt", "conv"))
-    assert "drawn_apart(lambda: F.dropout(" in gpt and "None, 0.3" in gpt and "rrelu.default(" in gpt
+    assert "drawn_apart(lambda: F.dropout(" in gpt and "None, 0.3" in gpt and "F.rrelu(" in gpt
     assert ", True, 0.1, 1e-05" in conv and "None, None, True" in conv and "alpha_dropout" in conv
 
 

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import load_config
-from pipeline.errors import ShardwrightError
+from pipeline.errors import ShardwrightError, TrainError
 from pipeline.stage import Inputs
 from stages.commands import COMMANDS
 from stages.train import run as training
 from stages.train.manifest import is_finished, snapshots_in
+from stages.train.piped import Piped, is_pipeline
+from stages.train.planned import Planned
 from stages.train.run import Follower, keep_weights, weights_path
 from tests.graphs import SILENT
 from tests.plans import graph_of
@@ -83,6 +86,29 @@ def test_a_run_is_finished_once_its_report_is_on_the_disk(tmp_path: Path, monkey
     assert not is_finished(folder) and snapshots_in(folder)
     result.settle()
     assert is_finished(folder) and snapshots_in(folder)
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_rank_trains_the_program_that_the_run_was_started_with(tmp_path: Path, edited: bool) -> None:
+    """Edited before that or not; what is written over it later is not run, whether it has a fitting header or none."""
+    path = artifacts.save(artifacts.make("module", "PARTITIONS = {}\n", (), {}), tmp_path)
+    if edited:
+        path.write_text(path.read_text() + "# by hand\n")
+    found = artifacts.load("module", tmp_path, accept_edited=True)
+    inputs = Inputs(tmp_path, {"module": found}, SILENT, None)  # type: ignore[arg-type]
+    digests = training._digests(inputs, load_config(Path(__file__).parents[2]))
+    job = {"module_path": str(path), "digests": digests}
+    assert found.edited == edited and is_pipeline(job)
+    before = path.read_text()
+    other = artifacts.make("module", "PARTITIONS = {1: 2}\n", (), {})
+    for write in (lambda: path.write_text(before + "x = 1\n"), lambda: artifacts.save(other, tmp_path)):
+        write()
+        for begin in (is_pipeline, Planned, Piped):
+            with pytest.raises(TrainError, match=r"module\.py: it has changed since the run was started; start"):
+                begin(job)
+    path.write_text("x = 1\n")
+    with pytest.raises(ShardwrightError, match=r"module\.py"):
+        is_pipeline(job)
 
 
 def test_weights_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,28 @@ from hypothesis import strategies as st
 
 from pipeline.config import load_config
 from pipeline.cost.conversions import gathered_together
+from pipeline.ir.graph import Role
+from pipeline.ir.layout import Layout, S
+from pipeline.ir.plan import Strategy
 from pipeline.ir.program import Call
 from pipeline.launch import LaunchFailed
 from pipeline.lowering import lower
+from pipeline.ops.dims import strategies
+from pipeline.ops.table import rule_of, table
 from pipeline.stage import read
 from stages.__main__ import main
 from stages.verify import run as verify_run
-from stages.verify.float64 import grouped_product, in_float64
+from stages.verify.float64 import grouped_product, in_float64, split_draws
 from stages.verify.record import BEFORE, _steps_of, names_of
 from stages.verify.worker import AT, failing_line
 from stages.verify.worker import verify as verify_on_a_rank
-from tests import plans, programs, storage_plans
+from tests import pieces, plans, programs, storage_plans
 from tests.flow.project import TINY
+from tests.graphs import trace
+from tests.one_op import example, printed, run_printed, run_unsplit, t
 from tests.ranks import run_ranks
-from tests.verify_cases import TRIED, case_of, judge_all
+from tests.simulated import one_after_another
+from tests.verify_cases import RANDOM, TRIED, Drawing, case_of, judge_all, noisy
 
 SOURCE = Path(__file__).parents[2]
 RANKS = 2
@@ -139,12 +148,12 @@ def verify(project, judged, monkeypatch, capsys):
     monkeypatch.setattr(verify_run, "run_ranks", ranks)
     text = (project / FILE).read_text()
 
-    def run(edit: str = "", error: str = "") -> tuple[int, list[str], list[str]]:
+    def run(edit: str = "", error: str = "", more: tuple[str, ...] = ()) -> tuple[int, list[str], list[str]]:
         edited = _edited(text, *EDITS[edit][:2]) if edit else text
         answers[edited] |= {"error": error} if error else {}
         (project / FILE).write_text(edited)
         try:
-            status = main(["verify", "-q", "--steps", "2"])
+            status = main(["verify", "-q", "--steps", "2", *more])
         finally:
             (project / FILE).write_text(text)
         told = capsys.readouterr()
@@ -158,7 +167,24 @@ def test_a_right_program_is_equal(verify) -> None:
     assert status == 0 and not errors
     assert lines[-1].startswith("equal: loss, 37 gradients; largest relative difference") and "1e-09" in lines[-1]
     assert any(re.match(r"loss +\d\.\de[-+]\d+ +1e-09 +\d", line) for line in lines)
-    assert lines[-2].endswith("more, each nearer")
+    assert lines[-2] == "and 29 more, each nearer; --all shows them"
+
+
+def test_every_gradient_is_shown_if_asked_for(verify, project) -> None:
+    status, lines, _ = verify(more=("--all",))
+    _, found = read(("graph",), project)
+    names = {value.origin for value in found["graph"].body.of_role(Role.PARAMETER)}
+    assert status == 0 and len(names) == 37
+    assert {line.split()[2] for line in lines if line.startswith("gradient of ")} == names
+    assert len(lines) == 1 + 1 + len(names) + 1 and "more" not in "".join(lines)
+
+
+def test_what_is_said_of_random_numbers() -> None:
+    result = {"casts": False, "as_written": True, "draws": True, "draw": False, "others": ["aten.rrelu_with_noise"]}
+    told = verify_run._notes(result)
+    assert "dropout is off on both sides" in told[0]
+    assert told[1:] == ["numbers of one seed on both sides: aten.rrelu_with_noise"]
+    assert len(verify_run._notes(result | {"others": []})) == len(verify_run._notes(result | {"draw": True})) == 1
 
 
 def test_a_wrong_program_is_not(verify) -> None:
@@ -245,6 +271,15 @@ def test_dropout(outcomes, name: str, draws: bool, alike: bool) -> None:
     """Whole it draws the module's own numbers, also a second time in a region; split it is off on both sides."""
     found = outcomes[f"dropout that is {name}"]
     assert found["equal"] and (found["draws"], found["draw"]) == (draws, alike)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_other_random_ops(outcomes, name: str) -> None:
+    """Beside a dropout that is split they have the same numbers on both sides; else the module's own."""
+    apart, alike = (outcomes[f"{kind} dropout and {name}"] for kind in ("split", "whole"))
+    assert apart["equal"] and (apart["draws"], apart["draw"]) == (True, False), apart["fault"]
+    assert alike["equal"] and (alike["draws"], alike["draw"]) == (True, True), alike["fault"]
+    assert len(apart["others"]) == 1 and name.strip("_") in apart["others"][0]
 
 
 def test_statistics(outcomes) -> None:
@@ -370,6 +405,46 @@ def test_nothing_is_drawn_where_it_cannot_be_alike() -> None:
         assert torch.equal(torch.rand(2), torch.full((2,), 0.5)) and not torch.randn_like(torch.ones(2)).any()
         assert torch.equal(torch.randint(3, 9, (2,)), torch.full((2,), 3)) and not torch.randint(9, (2,)).any()
         assert torch.equal(torch.randperm(4), torch.arange(4))
+
+
+@pytest.mark.parametrize("target", sorted(target for target, rule in table().items() if rule.random))
+def test_a_piece_of_what_may_be_split_is_a_piece_of_the_whole(target: str) -> None:
+    """Where nothing is drawn, every op that a rule splits has a value that stands for it."""
+    args = {"dropout": (t(4, 6), 0.5, True), "scaled_dot_product_attention": (*(t(4, 4, 4, 4),) * 3, None, 0.5)}
+    args |= {"rand": ((4, 6),), "randn": ((4, 6),), "bernoulli": (t(4, 6, positive=True, grad=False),)}
+    more = (0.4,) if target.endswith(".p") else ()
+    it = example(target, *args.get(target.split(".")[1], (t(4, 6, grad=False),)), *more)
+    with in_float64(widen=True, draws=False) as mode:
+        whole = run_unsplit(it.op, it.tensors)
+        for strategy in strategies(rule_of(it.op), it.view, 2):
+            line, state = printed(it, strategy, 2), strategy.outputs[0].states[0]
+            held = [pieces.values(i.states[0], x, 2) for i, x in zip(strategy.inputs, it.tensors, strict=True)]
+            found = one_after_another(2, lambda rank, line=line, held=held: run_printed(line, [x[rank] for x in held]))
+            pieces.check_values(state, [own[0] for own in found], whole, strategy.name, 1e-9)
+    assert mode.drew and not mode.others
+
+
+def test_no_other_op_takes_from_the_stream() -> None:
+    """Where nothing is drawn from it: twice the same, and the stream is where it was."""
+    with in_float64(widen=True, draws=False) as mode:
+        before = torch.default_generator.get_state()
+        for draw in RANDOM.values():
+            y = torch.arange(-2.0, 4.0).expand(4, 6)  # above zero rrelu draws nothing
+            assert torch.equal(draw(y), draw(y.t().contiguous().t()))
+        assert torch.equal(before, torch.default_generator.get_state())
+        torch.nn.functional.scaled_dot_product_attention(*torch.ones(3, 1, 1, 2, 8))
+    assert len(mode.others) == len(RANDOM), "attention without dropout draws nothing"
+
+
+def test_a_random_op_that_ones_own_rule_splits_cannot_be_compared() -> None:
+    graph = trace(Drawing(noisy), {"x": torch.randn(4, 6)})
+    (name,) = (op.name for op in graph.ops if "noisy" in op.target)
+    whole = programs.uniform(graph, 2)
+    assert split_draws(graph, [whole], ("shardwright_verify.noisy",)) == ""
+    split = Strategy("a", (Layout((S(0),)),), (Layout((S(0),)),))
+    apart = replace(whole, strategies={**whole.strategies, name: split})
+    assert split_draws(graph, [apart], ("shardwright_verify.noisy",)) == "shardwright_verify.noisy.default"
+    assert split_draws(graph, [apart], ()) == "", "it is found out by running the module"
 
 
 def test_types_are_widened() -> None:
