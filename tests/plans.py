@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.config import Only
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import B, Layout, R, S
 from pipeline.ir.names import look_up
@@ -36,8 +37,14 @@ from pipeline.tracing.export import export_loss
 from pipeline.tracing.lower import lower as to_ops
 from pipeline.tracing.simplify import simplify
 from stages.codegen.module import write_module
+from stages.profile.by_table import profile_graph
+from stages.solve.constraints import Hand
+from stages.solve.exact import restrict
+from stages.solve.problem import Given, build, to_sharding
 from stages.solve.storage import Stored, Way, storage_choices
+from stages.solve.wide import fastest
 from tests import skips
+from tests.graphs import preset, solve_settings
 from tests.ranks import AXIS
 
 NEAR, NEAR_IN_FLOAT32 = 1e-9, 2e-6
@@ -374,7 +381,18 @@ def megatron(graph: OpGraph, ranks: int) -> Plan:
     return follow(graph, ranks, stored, inputs, storage)
 
 
-FORCED = {"data_parallel": data_parallel, "zero": zero, "zero1": zero1, "megatron": megatron}
+def sequence(graph: OpGraph, ranks: int) -> Plan:
+    """What `only: sequence` leaves: tensor parallel, and what lies between the blocks split along the sequence."""
+    cluster = preset(ranks)
+    problem, choices = build(graph, profile_graph(graph), Given(cluster.axes, cluster.compute, 2.0))
+    hand = Hand(graph, tuple(axis.name for axis in cluster.axes), solve_settings(only=Only.sequence), "conf/solve")
+    left = restrict(problem, hand.kept(choices))
+    picked = left.expand(fastest(left.problem, seconds=5.0))
+    links = tuple(Region(i, i, False, ()) for i in range(len(graph.chain)))
+    return plan_of(to_sharding(graph, choices, picked), links, ranks)
+
+
+FORCED = {"data_parallel": data_parallel, "zero": zero, "zero1": zero1, "megatron": megatron, "sequence": sequence}
 
 
 def lowered(model: str, plan: Plan) -> tuple[Program, str]:

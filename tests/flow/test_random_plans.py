@@ -152,3 +152,12 @@ def test_megatron_sums_twice_per_layer_each_way() -> None:
     assert found.count("R -> B") == 2 * layers
     assert found.count("R -> P") == 2 * layers, "the biases of out and down enter once"
     assert len(found) == 6 * layers
+
+
+def test_a_split_sequence_scatters_sums_and_gathers() -> None:
+    """Megatron's sums in two halves: what lies between the blocks is split, and no tensor is summed whole."""
+    found = conversions("gpt-sequence")
+    layers = plans.GPT["layers"]
+    assert found.count("P -> S(1)") == 2 * layers
+    assert found.count("S(1) -> B") == 2 * layers + 1, "the head reads it as well"
+    assert not {"P -> R", "P -> B"} & set(found)
