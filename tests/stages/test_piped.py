@@ -27,6 +27,7 @@ from stages.checkpoint.choose import choose
 from stages.checkpoint.describe import describe
 from stages.checkpoint.fill import fill, readers
 from stages.checkpoint.linearize import Linear, linearize_partitions
+from stages.checkpoint.partition import partition
 from stages.checkpoint.piped import Piped, find_pipelines, offered_slices, predict, slice_counts, usable_splits
 from stages.checkpoint.reshard import Resharding
 from stages.checkpoint.run import figures
@@ -583,3 +584,16 @@ def test_partitions_of_the_mesh_that_the_user_fixes() -> None:
         choose([], cluster, frontier, WHERE, GRAPHS["gpt"]())
     with pytest.raises(SolveError, match=f"^{FILE}: partitions: there is no pipeline as asked for"):
         find_pipelines(*given, settings_of("1f1b", partitions=3), FILE)
+
+
+def test_slots_per_link_is_obeyed(monkeypatch) -> None:
+    efforts = []
+
+    def noted(divisions, memory, wishes, effort, reshard):
+        efforts.append(effort)
+        return partition(divisions, memory, wishes, effort, reshard)
+
+    monkeypatch.setattr("stages.checkpoint.piped.partition", noted)
+    for per_link in (1, 300):
+        assert pipelines_of("gpt", slots_per_link=per_link).found
+    assert [effort.slots.of(10) for effort in efforts] == [500, 3000]
