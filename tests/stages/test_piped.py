@@ -430,6 +430,18 @@ def test_the_timeline_of_a_plan_without_a_pipeline_sums_to_its_step(recompute: s
     assert (spent > 0) is (recompute != "off")
 
 
+@pytest.mark.parametrize("kind", ["off", "1f1b"])
+def test_a_long_timeline_leaves_out_what_is_in_the_middle(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    from stages.checkpoint import timeline
+
+    whole = plan_with_pipelines("gpt", pipeline=kind).timeline
+    monkeypatch.setattr(timeline, "MOST_EVENTS", len(whole.events) - 1)
+    short = plan_with_pipelines("gpt", pipeline=kind).timeline
+    assert short.events == tuple(event for event in whole.events if event.micro_batch != 2)
+    assert short.totals == whole.totals
+    assert short.note == f"{len(whole.events)} events are too many to list: micro-batches 2 to 2 of 4 are left out"
+
+
 def test_a_long_timeline_keeps_its_totals(monkeypatch: pytest.MonkeyPatch) -> None:
     from stages.checkpoint import timeline
 
