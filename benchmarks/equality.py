@@ -5,11 +5,11 @@
 
 Ten families of Hugging Face, tiny, each on 2, 3 and 4 ranks (real processes, gloo) under the solver's own plan and
 under plans that are forced on it: DDP, ZeRO-1, ZeRO-3, tensor parallel, the same with the sequence split in between,
-the vocabulary split, and on four ranks data by tensor parallel; each without and with recompute. Kinds that a model's
-shapes do not allow on so many ranks are left out. Then random plans of a small GPT, any valid strategy for any op, on
-meshes of one and two axes. Three steps of AdamW in float64: the loss and all gradients, as `python -m stages verify`
-compares them (docs/verify.md). Last line: how many cases, how many of them are equal, and the largest difference over
-its tolerance: 1e-9, and 1e-5 of the model as it is written where that casts to float32.
+the vocabulary split, and on four ranks data by tensor parallel; each without and with recompute. A kind that a model
+does not allow on so many ranks is skipped, which is said with the reason. Then random plans of a small GPT, any valid
+strategy for any op, on meshes of one and two axes. Three steps of AdamW in float64: the loss and all gradients, as
+`python -m stages verify` compares them (docs/verify.md). Last line: how many cases, how many of them are equal, and the
+largest difference over its tolerance: 1e-9, and 1e-5 of the model as it is written where that casts to float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.simplefilter("ignore")
     from benchmarks.equality_models import FAMILIES
-    from benchmarks.equality_plans import NAMES, Case, cases, random_cases
+    from benchmarks.equality_plans import NAMES, Case, Skipped, cases, random_cases
     from benchmarks.equality_ranks import Group
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -49,9 +49,16 @@ def main(arguments: list[str]) -> int:
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
 
+    skipped: list[Skipped] = []
+
     def all_cases(count: int) -> Iterator[Case]:
         for model in models:
-            yield from cases(model, count, tuple(given.plans.split(",")))
+            for case in cases(model, count, tuple(given.plans.split(","))):
+                if isinstance(case, Case):
+                    yield case
+                else:
+                    skipped.append(case)
+                    print(f"{case.label:48} skipped: {case.why}", flush=True)
         meshes = [mesh for mesh in RANDOM_MESHES if _size(mesh) in ranks]
         for case in random_cases(given.random, meshes, given.seed) if meshes else ():
             if case.ranks == count:
@@ -67,7 +74,7 @@ def main(arguments: list[str]) -> int:
                 if given.keep and not _equal(answer):
                     given.keep.mkdir(parents=True, exist_ok=True)
                     (given.keep / f"{case.label}.py").write_text(case.text)
-    return _report(found, time.perf_counter() - start)
+    return _report(found, len(skipped), time.perf_counter() - start)
 
 
 def _size(mesh: tuple[int, ...]) -> int:
@@ -92,10 +99,10 @@ def _show(label: str, answer: dict[str, Any]) -> None:
         print(f"    {fault['what']}\n    {fault['target']} in {fault['module']}: {fault['text']}", flush=True)
 
 
-def _report(found: dict[str, dict[str, Any]], seconds: float) -> int:
+def _report(found: dict[str, dict[str, Any]], skipped: int, seconds: float) -> int:
     equal = sum(map(_equal, found.values()))
     worst = max((answer.get("worst", float("inf")) for answer in found.values()), default=0.0)
-    print(f"{len(found)} cases in {seconds:.0f} s")
+    print(f"{len(found)} cases in {seconds:.0f} s; {skipped} plans skipped")
     print(json.dumps({"cases": len(found), "equal": equal, "worst": float(f"{worst:.3g}")}))
     return 0 if found and equal == len(found) else 1
 

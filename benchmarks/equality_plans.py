@@ -46,6 +46,7 @@ ROLES = {
 SOLVER, VOCABULARY, BOTH = "solver", "vocabulary", "ddp x tensor"
 RANDOM = "random"
 NAMES = (SOLVER, *ROLES, VOCABULARY, BOTH)
+Kept = tuple[tuple[int, ...], ...]  # of each node of a problem the choices that are left
 _PROOF = Proof("", "given", 0.0, 0.0, 0.0, 0, 0)
 
 
@@ -69,17 +70,42 @@ class Case:
         return f"{self.model}, {' x '.join(map(str, self.sizes))}, {self.name}"
 
 
-def cases(model: str, ranks: int, names: tuple[str, ...]) -> Iterator[Case]:
-    """Each plan without and with recompute; kinds that the model's shapes do not allow are left out."""
-    meshes = [(ranks,), *([(2, ranks // 2)] if BOTH in names and ranks % 2 == 0 and ranks > 2 else [])]
-    for sizes in meshes:
-        planner = _Planner(model, sizes)
-        for name in (n for n in names if (n == BOTH) == (len(sizes) > 1)):
+@dataclass(frozen=True)
+class Skipped:
+    """A plan that a model does not allow on so many ranks."""
+
+    model: str
+    ranks: int
+    name: str
+    why: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.model}, {self.ranks}, {self.name}"
+
+
+class NotPossible(Exception):
+    """There is no plan of a kind, and why."""
+
+
+def cases(model: str, ranks: int, names: tuple[str, ...]) -> Iterator[Case | Skipped]:
+    """Each plan without and with recompute, or once that and why it is skipped."""
+    planners = {1: _Planner(model, (ranks,))}
+    if ranks > 2 and ranks % 2 == 0:
+        planners[2] = _Planner(model, (2, ranks // 2))
+    for name in names:
+        planner = planners.get(2 if name == BOTH else 1)
+        try:
+            if planner is None:
+                raise NotPossible(f"{ranks} ranks are no mesh of two axes")
             sharding = planner.sharding(name)
-            for recompute in ("off", "optimal" if name == SOLVER else "full") if sharding else ():
-                plan = planner.plan(sharding, Recompute(recompute))
-                label = name if recompute == "off" else f"{name} + recompute"
-                yield _case(model, label, planner.graph, plan, sizes)
+        except NotPossible as why:
+            yield Skipped(model, ranks, name, str(why))
+            continue
+        for recompute in ("off", "optimal" if name == SOLVER else "full"):
+            plan = planner.plan(sharding, Recompute(recompute))
+            label = name if recompute == "off" else f"{name} + recompute"
+            yield _case(model, label, planner.graph, plan, planner.sizes)
 
 
 def _case(model: str, name: str, graph: OpGraph, plan: Plan, sizes: tuple[int, ...]) -> Case:
@@ -100,8 +126,8 @@ def graph_of(model: str) -> OpGraph:
 
 
 def cluster_of(sizes: tuple[int, ...]) -> Cluster:
-    """Links and launches that cost little: tiny models are worth splitting."""
-    costs = {kind: LinkCost(5e-8, 2e9) for kind in COLLECTIVES}
+    """Links and launches that cost little: tiny models are worth splitting. An all-reduce moves its bytes twice."""
+    costs = {kind: LinkCost(5e-8, 1e9 if kind == "all_reduce" else 2e9) for kind in COLLECTIVES}
     axes = tuple(Axis(f"d{n}", size, costs) for n, size in enumerate(sizes))
     compute = Compute(Curve((1.0,), (5e10,)), 1e10, 1e-8, 1e-8)
     return Cluster("preset", "cpu", prod(sizes), MEMORY, compute, axes)
@@ -115,29 +141,45 @@ class _Planner:
         log = logging.getLogger("benchmarks.equality")
         self.solver = OnMesh(self.graph, self.profile, self.cluster, COPIES, settings, "", log)
 
-    def sharding(self, name: str) -> Sharding | None:
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.solver.choices.sizes
+
+    def sharding(self, name: str) -> Sharding:
         problem, choices = self.solver.problem, self.solver.choices
         if name == SOLVER:
             return to_sharding(self.graph, choices, fastest(problem, SECONDS))
-        kept = self._vocabulary() if name == VOCABULARY else Families(self.graph, choices).kept(self._roles(name))
-        if kept is None or not all(kept):
-            return None
-        left = restrict(problem, kept)
+        left = restrict(problem, self._vocabulary() if name == VOCABULARY else self._family(name))
         picked = left.expand(fastest(left.problem, SECONDS))
-        return to_sharding(self.graph, choices, picked) if isfinite(problem.cost(picked)) else None
+        if not isfinite(problem.cost(picked)):
+            raise NotPossible("its choices do not go together")
+        return to_sharding(self.graph, choices, picked)
 
-    def _roles(self, name: str) -> tuple[Parallel, ...]:
-        return (Parallel.data, Parallel.tensor) if name == BOTH else (ROLES[name],)
+    def _family(self, name: str) -> Kept:
+        roles = (Parallel.data, Parallel.tensor) if name == BOTH else (ROLES[name],)
+        families = Families(self.graph, self.solver.choices)
+        kept = families.kept(roles)
+        if kept is None:
+            along = Parallel.sequence not in roles or families.splits_sequence(0)
+            what = "not every op and parameter" if along else "nothing between the blocks"
+            raise NotPossible(f"{what} can be split so on {' x '.join(map(str, self.sizes))} ranks")
+        return kept
 
-    def _vocabulary(self) -> tuple[tuple[int, ...], ...] | None:
+    def _vocabulary(self) -> Kept:
         """Tables and heads with a row for each class of the loss: read and stored in pieces of these rows."""
         choices, graph = self.solver.choices, self.graph
         losses = [op for op in graph.ops if op.target.startswith("aten.cross_entropy")]
         classes = {graph.values[op.inputs[0]].type.shape[1] for op in losses}
-        split, tables = Layout((S(0),)), set()
-        for value in graph.of_role(Role.PARAMETER):
-            if value.type.shape and value.type.shape[0] in classes and split.fits(value.type.shape, choices.sizes):
-                tables.add(value.name)
+        split, readers = Layout((S(0),)), graph.consumers()
+        rows = [v.name for v in graph.of_role(Role.PARAMETER) if len(v.type.shape) == 2 and v.type.shape[0] in classes]
+        beside = {name for table in rows for op in readers[table] for name in op.inputs}  # biases among them
+        tables = {
+            value.name
+            for value in graph.of_role(Role.PARAMETER)
+            if value.name in beside and value.type.shape[0] in classes and split.fits(value.type.shape, choices.sizes)
+        }
+        if not tables:
+            raise NotPossible(f"no table with a row for each class of the loss divides by {self.sizes[0]}")
         kept: list[tuple[int, ...]] = [()] * len(choices.index)
         for name, number in choices.index.items():
             if name in choices.ops:
@@ -150,7 +192,9 @@ class _Planner:
                 kept[number] = tuple(k for k, way in enumerate(choices.storage[name]) if way.layout == split)
             else:
                 kept[number] = tuple(range(len(self.solver.problem.nodes[number].costs)))
-        return tuple(kept) if tables else None
+            if not kept[number]:
+                raise NotPossible(f"{name} cannot take the table in pieces")
+        return tuple(kept)
 
     def plan(self, sharding: Sharding, recompute: Recompute) -> Plan:
         point = price_point(self.graph, self.profile, self.cluster, COPIES, sharding, _PROOF)

@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 
-from stages.checkpoint.chain import Chain
+from stages.checkpoint.chain import Chain, Slots
 from stages.checkpoint.given import Division, Effort, PartitionError
 from stages.checkpoint.in_full import PipelinePlan
 from stages.checkpoint.partition import partition
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
 def _equal(seed: int) -> bool:
     case = random_case(seed)
     best = least_estimate(case)
-    effort = Effort(slots=case.memory, step=1, gap=0.0)
+    effort = Effort(Slots(0, case.memory, 1), gap=0.0)
     try:
         plans = partition((case.division,), case.memory, case.wishes, effort, case.reshard)
     except PartitionError:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import copy
 import random
 import traceback
-from collections.abc import Callable, Iterable
+from bisect import bisect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
 from torch import Tensor, nn
 
+from pipeline.config import Only
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import B, Layout, R, S
 from pipeline.ir.names import look_up
@@ -36,9 +41,17 @@ from pipeline.tracing.export import export_loss
 from pipeline.tracing.lower import lower as to_ops
 from pipeline.tracing.simplify import simplify
 from stages.codegen.module import write_module
+from stages.profile.by_table import profile_graph
+from stages.solve.constraints import Hand
+from stages.solve.exact import restrict
+from stages.solve.problem import Given, build, to_sharding
 from stages.solve.storage import Stored, Way, storage_choices
+from stages.solve.wide import fastest
 from tests import skips
+from tests.graphs import preset, solve_settings
 from tests.ranks import AXIS
+
+T = TypeVar("T")
 
 NEAR, NEAR_IN_FLOAT32 = 1e-9, 2e-6
 FLOAT32_INSIDE = (
@@ -210,9 +223,46 @@ def splits(shape: tuple[int, ...], ranks: int) -> list[Layout]:
     return [Layout((S(d),)) for d, size in enumerate(shape) if size and size % ranks == 0]
 
 
+class Draw(Protocol):
+    """Of `random.Random` what plans are drawn with."""
+
+    def choice(self, options: Sequence[T], /) -> T: ...
+    def choices(self, options: Sequence[T], weights: Sequence[float], /) -> list[T]: ...
+    def randint(self, low: int, high: int, /) -> int: ...
+    def random(self) -> float: ...
+
+
+class Drawn:
+    """The same, by hypothesis."""
+
+    def __init__(self, draw: DrawFn) -> None:
+        self.draw = draw
+
+    def choice(self, options: Sequence[T]) -> T:
+        return self.draw(st.sampled_from(options))
+
+    def choices(self, options: Sequence[T], weights: Sequence[float]) -> list[T]:
+        ends = list(accumulate(round(10 * weight) for weight in weights))
+        return [options[bisect(ends, self.randint(0, ends[-1] - 1))]]
+
+    def randint(self, low: int, high: int) -> int:
+        return self.draw(st.integers(low, high))
+
+    def random(self) -> float:
+        return self.randint(0, 99) / 100
+
+
+@st.composite
+def any_plan(draw: DrawFn, graph: OpGraph, ranks: int) -> Plan:
+    return plan_drawn_by(Drawn(draw), graph, ranks)
+
+
 def random_plan(graph: OpGraph, ranks: int, seed: int) -> Plan:
+    return plan_drawn_by(random.Random(seed), graph, ranks)
+
+
+def plan_drawn_by(draw: Draw, graph: OpGraph, ranks: int) -> Plan:
     """Any strategy for any op; each plan likes some states more than others, so that runs of equal ones occur."""
-    draw = random.Random(seed)
     liking = {kind: draw.choice([0.1, 1.0, 5.0]) for kind in "RBSP"}
 
     def weight(layout: Layout) -> float:
@@ -237,7 +287,7 @@ def random_storage(
     graph: OpGraph,
     options: dict[str, tuple[Strategy, ...]],
     sizes: tuple[int, ...],
-    draw: random.Random,
+    draw: Draw,
     source: Callable[[tuple[int, ...]], Layout],
 ) -> dict[str, Stored]:
     """Any of the solver's ways to store each parameter, or any other layout, which its readers then convert."""
@@ -274,7 +324,7 @@ def sharding_of(
     return replace(sharding, regathered=again)
 
 
-def random_regions(first: int, last: int, draw: random.Random, depth: int, inner: bool = False) -> tuple[Region, ...]:
+def random_regions(first: int, last: int, draw: Draw, depth: int, inner: bool = False) -> tuple[Region, ...]:
     """Links one by one, and regions that recompute, nested up to a depth."""
     found = []
     while first <= last:
@@ -289,7 +339,7 @@ def random_regions(first: int, last: int, draw: random.Random, depth: int, inner
     return tuple(found)
 
 
-def with_kept(graph: OpGraph, plan: Plan, draw: random.Random) -> Plan:
+def with_kept(graph: OpGraph, plan: Plan, draw: Draw) -> Plan:
     """Regions keep any of the results that they may keep; names of any values are given up after their last use."""
     links = keepable(graph, plan)
 
@@ -374,7 +424,18 @@ def megatron(graph: OpGraph, ranks: int) -> Plan:
     return follow(graph, ranks, stored, inputs, storage)
 
 
-FORCED = {"data_parallel": data_parallel, "zero": zero, "zero1": zero1, "megatron": megatron}
+def sequence(graph: OpGraph, ranks: int) -> Plan:
+    """What `only: sequence` leaves: tensor parallel, and what lies between the blocks split along the sequence."""
+    cluster = preset(ranks)
+    problem, choices = build(graph, profile_graph(graph), Given(cluster.axes, cluster.compute, 2.0))
+    hand = Hand(graph, tuple(axis.name for axis in cluster.axes), solve_settings(only=Only.sequence), "conf/solve")
+    left = restrict(problem, hand.kept(choices))
+    picked = left.expand(fastest(left.problem, seconds=5.0))
+    links = tuple(Region(i, i, False, ()) for i in range(len(graph.chain)))
+    return plan_of(to_sharding(graph, choices, picked), links, ranks)
+
+
+FORCED = {"data_parallel": data_parallel, "zero": zero, "zero1": zero1, "megatron": megatron, "sequence": sequence}
 
 
 def lowered(model: str, plan: Plan) -> tuple[Program, str]:

@@ -336,6 +336,7 @@ class Only(StrEnum):
     data = "data"
     zero = "zero"
     tensor = "tensor"
+    sequence = "sequence"
 
 
 class PlanUse(StrEnum):
@@ -361,7 +362,7 @@ class Solve:
     )
     only: Only = setting(
         "Ways of working in parallel that a plan may mix: all (`any`), or just data parallelism, that and ZeRO, or"
-        " tensor parallelism.",
+        " tensor parallelism with or without a split sequence, or tensor parallelism with it (`sequence`).",
         Only.any,
     )
     constraints: dict[str, Any] | None = setting(

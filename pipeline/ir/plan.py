@@ -151,7 +151,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The step as it is predicted to run; the events of a long one are left out, and `note` says so."""
+    """The step as it is predicted to run; what is in the middle of a long one is left out, and `note` says so."""
 
     events: tuple[Event, ...] = ()
     totals: tuple[Total, ...] = ()

@@ -135,9 +135,31 @@ class SlotChain:
         return slots * self.memory // self.slots
 
 
+@dataclass(frozen=True)
+class Slots:
+    """How finely memory is counted. Rounding costs up to a slot for each tensor held, so slots grow with the chain."""
+
+    per_link: int = 20
+    least: int = 500
+    step: int = 4  # every how many of the least a division between hold and the rest is tried (hold.py)
+
+    def of(self, links: int) -> int:
+        """For so many links, the loss included."""
+        return max(self.least, self.per_link * links)
+
+    def step_of(self, slots: int) -> int:
+        """As many divisions are tried of more slots: time grows with the slots, not with their square."""
+        return self.step * max(1, slots // self.least)
+
+    def finer(self, least: int) -> Slots:
+        return replace(self, least=max(least, self.least))
+
+
+SLOTS = Slots()
+
+
 def default_slots(length: int) -> int:
-    """Rounding costs up to a slot for each tensor held, so slots grow with the chain."""
-    return max(500, 20 * (length + 1))
+    return SLOTS.of(length + 1)
 
 
 def discretise(chain: Chain, memory_bytes: int, slots: int) -> SlotChain:

@@ -16,7 +16,7 @@ from pipeline.ir.profile import Profile
 from pipeline.lowering import lower
 from pipeline.partitions import restricted
 from stages.checkpoint import rotor, schedule, timeline
-from stages.checkpoint.chain import Chain
+from stages.checkpoint.chain import Chain, Slots
 from stages.checkpoint.describe import axes_in_words, passes_in_words, pipeline_in_words, recompute_in_words
 from stages.checkpoint.given import Floor
 from stages.checkpoint.hand import LINK_BY_LINK, fixed_schedule
@@ -160,7 +160,7 @@ def _schedule(graph: OpGraph, chain: Chain, room: int, settings: Checkpoint, mic
 
 
 def _slots(chain: Chain, settings: Checkpoint) -> int:
-    return max(500, settings.slots_per_link * (chain.length + 1))
+    return Slots(settings.slots_per_link).of(chain.length + 1)
 
 
 # ------------------------------------------------------------------------------------------------------- the choice

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pipeline.errors import SolveError
+from stages.checkpoint.chain import SLOTS, Slots
 from stages.checkpoint.pieces import Piece, Recompute
 from stages.checkpoint.pipelines import Pipeline
 from stages.checkpoint.schedule import Op
@@ -67,8 +68,7 @@ class Wishes:
 class Effort:
     """How finely to search; the defaults lose little."""
 
-    slots: int = 500
-    step: int = 4
+    slots: Slots = SLOTS
     gap: float = 1e-4  # of the estimate, within which the search is optimal
     candidates: int = 16  # of each schedule and number of micro-batches that are worked out in full
     most_partitions: int = 64

@@ -24,7 +24,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.checkpoint.chain import Chain, ChainError
+from stages.checkpoint.chain import SLOTS, Chain, ChainError, Slots
 from stages.checkpoint.hold import HoldTable, Kinds, contents_of, cut_chain, kinds_of, passing_of
 from stages.checkpoint.in_flight import Passage, drop_all, keep_all, run_partition
 from stages.checkpoint.schedule import Keep, Region
@@ -106,8 +106,7 @@ class Terms:
     recompute: Recompute = Recompute.SOLVED
     share: float = 1.0  # of the memory
     sent: Sent = Sent.UNCOUNTED
-    slots: int = 500
-    step: int = 4  # every how many slots a division between hold and the rest is tried (hold.py)
+    slots: Slots = SLOTS
     spans: tuple[tuple[int, int], ...] = ()  # first and last links of what MARKED recomputes
 
 
@@ -203,8 +202,9 @@ class Timer:
         fast = least[self.kinds.last + 1] - least[self.kinds.first] <= slowest * (1 + 1e-9)
         length = int((self.kinds.last - self.kinds.first + 1)[fast].max(initial=1))
         if length not in self._tables:
-            kinds = self.kinds.up_to(length)
-            self._tables[length] = HoldTable(self.chain, self.terms.memory, self.terms.slots, kinds, self.terms.step)
+            slots = self.terms.slots.of(length)
+            step = self.terms.slots.step_of(slots)
+            self._tables[length] = HoldTable(self.chain, self.terms.memory, slots, self.kinds.up_to(length), step)
         return self._tables[length]
 
     @property
@@ -326,8 +326,10 @@ class Timer:
             if flight in flights and kind < len(best) and best[kind, flights.index(flight)] < math.inf:
                 extra = int(extras[kind, flights.index(flight)])
                 found.append(table.region(i, l, flight, room, extra))
-        slots = max(FINE_SLOTS, self.terms.slots)
-        fine = HoldTable(cut_chain(self.chain, i, l), max(1, math.floor(room)), slots, step=self.terms.step)
+        finer = self.terms.slots.finer(FINE_SLOTS)
+        slots = finer.of(l - i + 1)
+        memory, step = max(1, math.floor(room)), finer.step_of(slots)
+        fine = HoldTable(cut_chain(self.chain, i, l), memory, slots, step=step)
         best, extras = fine.least((flight,), np.full((len(fine.kinds), 1), room))
         if best[fine.kinds.of[0, l - i], 0] < math.inf:
             extra = int(extras[fine.kinds.of[0, l - i], 0])

@@ -21,8 +21,9 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Prediction
 from pipeline.ir.profile import Profile
 from stages.checkpoint import pieces, pipelines
+from stages.checkpoint.chain import Slots
 from stages.checkpoint.fill import Filled, fill
-from stages.checkpoint.given import Division, PartitionError, Wishes
+from stages.checkpoint.given import Division, Effort, PartitionError, Wishes
 from stages.checkpoint.hand import boundary_links, spans_of
 from stages.checkpoint.in_full import Partition, PipelinePlan
 from stages.checkpoint.partition import partition
@@ -91,7 +92,8 @@ def find_pipelines(
             return Pipelines()
         raise _impossible(graph, cluster, frontier, where)
     try:
-        plans = partition(divisions, frontier.budget_bytes, wishes, reshard=Resharding(graph, filled, cluster))
+        effort = Effort(Slots(settings.slots_per_link))
+        plans = partition(divisions, frontier.budget_bytes, wishes, effort, Resharding(graph, filled, cluster))
     except PartitionError as refused:
         if refused.floor is not None:
             return Pipelines(refused=refused)

@@ -83,7 +83,6 @@ def _terms(given: Given, micro_batches: int, chunks: int, sent: Sent) -> Terms:
         share=1 / chunks,
         sent=sent,
         slots=effort.slots,
-        step=effort.step,
         spans=wishes.spans,
     )
 

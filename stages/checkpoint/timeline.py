@@ -78,7 +78,17 @@ def _bounded(events: list[Event], more: list[Total] | None = None) -> Timeline:
     for event in events:
         totals[event.partition, event.what] += event.seconds  # type: ignore[assignment]
     sums = tuple(Total(number, what, seconds) for (number, what), seconds in sorted(totals.items()))
-    if len(events) > MOST_EVENTS:
-        note = f"{len(events)} events are too many to list: only the totals of each partition are kept"
-        return Timeline((), (*sums, *(more or ())), note)
-    return Timeline(tuple(sorted(events, key=lambda e: (e.start, e.partition))), (*sums, *(more or ())))
+    listed, note = _thinned(events) if len(events) > MOST_EVENTS else (events, "")
+    return Timeline(tuple(sorted(listed, key=lambda e: (e.start, e.partition))), (*sums, *(more or ())), note)
+
+
+def _thinned(events: list[Event]) -> tuple[list[Event], str]:
+    """Without the micro-batches in the middle, which pass as their neighbours do; none, where two are too many."""
+    by_micro = Counter(event.micro_batch for event in events)
+    once, each = by_micro.pop(None, 0), max(by_micro.values(), default=1)
+    kept, count = (MOST_EVENTS - once) // each, len(by_micro)
+    if kept < 2:
+        return [], f"{len(events)} events are too many to list: only the totals of each partition are kept"
+    first, last = (kept + 1) // 2, count - kept // 2
+    note = f"{len(events)} events are too many to list: micro-batches {first} to {last - 1} of {count} are left out"
+    return [e for e in events if e.micro_batch is None or not first <= e.micro_batch < last], note

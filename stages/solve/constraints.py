@@ -31,6 +31,7 @@ ROLES = {
     Only.data: (Parallel.data,),
     Only.zero: (Parallel.data, Parallel.zero1, Parallel.zero2, Parallel.zero3),
     Only.tensor: (Parallel.tensor, Parallel.sequence),
+    Only.sequence: (Parallel.sequence,),
 }
 
 
@@ -126,6 +127,7 @@ class Hand:
         """Per node of the problem the choices that are left."""
         found: list[tuple[int, ...]] = [()] * len(choices.index)
         families = Families(self.graph, choices)
+        self._refuse_no_sequence(families, choices)
         for name, number in choices.index.items():
             left = families.any_of(name, ROLES.get(self.settings.only, ()), len(self.axes))
             left = self._left(name, choices, left)
@@ -133,6 +135,18 @@ class Hand:
                 raise self._contradiction(name, choices)
             found[number] = left
         return tuple(found)
+
+    def _refuse_no_sequence(self, families: Families, choices: Choices) -> None:
+        if self.settings.only is not Only.sequence:
+            return
+        for axis, (name, size) in enumerate(zip(self.axes, choices.sizes, strict=True)):
+            if size > 1 and not families.splits_sequence(axis):
+                raise SolveError(
+                    "only: sequence: nothing between the blocks of this model can be split along the sequence in"
+                    f" {size} on {name}",
+                    where=self.where,
+                    remedy="use `only: tensor`, or a sequence length that divides",
+                )
 
     def forbids(self, name: str, choices: Choices, number: int) -> str | None:
         """The first setting that on its own leaves a node without that choice; None where every one allows it."""

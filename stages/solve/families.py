@@ -7,14 +7,15 @@ On one axis of the mesh, with the same costs for all:
 | data      | split on dim 0     | split on dim 0 of their activations, if they can (1) | whole; gradients summed   |
 | zero1..3  | same               | same                                           | as the forms of ZeRO say      |
 | tensor    | whole              | those with a weight split it, if they can      | split as they are read        |
-| sequence  | whole              | same; in between, activations may be split on dim 1 | same                     |
+| sequence  | whole              | same; between the blocks split on the sequence, if they can (2) | same         |
 
 (1) Not where nothing of the step's inputs comes in, as in a table of positions: its dim 0 is not the batch's.
+(2) Norms, dropouts and sums of the residual stream (between.py). Where none of them can, there is no such way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -23,6 +24,7 @@ from itertools import product
 from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ir.layout import Layout, State
 from pipeline.ir.plan import Strategy
+from stages.solve.between import between_blocks, has_large_weight
 from stages.solve.problem import Choices
 from stages.solve.storage import Stored, Way
 
@@ -48,8 +50,10 @@ class Families:
     choices: Choices
 
     def kept(self, roles: tuple[Parallel, ...]) -> tuple[tuple[int, ...], ...] | None:
-        """Per node the choices that are left with these roles of the axes; None where a node has none."""
+        """Per node the choices that are left with these roles of the axes; None where that is not possible."""
         index = self.choices.index
+        if any(role is Parallel.sequence and not self.splits_sequence(axis) for axis, role in enumerate(roles)):
+            return None
         found: list[tuple[int, ...]] = [()] * len(index)
         for name, number in index.items():
             found[number] = self._of(name, roles)
@@ -61,6 +65,10 @@ class Families:
         if not roles:
             return tuple(range(count))
         return tuple(sorted({k for chosen in product(roles, repeat=axes) for k in self._of(name, chosen)}))
+
+    def splits_sequence(self, axis: int) -> bool:
+        """Whether there are ops between the blocks that the axis can split along the sequence."""
+        return any(self._along(name, range(len(self.choices.ops[name])), axis) for name in self._between)
 
     def _groups(self) -> tuple[Mapping[str, tuple[object, ...]], ...]:
         return self.choices.storage, self.choices.inputs, self.choices.ops
@@ -103,12 +111,14 @@ class Families:
                 and {s.dim for s in states(k, False) if s.kind == "S"} == {0}
             ]
             return tuple(split or whole)
-        large = [i for i in weights if len(self.graph.values[op.inputs[i]].type.shape) > 1]
-        if large:
+        if has_large_weight(self.graph, op):
+            large = [i for i in weights if len(self.graph.values[op.inputs[i]].type.shape) > 1]
             split = [k for k in left if any(options[k].inputs[i].states[axis].kind == "S" for i in large)]
             return tuple(split or whole)
+        if role is Parallel.sequence and (along := self._along(name, left, axis)):
+            return along
         read = [name for i, name in enumerate(op.inputs) if i not in weights]
-        banned = [self._banned(op, value, role) for value in (*read, *op.outputs)]
+        banned = [self._banned(op, value) for value in (*read, *op.outputs)]
         kept = [
             k
             for k in left
@@ -116,12 +126,30 @@ class Families:
         ]
         return tuple(kept or whole)
 
-    def _banned(self, op: Op, value: str, role: Parallel) -> set[int]:
+    def _along(self, name: str, left: Iterable[int], axis: int) -> tuple[int, ...]:
+        """Of the strategies of an op between the blocks those that the axis splits along the sequence."""
+        outputs, options = self._between.get(name, {}), self.choices.ops[name]
+
+        def splits(strategy: Strategy) -> bool:
+            states = ((strategy.outputs[i].states[axis], wanted) for i, wanted in outputs.items())
+            return all((s.kind, s.dim, s.outer) == ("S", wanted.dim, wanted.outer) for s, wanted in states)
+
+        return tuple(k for k in left if splits(options[k])) if outputs else ()
+
+    def _banned(self, op: Op, value: str) -> set[int]:
         """The dims that tensor parallelism does not split: those of batch and sequence."""
         wide = max(len(self.graph.values[n].type.shape) for n in (*op.inputs, *op.outputs)) > 3
         flat = self.graph.values[value].grad and len(self.graph.values[value].type.shape) == 2
         # Heads lie on another dim than the sequence, and so does a vocabulary once batch and sequence are one.
-        return {0} if role is Parallel.sequence or wide or flat else {0, 1}
+        return {0} if wide or flat else {0, 1}
+
+    @cached_property
+    def _between(self) -> dict[str, dict[int, State]]:
+        """Op between the blocks -> which of its outputs lie there, and how the sequence of each is split."""
+        found = between_blocks(self.graph)
+        ops = [op for op in self.graph.ops if not has_large_weight(self.graph, op)]
+        written = {op.name: {i: found[n] for i, n in enumerate(op.outputs) if n in found} for op in ops}
+        return {name: outputs for name, outputs in written.items() if outputs}
 
     @cached_property
     def _fed(self) -> frozenset[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.equality_models import GPT
-from benchmarks.equality_plans import BOTH, NAMES, VOCABULARY, cases, random_cases
+from benchmarks import equality
+from benchmarks.equality_models import FAMILIES, GPT
+from benchmarks.equality_plans import BOTH, NAMES, SOLVER, VOCABULARY, Case, Skipped, cases, random_cases
 from benchmarks.equality_ranks import Group
 from pipeline.cost.conversions import TABLE
 from pipeline.ir.layout import Layout
@@ -40,6 +42,43 @@ def test_plans_have_their_names() -> None:
     assert set(map(str, found["zero1"].plan.sharding.state.values())) <= {"S(0)", "S(1)"}
     assert found["zero3"].plan.sharding.regathered and not found["ddp"].plan.sharding.regathered
     assert all(("recompute(" in case.text) == ("recompute" in name) for name, case in found.items() if name != "solver")
+
+
+# No sequence; 10 patches on three ranks; 64 and then 16.
+IMPOSSIBLE = {("resnet", 2): {"sequence"}, ("vit", 3): {"sequence"}, ("swin", 3): {"sequence"}}
+
+
+@pytest.mark.parametrize(("model", "ranks"), [*((model, 2) for model in FAMILIES), ("vit", 3), ("swin", 3)])
+def test_a_family_has_every_kind_of_plan(model: str, ranks: int) -> None:
+    """But those that are named here; and a split sequence is one, not tensor parallelism by another name."""
+    pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    found = list(cases(model, ranks, tuple(name for name in NAMES if name != SOLVER)))
+    skipped = {case.name: case.why for case in found if isinstance(case, Skipped)}
+    assert set(skipped) == {BOTH} | IMPOSSIBLE.get((model, ranks), set())
+    assert skipped[BOTH] == f"{ranks} ranks are no mesh of two axes"
+    plans = {case.name: case for case in found if isinstance(case, Case)}
+    assert {name for name in plans if "recompute" not in name} == set(NAMES) - {SOLVER} - set(skipped)
+    if "sequence" in skipped:
+        assert skipped["sequence"] == f"nothing between the blocks can be split so on {ranks} ranks"
+        return
+    text = plans["sequence"].text
+    assert text != plans["tensor"].text
+    assert " reduce_scatter(" in text and " all_gather(" in text
+    assert " all_reduce(" not in text
+
+
+def test_what_is_skipped_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    asked = ["--models", "resnet", "--ranks", "2", "--plans", "sequence", "--random", "1"]
+    assert equality.main(asked) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (said,) = (line for line in lines if "skipped: " in line)
+    assert said.startswith("resnet, 2, sequence ") and said.endswith(
+        "nothing between the blocks can be split so on 2 ranks"
+    )
+    assert lines[-2].endswith("; 1 plans skipped")
+    last = json.loads(lines[-1])
+    assert (last["cases"], last["equal"]) == (1, 1) and set(last) == {"cases", "equal", "worst"}
 
 
 def test_a_vocabulary_is_split() -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from stages.checkpoint.chain import Chain, ChainError
+from stages.checkpoint.chain import Chain, ChainError, Slots
 from stages.checkpoint.given import Division, Effort, PartitionError, Wishes
 from stages.checkpoint.in_flight import run_partition
 from stages.checkpoint.in_full import PipelinePlan
@@ -20,7 +20,7 @@ from tests.partition_cases import Case, least_estimate, random_case
 
 
 def solve(case: Case) -> list[PipelinePlan]:
-    effort = Effort(slots=case.memory, step=1, gap=0.0)
+    effort = Effort(Slots(0, case.memory, 1), gap=0.0)
     return partition((case.division,), case.memory, case.wishes, effort, case.reshard)
 
 
@@ -170,6 +170,22 @@ def test_what_is_sent_counts_if_asked() -> None:
     assert none.room(2, 3, 3) - every.room(2, 3, 3) == (8 - 3) + (8 - 1)
     assert none.room(0, 3, 3) - every.room(0, 3, 3) == 8 - 1
     assert Timer(replace(layers(), loss_held=3), Terms(100, 8)).room(8, 8, 5) == 100 - 4 * 3
+
+
+def test_slots_grow_with_the_longest_partition() -> None:
+    """A hundred links: 500 slots waste a good part of the memory, 20 for each link do not."""
+    size = 1041
+    piece = layers(100, hold=4 * size)
+    piece = replace(piece, chain=replace(piece.chain, a=(size,) * 101), resident=(0.0,) * 101)
+
+    def seconds(slots: Slots, memory: int = 60 * size * 4) -> float:
+        return float(Timer(piece, Terms(memory, 1, slots=slots)).seconds((1,))[0, 100, 0])
+
+    coarse, usual, fine = (seconds(Slots(per_link)) for per_link in (1, 20, 100))
+    assert seconds(Slots(1), 10**9) < fine <= usual < coarse
+    assert usual - fine < 0.2 * (coarse - fine)
+    assert Slots().of(10) == 500 and Slots().of(101) == 2020 and Slots(7).of(101) == 707
+    assert Slots().step_of(500) == 4 and Slots().step_of(2020) == 16
 
 
 def test_refusals() -> None:

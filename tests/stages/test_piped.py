@@ -28,6 +28,7 @@ from stages.checkpoint.choose import choose
 from stages.checkpoint.describe import describe
 from stages.checkpoint.fill import fill, readers
 from stages.checkpoint.linearize import Linear, linearize_partitions
+from stages.checkpoint.partition import partition
 from stages.checkpoint.piped import Piped, find_pipelines, offered_slices, predict, slice_counts, usable_splits
 from stages.checkpoint.reshard import Resharding
 from stages.checkpoint.run import figures
@@ -429,6 +430,18 @@ def test_the_timeline_of_a_plan_without_a_pipeline_sums_to_its_step(recompute: s
     assert (spent > 0) is (recompute != "off")
 
 
+@pytest.mark.parametrize("kind", ["off", "1f1b"])
+def test_a_long_timeline_leaves_out_what_is_in_the_middle(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    from stages.checkpoint import timeline
+
+    whole = plan_with_pipelines("gpt", pipeline=kind).timeline
+    monkeypatch.setattr(timeline, "MOST_EVENTS", len(whole.events) - 1)
+    short = plan_with_pipelines("gpt", pipeline=kind).timeline
+    assert short.events == tuple(event for event in whole.events if event.micro_batch != 2)
+    assert short.totals == whole.totals
+    assert short.note == f"{len(whole.events)} events are too many to list: micro-batches 2 to 2 of 4 are left out"
+
+
 def test_a_long_timeline_keeps_its_totals(monkeypatch: pytest.MonkeyPatch) -> None:
     from stages.checkpoint import timeline
 
@@ -583,3 +596,16 @@ def test_partitions_of_the_mesh_that_the_user_fixes() -> None:
         choose([], cluster, frontier, WHERE, GRAPHS["gpt"]())
     with pytest.raises(SolveError, match=f"^{FILE}: partitions: there is no pipeline as asked for"):
         find_pipelines(*given, settings_of("1f1b", partitions=3), FILE)
+
+
+def test_slots_per_link_is_obeyed(monkeypatch) -> None:
+    efforts = []
+
+    def noted(divisions, memory, wishes, effort, reshard):
+        efforts.append(effort)
+        return partition(divisions, memory, wishes, effort, reshard)
+
+    monkeypatch.setattr("stages.checkpoint.piped.partition", noted)
+    for per_link in (1, 300):
+        assert pipelines_of("gpt", slots_per_link=per_link).found
+    assert [effort.slots.of(10) for effort in efforts] == [500, 3000]

@@ -103,6 +103,17 @@ def test_only_one_way_of_working_in_parallel(only):
         assert {str(layout) for layout in plan.storage.values()} == {"R"} and not plan.state
 
 
+def test_only_a_split_sequence():
+    """Everything between the blocks is split along it, though a plan without is faster here."""
+    graph, plan = gpt_graph(), fastest("gpt", only=Only.sequence)
+    between = [op for op in graph.ops if op.target.split(".")[1] in ("layer_norm", "add")]
+    assert len(between) == 10
+    assert {str(plan.strategies[op.name].outputs[0]) for op in between} == {"S(1)"}
+    taken = {str(step.source.layout) + str(step.target.layout) for step in lower(graph, plan).conversions()}
+    assert {"PS(1)", "S(1)B"} <= taken and not {"PR", "PB"} & taken
+    assert fastest("gpt", only=Only.tensor) != plan
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -120,6 +131,14 @@ def test_what_cannot_be_is_told(asked, said):
     with pytest.raises(SolveError) as refusal:
         fastest("gpt", **asked)
     assert said in refusal.value.line() and WHERE in refusal.value.line() and "\n" not in refusal.value.line()
+
+
+@pytest.mark.parametrize(("name", "devices"), [("mlp", 2), ("gpt", 7)])
+def test_a_sequence_that_is_not_there_or_does_not_divide(name, devices):
+    with pytest.raises(SolveError, match=f"only: sequence: nothing .* split along the sequence in {devices} on d0"):
+        fastest(name, preset(devices), only=Only.sequence)
+    graph, problem, choices = problem_of(name, preset(devices))
+    assert "tensor + sequence" not in {row.name for row in baselines(graph, choices, problem)}
 
 
 # ------------------------------------------------------------------------------------------------ storage
