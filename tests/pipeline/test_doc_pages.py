@@ -39,7 +39,7 @@ def test_every_call_of_generated_programs_is_told() -> None:
     rows = re.findall(r"(?m)^\| (`[^|]+) \|", (ROOT / "docs/reading-the-program.md").read_text())
     told = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert set(NAMES) <= told
-    assert told - set(NAMES) == {"MESH", "INPUTS", "PARAMETERS", "MICRO_BATCHES"}
+    assert told - set(NAMES) == {"MESH", "INPUTS", "PARAMETERS", "MICRO_BATCHES", "SLICES"}
 
 
 def test_every_headline_metric_is_told() -> None:
