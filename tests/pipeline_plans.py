@@ -9,8 +9,7 @@ from pipeline.config import Checkpoint, Pipeline, Recompute
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.plan import Frontier, FrontierPoint, Plan
 from stages.checkpoint.choose import choose, evaluate
-from stages.checkpoint.piped import Pipelines, find_pipelines
-from stages.checkpoint.run import may_stand_alone
+from stages.checkpoint.piped import Pipelines, find_pipelines, may_stand_alone
 from stages.solve.on_mesh import OnMesh
 from tests.graphs import GRAPHS, SILENT, preset, profile_of, solve_settings
 

@@ -244,6 +244,7 @@ def _plan_piped(
         schedule=plan.pipeline.value,
         chunks=plan.chunks,
         slices=best.fills[0].slices,
+        keeps_last=plan.keeps_last,
         timeline=timeline.of_pipeline(plan),
     )
 
@@ -274,7 +275,7 @@ def _piped_offer(piped: Piped) -> Offer:
         [
             pipeline_in_words(plan.pipeline.value, spans),
             passes_in_words(plan.micro_batches),
-            recompute_in_words(again),
+            recompute_in_words(again, plan.keeps_last),
         ]
     )
     kind = plan.pipeline, plan.chunks, plan.micro_batches, tuple(axes)

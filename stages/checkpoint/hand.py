@@ -25,7 +25,7 @@ def fixed_schedule(graph: OpGraph, chain: Chain, settings: Checkpoint, micro_bat
     For `LINK_BY_LINK` each link of the chain is one of the graph.
     """
     loss, how = chain.length, settings.recompute
-    assert how is not Recompute.except_last or micro_batches == 1, "the runtime treats all micro-batches alike"
+    assert how is not Recompute.except_last or micro_batches == 1, "else it needs a pipeline"
     if how is Recompute.full:
         return full_recompute(chain)
     if how is Recompute.every:

@@ -89,7 +89,7 @@ def find_pipelines(
     if not divisions or len(graph.chain) < 2:
         if _may_do_without(settings, frontier):
             return Pipelines()
-        raise _impossible(graph, cluster, frontier, where)
+        raise _impossible(graph, cluster, frontier, settings, where)
     try:
         plans = partition(divisions, frontier.budget_bytes, wishes, reshard=Resharding(graph, filled, cluster))
     except PartitionError as refused:
@@ -103,11 +103,22 @@ def find_pipelines(
     return Pipelines(tuple(Piped(plan, tuple(filled[part.piece.name] for part in plan.partitions)) for plan in plans))
 
 
+def may_stand_alone(settings: Checkpoint, frontier: Frontier) -> bool:
+    """Whether plans without a pipeline are looked at: not where one is asked for, or a recompute that needs one."""
+    asked = settings.pipeline not in (Pipeline("off"), Pipeline("solve"))
+    return not asked and not _needs_one(settings, frontier)
+
+
+def _needs_one(settings: Checkpoint, frontier: Frontier) -> bool:
+    """Alone, the last of several micro-batches would need what `never` does, and the others would take longer."""
+    return settings.recompute is Recompute.except_last and frontier.micro_batches > 1
+
+
 def _may_do_without(settings: Checkpoint, frontier: Frontier) -> bool:
-    return settings.pipeline is Pipeline("solve") and bool(frontier.points)
+    return may_stand_alone(settings, frontier) and bool(frontier.points)
 
 
-def _impossible(graph: OpGraph, cluster: Cluster, frontier: Frontier, where: str) -> SolveError:
+def _impossible(graph: OpGraph, cluster: Cluster, frontier: Frontier, settings: Checkpoint, where: str) -> SolveError:
     if cluster.devices == 1:
         what, remedy = "a pipeline needs several devices, and the cluster has one", "set `pipeline: off`"
     elif len(graph.chain) < 2:
@@ -118,6 +129,9 @@ def _impossible(graph: OpGraph, cluster: Cluster, frontier: Frontier, where: str
     else:
         what = "no plan of the frontier is for the pieces into which the cluster splits, with such micro-batches"
         remedy = "ask for fewer micro-batches, or set `pipeline: off`"
+    if settings.pipeline is Pipeline("solve") and _needs_one(settings, frontier):
+        what += f", and `recompute: except_last` with {frontier.micro_batches} micro-batches needs one"
+        remedy = "set `recompute` to never, which needs no more memory without a pipeline, always or optimal"
     return SolveError(what, where=f"{where}: pipeline", remedy=remedy)
 
 
@@ -287,9 +301,8 @@ def predict(piped: Piped) -> Prediction:
 
 def _recompute(part: Partition, kept: float, micro_batches: int) -> float:
     """Beyond the seconds of a micro-batch that keeps everything; the last one may keep it."""
-    load = part.load
-    last = load.time if load.last_backward is None else load.forward + load.last_backward
-    return max(0.0, (micro_batches - 1) * load.time + last - micro_batches * kept)
+    last = part.load.last or part.load
+    return max(0.0, (micro_batches - 1) * part.load.time + last.time - micro_batches * kept)
 
 
 def _resident(piped: Piped, device: int) -> float:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.config import Checkpoint, Config, Pipeline, Recompute
-from pipeline.ir.plan import Frontier, Plan
+from pipeline.config import Config
+from pipeline.ir.plan import Plan
 from pipeline.ir.profile import as_run
 from pipeline.ir.verify import verify_sharding
 from pipeline.stage import Inputs, Result
 from stages.checkpoint.choose import choose, evaluate
 from stages.checkpoint.describe import describe
-from stages.checkpoint.piped import find_pipelines
+from stages.checkpoint.piped import find_pipelines, may_stand_alone
 from stages.checkpoint.released import released
 
 
@@ -31,12 +31,6 @@ def run(inputs: Inputs, config: Config) -> Result:
     plan = replace(plan, released=released(graph, profile))
     inputs.log.info(describe(graph, plan))
     return Result(plan, figures(plan))
-
-
-def may_stand_alone(settings: Checkpoint, frontier: Frontier) -> bool:
-    """Whether plans without a pipeline are looked at: not where one is asked for, or a recompute that needs one."""
-    asked = settings.pipeline not in (Pipeline("off"), Pipeline("solve"))
-    return not asked and not (settings.recompute is Recompute.except_last and frontier.micro_batches > 1)
 
 
 def figures(plan: Plan) -> dict[str, float | int | str]:

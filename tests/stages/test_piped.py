@@ -333,12 +333,52 @@ def test_recompute_as_it_is_asked_for(recompute: str) -> None:
 
 def test_all_but_the_last_micro_batch() -> None:
     """It is faster than always, by what the last backward saves on its way."""
-    always, except_last, never = (
-        plan_with_pipelines("gpt", pipeline="gpipe", recompute=how, partitions=2).prediction
+    plans = [
+        plan_with_pipelines("gpt", pipeline="gpipe", recompute=how, partitions=2)
         for how in ("always", "except_last", "never")
-    )
+    ]
+    assert [plan.keeps_last for plan in plans] == [False, True, False]
+    assert "2 recompute regions but in the last micro-batch; " in describe(GRAPHS["gpt"](), plans[1])
+    always, except_last, never = (plan.prediction for plan in plans)
     assert never.step_seconds < except_last.step_seconds < always.step_seconds
     assert except_last.recompute_seconds == pytest.approx(always.recompute_seconds * 3 / 4, rel=0.3)
+    assert always.peak_bytes < except_last.peak_bytes < never.peak_bytes
+
+
+def test_the_last_micro_batch_keeps_everything_within_the_budget() -> None:
+    """Between the peaks of `always` and `except_last` nothing is chosen that would not fit."""
+    asked = {"pipeline": "gpipe", "partitions": 2, "boundaries": ["layers.1"]}
+    free = plan_with_pipelines("gpt", recompute="except_last", **asked)
+    always = plan_with_pipelines("gpt", recompute="always", **asked)
+    tight = least("gpt", recompute="except_last", **asked)
+    assert max(part.peak_bytes for part in always.partitions) < tight <= free.prediction.peak_bytes
+    plan = plan_with_pipelines("gpt", tight, recompute="except_last", **asked)
+    assert plan.keeps_last and plan.prediction.peak_bytes <= tight
+    piped = pipelines_of("gpt", recompute="except_last", **asked).found[0]
+    for part, filled in zip(free.partitions, piped.fills, strict=True):
+        _, _, hold, peak = replayed(filled.linear, part)
+        links = [Region(link, link, False, ()) for link in range(part.first, part.last + 1)]
+        _, _, all_held, most = replayed(filled.linear, replace(part, regions=tuple(links)))
+        own = part.peak_bytes - max(3 * hold + most, 2 * hold + all_held + peak)  # four in flight
+        always_own = piped.plan.partitions[free.partitions.index(part)]
+        assert own == pytest.approx(always_own.peak_bytes - always_own.fullest.memory, abs=1)
+
+
+def test_one_micro_batch_is_the_last() -> None:
+    plan = plan_with_pipelines("gpt", passes=1, pipeline="1f1b", recompute="except_last")
+    assert plan.micro_batches == 1 and not plan.keeps_last
+    assert not any(region.recompute for part in plan.partitions for region in part.regions)
+
+
+def test_a_last_micro_batch_needs_a_pipeline_or_to_be_the_only_one() -> None:
+    cluster, frontier = with_pieces("gpt")
+    given = (GRAPHS["gpt"](), profile_of("gpt"), cluster, replace(frontier, pieces=()))
+    told = "no plans of fewer devices .*, and `recompute: except_last` with 4 micro-batches needs one; set `recompute`"
+    with pytest.raises(SolveError, match=told):
+        find_pipelines(*given, settings_of("solve", "except_last"), FILE)
+    alone = plan_with_pipelines("gpt", passes=1, pipeline="off", recompute="except_last")
+    assert not alone.pipelined and not any(region.recompute for region in alone.regions)
+    assert plan_with_pipelines("gpt", recompute="except_last").pipelined  # none else is looked at
 
 
 def test_a_pipeline_that_is_solved_for_is_taken_where_it_is_faster() -> None:
