@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from pipeline.blocks import blocks_of
 from pipeline.config import Config, DType, Model, TensorSpec, load_config
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Partition as Planned
@@ -64,6 +65,7 @@ class Case:
     slices: int = 1  # micro-batches that have together one batch of the model
     grain: int = 1  # by which these differ, where the batch does not divide
     keeps_last: bool = False  # each partition is one region, but in the last micro-batch
+    compiled: bool = False  # its functions are blocks, between which it is cut, and every other keeps little
 
     @property
     def name(self) -> str:
@@ -72,7 +74,7 @@ class Case:
         norms = "" if self.batch_norm == "exact" else self.batch_norm
         sliced = f"-{self.slices}ths" if self.slices > 1 else ""
         sliced += f"-by{self.grain}" if self.grain > 1 else ""
-        sliced += "-last" if self.keeps_last else ""
+        sliced += "-last" * self.keeps_last + "-compiled" * self.compiled
         return f"{self.model}-{self.schedule}-{counts}-{self.plans}-{self.seed}{self.precision}{norms}{sliced}"
 
     @property
@@ -90,7 +92,11 @@ def plan_of(case: Case) -> Plan:
         plans = [random_plan(graph, size, 100 * case.seed + number) for number, size in enumerate(devices)]
     else:
         plans = [FORCED[case.plans](graph, size) for size in devices]
-    plan = cut(graph, random_cuts(graph, count, draw), plans, draw, case.micro_batches)
+    blocks = [first for first, _ in blocks_of(graph)][1:]
+    cuts = sorted(draw.sample(blocks, count - 1)) if case.compiled else random_cuts(graph, count, draw)
+    plan = cut(graph, cuts, plans, draw, case.micro_batches)
+    if case.compiled:
+        plan = replace(plan, partitions=tuple(_of_blocks(graph, partition) for partition in plan.partitions))
     if case.keeps_last:
         plan = replace(plan, keeps_last=True, partitions=tuple(map(_as_one_region, plan.partitions)))
     return replace(plan, schedule=case.schedule, chunks=case.chunks, slices=samples_of(case))
@@ -99,6 +105,14 @@ def plan_of(case: Case) -> Plan:
 def _as_one_region(partition: Planned) -> Planned:
     links = tuple(Region(link, link, False, ()) for link in range(partition.first, partition.last + 1))
     return replace(partition, regions=(Region(partition.first, partition.last, True, links),))
+
+
+def _of_blocks(graph: OpGraph, partition: Planned) -> Planned:
+    """Compiled, the first of them in a region."""
+    spans = [span for span in blocks_of(graph) if partition.first <= span[0] <= partition.last]
+    leaves = [Region(*span, False, (), (), (1.0, 0.3)[number % 2]) for number, span in enumerate(spans)]
+    again = Region(*spans[0], True, (leaves[0],))
+    return replace(partition, regions=(again, *leaves[1:]))
 
 
 def samples_of(case: Case) -> tuple[int, ...]:
@@ -268,6 +282,7 @@ def put_off_in(case: Case, last: bool = False) -> list[list[str]]:
         regions = () if last and case.keeps_last else partition.regions
         again = {n for r in regions if r.recompute for n in range(r.first, r.last + 1)}
         links = [graph.chain[n] for n in range(partition.first, partition.last + 1) if n not in again]
+        links = [] if case.compiled else links
         ops = [graph.op(name) for link in links for name in link.ops]
         own = [op for op in ops if is_put_off(graph, op, weights(graph))]
         found.append([graph.values[op.args.positional[PRODUCTS[op.target].weight].value].origin for op in own])
@@ -281,6 +296,8 @@ def train(folder: str) -> dict[str, str]:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # a CPU without units for bfloat16
+                if "-compiled" in path.stem:
+                    warnings.simplefilter("ignore")  # torch's own
                 _train(path)
             errors[path.stem] = ""
         except Exception:  # shown by the test of that plan

@@ -33,9 +33,9 @@ class Partition:
         self.axes = list(written.MESH)
         self.parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
         self.rows: dict[str, Row] = {name: _row(written, name) for name in self.parameters}
+        self.slices, self.programs = slices, (written(tensors), smaller(tensors))  # may lay out weights otherwise
         self.gradients = Gradients(self.parameters.values(), self.rows.values(), self.axes)
         self.updated = dict(zip(self.parameters, self.gradients.updated, strict=True))
-        self.slices, self.programs = slices, (written(tensors), smaller(tensors))
         self.inputs: list[str] = list(written.INPUTS)
         self.batches: list[Callable[[], Batch]] = []
         self.puts_off = False  # whether the schedule asks for gradients of weights on their own

@@ -57,6 +57,11 @@ CASES = (
     Case("gpt", "zero_bubble", (1, 1), keeps_last=True),  # only the last one's products are put off
     Case("gpt", "gpipe", (2, 2), plans="zero", micro_batches=3, keeps_last=True),
 )
+COMPILED = (
+    Case("gpt", "1f1b", (1, 1), micro_batches=2, compiled=True),
+    Case("tied", "zero_bubble", (1, 1), micro_batches=2, compiled=True),  # products are not put off
+    Case("unet", "gpipe", (1, 1), micro_batches=2, compiled=True, seed=1),  # convolutions, statistics of batch norms
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +82,23 @@ def errors(folder: Path) -> dict[str, str]:
         by_rank = run_ranks(ranks, train, str(own))
         found |= {name: "\n".join(filter(None, (each.get(name, "") for each in by_rank))) for name in by_rank[0]}
     return found
+
+
+@pytest.fixture(scope="module")
+def errors_compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A rank waits while the one before it compiles."""
+    folder = tmp_path_factory.mktemp("compiled")
+    for case in COMPILED:
+        write_case(case, folder)
+    one, other = run_ranks(2, train, str(folder), limit_s=900, collective_s=600)
+    return {name: one[name] + other.get(name, "") for name in one}
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.name)
+def test_a_pipeline_of_compiled_blocks_trains_as_the_unsplit_module(
+    case: Case, errors_compiled: dict[str, str]
+) -> None:
+    assert errors_compiled[case.name] == ""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
