@@ -46,7 +46,7 @@ KINDS = {
         Kind("profile", "profile", "profile.json", Profile, version=4),
         Kind("cluster", "cluster", "cluster.json", Cluster, version=2),
         Kind("frontier", "solve", "frontier.json", Frontier, version=2),
-        Kind("plan", "checkpoint", "plan.json", Plan, version=5),
+        Kind("plan", "checkpoint", "plan.json", Plan, version=6),
         Kind("module", "codegen", "module.py", str, version=4),
         Kind("report", "train", "report.json", Report, version=2),
     )

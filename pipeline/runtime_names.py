@@ -16,6 +16,7 @@ BODIES = (  # local forms of ops
 )
 EARLY = ("count_targets",)  # what an op begins before the first link; it returns nothing
 TOGETHER = ("all_gather_together", "regather_together")  # of several parameters
+REGIONS = ("recompute", "recompute_except_last")
 NAMES = (
     *CONVERSIONS,
     *TOGETHER,
@@ -26,6 +27,6 @@ NAMES = (
     "compiled",
     "keep_shards",
     "kept",
-    "recompute",
+    *REGIONS,
     "scope",
 )

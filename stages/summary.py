@@ -24,7 +24,7 @@ def summarise(root: Path) -> str:
         ("mesh", ", ".join(map(_mesh, plan.partitions))),
         ("inputs", ", ".join(dict.fromkeys(text for partition in plan.partitions for text in _inputs(partition)))),
         ("parameters", _parameters([partition.sharding for partition in plan.partitions])),
-        ("recompute", f"{regions} regions" if regions else "nothing"),
+        ("recompute", f"{regions} regions{_but_last(plan)}" if regions else "nothing"),
         ("engine", report.engine),
         ("loss", f"{report.losses[0]:.4f} -> {report.losses[-1]:.4f} in {report.steps} steps"),
     ]
@@ -52,6 +52,10 @@ def summarise(root: Path) -> str:
 
 def _pipeline(plan: Plan) -> str:
     return f"{plan.schedule} of {len(plan.partitions)} partitions, {plan.micro_batches} micro-batches"
+
+
+def _but_last(plan: Plan) -> str:
+    return ", not in the last micro-batch" if plan.keeps_last else ""
 
 
 def _mesh(partition: Partition) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import random
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,10 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from pipeline.blocks import blocks_of
 from pipeline.config import Config, DType, Model, TensorSpec, load_config
 from pipeline.cost.slices import slices_of
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Plan
+from pipeline.ir.plan import Partition as Planned
+from pipeline.ir.plan import Plan, Region
 from pipeline.products import PRODUCTS, is_put_off, weights
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.partition import Partition
@@ -60,6 +64,8 @@ class Case:
     batch_norm: str = "exact"
     slices: int = 1  # micro-batches that have together one batch of the model
     grain: int = 1  # by which these differ, where the batch does not divide
+    keeps_last: bool = False  # each partition is one region, but in the last micro-batch
+    compiled: bool = False  # its functions are blocks, between which it is cut, and every other keeps little
 
     @property
     def name(self) -> str:
@@ -68,6 +74,7 @@ class Case:
         norms = "" if self.batch_norm == "exact" else self.batch_norm
         sliced = f"-{self.slices}ths" if self.slices > 1 else ""
         sliced += f"-by{self.grain}" if self.grain > 1 else ""
+        sliced += "-last" * self.keeps_last + "-compiled" * self.compiled
         return f"{self.model}-{self.schedule}-{counts}-{self.plans}-{self.seed}{self.precision}{norms}{sliced}"
 
     @property
@@ -85,8 +92,27 @@ def plan_of(case: Case) -> Plan:
         plans = [random_plan(graph, size, 100 * case.seed + number) for number, size in enumerate(devices)]
     else:
         plans = [FORCED[case.plans](graph, size) for size in devices]
-    plan = cut(graph, random_cuts(graph, count, draw), plans, draw, case.micro_batches)
+    blocks = [first for first, _ in blocks_of(graph)][1:]
+    cuts = sorted(draw.sample(blocks, count - 1)) if case.compiled else random_cuts(graph, count, draw)
+    plan = cut(graph, cuts, plans, draw, case.micro_batches)
+    if case.compiled:
+        plan = replace(plan, partitions=tuple(_of_blocks(graph, partition) for partition in plan.partitions))
+    if case.keeps_last:
+        plan = replace(plan, keeps_last=True, partitions=tuple(map(_as_one_region, plan.partitions)))
     return replace(plan, schedule=case.schedule, chunks=case.chunks, slices=samples_of(case))
+
+
+def _as_one_region(partition: Planned) -> Planned:
+    links = tuple(Region(link, link, False, ()) for link in range(partition.first, partition.last + 1))
+    return replace(partition, regions=(Region(partition.first, partition.last, True, links),))
+
+
+def _of_blocks(graph: OpGraph, partition: Planned) -> Planned:
+    """Compiled, the first of them in a region."""
+    spans = [span for span in blocks_of(graph) if partition.first <= span[0] <= partition.last]
+    leaves = [Region(*span, False, (), (), (1.0, 0.3)[number % 2]) for number, span in enumerate(spans)]
+    again = Region(*spans[0], True, (leaves[0],))
+    return replace(partition, regions=(again, *leaves[1:]))
 
 
 def samples_of(case: Case) -> tuple[int, ...]:
@@ -245,15 +271,18 @@ def write_case(case: Case, folder: Path) -> None:
     plan = plan_of(case)
     graph, *smaller = graphs_of_case(case)
     (folder / f"{case.name}.py").write_text(write_partitions(graph, plan, "", *smaller))
-    torch.save((case, truth_of(case) | {"put_off": put_off_in(case)}), folder / f"{case.name}.truth")
+    told = {"put_off": put_off_in(case), "put_off_by_last": put_off_in(case, last=True)}
+    torch.save((case, truth_of(case) | told), folder / f"{case.name}.truth")
 
 
-def put_off_in(case: Case) -> list[list[str]]:
+def put_off_in(case: Case, last: bool = False) -> list[list[str]]:
     """Of each partition: the products whose seconds the planned order has in W, by their weights."""
     graph, found = graph_of_case(case), []
     for partition in plan_of(case).partitions:
-        again = {n for r in partition.regions if r.recompute for n in range(r.first, r.last + 1)}
+        regions = () if last and case.keeps_last else partition.regions
+        again = {n for r in regions if r.recompute for n in range(r.first, r.last + 1)}
         links = [graph.chain[n] for n in range(partition.first, partition.last + 1) if n not in again]
+        links = [] if case.compiled else links
         ops = [graph.op(name) for link in links for name in link.ops]
         own = [op for op in ops if is_put_off(graph, op, weights(graph))]
         found.append([graph.values[op.args.positional[PRODUCTS[op.target].weight].value].origin for op in own])
@@ -267,6 +296,8 @@ def train(folder: str) -> dict[str, str]:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # a CPU without units for bfloat16
+                if "-compiled" in path.stem:
+                    warnings.simplefilter("ignore")  # torch's own
                 _train(path)
             errors[path.stem] = ""
         except Exception:  # shown by the test of that plan
@@ -307,13 +338,18 @@ def _train(path: Path) -> None:
     assert engine.samples == case.passes * len(next(iter(batch_of(case.model).values())))
     assert engine.stream == engine.places.piece
     watched = {partition.number: _watched(partition) for partition in engine.partitions}
+    ran = _links_of_passes(engine)
     losses = []
     for step in range(STEPS):
         first, *later = engine.batches(step)
         losses.append(engine.step(engine.on_device(first), later))
         for partition in engine.partitions:
-            _check_order(case, partition, watched[partition.number], truth["put_off"][partition.number])
+            products = [truth[key][partition.number] for key in ("put_off", "put_off_by_last")]
+            _check_order(case, partition, watched[partition.number], *products)
             watched[partition.number].clear()
+        if case.keeps_last:
+            _check_last(case, ran)
+        ran.clear()
     expected = torch.tensor(truth["losses"], dtype=torch.float64)
     _near("losses", torch.tensor(losses, dtype=torch.float64), expected, NEAR[case.precision])
     if case.precision:
@@ -356,7 +392,7 @@ def _watched(partition: Partition) -> list[Seen]:
     return seen
 
 
-def _check_order(case: Case, partition: Partition, seen: list[Seen], products: list[str]) -> None:
+def _check_order(case: Case, partition: Partition, seen: list[Seen], products: list[str], by_last: list[str]) -> None:
     """Gradients of weights are made where the planned order has them: later, but in the first piece."""
     piece, phases = partition.number % len(case.devices), [phase for phase, _, _ in seen]
     assert partition.puts_off == (case.schedule == "zero_bubble" and piece > 0)
@@ -365,10 +401,54 @@ def _check_order(case: Case, partition: Partition, seen: list[Seen], products: l
         return
     order = orders(Pipeline.ZERO_BUBBLE, len(case.devices), case.micro_batches).tasks[piece]
     assert phases == ["I" if task.phase == "B" else "W" for task in order if task.phase != "F"]
-    assert all(count == len(products) for phase, count, _ in seen if phase == "W")
+    *counts, of_last = (count for phase, count, _ in seen if phase == "W")
+    assert set(counts) <= {len(products)} and of_last == len(by_last)
     if case.model == "gpt":  # each of its matrices is read once
         assert all(came.isdisjoint(products) for phase, _, came in seen if phase == "I")
         assert all(came.issuperset(products) for phase, _, came in seen if phase == "W")
+
+
+Ran = tuple[str, int, list[str]]  # F or B of a micro-batch, and the links that it runs
+
+
+def _links_of_passes(engine: Piped) -> list[Ran]:
+    """The functions of the program that are called from now on, forward and again in backward."""
+    ran: list[Ran] = []
+
+    def noting(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(number: int, *arguments: Any, **named: Any) -> Any:
+            ran.append((phase, number, []))
+            return function(number, *arguments, **named)
+
+        return noted
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any) -> Any:
+            if ran:  # it may be evaluating
+                ran[-1][2].append(name)
+            return function(*arguments)
+
+        return count
+
+    program = engine.places.written[0].forward.__globals__
+    for name, function in [*program.items()]:
+        if inspect.isfunction(function) and function.__globals__ is program:
+            program[name] = counted(name, function)
+    for stage in engine.pipeline.stages:
+        stage.forward_one_chunk = noting("F", stage.forward_one_chunk)  # type: ignore[method-assign]
+        stage.backward_one_chunk = noting("B", stage.backward_one_chunk)  # type: ignore[method-assign]
+    return ran
+
+
+def _check_last(case: Case, ran: list[Ran]) -> None:
+    """The last micro-batch runs every link once, those before it run all of them once more in backward."""
+    last = case.micro_batches - 1
+    for number in range(case.micro_batches):
+        forward, again = ([n for p, m, own in ran if (p, m) == (phase, number) for n in own] for phase in "FB")
+        if case.model == "unet" and number < last:  # where its last link keeps nothing, a region ends before it
+            assert not Counter(again) - Counter(forward) and len(forward) - len(again) <= case.chunks
+            continue
+        assert forward and sorted(again) == ([] if number == last else sorted(forward)), (number, forward, again)
 
 
 def _check_state(engine: Piped, truth: dict) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pipeline.config import Checkpoint, Pipeline, Recompute
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.plan import Frontier, FrontierPoint, Plan
+from pipeline.ir.profile import Compiled
 from stages.checkpoint.alone import find_alone
 from stages.checkpoint.choose import choose
 from stages.checkpoint.piped import Pipelines, find_pipelines
@@ -41,19 +42,33 @@ def settings_of(pipeline: str = "solve", recompute: str = "optimal", **more: obj
     return Checkpoint(recompute=Recompute(recompute), pipeline=Pipeline(pipeline), **more)  # type: ignore[arg-type]
 
 
-def pipelines_of(name: str, budget: int | None = None, devices: int = 4, passes: int = 4, **asked: object) -> Pipelines:
+def pipelines_of(
+    name: str,
+    budget: int | None = None,
+    devices: int = 4,
+    passes: int = 4,
+    compiled: Compiled | None = None,
+    **asked: object,
+) -> Pipelines:
     cluster, frontier = with_pieces(name, devices, passes)
     frontier = replace(frontier, budget_bytes=budget or frontier.budget_bytes)
-    return find_pipelines(GRAPHS[name](), profile_of(name), cluster, frontier, settings_of(**asked), FILE)  # type: ignore[arg-type]
+    profile = replace(profile_of(name), compiled=compiled)
+    return find_pipelines(GRAPHS[name](), profile, cluster, frontier, settings_of(**asked), FILE)  # type: ignore[arg-type]
 
 
 def plan_with_pipelines(
-    name: str, budget: int | None = None, devices: int = 4, passes: int = 4, **asked: object
+    name: str,
+    budget: int | None = None,
+    devices: int = 4,
+    passes: int = 4,
+    compiled: Compiled | None = None,
+    **asked: object,
 ) -> Plan:
     """What the stage would choose."""
     cluster, frontier = with_pieces(name, devices, passes)
     frontier = replace(frontier, budget_bytes=budget or frontier.budget_bytes)
     settings, graph = settings_of(**asked), GRAPHS[name]()  # type: ignore[arg-type]
-    candidates = find_alone(graph, profile_of(name), cluster, frontier, settings, FILE)
-    pipelines = pipelines_of(name, budget, devices, passes, **asked)
+    profile = replace(profile_of(name), compiled=compiled)
+    candidates = find_alone(graph, profile, cluster, frontier, settings, FILE)
+    pipelines = pipelines_of(name, budget, devices, passes, compiled, **asked)
     return choose(candidates, cluster, frontier, WHERE, graph, pipelines)

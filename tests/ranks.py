@@ -21,7 +21,13 @@ COLLECTIVE_S = 20
 PRELOADED = ("torch", "torch._dynamo", "pytest", "hypothesis", "tests.plans", "tests.storage_plans", "tests.mesh_plans")
 
 
-def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 240) -> list[Any]:
+def run_ranks(
+    ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    limit_s: float = 240,
+    collective_s: float = COLLECTIVE_S,
+) -> list[Any]:
     """Calls `function(*arguments)` on that many ranks of the axis `d0`; the function must be importable."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
@@ -29,7 +35,9 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, limit_s
         store = f"file://{folder}/store"
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         processes = [
-            context.Process(target=_rank, args=(rank, ranks, store, send, function, arguments), daemon=True)
+            context.Process(
+                target=_rank, args=(rank, ranks, store, collective_s, send, function, arguments), daemon=True
+            )
             for rank, (_, send) in enumerate(pipes)
         ]
         try:
@@ -57,10 +65,18 @@ def _receive(rank: int, pipe: Any, limit_s: float) -> Any:
     return result
 
 
-def _rank(rank: int, ranks: int, store: str, pipe: Any, function: Callable[..., Any], arguments: Any) -> None:
+def _rank(
+    rank: int,
+    ranks: int,
+    store: str,
+    collective_s: float,
+    pipe: Any,
+    function: Callable[..., Any],
+    arguments: Any,
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=COLLECTIVE_S)
+        "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=collective_s)
     )
     try:
         with warnings.catch_warnings():

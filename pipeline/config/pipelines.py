@@ -14,6 +14,7 @@ from pipeline.errors import ConfigError
 
 PIPELINE_AXIS = "pp"  # in `mesh` of conf/solve: partitions of equal meshes
 OFF, SOLVED, INTERLEAVED = Pipeline("off"), Pipeline("solve"), Pipeline("interleaved")
+LAST_ALONE = "set it to never, which needs no more memory without a pipeline, always or optimal"
 NAMED = "one of solve, gpipe, 1f1b, interleaved, zero_bubble"
 
 
@@ -73,8 +74,8 @@ def _check_pieces(config: Config, source_of: Callable[[str], Source]) -> None:
 
 
 def _check_last(config: Config, source_of: Callable[[str], Source]) -> None:
-    """Without a pipeline the runtime treats all micro-batches alike."""
+    """Without a pipeline the last micro-batch would need as much as if none recomputed, and the others take longer."""
     settings, passes = config.checkpoint, config.train.micro_batches
     if settings.recompute is Recompute.except_last and settings.pipeline is OFF and passes > 1:
         reason = f"'except_last' with {passes} micro-batches is for pipelines, and `pipeline` is off"
-        raise source_of("checkpoint").error(("recompute",), reason, "set it to always, never or optimal")
+        raise source_of("checkpoint").error(("recompute",), reason, LAST_ALONE)

@@ -20,6 +20,8 @@ from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Compiled, CompiledWay, OpCost, Profile
 from pipeline.lowering import home_layouts
 
+HELD = ("saved", "saved_alone", "forward_peak", "backward_peak")  # bytes of a compiled block
+
 
 def slices_of(batch: int, count: int, grain: int = 1) -> tuple[int, ...] | None:
     """So many samples each, larger ones first, alike but for one grain; None where there are not enough grains.
@@ -47,9 +49,21 @@ def sliced(graph: OpGraph, profile: Profile, slices: tuple[int, ...]) -> tuple[O
         for cost in (profile.ops[op.name],)
     }
     kernels = replace(profile.kernels, slices=count) if profile.kernels else None
-    compiled = _compiled(profile.compiled, count, largest) if profile.compiled else None
-    cut_costs = replace(profile, ops={**profile.ops, **costs}, kernels=kernels, compiled=compiled)
-    return replace(graph, values=values), cut_costs
+    compiled = profile.compiled and _compiled_for(profile.compiled, count, largest, known=kernels is not None)
+    profile = replace(profile, ops={**profile.ops, **costs}, kernels=kernels, compiled=compiled)
+    return replace(graph, values=values), profile
+
+
+def _compiled_for(compiled: Compiled, count: int, largest: Fraction, known: bool) -> Compiled:
+    """Blocks that were measured with the whole batch. Where `known`, prices divide them by the number of slices, as
+    they do kernels: what is left is that the bytes are those of the largest."""
+    seconds = Fraction(1) if known else Fraction(1, count)
+
+    def of_slice(way: CompiledWay) -> CompiledWay:
+        nbytes = {name: ceil(getattr(way, name) * seconds * count * largest) for name in HELD}
+        return replace(way, forward=way.forward * float(seconds), backward=way.backward * float(seconds), **nbytes)
+
+    return replace(compiled, runs=tuple(tuple(map(of_slice, ways)) for ways in compiled.runs))
 
 
 def fits(graph: OpGraph, sharding: Sharding, sizes: tuple[int, ...], slices: tuple[int, ...]) -> bool:
@@ -109,20 +123,3 @@ def _scaled(cost: OpCost, parameters: int, count: int, largest: Fraction) -> OpC
         temporary_forward=part(cost.temporary_forward, largest),
         temporary_backward=part(cost.temporary_backward, largest),
     )
-
-
-def _compiled(compiled: Compiled, count: int, largest: Fraction) -> Compiled:
-    """Blocks were measured with the whole batch."""
-
-    def way(one: CompiledWay) -> CompiledWay:
-        return replace(
-            one,
-            forward=one.forward / count,
-            backward=one.backward / count,
-            saved=ceil(one.saved * largest),
-            saved_alone=ceil(one.saved_alone * largest),
-            forward_peak=ceil(one.forward_peak * largest),
-            backward_peak=ceil(one.backward_peak * largest),
-        )
-
-    return replace(compiled, runs=tuple(tuple(map(way, ways)) for ways in compiled.runs))

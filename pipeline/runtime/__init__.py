@@ -22,7 +22,7 @@ from pipeline.runtime.losses import class_split_cross_entropy, count_targets, me
 from pipeline.runtime.norms import batch_norm
 from pipeline.runtime.parameters import scope
 from pipeline.runtime.random import drawn_apart
-from pipeline.runtime.recompute import kept, recompute
+from pipeline.runtime.recompute import kept, recompute, recompute_except_last
 from pipeline.runtime.regather import again, all_gather_together, keep_shards, regather, regather_together
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "narrow",
     "pad",
     "recompute",
+    "recompute_except_last",
     "reduce_scatter",
     "regather",
     "regather_together",

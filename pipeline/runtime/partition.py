@@ -13,6 +13,7 @@ from pipeline.ir.names import look_up
 from pipeline.runtime.gradients import Gradients, Row
 from pipeline.runtime.passes import Copies
 from pipeline.runtime.put_off import PutOff
+from pipeline.runtime.recompute import in_last_pass
 from pipeline.runtime.slices import Slices
 
 Batch = Mapping[str, Tensor]
@@ -32,9 +33,9 @@ class Partition:
         self.axes = list(written.MESH)
         self.parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
         self.rows: dict[str, Row] = {name: _row(written, name) for name in self.parameters}
+        self.slices, self.programs = slices, (written(tensors), smaller(tensors))  # may lay out weights otherwise
         self.gradients = Gradients(self.parameters.values(), self.rows.values(), self.axes)
         self.updated = dict(zip(self.parameters, self.gradients.updated, strict=True))
-        self.slices, self.programs = slices, (written(tensors), smaller(tensors))
         self.inputs: list[str] = list(written.INPUTS)
         self.batches: list[Callable[[], Batch]] = []
         self.puts_off = False  # whether the schedule asks for gradients of weights on their own
@@ -51,13 +52,14 @@ class Partition:
 
     def forward(self, number: int, entering: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Of a micro-batch; the last one is undone last, whatever the schedule."""
-        program = self.programs[self.slices.is_smaller(number)]
-        if self.puts_off:
-            self.put_off[number] = PutOff(self.copies.stand_ins.values())
-            with self.put_off[number].recording():
-                return self._run(program, self.batches[number](), entering, self.copies.stand_ins)
-        copies = self.copies.last() if number == len(self.batches) - 1 else self.copies.stand_ins
-        return self._run(program, self.batches[number](), entering, copies)
+        program, last = self.programs[self.slices.is_smaller(number)], number == len(self.batches) - 1
+        with in_last_pass(last):
+            if self.puts_off:
+                self.put_off[number] = PutOff(self.copies.stand_ins.values())
+                with self.put_off[number].recording():
+                    return self._run(program, self.batches[number](), entering, self.copies.stand_ins)
+            copies = self.copies.last() if last else self.copies.stand_ins
+            return self._run(program, self.batches[number](), entering, copies)
 
     def backward(self, results: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Of a micro-batch; where gradients of weights are put off, `backward_weights` follows."""

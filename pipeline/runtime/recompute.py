@@ -35,6 +35,7 @@ class _Here(threading.local):
 
     frame: _Frame | None = None  # the region
     replaying = False  # for the second time
+    last_pass = False  # of a step
 
 
 _here = _Here()
@@ -51,6 +52,21 @@ def recompute(region: Callable[..., Result], *arguments: Any) -> Result:
     with not_recorded():
         result: Result = checkpoint(run, *arguments, use_reentrant=False, context_fn=_contexts)
     return result
+
+
+def recompute_except_last(region: Callable[..., Result], *arguments: Any) -> Result:
+    """As `recompute`, but in the last pass of a step, which runs the region once and keeps everything."""
+    return region(*arguments) if _here.last_pass else recompute(region, *arguments)
+
+
+@contextmanager
+def in_last_pass(last: bool) -> Iterator[None]:
+    """Around a forward pass: whether it is the last of its step."""
+    before, _here.last_pass = _here.last_pass, last
+    try:
+        yield
+    finally:
+        _here.last_pass = before
 
 
 def replaying() -> bool:

@@ -17,7 +17,7 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier
 from pipeline.ir.profile import Profile
 from stages.checkpoint.choose import Candidate, evaluate
-from stages.checkpoint.piped import slice_counts
+from stages.checkpoint.piped import may_stand_alone, slice_counts
 
 
 def find_alone(
@@ -39,11 +39,6 @@ def find_alone(
             remedy="ask for fewer micro-batches, or `solve`",
         )
     return found
-
-
-def may_stand_alone(settings: Checkpoint, frontier: Frontier) -> bool:
-    asked = settings.pipeline not in (Pipeline("off"), Pipeline("solve"))
-    return not asked and not (settings.recompute is Recompute.except_last and frontier.micro_batches > 1)
 
 
 def _cuts(batch: int, devices: int, passes: int, settings: Checkpoint, where: str) -> tuple[tuple[int, ...], ...]:

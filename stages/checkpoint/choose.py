@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pipeline.config import Checkpoint
-from pipeline.cost.groups import Join
 from pipeline.cost.resident import budget_of, gigabytes, resident_parts
 from pipeline.cost.step import StepPrice, price_step
 from pipeline.errors import BudgetError, SolveError
@@ -19,7 +18,7 @@ from stages.checkpoint import rotor, schedule, timeline
 from stages.checkpoint.chain import Chain, Slots
 from stages.checkpoint.describe import axes_in_words, passes_in_words, pipeline_in_words, recompute_in_words
 from stages.checkpoint.given import Floor
-from stages.checkpoint.hand import LINK_BY_LINK, fixed_schedule
+from stages.checkpoint.hand import fixed_schedule, join_of
 from stages.checkpoint.linearize import Linear, linearize, loss_temporaries
 from stages.checkpoint.offers import Offer, alternatives
 from stages.checkpoint.piped import Piped, Pipelines, predict
@@ -63,8 +62,7 @@ def evaluate(
     cluster = cluster.on(mesh)
     program = lower(graph, sharding, frontier.micro_batches)
     price = price_step(graph, profile, cluster, sharding, program, frontier.optimizer_copies)
-    by_block = Join.NEEDLESS if profile.compiled is None else Join.COMPILED
-    join = Join.NONE if settings.recompute in LINK_BY_LINK else by_block
+    join = join_of(settings, profile.compiled is not None)
     linear = linearize(graph, profile, cluster, sharding, program, price, join)
     price = replace(price, optimizer=linear.optimizer_seconds)
     candidate = Candidate(number, mesh, sharding, price, linear, None, NOTHING, 0)
@@ -87,18 +85,10 @@ def evaluate(
     peak = max(fixed + int(outcome.peak), linear.optimizer_peak)
     found = replace(candidate, outcome=outcome, peak_bytes=peak)
     if found.peak_bytes <= budget:
-        regions = linear.regions(best.regions)
-        return replace(found, regions=regions if profile.compiled is None else tuple(map(_compiled, regions)))
+        return replace(found, regions=linear.regions(best.regions))
     worst = max(outcome.steps, key=lambda step: step.held).op
     least = max(fixed + rotor.tightest(chain, _slots(chain, settings)).memory, linear.optimizer_peak)
     return replace(_refused(found, graph, cluster, frontier, worst), optimal_bytes=least)
-
-
-def _compiled(region: Region) -> Region:
-    """With every function compiled, also where the links of the graph are taken one by one."""
-    if region.recompute:
-        return replace(region, inner=tuple(map(_compiled, region.inner)))
-    return region if region.compiled is not None else replace(region, compiled=1.0)
 
 
 def _of_one_link(seconds: float, held: int) -> Outcome:
@@ -224,16 +214,16 @@ def _plan_piped(
     plan = best.plan
     partitions = tuple(
         Partition(
-            first=part.first,
-            last=part.last,
+            first=first,
+            last=last,
             axes=_axes(filled.mesh),
-            sharding=restricted(graph, filled.sharding, part.first, part.last),
+            sharding=restricted(graph, filled.sharding, first, last),
             regions=filled.linear.regions(part.region),
             in_flight=part.flight,
             peak_bytes=round(part.peak_bytes),
             seconds=part.load.time,
         )
-        for part, filled in zip(plan.partitions, best.fills, strict=True)
+        for part, filled, (first, last) in zip(plan.partitions, best.fills, best.spans, strict=True)
     )
     return Plan(
         device=cluster.device,
@@ -246,7 +236,8 @@ def _plan_piped(
         schedule=plan.pipeline.value,
         chunks=plan.chunks,
         slices=best.fills[0].slices,
-        timeline=timeline.of_pipeline(plan),
+        keeps_last=plan.keeps_last,
+        timeline=timeline.of_pipeline(plan, best.spans),
     )
 
 
@@ -271,13 +262,13 @@ def _offer(candidate: Candidate) -> Offer:
 
 def _piped_offer(piped: Piped) -> Offer:
     plan, axes = piped.plan, [_axes(filled.mesh) for filled in piped.fills]
-    spans = [(part.first, part.last, own) for part, own in zip(plan.partitions, axes, strict=True)]
+    spans = [(*span, own) for span, own in zip(piped.spans, axes, strict=True)]
     again = sum(isinstance(step, schedule.Region) for part in plan.partitions for step in part.region.steps)
     what = ", ".join(
         [
             pipeline_in_words(plan.pipeline.value, spans),
             passes_in_words(plan.micro_batches),
-            recompute_in_words(again),
+            recompute_in_words(again, plan.keeps_last),
         ]
     )
     kind = plan.pipeline, plan.chunks, plan.micro_batches, tuple(axes)

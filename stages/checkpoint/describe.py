@@ -16,7 +16,7 @@ def describe(graph: OpGraph, plan: Plan) -> str:
     regions = sum(region.recompute for part in plan.partitions for region in part.regions)
     parts = [
         *(_pipeline(plan) if plan.pipelined else _alone(graph, plan)),
-        recompute_in_words(regions),
+        recompute_in_words(regions, plan.keeps_last),
         *([f"{plan.micro_batches} micro-batches a step"] if plan.micro_batches > 1 else []),
         f"predicted {plan.prediction.step_seconds * 1e3:.2f} ms a step",
         f"{plan.prediction.peak_bytes / 1e6:.1f} of {plan.budget_bytes / 1e6:.0f} MB",
@@ -55,8 +55,9 @@ def passes_in_words(micro_batches: int) -> str:
     return f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
 
 
-def recompute_in_words(regions: int) -> str:
-    return f"{regions} recompute regions" if regions else "no recompute"
+def recompute_in_words(regions: int, keeps_last: bool = False) -> str:
+    but = " but in the last micro-batch" if keeps_last else ""
+    return f"{regions} recompute regions{but}" if regions else "no recompute"
 
 
 def _stored(sharding: Sharding, name: str) -> str:

@@ -16,11 +16,12 @@ counts once, in the first link.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from pipeline.cost.compute import local_bytes, op_seconds
+from pipeline.cost.groups import Join
 from pipeline.cost.slices import sliced
 from pipeline.cost.step import StepPrice, convert_seconds, copied_bytes, parameter_prices, price_step, steps_seconds
 from pipeline.ir.cluster import Cluster, Mesh
@@ -59,7 +60,7 @@ class Filled:
     sharding: Sharding
     price: StepPrice  # of one micro-batch, and of all of them for the whole model
     linear: Linear
-    once: tuple[Once, ...]
+    once: tuple[Once, ...]  # of each link of the graph
     slices: tuple[int, ...]  # samples of those into which a pass of the model is cut
     home: dict[str, Layout] = field(repr=False)
 
@@ -74,32 +75,37 @@ def fill(
     passes: int,
     slices: tuple[int, ...],
     link: Callable[[float], float],
+    join: Join = Join.NONE,
 ) -> Filled | None:
     """For a step of so many passes, each cut into slices. None where the model is one link: it cannot be cut.
 
-    `cluster` is on the piece's mesh; `link` leads to the next piece.
+    `cluster` is on the piece's mesh; `link` leads to the next piece. A link of the chain may stand for several.
     """
     graph, profile = sliced(graph, profile, slices)
     program = lower(graph, sharding, passes * len(slices))
     price = price_step(graph, profile, cluster, sharding, program, copies)
-    linear = linearize_partitions(graph, profile, cluster, sharding, program, price)
+    linear = linearize_partitions(graph, profile, cluster, sharding, program, price, join)
     if linear.chain is None:
         return None
     shares = _Shares(graph, profile, cluster, sharding, program, copies, link)
     held, everywhere_held = shares.held(price)
-    once = shares.once()
+    once, crosses = shares.once(), shares.crosses()
+
+    def joined(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(sum(values[first : last + 1]) for first, last in linear.spans)
+
     piece = Piece(
         name=name,
         devices=prod(cluster.sizes),
         chain=linear.chain,
-        resident=shares.resident,
-        once=tuple(part.total for part in once),
-        weight=shares.weight(),
-        put_off=shares.put_off(),
+        resident=joined(shares.resident),
+        once=joined([part.total for part in once]),
+        weight=joined(shares.weight()),
+        put_off=joined(shares.put_off()),
         mesh=" x ".join(map(str, cluster.sizes)),
-        loss_held=price.links[-1].memory.kept,
-        held=held,
-        crosses=shares.crosses(),
+        loss_held=price.links[-1].memory.kept if join is Join.NONE else linear.costs[-1].ways[0].saved,
+        held=joined(held),
+        crosses=tuple(crosses[first] for first, _ in linear.spans),
         everywhere=shares.everywhere,
         everywhere_held=everywhere_held,
     )
@@ -215,8 +221,7 @@ class _Shares:
         for link, steps in zip(self.graph.chain, self.program.links, strict=True):
             converts = [step for step in steps if isinstance(step, Convert) and step.source.value in self.weights]
             moved = sum(convert_seconds(self.graph, self.cluster, step, kept=False).backward for step in converts)
-            compiled = self.profile.compiled is not None
-            found.append(moved + sum(self._weight(self.graph.op(name)) for name in link.ops if not compiled))
+            found.append(moved + sum(self._weight(self.graph.op(name)) for name in link.ops))
         return tuple(found)
 
     def put_off(self) -> tuple[float, ...]:
@@ -224,13 +229,17 @@ class _Shares:
         found = []
         for steps in self.program.links:
             calls = (step for step in steps if isinstance(step, Call))
-            own = [s for s in calls if is_put_off(self.graph, self.graph.op(s.op), self.weights)]
+            own = [s for s in calls if self._is_put_off(self.graph.op(s.op))]
             made = (step.outputs[0] for step in own)
             found.append(float(sum(local_bytes(self.graph, x.value, x.layout, self.cluster.sizes) for x in made)))
         return tuple(found)
 
+    def _is_put_off(self, op: Op) -> bool:
+        """A compiled block makes all gradients at once."""
+        return self.profile.compiled is None and is_put_off(self.graph, op, self.weights)
+
     def _weight(self, op: Op) -> float:
-        if not is_put_off(self.graph, op, self.weights):
+        if not self._is_put_off(op):
             return 0.0
         cost, strategy = self.profile.ops[op.name], self.sharding.strategies[op.name]
         seconds = op_seconds(self.graph, op.name, cost, strategy, self.cluster.compute, self.cluster.sizes).backward

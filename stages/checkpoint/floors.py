@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from stages.checkpoint.cuts import Cuts, search
 from stages.checkpoint.given import Floor, Given, PartitionError
-from stages.checkpoint.in_flight import worst_step
+from stages.checkpoint.in_flight import keep_all, worst_step
 from stages.checkpoint.in_full import plan_of
 from stages.checkpoint.pieces import Recompute
 from stages.checkpoint.tasks import Task, tasks
@@ -72,7 +72,7 @@ def _floor(given: Given) -> Floor:
     task, cuts = next(_some_cuts(given, roughly=False))
     plan = plan_of(task, cuts)
     number, part = max(enumerate(plan.partitions), key=lambda one: one[1].peak_bytes / one[1].room_bytes)
-    span = (part.piece.chain, part.region, part.first, part.last)
+    running = keep_all(part.first, part.last) if part.fullest.last else part.region
     return Floor(
         memory=given.memory,
         pipeline=plan.pipeline,
@@ -82,6 +82,6 @@ def _floor(given: Given) -> Floor:
         last=part.last,
         flight=part.flight,
         resident_bytes=sum(part.piece.resident[part.first : part.last + 1]) + part.piece.everywhere,
-        waiting_bytes=(part.flight - 1) * part.hold_bytes,
-        op=worst_step(*span).op,
+        waiting_bytes=part.fullest.waiting,
+        op=worst_step(part.piece.chain, running, part.first, part.last).op,
     )

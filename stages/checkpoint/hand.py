@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Sequence
 
 from pipeline.config import Checkpoint, Recompute
+from pipeline.cost.groups import Join
 from pipeline.errors import SolveError
 from pipeline.ir.graph import OpGraph
 from stages.checkpoint.chain import Chain
@@ -16,7 +17,19 @@ Span = tuple[int, int]  # first and last link
 SHOWN = 3  # names in a message
 
 
-LINK_BY_LINK = (Recompute.full, Recompute.every, Recompute.always)  # said of the links of the graph
+LINK_BY_LINK = (Recompute.full, Recompute.every)  # said of the links of the graph
+
+
+def join_of(settings: Checkpoint, compiled: bool) -> Join:
+    """Which links of the graph are one link of the chain, without a pipeline."""
+    if settings.recompute in LINK_BY_LINK or (settings.recompute is Recompute.always and not compiled):
+        return Join.NONE
+    return Join.COMPILED if compiled else Join.NEEDLESS
+
+
+def join_in_partitions(settings: Checkpoint, compiled: bool) -> Join:
+    """The same with a pipeline: its cuts may lie between any of these."""
+    return Join.COMPILED if compiled and settings.recompute not in LINK_BY_LINK else Join.NONE
 
 
 def fixed_schedule(graph: OpGraph, chain: Chain, settings: Checkpoint, micro_batches: int) -> Schedule | None:
@@ -25,7 +38,7 @@ def fixed_schedule(graph: OpGraph, chain: Chain, settings: Checkpoint, micro_bat
     For `LINK_BY_LINK` each link of the chain is one of the graph.
     """
     loss, how = chain.length, settings.recompute
-    assert how is not Recompute.except_last or micro_batches == 1, "the runtime treats all micro-batches alike"
+    assert how is not Recompute.except_last or micro_batches == 1, "else it needs a pipeline"
     if how is Recompute.full:
         return full_recompute(chain)
     if how is Recompute.every:
@@ -97,6 +110,24 @@ def _repeated(kinds: Sequence[int], begin: int, size: int, stop: int) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------- boundaries
+
+
+def boundary_places(graph: OpGraph, spans: Sequence[Span], names: Sequence[str], where: str) -> tuple[int, ...]:
+    """The links of a chain with which partitions begin; `spans` are those of the graph for which each stands."""
+    firsts = {first: place for place, (first, _) in enumerate(spans)}
+    for name, link in zip(names, links := boundary_links(graph, names, where), strict=True):
+        if link not in firsts:
+            near = max(first for first in firsts if first < link)
+            raise SolveError(
+                f"{name} begins inside a block that is compiled as one function, links {near}..{_end(spans, near)}",
+                where=where,
+                remedy="name the module with which a block begins, or set `compile: false` in conf/model",
+            )
+    return tuple(firsts[link] for link in links)
+
+
+def _end(spans: Sequence[Span], first: int) -> int:
+    return next(last for begin, last in spans if begin == first)
 
 
 def boundary_links(graph: OpGraph, names: Sequence[str], where: str) -> tuple[int, ...]:

@@ -6,6 +6,9 @@ that gradient is there from the start, as a receive is posted early. With k micr
 
     (k - 1) * hold + peak        peak: the most that one micro-batch has while it runs, its own hold included
 
+Where the last micro-batch of a step keeps everything, it runs beside k - 1 others, or waits while one of them runs:
+`fullest` is the worst of these.
+
 `run_partition` executes a region on the simulator and is the judge of `hold.py`, sharing none of its formulas.
 """
 
@@ -35,6 +38,29 @@ class Passage:
     def memory(self, flight: int) -> float:
         """With so many micro-batches in flight."""
         return (flight - 1) * self.hold + self.peak
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One micro-batch of a partition runs, others wait: bytes of each."""
+
+    waiting: float
+    running: float
+    last: bool = False  # whether it is the last of a step that runs, and keeps everything
+
+    @property
+    def memory(self) -> float:
+        return self.waiting + self.running
+
+
+def fullest(each: Passage, last: Passage | None, flight: int) -> Moment:
+    """The moment at which a partition holds the most; `last` is the last micro-batch where that is run otherwise."""
+    moments = [Moment((flight - 1) * each.hold, each.peak)]
+    if last is not None:
+        moments.append(Moment((flight - 1) * each.hold, last.peak, last=True))
+    if last is not None and flight > 1:
+        moments.append(Moment((flight - 2) * each.hold + last.hold, each.peak))
+    return max(moments, key=lambda moment: moment.memory)
 
 
 def run_partition(chain: Chain, region: Region, first: int, last: int) -> Passage:

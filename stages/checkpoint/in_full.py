@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from stages.checkpoint.cuts import Cuts
-from stages.checkpoint.in_flight import keep_all, run_partition
-from stages.checkpoint.pieces import Piece, Recompute, Timer
+from stages.checkpoint.in_flight import Moment, Passage, fullest
+from stages.checkpoint.pieces import Piece, Timer
 from stages.checkpoint.pipelines import Load, Order, Pipeline, Timeline, orders, simulate
 from stages.checkpoint.schedule import Keep, Region
 from stages.checkpoint.tasks import Task
@@ -22,13 +23,17 @@ class Partition:
     flight: int  # micro-batches whose forward has begun and whose backward has not ended, at most
     region: Region  # its steps are run in order; those that are regions are recomputed
     load: Load
-    hold_bytes: float  # of a micro-batch that waits
-    peak_bytes: float  # in all
+    fullest: Moment  # at which it holds the most
+    peak_bytes: float  # in all, then
     room_bytes: float  # in all
 
     @property
     def regions(self) -> str:
         return str(self.region)
+
+    @property
+    def recomputes(self) -> bool:
+        return any(isinstance(step, Region) for step in self.region.steps)
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,11 @@ class PipelinePlan:
     division: int  # of those given
     order: Order = field(repr=False)
     timeline: Timeline = field(repr=False)
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the last micro-batch of a step recomputes nothing, and those before it do."""
+        return any(part.load.last is not None and part.recomputes for part in self.partitions)
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -79,11 +89,15 @@ def _part(timer: Timer, first: int, last: int, flight: int, send: float) -> Part
     piece, span = timer.piece, slice(first, last + 1)
     region, passage = timer.schedule(first, last, flight)
     whole = [step.link for step in region.steps if isinstance(step, Keep) and not step.option]  # else it is recomputed
+    of_last = timer.last_passage(first, last)
+    last_load = _load(piece, of_last, range(first, last + 1), send) if of_last is not None else None
+    load = replace(_load(piece, passage, whole, send), once=sum(piece.once[span]), last=last_load)
+    room, moment = timer.terms.memory * timer.terms.share, fullest(passage, of_last, flight)
+    used = room - timer.room(first, last, flight) + moment.memory
+    return Partition(first, last, piece, flight, region, load, moment, used, room)
+
+
+def _load(piece: Piece, passage: Passage, whole: Iterable[int], send: float) -> Load:
+    """Of a micro-batch; the gradients of weights of the links that are not recomputed can be put off."""
     weight = min(sum(piece.weight[link] for link in whole), passage.backward)
-    load = Load(passage.forward, passage.backward, send, weight, sum(piece.once[span]))
-    if timer.terms.recompute is Recompute.EXCEPT_LAST:
-        kept = run_partition(piece.chain, keep_all(first, last), first, last)
-        load = replace(load, last_backward=kept.backward)
-    room = timer.terms.memory * timer.terms.share
-    used = room - timer.room(first, last, flight) + passage.memory(flight)
-    return Partition(first, last, piece, flight, region, load, passage.hold, used, room)
+    return Load(passage.forward, passage.backward, send, weight)

@@ -36,6 +36,7 @@ class Linear:
     fixed_bytes: int  # there whatever is recomputed
     optimizer_peak: int  # bytes, when nothing of the chain is left
     optimizer_seconds: float
+    compiled: bool = False  # every function of the program is
 
     @property
     def once(self) -> float:
@@ -49,7 +50,8 @@ class Linear:
 
     def regions(self, region: Region) -> tuple[plan.Region, ...]:
         """As the plan has them: links that keep a part of themselves are a region with what they keep."""
-        return tuple(self._regions(region))
+        found = tuple(self._regions(region))
+        return tuple(map(_compiled, found)) if self.compiled else found
 
     def _regions(self, region: Region) -> Iterator[plan.Region]:
         for step in region.steps:
@@ -67,6 +69,13 @@ class Linear:
                 yield from each
             else:
                 yield plan.Region(own.first, own.last_link, True, each, way.kept)
+
+
+def _compiled(region: plan.Region) -> plan.Region:
+    """With every function compiled, also where the links of the graph are taken one by one."""
+    if region.recompute:
+        return replace(region, inner=tuple(map(_compiled, region.inner)))
+    return region if region.compiled is not None else replace(region, compiled=1.0)
 
 
 def linearize(
@@ -87,7 +96,8 @@ def linearize(
     extra = profile.step.optimizer_bytes if profile.step else 0
     beside = math.ceil(max(part, _largest_part(graph, cluster, sharding)) * extra)
     peak = price.resident_bytes + given + beside + _apart_bytes(graph, cluster, sharding)
-    return Linear(_chain(costs, grown), costs, fixed, peak, _optimizer_seconds(profile, cluster, price, part))
+    optimizer = _optimizer_seconds(profile, cluster, price, part)
+    return Linear(_chain(costs, grown), costs, fixed, peak, optimizer, profile.compiled is not None)
 
 
 def _given(graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding) -> int:
@@ -144,11 +154,17 @@ def _optimizer_seconds(profile: Profile, cluster: Cluster, price: StepPrice, par
 
 
 def linearize_partitions(
-    graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, program: Program, price: StepPrice
+    graph: OpGraph,
+    profile: Profile,
+    cluster: Cluster,
+    sharding: Sharding,
+    program: Program,
+    price: StepPrice,
+    join: Join = Join.NONE,
 ) -> Linear:
-    """For a pipeline: every link may begin a partition, gradients add up over the micro-batches, and the last link of a
-    partition makes its output for the next."""
-    found = linearize(graph, profile, cluster, sharding, program, price, Join.NONE)
+    """For a pipeline: every link (or compiled block) may begin a partition, gradients add up over micro-batches, and
+    the last link of a partition makes its output for the next."""
+    found = linearize(graph, profile, cluster, sharding, program, price, join)
     chain = found.chain and replace(found.chain, last=(), grown=())
     return replace(found, chain=chain, fixed_bytes=price.fixed_bytes)
 

@@ -215,11 +215,16 @@ class Timer:
 
     @property
     def _never(self) -> bool:
-        last = self.terms.recompute is Recompute.EXCEPT_LAST and self.terms.micro_batches == 1
-        return last or self.terms.recompute is Recompute.NEVER
+        last_alone = self.terms.recompute is Recompute.EXCEPT_LAST and not self.keeps_last
+        return last_alone or self.terms.recompute is Recompute.NEVER
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the last micro-batch of a step is run otherwise than those before it."""
+        return self.terms.recompute is Recompute.EXCEPT_LAST and self.terms.micro_batches > 1
 
     def _fixed_memory(self, flights: Ints) -> Floats:
-        if self._never or self.terms.recompute is not Recompute.EXCEPT_LAST:
+        if not self.keeps_last:
             return self._fixed.memory(flights)
         kept, dropped = self.kept, self.dropped
         runs = np.maximum(dropped.memory(flights), (flights - 1) * dropped.hold[:, None] + kept.peak[:, None])
@@ -301,6 +306,10 @@ class Timer:
             self._schedules[key] = i, *self._schedule(i, l, flight)
         first, region, passage = self._schedules[key]
         return _moved(region, i - first), passage
+
+    def last_passage(self, i: int, l: int) -> Passage | None:
+        """Links i..l as the last micro-batch runs them; None where it runs as those before it."""
+        return run_partition(self.chain, keep_all(i, l), i, l) if self.keeps_last else None
 
     def _schedule(self, i: int, l: int, flight: int) -> tuple[Region, Passage]:
         if self.terms.recompute is not Recompute.SOLVED:

@@ -8,12 +8,13 @@ that the devices of every piece can share out: the slices of each grain make div
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from pipeline.config import Checkpoint, Pipeline, Recompute
 from pipeline.config.schema import SOLVE
+from pipeline.cost.groups import Join, groups_of
 from pipeline.cost.slices import fits, slices_of
 from pipeline.errors import SolveError
 from pipeline.ir.cluster import Cluster, LinkCost, Mesh, Split
@@ -23,8 +24,8 @@ from pipeline.ir.profile import Profile
 from stages.checkpoint import pieces, pipelines
 from stages.checkpoint.chain import Slots
 from stages.checkpoint.fill import Filled, fill
-from stages.checkpoint.given import Division, Effort, PartitionError, Wishes
-from stages.checkpoint.hand import boundary_links, spans_of
+from stages.checkpoint.given import Division, Effort, Floor, PartitionError, Wishes
+from stages.checkpoint.hand import boundary_places, join_in_partitions, spans_of
 from stages.checkpoint.in_full import Partition, PipelinePlan
 from stages.checkpoint.partition import partition
 from stages.checkpoint.reshard import Resharding
@@ -48,6 +49,12 @@ class Piped:
 
     plan: PipelinePlan
     fills: tuple[Filled, ...]  # of each partition
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First and last links of the graph in each partition."""
+        of_links = self.fills[0].linear.spans
+        return tuple((of_links[part.first][0], of_links[part.last][1]) for part in self.plan.partitions)
 
     @property
     def pieces(self) -> int:
@@ -79,23 +86,26 @@ def find_pipelines(
     if settings.pipeline is Pipeline("off"):
         return Pipelines()
     counts = slice_counts(graph.batch, settings, frontier.micro_batches, cluster.devices, where)
-    wishes = _wishes(graph, settings, cluster, where)
+    join = join_in_partitions(settings, profile.compiled is not None)
+    spans = [(group.first, group.last) for group in groups_of(graph, profile, join)]
+    wishes = _wishes(graph, spans, settings, where)
     filled: dict[str, Filled] = {}
     divisions = tuple(
         division
         for split in usable_splits(cluster)
         for offered in offered_slices(graph.batch, counts, cluster.devices)
-        if (division := _division(graph, profile, cluster, frontier, split, offered, filled)) is not None
+        if (division := _division(graph, profile, cluster, frontier, split, offered, filled, join)) is not None
     )
-    if not divisions or len(graph.chain) < 2:
+    if not divisions or len(spans) < 2:
         if _may_do_without(settings, frontier):
             return Pipelines()
-        raise _impossible(graph, cluster, frontier, where)
+        raise _impossible(graph, cluster, frontier, settings, where)
     try:
         effort = Effort(Slots(settings.slots_per_link))
         plans = partition(divisions, frontier.budget_bytes, wishes, effort, Resharding(graph, filled, cluster))
     except PartitionError as refused:
         if refused.floor is not None:
+            refused.floor = _of_graph(refused.floor, spans)
             return Pipelines(refused=refused)
         key = next((key for key in ("boundaries", "partitions") if getattr(settings, key)), "pipeline")
         if key == "pipeline" and _may_do_without(settings, frontier):
@@ -105,11 +115,28 @@ def find_pipelines(
     return Pipelines(tuple(Piped(plan, tuple(filled[part.piece.name] for part in plan.partitions)) for plan in plans))
 
 
+def _of_graph(floor: Floor, spans: Sequence[tuple[int, int]]) -> Floor:
+    """With links of the graph for those of the chain."""
+    op = replace(floor.op, link=spans[floor.op.link][0])
+    return replace(floor, first=spans[floor.first][0], last=spans[floor.last][1], op=op)
+
+
+def may_stand_alone(settings: Checkpoint, frontier: Frontier) -> bool:
+    """Whether plans without a pipeline are looked at: not where one is asked for, or a recompute that needs one."""
+    asked = settings.pipeline not in (Pipeline("off"), Pipeline("solve"))
+    return not asked and not _needs_one(settings, frontier)
+
+
+def _needs_one(settings: Checkpoint, frontier: Frontier) -> bool:
+    """Alone, the last of several micro-batches would need what `never` does, and the others would take longer."""
+    return settings.recompute is Recompute.except_last and frontier.micro_batches > 1
+
+
 def _may_do_without(settings: Checkpoint, frontier: Frontier) -> bool:
-    return settings.pipeline is Pipeline("solve") and bool(frontier.points)
+    return may_stand_alone(settings, frontier) and bool(frontier.points)
 
 
-def _impossible(graph: OpGraph, cluster: Cluster, frontier: Frontier, where: str) -> SolveError:
+def _impossible(graph: OpGraph, cluster: Cluster, frontier: Frontier, settings: Checkpoint, where: str) -> SolveError:
     if cluster.devices == 1:
         what, remedy = "a pipeline needs several devices, and the cluster has one", "set `pipeline: off`"
     elif len(graph.chain) < 2:
@@ -120,6 +147,9 @@ def _impossible(graph: OpGraph, cluster: Cluster, frontier: Frontier, where: str
     else:
         what = "no plan of the frontier is for the pieces into which the cluster splits, with such micro-batches"
         remedy = "ask for fewer micro-batches, or set `pipeline: off`"
+    if settings.pipeline is Pipeline("solve") and _needs_one(settings, frontier):
+        what += f", and `recompute: except_last` with {frontier.micro_batches} micro-batches needs one"
+        remedy = "set `recompute` to never, which needs no more memory without a pipeline, always or optimal"
     return SolveError(what, where=f"{where}: pipeline", remedy=remedy)
 
 
@@ -154,18 +184,18 @@ def offered_slices(batch: int, counts: Iterable[int], devices: int) -> Iterator[
             yield own
 
 
-def _wishes(graph: OpGraph, settings: Checkpoint, cluster: Cluster, where: str) -> Wishes:
+def _wishes(graph: OpGraph, spans: Sequence[tuple[int, int]], settings: Checkpoint, where: str) -> Wishes:
     every = tuple(pipelines.Pipeline)
     named = settings.pipeline is not Pipeline("solve")
     boundaries = None
     if settings.boundaries:
-        boundaries = boundary_links(graph, settings.boundaries, f"{where}: boundaries")
+        boundaries = boundary_places(graph, spans, settings.boundaries, f"{where}: boundaries")
     asked = settings.partitions or (len(boundaries) + 1 if boundaries else None)
     marked = WAYS[settings.recompute] is pieces.Recompute.MARKED
     return Wishes(
         pipelines=(pipelines.Pipeline(settings.pipeline.value),) if named else every,
         boundaries=boundaries,
-        partitions=(asked,) if asked else tuple(range(2, max(2, len(graph.chain)) + 1)),
+        partitions=(asked,) if asked else tuple(range(2, max(2, len(spans)) + 1)),
         recompute=WAYS[settings.recompute],
         spans=spans_of(graph, settings) if marked else (),
         chunks=tuple(n for n in range(2, asked // 2 + 1) if asked % n == 0) if asked else (2,),
@@ -208,11 +238,12 @@ def _division(
     split: Usable,
     offered: tuple[tuple[int, ...], ...],
     filled: dict[str, Filled],
+    join: Join,
 ) -> Division | None:
     """With the pieces that have plans, added to `filled`; None where a size has none."""
     by_count = {}
     for slices in offered:
-        own = list(_fills(graph, profile, cluster, frontier, split, slices))
+        own = list(_fills(graph, profile, cluster, frontier, split, slices, join))
         have = {one.piece.devices for one in own}
         if own and have.issuperset(split.sizes):
             filled |= {one.piece.name: one for one in own}
@@ -223,7 +254,13 @@ def _division(
 
 
 def _fills(
-    graph: OpGraph, profile: Profile, cluster: Cluster, frontier: Frontier, split: Usable, slices: tuple[int, ...]
+    graph: OpGraph,
+    profile: Profile,
+    cluster: Cluster,
+    frontier: Frontier,
+    split: Usable,
+    slices: tuple[int, ...],
+    join: Join,
 ) -> Iterator[Filled]:
     for number, point in enumerate(frontier.pieces):
         mesh = _mesh_in(split, frontier.meshes[point.mesh])
@@ -241,6 +278,7 @@ def _fills(
             frontier.micro_batches,
             slices,
             split.link.seconds,
+            join,
         )
         if found is not None:
             yield found
@@ -267,9 +305,9 @@ def predict(piped: Piped) -> Prediction:
     device = max(range(piped.pieces), key=lambda number: busy[number])
     compute = communication = recompute = optimizer = 0.0
     for part, filled in piped.on(device):
-        span = slice(part.first, part.last + 1)
-        once, ways = filled.once[span], [own.ways[0] for own in filled.linear.costs[span]]
-        kept = sum(way.forward + way.backward for way in ways)
+        costs = filled.linear.costs[part.first : part.last + 1]
+        span = slice(costs[0].first, costs[-1].last_link + 1)
+        once, kept = filled.once[span], sum(own.ways[0].forward + own.ways[0].backward for own in costs)
         moved = sum(link.communication.total for link in filled.price.links[span])
         compute += plan.micro_batches * (kept - moved) + sum(one.compute for one in once)
         communication += plan.micro_batches * moved + sum(one.communication for one in once)
@@ -289,9 +327,8 @@ def predict(piped: Piped) -> Prediction:
 
 def _recompute(part: Partition, kept: float, micro_batches: int) -> float:
     """Beyond the seconds of a micro-batch that keeps everything; the last one may keep it."""
-    load = part.load
-    last = load.time if load.last_backward is None else load.forward + load.last_backward
-    return max(0.0, (micro_batches - 1) * load.time + last - micro_batches * kept)
+    last = part.load.last or part.load
+    return max(0.0, (micro_batches - 1) * part.load.time + last.time - micro_batches * kept)
 
 
 def _resident(piped: Piped, device: int) -> float:

@@ -156,20 +156,20 @@ class Load:
     send: float = 0.0  # of its output to the next partition, and of the gradient back: each
     weight: float = 0.0  # of the backward, what can be put off (zero_bubble)
     once: float = 0.0  # gradient sums, optimizer
-    last_backward: float | None = None  # of the last micro-batch, where that one is not recomputed
+    last: Load | None = None  # of the last micro-batch, where that one is not recomputed
 
     @property
     def time(self) -> float:
         return self.forward + self.backward
 
     def seconds(self, task: Task, split: bool, micro_batches: int) -> float:
+        if self.last is not None and task.micro == micro_batches - 1:
+            return self.last.seconds(task, split, micro_batches)
         if task.phase == "F":
             return self.forward
         if task.phase == "W":
             return self.weight
-        again = self.last_backward is not None and task.micro == micro_batches - 1
-        backward = self.last_backward if again and self.last_backward is not None else self.backward
-        return backward - (self.weight if split else 0.0)
+        return self.backward - (self.weight if split else 0.0)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Resharding:
 
     def __call__(self, cut: int, before: Piece, after: Piece) -> float:
         sender, receiver = self.filled[before.name], self.filled[after.name]
-        name = self.graph.chain[cut].input
+        name = self.graph.chain[sender.linear.spans[cut][0]].input
         if name is None:
             return 0.0
         value, ends = self.graph.values[name], (sender.home[name], receiver.home[name])

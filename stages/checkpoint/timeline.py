@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from pipeline.cost.step import StepPrice
 from pipeline.ir.plan import Event, Timeline, Total
@@ -42,23 +43,22 @@ def of_one(price: StepPrice, outcome: Outcome, linear: Linear) -> Timeline:
     return _bounded(events)
 
 
-def of_pipeline(plan: PipelinePlan) -> Timeline:
-    """Of each partition the micro-batches as they pass, and what is done once they are through."""
+def of_pipeline(plan: PipelinePlan, spans: Sequence[tuple[int, int]]) -> Timeline:
+    """Of each partition, with its links, the micro-batches as they pass, and what is done once they are through."""
     events: list[Event] = []
     size = len(plan.timeline.events)
     for device, row in enumerate(plan.timeline.events):
         for event in row:
-            part, task = plan.partitions[event.task.partition], event.task
-            seconds = event.end - event.start
+            task, seconds = event.task, event.end - event.start
             if seconds:
-                what = PHASES[task.phase]
-                events.append(Event(what, task.partition, part.first, part.last, task.micro, event.start, seconds))
+                what, links = PHASES[task.phase], spans[task.partition]
+                events.append(Event(what, task.partition, *links, task.micro, event.start, seconds))
         now = row[-1].end
         for number in range(device, len(plan.partitions), size):
             part = plan.partitions[number]
             if part.load.once:
                 what = "gradient sums, optimizer"
-                events.append(Event(what, number, part.first, part.last, None, now, part.load.once))
+                events.append(Event(what, number, *spans[number], None, now, part.load.once))
                 now += part.load.once
     return _bounded(events, waits(plan))
 

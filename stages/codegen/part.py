@@ -33,6 +33,12 @@ class Part:
     first: int = 0  # link of the model with which it begins
     common: dict[str, Outside] = field(default_factory=dict)  # of the model: partitions agree on the names
     leaving: tuple[str, ...] = ()  # common values that later partitions read
+    keeps_last: bool = False  # its regions are not run again in the last micro-batch of a step
+
+    @property
+    def recompute(self) -> str:
+        """The function that runs its regions."""
+        return "recompute_except_last" if self.keeps_last else "recompute"
 
     @property
     def mesh(self) -> Mesh:
@@ -141,7 +147,7 @@ def write_part(part: Part) -> Written:
     blocks = [_block(leaf, part, outside) for leaf in leaves]
     used = set(before.used).union(copies.used if copies else (), *(b.used for b in blocks))
     used |= {"scope"} if any(b.reads_parameters for b in blocks) else set()
-    used |= {"recompute"} if any(r.recompute for r in part.regions) else set()
+    used |= {part.recompute} if any(r.recompute for r in part.regions) else set()
     used |= {"keep_shards"} if used & {"again", "regather", "regather_together"} else set()
     used |= {"compiled"} if any(leaf.compiled is not None for leaf in leaves) else set()
     used |= {"channels_last"} if "compiled" in used and convolves(part.graph) else set()
@@ -353,7 +359,7 @@ def _region_lines(
             continue
         arguments, results = _ends(part, region, callers)
         name = f"links_{part.first + region.first}_to_{part.first + region.last}"
-        call = f"recompute({', '.join([f'self.{name}', *arguments])})"
+        call = f"{part.recompute}({', '.join([f'self.{name}', *arguments])})"
         lines += statement(f"{', '.join(results)} = {call}", indent=indent)
         body = _region_lines(part, region.inner, callers, methods, 8)
         parameters = ", ".join(["self", *(f"{a}: Tensor" for a in arguments)])

@@ -88,6 +88,7 @@ def _part(graph: OpGraph, plan: Plan, number: int, common: dict[str, Outside], n
         first=partition.first,
         common=common,
         leaving=crossing(graph, partition.last + 1)[1:],
+        keeps_last=plan.keeps_last,
     )
 
 
@@ -129,13 +130,14 @@ def _header(
     devices = [str(prod(partition.sizes)) for partition in plan.partitions[:pieces]]
     turns = f"partition n is on piece n % {pieces}" if plan.chunks > 1 else "partition n is on piece n"
     less = _LESS if smaller else ""
+    last = _LAST if "recompute_except_last" in used else ""
     begin = f"The training program of a pipeline of {count} partitions, written from runs/checkpoint/plan.json."
     return f'''"""{begin}{told_digest(digest)}
 
 A class for each partition, for one micro-batch: `forward` takes what the partition before sends (x and, by their names,
 the values in `SENT`) and of the batch what its `INPUTS` name; it returns what the next one reads, x first, and the last
 one the loss. `MESH`, `INPUTS` and `PARAMETERS` are those of its piece. How tensors get from the layout of one
-partition's mesh to that of the next is not written here: `SENT` has both.{less}
+partition's mesh to that of the next is not written here: `SENT` has both.{less}{last}
 
 Each line's layout stands behind it with the shape of one rank's piece: R replicated, B replicated with a partial
 gradient, S(d) split on dim d, P partial sums. `del` lets go of what backward does not need, `kept` is not computed
@@ -168,6 +170,12 @@ _LESS = """
 
 Micro-batches have different numbers of samples (`SLICES`). Sizes are those of the larger ones; a `Smaller` partition is
 what its base is, for the others. `SMALLER` has these classes in their order, and those that are for both."""
+
+
+_LAST = """
+
+The last micro-batch of a step keeps everything: `recompute_except_last` runs a region once for it, and for those before
+it once more in backward."""
 
 
 def _sent(graph: OpGraph, plan: Plan, written: list[Written], smaller: OpGraph | None) -> str:

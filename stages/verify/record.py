@@ -21,7 +21,7 @@ from pipeline.ir.program import Call, Program, Step, Tensor
 from pipeline.runtime import later
 from pipeline.runtime.compiled import as_written
 from pipeline.runtime.recompute import replaying
-from pipeline.runtime_names import EARLY, TOGETHER
+from pipeline.runtime_names import EARLY, REGIONS, TOGETHER
 
 BEFORE = -1  # in place of a link's number: what is done before the chain
 _NOTE, _ENTER, _BEGIN = "_shardwright_note", "_shardwright_enter", "_shardwright_begin"
@@ -147,7 +147,7 @@ def _is_step(node: ast.stmt, functions: dict[str, ast.FunctionDef]) -> bool:
     """Not a link, a region, an input by its own name, what begins early, or the parameters."""
     assert isinstance(node, ast.Assign | ast.Expr)
     if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
-        return node.value.func.id.partition("_keeps_")[0] not in (*functions, "recompute", *EARLY)
+        return node.value.func.id.partition("_keeps_")[0] not in (*functions, *REGIONS, *EARLY)
     told = ast.unparse(node.value)
     return told != "self.tensors" and not told.startswith("batch[")
 
@@ -160,7 +160,7 @@ def _links(
         call = node.value if isinstance(node, ast.Assign | ast.Expr) else None
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             continue
-        if call.func.id == "recompute" and isinstance(call.args[0], ast.Attribute):
+        if call.func.id in REGIONS and isinstance(call.args[0], ast.Attribute):
             yield from _links(methods[call.args[0].attr].body, functions, methods)
         elif call.func.id in functions:
             yield call.func.id

@@ -72,6 +72,34 @@ def test_the_summary_shows_the_pipeline(
     assert f"1f1b of 2 partitions, {MICRO_BATCHES[slices]} micro-batches" in capsys.readouterr().out
 
 
+def test_only_the_last_micro_batch_keeps_everything(
+    make_project: Maker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As GPipe: the losses are those of the plain loop, and the peak is the predicted one, which `always` has not."""
+    predicted = {}
+    for how, stages in {"always": STAGES[: STAGES.index("checkpoint") + 1], "except_last": STAGES}.items():
+        made = make_project(
+            tiny=True,
+            model={"module": TINY["model"]["module"] | {"width": 64, "layers": 4}},
+            solve={"piece_meshes": 1},
+            checkpoint={"pipeline": "gpipe", "boundaries": ["layers.2"], "recompute": how},
+            train={"micro_batches": 4},
+        )
+        monkeypatch.chdir(made.root)
+        for name in stages:
+            assert main([name, "-q"]) == 0, name
+        predicted[how] = made.load("plan").rank_peak_bytes
+    assert made.load("plan").keeps_last and predicted["always"][0] < 0.9 * predicted["except_last"][0]
+    assert "recompute_except_last(" in (made.root / "runs/codegen/module.py").read_text()
+    report = made.load("report")
+    assert report.peak_bytes == pytest.approx(predicted["except_last"], rel=0.06)
+    assert main(["verify", "-q", "--steps", "2"]) == 0
+    capsys.readouterr()
+    plain_loop.main(made.root, report.steps)
+    plain = [float(line) for line in capsys.readouterr().out.split()]
+    assert worst_difference(report.losses, plain) < 2e-5
+
+
 def test_verify_finds_it_equal(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -248,6 +248,17 @@ def test_regions_are_named_after_the_links_of_the_model() -> None:
     assert inside.count("recompute(") == 1 and f"x = recompute(self.links_5_to_{last - 1}, x)" in inside
 
 
+def test_a_last_micro_batch_that_keeps_everything_is_told() -> None:
+    plan = plan_with_pipelines("gpt", pipeline="gpipe", recompute="except_last", partitions=2)
+    first, second = plan.partitions
+    text = write_partitions(GRAPHS["gpt"](), plan)
+    assert f"x = recompute_except_last(self.links_0_to_{first.last}, " in text
+    assert f"x = recompute_except_last(self.links_{second.first}_to_{second.last - 1}, x)" in text
+    assert "The last micro-batch of a step keeps everything" in text and "recompute(" not in text
+    always = write_partitions(GRAPHS["gpt"](), replace(plan, keeps_last=False))
+    assert "last micro-batch" not in always and always.count("x = recompute(self.") == 2
+
+
 def test_a_partition_takes_of_the_batch_what_it_reads(chosen: Case) -> None:
     first, *between, last = load(chosen[2])["PARTITIONS"]
     assert list(first.INPUTS) == ["input_ids"] and list(last.INPUTS) == ["labels"]

@@ -7,15 +7,16 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from stages.checkpoint.chain import Chain, ChainError, Slots
 from stages.checkpoint.given import Division, Effort, PartitionError, Wishes
-from stages.checkpoint.in_flight import run_partition
+from stages.checkpoint.in_flight import Passage, fullest, run_partition
 from stages.checkpoint.in_full import PipelinePlan
 from stages.checkpoint.partition import partition
 from stages.checkpoint.pieces import Piece, Recompute, Sent, Terms, Timer
-from stages.checkpoint.pipelines import Pipeline
+from stages.checkpoint.pipelines import Order, Pipeline, in_flight, orders, refusal
 from tests.partition_cases import Case, least_estimate, random_case
 
 
@@ -226,6 +227,52 @@ def test_what_is_marked_is_recomputed_as_far_as_a_partition_has_it() -> None:
             kind, (_, passage) = timer.kinds.of[i, last], timer.schedule(i, last, 2)
             found = timer.marked.time[kind], timer.marked.hold[kind], timer.marked.peak[kind]
             assert found == (passage.time, passage.hold, passage.peak)
+
+
+@pytest.mark.parametrize("pipeline", Pipeline)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_last_micro_batch_that_keeps_everything_is_part_of_the_peak(seed: int, pipeline: Pipeline) -> None:
+    """Every partition's order, played with what each micro-batch holds: no moment has more than the peak."""
+    for micro_batches, pieces in random_case(seed).division.pieces.items():
+        devices = 3
+        if refusal(pipeline, devices, 1 + (pipeline is Pipeline.INTERLEAVED), micro_batches):
+            continue
+        timer = Timer(pieces[0], Terms(10**6, micro_batches, Recompute.EXCEPT_LAST))
+        order = orders(pipeline, devices, micro_batches, 1 + (pipeline is Pipeline.INTERLEAVED))
+        for number, flight in enumerate(in_flight(order)):
+            for first, last in ((0, pieces[0].links - 1), (1, 2)):
+                (_, each), kept = timer.schedule(first, last, flight), timer.last_passage(first, last)
+                moment = fullest(each, kept, flight)
+                played = _most_held(order, number, each, kept or each)
+                exact = pipeline in (Pipeline.GPIPE, Pipeline.ONE_F_ONE_B)
+                assert played == moment.memory if exact else played <= moment.memory
+                kind = timer.kinds.of[first, last]
+                assert moment.memory == timer._fixed_memory(np.array([flight]))[kind, 0]
+
+
+def _most_held(order: Order, partition: int, each: Passage, last: Passage) -> float:
+    end, waiting, most = "W" if order.pipeline is Pipeline.ZERO_BUBBLE else "B", dict[int, float](), 0.0
+    for task in order.tasks[partition % len(order.tasks)]:
+        if task.partition != partition:
+            continue
+        own = last if task.micro == order.micro_batches - 1 else each
+        most = max(most, own.peak + sum(held for micro, held in waiting.items() if micro != task.micro))
+        waiting[task.micro] = own.hold
+        if task.phase == end:
+            del waiting[task.micro]
+    return most
+
+
+def test_a_last_micro_batch_that_keeps_everything_fits_the_memory() -> None:
+    asked = {"pipelines": (Pipeline.GPIPE,), "recompute": Recompute.EXCEPT_LAST, "boundaries": (2, 4, 6)}
+    free = first(four(), **asked)
+    need = int(max(part.peak_bytes for part in free.partitions))
+    assert need > max(p.peak_bytes for p in first(four(), **asked | {"recompute": Recompute.ALWAYS}).partitions)
+    assert first(four(), memory=need, **asked).seconds == free.seconds
+    with pytest.raises(PartitionError, match="no pipeline fits") as refused:
+        first(four(), memory=need - 1, **asked)
+    floor = refused.value.floor
+    assert floor.memory == need and floor.waiting_bytes > 0
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import artifacts
+from pipeline.blocks import blocks_of
 from pipeline.config import Cluster as ClusterSettings
 from pipeline.config import ClusterSource, Device, Preset, load_config
 from pipeline.cost.slices import sliced
@@ -20,6 +21,7 @@ from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.codec import decode, encode
 from pipeline.ir.layout import B, Layout, P, R, S
 from pipeline.ir.plan import Partition, Plan, Region
+from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
 from pipeline.lowering import lower
 from pipeline.stage import Inputs
 from stages.checkpoint import pipelines, schedule
@@ -334,12 +336,138 @@ def test_recompute_as_it_is_asked_for(recompute: str) -> None:
 
 def test_all_but_the_last_micro_batch() -> None:
     """It is faster than always, by what the last backward saves on its way."""
-    always, except_last, never = (
-        plan_with_pipelines("gpt", pipeline="gpipe", recompute=how, partitions=2).prediction
+    plans = [
+        plan_with_pipelines("gpt", pipeline="gpipe", recompute=how, partitions=2)
         for how in ("always", "except_last", "never")
-    )
+    ]
+    assert [plan.keeps_last for plan in plans] == [False, True, False]
+    assert "2 recompute regions but in the last micro-batch; " in describe(GRAPHS["gpt"](), plans[1])
+    always, except_last, never = (plan.prediction for plan in plans)
     assert never.step_seconds < except_last.step_seconds < always.step_seconds
     assert except_last.recompute_seconds == pytest.approx(always.recompute_seconds * 3 / 4, rel=0.3)
+    assert always.peak_bytes < except_last.peak_bytes < never.peak_bytes
+
+
+def test_the_last_micro_batch_keeps_everything_within_the_budget() -> None:
+    """Between the peaks of `always` and `except_last` nothing is chosen that would not fit."""
+    asked = {"pipeline": "gpipe", "partitions": 2, "boundaries": ["layers.1"]}
+    free = plan_with_pipelines("gpt", recompute="except_last", **asked)
+    always = plan_with_pipelines("gpt", recompute="always", **asked)
+    tight = least("gpt", recompute="except_last", **asked)
+    assert max(part.peak_bytes for part in always.partitions) < tight <= free.prediction.peak_bytes
+    plan = plan_with_pipelines("gpt", tight, recompute="except_last", **asked)
+    assert plan.keeps_last and plan.prediction.peak_bytes <= tight
+    piped = pipelines_of("gpt", recompute="except_last", **asked).found[0]
+    for part, filled in zip(free.partitions, piped.fills, strict=True):
+        _, _, hold, peak = replayed(filled.linear, part)
+        links = [Region(link, link, False, ()) for link in range(part.first, part.last + 1)]
+        _, _, all_held, most = replayed(filled.linear, replace(part, regions=tuple(links)))
+        own = part.peak_bytes - max(3 * hold + most, 2 * hold + all_held + peak)  # four in flight
+        always_own = piped.plan.partitions[free.partitions.index(part)]
+        assert own == pytest.approx(always_own.peak_bytes - always_own.fullest.memory, abs=1)
+
+
+# ----------------------------------------------------------------------------------------------------- compiled blocks
+
+
+NOT_MEASURED = Compiled("", (), ())
+
+
+def measured(name: str, times: float = 1.0) -> Compiled:
+    """Every block of a model alike: all kept, or a third in more time."""
+    whole = CompiledWay(1.0, times * 1e-4, times * 2e-4, 100_000, 90_000, 120_000, 200_000)
+    third = CompiledWay(0.3, times * 1e-4, times * 2.5e-4, 40_000, 30_000, 120_000, 200_000)
+    blocks = tuple(CompiledBlock(*span, 0) for span in blocks_of(GRAPHS[name]()))
+    return Compiled("a card", blocks, ((whole, third),))
+
+
+def functions_in(regions: tuple[Region, ...]) -> list[Region]:
+    return [leaf for r in regions for leaf in (functions_in(r.inner) if r.recompute else [r])]
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("recompute", ["optimal", "never", "always", "except_last"])
+def test_compiled_blocks_are_compiled_in_partitions_too(recompute: str, kind: str) -> None:
+    for compiled in (NOT_MEASURED, measured("gpt")):
+        plan = plan_with_pipelines("gpt", compiled=compiled, pipeline=kind, recompute=recompute)
+        covers("gpt", plan)
+        found = [leaf for part in plan.partitions for leaf in functions_in(part.regions)]
+        assert tuple((leaf.first, leaf.last) for leaf in found) == blocks_of(GRAPHS["gpt"]())
+        assert all(leaf.compiled is not None for leaf in found)
+        spans = {(part.first, part.last) for part in plan.partitions}
+        assert {(event.first, event.last) for event in plan.timeline.events} == spans
+
+
+@pytest.mark.parametrize("recompute", ["full", "every"])
+def test_what_is_said_of_links_compiles_them_one_by_one(recompute: str) -> None:
+    asked = {"pipeline": "1f1b", "recompute": recompute}
+    plan, plain = (plan_with_pipelines("gpt", compiled=own, **asked) for own in (measured("gpt"), None))
+    found = [leaf for part in plan.partitions for leaf in functions_in(part.regions)]
+    assert all(leaf.first == leaf.last and leaf.compiled == 1.0 for leaf in found)
+    assert plan.prediction == plain.prediction  # a link was not measured by itself
+
+
+def test_partitions_take_what_their_blocks_were_measured_to() -> None:
+    """As plans without a pipeline, beside which they are chosen."""
+    for pipeline in ("1f1b", "off"):
+        once, slower = (
+            plan_with_pipelines("gpt", compiled=measured("gpt", times), pipeline=pipeline) for times in (1.0, 2.0)
+        )
+        assert once.pipelined is (pipeline == "1f1b")
+        one, other = once.prediction, slower.prediction
+        assert one.compute_seconds > 1e-4 and other.compute_seconds == pytest.approx(2 * one.compute_seconds, rel=0.01)
+    two = plan_with_pipelines("gpt", compiled=measured("gpt"), pipeline="gpipe", partitions=2)
+    tight = least("gpt", compiled=measured("gpt"), pipeline="gpipe", partitions=2)
+    assert tight < two.prediction.peak_bytes
+    small = plan_with_pipelines("gpt", tight, compiled=measured("gpt"), pipeline="gpipe", partitions=2)
+    assert small.prediction.peak_bytes <= tight and small.prediction.step_seconds > two.prediction.step_seconds
+    kept = {leaf.compiled for part in small.partitions for leaf in functions_in(part.regions)}
+    again = any(region.recompute for part in small.partitions for region in part.regions)
+    assert again or 0.3 in kept
+
+
+def test_slices_take_their_part_of_what_blocks_were_measured_to() -> None:
+    """Three of four samples: a third of the time each, and the bytes of the largest."""
+    _, profile = sliced(GRAPHS["gpt"](), replace(profile_of("gpt"), compiled=measured("gpt"), kernels=None), (2, 1, 1))
+    (whole, _), (part, _) = measured("gpt").runs[0], profile.compiled.runs[0]
+    assert part.forward == pytest.approx(whole.forward / 3) and part.saved == whole.saved / 2
+    shared, plain = (
+        plan_with_pipelines("gpt", compiled=measured("gpt"), pipeline="1f1b", partitions=2, **more)
+        for more in ({"micro_batches": 8}, {})
+    )
+    assert shared.slices == (2, 2)
+    assert shared.partitions[0].seconds == pytest.approx(plain.partitions[0].seconds / 2, rel=0.1)
+
+
+def test_gradients_of_compiled_products_are_not_put_off() -> None:
+    for found in pipelines_of("gpt", compiled=measured("gpt"), pipeline="zero_bubble").found:
+        assert not any(nbytes for fill in found.fills for nbytes in fill.piece.put_off)
+
+
+def test_a_boundary_inside_a_compiled_block_is_refused() -> None:
+    asked = {"pipeline": "1f1b", "compiled": NOT_MEASURED}
+    plan = plan_with_pipelines("gpt", boundaries=["layers.1"], **asked)
+    assert [(part.first, part.last) for part in plan.partitions] == [(0, 3), (4, 8)]
+    told = r"layers.1.up begins inside a block that is compiled as one function, links 4..5; name the module with which"
+    with pytest.raises(SolveError, match=told):
+        plan_with_pipelines("gpt", boundaries=["layers.1.up"], **asked)
+
+
+def test_one_micro_batch_is_the_last() -> None:
+    plan = plan_with_pipelines("gpt", passes=1, pipeline="1f1b", recompute="except_last")
+    assert plan.micro_batches == 1 and not plan.keeps_last
+    assert not any(region.recompute for part in plan.partitions for region in part.regions)
+
+
+def test_a_last_micro_batch_needs_a_pipeline_or_to_be_the_only_one() -> None:
+    cluster, frontier = with_pieces("gpt")
+    given = (GRAPHS["gpt"](), profile_of("gpt"), cluster, replace(frontier, pieces=()))
+    told = "no plans of fewer devices .*, and `recompute: except_last` with 4 micro-batches needs one; set `recompute`"
+    with pytest.raises(SolveError, match=told):
+        find_pipelines(*given, settings_of("solve", "except_last"), FILE)
+    alone = plan_with_pipelines("gpt", passes=1, pipeline="off", recompute="except_last")
+    assert not alone.pipelined and not any(region.recompute for region in alone.regions)
+    assert plan_with_pipelines("gpt", recompute="except_last").pipelined  # none else is looked at
 
 
 def test_a_pipeline_that_is_solved_for_is_taken_where_it_is_faster() -> None:

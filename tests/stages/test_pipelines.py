@@ -184,8 +184,15 @@ def test_estimates_are_exact_for_equal_partitions(pipeline: Pipeline, devices: i
 
 
 def test_the_last_micro_batch_may_be_kept() -> None:
-    loads = [Load(1, 3, last_backward=2), Load(1, 3, last_backward=2)]
+    loads = [Load(1, 3, last=Load(1, 2))] * 2
     assert simulate(orders(GPIPE, 2, 4), loads).seconds == gpipe_step([Load(1, 3)] * 2, 4) - 1
+    drawn = draw(simulate(orders(ZERO, 2, 2), [Load(1, 3, last=Load(1, 2, weight=1))] * 2))
+    assert (
+        drawn
+        == """\
+01...aaab-
+.0aaa1b-.."""
+    )  # what is recomputed makes the gradients of its weights at once
 
 
 def test_a_step_ends_when_the_last_device_has_done_its_part() -> None:

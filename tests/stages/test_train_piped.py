@@ -51,6 +51,16 @@ CASES = (
     Case("tied", "gpipe", (2, 2), micro_batches=2, slices=2, grain=2, plans="data_parallel"),  # 4 and 2, of two ranks
     Case("gpt", "1f1b", (2, 2), micro_batches=4, slices=4, plans="megatron"),
     Case("shared", "zero_bubble", (1, 2, 1), micro_batches=4, slices=2, grain=2, seed=1),
+    Case("tied", "gpipe", (1, 1), seed=1, keeps_last=True),
+    Case("gpt", "1f1b", (2, 2), micro_batches=3, keeps_last=True),
+    Case("unet", "interleaved", (1, 1), chunks=2, micro_batches=4, slices=4, seed=2, keeps_last=True),  # 2, 2, 1 and 1
+    Case("gpt", "zero_bubble", (1, 1), keeps_last=True),  # only the last one's products are put off
+    Case("gpt", "gpipe", (2, 2), plans="zero", micro_batches=3, keeps_last=True),
+)
+COMPILED = (
+    Case("gpt", "1f1b", (1, 1), micro_batches=2, compiled=True),
+    Case("tied", "zero_bubble", (1, 1), micro_batches=2, compiled=True),  # products are not put off
+    Case("unet", "gpipe", (1, 1), micro_batches=2, compiled=True, seed=1),  # convolutions, statistics of batch norms
 )
 
 
@@ -74,6 +84,23 @@ def errors(folder: Path) -> dict[str, str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def errors_compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A rank waits while the one before it compiles."""
+    folder = tmp_path_factory.mktemp("compiled")
+    for case in COMPILED:
+        write_case(case, folder)
+    one, other = run_ranks(2, train, str(folder), limit_s=900, collective_s=600)
+    return {name: one[name] + other.get(name, "") for name in one}
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.name)
+def test_a_pipeline_of_compiled_blocks_trains_as_the_unsplit_module(
+    case: Case, errors_compiled: dict[str, str]
+) -> None:
+    assert errors_compiled[case.name] == ""
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_pipeline_trains_as_the_unsplit_module(case: Case, errors: dict[str, str]) -> None:
     assert errors[case.name] == ""
@@ -90,9 +117,8 @@ def test_the_cases_have_what_they_are_for(errors: dict[str, str], folder: Path) 
     put_off = [text.split("class Partition1")[1] for name, text in texts.items() if "zero_bubble" in name]
     for what in ("recompute(", "keep_shards(", "def copies"):
         assert any(what in text for text in put_off), f"no gradients are put off with {what}"
-    without = [
-        case for case in CASES if case.schedule == "zero_bubble" and case.model == "gpt" and not put_off_in(case)[1]
-    ]
+    of_gpt = [case for case in CASES if case.schedule == "zero_bubble" and case.model == "gpt"]
+    without = [case for case in of_gpt if not put_off_in(case, last=True)[1]]
     assert not without, "their second partition has no product that is put off"
 
 

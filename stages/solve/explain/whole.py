@@ -84,7 +84,8 @@ def in_words(plan: Plan) -> dict[str, str]:
     again = [region for part in plan.partitions for region in part.regions if region.recompute]
     spans = ", ".join(map(_span, again))
     found["micro-batches"] = str(plan.micro_batches)
-    found["recompute"] = f"{len(again)} regions (links {spans})" if again else "nothing"
+    but = ", not in the last micro-batch" if plan.keeps_last else ""
+    found["recompute"] = f"{len(again)} regions (links {spans}){but}" if again else "nothing"
     return found
 
 
