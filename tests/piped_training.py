@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo.utils
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -334,7 +335,7 @@ def _train(path: Path) -> None:
     from safetensors.torch import load_file
 
     case, truth = torch.load(path.with_suffix(".truth"), weights_only=False)
-    engine = Piped(job_of(case, path))
+    engine, before = Piped(job_of(case, path)), torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert engine.samples == case.passes * len(next(iter(batch_of(case.model).values())))
     assert engine.stream == engine.places.piece
     watched = {partition.number: _watched(partition) for partition in engine.partitions}
@@ -350,6 +351,8 @@ def _train(path: Path) -> None:
         if case.keeps_last:
             _check_last(case, ran)
         ran.clear()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    assert (graphs > 0) is case.compiled, f"{graphs} graphs were compiled"
     expected = torch.tensor(truth["losses"], dtype=torch.float64)
     _near("losses", torch.tensor(losses, dtype=torch.float64), expected, NEAR[case.precision])
     if case.precision:
