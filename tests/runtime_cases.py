@@ -21,7 +21,7 @@ from pipeline.ir.layout import B, Layout, P, R, S, State
 from pipeline.runtime import later
 from pipeline.runtime.collectives import SHORT, all_reduce, own_sum
 from pipeline.runtime.compiled import compiled
-from pipeline.runtime.gradients import SMALL, Gradients
+from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.losses import count_targets, mean_cross_entropy, mean_of_pieces
 from pipeline.runtime.memory import storage_bytes
 from pipeline.runtime.mesh import axis_of, set_mesh
@@ -156,14 +156,13 @@ def summed(parameters: list[nn.Parameter], **sizes: float) -> Gradients:
 
 
 TINY = {"first_mb": 1e-6, "bucket_mb": 1e-6}  # a bucket for each parameter
-LARGE = SMALL // 16 + 1  # rows of a gradient that is copied to its bucket by itself
 
 
 def check_sums() -> None:
     """Gradients are summed over the ranks, step after step, and stay views of their bucket."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for sizes in ({}, TINY, {"first_mb": 1e-4, "bucket_mb": 3e-4}):
-        params = parameters(3, 5, LARGE, 2)
+        params = parameters(3, 5, 7, 2)
         sums = summed(params, **sizes)
         assert sums.buckets[0].members[0].parameter is params[-1], "backward finishes the last parameter first"
         for _ in range(2):
@@ -181,7 +180,7 @@ def check_sums() -> None:
 def check_old_values() -> None:
     """What a bucket holds from the step before does not count: the first gradient takes its place."""
     ranks = dist.get_world_size()
-    first, second, unread = params = parameters(3, LARGE, 5)
+    first, second, unread = params = parameters(3, 4, 5)
     sums = summed(params)
     for passes in (1, 2):
         for flat in sums.buffers():

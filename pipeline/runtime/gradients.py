@@ -30,8 +30,6 @@ from pipeline.runtime.ahead import Ahead
 from pipeline.runtime.collectives import all_gather_into, sum_own
 from pipeline.runtime.mesh import MeshAxis, axis_of, joined
 
-SMALL = 1 << 16  # bytes of a gradient up to which a call takes longer than its copy
-
 Row = tuple[str, str, str]  # of a program's PARAMETERS: layout, axes over which the gradient is summed, state's layout
 
 
@@ -198,8 +196,7 @@ class _Sum:
     """Gradients that are summed over the ranks of some axes.
 
     Autograd makes the first of a step anew, without adding to zeros, and it is copied to its slot of the bucket, which
-    takes its place: there later passes add theirs. Small ones stay where they are until the bucket is sent, and are
-    copied by one call: the call is what a small copy costs.
+    takes its place: there later passes add theirs.
     """
 
     def __init__(self, members: list[_Member]) -> None:
@@ -211,8 +208,7 @@ class _Sum:
         *slots, seat = self.flat.split([*lengths, 1])
         self.slots = [slot.view_as(parameter) for slot, parameter in zip(slots, parameters, strict=True)]
         self.seat = later.Seat(self.axis, seat)
-        self.small = frozenset(n for n, member in enumerate(members) if member.nbytes <= SMALL)
-        self.arrived: set[int] = set()  # numbers of those whose gradient is there: in its slot, unless it is small
+        self.arrived: set[int] = set()  # numbers of those whose gradient lies in its slot
         self.missing = set(range(len(members)))  # numbers of those whose gradient the last pass has not finished
         self.work: Any = None
 
@@ -223,21 +219,13 @@ class _Sum:
 
     def take(self, number: int) -> None:
         if number not in self.arrived:
-            self.arrived.add(number)
-            if number not in self.small:
-                self._to_slots([number])
-
-    def _to_slots(self, numbers: list[int]) -> None:
-        found = [self.members[number].parameter for number in numbers]
-        slots = [self.slots[number] for number in numbers]
-        torch._foreach_copy_(slots, [_gradient(parameter) for parameter in found])
-        for parameter, slot in zip(found, slots, strict=True):
+            parameter, slot = self.members[number].parameter, self.slots[number]
+            assert parameter.grad is not None
+            slot.copy_(parameter.grad)
             parameter.grad = slot
+            self.arrived.add(number)
 
     def send(self) -> None:
-        waiting = sorted(self.arrived & self.small)
-        if waiting:
-            self._to_slots(waiting)
         for number in set(range(len(self.members))) - self.arrived:
             self.members[number].parameter.grad = self.slots[number].zero_()
         if self.axis.size > 1:
@@ -252,11 +240,6 @@ class _Sum:
             self.work.wait()
             self.work = None
             self.seat.arrive()
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 class _Shards:
