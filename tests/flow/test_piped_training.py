@@ -76,16 +76,18 @@ def test_only_the_last_micro_batch_keeps_everything(
     make_project: Maker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As GPipe: the losses are those of the plain loop, and the peak is the predicted one, which `always` has not."""
-    predicted = {}
-    for how, stages in {"always": STAGES[: STAGES.index("checkpoint") + 1], "except_last": STAGES}.items():
-        made = make_project(
-            tiny=True,
-            model={"module": TINY["model"]["module"] | {"width": 64, "layers": 4}},
-            solve={"piece_meshes": 1},
-            checkpoint={"pipeline": "gpipe", "boundaries": ["layers.2"], "recompute": how},
-            train={"micro_batches": 4},
-        )
-        monkeypatch.chdir(made.root)
+    made = make_project(
+        tiny=True,
+        model={"module": TINY["model"]["module"] | {"width": 64, "layers": 4}},
+        solve={"piece_meshes": 1},
+        checkpoint={"pipeline": "gpipe", "boundaries": ["layers.2"], "recompute": "always"},
+        train={"micro_batches": 4},
+    )
+    monkeypatch.chdir(made.root)
+    predicted, settings = {}, made.root / "conf/checkpoint/tiny.yaml"
+    planning = STAGES.index("checkpoint")
+    for how, stages in {"always": STAGES[: planning + 1], "except_last": STAGES[planning:]}.items():
+        settings.write_text(settings.read_text().replace("recompute: always", f"recompute: {how}"))
         for name in stages:
             assert main([name, "-q"]) == 0, name
         predicted[how] = made.load("plan").rank_peak_bytes
@@ -93,7 +95,6 @@ def test_only_the_last_micro_batch_keeps_everything(
     assert "recompute_except_last(" in (made.root / "runs/codegen/module.py").read_text()
     report = made.load("report")
     assert report.peak_bytes == pytest.approx(predicted["except_last"], rel=0.06)
-    assert main(["verify", "-q", "--steps", "2"]) == 0
     capsys.readouterr()
     plain_loop.main(made.root, report.steps)
     plain = [float(line) for line in capsys.readouterr().out.split()]
