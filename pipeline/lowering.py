@@ -35,7 +35,7 @@ from pipeline.ir.program import Call, Convert, Program, Step, Tensor
 
 
 def lower(graph: OpGraph, sharding: Sharding, micro_batches: int = 1, *, to_loss: bool = True) -> Program:
-    """`to_loss` is false for a partition of a pipeline but the last: its output leaves as it is written."""
+    """`to_loss` is false for a partition of a pipeline but the last: its output leaves as the next one reads it."""
     home, written = home_layouts(graph, sharding), _written(graph, sharding)
     shared = _shared(graph, sharding, home, by_value=micro_batches > 1)
     output = _loss(graph, home) if to_loss else Tensor(graph.output, home[graph.output])

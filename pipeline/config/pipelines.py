@@ -75,7 +75,8 @@ def _check_pieces(config: Config, source_of: Callable[[str], Source]) -> None:
 
 def _check_last(config: Config, source_of: Callable[[str], Source]) -> None:
     """Without a pipeline the last micro-batch would need as much as if none recomputed, and the others take longer."""
-    settings, passes = config.checkpoint, config.train.micro_batches
+    settings = config.checkpoint
+    passes = settings.micro_batches if isinstance(settings.micro_batches, int) else config.train.micro_batches
     if settings.recompute is Recompute.except_last and settings.pipeline is OFF and passes > 1:
         reason = f"'except_last' with {passes} micro-batches is for pipelines, and `pipeline` is off"
         raise source_of("checkpoint").error(("recompute",), reason, LAST_ALONE)

@@ -45,7 +45,7 @@ def _cuts(batch: int, devices: int, passes: int, settings: Checkpoint, where: st
     """The ways to cut a pass, into few slices first."""
     counts = slice_counts(batch, settings, passes, devices, where)
     if settings.recompute is Recompute.except_last:
-        counts = (1,)  # all micro-batches are treated alike here
+        counts = tuple(count for count in counts if count == 1)  # of several the last is another one in pipelines alone
     equal = tuple(count for count in counts if batch % count == 0)
     if not equal and settings.pipeline is Pipeline("off"):
         raise SolveError(

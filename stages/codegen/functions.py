@@ -9,8 +9,8 @@ from stages.codegen.block import RESERVED, Block, free_name, statement
 from stages.codegen.part import Caller, Written
 
 # What else a module has by name.
-GLOBALS = {"Program", "Tensor", "ONEDNN", "MESH", "MICRO_BATCHES", "INPUTS", "PARAMETERS"}
-OF_PIPELINES = {"SCHEDULE", "SLICES", "DEVICES", "SENT", "TIED", "PARTITIONS", "SMALLER"}
+GLOBALS = {"Program", "Tensor", "ONEDNN", "MESH", "MICRO_BATCHES", "SLICES", "INPUTS", "PARAMETERS"}
+OF_PIPELINES = {"SCHEDULE", "DEVICES", "SENT", "TIED", "PARTITIONS", "SMALLER"}
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,11 @@ PIPED = {"pipeline": "1f1b"}
             CHECKPOINT,
             "checkpoint.recompute: 'except_last' with 4 micro-batches is for pipelines",
         ),
+        (
+            {"checkpoint": {"recompute": "except_last", "micro_batches": 2}},
+            CHECKPOINT,
+            "checkpoint.recompute: 'except_last' with 2 micro-batches is for pipelines",
+        ),
     ],
 )
 def test_what_does_not_go_together(project: Path, changes: dict, file: str, told: str) -> None:

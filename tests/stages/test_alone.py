@@ -21,6 +21,9 @@ from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
 from stages.__main__ import main
 from stages.checkpoint.alone import find_alone
 from stages.checkpoint.choose import choose, evaluate
+from stages.report.priced import priced_partitions
+from stages.report.seconds import seconds_of
+from stages.report.sources import Sources
 from tests.flow.plain_loop import main as plain_loop
 from tests.flow.project import TINY
 from tests.graphs import GRAPHS, frontier_of, preset, profile_of
@@ -54,11 +57,10 @@ def tightest(name: str, settings: Checkpoint) -> int:
 # ------------------------------------------------------------------------------------------------------------- choice
 
 
-@pytest.mark.parametrize("name", ["mlp"])
-def test_with_memory_to_spare_a_pass_is_not_cut(name: str) -> None:
-    plan = chosen(name, SOLVED)
+def test_with_memory_to_spare_a_pass_is_not_cut() -> None:
+    plan = chosen("mlp", SOLVED)
     assert plan.slices == () and plan.micro_batches == 1
-    assert plan == chosen(name, Checkpoint())
+    assert plan == chosen("mlp", Checkpoint())
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
@@ -123,6 +125,15 @@ def test_a_slice_that_devices_cannot_share_out_is_refused() -> None:
 def test_the_last_is_not_another_one_here() -> None:
     found, *_ = alone("gpt", Checkpoint(recompute=Recompute.except_last, micro_batches="solve"))
     assert found and {one.slices for one in found} == {()}
+    asked = Checkpoint(recompute=Recompute.except_last, micro_batches=2, pipeline=Pipeline("solve"))
+    assert alone("gpt", asked)[0] == []  # what is asked for is not dropped
+
+
+def test_the_report_prices_slices() -> None:
+    """What the rows of its table add up to is the prediction, without a factor."""
+    plan = chosen("gpt", Checkpoint(micro_batches=2))
+    sources = Sources("gpt", plan, GRAPHS["gpt"](), profile_of("gpt"), preset(), frontier_of("gpt"), digest="")
+    assert seconds_of(plan, priced_partitions(sources)).scale == {}
 
 
 def test_compiled_blocks_are_measured_with_the_whole_batch() -> None:
@@ -140,7 +151,7 @@ def test_compiled_blocks_are_measured_with_the_whole_batch() -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small GPT of 12 samples a pass, up to its frontier."""
+    """A small GPT of 12 samples a pass, planned and written in three slices."""
     root = tmp_path_factory.mktemp("alone")
     shutil.copytree(PROJECT / "conf", root / "conf")
     (root / "code").mkdir()
@@ -156,7 +167,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = re.sub(rf"(?m)^({'|'.join(TINY)}): \S+", r"\1: tiny", (root / "conf/config.yaml").read_text())
     text = text.replace("code: pipeline/models", "code: code").replace("enabled: true", "enabled: false")
     (root / "conf/config.yaml").write_text(text)
-    stages(root, "trace", "profile", "cluster", "solve")
+    stages(root, "trace", "profile", "cluster", "solve", "checkpoint", "codegen")
     return root
 
 
@@ -173,7 +184,7 @@ def stages(root: Path, *names: str) -> None:
 def test_a_run_in_slices_has_the_losses_of_whole_passes(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain_loop(project, TINY["train"]["steps"])
     expected = [float(line) for line in capsys.readouterr().out.split()]
-    stages(project, "checkpoint", "codegen", "train")
+    stages(project, "train")
     plan, report = (artifacts.load(kind, project).body for kind in ("plan", "report"))
     text = (project / "runs/codegen/module.py").read_text()
     assert plan.slices == (4, 4, 4) and "SLICES = (4,) * 3" in text and "MICRO_BATCHES = 3" in text
@@ -182,7 +193,6 @@ def test_a_run_in_slices_has_the_losses_of_whole_passes(project: Path, capsys: p
 
 
 def test_verify_and_explain_know_slices(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """After the run before: three slices."""
     stages(project, "verify")
     assert "equal: loss" in capsys.readouterr().out
     here = Path.cwd()
