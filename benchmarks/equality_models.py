@@ -1,6 +1,7 @@
-"""The models of benchmarks.equality: ten families of Hugging Face, tiny, with random weights; and a small GPT.
+"""The models of benchmarks.equality: ten families of Hugging Face, tiny, with random weights; and two small GPTs.
 
-Sizes divide by 2, by 3 and by 4, but for the key and value heads, which are four.
+Sizes divide by 2, by 3 and by 4, but for the key and value heads, which are four; and but for one of the GPTs, of which
+no size but the batch's does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 WORDS, LENGTH, SAMPLES, CLASSES = 96, 12, 12, 12
+ODD_WORDS = 97
 WIDTH, HEADS, INNER, LAYERS = 48, 12, 96, 2
 STEPS = 3
 TEXT = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": WORDS}
@@ -51,11 +53,21 @@ def _gpt() -> nn.Module:
     return GPT(vocab_size=12, context=12, width=12, layers=2, heads=12)
 
 
-def _tokens(number: int) -> dict[str, Tensor]:
+def _odd() -> nn.Module:
+    from pipeline.models.gpt import GPT
+
+    return GPT(vocab_size=ODD_WORDS, context=12, width=35, layers=2, heads=5)
+
+
+def _tokens(number: int, words: int = 12) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(number)
-    found = {n: torch.randint(12, (12, 12), generator=generator) for n in ("input_ids", "labels")}
+    found = {n: torch.randint(words, (12, 12), generator=generator) for n in ("input_ids", "labels")}
     found["labels"][: 2 + number, :5] = -100
     return found
+
+
+def _odd_tokens(number: int) -> dict[str, Tensor]:
+    return _tokens(number, ODD_WORDS)
 
 
 Model = tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]  # what builds it, and batch number n
@@ -81,8 +93,8 @@ FAMILIES: dict[str, Model] = {
     "mixtral": (_hf("MixtralForCausalLM", "MixtralConfig", **DECODER, num_local_experts=4), text),
     "opt": (_hf("OPTForCausalLM", "OPTConfig", **_OPT), text),
 }  # fmt: skip
-GPT = "gpt"
-MODELS: dict[str, Model] = {**FAMILIES, GPT: (_gpt, _tokens)}
+GPT, ODD = "gpt", "odd"
+MODELS: dict[str, Model] = {**FAMILIES, GPT: (_gpt, _tokens), ODD: (_odd, _odd_tokens)}
 
 
 def build(name: str) -> nn.Module:

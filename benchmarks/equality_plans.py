@@ -19,6 +19,7 @@ from pipeline.ir.plan import Frontier, FrontierPoint, Plan, Prediction, Proof, R
 from pipeline.ir.verify import gathered, verify_graph, verify_sharding
 from pipeline.lowering import lower, with_paths
 from pipeline.ops.mesh import graph_strategies
+from pipeline.ops.uneven import uneven_in
 from pipeline.tracing.build import fake_mode, to_fake
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.export import export_loss
@@ -109,7 +110,7 @@ def cases(model: str, ranks: int, names: tuple[str, ...]) -> Iterator[Case | Ski
 
 
 def _case(model: str, name: str, graph: OpGraph, plan: Plan, sizes: tuple[int, ...]) -> Case:
-    verify_sharding(graph, plan.sharding, plan.sizes)
+    verify_sharding(graph, plan.sharding, plan.sizes, uneven_in(graph).spots)
     text = write_module(graph, plan, lower(graph, plan.sharding, plan.micro_batches))
     return Case(model, name, sizes, graph, plan, text)
 
@@ -176,7 +177,7 @@ class _Planner:
         tables = {
             value.name
             for value in graph.of_role(Role.PARAMETER)
-            if value.name in beside and value.type.shape[0] in classes and split.fits(value.type.shape, choices.sizes)
+            if value.name in beside and value.type.shape[0] in classes and split.holds(value.type.shape, choices.sizes)
         }
         if not tables:
             raise NotPossible(f"no table with a row for each class of the loss divides by {self.sizes[0]}")

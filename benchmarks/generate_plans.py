@@ -12,6 +12,7 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan, Region, Sharding
 from pipeline.ir.verify import verify_sharding
 from pipeline.lowering import with_paths
+from pipeline.ops.uneven import uneven_in
 
 LAYER = re.compile(r"(?<=\blayers\.)\d+")
 
@@ -24,7 +25,7 @@ def save_deep_plan(shallow: Path, deep: Path, layers: int) -> None:
     mesh = next(mesh for mesh in cluster.mesh_candidates() if mesh.sizes == plan.sizes)
     named = Mesh(tuple(replace(axis, name=name) for axis, (name, _) in zip(mesh.axes, plan.axes, strict=True)))
     sharding = with_paths(graph.body, sharding, cluster.part(named))
-    verify_sharding(graph.body, sharding, plan.sizes)
+    verify_sharding(graph.body, sharding, plan.sizes, uneven_in(graph.body).spots)
     regions = in_pairs(len(graph.body.chain))
     body = Plan.whole(plan.axes, plan.device, plan.budget_bytes, sharding, regions, plan.prediction)
     artifacts.save(artifacts.make("plan", body, [graph], {}), deep)

@@ -69,6 +69,23 @@ def refuse_mixing(settings: Mapping[str, Any], where: str, split: str) -> None:
         )
 
 
+def refuse_moving_zeros(settings: Mapping[str, Any], where: str, padded: str) -> None:
+    """The padding of uneven pieces is zeros without a gradient: what an optimizer makes of it would be read."""
+    import torch
+
+    parameter = torch.nn.Parameter(torch.zeros(8, 6))
+    optimizer = build_optimizer(settings, where, [parameter])
+    for _ in range(2):
+        parameter.grad = torch.zeros_like(parameter)
+        _take_step(optimizer, settings, where)
+    if not bool((parameter == 0).all()):
+        raise TargetError(
+            f"{settings['_target_']} changes zeros that have no gradient, and the plan pads {padded} with such",
+            where=where,
+            remedy="set its `eps` above zero, or use a number of devices by which the parameter's sizes divide",
+        )
+
+
 def updates_elements(settings: Mapping[str, Any], where: str) -> bool:
     """Whether steps on the halves of two tensors, cut either way, are those on the whole ones: by trying."""
     import torch

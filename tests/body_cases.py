@@ -18,7 +18,11 @@ from tests.ranks import AXIS
 
 
 def _mine(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+    """Padded with zeros where the pieces are not equal."""
+    pieces = x.chunk(dist.get_world_size(), dim)
+    mine = torch.zeros_like(pieces[0])
+    mine.narrow(dim, 0, pieces[dist.get_rank()].shape[dim]).copy_(pieces[dist.get_rank()])
+    return mine
 
 
 def _summed(x: torch.Tensor) -> torch.Tensor:
@@ -27,27 +31,44 @@ def _summed(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check_class_split_cross_entropy() -> None:
-    logits = torch.randn(6, 12, dtype=torch.float64, requires_grad=True)
-    target = torch.tensor([3, -100, 11, 0, -100, 7])
-    weight = torch.rand(12, dtype=torch.float64)
+def check_class_split_cross_entropy(count: int = 12, **given: int) -> None:
+    logits = torch.randn(6, count, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([3, -100, count - 1, 0, -100, 7])
+    weight = torch.rand(count, dtype=torch.float64)
     for options in ({}, {"label_smoothing": 0.1}, {"weight": weight, "label_smoothing": 0.3}, {"reduction": "none"}):
         expected = F.cross_entropy(logits, target, **options)
         (full,) = torch.autograd.grad(expected.sum(), logits)
         own = _mine(logits.detach(), 1).requires_grad_()
-        loss = class_split_cross_entropy(own, target, AXIS, **options)
+        loss = class_split_cross_entropy(own, target, AXIS, **options, **given)
         loss.sum().backward()
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(own.grad, _mine(full, 1))
 
 
-def check_row_split_embedding() -> None:
-    table, indices = torch.randn(12, 4, dtype=torch.float64), torch.tensor([[0, 5, 11], [5, 2, 2]])
+def check_uneven_classes() -> None:
+    """Padding behind the last rank's classes counts for nothing, whatever it holds, and has no gradient."""
+    for classes in (11, 17):
+        check_class_split_cross_entropy(classes, classes=classes)
+    own = _mine(torch.zeros(2, 11), 1) + 7.0
+    padding = own.shape[1] * dist.get_world_size() - 11 if dist.get_rank() == dist.get_world_size() - 1 else 0
+    own[:, own.shape[1] - padding :] = 1e3
+    own.requires_grad_()
+    loss = class_split_cross_entropy(own, torch.tensor([0, 10]), AXIS, classes=11)
+    loss.backward()
+    torch.testing.assert_close(loss, torch.tensor(11.0).log())
+    assert not own.grad[:, own.shape[1] - padding :].any() or not padding
+    with torch.autocast("cpu", torch.bfloat16):  # in which the least number of float32 is an infinity
+        loss = class_split_cross_entropy(own, torch.tensor([0, 10]), AXIS, classes=11, label_smoothing=0.1)
+    torch.testing.assert_close(loss, torch.tensor(11.0).log())
+
+
+def check_row_split_embedding(words: int = 12, **given: int) -> None:
+    table, indices = torch.randn(words, 4, dtype=torch.float64), torch.tensor([[0, 5, words - 1], [5, 2, 2]])
     whole = table.clone().requires_grad_()
     expected = F.embedding(indices, whole, padding_idx=5)
     expected.square().sum().backward()
     own = _mine(table).requires_grad_()
-    rows = row_split_embedding(indices, own, AXIS, padding_idx=5)
+    rows = row_split_embedding(indices, own, AXIS, padding_idx=5, **given)
     torch.testing.assert_close(_summed(rows), expected)
     rows.backward(2 * expected.detach())
     torch.testing.assert_close(own.grad, _mine(whole.grad))
@@ -136,7 +157,9 @@ def check_draws() -> None:
 
 CHECKS = {
     "classes of a loss": check_class_split_cross_entropy,
+    "uneven classes of a loss": check_uneven_classes,
     "rows of a table": check_row_split_embedding,
+    "uneven rows of a table": lambda: check_row_split_embedding(11, rows=11),
     "batch norm": check_batch_norm_over_ranks,
     "deferred batch norm": check_deferred_batch_norm_over_ranks,
     "batch norm in half precision": check_batch_norm_in_half_precision,

@@ -70,7 +70,7 @@ def check_path(sizes: tuple[int, ...], seed: int) -> str:
     whole, gradient = torch.randn(2, *SHAPE, dtype=torch.float64)
     at = places[dist.get_rank()]
     x = distribute(whole, source, sizes, FORWARD)[at].requires_grad_()
-    y = convert(x, path.layouts, mesh(*sizes))
+    y = convert(x, SHAPE, path.layouts, mesh(*sizes))
     y.backward(distribute(gradient, target, sizes, GRADIENT)[at])
     check(gathered(y.detach(), places), whole, target, sizes, FORWARD, "the value")
     check(gathered(x.grad, places), gradient, source, sizes, GRADIENT, "the gradient")

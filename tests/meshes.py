@@ -88,10 +88,12 @@ def everywhere(sizes: tuple[int, ...]) -> list[At]:
 
 
 def own_piece(whole: Tensor, layout: Layout, sizes: tuple[int, ...], at: At) -> Tensor:
-    """By the layout's own runs of indices."""
+    """By the layout's own runs of indices, with zeros behind them where the pieces are not equal."""
+    piece = torch.zeros(layout.local_shape(tuple(whole.shape), sizes), dtype=whole.dtype)
     for dim, runs in enumerate(layout.runs(tuple(whole.shape), sizes, at)):
         whole = whole[(slice(None),) * dim + (torch.cat([torch.arange(s, s + n) for s, n in runs]),)]
-    return whole.clone()
+    piece[tuple(slice(n) for n in whole.shape)] = whole
+    return piece
 
 
 def distribute(whole: Tensor, layout: Layout, sizes: tuple[int, ...], forms: dict[str, str]) -> dict[At, Tensor]:
@@ -125,13 +127,13 @@ def check(
 # ---- conversions
 
 
-def convert(x: Tensor, layouts: tuple[Layout, ...], axes: tuple[Axis, ...]) -> Tensor:
-    """Through these layouts, step by step, as a generated program would."""
+def convert(x: Tensor, shape: tuple[int, ...], layouts: tuple[Layout, ...], axes: tuple[Axis, ...]) -> Tensor:
+    """A tensor of that shape, through these layouts, step by step, as a generated program would."""
     sizes = tuple(axis.size for axis in axes)
     for source, target in itertools.pairwise(layouts):
         function = getattr(runtime, conversion_of(source, target, sizes).function)
         axis = axes[step_axis(source, target, sizes)].name
-        x = function(x, axis=axis, **step_arguments(source, target, sizes))
+        x = function(x, axis=axis, **step_arguments(source, target, sizes, shape))
     return x
 
 
@@ -144,7 +146,7 @@ def check_path(shape: tuple[int, ...], layouts: tuple[Layout, ...], axes: tuple[
 
     def rank(at: At) -> tuple[Tensor, Tensor]:
         x = values[at].clone().requires_grad_()
-        y = convert(x, layouts, axes)
+        y = convert(x, shape, layouts, axes)
         y.backward(gradients[at])
         return y.detach(), x.grad
 

@@ -18,6 +18,7 @@ from pipeline.ir.layout import Layout, R
 from pipeline.ir.names import look_up
 from pipeline.ir.plan import Partition, Plan, Prediction, Region
 from pipeline.ir.verify import verify_sharding
+from pipeline.ops.uneven import uneven_in
 from pipeline.partitions import part_of, restricted
 from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.mesh import set_mesh
@@ -36,7 +37,7 @@ def cut(graph: OpGraph, cuts: list[int], plans: list[Plan], draw: random.Random,
     partitions = []
     for first, end, plan in zip(ends, ends[1:], plans, strict=False):
         sharding = restricted(graph, plan.sharding, first, end - 1)
-        verify_sharding(part_of(graph, first, end - 1), sharding, plan.sizes)
+        verify_sharding(part_of(graph, first, end - 1), sharding, plan.sizes, uneven_in(graph).spots)
         regions = _regions(graph, plan, first, end - 1, draw)
         partitions.append(Partition(first, end - 1, plan.axes, sharding, regions, 1, 0, 0.0))
     written = [name for link in graph.chain for op in link.ops for name in graph.op(op).outputs]

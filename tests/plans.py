@@ -31,6 +31,7 @@ from pipeline.models import gpt, mlp
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import view_op
 from pipeline.ops.table import rule_of
+from pipeline.ops.uneven import uneven_in
 from pipeline.runtime.gradients import Gradients, Row
 from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.parameters import piece_of
@@ -133,6 +134,10 @@ EIGHTS: dict[str, Callable[[], nn.Module]] = {  # for meshes of 2 by 2 by 2: eve
 }
 
 
+UNEVEN = {"vocab_size": 17, "context": 8, "width": 15, "layers": 2, "heads": 3, "tie": True}
+ODD_SIZES: dict[str, Callable[[], nn.Module]] = {"uneven": lambda: gpt.build(**UNEVEN)}  # but for the batch
+
+
 class Family(nn.Module):
     """One of Hugging Face's (an optional dependency) without dropout; it returns its loss alone."""
 
@@ -169,8 +174,9 @@ OPTIONAL: dict[str, Callable[[], nn.Module]] = {
 
 def batch_of(model: str, number: int = 0) -> dict[str, Tensor]:
     torch.manual_seed(1 + number)
-    if model in ("gpt", "tied", "gpt8", "tied8"):
+    if model in ("gpt", "tied", "gpt8", "tied8", "uneven"):
         words, shape = (16, (8, 8)) if model.endswith("8") else (12, (6, 6))
+        words, shape = (17, (12, 8)) if model == "uneven" else (words, shape)
         ids, labels = torch.randint(words, shape), torch.randint(words, shape)
         labels[: 2 + number, :5] = -100  # so the ranks hold different numbers of targets
         return {"input_ids": ids, "labels": labels}
@@ -196,7 +202,7 @@ def batch_of(model: str, number: int = 0) -> dict[str, Tensor]:
 @cache
 def module_of(model: str) -> nn.Module:
     torch.manual_seed(0)
-    return {**MODELS, **EIGHTS, **OPTIONAL}[model]().double().train()
+    return {**MODELS, **EIGHTS, **ODD_SIZES, **OPTIONAL}[model]().double().train()
 
 
 @cache
@@ -400,13 +406,14 @@ def zero(graph: OpGraph, ranks: int) -> Plan:
 
 
 def zero1(graph: OpGraph, ranks: int) -> Plan:
-    """As data parallel, with the optimizer's state alone in pieces of the last dim that divides.
+    """As data parallel, with the optimizer's state alone in pieces of the last dim that divides, or uneven ones.
 
     A shard of another dim than the first does not lie in the parameter in one run, so it has memory of its own.
     """
     plan = data_parallel(graph, ranks)
     (only,) = plan.partitions
-    state = {v.origin: splits(v.type.shape, ranks)[-1] for v in graph.of_role(Role.PARAMETER)}
+    shapes = {v.origin: v.type.shape for v in graph.of_role(Role.PARAMETER)}
+    state = {name: (splits(shape, ranks) or [Layout((S(0),))])[-1] for name, shape in shapes.items()}
     return replace(plan, partitions=(replace(only, sharding=replace(only.sharding, state=state)),))
 
 
@@ -440,7 +447,7 @@ FORCED = {"data_parallel": data_parallel, "zero": zero, "zero1": zero1, "megatro
 
 def lowered(model: str, plan: Plan) -> tuple[Program, str]:
     graph = graph_of(model)
-    verify_sharding(graph, plan.sharding, plan.sizes)
+    verify_sharding(graph, plan.sharding, plan.sizes, uneven_in(graph).spots)
     program = lower(graph, plan.sharding, plan.micro_batches)
     return program, write_module(graph, plan, program)
 

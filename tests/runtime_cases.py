@@ -25,7 +25,7 @@ from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.losses import count_targets, mean_cross_entropy, mean_of_pieces
 from pipeline.runtime.memory import storage_bytes
 from pipeline.runtime.mesh import axis_of, set_mesh
-from pipeline.runtime.parameters import piece_of, scope
+from pipeline.runtime.parameters import piece_of, scope, whole_of
 from pipeline.runtime.passes import run_passes
 from pipeline.runtime.recompute import recompute
 from tests import pieces
@@ -555,6 +555,15 @@ def check_pieces_of_parameters() -> None:
         assert piece.shape == layout.local_shape((6, 12), (ranks,))
         assert torch.equal(piece, pieces.values(layout.states[0], whole, ranks)[rank])
         assert piece.is_contiguous() and piece.data_ptr() != whole.data_ptr()
+    for shape in ((7, 12), (12, 5), (1, 3)):
+        whole = torch.arange(1.0, 1 + shape[0] * shape[1]).view(shape)
+        for text in ("R", "S(0)", "S(1)"):
+            layout = Layout.parse(text)
+            piece = piece_of(whole, layout, [AXIS])
+            assert piece.shape == layout.local_shape(shape, (ranks,))
+            (rows, columns) = (sum(n for _, n in runs) for runs in layout.runs(shape, (ranks,), (rank,)))
+            assert piece.count_nonzero() == rows * columns, "all else is padding"
+            assert torch.equal(whole_of(piece, shape, layout, [AXIS]), whole)
 
 
 def check_meshes() -> None:

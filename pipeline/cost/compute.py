@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
 from pipeline.ir.cluster import Compute, Curve, Pace
-from pipeline.ir.graph import Op, OpGraph
+from pipeline.ir.graph import ITEM_SIZE, Op, OpGraph, TensorType
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Strategy
 from pipeline.ir.profile import OpCost
@@ -26,7 +28,15 @@ class Seconds:
 
 
 def local_bytes(graph: OpGraph, value: str, layout: Layout, sizes: tuple[int, ...]) -> int:
-    return graph.values[value].type.nbytes // layout.pieces(sizes)
+    return piece_bytes(graph.values[value].type, layout, sizes)
+
+
+@lru_cache(maxsize=1 << 16)
+def piece_bytes(kind: TensorType, layout: Layout, sizes: tuple[int, ...]) -> int:
+    """Of one rank's piece, with its padding where the pieces are uneven."""
+    if not layout.holds(kind.shape, sizes):  # in a smaller batch than the one that was planned for
+        return kind.nbytes // layout.pieces(sizes)
+    return prod(layout.local_shape(kind.shape, sizes)) * ITEM_SIZE[kind.dtype]
 
 
 def op_seconds(

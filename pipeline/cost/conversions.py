@@ -178,8 +178,13 @@ def gathered_share(graph: OpGraph, value: str) -> float:
     return own.nbytes / sum(other.nbytes for other in others if other.dtype == own.dtype) if own.nbytes else 1.0
 
 
-def step_arguments(source: Layout, target: Layout, sizes: tuple[int, ...]) -> dict[str, int]:
-    """What the step's function is told besides the tensor and the axis: dims, and parts where there are several."""
+def step_arguments(
+    source: Layout, target: Layout, sizes: tuple[int, ...], shape: tuple[int, ...] = ()
+) -> dict[str, int]:
+    """What the step's function is told besides the tensor and the axis: dims, and parts where there are several.
+
+    And the size of a dim that comes together, where its pieces are uneven in a tensor of that shape.
+    """
     axis = step_axis(source, target, sizes)
     split = [layout for layout in (source, target) if layout.states[axis].kind == "S"]
     found = {}
@@ -187,4 +192,6 @@ def step_arguments(source: Layout, target: Layout, sizes: tuple[int, ...]) -> di
         found[dim] = layout.states[axis].dim
         count = layout.parts(axis, sizes)
         found |= {parts: count} if count > 1 else {}
+    if shape and source.states[axis].kind == "S" and found["dim"] in source.uneven(shape, sizes):
+        found["size"] = shape[found["dim"]]
     return found

@@ -8,7 +8,8 @@ the tensor. Of equally cheap paths the one with fewest steps is taken, then the 
 Between source and target a layout may use the dims that these split and one more that they do not, on which an axis can
 wait for its place: another such dim would cost the same. On a dim, an axis may take the outermost or the innermost
 digit, the one next to it, or one where an axis of the source or the target begins or ends. A tensor without a gradient
-may be a mask or hold indices, which have no summands: it passes through `P` only on an axis where an end is `P`.
+may be a mask or hold indices, which have no summands: it passes through `P` only on an axis where an end is `P`. A dim
+is in uneven pieces on the way where it is so at an end, on that axis, and then no other axis splits it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ WHOLE = ("R", "B", "P")
 FEMTO = 1e15  # costs are compared as whole femtoseconds: equal is equal, in whatever order the steps are added
 
 Spot = str | Place  # what an axis does in a node: a kind of WHOLE, or the digit that it takes
+Uneven = frozenset[tuple[int, int]]  # axes, each with a dim that does not divide by its ranks
 Node = tuple[int, ...]  # per axis the number of its spot
 
 
@@ -67,7 +69,7 @@ class Paths:
         self.gathering = axes if share == 1.0 else tuple(_joined(axis, share) for axis in axes)
         self.sizes = tuple(axis.size for axis in axes)
         self._found: dict[tuple[Layout, Layout, tuple[int, ...], int, bool], Path] = {}
-        self._spaces: dict[tuple[tuple[tuple[Spot, ...], ...], int, bool], _Space] = {}
+        self._spaces: dict[tuple[tuple[tuple[Spot, ...], ...], Uneven, int, bool], _Space] = {}
         self._costs: dict[tuple[int, str, str, int, bool], int] = {}
         self._ways: dict[tuple[int, int, bool], dict[tuple[str, str], int]] = {}
 
@@ -75,10 +77,11 @@ class Paths:
         key = source, target, shape, nbytes, grad
         if key not in self._found:
             for layout in (source, target):
-                if not layout.fits(shape, self.sizes):
+                if not layout.holds(shape, self.sizes):
                     raise ValueError(f"no path {source} -> {target}: {layout} does not fit {shape} on {self.sizes}")
-            spots = spots_between((source, target), shape, grad, self.sizes)
-            space = self._spaces.setdefault((spots, nbytes, grad), _Space(self, spots, nbytes, grad))
+            ends = source, target
+            spots, uneven = spots_between(ends, shape, grad, self.sizes), uneven_at(ends, shape, self.sizes)
+            space = self._spaces.setdefault((spots, uneven, nbytes, grad), _Space(self, spots, uneven, nbytes, grad))
             self._found[key] = self.priced(_search(space, source, target), nbytes, grad)
         return self._found[key]
 
@@ -140,8 +143,10 @@ def _joined(axis: Axis, share: float) -> Axis:
 class _Space:
     """The layouts that a search may visit, and the steps between them: shared by all searches between like layouts."""
 
-    def __init__(self, paths: Paths, spots: tuple[tuple[Spot, ...], ...], nbytes: int, grad: bool) -> None:
-        self.paths, self.sizes, self.spots = paths, paths.sizes, spots
+    def __init__(
+        self, paths: Paths, spots: tuple[tuple[Spot, ...], ...], uneven: Uneven, nbytes: int, grad: bool
+    ) -> None:
+        self.paths, self.sizes, self.spots, self.uneven = paths, paths.sizes, spots, uneven
         self.nbytes, self.grad = nbytes, grad
         self.kinds = [tuple("S" if isinstance(spot, Place) else spot for spot in own) for own in spots]
         self._steps: dict[Node, list[tuple[Node, int]]] = {}
@@ -164,13 +169,13 @@ class _Space:
     def _find_steps(self, node: Node) -> Iterator[tuple[Node, int]]:
         held = [self.spots[axis][number] for axis, number in enumerate(node)]
         for axis, number in enumerate(node):
-            size, own = self.sizes[axis], held[axis]
-            others = [(p, self.sizes[a]) for a, p in enumerate(held) if a != axis and isinstance(p, Place)]
-            local = self.nbytes // prod(size for _, size in others)
+            own = held[axis]
+            others = [(a, p) for a, p in enumerate(held) if a != axis and isinstance(p, Place)]
+            local = self.nbytes // prod(self.sizes[a] for a, _ in others)
             # One place leads to another only if pieces of the one make up pieces of the other.
-            blocked = [*others, *([(own, size)] if isinstance(own, Place) else [])]
+            blocked = [*others, *([(axis, own)] if isinstance(own, Place) else [])]
             for after, spot in enumerate(self.spots[axis]):
-                free = not isinstance(spot, Place) or all(spot.clear_of(size, place, n) for place, n in blocked)
+                free = all(is_clear((axis, spot), other, self.sizes, self.uneven) for other in blocked)
                 if after != number and free:
                     kinds = self.kinds[axis][number], self.kinds[axis][after]
                     cost = self.paths.cost(axis, *kinds, local, self.grad)
@@ -224,9 +229,30 @@ def spots_between(
             edges = [o for p, n in taken if p.dim == dim for o in (p.outside, p.outside * n)]
             innermost = [shape[dim] // (size * n) for n in others]
             places |= {Place(dim, o) for o in (*edges, *others, *innermost) if o and shape[dim] % (o * size) == 0}
+        places |= {Place(dim, 1) for own, dim in uneven_at(ends, shape, sizes) if own == axis}
         kinds = {layout.states[axis].kind for layout in ends}
         found.append((*(kind for kind in WHOLE if grad or kind == "R" or kind in kinds), *sorted(places)))
     return tuple(found)
+
+
+def is_clear(wanted: tuple[int, Spot], taken: tuple[int, Spot], sizes: tuple[int, ...], uneven: Uneven) -> bool:
+    """Whether an axis may be in a spot while another, or itself before, is in one."""
+    (axis, spot), (other, held) = wanted, taken
+    if not isinstance(spot, Place) or not isinstance(held, Place):
+        return True
+    if uneven and spot.dim == held.dim and {(axis, spot.dim), (other, held.dim)} & uneven:
+        return False
+    return spot.clear_of(sizes[axis], held, sizes[other])
+
+
+def uneven_at(ends: Sequence[Layout], shape: tuple[int, ...], sizes: tuple[int, ...]) -> Uneven:
+    """Where these layouts are in uneven pieces."""
+    return frozenset(
+        (axis, place.dim)
+        for layout in ends
+        for axis, place in layout.places(sizes).items()
+        if shape[place.dim] % (place.outside * sizes[axis])
+    )
 
 
 def _waiting(axis: int, shape: tuple[int, ...], dims: set[int], sizes: tuple[int, ...]) -> list[int]:

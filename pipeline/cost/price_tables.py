@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.cost.paths import FEMTO, WHOLE, Paths, Spot, spots_between
+from pipeline.cost.paths import FEMTO, WHOLE, Paths, Spot, is_clear, spots_between, uneven_at
 from pipeline.cost.relax import relax
 from pipeline.ir.layout import Layout, Place
 
@@ -45,6 +45,7 @@ class _Lattice:
     def __init__(self, paths: Paths, ends: Sequence[Layout], shape: tuple[int, ...], nbytes: int, grad: bool) -> None:
         self.paths, self.sizes, self.nbytes, self.grad = paths, paths.sizes, nbytes, grad
         self.spots = spots_between(ends, shape, grad, self.sizes)
+        self.uneven = uneven_at(ends, shape, self.sizes)
         self.shape = tuple(len(own) for own in self.spots)
         self.numbers = [{spot: number for number, spot in enumerate(own)} for own in self.spots]
         self.split = [np.array([isinstance(spot, Place) for spot in own]) for own in self.spots]
@@ -89,9 +90,7 @@ class _Lattice:
         return table
 
     def _clear(self, axis: int, spot: Spot, other: int, taken: Spot) -> bool:
-        if not isinstance(spot, Place) or not isinstance(taken, Place):
-            return True
-        return spot.clear_of(self.sizes[axis], taken, self.sizes[other])
+        return is_clear((axis, spot), (other, taken), self.sizes, self.uneven)
 
     def spread(self, sources: list[Layout]) -> Array:
         """The least cost from each source to every node, by relaxing one axis after another until all is quiet."""

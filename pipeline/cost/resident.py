@@ -43,8 +43,13 @@ def resident_parts(graph: OpGraph, sharding: Sharding, sizes: tuple[int, ...], c
     found: dict[tuple[str, Kept, int], list[tuple[str, float]]] = defaultdict(list)
     for value in graph.of_role(Role.PARAMETER):
         stored, state = sharding.storage[value.origin], states[value.name]
-        for kept, layout, count in ((Kept.values, stored, 1), (Kept.gradients, stored, 1), (Kept.state, state, copies)):
-            nbytes = count * local_bytes(graph, value.name, layout, sizes)
+        shards = state.pieces(sizes) // stored.pieces(sizes)
+        value_bytes, state_bytes = (local_bytes(graph, value.name, layout, sizes) for layout in (stored, state))
+        for kept, layout, nbytes in (
+            (Kept.values, stored, value_bytes),
+            (Kept.gradients, stored, max(value_bytes, shards * state_bytes)),
+            (Kept.state, state, copies * state_bytes),
+        ):
             found[_pattern(value.origin), kept, layout.pieces(sizes)].append((value.origin, nbytes))
     for value in graph.of_role(Role.BUFFER):
         found[_pattern(value.origin), Kept.buffers, 1].append((value.origin, value.type.nbytes))

@@ -67,12 +67,20 @@ def _compiled_for(compiled: Compiled, count: int, largest: Fraction, known: bool
 
 
 def fits(graph: OpGraph, sharding: Sharding, sizes: tuple[int, ...], slices: tuple[int, ...]) -> bool:
-    """Whether each of these can still be split as the sharding splits the batch: on the dim that is cut."""
+    """Whether each of these can still be split as the sharding splits the batch: on the dim that is cut.
+
+    Other dims may be in uneven pieces, as they are of the whole batch.
+    """
     if len(slices) < 2:
         return True
     home = home_layouts(graph, sharding)
+
+    def divides(name: str, part: Fraction) -> bool:
+        whole, cut, layout = graph.values[name].type.shape, _cut(graph.values[name].type, part).shape, home[name]
+        return layout.holds(cut, sizes) and layout.uneven(cut, sizes) == layout.uneven(whole, sizes)
+
     return all(
-        home[name].fits(_cut(graph.values[name].type, part).shape, sizes)
+        divides(name, part)
         for part in {Fraction(samples, sum(slices)) for samples in slices}
         for name in _depending(graph)
         if _leads(graph.values[name], part)

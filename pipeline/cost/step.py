@@ -127,9 +127,12 @@ def _bucketed(collective: str, nbytes: float, axes: Sequence[Axis], held: float)
     return link.seconds(nbytes / share) * share
 
 
-def resident_bytes(stored: float, state: float, optimizer_copies: float) -> float:
-    """A parameter with its gradient as they are stored, and the optimizer's tensors as its state is."""
-    return 2 * stored + optimizer_copies * state
+def resident_bytes(stored: float, state: float, optimizer_copies: float, shards: int = 1) -> float:
+    """A parameter with its gradient as they are stored, and the optimizer's tensors as its state is.
+
+    Of a gradient that is cut into so many shards, the padding of the last ones is there too.
+    """
+    return stored + max(stored, shards * state) + optimizer_copies * state
 
 
 @dataclass(frozen=True)
@@ -149,8 +152,9 @@ def parameter_prices(
     for name, layout in state_layouts(graph, sharding).items():
         stored, state = (local_bytes(graph, name, own, cluster.sizes) for own in (home[name], layout))
         axes = _axes(cluster, program.reduced.get(name, ()), home[name], layout)
+        shards = layout.pieces(cluster.sizes) // home[name].pieces(cluster.sizes)
         found[name] = ParameterPrice(
-            resident_bytes(stored, state, optimizer_copies),
+            resident_bytes(stored, state, optimizer_copies, shards),
             update_seconds(stored, *axes),
             optimizer_seconds(state, optimizer_copies, cluster.compute),
         )
@@ -168,7 +172,7 @@ def price_step(
         exit_ = program.output if last else Tensor(link.output, home[link.output])
         compute, communication = steps_seconds(graph, profile, cluster, sharding, steps)
         memory = link_memory(graph, profile, sharding, link, steps, exit_, cluster.sizes)
-        entry = graph.values[link.input].type.nbytes // home[link.input].pieces(cluster.sizes) if link.input else 0
+        entry = local_bytes(graph, link.input, home[link.input], cluster.sizes) if link.input else 0
         links.append(LinkPrice(compute, communication, memory, entry))
     before = [(program.prologue, program.micro_batches), (program.shared, 1)]
     priced = [(*steps_seconds(graph, profile, cluster, sharding, steps), times) for steps, times in before]

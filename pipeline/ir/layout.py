@@ -17,6 +17,9 @@ one another from there, outermost first. So on axes of sizes 2 and 4:
 
 An axis with a smaller `o` is applied first; for a later one the dim lies in fewer parts by then, `o` divided by what
 the earlier ones took. A layout fits a shape where all the digits divide.
+
+A dim that does not divide may be held in uneven pieces, by one axis alone: 7 over 2 ranks are 4 and 3. Every rank has
+room for as many as the first, and what it lacks of them is padding, at the end of its piece.
 """
 
 from __future__ import annotations
@@ -142,21 +145,38 @@ class Layout:
 
     def fits(self, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
         """Whether every split divides; a dim without elements is not split."""
+        return self.holds(shape, sizes) and not self.uneven(shape, sizes)
+
+    def holds(self, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+        """Whether the tensor can lie so, in pieces that may be uneven; a dim without elements is not split."""
         try:
             self.local_shape(shape, sizes)
         except (ValueError, IndexError):
             return False
         return all(shape[split.dim] > 0 for split in self.splits(sizes))
 
+    def uneven(self, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """The dims of which the pieces are padded."""
+        local = self.local_shape(shape, sizes)
+        taken = {split.dim for split in self.splits(sizes)}
+        return tuple(d for d in sorted(taken) if local[d] * self._ranks_on(d, sizes) != shape[d])
+
+    def _ranks_on(self, dim: int, sizes: tuple[int, ...]) -> int:
+        count = 1
+        for state, size in zip(self.states, sizes, strict=True):
+            count *= size if state.dim == dim else 1
+        return count
+
     def local_shape(self, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one rank's piece; every split must divide."""
+        """The shape of one rank's piece, with its padding; a dim that does not divide is split by one axis alone."""
         local = list(shape)
         for split in self.splits(sizes):
             size = sizes[split.axis]
-            if local[split.dim] % (split.parts * size):
+            alone = split.parts == 1 and self._ranks_on(split.dim, sizes) == size
+            if local[split.dim] % (split.parts * size) and not alone:
                 parts = f" in {split.parts} parts" if split.parts > 1 else ""
                 raise ValueError(f"dim {split.dim} of {shape} does not divide by {size}{parts}")
-            local[split.dim] //= size
+            local[split.dim] = -(-local[split.dim] // size)
         return tuple(local)
 
     def pieces(self, sizes: tuple[int, ...]) -> int:
@@ -171,7 +191,8 @@ class Layout:
     ) -> tuple[tuple[Run, ...], ...]:
         """What the rank at that place of the mesh holds of the unsplit tensor: for each dim, runs of indices in order.
 
-        The piece is their product: the elements whose index is in a run of every dim.
+        The piece is their product: the elements whose index is in a run of every dim. Padding is in none, so that the
+        last pieces of an uneven dim are shorter than their room, or have no run.
         """
         self.local_shape(shape, sizes)  # refuses what does not divide
         held: list[tuple[Run, ...]] = [((0, size),) for size in shape]
@@ -270,7 +291,7 @@ def _fewest_primes(states: tuple[State, ...]) -> tuple[State, ...]:
 
 def _piece(runs: tuple[Run, ...], parts: int, size: int, own: int) -> tuple[Run, ...]:
     """Of each of `parts` equal parts of what the runs hold, piece number `own` of `size`."""
-    length = sum(length for _, length in runs) // (parts * size)
+    length = -(-sum(length for _, length in runs) // (parts * size))
     found: list[Run] = []
     for part in range(parts):
         for start, count in _between(runs, (part * size + own) * length, length):
@@ -278,7 +299,7 @@ def _piece(runs: tuple[Run, ...], parts: int, size: int, own: int) -> tuple[Run,
                 found[-1] = (found[-1][0], found[-1][1] + count)
             else:
                 found.append((start, count))
-    return tuple(found)
+    return tuple(found) or ((0, 0),)  # nothing but padding
 
 
 def _between(runs: tuple[Run, ...], first: int, length: int) -> Iterator[Run]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
@@ -124,16 +124,31 @@ def _layouts_fit(graph: OpGraph, sharding: Sharding, sizes: Sizes) -> Iterator[s
         shape = graph.values[value].type.shape
         if len(layout.states) != len(sizes):
             yield f"{value} in {layout}: the mesh has {len(sizes)} axes"
-        elif not layout.fits(shape, sizes):
+        elif not layout.holds(shape, sizes):
+            yield f"{value} in {layout}: {list(shape)} does not divide so on {sizes}"
+
+
+def _uneven_where_it_may_be(
+    graph: OpGraph, sharding: Sharding, sizes: Sizes, uneven: Container[tuple[str, int]]
+) -> Iterator[str]:
+    """A parameter may be stored so in any case: it is gathered where ops read it otherwise."""
+    for value, layout in _read(graph, sharding):
+        shape = graph.values[value].type.shape
+        if any((value, dim) not in uneven for dim in layout.uneven(shape, sizes)):
             yield f"{value} in {layout}: {list(shape)} does not divide so on {sizes}"
 
 
 def _layouts(graph: OpGraph, sharding: Sharding) -> Iterator[tuple[str, Layout]]:
-    yield from sharding.inputs.items()
     for value in graph.of_role(Role.PARAMETER):
         yield value.name, sharding.storage[value.origin]
         if value.origin in sharding.state:
             yield value.name, sharding.state[value.origin]
+    yield from _read(graph, sharding)
+
+
+def _read(graph: OpGraph, sharding: Sharding) -> Iterator[tuple[str, Layout]]:
+    """What is fed, and what ops read and write."""
+    yield from sharding.inputs.items()
     for op in graph.ops:
         strategy = sharding.strategies[op.name]
         yield from zip((*op.inputs, *op.outputs), (*strategy.inputs, *strategy.outputs), strict=True)
@@ -182,8 +197,12 @@ SHARDING_RULES: dict[str, Callable[[OpGraph, Sharding, Sizes], Iterator[str]]] =
 }
 
 
-def verify_sharding(graph: OpGraph, sharding: Sharding, sizes: Sizes) -> None:
+def verify_sharding(graph: OpGraph, sharding: Sharding, sizes: Sizes, uneven: Container[tuple[str, int]] = ()) -> None:
+    """`uneven` are the dims of values that ops may read and write in uneven pieces (pipeline.ops.uneven)."""
     for name, broken in SHARDING_RULES.items():
         problem = next(broken(graph, sharding, sizes), None)
         if problem:
             raise InvalidSharding(f"{name}: {problem}")
+    problem = next(_uneven_where_it_may_be(graph, sharding, sizes, uneven), None)
+    if problem:
+        raise InvalidSharding(f"layouts fit: {problem}")

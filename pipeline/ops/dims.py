@@ -189,6 +189,11 @@ def local_factors(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> t
     return tuple((letter, own) for letter, own in found if own)
 
 
+def still_uneven(view: OpView, strategy: Strategy) -> tuple[str, ...]:
+    """The letters that a further axis may split in uneven pieces: not those that one has split already."""
+    return tuple(letter for letter in view.uneven if _shown(letter) not in strategy.name.split(","))
+
+
 def _shown(letter: str) -> str:
     return f"dim{letter[1:]}" if letter.startswith("*") else letter
 
@@ -201,7 +206,9 @@ def _uniform(name: str, state: State, view: OpView) -> Strategy:
 def _split(rule: OpRule, view: OpView, line: Line, letter: str, factor: int, size: int) -> Strategy | None:
     """The axis on a letter, or None where the letter may not be split or does not divide."""
     places = line.places(letter)
-    if places is None or not line.sizes[letter] or line.sizes[letter] % (factor * size):
+    if places is None or not line.sizes[letter]:
+        return None
+    if line.sizes[letter] % (factor * size) and (factor > 1 or not _splits_unevenly(view, letter, line, size)):
         return None
     body = rule.body(view, letter)
     if factor > 1 and body not in _PLACELESS_BODIES:
@@ -223,6 +230,12 @@ def _split(rule: OpRule, view: OpView, line: Line, letter: str, factor: int, siz
         tuple(Layout((state(place, whole or P),)) for place in outside),
         body,
     )
+
+
+def _splits_unevenly(view: OpView, letter: str, line: Line, size: int) -> bool:
+    """Whether the letter may be split so, with something left for the last rank."""
+    whole = line.sizes[letter]
+    return letter in view.uneven and (size - 1) * -(-whole // size) < whole
 
 
 def _is_linear(view: OpView, group: tuple[int, ...]) -> bool:

@@ -21,6 +21,8 @@ def _render(r: Rendered) -> str:
     extra = "" if given.get("padding_idx", "-1") == "-1" else f", padding_idx={given['padding_idx']}"
     extra += "" if given.get("scale_grad_by_freq", "False") == "False" else ", scale_grad_by_freq=True"
     if r.bodies:
+        whole, own = r.view.inputs[0].shape[0], r.local_inputs[0][0]
+        extra += f", rows={whole}" if whole % own else ""
         return f"row_split_embedding({r.tensors[1]}, {r.tensors[0]}, axis={r.axes('rows')}{extra})"
     return f"F.embedding({r.tensors[1]}, {r.tensors[0]}{extra})"
 

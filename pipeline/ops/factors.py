@@ -37,7 +37,7 @@ Letter = tuple[str, int, tuple[tuple[Spot, int], ...]]  # name, size, where it l
 
 
 def _find(graph: OpGraph) -> Factors:
-    letters = {op.name: _letters(graph, op.name) for op in graph.ops}
+    letters = {op.name: letters_of(graph, op.name) for op in graph.ops}
     parts: dict[Spot, set[int]] = defaultdict(set)
     for found in letters.values():
         for _, _, spots in found:
@@ -59,7 +59,8 @@ def _find(graph: OpGraph) -> Factors:
     return {name: found for name, found in found_by_op.items() if found}
 
 
-def _letters(graph: OpGraph, name: str) -> list[Letter]:
+def letters_of(graph: OpGraph, name: str) -> list[Letter]:
+    """Of an op that has a rule: those that may be split."""
     op = graph.op(name)
     rule = rule_of(op)
     if rule is None:

@@ -38,6 +38,8 @@ def _render_cross_entropy(r: Rendered) -> str:
     tensors = f"{given.pop('input')}, {given.pop('target')}"
     if classes := r.axes("classes"):
         function, options = "class_split_cross_entropy", {"axis": classes, "rows": r.axes("mean"), **given}
+        whole, own = r.view.inputs[0].shape[1], r.local_inputs[0][1]
+        options |= {"classes": str(whole)} if whole % own else {}
         options["reduction"] = reduction
     elif rows := r.axes("mean"):
         function, options = "mean_cross_entropy", {"axis": rows, **given}

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pipeline.ir.graph import Arg, Args, OpGraph, Ref, Role, TensorType
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Strategy
-from pipeline.ops.dims import local_factors, strategies
+from pipeline.ops.dims import local_factors, still_uneven, strategies
 from pipeline.ops.rule import OpRule, OpView, view_op
 from pipeline.ops.table import rule_of
 
@@ -31,6 +31,7 @@ class Signature:
     outputs: tuple[TensorType, ...]
     input_grads: tuple[bool, ...]
     factors: tuple[tuple[str, tuple[int, ...]], ...]
+    uneven: tuple[str, ...]
     view: OpView = field(compare=False)  # an op that has it
 
 
@@ -39,7 +40,7 @@ def signature(view: OpView) -> Signature:
     positional = tuple(_nameless(a) for a in view.op.args.positional)
     named = tuple((k, _nameless(v)) for k, v in view.op.args.named)
     text = repr(Args(positional, named))
-    return Signature(view.op.target, text, view.inputs, view.outputs, view.input_grads, view.factors, view)
+    return Signature(view.op.target, text, view.inputs, view.outputs, view.input_grads, view.factors, view.uneven, view)
 
 
 def _nameless(arg: Arg) -> Arg:
@@ -77,9 +78,15 @@ def _with_axis(
             local[piece] = strategies(rule, piece, sizes[-1])
         for second in local[piece]:
             both = _nested(first, second, sizes)
-            if both is not None:
+            if both is not None and (not view.uneven or _holds(view, both, sizes)):
                 found.setdefault((both.inputs, both.outputs), both)
     return tuple(found.values())
+
+
+def _holds(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> bool:
+    """Whether no further axis splits the padded pieces that one has left of a dim."""
+    layouts = zip((*view.inputs, *view.outputs), (*strategy.inputs, *strategy.outputs), strict=True)
+    return all(layout.holds(kind.shape, sizes) for kind, layout in layouts)
 
 
 def _local(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> OpView:
@@ -89,6 +96,7 @@ def _local(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> OpView:
         inputs=_pieces(view.inputs, strategy.inputs, sizes),
         outputs=_pieces(view.outputs, strategy.outputs, sizes),
         factors=local_factors(view, strategy, sizes),
+        uneven=still_uneven(view, strategy),
     )
 
 

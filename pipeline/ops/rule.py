@@ -17,6 +17,7 @@ class OpView:
     outputs: tuple[TensorType, ...]
     input_grads: tuple[bool, ...]
     factors: tuple[tuple[str, tuple[int, ...]], ...] = ()  # letter -> in how many parts the graph lets its dim lie
+    uneven: tuple[str, ...] = ()  # letters that the graph lets lie in pieces that are not equal
 
     @property
     def output(self) -> TensorType:
@@ -28,8 +29,10 @@ class OpView:
 
 def view_op(graph: OpGraph, op: Op) -> OpView:
     from pipeline.ops.factors import factors_of
+    from pipeline.ops.uneven import uneven_in
 
-    return replace(plain_view(graph, op), factors=factors_of(graph).get(op.name, ()))
+    factors, uneven = factors_of(graph).get(op.name, ()), uneven_in(graph).letters.get(op.name, ())
+    return replace(plain_view(graph, op), factors=factors, uneven=uneven)
 
 
 def plain_view(graph: OpGraph, op: Op) -> OpView:

@@ -4,7 +4,8 @@ torch's own functional collectives pair an all-reduce with an all-reduce, which 
 large by the number of ranks; so each pair of the table is written out here.
 
 `parts` says in how many equal parts the dim lies on a rank, each of which is split: 1, or more where the axis splits an
-inner factor of the dim.
+inner factor of the dim. `size` is that of a dim that comes together and does not divide by the ranks: their pieces are
+padded (pipeline.runtime.uneven), the whole is not.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from pipeline.ir.program import GATHERED_ALONE
 from pipeline.runtime import later
 from pipeline.runtime.mesh import MeshAxis, axis_of
 from pipeline.runtime.put_off import at_border
+from pipeline.runtime.uneven import joined, own_part, padded, room
 
 Move = Callable[[Tensor], Tensor]
+Split = tuple[int, int, int | None]  # the dim on which a tensor is split, its parts, and its size where it is uneven
 SHORT = 1 << 18  # bytes of a message that takes as long as it takes to be noticed
 AROUND = "shardwright reduce_scatter"  # the profiler's label of messages that are one
 _TAG = 1  # of those: messages of pipelines have none
@@ -74,28 +77,31 @@ def _pieces(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
 
 
 def _rows(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
-    """The same where they lie, if they can be seen so."""
+    """The same where they lie, if they can be seen so; uneven ones with their padding."""
     if parts == 1:
-        return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0)
+        length = room(x.shape[dim], size)
+        return padded(x, dim, size * length).unflatten(dim, (size, length)).movedim(dim, 0)
     digits = x.unflatten(dim, (parts, size, x.shape[dim] // (parts * size)))
     return digits.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
 
-def _joined(pieces: Tensor, dim: int, parts: int) -> Tensor:
+def _joined(pieces: Tensor, dim: int, parts: int, size: int | None = None) -> Tensor:
     """The whole of such pieces."""
+    if size is not None and size != len(pieces) * pieces.shape[dim + 1]:
+        return joined(pieces, dim, size)
     if parts > 1:
         digits = pieces.unflatten(dim + 1, (parts, pieces.shape[dim + 1] // parts))
         return digits.movedim(0, dim + 1).flatten(dim, dim + 2)
     return pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(), dim)
 
 
-def _join(axis: MeshAxis, dim: int, parts: int) -> Move:
+def _join(axis: MeshAxis, dim: int, parts: int, size: int | None = None) -> Move:
     def move(x: Tensor) -> Tensor:
         if axis.size == 1:
             return x
         pieces = x.new_empty((axis.size, *x.shape))
         all_gather_into(pieces.view(-1), x.contiguous().view(-1), group=axis.group)
-        return _joined(pieces, dim, parts)
+        return _joined(pieces, dim, parts, size)
 
     return move
 
@@ -168,17 +174,19 @@ def own_copy(axis: MeshAxis, dim: int, parts: int) -> Move:
 def piece(x: Tensor, axis: MeshAxis, dim: int, parts: int) -> Tensor:
     """This rank's piece of what it holds whole."""
     if parts == 1:
-        return x.chunk(axis.size, dim)[axis.rank]
+        own = x.narrow(dim, *own_part(x.shape[dim], axis.rank, axis.size))
+        return padded(own, dim, room(x.shape[dim], axis.size))
     digits = x.unflatten(dim, (parts, axis.size, x.shape[dim] // (parts * axis.size)))
     return digits.select(dim + 1, axis.rank).flatten(dim, dim + 1)
 
 
-def _in_zeros(axis: MeshAxis, dim: int, parts: int) -> Move:
+def _in_zeros(axis: MeshAxis, dim: int, parts: int, size: int | None = None) -> Move:
     def move(x: Tensor) -> Tensor:
         length = x.shape[dim] // parts
         whole = x.new_zeros((*x.shape[:dim], parts, axis.size, length, *x.shape[dim + 1 :]))
         whole.select(dim + 1, axis.rank).copy_(x.unflatten(dim, (parts, length)))
-        return whole.flatten(dim, dim + 2)
+        whole = whole.flatten(dim, dim + 2)
+        return whole if size in (None, whole.shape[dim]) else whole.narrow(dim, 0, size).contiguous()
 
     return move
 
@@ -187,7 +195,7 @@ def _on_first(axis: MeshAxis) -> Move:
     return lambda x: x if axis.rank == 0 else torch.zeros_like(x)
 
 
-def _exchange(axis: MeshAxis, split: tuple[int, int], join: tuple[int, int]) -> Move:
+def _exchange(axis: MeshAxis, split: tuple[int, int], join: Split) -> Move:
     """Splits one dim and joins another, each given with its parts."""
 
     def move(x: Tensor) -> Tensor:
@@ -202,8 +210,6 @@ def _exchange(axis: MeshAxis, split: tuple[int, int], join: tuple[int, int]) -> 
 
 
 # Moves of several tensors at once: one collective, in which each rank's pieces of all lie one after another.
-
-Split = tuple[int, int]  # the dim on which a tensor is split, and its parts
 
 
 class Joining:
@@ -249,7 +255,7 @@ def sum_and_split_several(wholes: Sequence[Tensor], splits: Sequence[Split], axi
     """This rank's pieces of the sums over the ranks; what is sent of large ones is there for one after the other."""
     found: dict[int, Tensor] = {}
     for run in _runs([whole.nbytes for whole in wholes]):
-        parts = [_rows(wholes[n], axis.size, *splits[n]) for n in run]
+        parts = [_rows(wholes[n], axis.size, *splits[n][:2]) for n in run]
         own = own_sum(torch.cat([part.reshape(axis.size, -1) for part in parts], 1), axis)
         pieces = own.split([part.numel() // axis.size for part in parts])
         found |= {n: x.view(part.shape[1:]) for n, x, part in zip(run, pieces, parts, strict=True)}
@@ -291,43 +297,46 @@ def pieces_of_all(x: Tensor, axis: str) -> Tensor:
     return _join(axis_of(axis), 0, 1)(x[None])
 
 
-def all_gather(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
+def all_gather(x: Tensor, axis: str, dim: int, parts: int = 1, size: int | None = None) -> Tensor:
     """S(dim) -> B"""
-    return _apply(x, _join(axis_of(axis), dim, parts), _sum_and_split(axis_of(axis), dim, parts))
+    return _apply(x, _join(axis_of(axis), dim, parts, size), _sum_and_split(axis_of(axis), dim, parts))
 
 
-def gather(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
+def gather(x: Tensor, axis: str, dim: int, parts: int = 1, size: int | None = None) -> Tensor:
     """S(dim) -> R"""
-    return _apply(x, _join(axis_of(axis), dim, parts), own_copy(axis_of(axis), dim, parts))
+    return _apply(x, _join(axis_of(axis), dim, parts, size), own_copy(axis_of(axis), dim, parts))
 
 
 def reduce_scatter(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """P -> S(dim)"""
-    return _apply(x, _sum_and_split(axis_of(axis), dim, parts), _join(axis_of(axis), dim, parts))
+    return _apply(x, _sum_and_split(axis_of(axis), dim, parts), _join(axis_of(axis), dim, parts, x.shape[dim]))
 
 
 def shard(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """R -> S(dim)"""
-    return _apply(x, _own_piece(axis_of(axis), dim, parts), _join(axis_of(axis), dim, parts))
+    return _apply(x, _own_piece(axis_of(axis), dim, parts), _join(axis_of(axis), dim, parts, x.shape[dim]))
 
 
 def narrow(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """B -> S(dim)"""
-    return _apply(x, _own_piece(axis_of(axis), dim, parts), _in_zeros(axis_of(axis), dim, parts))
+    return _apply(x, _own_piece(axis_of(axis), dim, parts), _in_zeros(axis_of(axis), dim, parts, x.shape[dim]))
 
 
-def pad(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
+def pad(x: Tensor, axis: str, dim: int, parts: int = 1, size: int | None = None) -> Tensor:
     """S(dim) -> P"""
-    return _apply(x, _in_zeros(axis_of(axis), dim, parts), _own_piece(axis_of(axis), dim, parts))
+    return _apply(x, _in_zeros(axis_of(axis), dim, parts, size), _own_piece(axis_of(axis), dim, parts))
 
 
-def all_to_all(x: Tensor, axis: str, dim: int, to: int, parts: int = 1, to_parts: int = 1) -> Tensor:
+def all_to_all(
+    x: Tensor, axis: str, dim: int, to: int, parts: int = 1, to_parts: int = 1, size: int | None = None
+) -> Tensor:
     """S(dim) -> S(to)"""
-    size = axis_of(axis).size
+    over, count = axis_of(axis), axis_of(axis).size
     # Within one dim, the inner of the two factors lies in fewer parts once the outer one is split.
-    had = dim, parts // size if dim == to and parts > to_parts else parts
-    want = to, to_parts // size if dim == to and to_parts > parts else to_parts
-    return _apply(x, _exchange(axis_of(axis), want, had), _exchange(axis_of(axis), had, want))
+    had = dim, parts // count if dim == to and parts > to_parts else parts
+    want = to, to_parts // count if dim == to and to_parts > parts else to_parts
+    whole = None if dim == to else x.shape[to]
+    return _apply(x, _exchange(over, want, (*had, size)), _exchange(over, had, (*want, whole)))
 
 
 def mask(x: Tensor, axis: str) -> Tensor:

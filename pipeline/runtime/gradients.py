@@ -16,8 +16,9 @@ backward pass, and sent in that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from torch import Tensor, nn
 from pipeline.ir.layout import Layout, Place
 from pipeline.runtime import later
 from pipeline.runtime.ahead import Ahead
-from pipeline.runtime.collectives import all_gather_into, sum_own
+from pipeline.runtime.collectives import all_gather_into, piece, sum_own
 from pipeline.runtime.mesh import MeshAxis, axis_of, joined
+from pipeline.runtime.uneven import own_part, room
 
 Row = tuple[str, str, str]  # of a program's PARAMETERS: layout, axes over which the gradient is summed, state's layout
 
@@ -159,8 +161,17 @@ class _Member:
         """Of this rank's shard."""
         shape = list(self.parameter.shape)
         for name, place in self.digits.items():
-            shape[place.dim] //= axis_of(name).size
+            shape[place.dim] = room(shape[place.dim], axis_of(name).size)
         return shape
+
+    @property
+    def uneven(self) -> int | None:
+        """The dim on which shards are padded: one axis alone splits it, and no other the parameter's state."""
+        for name, place in self.digits.items():
+            if self.parameter.shape[place.dim] % (place.outside * axis_of(name).size):
+                assert len(self.digits) == 1 and place.outside == 1, f"uneven shards on {list(self.digits)}"
+                return place.dim
+        return None
 
     @property
     def nbytes(self) -> int:
@@ -259,7 +270,7 @@ class _Shards:
         self.rest = _joined_axis(name for name in summed if name not in split)
         self.place = tuple(axis_of(name).rank for name in split)
         self.sliced = tuple(slice(None) if name in summed else axis_of(name).rank for name in split)
-        self.lengths = [m.parameter.numel() // self.axis.size for m in members]
+        self.lengths = [prod(m.piece_shape) for m in members]
         self.flat = _flat(members[0].parameter, self.axis.size * sum(self.lengths))
         self.rows = self.flat.view(self.axis.size, -1)
         self.sent = self.rows[: self.scatter.size]
@@ -275,6 +286,8 @@ class _Shards:
     def _piece(self, number: int) -> Tensor:
         """This rank's piece of a parameter: in the parameter's own memory where it lies there in one run."""
         member = self.members[number]
+        if member.uneven is not None:
+            return piece(member.parameter.detach(), self.axis, member.uneven, 1).contiguous()
         return _digits_first(member.parameter.detach(), member.digits)[self.place].contiguous().view(member.piece_shape)
 
     def _slot(self, rows: Tensor, number: int) -> Tensor:
@@ -295,11 +308,34 @@ class _Shards:
         """A gradient is there: its pieces go to their rows; on axes where it is whole just this rank's is needed."""
         member = self.members[number]
         assert member.parameter.grad is not None
-        pieces = _digits_first(member.parameter.grad, member.digits)[self.sliced]
-        slot = self._slot(self.sent, number).view(pieces.shape)
-        slot.add_(pieces) if number in self.arrived else slot.copy_(pieces)
+        first = number not in self.arrived
+        if member.uneven is not None:
+            self._take_uneven(number, member.parameter.grad, first)
+        else:
+            pieces = _digits_first(member.parameter.grad, member.digits)[self.sliced]
+            slot = self._slot(self.sent, number).view(pieces.shape)
+            slot.copy_(pieces) if first else slot.add_(pieces)
         member.parameter.grad = None
         self.arrived.add(number)
+
+    def _take_uneven(self, number: int, gradient: Tensor, first: bool) -> None:
+        """Piece by piece: a copy of all of it with its padding would be as large as the gradient."""
+        if first:
+            self._slot(self.sent, number).zero_()  # what is padding stays so
+        ranks = range(self.axis.size) if self.scatter.size > 1 else (self.axis.rank,)
+        for there, own in self._uneven_pieces(self.sent, number, gradient, ranks):
+            there.copy_(own) if first else there.add_(own)
+
+    def _uneven_pieces(
+        self, rows: Tensor, number: int, whole: Tensor, ranks: Iterable[int]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each of these ranks: where its elements lie in its row of the bucket, and where in the whole."""
+        member = self.members[number]
+        dim, shape = member.uneven, member.piece_shape
+        assert dim is not None
+        for row, rank in zip(self._slot(rows, number), ranks, strict=True):
+            start, count = own_part(whole.shape[dim], rank, self.axis.size)
+            yield row.view(shape).narrow(dim, 0, count), whole.narrow(dim, start, count)
 
     def send(self) -> None:
         for number in set(range(len(self.members))) - self.arrived:
@@ -335,8 +371,13 @@ class _Shards:
         """The new values of all ranks; between steps a shard needs no memory of its own."""
         self.wait_for_work()
         for number, member in enumerate(self.members):
-            values = _digits_first(member.parameter.detach(), member.digits)
-            values.copy_(self._slot(self.rows, number).view(values.shape))
+            whole = member.parameter.detach()
+            if member.uneven is not None:
+                for there, own in self._uneven_pieces(self.rows, number, whole, range(self.axis.size)):
+                    own.copy_(there)
+            else:
+                values = _digits_first(whole, member.digits)
+                values.copy_(self._slot(self.rows, number).view(values.shape))
         for _, shard in self._apart():
             shard.data = shard.data.new_empty(0)
 

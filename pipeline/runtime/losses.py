@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pipeline.runtime.axes import combine, combining, own_range, position
+from pipeline.runtime.axes import combine, combining, position
 from pipeline.runtime.collectives import all_reduce
+from pipeline.runtime.uneven import own_part
 
 _counting: Any = WeakTensorKeyDictionary()  # target -> axis, ignored index, and the count that is under way
 
@@ -64,6 +65,29 @@ def mean_of_pieces(mean: Tensor, axis: str) -> Tensor:
     return mean / position(axis)[1]
 
 
+class _Hidden(torch.autograd.Function):
+    """What lies behind the first columns as the least number there is, where it lies: its exponential is zero.
+
+    So is its gradient then, and what comes back is passed on as it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, columns: int) -> Tensor:
+        x[:, columns:] = torch.finfo(x.dtype).min
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def _without_padding(x: Tensor, columns: int) -> Tensor:
+    """`x` is no tensor that anything else keeps."""
+    hidden: Tensor = x if x.shape[1] == columns else _Hidden.apply(x, columns)  # type: ignore[no-untyped-call]
+    return hidden
+
+
 def class_split_cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -73,17 +97,18 @@ def class_split_cross_entropy(
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    classes: int | None = None,
 ) -> Tensor:
     """Cross entropy of logits whose classes (dim 1) lie on `axis`; target and class weights are whole.
 
-    `rows` is an axis over which the batch is split too, for the mean.
+    `rows` is an axis over which the batch is split too, for the mean. `classes` says how many there are where they do
+    not divide: behind the last rank's own is padding, which counts for nothing.
     """
-    own = logits.shape[1]
-    classes = own * position(axis)[1]
-    first, _ = own_range(classes, axis)
+    classes = logits.shape[1] * position(axis)[1] if classes is None else classes
+    first, own = own_part(classes, *position(axis))
     valid = target != ignore_index
-    largest = combine(logits.amax(1), axis, dist.ReduceOp.MAX)
-    shifted = logits - largest.unsqueeze(1)
+    largest = combine(logits.detach()[:, :own].amax(1), axis, dist.ReduceOp.MAX)
+    shifted = _without_padding(logits - largest.unsqueeze(1), own)
     log_sum = all_reduce(shifted.exp().sum(1), axis).log()
     place = target.where(valid, 0) - first
     mine = (place >= 0) & (place < own) & valid
@@ -92,7 +117,7 @@ def class_split_cross_entropy(
     loss = (log_sum - all_reduce(picked, axis)) * scale
     if label_smoothing:
         owned = logits.new_ones(own) if weight is None else weight[first : first + own]
-        every = torch.tensordot(shifted, owned, dims=([1], [0]))
+        every = torch.tensordot(shifted[:, :own], owned, dims=([1], [0]))
         total = float(classes) if weight is None else weight.sum()
         smooth = (log_sum * total - all_reduce(every, axis)) / classes
         loss = loss * (1 - label_smoothing) + smooth * label_smoothing

@@ -20,14 +20,28 @@ def piece_of(tensor: Tensor, layout: Layout, axes: Iterable[str]) -> Tensor:
     return tensor.contiguous().clone()
 
 
-def whole_of(piece: Tensor, layout: Layout, axes: Iterable[str]) -> Tensor:
-    """The unsplit tensor, on every rank; all ranks ask for it together."""
+def whole_of(piece: Tensor, shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> Tensor:
+    """The unsplit tensor, of that shape, on every rank; all ranks ask for it together."""
     names = list(axes)
     sizes = tuple(axis_of(name).size for name in names)
+    uneven = layout.uneven(shape, sizes)
     with torch.no_grad():
         for split in reversed(layout.splits(sizes)):
-            piece = gather(piece, names[split.axis], split.dim, split.parts)
+            size = shape[split.dim] if split.dim in uneven else None
+            piece = gather(piece, names[split.axis], split.dim, split.parts, size)
     return piece.detach()
+
+
+def shape_of(shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> tuple[int, ...]:
+    """Of this rank's piece, with its padding where the pieces are uneven."""
+    return layout.local_shape(shape, tuple(axis_of(name).size for name in axes))
+
+
+def own_elements(piece: Tensor, shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> Tensor:
+    """The piece without its padding."""
+    for dim, runs in enumerate(runs_of(shape, layout, axes)):
+        piece = piece.narrow(dim, 0, sum(length for _, length in runs))
+    return piece
 
 
 def runs_of(shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> tuple[tuple[Run, ...], ...]:

@@ -204,7 +204,7 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         group, needs = ctx.group, ctx.needs_input_grad[1:]
         own = [n for n, need in enumerate(needs) if need and not group.summed[n] and gradients[n] is not None]
-        found = {n: own_copy(group.axis, *group.splits[n])(gradients[n]) for n in own}
+        found = {n: own_copy(group.axis, *group.splits[n][:2])(gradients[n]) for n in own}
         chosen = [n for n, need in enumerate(needs) if need and group.summed[n]]
         if chosen:
             like = next(gradient for gradient in gradients if gradient is not None)
@@ -216,12 +216,15 @@ class _Together(torch.autograd.Function):
 
 def _zeros(like: Tensor, shape: torch.Size, group: _Group, number: int) -> Tensor:
     """The gradient of what no op has read: every rank brings it, whatever the ranks have read."""
-    dim, _ = group.splits[number]
-    return like.new_zeros([size * (group.axis.size if n == dim else 1) for n, size in enumerate(shape)])
+    dim, _, whole = group.splits[number]
+    sizes = list(shape)
+    sizes[dim] = sizes[dim] * group.axis.size if whole is None else whole
+    return like.new_zeros(sizes)
 
 
-# A tensor with its dim, its parts where there are several, and "R" where it becomes that and not B.
-Given = tuple[Tensor, int] | tuple[Tensor, int, int] | tuple[Tensor, int, str] | tuple[Tensor, int, int, str]
+# A tensor with its dim, its parts where there are several, then its size where it is uneven, and "R" where it becomes
+# that and not B.
+Given = tuple[Tensor | int | str, ...]
 
 
 def regather_together(*given: Given, axis: str) -> tuple[Tensor, ...]:
@@ -251,11 +254,11 @@ def _by_dtype(
     given: Sequence[Given], axis: str, gathered: Callable[[list[Tensor], _Ends], Sequence[Tensor]]
 ) -> tuple[Tensor, ...]:
     over = axis_of(axis)
-    tensors = [tensor for tensor, *_ in given]
+    tensors = [tensor for tensor, *_ in given if isinstance(tensor, Tensor)]
     if over.size == 1:
         return tuple(tensors)
     numbers = [[told for told in own if isinstance(told, int)] for _, *own in given]
-    splits = [(dim, parts[0] if parts else 1) for dim, *parts in numbers]
+    splits = [(dim, rest[0] if rest else 1, rest[1] if len(rest) > 1 else None) for dim, *rest in numbers]
     summed = [own[-1] != "R" for own in given]
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -266,9 +269,9 @@ def _by_dtype(
     return tuple(found[n] for n in range(len(tensors)))
 
 
-def regather(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
+def regather(x: Tensor, axis: str, dim: int, parts: int = 1, size: int | None = None) -> Tensor:
     """S(dim) -> B, gathered again in backward"""
-    (whole,) = regather_together((x, dim, parts), axis=axis)
+    (whole,) = regather_together((x, dim, parts) if size is None else (x, dim, parts, size), axis=axis)
     return whole
 
 

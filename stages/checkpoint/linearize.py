@@ -137,6 +137,8 @@ def _apart_bytes(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> int:
 def _lies_in(stored: Layout, state: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     """Whether a rank's piece of a parameter is one run of what it stores: cut on the first dim, from the outside."""
     cuts = sorted((place.dim, place.outside, sizes[axis]) for axis, place in stored.further(state, sizes).items())
+    if state.uneven(shape, sizes):  # on the last rank it is padded
+        return False
     before, whole = stored.local_shape(shape, sizes), 1
     for dim, outside, size in cuts:
         if size > 1 and (outside != whole or any(length > 1 for length in before[:dim])):

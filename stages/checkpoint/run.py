@@ -8,6 +8,7 @@ from pipeline.config import Config
 from pipeline.ir.plan import Plan
 from pipeline.ir.profile import as_run
 from pipeline.ir.verify import verify_sharding
+from pipeline.ops.uneven import uneven_in
 from pipeline.stage import Inputs, Result
 from stages.checkpoint.alone import find_alone
 from stages.checkpoint.choose import choose
@@ -21,7 +22,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     graph = as_run(inputs["graph"], profile.types)
     where = f"conf/solve/{config.choices['solve']}.yaml: memory_budget_gb"
     for point in (*frontier.points, *frontier.pieces):
-        verify_sharding(graph, point.sharding, frontier.meshes[point.mesh].sizes)
+        verify_sharding(graph, point.sharding, frontier.meshes[point.mesh].sizes, uneven_in(graph).spots)
     settings, file = config.checkpoint, f"conf/checkpoint/{config.choices['checkpoint']}.yaml"
     candidates = find_alone(graph, profile, cluster, frontier, settings, file)
     pipelines = find_pipelines(graph, profile, cluster, frontier, settings, file)

@@ -206,7 +206,7 @@ class BlockWriter:
         source = self._name(step.source)
         target = self._target(step)
         is_last = step.target == self.loss and not self.readers[step.target.value]
-        text = convert_text(source, step, self.mesh, is_last)
+        text = convert_text(source, step, self.mesh, self.graph.values[step.source.value].type.shape, is_last)
         text = self._kept(text) if _path(step) in self.kept else text
         self.used.update(re.match(r"(?:(?:again|kept)\(?)?\w+", text)[0].split("("))
         self.lines += statement(f"{target} = {text}", self._remark(step.target, arrow_from=step.source), self.indent)
@@ -225,10 +225,12 @@ class BlockWriter:
         rows = []
         for step in steps:
             ends = step.source.layout, step.target.layout
-            told = [*map(str, step_arguments(*ends, sizes).values())]
+            given = step_arguments(*ends, sizes, self.graph.values[step.source.value].type.shape)
+            parts = {"parts": given.get("parts", 1)} if "size" in given else {}
+            told = [*map(str, ({"dim": given["dim"]} | parts | given).values())]
             told += ['"R"'] if conversion_of(*ends, sizes) is TABLE["SR"] else []
-            given = ", ".join([self._name(step.source), *told])
-            rows.append(f"    ({given}),  {self._remark(step.target, arrow_from=step.source)}")
+            row = ", ".join([self._name(step.source), *told])
+            rows.append(f"    ({row}),  {self._remark(step.target, arrow_from=step.source)}")
         axis, _ = self.mesh.axes[step_axis(steps[0].source.layout, steps[0].target.layout, sizes)]
         targets = [self._target(step) for step in steps]
         head = f"{', '.join(targets)} = {function}("
@@ -343,13 +345,16 @@ def _arguments(text: str) -> list[str]:
     return [*found, text[start:].strip()]
 
 
-def convert_text(source: str, step: Convert, mesh: Mesh, is_last: bool = False) -> str:
-    """`all_gather(x, axis="d0", dim=1)`; `regather(...)` or `again(gather, x, ...)` where backward makes it again."""
+def convert_text(source: str, step: Convert, mesh: Mesh, shape: tuple[int, ...], is_last: bool = False) -> str:
+    """`all_gather(x, axis="d0", dim=1)`; `regather(...)` or `again(gather, x, ...)` where backward makes it again.
+
+    `shape` is that of the unsplit tensor.
+    """
     ends = step.source.layout, step.target.layout
     entry = conversion_of(*ends, mesh.sizes)
     entry = made_again(entry) if step.again else entry
     name, _ = mesh.axes[step_axis(*ends, mesh.sizes)]
-    told = step_arguments(*ends, mesh.sizes)
+    told = step_arguments(*ends, mesh.sizes, shape)
     arguments = [source, f'axis="{name}"', *(f"{argument}={number}" for argument, number in told.items())]
     if is_last and entry.function == "all_reduce":
         arguments.append("is_last=True")

@@ -7,6 +7,7 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan
 from pipeline.ir.verify import verify_sharding
 from pipeline.lowering import lower
+from pipeline.ops.uneven import uneven_in
 from pipeline.partitions import part_of
 from pipeline.stage import Inputs, Result
 from stages.codegen.module import write_module
@@ -24,8 +25,9 @@ def write_program(graph: OpGraph, plan: Plan, config: Config, digest: str = "") 
     """The text, and the graphs that it is of: where it cuts passes into slices, those of its slices."""
     graph, *smaller = graphs_of_slices(graph, plan, config)
     if not plan.pipelined:
-        verify_sharding(graph, plan.sharding, plan.sizes)
+        verify_sharding(graph, plan.sharding, plan.sizes, uneven_in(graph).spots)
         return write_module(graph, plan, lower(graph, plan.sharding, plan.micro_batches), digest), (graph,)
     for partition in plan.partitions:
-        verify_sharding(part_of(graph, partition.first, partition.last), partition.sharding, partition.sizes)
+        part = part_of(graph, partition.first, partition.last)
+        verify_sharding(part, partition.sharding, partition.sizes, uneven_in(graph).spots)
     return write_partitions(graph, plan, digest, *smaller), (graph, *smaller)

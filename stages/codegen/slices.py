@@ -17,6 +17,7 @@ from pipeline.errors import SolveError, TraceError
 from pipeline.ir.graph import Arg, Args, Op, OpGraph, Ref
 from pipeline.ir.plan import Plan
 from pipeline.ir.verify import InvalidSharding, verify_sharding
+from pipeline.ops.uneven import uneven_in
 from pipeline.partitions import part_of
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.lower import Ops
@@ -44,7 +45,8 @@ def _graph_of(samples: int, graph: OpGraph, plan: Plan, config: Config) -> OpGra
         raise _refusal(plan, config, _added_up(powers), "let the model's loss be a mean over samples, or ask for null")
     for number, partition in enumerate(plan.partitions):
         try:
-            verify_sharding(part_of(own, partition.first, partition.last), partition.sharding, partition.sizes)
+            part = part_of(own, partition.first, partition.last)
+            verify_sharding(part, partition.sharding, partition.sizes, uneven_in(own).spots)
         except InvalidSharding as error:
             raise _refusal(plan, config, f"partition {number} cannot be split as planned: {error}") from error
     return own

@@ -221,10 +221,7 @@ class _Writer:
         )
 
     def _local(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-        try:
-            return layout.local_shape(shape, self.part.sizes)
-        except (ValueError, IndexError):  # padded: its pieces are not equal
-            return shape
+        return layout.local_shape(shape, self.part.sizes)
 
     def _name(self, name: str) -> str:
         value = self.part.graph.values[name]

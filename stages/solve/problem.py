@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.cost.compute import op_seconds, optimizer_seconds
+from pipeline.cost.compute import op_seconds, optimizer_seconds, piece_bytes
 from pipeline.cost.conversions import gathered_share
 from pipeline.cost.paths import Paths
 from pipeline.cost.price_tables import conversion_table
 from pipeline.cost.step import update_seconds
 from pipeline.cost.talks import talk_seconds
 from pipeline.ir.cluster import Axis, Compute
-from pipeline.ir.graph import Op, OpGraph, Role, Value
+from pipeline.ir.graph import Op, OpGraph, Role, TensorType, Value
 from pipeline.ir.layout import B, Layout, Place, R, replicated, without_gradient
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.profile import Profile
@@ -111,12 +111,10 @@ class _Builder:
 
     # ---- arrays that equal layers share
 
-    def split_bytes(self, layouts: tuple[Layout, ...], nbytes: int) -> Array:
+    def split_bytes(self, layouts: tuple[Layout, ...], kind: TensorType) -> Array:
         """Bytes on one rank, per layout."""
-        pieces = self.once(
-            ("pieces", id(layouts)), lambda: (np.array([x.pieces(self.sizes) for x in layouts], dtype=float), layouts)
-        )[0]
-        return self.once(("bytes", id(layouts), nbytes), lambda: np.floor(nbytes / pieces))
+        made = lambda: (np.array([piece_bytes(kind, x, self.sizes) for x in layouts], dtype=float), layouts)  # noqa: E731
+        return self.once(("bytes", id(layouts), kind), made)[0]
 
     def same(self, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """One object for equal tuples, so that they can be told by identity."""
@@ -162,7 +160,7 @@ class _Builder:
     def source(self, value: Value, layouts: tuple[Layout, ...]) -> None:
         """An input or a buffer: there for the whole step."""
         layouts = self.same(tuple(x for x in layouts if self.given.allowed(value.name, x)))
-        held = Holding(0, self.moments.end, self.split_bytes(layouts, value.type.nbytes))
+        held = Holding(0, self.moments.end, self.split_bytes(layouts, value.type))
         zero = self.once(("zeros", len(layouts)), lambda: np.zeros(len(layouts)))
         self.maker[value.name] = self.add(value.name, zero, [held])
         self.layouts[value.name] = layouts
@@ -172,10 +170,10 @@ class _Builder:
         ways = ways if len(allowed) == len(ways) else self.once(("allowed", allowed), lambda: allowed)
         layouts = self.once(("layouts of", id(ways)), lambda: (self.same(tuple(way.layout for way in ways)), ways))[0]
         states = self.once(("states of", id(ways)), lambda: self.same(tuple(way.state for way in ways)))
-        copies, nbytes, axes = self.given.optimizer_copies, value.type.nbytes, self.given.axes
-        stored, state = self.split_bytes(layouts, nbytes), self.split_bytes(states, nbytes)
+        copies, axes = self.given.optimizer_copies, self.given.axes
+        stored, state = self.split_bytes(layouts, value.type), self.split_bytes(states, value.type)
         seconds = self.once(
-            ("optimizer", id(ways), nbytes),
+            ("optimizer", id(ways), value.type),
             lambda: np.array(
                 [
                     optimizer_seconds(owned, copies, self.given.compute) + update_seconds(n, [], _sharded(way, axes))
@@ -183,7 +181,11 @@ class _Builder:
                 ]
             ),
         )
-        usages = self.once(("resident", id(layouts), id(states), nbytes), lambda: 2 * stored + copies * state)
+        shards = np.array([way.state.pieces(self.sizes) // way.layout.pieces(self.sizes) for way in ways])
+        usages = self.once(
+            ("resident", id(layouts), id(states), value.type),
+            lambda: stored + np.maximum(stored, shards * state) + copies * state,
+        )
         self.maker[value.name] = self.add(value.name, seconds, [Holding(0, self.moments.end, usages)])
         self.layouts[value.name], self.stored[value.name] = layouts, ways
 
@@ -241,7 +243,7 @@ class _Builder:
     def _output_holdings(self, op: Op, name: str, layouts: tuple[Layout, ...]) -> list[Holding]:
         """What the op writes while the forward pass has it, or its backward pass where it is common; its gradient."""
         value, moments = self.graph.values[name], self.moments
-        held = self.split_bytes(layouts, value.type.nbytes)
+        held = self.split_bytes(layouts, value.type)
         own = self.profile.storage[name] == name
         common = name in self.graph.common
         last = moments.backward(op.name) + 1
@@ -268,7 +270,7 @@ class _Builder:
                 seen.add(root)
                 maker = self.graph.op(self.graph.values[root].origin)
                 first = self.moments.forgotten(maker, root)
-                held = self.split_bytes(layouts, self.graph.values[name].type.nbytes)
+                held = self.split_bytes(layouts, self.graph.values[name].type)
                 found.append(Holding(first, self.moments.backward(op.name) + 1, held))
         return found
 
@@ -311,7 +313,7 @@ class _Builder:
         first = min(self.moments.forward(op.name) for op in readers)
         end = max(self.moments.forgotten(op, value.name) for op in readers)
         costs = self.conversions(value, have, forms)
-        copied = self.once(("copied", id(have), id(forms), value.type.nbytes), lambda: self._copied(value, have, forms))
+        copied = self.once(("copied", id(have), id(forms), value.type), lambda: self._copied(value, have, forms))
         return costs, (Holding(first, end, copied),) if copied.any() else ()
 
     def conversions(self, value: Value, have: tuple[Layout, ...], forms: tuple[Layout, ...]) -> Array:
@@ -321,7 +323,7 @@ class _Builder:
 
     def _copied(self, value: Value, have: tuple[Layout, ...], forms: tuple[Layout, ...]) -> Array:
         """Bytes of the copy that a conversion makes; none where it does nothing in the forward pass."""
-        held = np.array([value.type.nbytes // x.pieces(self.sizes) for x in forms], dtype=float)
+        held = self.split_bytes(forms, value.type)
         number: dict[Layout, int] = {}
         made, read = (
             np.array([number.setdefault(without_gradient(x), len(number)) for x in found]) for found in (have, forms)

@@ -17,9 +17,11 @@ from pipeline.artifacts import load_saved
 from pipeline.config import Solve, saved_file
 from pipeline.errors import ArtifactError, SolveError
 from pipeline.ir.cluster import Cluster, Mesh
-from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.graph import OpGraph, Role, Value
+from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Plan, Sharding
 from pipeline.ir.verify import InvalidSharding, gathered, verify_sharding
+from pipeline.ops.uneven import uneven_in
 from stages.solve.constraints import Hand
 from stages.solve.data import Problem
 from stages.solve.exact import Reduced
@@ -70,14 +72,22 @@ def _check_graph(saved: Saved, graph: OpGraph) -> None:
         f"{value.origin} of {' x '.join(map(str, value.type.shape))} as {layout}"
         for value in graph.of_role(Role.PARAMETER)
         for layout in (sharding.storage[value.origin],)
-        if len(layout.states) != len(saved.sizes) or not layout.fits(value.type.shape, saved.sizes)
+        if len(layout.states) != len(saved.sizes) or not _may_lie(graph, value, layout, saved)
     ]
     if misfits:
         raise _of_another("model", saved, f"it would store {_few(misfits)}")
     try:
-        verify_sharding(graph, sharding, saved.sizes)
+        verify_sharding(graph, sharding, saved.sizes, uneven_in(graph).spots)
     except InvalidSharding as error:
         raise _of_another("model", saved, str(error)) from error
+
+
+def _may_lie(graph: OpGraph, value: Value, layout: Layout, saved: Saved) -> bool:
+    """In pieces that are equal, or as they may be uneven: of a vocabulary, and of what is gathered to be read."""
+    if not layout.holds(value.type.shape, saved.sizes):
+        return False
+    uneven = {(value.name, dim) for dim in layout.uneven(value.type.shape, saved.sizes)}
+    return uneven <= uneven_in(graph).spots or value.origin in gathered(graph, saved.sharding, saved.sizes)
 
 
 def _few(texts: Sequence[str]) -> str:

@@ -7,7 +7,8 @@
 | gathered   | a shard            | a shard  | a shard         | gathered, and the whole kept until backward          |
 | regathered | a shard            | a shard  | a shard         | gathered, dropped, and gathered again for backward   |
 
-A shard is cut from what the other axes left: ZeRO is innermost.
+A shard is cut from what the other axes left: ZeRO is innermost. It is cut on the first dim that divides; where none
+does, in uneven pieces on the dim that needs the least padding.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain, combinations
+from math import prod
 
 from pipeline.ir.layout import Layout, R, State, replicated
+
+MOST_PADDED = 1.125  # of a parameter, with the padding of its shards: beyond that they are not worth it
 
 
 class Way(StrEnum):
@@ -62,12 +66,16 @@ def _subsets(axes: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _shard(base: Layout, axes: tuple[int, ...], shape: tuple[int, ...], sizes: tuple[int, ...]) -> Layout | None:
-    """What is left when these axes too split a dim, inside all others: the first dim that divides."""
-    for dim in range(len(shape)):
-        cut = _inside(base, axes, dim, sizes)
-        if cut is not None and cut.fits(shape, sizes):
+    """What is left when these axes too split a dim, inside all others: the first that divides, or the least uneven."""
+    cuts = [cut for dim in range(len(shape)) if (cut := _inside(base, axes, dim, sizes)) is not None]
+    for cut in cuts:
+        if cut.fits(shape, sizes):
             return cut
-    return None
+    held = [cut for cut in cuts if cut.holds(shape, sizes)]
+    least = min(held, key=lambda cut: prod(cut.local_shape(shape, sizes)), default=None)
+    if least is None or prod(least.local_shape(shape, sizes)) * least.pieces(sizes) > MOST_PADDED * prod(shape):
+        return None
+    return least
 
 
 def _inside(base: Layout, axes: tuple[int, ...], dim: int, sizes: tuple[int, ...]) -> Layout | None:

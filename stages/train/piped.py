@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout
-from pipeline.optimizer import build_optimizer, refuse_mixing
+from pipeline.optimizer import build_optimizer, refuse_mixing, refuse_moving_zeros
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.deferred import statistics_of
@@ -74,6 +74,8 @@ class Piped:
         stored = [(own.stored, name) for own in self.own.values() for name in own.tensors]
         if split := next((name for one, name in stored if one.splits_state(name)), None):
             refuse_mixing(job["train"]["optimizer"], where, split)
+        if padded := next((name for one, name in stored if one.pads(name, self.shapes[name])), None):
+            refuse_moving_zeros(job["train"]["optimizer"], where, padded)
         self.optimizer = build_optimizer(job["train"]["optimizer"], where, [updated for updated, _ in rows])
         self._batches = self._own_batches()
         self.samples = self.slices.start(self.passes)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout
-from pipeline.optimizer import build_optimizer, refuse_mixing
+from pipeline.optimizer import build_optimizer, refuse_mixing, refuse_moving_zeros
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.deferred import statistics_of
@@ -54,6 +54,8 @@ class Planned:
         where = f"{job['where']['train']}: optimizer"
         if split := next((name for name in self.parameters if self.stored.splits_state(name)), None):
             refuse_mixing(job["train"]["optimizer"], where, split)
+        if padded := next((n for n in self.parameters if self.stored.pads(n, self.own.shapes[n])), None):
+            refuse_moving_zeros(job["train"]["optimizer"], where, padded)
         self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.gradients.updated))
         layouts = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")

@@ -16,7 +16,9 @@ from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
 from pipeline.runtime.gradients import Row
 from pipeline.runtime.initial import Initial
-from pipeline.runtime.parameters import piece_of, runs_of, whole_of
+from pipeline.runtime.mesh import axis_of
+from pipeline.runtime.parameters import piece_of, runs_of, shape_of, whole_of
+from pipeline.runtime.uneven import padded_to
 from pipeline.weights import Shape, match_names, open_weights, read_piece, write_weights
 from stages.train.watchdog import Beat, unwatched, with_beats
 
@@ -36,6 +38,12 @@ class Stored:
         """Whether the optimizer is given a shard of a parameter."""
         state = self.row(name)[2]
         return bool(state) and any(one.kind == "S" for one in Layout.parse(state).states)
+
+    def pads(self, name: str, shape: Shape) -> bool:
+        """Whether a parameter or what the optimizer is given of it lies in uneven pieces."""
+        sizes = tuple(axis_of(axis).size for axis in self.axes)
+        layouts = (Layout.parse(text) for text in (self.row(name)[0], self.row(name)[2]) if text)
+        return any(layout.uneven(shape, sizes) for layout in layouts)
 
     def is_trained(self, name: str, tensor: Tensor) -> bool:
         return bool(self.row(name)[0]) and isinstance(tensor, nn.Parameter) and tensor.requires_grad
@@ -90,8 +98,9 @@ class OwnTensors:
         weights = open_weights(path, where)
         found = match_names(weights, self.state, self.shapes, where)
         for name, key in ((name, found[name]) for name in found if name in named):
-            runs = runs_of(self.shapes[name], self.stored.layout(name, named[name]), self.stored.axes)
-            yield name, read_piece(weights, key, runs).to(named[name].dtype)
+            lies = self.shapes[name], self.stored.layout(name, named[name]), self.stored.axes
+            piece = read_piece(weights, key, runs_of(*lies)).to(named[name].dtype)
+            yield name, padded_to(piece, shape_of(*lies))
 
     def export(self, path: Path, beat: Beat = unwatched) -> None:
         """A file of the whole tensors by the names of the module's state dict; all ranks do this together."""
@@ -106,7 +115,7 @@ class OwnTensors:
     def whole(self, name: str) -> Tensor:
         """On every rank of the mesh; all of them ask for it together."""
         tensor = self.tensors[name]
-        return whole_of(tensor, self.stored.layout(name, tensor), self.stored.axes)
+        return whole_of(tensor, self.shapes[name], self.stored.layout(name, tensor), self.stored.axes)
 
 
 def state_names(module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline.ir.layout import Layout, P, R
 from pipeline.runtime.axes import combine
 from pipeline.runtime.mesh import joined
-from pipeline.runtime.parameters import piece_of
+from pipeline.runtime.parameters import own_elements, piece_of
 
 TOLERANCE, IN_FLOAT32 = 1e-9, 1e-5
 SHARE = (
@@ -35,12 +35,17 @@ class Gap:
 
 
 def gap(found: Tensor | None, expected: Tensor | None, layout: Layout, axes: Sequence[str]) -> Gap:
-    """Of a tensor in pieces by the layout from the whole, on all ranks; one that is not there is zeros."""
-    return everywhere([own_gap(found, expected, layout, axes)])[0]
+    """Of a tensor in pieces by the layout from the whole, on all ranks; one that is not there is zeros.
+
+    Whatever lies in the padding of uneven pieces.
+    """
+    return everywhere([own_gap(found, expected, layout, axes, padding=False)])[0]
 
 
-def own_gap(found: Tensor | None, expected: Tensor | None, layout: Layout, axes: Sequence[str]) -> Gap:
-    """The same on this rank alone; where the layout is partial the ranks meet."""
+def own_gap(
+    found: Tensor | None, expected: Tensor | None, layout: Layout, axes: Sequence[str], *, padding: bool = True
+) -> Gap:
+    """The same on this rank alone; where the layout is partial the ranks meet. Padding is zeros where it counts."""
     if found is None and expected is None:
         return Gap(0.0, 0.0)
     partial = [axis for axis, state in zip(axes, layout.states, strict=True) if state == P]
@@ -49,6 +54,8 @@ def own_gap(found: Tensor | None, expected: Tensor | None, layout: Layout, axes:
     found = torch.zeros_like(wanted) if found is None else found.detach()
     if partial and found.is_floating_point():
         found = combine(found, joined(tuple(partial)))
+    if expected is not None and not padding and found.shape == wanted.shape:
+        found, wanted = (own_elements(x, tuple(expected.shape), whole, axes) for x in (found, wanted))
     wanted = torch.zeros_like(found) if wanted is None else wanted
     size = 0.0 if expected is None or not expected.numel() else float(_finite(expected).abs().max())
     return Gap(_furthest(found, wanted), size)

@@ -13,8 +13,8 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.flow
 
 SEEDS = {
-    (2, 2): {"gpt": 3, "tied": 2, "mlp": 2, "odd": 3, "names": 2},
-    (2, 3): {"gpt": 1, "tied": 1, "mlp": 1, "odd": 1, "names": 1},
+    (2, 2): {"gpt": 3, "tied": 2, "mlp": 2, "odd": 2, "names": 2, "uneven": 2},
+    (2, 3): {"gpt": 1, "tied": 1, "mlp": 1, "odd": 1, "names": 1, "uneven": 1},
     (2, 1, 2): {"gpt": 1},
     (2, 2, 2): {"gpt8": 1, "tied8": 1, "mlp8": 1},
 }

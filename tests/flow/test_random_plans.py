@@ -20,8 +20,8 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.flow
 
 COUNTS = {
-    2: {"gpt": 7, "tied": 6, "mlp": 4, "odd": 8, "names": 5, "ladder": 5, "shared": 6, "unet": 3},
-    3: {"gpt": 3, "tied": 3, "mlp": 1, "odd": 3, "names": 2, "ladder": 2, "shared": 3, "unet": 1},
+    2: {"gpt": 7, "tied": 6, "mlp": 4, "odd": 7, "names": 4, "ladder": 4, "shared": 5, "unet": 3, "uneven": 4},
+    3: {"gpt": 3, "tied": 3, "mlp": 1, "odd": 3, "names": 2, "ladder": 2, "shared": 2, "unet": 1, "uneven": 2},
 }
 RANDOM = [
     (n, f"{model}-{number}") for n, counts in COUNTS.items() for model, c in counts.items() for number in range(c)
@@ -81,7 +81,7 @@ def outcomes(tmp_path_factory):
     def of(ranks: int) -> list[dict[str, str]]:
         if ranks not in found:
             folder: Path = tmp_path_factory.mktemp(f"plans_{ranks}_")
-            for model in plans.MODELS:
+            for model in COUNTS[ranks]:
                 plans.save_truth(model, folder / f"{model}.truth")
             for n, name in [*RANDOM, *FORCED]:
                 if n == ranks:

@@ -34,6 +34,8 @@ MICRO_BATCHED = [f"gpt8x3-{name}" for name in ("ddp", "zero1", "zero2-threes", "
 MICRO_BATCHED += [f"tied8x3-{name}" for name in ("zero1", "zero2", "zero2-threes", "zero3", "zero2_tp")]
 MICRO_BATCHED += ["gpt8x3-zero1_also_on_tp", "mlp8x3-ddp_zero1"]
 CASES += [(NAMED[case.split("-")[1]].sizes, case) for case in MICRO_BATCHED]
+SHARDED = ("zero1", "zero2", "zero3", "zero3-deep", "ddp_zero1", "ddp_zero3", "zero1_tp", "zero3_tp")
+CASES += [(NAMED[name.split("-")[0]].sizes, f"uneven-{name}") for name in SHARDED]  # pieces that are not equal
 
 
 def source_of(case: str) -> str:
@@ -71,6 +73,7 @@ def outcomes(tmp_path_factory):
     def of(sizes: tuple[int, ...]) -> list[dict[str, str]]:
         if sizes not in found:
             folder: Path = tmp_path_factory.mktemp("storage_plans")
+            plans.save_truth("uneven", folder / "uneven.truth")
             for model in MODELS:
                 plans.save_truth(model, folder / f"{model}.truth")
                 plans.save_truth(model, folder / f"{model}x3.truth", micro_batches=3)
@@ -138,6 +141,14 @@ def test_a_regathered_copy_is_not_kept(model: str, tmp_path: Path) -> None:
 
 
 # ---- what the programs say
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_shards_that_do_not_divide_are_padded(name: str) -> None:
+    """17 words on two ranks: room for nine on each."""
+    rows, (_, text) = {"zero1": '("R", "d0", "S(0)")', "zero3": '("S(0)", "", "S(0)")'}, program_of("uneven", name)
+    assert f'"token.weight": {rows[name]},' in text and f'"norm.bias": {rows[name]},' in text
+    assert ("dim=0, size=17)  # S(0) -> B [17, 15]" in text) == (name == "zero3")
 
 
 def test_the_text_is_clean(tmp_path: Path) -> None:

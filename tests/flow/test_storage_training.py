@@ -31,10 +31,13 @@ from tests.storage_plans import NAMED, plan_named
 
 pytestmark = pytest.mark.flow
 
-MODEL, STEPS, BATCH = "gpt8", 4, 8
+MODEL, STEPS = "gpt8", 4
 STORED = ("ddp", "zero1", "zero2", "zero3", "ddp_tp", "zero1_tp", "zero3_tp", "ddp_zero1", "zero1_also_on_tp")
 MODELS = {**dict.fromkeys(STORED, MODEL), **dict.fromkeys(("ddpx3", "zero1x3", "zero2x3", "zero3x3"), MODEL)}
 MODELS |= {"zero1_also_on_tpx3": MODEL, "tied_zero2": "tied8", "tied_zero2x3": "tied8"}
+MODELS |= dict.fromkeys(("uneven_zero1", "uneven_zero2", "uneven_zero3", "uneven_zero1x3"), "uneven")
+SIZES = {MODEL: plans.GPT8, "tied8": plans.GPT8 | {"tie": True}, "uneven": plans.UNEVEN}
+BATCHES = {MODEL: 8, "tied8": 8, "uneven": 12}
 NAMES = tuple(MODELS)
 
 
@@ -44,7 +47,7 @@ def micro_batches(name: str) -> int:
 
 def stored(name: str) -> str:
     """Its name among the plans."""
-    return name.partition("x")[0].removeprefix("tied_")
+    return name.partition("x")[0].removeprefix("tied_").removeprefix("uneven_")
 
 
 def plan_of(name: str) -> Plan:
@@ -52,8 +55,8 @@ def plan_of(name: str) -> Plan:
 
 
 def job(module: Path) -> dict:
-    sizes = plans.GPT8 | {"tie": MODELS[module.stem] == "tied8"}
-    shape = {"shape": [BATCH, sizes["context"]], "dtype": "int64"}
+    sizes, batch = SIZES[MODELS[module.stem]], BATCHES[MODELS[module.stem]]
+    shape = {"shape": [batch, sizes["context"]], "dtype": "int64"}
     data = {"vocab_size": sizes["vocab_size"], "length": sizes["context"], "samples": 64}
     return {
         "module_path": str(module),
@@ -84,17 +87,18 @@ def train(folder: str) -> dict[str, dict]:
 
 
 @cache
-def plain_losses(tie: bool, micro_batches: int) -> list[float]:
+def plain_losses(name: str, micro_batches: int) -> list[float]:
     torch.manual_seed(3)
-    model = gpt.build(**plans.GPT8, tie=tie).train()
-    data = TokenSequences(plans.GPT8["vocab_size"], plans.GPT8["context"], 64)
+    sizes, batch = SIZES[name], BATCHES[name]
+    model = gpt.build(**sizes).train()
+    data = TokenSequences(sizes["vocab_size"], sizes["context"], 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
         found = []
         for number in range(step * micro_batches, (step + 1) * micro_batches):
-            rows = [data[(number * BATCH + i) % len(data)] for i in range(BATCH)]
+            rows = [data[(number * batch + i) % len(data)] for i in range(batch)]
             loss = model(**{name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")})
             (loss / micro_batches).backward()
             found.append(loss.item())
@@ -127,8 +131,8 @@ def priced(name: str) -> tuple[StepPrice, Linear]:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_losses_are_those_of_the_plain_loop(reports, name: str) -> None:
     for report in reports[name]:
-        assert report["losses"] == pytest.approx(plain_losses(name.startswith("tied"), micro_batches(name)), rel=2e-5)
-        assert report["samples"] == BATCH * micro_batches(name)
+        assert report["losses"] == pytest.approx(plain_losses(MODELS[name], micro_batches(name)), rel=2e-5)
+        assert report["samples"] == BATCHES[MODELS[name]] * micro_batches(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -149,7 +153,9 @@ def test_the_peak_is_the_predicted_one(reports, name: str) -> None:
     assert chain is not None
     held = found.fixed_bytes + simulate(chain, schedule.no_recompute(chain).sequence).peak
     predicted = max(held, found.optimizer_peak) / 2
-    tokens = 2 * BATCH * plans.GPT8["context"] // 2  # of two inputs, on one of two ranks that split the batch
+    tokens = (
+        2 * BATCHES[MODELS[name]] * plans.GPT8["context"] // 2
+    )  # of two inputs, on one of two ranks that split the batch
     whole_numbers = 8 * tokens * micro_batches(name) + 4 * len(plan_of(name).sharding.storage)
     measured = max(reports[name][0]["peak_bytes"])
     least = 0.93 if "zero3" in name else 0.97

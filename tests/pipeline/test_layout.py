@@ -91,7 +91,7 @@ def test_shape_and_number_of_pieces(text: str, sizes: tuple[int, ...], local: tu
 
 def test_a_split_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match=r"dim 1 of \(8, 9\) does not divide by 2"):
-        Layout.parse("S(1)").local_shape((8, 9), (2,))
+        Layout.parse("S(1:2)").local_shape((8, 9), (2,))
     with pytest.raises(ValueError, match=r"does not divide by 4"):
         Layout.parse("S(0),S(0)").local_shape((8, 9), (4, 4))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.instantiate import TargetError
-from pipeline.optimizer import build_optimizer, refuse_mixing, try_optimizer, updates_elements
+from pipeline.optimizer import build_optimizer, refuse_mixing, refuse_moving_zeros, try_optimizer, updates_elements
 
 WHERE = "conf/train/x.yaml: optimizer"
 
@@ -116,3 +116,13 @@ def test_optimizers_that_look_at_whole_tensors_are_refused_on_shards(target):
         refusal.value.line()
     )
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "RMSprop", "Rprop", "SGD", "NAdam", "Adadelta"])
+def test_padding_stays_as_it_is(name: str) -> None:
+    refuse_moving_zeros({"_target_": f"torch.optim.{name}", "lr": 0.1}, WHERE, "head.weight")
+
+
+def test_an_optimizer_that_changes_padding_is_refused() -> None:
+    with pytest.raises(TargetError, match=r"changes zeros that have no gradient, and the plan pads head.weight"):
+        refuse_moving_zeros({"_target_": "torch.optim.Adam", "lr": 0.1, "eps": 0.0}, WHERE, "head.weight")

@@ -207,8 +207,8 @@ def test_a_fused_weight_is_put_in_the_order_of_its_rows() -> None:
 
 
 def test_a_layout_that_does_not_fit_has_no_path() -> None:
-    with pytest.raises(ValueError, match=r"no path S\(0\) -> R: S\(0\) does not fit \(5,\) on \(2,\)"):
-        path("S(0)", "R", (5,), 2)
+    with pytest.raises(ValueError, match=r"no path S\(0:2\) -> R: S\(0:2\) does not fit \(5,\) on \(2,\)"):
+        path("S(0:2)", "R", (5,), 2)
     with pytest.raises(ValueError, match="does not fit"):
         path("R", "S(1)", (4,), 2)
 

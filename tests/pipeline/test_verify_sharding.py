@@ -9,8 +9,10 @@ import pytest
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
 from pipeline.ir.verify import SHARDING_RULES, InvalidSharding, gathered, verify_sharding
+from pipeline.ops.uneven import uneven_in
 from tests import plans
 from tests.storage_plans import NAMED, plan_named
+from tests.vocabulary import vocabulary_plan
 
 MODEL, SIZES = "mlp8", (2, 2)
 WEIGHT, BIAS, LAST = "hidden.0.weight", "hidden.0.bias", "out.bias"
@@ -97,6 +99,26 @@ def test_broken_shardings_are_refused(rule: str, number: int) -> None:
 def test_a_state_may_lie_inside_of_tensor_parallelism() -> None:
     verify_sharding(plans.graph_of(MODEL), state(sharding("ddp_tp"), hidden_0_weight="S(0)',S(0)"), SIZES)
     verify_sharding(plans.graph_of(MODEL), state(sharding("ddp_tp"), hidden_0_weight="S(1),S(0)"), SIZES)
+
+
+def test_uneven_pieces_are_those_of_a_vocabulary_and_of_storage() -> None:
+    """What ops read and write lies so where the graph allows it; a batch that is smaller than planned does not."""
+    graph, sizes = plans.graph_of("uneven"), (2,)
+    zero, words = plan_named("uneven", "zero3").sharding, vocabulary_plan().sharding
+    verify_sharding(graph, zero, sizes)
+    assert zero.storage["norm.bias"].uneven((15,), sizes)
+    verify_sharding(graph, words, sizes, uneven_in(graph).spots)
+    with pytest.raises(
+        InvalidSharding, match=r"layouts fit: p_model_token_weight in S\(0\): \[17, 15\] does not divide"
+    ):
+        verify_sharding(graph, words, sizes)
+    fewer = {n: replace(v, type=replace(v.type, shape=_seven_samples(v.type.shape))) for n, v in graph.values.items()}
+    with pytest.raises(InvalidSharding, match="layouts fit: "):
+        verify_sharding(replace(graph, values=fewer), zero, sizes, uneven_in(graph).spots)
+
+
+def _seven_samples(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(7 * size // 12 if size in (12, 96) else size for size in shape)
 
 
 def test_what_is_gathered() -> None:

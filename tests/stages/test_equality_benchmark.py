@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import equality
-from benchmarks.equality_models import FAMILIES, GPT
+from benchmarks.equality_models import FAMILIES, GPT, ODD
 from benchmarks.equality_plans import BOTH, NAMES, SOLVER, VOCABULARY, Case, Skipped, cases, random_cases
 from benchmarks.equality_ranks import Group
 from pipeline.cost.conversions import TABLE
@@ -86,6 +86,12 @@ def test_a_vocabulary_is_split() -> None:
     plain, _ = cases("opt", 2, (VOCABULARY,))
     assert plain.plan.sharding.storage["model.decoder.embed_tokens.weight"] == Layout.parse("S(0)")
     assert "row_split_embedding(" in plain.text and "class_split_cross_entropy(" in plain.text
+
+
+def test_a_vocabulary_of_97_words_is_split() -> None:
+    plain, _ = cases(ODD, 2, (VOCABULARY,))
+    assert plain.plan.sharding.storage["token.weight"] == Layout.parse("S(0)")
+    assert "row_split_embedding(" in plain.text and "classes=97)" in plain.text
 
 
 def test_ranks_judge_and_go_on_after_a_failure() -> None:

@@ -103,7 +103,7 @@ def train(folder: str, name: str) -> dict[str, Any]:
     state = {}
     for held in engine.state():
         assert held.piece.numel() * (2 if "S" in str(held.layout) else 1) == prod(held.shape)
-        state[held.name] = whole_of(held.piece, held.layout, held.axes)
+        state[held.name] = whole_of(held.piece, held.shape, held.layout, held.axes)
     before = [tensor.clone() for tensor in engine.resident() if not tensor.is_meta]
     result["next"] = engine.loss(engine.on_device(engine.batches(STEPS)[0]))
     result["unchanged"] = all(torch.equal(a, b) for a, b in zip(before, engine.resident(), strict=False))

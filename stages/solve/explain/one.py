@@ -140,7 +140,7 @@ def never_split(part: Part, choices: Choices, subject: Subject) -> Iterator[Neve
         return
     if name in choices.storage:
         layouts = [layout for way in choices.storage[name] for layout in (way.layout, way.state)]
-        yield from _never(part, name, layouts, "no op reads it split so, and ZeRO splits the first dim that divides")
+        yield from _never(part, name, layouts, "no op reads it split so, and ZeRO splits another dim")
     else:
         yield from _never(part, name, choices.inputs[name], "no op that reads it is offered that split")
 

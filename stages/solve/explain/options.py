@@ -20,6 +20,7 @@ from pipeline.ir.plan import FrontierPoint, Proof, Sharding
 from pipeline.ir.verify import InvalidSharding, gathered, verify_sharding
 from pipeline.log import Log
 from pipeline.lowering import with_paths
+from pipeline.ops.uneven import uneven_in
 from stages.solve.backends import NothingFound
 from stages.solve.constraints import Hand
 from stages.solve.data import Problem
@@ -212,7 +213,7 @@ class Options:
 
     def _misfit(self, changed: Sharding) -> str:
         try:
-            verify_sharding(self.part.graph, changed, self.part.cluster.sizes)
+            verify_sharding(self.part.graph, changed, self.part.cluster.sizes, uneven_in(self.part.graph).spots)
         except InvalidSharding as error:
             return str(error)
         return ""
