@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Sharding
+from pipeline.ir.plan import Plan, Sharding
 from pipeline.lowering import home_layouts
 
 
@@ -72,3 +72,16 @@ def _needed(graph: OpGraph, first: int, last: int) -> tuple[str, ...]:
             found.insert(0, op.name)
             read.update(op.inputs)
     return tuple(found)
+
+
+def busiest(plan: Plan) -> tuple[int, ...]:
+    """The partitions on the devices that wait least: the prediction's seconds by kind are theirs."""
+    if not plan.pipelined:
+        return (0,)
+    pieces = len(plan.partitions) // plan.chunks
+    busy = [0.0] * pieces
+    for total in plan.timeline.totals:
+        if total.what != "waiting":
+            busy[total.partition % pieces] += total.seconds
+    device = max(range(pieces), key=busy.__getitem__)
+    return tuple(range(device, len(plan.partitions), pieces))

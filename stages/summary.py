@@ -9,7 +9,7 @@ from pipeline.artifacts import KINDS
 from pipeline.config import load_config
 from pipeline.ir.plan import Partition, Plan, Sharding
 from pipeline.ir.report import Report
-from pipeline.stage import STAGES
+from pipeline.stage import STAGES, read_summary
 from pipeline.tracker import latest_run_url
 
 
@@ -18,6 +18,7 @@ def summarise(root: Path) -> str:
     plan: Plan = artifacts.load("plan", root).body
     report: Report = artifacts.load("report", root).body
     regions = sum(region.recompute for partition in plan.partitions for region in partition.regions)
+    whole = (read_summary("checkpoint", root) or {}).get("whole_ops")
     rows = [
         ("model", f"{config.choices['model']} on {config.choices['cluster']}"),
         *([("pipeline", _pipeline(plan))] if plan.pipelined else []),
@@ -25,6 +26,7 @@ def summarise(root: Path) -> str:
         ("inputs", ", ".join(dict.fromkeys(text for partition in plan.partitions for text in _inputs(partition)))),
         ("parameters", _parameters([partition.sharding for partition in plan.partitions])),
         ("recompute", f"{regions} regions{_but_last(plan)}" if regions else "nothing"),
+        *([("whole ops", f"{whole}; for lack of a rule")] if whole else []),
         ("engine", report.engine),
         ("loss", f"{report.losses[0]:.4f} -> {report.losses[-1]:.4f} in {report.steps} steps"),
     ]

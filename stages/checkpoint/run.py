@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeline.config import Config
+from pipeline.cost.whole_ops import figures_of, whole_ops_of
 from pipeline.ir.plan import Plan
 from pipeline.ir.profile import as_run
 from pipeline.ir.verify import verify_sharding
+from pipeline.ops.discover import remember_in
 from pipeline.ops.uneven import uneven_in
 from pipeline.stage import Inputs, Result
 from stages.checkpoint.alone import find_alone
@@ -29,7 +31,9 @@ def run(inputs: Inputs, config: Config) -> Result:
     plan = choose(candidates, cluster, frontier, where, graph, pipelines)
     plan = replace(plan, released=released(graph, profile))
     inputs.log.info(describe(graph, plan))
-    return Result(plan, figures(plan))
+    remember_in(inputs.root / "runs" / "ops")
+    whole = whole_ops_of(plan, graph, profile, cluster.compute)
+    return Result(plan, figures(plan) | figures_of(whole))
 
 
 def figures(plan: Plan) -> dict[str, float | int | str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from pipeline.cost.whole_ops import WholeOp, whole_ops_of
 from pipeline.ir.plan import Event, Plan, Prediction, Region, Total
+from pipeline.ir.profile import as_run
 from pipeline.ir.report import Report
 from stages.report.memory import Memory, memory_of
 from stages.report.model import Model, model_of
@@ -52,6 +54,7 @@ class Facts:
     prediction: Prediction
     model: Model | None  # None where there is no graph
     seconds: StepSeconds
+    whole_ops: tuple[WholeOp, ...]  # for lack of a rule
     memory: Memory
     events: tuple[Event, ...]
     totals: tuple[Total, ...]
@@ -82,6 +85,7 @@ def facts_of(sources: Sources) -> Facts:
         prediction=plan.prediction,
         model=model_of(parts) if parts else None,
         seconds=seconds_of(plan, parts),
+        whole_ops=_whole_ops(sources),
         memory=memory_of(plan, parts, copies),
         events=plan.timeline.events,
         totals=plan.timeline.totals,
@@ -90,6 +94,13 @@ def facts_of(sources: Sources) -> Facts:
         every=every,
         notes=tuple(filter(None, (*sources.notes, plan.timeline.note))),
     )
+
+
+def _whole_ops(sources: Sources) -> tuple[WholeOp, ...]:
+    graph, profile, cluster = sources.graph, sources.profile, sources.cluster
+    if graph is None or profile is None or cluster is None:
+        return ()
+    return whole_ops_of(sources.plan, as_run(graph, profile.types), profile, cluster.compute)
 
 
 def thinned(report: Report, every: int) -> Report:

@@ -389,6 +389,12 @@ function time(section) {
     bars(rows.map((row) => ({ name: `${row.part}: ${row.name}`, value: row.seconds, part: row.part })), total, seconds,
       (row) => colour(PARTS[row.part])));
   if (facts.schedule) nothing(section, "Of the busiest devices of the pipeline.");
+  if (facts.whole_ops.length) {
+    section.append(element("h3", {}, "Ops that run whole on every rank for lack of a rule"), bars(facts.whole_ops.map(
+      (op) => ({ name: op.count > 1 ? `${op.target} x ${op.count}` : op.target, value: op.seconds })), total, seconds,
+      () => colour("--bad")));
+    nothing(section, "Give them one: docs/how-to-add-an-op.md.");
+  }
   for (const [name, factor] of Object.entries(scale)) {
     nothing(section, `${name}: priced op by op and multiplied by ${factor.toFixed(3)}, so that it sums to the prediction.`);
   }

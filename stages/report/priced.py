@@ -12,7 +12,7 @@ from pipeline.cost.step import StepPrice, convert_seconds, price_step
 from pipeline.cost.talks import talk_seconds
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Partition, Plan
+from pipeline.ir.plan import Partition
 from pipeline.ir.profile import Profile, as_run
 from pipeline.ir.program import Call, Convert, Program, Step
 from pipeline.lowering import lower
@@ -143,16 +143,3 @@ def _meshes(cluster: Cluster) -> Iterator[Mesh]:
 
 def _axes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
     return tuple((axis.name, axis.size) for axis in mesh.axes)
-
-
-def busiest(plan: Plan) -> tuple[int, ...]:
-    """The partitions on the devices that wait least: the prediction's seconds by kind are theirs."""
-    if not plan.pipelined:
-        return (0,)
-    pieces = len(plan.partitions) // plan.chunks
-    busy = [0.0] * pieces
-    for total in plan.timeline.totals:
-        if total.what != "waiting":
-            busy[total.partition % pieces] += total.seconds
-    device = max(range(pieces), key=busy.__getitem__)
-    return tuple(range(device, len(plan.partitions), pieces))

@@ -13,6 +13,7 @@ from pipeline.files import write_atomic
 from pipeline.instantiate import add_code_path
 from pipeline.ir.report import Report
 from pipeline.log import Log
+from pipeline.ops.discover import remember_in
 from pipeline.own_ops import know_own_ops
 from pipeline.stage import Inputs, Result
 from stages.report.facts import facts_of
@@ -28,6 +29,7 @@ def report(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     config = load_config(root)
     add_code_path(root, config.code)
     sources = read_sources(root, config)
+    remember_in(root / "runs" / "ops")
     know_own_ops(config, sources.graph)
     path = root / arguments.out
     size = _write(page_of(facts_of(sources)), path)
@@ -53,6 +55,7 @@ def page_after(inputs: Inputs, config: Config, result: Result, path: Path) -> Pa
 
     DVC keeps the page for what the stage read, so a measurement is shown where the stage itself has made it.
     """
+    remember_in(inputs.root / "runs" / "ops")
     try:
         measured = result.body if isinstance(result.body, Report) else None
         content = page_of(facts_of(replace(read_sources(inputs.root, config, ABOVE), report=measured)))

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from pipeline.ir.plan import Plan
 from pipeline.ir.program import Call, Step
-from stages.report.priced import Priced, busiest, class_of
+from pipeline.partitions import busiest
+from stages.report.priced import Priced, class_of
 
 SUMS = "gradient sums, in buckets"
 BEFORE = "conversions before the chain"

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from pipeline.config import Config, PlanUse, Solve
 from pipeline.cost.unsplit import card_of, step_seconds
+from pipeline.cost.whole_ops import LACK, figures_of, in_words, whole_ops
 from pipeline.errors import SolveError
 from pipeline.files import write_atomic
 from pipeline.ir.cluster import Cluster, Mesh
@@ -75,6 +76,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     )
     inputs.log.info(beside(frontier))
     figures = _figures(frontier, config, [*kept, *pieces], [*tried, *pieces])
+    figures |= _whole_ops(frontier, [*kept, *pieces], inputs.log)
     figures["meshes"] = len(tried)
     figures["piece_plans"] = len(frontier.pieces)
     if cluster.device == "cuda" and profile.kernels:
@@ -84,6 +86,17 @@ def run(inputs: Inputs, config: Config) -> Result:
     page = inputs.root / PAGE
     write_atomic(page, table(frontier).encode())
     return Result(frontier, figures, (page,))
+
+
+def _whole_ops(frontier: Frontier, planned: list[OnMesh], log: Log) -> dict[str, float | int | str]:
+    """Of the fastest plan: what no setting makes faster, and the user's own rule does."""
+    point = (frontier.points or frontier.pieces)[0]
+    own = planned[point.mesh]
+    given = (own.cluster.compute, own.cluster.sizes, point.sharding, frontier.micro_batches, point.seconds)
+    found = whole_ops(own.graph, own.profile, *given)
+    if found:
+        log.warning("%s: %s; a rule lets it be split (docs/how-to-add-an-op.md)", LACK, in_words(found))
+    return figures_of(found)
 
 
 def _each_once(meshes: list[Mesh]) -> list[Mesh]:

@@ -14,11 +14,12 @@ from pipeline.ir.graph import Role
 from pipeline.ir.plan import Event, Region
 from pipeline.ir.program import Convert
 from pipeline.ir.report import Compared
+from pipeline.partitions import busiest
 from stages.report.facts import facts_of
 from stages.report.memory import kept_at
 from stages.report.model import folds_of
 from stages.report.page import page_of
-from stages.report.priced import busiest, class_of, priced_partitions
+from stages.report.priced import class_of, priced_partitions
 from stages.report.seconds import seconds_of
 from stages.report.sources import Sources
 from tests.report_sources import deep_sources, measured_of, piped_sources, sources_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from pipeline.cost.whole_ops import LACK
 from pipeline.ir.plan import Alternative
 from stages.solve.explain.diff import Changed, Diff, Moved
 from stages.solve.explain.one import Held, One
@@ -85,6 +86,7 @@ def whole_text(whole: Whole) -> str:
         ),
         *_titled("the largest of what stays", _held(whole.largest, whole.peak_bytes)),
         *_titled(f"ops{where}; priced one by one, all below is {listed}", _costs(whole.ops, step)),
+        *_titled(LACK, _costs(whole.whole_ops, step)),
         *_titled("collectives", _costs(whole.collectives, step)),
         *_titled("parameters", _costs(whole.parameters, step)),
         *_titled("plans that lost", table([(_time(one.seconds), _lost(one)) for one in whole.alternatives], 1)),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pipeline.cost.resident import Kept, resident_parts, total_of
 from pipeline.cost.step import ParameterPrice
+from pipeline.cost.whole_ops import whole_ops
 from pipeline.ir.plan import Alternative, Plan, Prediction, Region, Sharding
 from stages.solve.explain.items import Item, Kind
 from stages.solve.explain.names import inside, starred
@@ -40,6 +41,7 @@ class Whole:
     ops: tuple[Cost, ...]  # by class, dearest first
     collectives: tuple[Cost, ...]
     parameters: tuple[Cost, ...]  # how many are stored so; seconds of their sums and conversions
+    whole_ops: tuple[Cost, ...]  # for lack of a rule
     alternatives: tuple[Alternative, ...]
 
 
@@ -63,6 +65,18 @@ def explain_whole(plan: Planned) -> Whole:
         ops=_dearest((item.what, item) for item in items if item.kind is Kind.op),
         collectives=_dearest((_move(item), item) for item in items if item.collectives),
         parameters=_stored(part, items),
+        whole_ops=tuple(
+            Cost(one.target, one.seconds, one.count)
+            for one in whole_ops(
+                part.graph,
+                part.profile,
+                part.cluster.compute,
+                part.cluster.sizes,
+                part.sharding,
+                part.micro_batches,
+                predicted.step_seconds,
+            )
+        ),
         alternatives=own.alternatives,
     )
 

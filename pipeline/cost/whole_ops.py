@@ -1,0 +1,102 @@
+"""Ops that run whole on every rank for lack of a rule: which they are, how many, and their part of the step.
+
+An op of which a split is known, by its rule or by trying, is none of them: the solver left it whole, or its sizes do not
+divide. Nor is one that has no dim to divide.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pipeline.cost.compute import op_seconds
+from pipeline.cost.slices import sliced
+from pipeline.ir.cluster import Compute
+from pipeline.ir.graph import Op, OpGraph
+from pipeline.ir.plan import Plan, Sharding
+from pipeline.ir.profile import Profile
+from pipeline.ops.rule import view_op
+from pipeline.ops.table import rule_of
+from pipeline.partitions import busiest, part_of
+
+LACK = "whole on every rank for lack of a rule"
+
+
+@dataclass(frozen=True)
+class WholeOp:
+    """All ops of one target."""
+
+    target: str
+    count: int
+    seconds: float  # of a step
+    share: float  # of the step
+
+    def __str__(self) -> str:
+        times = f" x {self.count}" if self.count > 1 else ""
+        return f"{self.target}{times} ({self.share:.1%} of the step)"
+
+
+def whole_ops(
+    graph: OpGraph,
+    profile: Profile,
+    compute: Compute,
+    sizes: tuple[int, ...],
+    sharding: Sharding,
+    micro_batches: int,
+    step_seconds: float,
+) -> tuple[WholeOp, ...]:
+    """Of a sharding on a mesh of these sizes, the dearest first."""
+    return _joined(_seconds(graph, profile, compute, sizes, sharding, micro_batches), step_seconds)
+
+
+def whole_ops_of(plan: Plan, graph: OpGraph, profile: Profile, compute: Compute) -> tuple[WholeOp, ...]:
+    """Of the plan; of a pipeline those on its busiest devices, which the step waits for. The graph is as it runs."""
+    cut, costs = sliced(graph, profile, plan.slices)
+    found: list[tuple[str, float]] = []
+    for partition in (plan.partitions[number] for number in busiest(plan)):
+        own = part_of(cut, partition.first, partition.last) if plan.pipelined else cut
+        found += _seconds(own, costs, compute, partition.sizes, partition.sharding, plan.micro_batches)
+    return _joined(found, plan.prediction.step_seconds)
+
+
+def _seconds(
+    graph: OpGraph, profile: Profile, compute: Compute, sizes: tuple[int, ...], sharding: Sharding, micro_batches: int
+) -> Iterator[tuple[str, float]]:
+    for op in graph.ops:
+        if lacks_rule(graph, op, sizes):
+            ran = op_seconds(graph, op.name, profile.ops[op.name], sharding.strategies[op.name], compute, sizes)
+            yield op.target, micro_batches * ran.total
+
+
+def _joined(found: Iterable[tuple[str, float]], step_seconds: float) -> tuple[WholeOp, ...]:
+    by_target: dict[str, list[float]] = defaultdict(list)
+    for target, seconds in found:
+        by_target[target].append(seconds)
+    made = [WholeOp(target, len(own), sum(own), _share(sum(own), step_seconds)) for target, own in by_target.items()]
+    return tuple(sorted(made, key=lambda one: (-one.seconds, one.target)))
+
+
+def lacks_rule(graph: OpGraph, op: Op, sizes: tuple[int, ...]) -> bool:
+    """Whether nobody knows how the op may be split, and an axis of the mesh divides a dim of what it reads or writes."""
+    dims = {size for kind in graph.types((*op.inputs, *op.outputs)) for size in kind.shape}
+    if rule_of(op) is not None or not any(axis > 1 and size and size % axis == 0 for axis in sizes for size in dims):
+        return False
+    from pipeline.ops.discover import find  # needs torch, and only ops without a rule need it
+
+    return not any(state.kind == "S" for one in find(view_op(graph, op)) for state in (*one.inputs, *one.outputs))
+
+
+def in_words(found: Sequence[WholeOp]) -> str:
+    return ", ".join(map(str, found))
+
+
+def figures_of(found: Sequence[WholeOp]) -> dict[str, float | int | str]:
+    """For the summary of a stage and the tracked run: their names where there are any, and their part of the step."""
+    named: dict[str, float | int | str] = {"whole_ops": in_words(found)} if found else {}
+    return named | {"whole_ops_share": round(sum(one.share for one in found), 4)}
+
+
+def _share(seconds: float, step_seconds: float) -> float:
+    """What is predicted of a plan may be measured of whole links, and so be less than the sum of its ops."""
+    return min(1.0, seconds / step_seconds) if step_seconds else 0.0
