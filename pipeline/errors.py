@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+MOST_LINES = 40
+
 
 class ShardwrightError(Exception):
     """A mistake or a limit the user can act on: printed as one line, exit status 2, never a traceback."""
@@ -10,12 +15,58 @@ class ShardwrightError(Exception):
         self.what = what
         self.where = where
         self.remedy = remedy
+        self.also: tuple[ShardwrightError, ...] = ()  # further mistakes that were found with it
         super().__init__(self.line())
 
     def line(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
         text = f"{head}; {self.remedy}" if self.remedy else head
         return " ".join(text.split())
+
+    def every(self) -> tuple[ShardwrightError, ...]:
+        """This mistake and those that were found with it, each once."""
+        return (self, *self.also)
+
+    def lines(self) -> list[str]:
+        """As the user reads them; of very many the first."""
+        lines = list(dict.fromkeys(error.line() for error in self.every()))
+        left = len(lines) - MOST_LINES
+        return [*lines[:MOST_LINES], f"and {left} more mistakes"] if left > 0 else lines
+
+
+class Mistakes:
+    """Gathers mistakes that do not depend on one another, so that the user is told all of them at once."""
+
+    def __init__(self) -> None:
+        self.found: list[ShardwrightError] = []
+
+    @contextmanager
+    def gather(self) -> Iterator[None]:
+        """What is raised inside is kept, and the program goes on after it."""
+        try:
+            yield
+        except ShardwrightError as error:
+            self.add([error])
+
+    def add(self, errors: Iterable[ShardwrightError]) -> None:
+        for error in errors:
+            self.found += [one for one in error.every() if one not in self.found]
+
+    def refuse(self) -> None:
+        """Raises the first, with the others beside it, where there are any."""
+        if self.found:
+            first, *others = self.found
+            for one in others:
+                one.also = ()
+            first.also = tuple(others)
+            raise first
+
+
+def refuse(errors: Iterable[ShardwrightError]) -> None:
+    """Raises all of them at once, where there are any."""
+    mistakes = Mistakes()
+    mistakes.add(errors)
+    mistakes.refuse()
 
 
 class ConfigError(ShardwrightError):

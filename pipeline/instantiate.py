@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ShardwrightError
+from pipeline.errors import ShardwrightError, refuse
+from pipeline.messages import nearest, shown, suggestion
 
 
 class TargetError(ShardwrightError):
@@ -54,11 +57,60 @@ def instantiate(settings: Mapping[str, Any], where: str, *leading: Any) -> Any:
     try:
         return function(*leading, **arguments)
     except Exception as error:  # the user's constructor: one line, not our traceback
+        refuse(argument_mistakes(function, settings, where, len(leading)))
         raise TargetError(
             f"{settings['_target_']} refused its arguments: {type(error).__name__}: {error}",
             where=where,
             remedy="check the keys beside `_target_`",
         ) from error
+
+
+def argument_mistakes(
+    function: Callable[..., Any], settings: Mapping[str, Any], where: str, leading: int = 0
+) -> Iterator[TargetError]:
+    """Why a call failed, as far as the keys tell: those that it does not take, lacks, or takes another type for.
+
+    Asked after the failure alone, as what a decorator has changed may take more than its signature says.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of a function in C
+        return
+    target = settings["_target_"]
+    plain = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    given_first = {p.name for p in plain[:leading]}
+    named = {p.name: p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    free = [name for name in named if name not in given_first]
+    odd = [key for key in settings if key != "_target_" and key not in free and not open_ended]
+    for key in odd:
+        remedy = suggestion(key, free, "it takes: ") if free else "leave it out"
+        yield TargetError(f"{target} takes no such argument", where=f"{where}.{key}", remedy=remedy)
+    meant = {nearest(key, free) for key in odd}
+    for name in free:
+        if name in settings and (wanted := _unlike(settings[name], named[name])):
+            value = shown(settings[name])
+            yield TargetError(f"got {value}, and {target} takes {wanted}", where=f"{where}.{name}", remedy="write that")
+        elif name not in settings and named[name].default is inspect.Parameter.empty and name not in meant:
+            yield TargetError(f"{target} needs it", where=f"{where}.{name}", remedy="add the key")
+
+
+def _unlike(value: Any, parameter: inspect.Parameter) -> str:
+    """What the parameter takes by its default and annotation, where the value is plainly something else."""
+    default = parameter.default
+    known = {type(default).__name__} if isinstance(default, bool | int | float | str) else set()
+    written = (
+        parameter.annotation
+        if isinstance(parameter.annotation, str)
+        else getattr(parameter.annotation, "__name__", str(parameter.annotation))
+    )
+    known |= set(re.findall(r"\b(?:bool|int|float|str|list|dict|tuple|Any|Literal|Path)\b", written))
+    number = bool(known & {"int", "float"}) and not known & {"str", "Any", "Literal", "Path"}
+    if isinstance(value, str) and number:
+        return "a number"
+    if known == {"str"} and isinstance(value, bool | int | float):
+        return "text"
+    return ""
 
 
 def _value(value: Any, where: str) -> Any:

@@ -37,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
             return status
     except ShardwrightError as error:
-        print(f"error: {error.line()}", file=sys.stderr)
+        for line in error.lines():
+            print(f"error: {line}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         if not _reader_is_gone():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -33,14 +34,25 @@ class Command:
 
 
 def check(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Checks the configuration without running anything."""
+    """Checks the configuration, and what it names, without running anything."""
     from pipeline.config import load_config
-    from pipeline.instantiate import add_code_path
+    from stages.check import check as judge
 
     config = load_config(root)
-    add_code_path(root, config.code)
+    judge(root, config, log)
     chosen = ", ".join(f"{group}={name}" for group, name in config.choices.items())
     log.info("the configuration is valid: %s", chosen)
+    return 0
+
+
+def settings(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    """Writes what solve reads of the train file, for DVC, which cannot track a key that is left to its default."""
+    from pipeline.config import load_config
+    from pipeline.files import write_atomic
+
+    config = load_config(root)
+    found = {key: config.plain(f"train.{key}") for key in ("micro_batches", "optimizer")}
+    write_atomic(root / "runs" / "settings" / "train.json", (json.dumps(found, indent=1) + "\n").encode())
     return 0
 
 
@@ -230,7 +242,8 @@ def ui(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 
 
 COMMANDS = {
-    "check": Command("check the configuration", check),
+    "check": Command("check the configuration: files, classes, one item of the data, devices", check),
+    "settings": Command("write what solve reads of the train file (for DVC)", settings),
     "run": Command(
         "check, `dvc repro`, summary",
         run,

@@ -11,8 +11,8 @@ from pipeline.cluster_model.layout import Attention, Recompute, Schedule
 from pipeline.cluster_model.machine import Machine, machine_of
 from pipeline.cluster_model.sizes import KNOWN, Transformer
 from pipeline.config import ClusterSource, Config, Model, listing, load_part
-from pipeline.config.check import nearest
 from pipeline.errors import ConfigError, ShardwrightError
+from pipeline.messages import nearest
 
 GPT = "pipeline.models.gpt.build"
 DEFAULT_CLUSTER = "dgx_a100_infiniband"  # where the project's own is measured

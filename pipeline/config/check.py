@@ -1,4 +1,4 @@
-"""Values against schemas: the first key that is not as the schema says becomes a ConfigError naming what is allowed.
+"""Values against schemas: every key that is not as the schema says becomes a ConfigError naming what is allowed.
 
 OmegaConf would accept `"3"` for 3 and 1 for true, and knows no ranges, lines or suggestions; so this runs first, and
 OmegaConf then only fills in defaults and builds the typed objects.
@@ -7,17 +7,18 @@ OmegaConf then only fills in defaults and builds the typed objects.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import keyword
 import math
 import types
 import typing
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
 from pipeline.config.schema import MISSING, SOLVE, Form, Rule, rule_of
-from pipeline.config.source import Key, Source, shown
+from pipeline.config.source import UNREAD, Key, Source
 from pipeline.errors import ConfigError
+from pipeline.messages import nearest, shown, suggestion
 from pipeline.ops.dims import check_line
 
 
@@ -81,53 +82,37 @@ def unknown(source: Source, key: Key, allowed: list[str]) -> ConfigError:
     return source.error(key, "unknown key", suggestion(str(key[-1]), allowed, "allowed: "))
 
 
-def suggestion(name: str, allowed: list[str], otherwise: str) -> str:
-    near = nearest(name, allowed)
-    return f"did you mean '{near}'?" if near else otherwise + ", ".join(allowed)
-
-
-def nearest(name: str, allowed: list[str]) -> str | None:
-    """What was probably meant: a longer name that begins so, or one with nearly the same letters."""
-    longer = [item for item in allowed if len(name) >= 3 and item.startswith(name)]
-    return next(iter(longer or difflib.get_close_matches(name, allowed, 1)), None)
-
-
-def check(schema: type, value: dict[str, Any], source: Source, key: Key = ()) -> None:
-    """Every key known, every mandatory key there, every value as its field demands."""
+def check(schema: type, value: dict[str, Any], source: Source, key: Key = ()) -> Iterator[ConfigError]:
+    """What is wrong: keys that are not known, mandatory ones that are missing, values that their fields do not take."""
     fields = fields_of(schema)
-    for name in value:
-        if name not in fields:
-            raise unknown(source, (*key, name), list(fields))
+    odd = [name for name in value if name not in fields]
+    for name in odd:
+        yield unknown(source, (*key, name), list(fields))
+    meant = {nearest(name, list(fields)) for name in odd}  # a mandatory key that is misspelt is one mistake
     for name, (kind, item) in fields.items():
         inner, rule = (*key, name), rule_of(item)
         if name in value:
-            _check_value(value[name], kind, rule, source, inner)
-        elif mandatory(item):
-            raise source.error(inner, "mandatory key is missing", f"give {expected(kind, rule)}")
+            yield from _check_value(value[name], kind, rule, source, inner)
+        elif mandatory(item) and name not in meant:
+            yield source.error(inner, "mandatory key is missing", f"give {expected(kind, rule)}")
 
 
-def _check_value(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -> None:
-    if isinstance(value, str) and value == MISSING:
-        raise source.error(key, "mandatory value is missing", f"give {expected(kind, rule)}")
-    if value is None and kind.optional:
+def _check_value(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -> Iterator[ConfigError]:
+    if value is UNREAD or (value is None and kind.optional):
         return
-    if not _fits(value, kind, rule):
-        raise _mismatch(value, kind, rule, source, key)
-    if dataclasses.is_dataclass(kind.type):
-        check(typing.cast(type, kind.type), value, source, key)
-    elif rule.form is Form.TARGET:
-        _check_target(value, source, key)
+    if isinstance(value, str) and value == MISSING:
+        yield source.error(key, "mandatory value is missing", f"give {expected(kind, rule)}")
+    elif not _fits(value, kind, rule):
+        yield _mismatch(value, kind, rule, source, key)
+    elif dataclasses.is_dataclass(kind.type):
+        yield from check(typing.cast(type, kind.type), value, source, key)
     elif rule.form is Form.BY_NAME:
-        _check_by_name(value, kind, rule, source, key)
-    elif rule.form is Form.DIMS:
-        _check_dims(value, source, key)
-    elif rule.form is Form.LAYOUTS:
-        _check_layouts(value, source, key)
-    elif rule.form is Form.SIZES:
-        _check_sizes(value, source, key)
+        yield from _check_by_name(value, kind, rule, source, key)
+    elif rule.form in _FORMS:
+        yield from _FORMS[rule.form](value, source, key)
     elif kind.type is list:
         for index, item in enumerate(value):
-            _check_value(item, kind_of(kind.item), rule, source, (*key, index))
+            yield from _check_value(item, kind_of(kind.item), rule, source, (*key, index))
 
 
 def _fits(value: Any, kind: Kind, rule: Rule) -> bool:
@@ -176,66 +161,79 @@ def _is_name(text: str) -> bool:
     return text.isidentifier() and not keyword.iskeyword(text)
 
 
-def _check_target(value: dict[str, Any], source: Source, key: Key) -> None:
+def _check_target(value: dict[str, Any], source: Source, key: Key) -> Iterator[ConfigError]:
     inner = (*key, "_target_")
-    if "_target_" not in value:
-        raise source.error(inner, "mandatory key is missing", "give the dotted name of what is called")
-    target = value["_target_"]
+    target = value.get("_target_")
     parts = target.split(".") if isinstance(target, str) else []
-    if len(parts) < 2 or not all(_is_name(part) for part in parts):
-        raise source.error(inner, f"got {shown(target)}, expected a dotted importable name such as torch.optim.AdamW")
+    if "_target_" not in value:
+        yield source.error(inner, "mandatory key is missing", "give the dotted name of what is called")
+    elif target is not UNREAD and (len(parts) < 2 or not all(_is_name(part) for part in parts)):
+        yield source.error(inner, f"got {shown(target)}, expected a dotted importable name such as torch.optim.AdamW")
     for name, item in value.items():
         hydra = name.startswith("_") and name.endswith("_") and name != "_target_"
         if hydra or not _is_name(name):
-            raise source.error((*key, name), "unknown key", "allowed: _target_ and keyword arguments")
-        _check_plain(item, source, (*key, name))
+            yield source.error((*key, name), "unknown key", "allowed: _target_ and keyword arguments")
+        elif name != "_target_":
+            yield from _check_plain(item, source, (*key, name))
 
 
-def _check_plain(value: Any, source: Source, key: Key) -> None:
+def _check_plain(value: Any, source: Source, key: Key) -> Iterator[ConfigError]:
     """An argument of the user's own callable: anything that JSON can hold."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise source.error(key, f"got {shown(value)}, expected a finite number")
-    if isinstance(value, str) and value == MISSING:
-        raise source.error(key, "mandatory value is missing", "give it a value")
-    if isinstance(value, dict) and "_target_" in value:
-        return _check_target(value, source, key)
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for part, item in items:
-        _check_plain(item, source, (*key, part))
+        yield source.error(key, f"got {shown(value)}, expected a finite number")
+    elif isinstance(value, str) and value == MISSING:
+        yield source.error(key, "mandatory value is missing", "give it a value")
+    elif isinstance(value, dict) and "_target_" in value:
+        yield from _check_target(value, source, key)
+    else:
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for part, item in items:
+            yield from _check_plain(item, source, (*key, part))
 
 
-def _check_by_name(value: dict[str, Any], kind: Kind, rule: Rule, source: Source, key: Key) -> None:
+def _check_by_name(value: dict[str, Any], kind: Kind, rule: Rule, source: Source, key: Key) -> Iterator[ConfigError]:
     for name, item in value.items():
         if not _is_name(name):
-            raise source.error((*key, name), "is not an argument name", "use letters, digits and '_'")
-        _check_value(item, kind_of(kind.item), Rule(rule.help), source, (*key, name))
+            yield source.error((*key, name), "is not an argument name", "use letters, digits and '_'")
+        yield from _check_value(item, kind_of(kind.item), Rule(rule.help), source, (*key, name))
 
 
-def _check_sizes(value: dict[str, Any], source: Source, key: Key) -> None:
+def _check_sizes(value: dict[str, Any], source: Source, key: Key) -> Iterator[ConfigError]:
     for name, size in value.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise source.error((*key, name), f"got {shown(size)}, expected a number of devices", "give 1 or more")
+        if size is not UNREAD and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            yield source.error((*key, name), f"got {shown(size)}, expected a number of devices", "give 1 or more")
 
 
-def _check_layouts(value: dict[str, Any], source: Source, key: Key) -> None:
+def _check_layouts(value: dict[str, Any], source: Source, key: Key) -> Iterator[ConfigError]:
     for name, layout in value.items():
-        if not isinstance(name, str) or not isinstance(layout, str):
-            raise source.error(
+        if layout is not UNREAD and not isinstance(layout, str):
+            yield source.error(
                 (*key, name), f"got {shown(layout)}, expected a layout", "write for instance 'S(0) on tp'"
             )
 
 
-def _check_dims(value: dict[str, Any], source: Source, key: Key) -> None:
+def _check_dims(value: dict[str, Any], source: Source, key: Key) -> Iterator[ConfigError]:
     for target, line in value.items():
         inner = (*key, target)
         parts = target.split(".")
         if len(parts) != 3 or not all(_is_name(part) for part in parts):
-            raise source.error(
+            yield source.error(
                 inner, "is not the name of an op", "use library.op.overload, such as mylib.scale.default"
             )
-        if not isinstance(line, str):
-            raise source.error(inner, f"got {shown(line)}, expected a line of dims such as 'b n, n -> b n'")
-        try:
-            check_line(line)
-        except ValueError as error:
-            raise source.error(inner, f"got {shown(line)}: {error}") from error
+        elif line is UNREAD:
+            continue
+        elif not isinstance(line, str):
+            yield source.error(inner, f"got {shown(line)}, expected a line of dims such as 'b n, n -> b n'")
+        else:
+            try:
+                check_line(line)
+            except ValueError as error:
+                yield source.error(inner, f"got {shown(line)}: {error}")
+
+
+_FORMS = {
+    Form.TARGET: _check_target,
+    Form.DIMS: _check_dims,
+    Form.LAYOUTS: _check_layouts,
+    Form.SIZES: _check_sizes,
+}

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.check import suggestion
 from pipeline.config.load import ROOT_FILE, build, choices_remedy, choose, group_file, load_config
 from pipeline.config.schema import GROUPS, Config, Experiment, Root, Sweep
-from pipeline.config.source import Key, Source, listing, parse, parse_value, read, read_bytes, shown
-from pipeline.errors import ConfigError
+from pipeline.config.source import Key, Source, listing, parse, parse_value, read, read_bytes
+from pipeline.errors import ConfigError, Mistakes, ShardwrightError, refuse
+from pipeline.messages import shown, suggestion
 
 ROOT_KEYS = ("code", "tracking")
 
@@ -99,8 +99,11 @@ class _Edit:
     placed: list[tuple[str, str, Any]] = field(default_factory=list)  # file, key and value of each setting
 
     def apply_all(self, settings: Sequence[str]) -> Config:
+        mistakes = Mistakes()
         for index, text in enumerate(settings):
-            self.apply(text, ("settings", index))
+            with mistakes.gather():
+                self.apply(text, ("settings", index))
+        mistakes.refuse()
         return self.check()
 
     def apply(self, text: str, at: Key) -> None:
@@ -136,7 +139,7 @@ class _Edit:
     def _set(self, name: str, path: list[str], value: Any, at: Key) -> None:
         self.placed.append((name, ".".join(path), value))
         raw = self.changed[name] if name in self.changed else read_bytes(self.root, name)
-        parse(name, (), raw)  # our own errors, with line and column, before ruamel's
+        refuse(parse(name, (), raw).broken)  # our own errors, with line and column, before ruamel's
         document = _load(name, raw)
         place = document
         for part in path[:-1]:
@@ -155,10 +158,14 @@ class _Edit:
         try:
             return load_config(self.root, changed=self.changed)
         except ConfigError as error:
-            file = (error.where or "").partition(":")[0]
-            if file not in self.changed:
-                raise
-            raise ConfigError(error.what, where=self._blame(error.what), remedy=error.remedy) from error
+            refuse(map(self._placed, error.every()))
+            raise
+
+    def _placed(self, error: ShardwrightError) -> ShardwrightError:
+        file = (error.where or "").partition(":")[0]
+        if file not in self.changed:
+            return error
+        return ConfigError(error.what, where=self._blame(error.what), remedy=error.remedy)
 
     def _blame(self, what: str) -> str:
         for path, at in reversed(self.made.items()):

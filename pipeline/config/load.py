@@ -8,36 +8,68 @@ changes. For the same reason the keys of conf/config.yaml that dvc.yaml reads mu
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.check import check, nearest
-from pipeline.config.pipelines import check_checkpoint, check_pipeline
-from pipeline.config.schema import GROUPS, MOST_DEVICES, Checkpoint, Cluster, ClusterSource, Config, Root, Solve, Train
-from pipeline.config.source import Key, Source, dotted, listing, read, shown
-from pipeline.config.training import check_training
-from pipeline.errors import ConfigError
+from pipeline.config.check import check
+from pipeline.config.pipelines import PIPELINE_CHECKS, check_checkpoint
+from pipeline.config.schema import (
+    GROUPS,
+    MOST_DEVICES,
+    Checkpoint,
+    Cluster,
+    ClusterSource,
+    Config,
+    Root,
+    Solve,
+    Train,
+)
+from pipeline.config.source import UNREAD, Key, Source, dotted, listing, read
+from pipeline.config.training import TRAINING_CHECKS
+from pipeline.errors import ConfigError, Mistakes, refuse
+from pipeline.messages import nearest, shown
 
 ROOT_FILE = "conf/config.yaml"
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".pt", ".pth", ".bin")
 _RESOLVER = re.compile(r"(?<!\\)\$\{\s*[A-Za-z_][\w.]*\s*:")
+_NAMED = re.compile(r"(?!\?\?\?$)(?!.*\$\{)\s*\S.*", re.DOTALL)  # what is no text of a name is told as such
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def load_config(root: Path, *, changed: dict[str, bytes] | None = None) -> Config:
-    """The configuration of the project at `root`; any mistake in it is a ConfigError of one line.
+    """The configuration of the project at `root`; its mistakes are told all at once, a ConfigError of one line each.
 
     `changed` holds new contents of files by their name relative to root: what would be loaded if they were written.
     """
+    mistakes = Mistakes()
     source = read(root, ROOT_FILE, (), changed)
-    main: Root = build(Root, source)
-    parts = {group: _load_group(root, group, getattr(main, group), source, changed) for group in GROUPS}
-    config = Config(root=main, **parts)
-    for together in (check_pipeline, check_training):
-        together(config, lambda group: _group_source(root, group, config, changed))
+    main: Root | None = None
+    with mistakes.gather():
+        main = build(Root, source)
+    parts: dict[str, Any] = {}
+    for group, name in _chosen(main, source).items():
+        with mistakes.gather():
+            parts[group] = _load_group(root, group, name, source, changed)
+    config = Config(root=main or _choices(source), **{group: parts.get(group) for group in GROUPS})  # type: ignore[arg-type]
+    for together, groups in (*PIPELINE_CHECKS, *TRAINING_CHECKS):
+        if parts.keys() >= set(groups):
+            mistakes.add(together(config, lambda group: _group_source(root, group, config, changed)))
+    mistakes.refuse()
     return config
+
+
+def _chosen(main: Root | None, source: Source) -> dict[str, str]:
+    """The file named in each group; as it stands where conf/config.yaml has a mistake elsewhere."""
+    given = {group: getattr(main, group) if main else source.data.get(group) for group in GROUPS}
+    return {group: name for group, name in given.items() if isinstance(name, str) and _NAMED.fullmatch(name)}
+
+
+def _choices(source: Source) -> Root:
+    named: dict[str, Any] = {group: str(source.data.get(group)) for group in GROUPS}
+    return Root(**named)
 
 
 def _group_source(root: Path, group: str, config: Config, changed: dict[str, bytes] | None) -> Source:
@@ -70,7 +102,7 @@ def load_part(root: Path, group: str, name: str, **changed: Any) -> Any:
     source = read(root, group_file(group, name), (group,), None)
     part = replace(build(GROUPS[group], source), **changed)
     if isinstance(part, Cluster):
-        _check_cluster(part, source)
+        refuse(_check_cluster(part, source))
     return part
 
 
@@ -78,9 +110,9 @@ def _load_group(root: Path, group: str, name: str, main: Source, changed: dict[s
     source = read(root, choose(root, group, name, main, (group,)), (group,), changed)
     part = build(GROUPS[group], source)
     if isinstance(part, Cluster):
-        _check_cluster(part, source)
+        refuse(_check_cluster(part, source))
     if isinstance(part, Checkpoint):
-        check_checkpoint(part, source)
+        refuse(check_checkpoint(part, source))
     if isinstance(part, Solve) and part.plan is not None:
         _check_saved(root, part.plan, source)
     if isinstance(part, Train) and part.init_from is not None:
@@ -115,18 +147,37 @@ def build(schema: type, source: Source) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    _check_interpolations(source.data, source, ())
+    mistakes = Mistakes()
+    mistakes.add(source.broken)
+    mistakes.add(_check_interpolations(source.data, source, ()))
+    resolved: Any = None
     try:
-        written = OmegaConf.create(source.data)
-        resolved = OmegaConf.to_container(written, resolve=True)
-        assert isinstance(resolved, dict)
-        check(schema, resolved, source)
+        if not mistakes.found:
+            written = OmegaConf.create(source.data)
+            resolved = OmegaConf.to_container(written, resolve=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        mistakes.add([_unresolved(error, source)])
+    mistakes.add(check(schema, _known(source.data) if resolved is None else resolved, source))
+    mistakes.refuse()
+    try:
         return OmegaConf.to_object(OmegaConf.merge(_defaults(schema), written))
     except (OmegaConfBaseException, RecursionError) as error:
-        if _too_deep(error):
-            nested = "'${...}' is nested too deeply"
-            raise ConfigError(nested, where=source.where(), remedy="write the value out") from error
-        raise _broken(error, source) from error
+        raise _unresolved(error, source) from error
+
+
+def _known(value: Any) -> Any:
+    """What stands there in so many words, where `${...}` cannot be resolved."""
+    if isinstance(value, str) and "${" in value:
+        return UNREAD
+    if isinstance(value, dict):
+        return {key: _known(item) for key, item in value.items()}
+    return [_known(item) for item in value] if isinstance(value, list) else value
+
+
+def _unresolved(error: Exception, source: Source) -> ConfigError:
+    if _too_deep(error):
+        return ConfigError("'${...}' is nested too deeply", where=source.where(), remedy="write the value out")
+    return _broken(error, source)
 
 
 def _too_deep(error: BaseException | None) -> bool:
@@ -167,52 +218,51 @@ def _at(source: Source, key: Key) -> Any:
     return value
 
 
-def _check_interpolations(value: Any, source: Source, key: Key) -> None:
+def _check_interpolations(value: Any, source: Source, key: Key) -> Iterator[ConfigError]:
     if isinstance(value, str) and "${" in value:
         free = source.name == ROOT_FILE and key[0] == "tracking"
         if source.name == ROOT_FILE and not free:
-            raise source.error(key, "'${...}' is not allowed here", "DVC reads this value as it stands: write it out")
-        if _RESOLVER.search(value) and not free:
-            raise source.error(key, f"resolver in {shown(value)} is not allowed", "DVC cannot see its value change")
+            yield source.error(key, "'${...}' is not allowed here", "DVC reads this value as it stands: write it out")
+        elif _RESOLVER.search(value) and not free:
+            yield source.error(key, f"resolver in {shown(value)} is not allowed", "DVC cannot see its value change")
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for part, item in items:
-        _check_interpolations(item, source, (*key, part))
+        yield from _check_interpolations(item, source, (*key, part))
 
 
-def _check_cluster(cluster: Cluster, source: Source) -> None:
+def _check_cluster(cluster: Cluster, source: Source) -> Iterator[ConfigError]:
     """A cluster that is measured says who takes part; one that is not measured is described in full."""
     if cluster.source is ClusterSource.probe:
-        _check_hosts_to_measure(cluster, source)
+        yield from _check_hosts_to_measure(cluster, source)
     else:
-        _check_hosts_described(cluster, source)
-        _check_figures(cluster, source)
+        yield from list(_check_hosts_described(cluster, source)) or _check_figures(cluster, source)
 
 
-def _check_hosts_to_measure(cluster: Cluster, source: Source) -> None:
+def _check_hosts_to_measure(cluster: Cluster, source: Source) -> Iterator[ConfigError]:
     if cluster.nodes > 1 or cluster.per_host:
         key = "per_host" if cluster.per_host else "nodes"
-        raise source.error((key,), "'probe' counts the hosts that join", "name them in `probe.hosts`")
+        yield source.error((key,), "'probe' counts the hosts that join", "name them in `probe.hosts`")
     hosts = cluster.probe.hosts or []
     twice = next((host for number, host in enumerate(hosts) if host in hosts[:number]), None)
     if twice is not None:
-        raise source.error(
+        yield source.error(
             ("probe", "hosts"), f"names {twice} twice", "name each host once, `devices` counts its devices"
         )
 
 
-def _check_hosts_described(cluster: Cluster, source: Source) -> None:
+def _check_hosts_described(cluster: Cluster, source: Source) -> Iterator[ConfigError]:
     sizes = cluster.host_sizes
     if cluster.per_host and cluster.nodes not in (1, len(sizes)):
         reason = f"got {cluster.nodes}, and `per_host` lists {len(sizes)} hosts"
-        raise source.error(("nodes",), reason, "leave it out, `per_host` counts the hosts")
+        yield source.error(("nodes",), reason, "leave it out, `per_host` counts the hosts")
     if cluster.per_host and cluster.devices != max(sizes):
         reason = f"got {cluster.devices}, and the largest host of `per_host` has {max(sizes)}"
-        raise source.error(("devices",), reason, f"write {max(sizes)}, or leave `per_host` out where hosts are alike")
+        yield source.error(("devices",), reason, f"write {max(sizes)}, or leave `per_host` out where hosts are alike")
     if sum(sizes) > MOST_DEVICES:
-        raise source.error(("devices",), f"got {sum(sizes)} devices, expected at most {MOST_DEVICES}")
+        yield source.error(("devices",), f"got {sum(sizes)} devices, expected at most {MOST_DEVICES}")
 
 
-def _check_figures(cluster: Cluster, source: Source) -> None:
+def _check_figures(cluster: Cluster, source: Source) -> Iterator[ConfigError]:
     preset, sizes = cluster.preset, cluster.host_sizes
     island = preset.island or max(sizes)
     figures: dict[Key, float | None] = {
@@ -231,4 +281,4 @@ def _check_figures(cluster: Cluster, source: Source) -> None:
     missing = [dotted(key) for key, value in figures.items() if value is None]
     if missing:
         remedy = "give a number, or set `source: probe` to measure"
-        raise source.error(("source",), f"'{cluster.source.value}' needs {', '.join(missing)}", remedy)
+        yield source.error(("source",), f"'{cluster.source.value}' needs {', '.join(missing)}", remedy)

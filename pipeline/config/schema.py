@@ -315,6 +315,12 @@ class Cluster:
         """Devices of each host that is described."""
         return tuple(self.per_host) if self.per_host else (self.devices,) * self.nodes
 
+    @property
+    def all_devices(self) -> int:
+        """Of all hosts, described or to be measured."""
+        probed = self.source is ClusterSource.probe
+        return self.devices * len(self.probe.hosts or [""]) if probed else sum(self.host_sizes)
+
 
 # ---- conf/solve/*.yaml
 
@@ -546,10 +552,11 @@ class Train:
     micro_batches: int = setting(
         "Forward and backward passes of a step. The model's batch is that of one pass; each takes the next of the data,"
         " and the step is that of their mean loss.",
+        1,
         at_least=1,
         at_most=10**6,
     )
-    seed: int = setting("Seed of the weights and of dropout.", at_least=0, at_most=LARGEST_SEED)
+    seed: int = setting("Seed of the weights and of dropout.", 0, at_least=0, at_most=LARGEST_SEED)
     optimizer: dict[str, Any] = setting("What builds the optimizer, without its `params`.", form=Form.TARGET)
     timeout_s: float | None = setting(
         "Seconds after which the whole run is given up, whether it makes progress or not, and so is `verify`. null: no"

@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, refuse
+from pipeline.messages import shown
 
 Key = tuple[str | int, ...]
 Mark = tuple[int, int]
@@ -22,6 +23,13 @@ Mark = tuple[int, int]
 LARGEST_FILE = 2**18  # bytes; a configuration is read by people
 DEEPEST = 40
 _TAG = "tag:yaml.org,2002:"
+
+
+class _Unread:
+    """Stands for a value that could not be read; it has been told, and nothing more is asked of it."""
+
+
+UNREAD = _Unread()
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -59,18 +67,6 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def shown(value: Any) -> str:
-    """A value as it may stand in a one-line message."""
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def dotted(key: Key) -> str:
     """A key as users write it: `batch.inputs.shape[0]`."""
     text = ""
@@ -91,6 +87,7 @@ class Source:
     prefix: Key
     data: dict[str, Any]
     marks: dict[Key, Mark]
+    broken: tuple[ConfigError, ...] = ()  # what cannot be read in it; the values in question are UNREAD
 
     def where(self, key: Key = ()) -> str:
         """File, line and column of a key, or of the nearest one around it."""
@@ -138,14 +135,14 @@ def read_bytes(root: Path, name: str) -> bytes:
 
 
 def parse(name: str, prefix: Key, raw: bytes) -> Source:
-    """The file's values; a ConfigError with line and column if it is not one mapping of plain YAML."""
+    """The file's values; a ConfigError with line and column if it is not one mapping of YAML."""
     node = _compose(name, _decode(name, raw))
     if node is None:
         raise ConfigError("the file is empty", where=f"{name}:1:1", remedy="write `key: value` lines")
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError("the top level must be a mapping", where=_at(name, node), remedy="write `key: value` lines")
     builder = _Builder(name, prefix)
-    return Source(name, prefix, builder.value(node, ()), builder.marks)
+    return Source(name, prefix, builder.value(node, ()), builder.marks, tuple(builder.broken))
 
 
 def parse_value(text: str) -> Any:
@@ -153,7 +150,9 @@ def parse_value(text: str) -> Any:
     if text.strip() == "" or "\n" in text:
         raise ValueError("one line must follow '='" if text.strip() else "there is no value after '='")
     try:
-        return parse("", (), f"value: {text}".encode()).data["value"]
+        source = parse("", (), f"value: {text}".encode())
+        refuse(source.broken)
+        return source.data["value"]
     except ConfigError as error:
         raise ValueError(error.what) from error
 
@@ -200,17 +199,22 @@ class _Builder:
         self.prefix = prefix
         self.marks: dict[Key, Mark] = {}
         self.seen: set[Hashable] = set()
+        self.broken: list[ConfigError] = []
 
-    def fail(self, node: Any, key: Key, what: str, remedy: str | None = None) -> ConfigError:
+    def fail(self, node: Any, key: Key, what: str, remedy: str | None = None) -> Any:
+        """Keeps the mistake, and gives what stands in the value's place."""
         label = dotted(self.prefix + key)
-        return ConfigError(f"{label}: {what}" if label else what, where=_at(self.name, node), remedy=remedy)
+        self.broken.append(
+            ConfigError(f"{label}: {what}" if label else what, where=_at(self.name, node), remedy=remedy)
+        )
+        return UNREAD
 
     def value(self, node: Any, key: Key) -> Any:
         if id(node) in self.seen:
-            raise self.fail(node, key, "YAML aliases are not allowed", "write the value out")
+            return self.fail(node, key, "YAML aliases are not allowed", "write the value out")
         self.seen.add(id(node))
         if len(key) > DEEPEST:
-            raise self.fail(node, key[:1], f"nested deeper than {DEEPEST} levels")
+            return self.fail(node, key[:1], f"nested deeper than {DEEPEST} levels")
         self.marks.setdefault(key, (node.start_mark.line + 1, node.start_mark.column + 1))
         if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
             return self.mapping(node, key)
@@ -218,19 +222,23 @@ class _Builder:
             return [self.value(item, (*key, index)) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:
             return self.scalar(node, key)
-        raise self.fail(node, key, f"YAML tag {shown(node.tag)} is not allowed", "remove the tag")
+        return self.fail(node, key, f"YAML tag {shown(node.tag)} is not allowed", "remove the tag")
 
     def mapping(self, node: Any, key: Key) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for name_node, value_node in node.value:
             if not isinstance(name_node, yaml.ScalarNode) or name_node.tag != f"{_TAG}str":
                 text = shown(name_node.value) if isinstance(name_node, yaml.ScalarNode) else "a list or mapping"
-                raise self.fail(name_node, key, f"key {text} is not text", "put it in quotes")
+                self.fail(name_node, key, f"key {text} is not text", "put it in quotes")
+                continue
             name = self.scalar(name_node, key)
+            if name is UNREAD:
+                continue
             inner = (*key, name)
             if name in result:
                 first = self.marks[inner][0]
-                raise self.fail(name_node, inner, f"duplicate key, first on line {first}", "keep one of them")
+                self.fail(name_node, inner, f"duplicate key, first on line {first}", "keep one of them")
+                continue
             self.marks[inner] = (name_node.start_mark.line + 1, name_node.start_mark.column + 1)
             result[name] = self.value(value_node, inner)
         return result
@@ -238,8 +246,8 @@ class _Builder:
     def scalar(self, node: Any, key: Key) -> Any:
         text = node.value
         if "\0" in text or any(0xD800 <= ord(letter) < 0xE000 for letter in text):
-            raise self.fail(node, key, "the text has a character that is not allowed")
+            return self.fail(node, key, "the text has a character that is not allowed")
         try:
             return _SCALARS[node.tag](text)
-        except (ValueError, KeyError) as error:
-            raise self.fail(node, key, f"{shown(text)} cannot be read as {node.tag.removeprefix(_TAG)}") from error
+        except (ValueError, KeyError):
+            return self.fail(node, key, f"{shown(text)} cannot be read as {node.tag.removeprefix(_TAG)}")

@@ -1,7 +1,7 @@
 """Ops that run whole on every rank for lack of a rule: which they are, how many, and their part of the step.
 
-An op of which a split is known, by its rule or by trying, is none of them: the solver left it whole, or its sizes do not
-divide. Nor is one that has no dim to divide.
+An op of which a split is known, by its rule or by trying, is none of them: the solver left it whole, or its sizes do
+not divide. Nor is one that has no dim to divide.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _joined(found: Iterable[tuple[str, float]], step_seconds: float) -> tuple[Wh
 
 
 def lacks_rule(graph: OpGraph, op: Op, sizes: tuple[int, ...]) -> bool:
-    """Whether nobody knows how the op may be split, and an axis of the mesh divides a dim of what it reads or writes."""
+    """Whether nobody knows how the op may be split, and the mesh could divide a dim of what it reads or writes."""
     dims = {size for kind in graph.types((*op.inputs, *op.outputs)) for size in kind.shape}
     if rule_of(op) is not None or not any(axis > 1 and size and size % axis == 0 for axis in sizes for size in dims):
         return False

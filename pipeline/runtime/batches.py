@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -56,24 +56,13 @@ class Batches:
         self.where = f"{job['where']['data']}: {key}"
         self.size = next(iter(self.specs.values()))["shape"][0]
         self.slices = slices or Slices((self.size,))
-        self.length = _length(dataset, self.where)
+        self.length = length_of(dataset, self.where)
         self._check(dataset[0])
 
     def _check(self, sample: Any) -> None:
         """The first sample must have what the model's batch names, with its shapes and types."""
-        if not isinstance(sample, Mapping):
-            raise self._error(f"an item is a {type(sample).__name__}, not a mapping from names to tensors")
-        for name, spec in self.specs.items():
-            if name not in sample:
-                raise self._error(f"an item has {sorted(sample)}, the model's batch also names {name!r}")
-            value = torch.as_tensor(sample[name])
-            found, wanted = (list(value.shape), str(value.dtype)), (spec["shape"][1:], f"torch.{spec['dtype']}")
-            if found != wanted:
-                raise self._error(
-                    f"{name} has shape {found[0]} and {found[1]}, the model's batch wants {wanted[0]} and {wanted[1]}"
-                )
-            if spec["shape"][0] != self.size:
-                raise self._error(f"{name} has {spec['shape'][0]} samples a step, the other inputs {self.size}")
+        for what in sample_mistakes(sample, self.specs):
+            raise self._error(what)
 
     def _error(self, what: str) -> TrainError:
         return TrainError(what, where=self.where, remedy="choose data and model that belong together")
@@ -103,7 +92,29 @@ class Batches:
         return rows.contiguous()
 
 
-def _length(dataset: Any, where: str) -> int:
+def sample_mistakes(sample: Any, specs: Mapping[str, Any]) -> Iterator[str]:
+    """What an item of the data lacks of the model's batch: names, shapes, types."""
+    if not isinstance(sample, Mapping):
+        yield f"an item is a {type(sample).__name__}, not a mapping from names to tensors"
+        return
+    size = next(iter(specs.values()))["shape"][0]
+    for name, spec in specs.items():
+        if name not in sample:
+            yield f"an item has {sorted(map(str, sample))}, the model's batch also names {name!r}"
+            continue
+        try:
+            value = torch.as_tensor(sample[name])
+        except (TypeError, ValueError, RuntimeError):
+            yield f"{name} is a {type(sample[name]).__name__}, which is no tensor"
+            continue
+        found, wanted = (list(value.shape), str(value.dtype)), (spec["shape"][1:], f"torch.{spec['dtype']}")
+        if found != wanted:
+            yield f"{name} has shape {found[0]} and {found[1]}, the model's batch wants {wanted[0]} and {wanted[1]}"
+        if spec["shape"][0] != size:
+            yield f"{name} has {spec['shape'][0]} samples a step, the other inputs {size}"
+
+
+def length_of(dataset: Any, where: str) -> int:
     try:
         length = len(dataset)
     except TypeError:

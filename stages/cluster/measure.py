@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,13 +19,13 @@ from stages.cluster.fit import fit_errors, fit_links, in_a_step, least_squares_l
 from stages.cluster.meshes import candidate_meshes, candidate_splits
 from stages.cluster.topology import common_group, device_order, find_groups, pair_matrices, with_uplinks
 
+TWO = 2  # processes are measured on any machine, also on one core: the smallest plan there is
 OWN_LINKS = 0.7  # of what a pair of hosts' devices has alone: where each has more while others cross, nothing is shared
 
 
 def measure(settings: Settings, choice: str, log: Log) -> Cluster:
     where = f"conf/cluster/{choice}.yaml"
-    if settings.device is Device.cuda:
-        _check_gpus(settings, where)
+    check_devices(settings, where)
     try:
         found = run_probe(settings, log)
     except LaunchFailed as error:
@@ -38,16 +39,25 @@ def measure(settings: Settings, choice: str, log: Log) -> Cluster:
     return make_cluster(settings, found)
 
 
-def _check_gpus(settings: Settings, where: str) -> None:
-    import torch  # slow to import, and the ranks need it otherwise
+def check_devices(settings: Settings, where: str) -> None:
+    """Devices that this machine does not have cannot be measured: processes on a shared core wait for one another."""
+    if settings.device is Device.cuda:
+        import torch  # slow to import, and the ranks need it otherwise
 
-    there = torch.cuda.device_count()
+        there, what = torch.cuda.device_count(), "torch sees {} GPUs on this machine"
+        remedy = "lower it, use `source: preset` with the card's figures, or `device: cpu`"
+    else:
+        there, what = max(TWO, cores()), "this machine has {} cores"
+        remedy = "lower it, or use `source: preset` with the figures of a core"
     if there < settings.devices:
         raise ClusterError(
-            f"got {settings.devices}, and torch sees {there} GPUs on this machine",
-            where=f"{where}: devices",
-            remedy="lower it, use `source: preset` with the card's figures, or `device: cpu`",
+            f"got {settings.devices}, and {what.format(there)}", where=f"{where}: devices", remedy=remedy
         )
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_probe(settings: Settings, log: Log) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from pipeline.ir.plan import Plan
 from pipeline.ir.report import Breakdown, Evaluation, Report
 from pipeline.launch import LaunchFailed
 from pipeline.log import Advance, Log, progress
+from pipeline.place import find_place
 from pipeline.stage import STAGES, Inputs, Result, read
 from pipeline.tracker import Live, Tracker
 from stages.train.choice import check_batch, ranks_of
@@ -65,7 +67,8 @@ def take_part(root: Path, log: Log) -> None:
 
 def check(plan: Plan, config: Config) -> None:
     check_batch(config, ranks_of(plan, config.train.engine))
-    check_device(plan, f"conf/cluster/{config.choices['cluster']}.yaml: device")
+    where = f"conf/cluster/{config.choices['cluster']}.yaml"
+    check_device(plan, where, ranks_of(plan, config.train.engine))
 
 
 def weights_path(root: Path) -> Path:
@@ -80,17 +83,25 @@ def keep_weights(path: Path, exported: bool) -> None:
     write_atomic(path.parent / "about.json", (json.dumps(about) + "\n").encode())
 
 
-def check_device(plan: Plan, where: str) -> None:
+def check_device(plan: Plan, where: str, ranks: int) -> None:
     """A plan may be made for devices that this machine does not have; it cannot be trained there."""
     if plan.device != "cuda":
         return
     import torch  # slow to import, and only the ranks need it otherwise
 
+    place = find_place(os.environ)
+    here, there = place.local_ranks if place else ranks, torch.cuda.device_count()
     if not torch.cuda.is_available():
         raise TrainError(
             "the plan is for GPUs, and this machine has none that torch can use",
-            where=where,
+            where=f"{where}: device",
             remedy="train on a machine with GPUs, or plan for `device: cpu`",
+        )
+    if there < here:
+        raise TrainError(
+            f"{here} ranks are to run on this machine, and torch sees {there} GPUs",
+            where=f"{where}: devices",
+            remedy="start the ranks on as many hosts as the plan is for (docs/launch.md), or plan for fewer devices",
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PROJECT = Path(__file__).parents[2]
-REACH_ACROSS = {"stages.__main__", "stages.commands", "stages.summary"}
+REACH_ACROSS = {"stages.__main__", "stages.check", "stages.commands", "stages.summary"}
 OF_MLFLOW = {"pipeline.tracking", "pipeline.tracking_store"}
 SLOW = {"omegaconf", "pyomo", "mlflow", "dvc"}
 LIGHT = ("pipeline.ir", "pipeline.ops", "pipeline.cost", "pipeline.runtime", "pipeline.lowering", "pipeline.partitions")

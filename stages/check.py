@@ -1,0 +1,316 @@
+"""`python -m stages check`: what later stages would refuse, found before anything runs, and told all at once.
+
+It imports what `_target_` names, builds the model without memory, takes a step of the optimizer on one parameter, reads
+one item of the data and counts devices. What only the traced graph or the plan tells is left to the stages.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from math import gcd, prod
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts import load_saved
+from pipeline.config import ClusterSource, Config, Device, Pipeline, TrainEngine, saved_file
+from pipeline.errors import (
+    ArtifactError,
+    ConfigError,
+    Mistakes,
+    ShardwrightError,
+    SolveError,
+    TraceError,
+    TrainError,
+    refuse,
+)
+from pipeline.instantiate import add_code_path, instantiate
+from pipeline.log import Log
+from pipeline.messages import nearest
+
+EVERY_AXIS = ("d0", "d1", "d2")  # as the meshes of a cluster name theirs
+RESUMED = re.compile(r"step-\d+")
+
+
+def check(root: Path, config: Config, log: Log) -> None:
+    """Raises all that is wrong with a configuration whose files are valid one by one."""
+    mistakes = Mistakes()
+    with mistakes.gather():
+        add_code_path(root, config.code)
+    known = (lambda target: importable(target)) if mistakes.found else (lambda target: True)
+    model = None
+    if known(config.model.module["_target_"]):
+        with mistakes.gather():
+            model = _model(config)
+    if known(config.train.optimizer["_target_"]):
+        mistakes.add(_optimizer(config))
+    if known(config.data.dataset["_target_"]):
+        mistakes.add(_data(config))
+    for own in (_own_ops, _devices, _mesh, _solver, _micro_batches, _engine, _resume):
+        mistakes.add(own(config, root))
+    if model is not None:
+        mistakes.add(_of_model(config, root, model))
+    mistakes.refuse()
+    _tell_what_cannot_train(config, log)
+
+
+def file_of(config: Config, group: str) -> str:
+    return f"conf/{group}/{config.choices[group]}.yaml"
+
+
+def importable(target: str) -> bool:
+    """Whether a target can be there although the user's folder is not: that folder is what is told then."""
+    return importlib.util.find_spec(target.split(".")[0]) is not None
+
+
+def _raised(*calls: Any) -> Iterator[ShardwrightError]:
+    """What these calls raise, one after another."""
+    for call in calls:
+        mistakes = Mistakes()
+        with mistakes.gather():
+            call()
+        yield from mistakes.found
+
+
+# ------------------------------------------------------------------------------------------------------ the user's code
+
+
+def _model(config: Config) -> Any:
+    """Built on the meta device, or for real where it must be; its batch has the names that `forward` takes."""
+    from pipeline.tracing.build import build_module
+
+    model = build_module(config.model.module, f"{file_of(config, 'model')}: module")
+    refuse(_forward_mistakes(config, model))
+    return model
+
+
+def _forward_mistakes(config: Config, model: Any) -> Iterator[TraceError]:
+    parameters = inspect.signature(model.forward).parameters.values()
+    free = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    where, given = f"{file_of(config, 'model')}: batch", config.model.batch
+    odd = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [name for name in given if name not in free]
+    for name in odd:
+        near = nearest(name, free)
+        remedy = f"did you mean '{near}'?" if near else f"it takes {', '.join(free) or 'nothing'}"
+        yield TraceError(f"`forward` of {type(model).__name__} takes no {name}", where=f"{where}.{name}", remedy=remedy)
+    meant = {nearest(name, free) for name in odd}
+    for p in parameters:
+        if p.name in free and p.default is p.empty and p.name not in given and p.name not in meant:
+            yield TraceError(
+                f"`forward` of {type(model).__name__} needs {p.name}", where=where, remedy="add its shape and type"
+            )
+
+
+def _optimizer(config: Config) -> Iterator[ShardwrightError]:
+    from pipeline.optimizer import try_optimizer
+
+    where, schedule = file_of(config, "train"), config.train.schedule
+    mistakes = Mistakes()
+    with mistakes.gather():
+        optimizer, _ = try_optimizer(config.train.optimizer, f"{where}: optimizer")
+        moves = schedule.warm_up > 0 or schedule.decay.value != "none"
+        if moves and not all("lr" in group for group in optimizer.param_groups):
+            raise TrainError(
+                f"{type(optimizer).__name__} has no learning rate `lr`",
+                where=f"{where}: schedule",
+                remedy="leave `schedule` out, or name another optimizer",
+            )
+    yield from mistakes.found
+
+
+def _data(config: Config) -> Iterator[ShardwrightError]:
+    """The data that is trained on, and the data that is not where it is read."""
+    import torch
+
+    sets = {"dataset": config.data.dataset}
+    if config.data.held_out is not None and config.train.evaluate.every:
+        sets["held_out"] = config.data.held_out
+    with torch.random.fork_rng(devices=[]):
+        for key, settings in sets.items():
+            yield from _of_data_set(config, settings, f"{file_of(config, 'data')}: {key}", whole_batch=key != "dataset")
+
+
+def _of_data_set(
+    config: Config, settings: Mapping[str, Any], where: str, whole_batch: bool
+) -> Iterator[ShardwrightError]:
+    from pipeline.runtime.batches import length_of, sample_mistakes
+
+    mistakes = Mistakes()
+    with mistakes.gather():
+        dataset = instantiate(settings, where)
+        length = length_of(dataset, where)
+        specs = config.plain("model.batch")
+        remedy = "choose data and model that belong together"
+        refuse(TrainError(what, where=where, remedy=remedy) for what in sample_mistakes(_first(dataset, where), specs))
+        size = next(iter(specs.values()))["shape"][0]
+        if whole_batch and length < size:
+            what = f"it has {length} samples, and a batch of the model {size}"
+            raise TrainError(what, where=where, remedy="hold out more of them")
+    yield from mistakes.found
+
+
+def _first(dataset: Any, where: str) -> Any:
+    try:
+        return dataset[0]
+    except Exception as error:  # the user's data set: one line, not our traceback
+        told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise TrainError(
+            f"its first item cannot be read: {told}", where=where, remedy="see its `__getitem__`"
+        ) from error
+
+
+def _own_ops(config: Config, root: Path) -> Iterator[ShardwrightError]:
+    from pipeline.own_ops import know_own_ops
+
+    return _raised(lambda: know_own_ops(config, None))
+
+
+# ------------------------------------------------------------------------------------------------ devices and settings
+
+
+def _devices(config: Config, root: Path) -> Iterator[ShardwrightError]:
+    """A cluster that is measured must be there; one that is described may be anywhere."""
+    if config.cluster.source is not ClusterSource.probe:
+        return iter(())
+    from stages.cluster.measure import check_devices
+
+    return _raised(lambda: check_devices(config.cluster, file_of(config, "cluster")))
+
+
+def _mesh(config: Config, root: Path) -> Iterator[ShardwrightError]:
+    """Sizes that do not multiply to the devices there are; a pipeline on one device; more memory than a device has."""
+    solve, where, devices = config.solve, file_of(config, "solve"), config.cluster.all_devices
+    if solve.mesh and prod(solve.mesh.values()) != devices:
+        sizes = " x ".join(map(str, solve.mesh.values()))
+        what = f"{sizes} is {prod(solve.mesh.values())} devices, and the cluster has {devices}"
+        yield SolveError(what, where=f"{where}: mesh", remedy="name axes whose sizes multiply to that")
+    budget, memory = solve.memory_budget_gb, config.cluster.memory_gb
+    if budget is not None and memory is not None and budget > memory:
+        what = f"got {budget:g}, and `memory_gb` of {file_of(config, 'cluster')} gives a device {memory:g}"
+        remedy = "lower it, or set null to use what the device has"
+        yield SolveError(what, where=f"{where}: memory_budget_gb", remedy=remedy)
+    if config.checkpoint.pipeline not in (Pipeline("off"), Pipeline("solve")) and devices == 1:
+        what = "a pipeline needs several devices, and the cluster has one"
+        yield SolveError(what, where=f"{file_of(config, 'checkpoint')}: pipeline", remedy="set `pipeline: off`")
+    partitions = config.checkpoint.partitions
+    if partitions is not None and partitions > devices > 1 and config.checkpoint.pipeline in map(Pipeline, ONE_EACH):
+        what = f"got {partitions}, and the cluster has {devices} devices"
+        remedy = "lower it: with this schedule a device has one partition"
+        yield SolveError(what, where=f"{file_of(config, 'checkpoint')}: partitions", remedy=remedy)
+
+
+ONE_EACH = ("gpipe", "1f1b")
+
+
+def _solver(config: Config, root: Path) -> Iterator[ShardwrightError]:
+    """The program that solves, the saved plan, and what the constraints' lines say."""
+    solve, where = config.solve, file_of(config, "solve")
+    if solve.glpsol is not None and solve.backend.value == "glpk":
+        from stages.solve.backends.glpk import find_glpsol
+
+        yield from _raised(lambda: find_glpsol(solve.glpsol, where))
+    if solve.constraints:
+        from stages.solve.constraints import parse
+
+        axes = tuple(solve.mesh) if solve.mesh else EVERY_AXIS[: solve.most_axes]
+        yield from _raised(*(lambda n=n, t=t: parse({n: t}, axes, where) for n, t in solve.constraints.items()))
+    if solve.plan is not None:
+        yield from _raised(lambda: _saved_plan(config, root, saved_file(str(solve.plan))))
+
+
+def _saved_plan(config: Config, root: Path, file: str) -> None:
+    body = load_saved(file, root, ("plan", "frontier")).body
+    if hasattr(body, "pipelined") and body.pipelined:
+        what = f"the saved plan is a pipeline of {len(body.partitions)} partitions, and one without is needed"
+        raise ArtifactError(what, where=file, remedy="save runs/solve/frontier.json instead, or set `plan: null`")
+    every = [body.sizes] if hasattr(body, "pipelined") else [body.meshes[point.mesh].sizes for point in body.points]
+    devices = config.cluster.all_devices
+    for sizes in every:
+        if prod(sizes) != devices:
+            what = f"the saved plan is for {prod(sizes)} devices, and the cluster has {devices}"
+            raise ArtifactError(what, where=file, remedy="save one of this cluster, or set `plan: null`")
+
+
+def _micro_batches(config: Config, root: Path) -> Iterator[ShardwrightError]:
+    asked, passes = config.checkpoint.micro_batches, config.train.micro_batches
+    batch = gcd(*(spec.shape[0] for spec in config.model.batch.values()))
+    where = f"{file_of(config, 'checkpoint')}: micro_batches"
+    if not isinstance(asked, int):
+        return
+    if asked % passes or asked // passes > batch:
+        what = (
+            f"got {asked}, and a step has {passes} passes of {batch} samples, each of which is cut into as many parts"
+        )
+        yield SolveError(what, where=where, remedy=f"use a multiple of {passes}, and at most {passes * batch}")
+    elif batch % (asked // passes) and config.checkpoint.pipeline is Pipeline("off"):
+        what = f"got {asked}, and without a pipeline the {batch} samples of a pass are cut equally"
+        remedy = f"use {passes} times a number that divides {batch}, or set `pipeline`"
+        yield SolveError(what, where=where, remedy=remedy)
+
+
+def _engine(config: Config, root: Path) -> Iterator[ShardwrightError]:
+    from stages.train.choice import check_batch
+
+    ranks = 1 if config.train.engine is TrainEngine.single else config.cluster.all_devices
+    return _raised(lambda: check_batch(config, ranks))
+
+
+def _resume(config: Config, root: Path) -> Iterator[ShardwrightError]:
+    resume = config.train.resume
+    if resume in ("auto", "never"):
+        return
+    folder, where = root / resume, f"{file_of(config, 'train')}: resume"
+    if not RESUMED.fullmatch(folder.name) or not folder.is_dir():
+        remedy = "give auto, never or a folder such as runs/train/snapshots/0123456789ab/step-000040"
+        yield TrainError(f"there is no snapshot {resume}", where=where, remedy=remedy)
+
+
+def _tell_what_cannot_train(config: Config, log: Log) -> None:
+    """Planning for devices that are elsewhere is no mistake; training here would be."""
+    if config.cluster.source is ClusterSource.probe or config.cluster.device is not Device.cuda:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        log.info("the cluster is of GPUs, and this machine has none: all stages but train run here")
+
+
+# ------------------------------------------------------------------------------------------------- names of the model
+
+
+def _of_model(config: Config, root: Path, model: Any) -> Iterator[ShardwrightError]:
+    """Settings that name its modules and parameters, and the weights it begins with."""
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    solve, where = config.solve, file_of(config, "solve")
+    for pattern in solve.constraints or {}:
+        if not any(fnmatchcase(name, pattern) for name in (*parameters, *modules)):
+            yield _no_such(pattern, f"{where}: constraints.{pattern}", (*parameters, *modules))
+    if solve.shard_only and not any(fnmatchcase(name, solve.shard_only) for name in modules):
+        yield _no_such(solve.shard_only, f"{where}: shard_only", modules)
+    for name in config.checkpoint.boundaries or ():
+        if name not in modules:
+            yield _no_such(name, f"{file_of(config, 'checkpoint')}: boundaries", modules)
+    if config.train.init_from is not None:
+        yield from _raised(lambda: _weights(config, root, model))
+
+
+def _no_such(name: str, where: str, known: Iterable[str]) -> ConfigError:
+    near = get_close_matches(name, list(known), n=1)
+    remedy = f"did you mean {near[0]!r}?" if near else "names are those of the model's named_modules()"
+    return ConfigError(f"no parameter or module is called {name!r}", where=where, remedy=remedy)
+
+
+def _weights(config: Config, root: Path, model: Any) -> None:
+    """The file has the model's names and shapes."""
+    from pipeline.weights import match_names, open_weights
+    from stages.train.tensors import state_names
+
+    where = f"{file_of(config, 'train')}: init_from"
+    named = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    match_names(open_weights(root / str(config.train.init_from), where), state_names(model, named), shapes, where)
