@@ -60,10 +60,12 @@ def _general(view: OpView) -> str:
 def _transposed(view: OpView) -> str:
     """conv_transpose1d, 2d, 3d take (input, weight, bias, stride, padding, output_padding, groups, dilation)."""
     rank = len(view.inputs[1].shape) - 2
-    if view.constant(6, "groups", 1) != 1 or len(view.inputs[0].shape) != rank + 2:
+    if len(view.inputs[0].shape) != rank + 2:
         return nothing_split(view)
     before, after, kernel = (" ".join(f"{x}{i}^" for i in range(rank)) for x in "iyk")
-    return f"b c+ {before}, c+ o {kernel}, o -> b o {after}"
+    if view.constant(6, "groups", 1) == 1:
+        return f"b c+ {before}, c+ o {kernel}, o -> b o {after}"
+    return f"b (g c+) {before}, (g c+) o {kernel}, (g o) -> b (g o) {after}"
 
 
 def _with_groups(function: str, position: int) -> Callable[[Rendered], str]:
@@ -73,7 +75,8 @@ def _with_groups(function: str, position: int) -> Callable[[Rendered], str]:
         groups = r.view.constant(position, "groups", 1)
         if groups == 1:
             return call(function)(r)
-        here = str(r.local_inputs[0][1] // r.local_inputs[1][1])
+        whole = r.local_output if "transpose" in function else r.local_inputs[0]  # of which a group has the kernel's
+        here = str(whole[1] // r.local_inputs[1][1])
         positional, named = list(r.positional), dict(r.named)
         if position < len(positional):
             positional[position] = here

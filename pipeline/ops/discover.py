@@ -7,6 +7,9 @@ random, change their inputs, depend on values or fail have none: they run replic
 any op takes them, and then of both signs where it takes these too: below zero `prelu` reads a tensor that it ignores
 above.
 
+An op may do anything with such tensors, indices that point nowhere among them: it is tried in a child process. One that
+crashes it, or does not come back, has no strategies.
+
 What is found is kept by the op's signature, in memory and, once `remember_in` named a folder, as JSON for later runs.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +33,7 @@ from pipeline.ir.graph import Arg, Ref, TensorType, Torch
 from pipeline.ir.layout import B, Layout, P, R, S, State
 from pipeline.ir.plan import Strategy
 from pipeline.ops import pieces
+from pipeline.ops.child import attempt
 from pipeline.ops.rule import OpView
 
 NAME = "discovered"
@@ -122,9 +127,10 @@ def find(view: OpView) -> tuple[Found, ...]:
     if key not in _known:
         place = _folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json" if _folder else None
         kept = _read(place, key) if place else None
-        _known[key] = search(view) if kept is None else kept
-        if place and kept is None:
-            _write(place, key, _known[key])
+        found, certain = (kept, True) if kept is not None else search(view)
+        _known[key] = found
+        if place and kept is None and certain:
+            _write(place, key, found)
     return _known[key]
 
 
@@ -157,23 +163,49 @@ def _read(place: Path, key: str) -> tuple[Found, ...] | None:
     """What an earlier run kept; a file that cannot be read is as good as none."""
     try:
         data = json.loads(place.read_text())
-        sides = [tuple(tuple(State.parse(s) for s in side) for side in one) for one in data["found"]]
-        return tuple(Found(*one) for one in sides) if data["signature"] == key else None
+        return _parse(data["found"]) if data["signature"] == key else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _write(place: Path, key: str, found: tuple[Found, ...]) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
-    states = [[[str(s) for s in one.inputs], [str(s) for s in one.outputs]] for one in found]
-    write_atomic(place, json.dumps({"signature": key, "found": states}, indent=1).encode())
+    write_atomic(place, json.dumps({"signature": key, "found": _plain(found)}, indent=1).encode())
+
+
+def _plain(found: tuple[Found, ...]) -> list[list[list[str]]]:
+    return [[[str(s) for s in one.inputs], [str(s) for s in one.outputs]] for one in found]
+
+
+def _parse(plain: list[list[list[str]]]) -> tuple[Found, ...]:
+    sides = [tuple(tuple(State.parse(s) for s in side) for side in one) for one in plain]
+    return tuple(Found(*one) for one in sides)
 
 
 # ---- the search
 
 
-def search(view: OpView) -> tuple[Found, ...]:
-    """Every valid assignment of states that splits something or sums; none where the op cannot be tried."""
+def search(view: OpView) -> tuple[tuple[Found, ...], bool]:
+    """Every valid assignment of states that splits something or sums, and whether another search would find the same.
+
+    None where the op cannot be tried.
+    """
+    if not is_triable(view):
+        return (), True
+    answer = attempt(lambda: json.dumps(_plain(try_all(view))))
+    if answer.text is None:
+        told = "%s runs whole on every rank: the process that tried it %s; give its rule in conf/model, under ops"
+        logging.getLogger("shardwright.solve").warning(told, view.op.target, answer.why)
+        return (), answer.certain
+    return _parse(json.loads(answer.text)), True
+
+
+def is_triable(view: OpView) -> bool:
+    return _function(view.op.target) is not None and not view.op.mutates and bool(view.inputs)
+
+
+def try_all(view: OpView) -> tuple[Found, ...]:
+    """What `search` finds, in this process."""
     with torch.random.fork_rng(devices=[]):
         trial = small_trial(view)
         if trial is None or not _can_be_tried(trial):
@@ -189,7 +221,7 @@ def search(view: OpView) -> tuple[Found, ...]:
 def small_trial(view: OpView) -> Trial | None:
     """The op on small tensors that it takes, with outputs as they should be; or in its own size if that is small."""
     function = _function(view.op.target)
-    if function is None or view.op.mutates or not view.inputs:
+    if function is None or not is_triable(view):
         return None
     tensors = (*view.inputs, *view.outputs)
     for shrink in (_shrunk_in_order(tensors), _shrunk_in_proportion(tensors), None):
@@ -214,11 +246,10 @@ def _function(target: str) -> Callable[..., Any] | None:
     try:
         for part in target.split("."):
             found = getattr(found, part)
-    except AttributeError:
+        changes = torch.Tag.nondeterministic_seeded in found.tags or found._schema.is_mutable
+    except (AttributeError, RuntimeError):
         return None
-    if torch.Tag.nondeterministic_seeded in found.tags or found._schema.is_mutable:
-        return None
-    return found  # type: ignore[no-any-return]
+    return None if changes else found
 
 
 def _shrunk_in_order(tensors: Sequence[TensorType]) -> dict[int, int]:
@@ -260,10 +291,13 @@ def _gives(trial: Trial, shapes: Sequence[tuple[int, ...]]) -> bool:
 def _can_be_tried(trial: Trial) -> bool:
     """Not where the same tensors give other results (random), or all results are alike: nothing could be told."""
     tensors = trial.draw(1)
-    once, again = trial(tensors, seed=0), trial(tensors, seed=1)
-    if any(not torch.equal(a, b) for a, b in zip(once, again, strict=True) if not a.isnan().any()):
+    try:
+        once, again = trial(tensors, seed=0), trial(tensors, seed=1)
+        if any(not torch.equal(a, b) for a, b in zip(once, again, strict=True) if not a.isnan().any()):
+            return False
+        return all(x.numel() < 2 or not bool((x == x.flatten()[0]).all()) for x in once)
+    except Exception:  # whatever an op raises at numbers that it does not take
         return False
-    return all(x.numel() < 2 or not bool((x == x.flatten()[0]).all()) for x in once)
 
 
 def _candidates(trial: Trial, ranks: int, seed: int) -> Iterator[Found]:
@@ -284,14 +318,18 @@ def _forms(tensor: Tensor, grad: bool, ranks: int) -> list[State]:
     return [R, *pieces_of, *([P] if grad and tensor.is_floating_point() else [])]
 
 
-def _states(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ranks: int) -> Iterator[Found]:
+def _states(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ranks: int) -> list[Found]:
     """The states that follow where the inputs hold this forward; `R` stands for the whole, with either gradient."""
     try:
-        whole, expected = _run(trial, tensors)
-        local = [pieces.values(s, x, ranks) for s, x in zip(forward, tensors, strict=True)]
-        runs = [_run(trial, [own[rank] for own in local]) for rank in range(ranks)]
-    except Exception:  # the op does not take such pieces
-        return
+        return list(_tried(trial, tensors, forward, ranks))
+    except Exception:  # the op does not take such pieces, or gives what cannot be compared
+        return []
+
+
+def _tried(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ranks: int) -> Iterator[Found]:
+    whole, expected = _run(trial, tensors)
+    local = [pieces.values(s, x, ranks) for s, x in zip(forward, tensors, strict=True)]
+    runs = [_run(trial, [own[rank] for own in local]) for rank in range(ranks)]
     if any(len(run[1]) != len(expected) for run in runs):
         return
     outputs = [_output_state([run[1][i] for run in runs], x, ranks) for i, x in enumerate(expected)]

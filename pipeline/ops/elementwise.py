@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from pipeline.ops.public import public_call
 from pipeline.ops.rule import Linear, OpRule, OpView, Rendered, apart, call, drawn, infix, method
 from pipeline.ops.shapes import broadcast, letters, nothing_split
 
@@ -12,8 +13,9 @@ from pipeline.ops.shapes import broadcast, letters, nothing_split
 def _curve(name: str, function: str, *, by_output: bool = False) -> OpRule:
     """A non-linear function of one tensor, which backward needs its input or its output for."""
     saves = () if by_output else (0,)
+    render = _unless_more(call(function), 2) if name in FEWER else call(function)
     return OpRule(
-        f"aten.{name}", broadcast, call(function), saves_inputs=saves, saves_output=by_output, keeps_order=True,
+        f"aten.{name}", broadcast, render, saves_inputs=saves, saves_output=by_output, keeps_order=True,
         masks_gradient=name in MASKS,
     )  # fmt: skip
 
@@ -50,6 +52,11 @@ def _render_to(r: Rendered) -> str:
     return method("to")(replace(r, named={name: text for name, text in r.named.items() if name != "layout"}))
 
 
+def _unless_more(render: Callable[[Rendered], str], most: int) -> Callable[[Rendered], str]:
+    """Prints the call that a reader knows, which takes so many arguments; with more, whatever takes them all."""
+    return lambda r: render(r) if len(r.positional) <= most else public_call(r)
+
+
 CURVES = {
     "gelu.default": "F.gelu", "silu.default": "F.silu", "mish.default": "F.mish", "softplus.default": "F.softplus",
     "elu.default": "F.elu", "leaky_relu.default": "F.leaky_relu", "hardswish.default": "F.hardswish",
@@ -68,6 +75,7 @@ BY_OUTPUT = {
     "sqrt.default": "torch.sqrt", "reciprocal.default": "torch.reciprocal",
 }  # fmt: skip
 MASKS = {"relu.default"}
+FEWER = {"elu.default"}  # whose function takes the first two arguments alone
 STEPS = {
     "eq.Scalar": "torch.eq", "eq.Tensor": "torch.eq", "ne.Scalar": "torch.ne", "ne.Tensor": "torch.ne",
     "lt.Scalar": "torch.lt", "lt.Tensor": "torch.lt", "le.Scalar": "torch.le", "le.Tensor": "torch.le",
@@ -84,7 +92,7 @@ RULES = [
     _added("add.Tensor", "+", "torch.add"),
     _added("sub.Tensor", "-", "torch.sub"),
     OpRule("aten.rsub.Scalar", broadcast, call("torch.rsub"), keeps_order=True),
-    OpRule("aten.add.Scalar", broadcast, infix("+", "torch.add"), keeps_order=True),
+    OpRule("aten.add.Scalar", broadcast, _unless_more(infix("+", "torch.add"), 2), keeps_order=True),
     OpRule("aten.mul.Scalar", broadcast, infix("*", "torch.mul"), linear=((0,),), keeps_order=True),
     OpRule(
         "aten.mul.Tensor", broadcast, infix("*", "torch.mul"),

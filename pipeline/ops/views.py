@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pipeline.ops.rule import OpRule, OpView, method, reshaped
+from dataclasses import replace
+
+from pipeline.ops.rule import OpRule, OpView, Rendered, method, reshaped
 from pipeline.ops.shapes import dim_of, permuted, reshape
 
 
@@ -76,6 +78,13 @@ def _repeat_interleave(view: OpView) -> str:
     return f"{' '.join(f'd{i}' for i in range(rank))} -> {' '.join(right)}"
 
 
+def _render_repeat_interleave(r: Rendered) -> str:
+    """The size of the result, where it is told, is that on this rank."""
+    size = r.local_output[dim_of(r.view, 2) if r.view.constant(2, "dim", None) is not None else 0]
+    named = {name: str(size) if name == "output_size" and text != "None" else text for name, text in r.named.items()}
+    return method("repeat_interleave")(replace(r, named=named))
+
+
 RULES = [
     # A conversion may leave a tensor in another order in memory than the unsplit one: `view` would refuse that one.
     OpRule("aten.view.default", reshape, reshaped("reshape"), linear=((0,),), is_view=True),
@@ -95,6 +104,6 @@ RULES = [
     OpRule("aten.expand_as.default", _expand_as, reshaped("expand"), linear=((0,),), is_view=True),
     OpRule("aten.repeat.default", _repeat, method("repeat"), linear=((0,),)),
     OpRule(
-        "aten.repeat_interleave.self_int", _repeat_interleave, method("repeat_interleave"), linear=((0,),),
+        "aten.repeat_interleave.self_int", _repeat_interleave, _render_repeat_interleave, linear=((0,),),
     ),
 ]  # fmt: skip

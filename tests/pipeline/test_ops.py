@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import reduce
 
 import pytest
+import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +22,7 @@ from pipeline.ops.shapes import broadcast
 from pipeline.ops.table import rule_of, table
 from tests.one_op import Example, check_rule, example, t
 from tests.op_cases import CASES
+from tests.op_options import OPTIONS, PLAIN, REFUSED
 
 RANKS = (2, 3, 4)
 FLOAT32 = Torch("dtype", "float32")
@@ -160,6 +163,8 @@ EXAMPLES = {
     ],
 }
 
+for _target, _forms in OPTIONS.items():
+    EXAMPLES[_target] = [*EXAMPLES.get(_target, ()), *_forms]
 FORMS = [(target, number) for target, examples in EXAMPLES.items() for number in range(len(examples))]
 
 
@@ -186,10 +191,28 @@ def test_every_strategy_of_a_drawn_op_equals_the_unsplit_op(target: str) -> None
     @settings(max_examples=25 if target in HARD else 5, deadline=None, derandomize=True, database=None)
     @given(st.data(), st.sampled_from(RANKS))
     def check(data, ranks: int) -> None:
-        it = build(target, CASES[target](data.draw))
+        arguments = CASES[target](data.draw)
+        told.update(given_options(target, arguments))
+        it = build(target, arguments)
         assert check_rule(rule_of(it.op), it, ranks)[0] == "R"
 
+    told = {name for form in EXAMPLES.get(target, ()) for name in given_options(target, form)}
     check()
+    options = {argument.name for argument in schema(target) if argument.has_default_value()}
+    forgotten = options - told - PLAIN - REFUSED.get(target, set())
+    assert not forgotten, f"no form of the op gives {forgotten}: add one to tests/op_options.py"
+
+
+def schema(target: str) -> list:
+    return reduce(getattr, target.split("."), torch.ops)._schema.arguments
+
+
+def given_options(target: str, args: tuple) -> set[str]:
+    """The arguments that are given, with another value than their default."""
+    *positional, named = args if isinstance(args[-1], dict) else (*args, {})
+    by_name = dict(zip((argument.name for argument in schema(target)), positional, strict=False)) | named
+    defaults = {argument.name: argument.default_value for argument in schema(target) if argument.has_default_value()}
+    return {name for name, value in by_name.items() if name not in defaults or repr(value) != repr(defaults[name])}
 
 
 @pytest.mark.parametrize(("target", "number"), FORMS)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import signal
 
 import pytest
 import torch
 
 from pipeline.ir.graph import Args, Op, OpGraph, Ref, Role, TensorType, Value
-from pipeline.ops import discover
+from pipeline.ops import child, discover
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import OpView, plain_view
 from pipeline.ops.table import rule_of
@@ -54,6 +57,25 @@ def picky(x: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("shardwright_tests::thirds", mutates_args=())
 def thirds(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (3, -1)).sum(-2)
+
+
+@torch.library.custom_op("shardwright_tests::misbehaving", mutates_args=())
+def misbehaving(x: torch.Tensor, how: str) -> torch.Tensor:
+    if how == "crashes":
+        ctypes.string_at(0)
+    if how == "aborts":
+        os.abort()
+    if how == "exits":
+        os._exit(0)
+    if how == "leaves":
+        raise SystemExit(0)
+    if how == "waits":
+        signal.pause()
+    while how == "runs on":
+        pass
+    if how == "eats memory":
+        return torch.zeros(1 << 34)
+    return x.clone()
 
 
 SCALED = "shardwright_tests.scaled.default"
@@ -114,6 +136,28 @@ def test_what_cannot_be_tried_runs_whole(name: str) -> None:
     assert [s.name for s in strategies(None, view, 2)] == ["R", "B"]
 
 
+@pytest.mark.parametrize("how", ["crashes", "aborts", "exits", "leaves", "waits", "runs on", "eats memory"])
+def test_an_op_may_do_anything_when_it_is_tried(how: str, monkeypatch) -> None:
+    monkeypatch.setattr(child, "PROCESSOR_SECONDS", 2)
+    monkeypatch.setattr(child, "SECONDS", 2.0 if how == "waits" else 600.0)
+    view = view_of("shardwright_tests.misbehaving.default", (12, 6), out=(12, 6), constants=(how,), grad=False)
+    assert [s.name for s in strategies(None, view, 2)] == ["R"]
+
+
+def test_indices_that_are_none_of_a_bag_end_nothing() -> None:
+    """Offsets must begin with zero, and random ones do so now and then."""
+    it = example("aten._embedding_bag.default", t(12, 6), t(12, high=12), t(3, values=(0, 2, 4), dtype="int64"))
+    assert "R" in {s.name for s in strategies(None, it.view, 2)}
+
+
+def test_what_waited_too_long_is_tried_again(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(child, "SECONDS", 1.0)
+    discover.remember_in(tmp_path / "ops")
+    for how, files in (("waits", 0), ("crashes", 1)):
+        found(view_of("shardwright_tests.misbehaving.default", (12, 6), out=(12, 6), constants=(how,), grad=False))
+        assert len(list((tmp_path / "ops").glob("*"))) == files
+
+
 def test_an_op_is_searched_once(monkeypatch) -> None:
     searched = []
     search = discover.search
@@ -136,7 +180,7 @@ def test_a_later_run_reads_what_an_earlier_one_found(tmp_path, monkeypatch) -> N
     assert found(view) == first
     file.write_text("{")  # a file that cannot be read is as good as none
     monkeypatch.setattr(discover, "_known", {})
-    monkeypatch.setattr(discover, "search", lambda view: ())
+    monkeypatch.setattr(discover, "search", lambda view: ((), True))
     assert found(view) == set()
 
 

@@ -1,0 +1,125 @@
+"""A function in a child process: whatever it does there (crash, abort, hang, eat memory), this process goes on.
+
+The child is a fork, so it has all that is imported, an op of the user's own too. It runs on one thread, as a forked
+process must with OpenMP, and says nothing. Its limit is the processor's time, which a busy machine does not change; one
+that only waits is ended much later.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+PROCESSOR_SECONDS = 60
+SECONDS = 300.0
+MEMORY = 8 << 30  # bytes beyond what this process has
+_DONE, _UNFIT = b"+", b"-"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What a function returned in its child, or how the child ended."""
+
+    text: str | None
+    why: str = ""
+    certain: bool = True  # it would end the same way again
+
+
+def attempt(function: Callable[[], str]) -> Attempt:
+    """Runs a function that returns a text; one that raises gives no text."""
+    if sys.platform != "linux":  # elsewhere a forked process may not use the system's libraries
+        return _here(function)
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads: the child uses none
+        process = os.fork()
+    if process == 0:
+        _child(function, reading, writing)
+    os.close(writing)
+    data, in_time, status = b"", False, 0
+    try:
+        data, in_time = _read(reading, time.monotonic() + SECONDS)
+    finally:
+        os.close(reading)
+        if not in_time:
+            os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+    if data == _UNFIT:
+        return _here(function)
+    if data.startswith(_DONE) and data.endswith(_DONE) and len(data) > 1:
+        return Attempt(data[1:-1].decode())
+    if not in_time:
+        return Attempt(None, f"did not end within {SECONDS:.0f} s", certain=False)
+    code = os.waitstatus_to_exitcode(status)
+    return Attempt(None, f"died of {signal.Signals(-code).name}" if code < 0 else "failed")
+
+
+def _here(function: Callable[[], str]) -> Attempt:
+    try:
+        return Attempt(function())
+    except Exception as error:  # whatever it raises
+        return Attempt(None, f"failed: {type(error).__name__}")
+
+
+def _read(pipe: int, until: float) -> tuple[bytes, bool]:
+    """All that comes, and whether the end came in time."""
+    found = b""
+    while (left := until - time.monotonic()) > 0:
+        if select.select([pipe], [], [], left)[0]:
+            part = os.read(pipe, 1 << 16)
+            if not part:
+                return found, True
+            found += part
+    return found, False
+
+
+def _child(function: Callable[[], str], reading: int, writing: int) -> None:
+    """Never returns, and runs nothing that the process would run at its end."""
+    try:
+        os.close(reading)
+        faulthandler.disable()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nowhere, stream)
+        _limit()
+        torch.set_num_threads(1)
+        answer = _DONE + function().encode() + _DONE if _has_autograd() else _UNFIT
+        while answer:
+            answer = answer[os.write(writing, answer) :]
+        os._exit(0)
+    finally:  # also for SystemExit and KeyboardInterrupt
+        os._exit(1)
+
+
+def _has_autograd() -> bool:
+    """Not in a fork of a process whose backward passes have run on a GPU."""
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _limit() -> None:
+    import resource
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
+    with suppress(ValueError, OSError):  # a lower limit is there already
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_SECONDS, PROCESSOR_SECONDS + 1))
+    with suppress(ValueError, OSError):
+        own = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (own + MEMORY, own + MEMORY))
