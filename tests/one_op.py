@@ -101,7 +101,7 @@ def example(target: str, *args, **named) -> Example:
             tensor = arg.tensor()
             tensors.append(tensor)
             values[name] = Value(
-                name, _type(tensor), Role.INPUT, name, arg.grad and not arg.high and tensor.is_floating_point()
+                name, _type(tensor), Role.INPUT, name, arg.grad and not arg.high and _type(tensor).is_inexact
             )
             return Ref(name)
         return tuple(argument(a) for a in arg) if isinstance(arg, tuple) else arg

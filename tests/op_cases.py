@@ -7,12 +7,14 @@ by 2, 3 and 4 or by none of them, and some are one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
 from pipeline.ir.graph import Torch
+from pipeline.ops.complex_numbers import TRANSFORMS
 from pipeline.ops.elementwise import BY_OUTPUT, CURVES, STEPS
 from tests.one_op import Draw, t
 
@@ -23,6 +25,7 @@ SIZES = st.sampled_from([1, 2, 3, 4, 4, 5, 6, 6, 12, 12])
 SHAPES = st.lists(SIZES, min_size=1, max_size=3).map(tuple)
 FLAG = st.booleans()
 FLOAT32, FLOAT64, INT64 = (Torch("dtype", name) for name in ("float32", "float64", "int64"))
+COMPLEX = "complex128"
 CPU, STRIDED = Torch("device", "cpu"), Torch("layout", "strided")
 
 
@@ -47,6 +50,25 @@ def either(*cases: Case) -> Case:
     return lambda draw: cases[draw(st.integers(0, len(cases) - 1))](draw)
 
 
+def in_complex(case: Case) -> Case:
+    """The same on complex numbers."""
+
+    def drawn(draw: Pick) -> tuple:
+        return tuple(_complex(arg) for arg in case(draw))
+
+    return drawn
+
+
+def _complex(arg: Any) -> Any:
+    if isinstance(arg, tuple):
+        return tuple(map(_complex, arg))
+    return replace(arg, dtype=COMPLEX) if isinstance(arg, Draw) and arg.dtype == "float64" and not arg.high else arg
+
+
+def any_numbers(case: Case) -> Case:
+    return either(case, in_complex(case))
+
+
 # ---- element by element
 
 
@@ -61,6 +83,12 @@ def positive(draw: Pick) -> tuple:
 def two(draw: Pick, **options) -> tuple:
     whole = shape(draw, 0)
     return (broadcast_with(draw, whole, **options), broadcast_with(draw, whole, grad=draw(FLAG), **options))
+
+
+def mixed(draw: Pick) -> tuple:
+    """A real and a complex tensor."""
+    a, b = two(draw)
+    return (a, replace(b, dtype=COMPLEX)) if draw(FLAG) else (replace(a, dtype=COMPLEX), b)
 
 
 def with_number(draw: Pick, **options) -> tuple:
@@ -103,6 +131,7 @@ ELEMENTWISE: dict[str, Case] = {
     **{f"aten.{name}": two if name.endswith("Tensor") else with_number for name in STEPS},
     **{f"aten.{name}": one for name in STEPS if name.endswith("default")},
     **{f"aten.{name}.default": positive for name in ("log", "log1p", "log2", "sqrt", "rsqrt")},
+    **{f"aten.{name}.default": any_numbers(one) for name in ("abs", "exp", "square")},
     **{f"aten.{name}.default": two for name in ("maximum", "minimum", "atan2")},
     **{f"aten.logical_{name}.default": truths for name in ("and", "or")},
     "aten.logical_not.default": lambda draw: one(draw, dtype="bool"),
@@ -120,15 +149,15 @@ ELEMENTWISE: dict[str, Case] = {
     "aten.clamp.Tensor": lambda draw: (*two(draw), None),
     "aten.clamp_min.default": with_number,
     "aten.clamp_max.default": with_number,
-    "aten.add.Tensor": either(added, with_number, integers),
+    "aten.add.Tensor": either(added, in_complex(added), with_number, integers),
     "aten.sub.Tensor": either(added, with_number),
     "aten.rsub.Scalar": with_number,
     "aten.add.Scalar": with_number,
     "aten.mul.Scalar": with_number,
-    "aten.mul.Tensor": either(two, with_number, lambda draw: (t(12, 4), t(12, 4, high=7))),
-    "aten.div.Tensor": either(two, with_number),
+    "aten.mul.Tensor": either(two, with_number, in_complex(two), mixed, lambda draw: (t(12, 4), t(12, 4, high=7))),
+    "aten.div.Tensor": either(any_numbers(two), with_number),
     "aten.div.Tensor_mode": lambda draw: (*two(draw), {"rounding_mode": draw(st.sampled_from([None, "floor"]))}),
-    "aten.neg.default": one,
+    "aten.neg.default": any_numbers(one),
     "aten.to.dtype": cast,
     "aten._to_copy.default": lambda draw: (*one(draw), {"dtype": draw(st.sampled_from([FLOAT32, FLOAT64, INT64]))}),
     "aten.to.device": lambda draw: (*one(draw), CPU, draw(st.sampled_from([FLOAT32, FLOAT64]))),
@@ -256,15 +285,15 @@ def transposed(rank: int) -> Case:
 
 
 PRODUCTS: dict[str, Case] = {
-    "aten.linear.default": linear,
+    "aten.linear.default": any_numbers(linear),
     "aten.mm.default": mm,
     "aten.addmm.default": addmm,
     "aten.bmm.default": bmm,
     "aten.baddbmm.default": baddbmm,
-    "aten.matmul.default": matmul,
+    "aten.matmul.default": any_numbers(matmul),
     "aten.mv.default": lambda draw: (lambda m: (m[0], t(m[0].shape[1])))(mm(draw)),
     "aten.dot.default": lambda draw: (lambda n: (t(n), t(n)))(draw(SIZES)),
-    "aten.einsum.default": einsum,
+    "aten.einsum.default": any_numbers(einsum),
     "transformers.grouped_mm_fallback.default": grouped,
     "aten._grouped_mm.default": grouped_fast,
     "aten.conv1d.default": convolution(1),
@@ -404,10 +433,10 @@ REDUCTIONS: dict[str, Case] = {
     "aten.huber_loss.default": pointwise(),
     "aten.binary_cross_entropy.default": pointwise("probabilities", None),
     "aten.binary_cross_entropy_with_logits.default": weighted_logits,
-    "aten.sum.default": either(one, lambda draw: (*one(draw, high=9),)),
+    "aten.sum.default": either(any_numbers(one), lambda draw: (*one(draw, high=9),)),
     "aten.mean.default": one,
     "aten.sum.dim_IntList": either(over_dims, lambda draw: (t(*shape(draw), high=9), (0,))),
-    "aten.mean.dim": over_dims,
+    "aten.mean.dim": any_numbers(over_dims),
     **{f"aten.{n}.default": over_dims for n in ("amax", "amin", "logsumexp")},
     **{f"aten.{n}.default": over_dim for n in ("argmax", "argmin")},
     **{f"aten.{n}.dim": over_dim for n in ("max", "min")},
@@ -707,4 +736,45 @@ MADE: dict[str, Case] = {
     "aten.bernoulli.p": lambda draw: (t(*shape(draw), grad=False), 0.4),
 }
 
-CASES: dict[str, Case] = {**ELEMENTWISE, **PRODUCTS, **NORMS, **REDUCTIONS, **VIEWS, **MADE}
+# ---- complex numbers
+
+
+def pairs(draw: Pick) -> tuple:
+    return (t(*shape(draw, 0), 2),)
+
+
+def matrix(draw: Pick) -> tuple:
+    return (t(*shape(draw, 2, 3), dtype=COMPLEX),)
+
+
+def transform(name: str) -> Case:
+    """The line along one dim has two elements at least; real ones where the transform begins with them."""
+
+    def case(draw: Pick) -> tuple:
+        own = tuple(max(n, 2) for n in shape(draw, 2))
+        x = t(*own, dtype="float64" if name.startswith("rfft") or name == "ihfft" else COMPLEX)
+        norm = draw(st.sampled_from([None, "ortho"]))
+        if name.endswith("shift"):
+            return (x, draw(st.sampled_from([None, (-1,), (0, 1)])))
+        if name.endswith("2"):
+            return (x, None, draw(st.sampled_from([(-2, -1), (0, 1)])), norm)
+        if name.endswith("n"):
+            return (x, *draw(st.sampled_from([(None, None), (None, (0,)), ((4,), None)])), norm)
+        return (x, draw(st.sampled_from([None, 4])), dim(draw, len(own)), norm)
+
+    return case
+
+
+COMPLEX_NUMBERS: dict[str, Case] = {
+    "aten.view_as_complex.default": pairs,
+    **{f"aten.{name}.default": in_complex(one) for name in ("view_as_real", "real", "imag", "_conj", "resolve_conj")},
+    **{f"aten.{name}.default": in_complex(one) for name in ("conj_physical", "angle", "sgn")},
+    "aten.resolve_neg.default": one,
+    **{f"aten.{name}.default": matrix for name in ("mH", "adjoint")},
+    **{f"aten.{name}.default": two for name in ("complex", "polar")},
+    **{f"aten.fft_{name}.default": transform(name) for name in TRANSFORMS},
+}
+
+CASES: dict[str, Case] = {
+    **ELEMENTWISE, **PRODUCTS, **NORMS, **REDUCTIONS, **VIEWS, **MADE, **COMPLEX_NUMBERS,
+}  # fmt: skip

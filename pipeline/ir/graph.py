@@ -16,7 +16,7 @@ from typing import Any
 
 ITEM_SIZE = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1, "complex64": 8,
+    "uint8": 1, "bool": 1, "complex32": 4, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
 
@@ -48,6 +48,11 @@ class TensorType:
     def nbytes(self) -> int:
         return self.numel * ITEM_SIZE[self.dtype]
 
+    @property
+    def is_inexact(self) -> bool:
+        """Real or complex numbers with rounding: what has gradients, and may lie in summands."""
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
 
 @dataclass(frozen=True)
 class Value:
@@ -73,7 +78,7 @@ class Torch:
     name: str
 
 
-Arg = Any  # Ref | Torch | None | bool | int | float | str | tuple of Arg
+Arg = Any  # Ref | Torch | None | bool | int | float | complex | str | tuple of Arg
 
 
 @dataclass(frozen=True)
@@ -239,6 +244,8 @@ def _encode(arg: Arg) -> Any:
         return {"torch": [arg.kind, arg.name]}
     if isinstance(arg, float) and (arg != arg or arg in (float("inf"), float("-inf"))):
         return {"float": str(arg)}  # JSON has no such numbers
+    if isinstance(arg, complex):
+        return {"complex": [str(arg.real), str(arg.imag)]}
     return [_encode(a) for a in arg] if isinstance(arg, tuple) else arg
 
 
@@ -251,5 +258,7 @@ def _decode(data: Any) -> Arg:
                 return Torch(kind, name)
             case {"float": str(number)} if len(data) == 1:
                 return float(number)
+            case {"complex": [str(real), str(imaginary)]} if len(data) == 1:
+                return complex(float(real), float(imaginary))
         raise ValueError(f"unknown argument {data!r}")
     return tuple(_decode(a) for a in data) if isinstance(data, list) else data

@@ -242,7 +242,7 @@ def _is_linear(view: OpView, group: tuple[int, ...]) -> bool:
     """A group counts where all of it is there (x + 1 is not linear in x) and nothing is rounded to integers."""
     if not group or max(group) >= len(view.inputs):
         return False
-    return all(t.dtype.startswith(("float", "bfloat")) for t in (*(view.inputs[i] for i in group), *view.outputs))
+    return all(t.is_inexact for t in (*(view.inputs[i] for i in group), *view.outputs))
 
 
 def _partial(rule: OpRule, view: OpView, group: tuple[int, ...]) -> Strategy:
@@ -264,4 +264,4 @@ def _without_gradient(strategy: Strategy, view: OpView) -> Strategy:
 
 
 def output_grads(view: OpView) -> tuple[bool, ...]:
-    return tuple(any(view.input_grads) and t.dtype.startswith(("float", "bfloat", "complex")) for t in view.outputs)
+    return tuple(any(view.input_grads) and t.is_inexact for t in view.outputs)

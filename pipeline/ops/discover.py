@@ -43,6 +43,7 @@ STEP = 6  # sizes are multiples of it, so that they divide by 2 and by 3
 MOST_TRIALS = 3000  # combinations of input states
 LARGEST = 1 << 20  # elements of an op that is tried in its own size
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
+_COMPLEX = {"float64": "complex128", "float32": "complex64"}  # numbers of two such
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,9 @@ def _draw(shape: tuple[int, ...], dtype: str, low: float, least: int, generator:
     if dtype in _FLOATS:
         drawn = torch.rand(shape, generator=generator, dtype=torch.float64) * (1.5 - low) + low
         return drawn.to(getattr(torch, dtype))
+    if dtype in _COMPLEX.values():
+        parts = torch.rand((*shape, 2), generator=generator, dtype=torch.float64) * (1.5 - low) + low
+        return torch.view_as_complex(parts).to(getattr(torch, dtype))
     return torch.randint(least, shape, generator=generator).to(getattr(torch, dtype))
 
 
@@ -233,11 +237,17 @@ def small_trial(view: OpView) -> Trial | None:
         renamed = (_map(own[0], sizes), tuple((k, _map(v, sizes)) for k, v in own[1]))
         for arguments in dict.fromkeys((own, renamed)):
             for float_type in ("float64", "float32"):
-                dtypes = tuple(float_type if t.dtype in _FLOATS else t.dtype for t in view.inputs)
+                dtypes = tuple(_tried_type(t.dtype, float_type) for t in view.inputs)
                 trial = Trial(function, tuple(shapes[: len(view.inputs)]), dtypes, view.input_grads, arguments)
                 if _gives(trial, shapes[len(view.inputs) :]):
                     return trial
     return None
+
+
+def _tried_type(dtype: str, float_type: str) -> str:
+    if dtype.startswith("complex"):
+        return _COMPLEX[float_type]
+    return float_type if dtype in _FLOATS else dtype
 
 
 def _function(target: str) -> Callable[..., Any] | None:
@@ -315,7 +325,7 @@ def _candidates(trial: Trial, ranks: int, seed: int) -> Iterator[Found]:
 
 def _forms(tensor: Tensor, grad: bool, ranks: int) -> list[State]:
     pieces_of = [S(d) for d, n in enumerate(tensor.shape) if n and n % ranks == 0]
-    return [R, *pieces_of, *([P] if grad and tensor.is_floating_point() else [])]
+    return [R, *pieces_of, *([P] if grad and (tensor.is_floating_point() or tensor.is_complex()) else [])]
 
 
 def _states(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ranks: int) -> list[Found]:
@@ -415,13 +425,13 @@ def _gradients(outputs: Sequence[Tensor], coming: Sequence[Tensor | None], input
 
 
 def _near(tensor: Tensor) -> float:
-    return 1e-8 if tensor.dtype == torch.float64 else 1e-4
+    return 1e-8 if tensor.dtype in (torch.float64, torch.complex128) else 1e-4
 
 
 def _is_finite(trial: Trial, tensors: list[Tensor]) -> bool:
     """Some ops do not take numbers below zero."""
     try:
-        return all(bool(x.isfinite().all()) for x in trial(tensors) if x.is_floating_point())
+        return all(bool(x.isfinite().all()) for x in trial(tensors))
     except Exception:  # whatever an op raises at numbers that it does not take
         return False
 

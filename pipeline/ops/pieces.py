@@ -46,7 +46,7 @@ def _distribute(form: str, state: State, whole: Tensor, ranks: int) -> list[Tens
             raise ValueError(f"{tuple(whole.shape)} does not divide as {state} on {ranks} ranks")
         parts = whole.unflatten(state.dim, (state.outer, -1)).chunk(ranks, state.dim + 1)
         return [part.flatten(state.dim, state.dim + 1).clone() for part in parts]
-    if not whole.is_floating_point():
+    if not (whole.is_floating_point() or whole.is_complex()):
         raise ValueError(f"summands of {whole.dtype}")
     first = [torch.randn_like(whole) for _ in range(ranks - 1)]
     return [*first, whole - sum(first)]

@@ -63,5 +63,5 @@ def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Tenso
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
-    """A norm has more digits than bfloat16."""
-    return dtype if dtype == torch.float64 else torch.float32
+    """A norm has more digits than bfloat16; that of complex numbers is real."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32

@@ -39,17 +39,27 @@ class _Pair(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Move, backward: Move) -> Tensor:
         ctx.move_back = backward
-        y = forward(x)
+        y = forward(in_memory(x))
         return y.view_as(y) if y is x else y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.move_back(gradients[0]), None, None
+        return ctx.move_back(in_memory(gradients[0])), None, None
 
 
 def _apply(x: Tensor, forward: Move, backward: Move) -> Tensor:
     (result,) = at_border([x], [_Pair.apply(x, forward, backward)])  # type: ignore[no-untyped-call]
     return result
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """Memory that holds what the tensor says: torch conjugates and negates complex numbers where they are read."""
+    return x.resolve_conj().resolve_neg()
+
+
+def as_real(x: Tensor) -> Tensor:
+    """The same memory as real numbers."""
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 # Moves of one rank's tensor. Each returns its argument, or a new tensor; none writes into its argument.
@@ -119,6 +129,8 @@ def _sum_and_split(axis: MeshAxis, dim: int, parts: int) -> Move:
 
 def own_sum(rows: Tensor, axis: MeshAxis) -> Tensor:
     """This rank's row of the sum over the ranks, in memory of its own; what is left in `rows` is of no use."""
+    if rows.is_complex():  # the backends sum real numbers
+        return torch.view_as_complex(own_sum(as_real(rows), axis))
     if _sums_in_place(axis) and rows.is_cuda:  # two ranks on one GPU: gloo has no messages of that
         dist.all_reduce(rows, group=axis.group)
         return rows[axis.rank].clone()
@@ -152,6 +164,7 @@ def _around(rows: Tensor, axis: MeshAxis) -> Tensor:
 
 def sum_own(rows: Tensor, axis: MeshAxis) -> Any:
     """The same where this rank's row lies, without waiting for it: gloo sums all rows for each rank."""
+    rows = as_real(rows)
     if _sums_in_place(axis):
         return dist.all_reduce(rows, group=axis.group, async_op=True)
     return reduce_scatter_from(rows[axis.rank], rows.view(-1), group=axis.group, async_op=True)
@@ -248,7 +261,7 @@ class Joining:
 
 def _flat(pieces: Sequence[Tensor]) -> Tensor:
     """One after another; a single one is not copied."""
-    return pieces[0].reshape(-1) if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
+    return in_memory(pieces[0]).reshape(-1) if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
 
 
 def sum_and_split_several(wholes: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis) -> list[Tensor]:

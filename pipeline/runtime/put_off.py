@@ -241,13 +241,13 @@ def _lead(way: _Way, gradient: Tensor) -> None:
 
 
 def _of_x(product: Product, weight: Tensor, gradient: Tensor) -> Tensor:
-    return gradient @ (weight if product.transposed else weight.mT)
+    return gradient @ (weight.conj() if product.transposed else weight.mH)
 
 
 def _of_weight(product: Product, x: Tensor, gradient: Tensor, dims: int) -> Tensor:
     if dims == 2:  # all other dims are rows
         x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-    return gradient.mT @ x if product.transposed else x.mT @ gradient
+    return gradient.mT @ x.conj() if product.transposed else x.mH @ gradient
 
 
 class _Product(torch.autograd.Function):

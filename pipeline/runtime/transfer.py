@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.ir.layout import B, Layout, P, R, Run, of_gradient
+from pipeline.runtime.collectives import in_memory
 
 ACROSS = "shardwright across partitions"  # as the profiler sees collectives of all partitions, in which ranks wait
 
@@ -171,7 +172,8 @@ class Transfer:
 
     def taken(self, message: Message, piece: Tensor) -> Tensor:
         """What the message carries of the sender's piece."""
-        return (piece if self.as_it_is else piece[_at(message.taken)]).detach().contiguous()
+        own = piece if self.as_it_is else piece[_at(message.taken)]
+        return in_memory(own.detach()).contiguous()
 
     def _block_shape(self, message: Message) -> list[int]:
         assert self.shape is not None

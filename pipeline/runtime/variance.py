@@ -22,7 +22,7 @@ def sum_up(graph: fx.Graph) -> None:
         values, dims = node.args
         size = values.meta["val"].size()
         count = math.prod(size[dim] for dim in dims) if dims else 0
-        if count < MANY or not node.kwargs.get("keepdim"):
+        if count < MANY or not node.kwargs.get("keepdim") or values.meta["val"].is_complex():
             continue
         correction = node.kwargs.get("correction")
         with graph.inserting_before(node):

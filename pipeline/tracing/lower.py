@@ -256,8 +256,8 @@ class _Lowering:
         for name, result in zip(names, results if many else (results,), strict=True):
             if not isinstance(result, torch.Tensor):
                 raise self._unsupported(node, "its result is not a tensor")
-            carries = reads_gradient and result.dtype.is_floating_point
-            self.values[name] = Value(name, _type(result), Role.RESULT, writer, carries)
+            type_ = _type(result)
+            self.values[name] = Value(name, type_, Role.RESULT, writer, reads_gradient and type_.is_inexact)
         self.names[node] = names if many else names[0]
         return names
 
@@ -273,7 +273,7 @@ class _Lowering:
             return Torch(type(arg).__name__, str(arg).removeprefix("torch."))
         if isinstance(arg, torch.device):
             return Torch("device", "any")
-        if arg is None or isinstance(arg, bool | int | float | str):
+        if arg is None or isinstance(arg, bool | int | float | complex | str):
             return arg
         raise TraceError(f"an argument of type {type(arg).__name__} is not supported", where="conf/model: module")
 

@@ -28,7 +28,7 @@ from pipeline.ops.table import rule_of
 from stages.codegen.counts import counted_together
 
 LINE = 120  # the longest that the text has
-RESERVED = {"F", "float", "p", "self", "torch", "x", "DEVICE", *runtime_names.NAMES}
+RESERVED = {"F", "complex", "float", "p", "self", "torch", "x", "DEVICE", *runtime_names.NAMES}
 
 
 @dataclass(frozen=True)
@@ -383,4 +383,6 @@ def _text(arg: Arg, names: object) -> str:
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
     if isinstance(arg, float) and (arg != arg or arg in (float("inf"), float("-inf"))):
         return f'float("{arg}")'
+    if isinstance(arg, complex):
+        return f'complex("{arg}")'
     return f'"{arg}"' if isinstance(arg, str) else repr(arg)

@@ -123,9 +123,9 @@ class _Bench:
         value = self.graph.values[name]
         if value.role is Role.RESULT:
             own = self.values[name].detach()
-            return own.requires_grad_(value.grad and own.is_floating_point())
+            return own.requires_grad_(value.grad and _is_inexact(own))
         tensor = self._given(name)
-        return nn.Parameter(tensor) if value.role is Role.PARAMETER and tensor.is_floating_point() else tensor
+        return nn.Parameter(tensor) if value.role is Role.PARAMETER and _is_inexact(tensor) else tensor
 
     def _given(self, name: str) -> Tensor:
         """A parameter, buffer or input: the latter two are the same for all blocks."""
@@ -133,9 +133,9 @@ class _Bench:
             return self.values[name]
         value = self.graph.values[name]
         shape, dtype = value.type.shape, getattr(torch, value.type.dtype)
-        if dtype.is_floating_point:
+        if value.type.is_inexact:
             tensor = torch.randn(shape, device=self.device).mul_(0.02).to(dtype)
-            tensor = tensor.abs_() if value.role is Role.BUFFER else tensor  # variances are never negative
+            tensor = tensor.abs().to(dtype) if value.role is Role.BUFFER else tensor  # variances are never negative
             if self.by_channel and value.role is not Role.INPUT and len(shape) == 4:
                 tensor = tensor.contiguous(memory_format=torch.channels_last)
         else:
@@ -168,6 +168,10 @@ def _as_good(one: CompiledWay, other: CompiledWay) -> bool:
     return not slower and all(mine <= its for mine, its in zip(bytes_of(one), bytes_of(other), strict=True))
 
 
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _nothing() -> None:
     pass
 
@@ -189,7 +193,7 @@ class Block:
     def read_entering(self) -> None:
         """So that the card's cache has as much of it as if it had just been written."""
         for tensor in self.arguments:
-            if tensor.is_floating_point() and not isinstance(tensor, nn.Parameter):
+            if _is_inexact(tensor) and not isinstance(tensor, nn.Parameter):
                 tensor.detach().sum()
 
     def both(

@@ -158,7 +158,8 @@ def _kernel(func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor
         gradient, _, weight = inputs[:3]
         details["flops"] = 2.0 * gradient.numel() * (weight.numel() // weight.shape[0]) * sum(args[-1][:2])
     if name in PICKS:
-        details["read"] = plain.written + sum(_touched(t) for t in inputs if not t.is_floating_point())
+        indices = (t for t in inputs if not (t.is_floating_point() or t.is_complex()))
+        details["read"] = plain.written + sum(map(_touched, indices))
     return Kernel(**(vars(plain) | details)) if details else plain
 
 

@@ -23,6 +23,7 @@ from pipeline.ir.layout import Layout
 from pipeline.optimizer import build_optimizer, refuse_mixing, refuse_moving_zeros
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
+from pipeline.runtime.collectives import as_real
 from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.gradients import Row
 from pipeline.runtime.onednn import use_kernels_of
@@ -237,10 +238,10 @@ class Piped:
         source = self.places.meshes[number].first
         found = self.own[number].whole(name) if number in self.own else torch.empty(0)
         if source and rank == source:
-            dist.send(found.to(meeting_device(self.device)).contiguous(), 0)
+            dist.send(as_real(found.to(meeting_device(self.device)).contiguous()), 0)
         elif source and rank == 0:
             found = torch.empty(shape, dtype=dtype, device=meeting_device(self.device))
-            dist.recv(found, source)
+            dist.recv(as_real(found), source)
         return found
 
 

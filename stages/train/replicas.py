@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.runtime.collectives import as_real
 from stages.train.engine import Engine
 from stages.train.pieces import Piece
 
@@ -18,7 +19,8 @@ Seen = dict[tuple[str, Any], int]  # name of a tensor and place of the piece in 
 
 def checksum(tensor: Tensor) -> int:
     """The sum of all words as integers, modulo 2^64: any one that differs changes it."""
-    words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
+    plain = as_real(tensor)
+    words = plain.detach().contiguous().view(-1).view(_WORDS[plain.element_size()])
     return int(words.sum(dtype=torch.int64))
 
 

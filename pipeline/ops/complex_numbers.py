@@ -1,0 +1,87 @@
+"""Complex numbers: what makes them and takes them apart, and Fourier transforms.
+
+All but `polar`, `angle` and `sgn` are linear over the real numbers, which is all that summands ask for: the conjugate of
+a sum is the sum of the conjugates. `polar` is in its first argument, but torch's gradient of it takes that as positive,
+which a summand need not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeline.ops.rule import OpRule, OpView, Rendered, call, method
+from pipeline.ops.shapes import broadcast, dim_of, kept, letters, permuted
+
+
+def _as_complex(view: OpView) -> str:
+    names = letters(len(view.output.shape))
+    return f"{names} two^ -> {names}"
+
+
+def _as_real(view: OpView) -> str:
+    names = letters(len(view.inputs[0].shape))
+    return f"{names} -> {names} two^"
+
+
+def _adjoint(view: OpView) -> str:
+    order = list(range(len(view.output.shape)))
+    return permuted([*order[:-2], *reversed(order[-2:])])
+
+
+def _attribute(name: str) -> Callable[[Rendered], str]:
+    return lambda r: f"{r.tensors[0]}.{name}"
+
+
+def _along_one(view: OpView) -> str:
+    """(input, n, dim): a transform of every line along the dim."""
+    return kept(view, {dim_of(view, 2, default=-1)})
+
+
+def _along_two(view: OpView) -> str:
+    return _along(view, view.constant(2, "dim", (-2, -1)))
+
+
+def _along_some(view: OpView) -> str:
+    """(input, s, dim): all dims, or the last of which sizes are given."""
+    sizes, dims = view.constant(1, "s", None), view.constant(2, "dim", None)
+    rank = len(view.output.shape)
+    return _along(view, dims if dims is not None else range(-len(sizes), 0) if sizes is not None else range(rank))
+
+
+def _shifted(view: OpView) -> str:
+    dims = view.constant(1, "dim", None)
+    return _along(view, range(len(view.output.shape)) if dims is None else dims)
+
+
+def _along(view: OpView, dims: int | tuple[int, ...] | range) -> str:
+    rank = max(len(view.output.shape), 1)
+    return kept(view, {d % rank for d in ((dims,) if isinstance(dims, int) else dims)})
+
+
+TRANSFORMS = {
+    **dict.fromkeys(("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"), _along_one),
+    **dict.fromkeys(("fft2", "ifft2", "rfft2", "irfft2"), _along_two),
+    **dict.fromkeys(("fftn", "ifftn", "rfftn", "irfftn"), _along_some),
+    **dict.fromkeys(("fftshift", "ifftshift"), _shifted),
+}
+
+RULES = [
+    OpRule("aten.view_as_complex.default", _as_complex, call("torch.view_as_complex"), linear=((0,),), is_view=True),
+    OpRule("aten.view_as_real.default", _as_real, call("torch.view_as_real"), linear=((0,),), is_view=True),
+    OpRule("aten.real.default", broadcast, call("torch.real"), linear=((0,),), is_view=True),
+    OpRule("aten.imag.default", broadcast, call("torch.imag"), linear=((0,),), is_view=True),
+    OpRule("aten._conj.default", broadcast, method("conj"), linear=((0,),), is_view=True),
+    OpRule("aten.resolve_conj.default", broadcast, method("resolve_conj"), linear=((0,),)),
+    OpRule("aten.resolve_neg.default", broadcast, method("resolve_neg"), linear=((0,),)),
+    OpRule("aten.conj_physical.default", broadcast, call("torch.conj_physical"), linear=((0,),), keeps_order=True),
+    OpRule("aten.mH.default", _adjoint, _attribute("mH"), linear=((0,),), is_view=True, permutes=True),
+    OpRule("aten.adjoint.default", _adjoint, method("adjoint"), linear=((0,),), is_view=True, permutes=True),
+    OpRule("aten.complex.default", broadcast, call("torch.complex"), linear=((0, 1),), addends=(0, 1)),
+    OpRule("aten.polar.default", broadcast, call("torch.polar"), saves_output=True),
+    OpRule("aten.angle.default", broadcast, call("torch.angle"), saves_inputs=(0,), keeps_order=True),
+    OpRule("aten.sgn.default", broadcast, call("torch.sgn"), saves_inputs=(0,), keeps_order=True),
+    *(
+        OpRule(f"aten.fft_{name}.default", dims, call(f"torch.fft.{name}"), linear=((0,),))
+        for name, dims in TRANSFORMS.items()
+    ),
+]
