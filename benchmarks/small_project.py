@@ -15,7 +15,16 @@ BEFORE_TRAIN = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen")
 
 
 def make(root: Path, train: dict[str, Any], width: int = 16, batch: int = 8, context: int = 8, layers: int = 2) -> None:
-    """With every stage before train done; `only: zero`, so that pieces of the state lie on both ranks."""
+    """With every stage before train done."""
+    configure(root, train, width, batch, context, layers)
+    for stage in BEFORE_TRAIN:
+        run(root, stage).check_returncode()
+
+
+def configure(
+    root: Path, train: dict[str, Any], width: int = 16, batch: int = 8, context: int = 8, layers: int = 2
+) -> None:
+    """Its settings alone; `only: zero`, so that pieces of the state lie on both ranks."""
     words = 64
     shape = {"shape": [batch, context], "dtype": "int64"}
     sizes = {"vocab_size": words, "context": context, "width": width, "layers": layers, "heads": 2}
@@ -54,8 +63,6 @@ def make(root: Path, train: dict[str, Any], width: int = 16, batch: int = 8, con
     choices = dict.fromkeys(files, "small")
     _write(root / "conf/config.yaml", {**choices, "code": "conf", "tracking": {"enabled": False}})
     (root / "conf/plan").mkdir()
-    for stage in BEFORE_TRAIN:
-        run(root, stage).check_returncode()
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -77,6 +84,6 @@ def environment(root: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(SOURCE), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
 
 
-def run(root: Path, stage: str) -> subprocess.CompletedProcess[str]:
+def run(root: Path, stage: str, **how: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "stages", stage, "-q"]
-    return subprocess.run(command, cwd=root, env=environment(root), text=True, check=False)
+    return subprocess.run(command, cwd=root, env=environment(root), text=True, check=False, **how)

@@ -58,6 +58,7 @@ def instantiate(settings: Mapping[str, Any], where: str, *leading: Any) -> Any:
         return function(*leading, **arguments)
     except Exception as error:  # the user's constructor: one line, not our traceback
         refuse(argument_mistakes(function, settings, where, len(leading)))
+        refuse(_told_mistakes(error, settings, where))
         raise TargetError(
             f"{settings['_target_']} refused its arguments: {type(error).__name__}: {error}",
             where=where,
@@ -90,9 +91,17 @@ def argument_mistakes(
     for name in free:
         if name in settings and (wanted := _unlike(settings[name], named[name])):
             value = shown(settings[name])
-            yield TargetError(f"got {value}, and {target} takes {wanted}", where=f"{where}.{name}", remedy="write that")
+            yield TargetError(f"got {value}, and {target} takes {wanted}", where=f"{where}.{name}")
         elif name not in settings and named[name].default is inspect.Parameter.empty and name not in meant:
             yield TargetError(f"{target} needs it", where=f"{where}.{name}", remedy="add the key")
+
+
+def _told_mistakes(error: Exception, settings: Mapping[str, Any], where: str) -> Iterator[TargetError]:
+    """The keys that Python's own message names, where the call has passed them on to another one."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
+    if found and found[1] in settings:
+        place = f"{where}.{found[1]}"
+        yield TargetError(f"{settings['_target_']} takes no such argument: {error}", where=place, remedy="leave it out")
 
 
 def _unlike(value: Any, parameter: inspect.Parameter) -> str:

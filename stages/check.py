@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import gcd, prod
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts import load_saved
-from pipeline.config import ClusterSource, Config, Device, Pipeline, TrainEngine, saved_file
+from pipeline.config import ClusterSource, Config, Device, Draft, Pipeline, TrainEngine, saved_file
 from pipeline.errors import (
     ArtifactError,
     ConfigError,
@@ -26,7 +27,6 @@ from pipeline.errors import (
     SolveError,
     TraceError,
     TrainError,
-    refuse,
 )
 from pipeline.instantiate import add_code_path, instantiate
 from pipeline.log import Log
@@ -36,24 +36,34 @@ EVERY_AXIS = ("d0", "d1", "d2")  # as the meshes of a cluster name theirs
 RESUMED = re.compile(r"step-\d+")
 
 
-def check(root: Path, config: Config, log: Log) -> None:
-    """Raises all that is wrong with a configuration whose files are valid one by one."""
-    mistakes = Mistakes()
-    with mistakes.gather():
+def check(root: Path, draft: Draft, log: Log) -> None:
+    """Raises all that is wrong: with the files of a configuration, and with what they name."""
+    mistakes, config = draft.mistakes, draft.config
+    folder = Mistakes()
+    with folder.gather():
         add_code_path(root, config.code)
-    known = (lambda target: importable(target)) if mistakes.found else (lambda target: True)
-    model = None
-    if known(config.model.module["_target_"]):
+    mistakes.add(folder.found)
+
+    def there(part: Any, key: str) -> bool:
+        return part is not None and (not folder.found or importable(getattr(part, key)))
+
+    sound, model = draft.sound, None
+    if there(sound.model, "module"):
         with mistakes.gather():
-            model = _model(config)
-    if known(config.train.optimizer["_target_"]):
-        mistakes.add(_optimizer(config))
-    if known(config.data.dataset["_target_"]):
-        mistakes.add(_data(config))
-    for own in (_own_ops, _devices, _mesh, _solver, _micro_batches, _engine, _resume):
-        mistakes.add(own(config, root))
+            model = _model(sound)
+            sound, odd = _as_taken(sound, model)
+            mistakes.add(odd)
+    if there(sound.train, "optimizer"):
+        with mistakes.gather():
+            _optimizer(sound)
+    if there(sound.data, "dataset"):
+        with mistakes.gather():
+            _data(sound)
+    for judge, groups in SETTINGS:
+        if draft.has(*groups):
+            mistakes.add(judge(config, root))
     if model is not None:
-        mistakes.add(_of_model(config, root, model))
+        mistakes.add(one for judge, groups in NAMES if draft.has(*groups) for one in judge(config, root, model))
     mistakes.refuse()
     _tell_what_cannot_train(config, log)
 
@@ -62,9 +72,9 @@ def file_of(config: Config, group: str) -> str:
     return f"conf/{group}/{config.choices[group]}.yaml"
 
 
-def importable(target: str) -> bool:
+def importable(settings: Mapping[str, Any]) -> bool:
     """Whether a target can be there although the user's folder is not: that folder is what is told then."""
-    return importlib.util.find_spec(target.split(".")[0]) is not None
+    return importlib.util.find_spec(str(settings["_target_"]).split(".")[0]) is not None
 
 
 def _raised(*calls: Any) -> Iterator[ShardwrightError]:
@@ -80,77 +90,75 @@ def _raised(*calls: Any) -> Iterator[ShardwrightError]:
 
 
 def _model(config: Config) -> Any:
-    """Built on the meta device, or for real where it must be; its batch has the names that `forward` takes."""
+    """Built on the meta device, or for real where it must be."""
     from pipeline.tracing.build import build_module
 
-    model = build_module(config.model.module, f"{file_of(config, 'model')}: module")
-    refuse(_forward_mistakes(config, model))
-    return model
+    return build_module(config.model.module, f"{file_of(config, 'model')}: module")
 
 
-def _forward_mistakes(config: Config, model: Any) -> Iterator[TraceError]:
+def _as_taken(config: Config, model: Any) -> tuple[Config, list[TraceError]]:
+    """With the tensors of the batch that `forward` takes, by which data is judged; and what is wrong with the others."""
     parameters = inspect.signature(model.forward).parameters.values()
     free = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     where, given = f"{file_of(config, 'model')}: batch", config.model.batch
     odd = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [name for name in given if name not in free]
+    lacks = [p.name for p in parameters if p.name in free and p.default is p.empty and p.name not in given]
+    told, forward = [], f"`forward` of {type(model).__name__}"
     for name in odd:
-        near = nearest(name, free)
+        near = nearest(name, lacks or free)
         remedy = f"did you mean '{near}'?" if near else f"it takes {', '.join(free) or 'nothing'}"
-        yield TraceError(f"`forward` of {type(model).__name__} takes no {name}", where=f"{where}.{name}", remedy=remedy)
-    meant = {nearest(name, free) for name in odd}
-    for p in parameters:
-        if p.name in free and p.default is p.empty and p.name not in given and p.name not in meant:
-            yield TraceError(
-                f"`forward` of {type(model).__name__} needs {p.name}", where=where, remedy="add its shape and type"
-            )
+        told.append(TraceError(f"{forward} takes no {name}", where=f"{where}.{name}", remedy=remedy))
+    for name in lacks[len(odd) :]:  # a name that is misspelt is one mistake
+        told.append(TraceError(f"{forward} needs {name}", where=where, remedy="add its shape and type"))
+    taken = {name: spec for name, spec in given.items() if name not in odd}
+    return replace(config, model=replace(config.model, batch=taken)), told
 
 
-def _optimizer(config: Config) -> Iterator[ShardwrightError]:
+def _optimizer(config: Config) -> None:
     from pipeline.optimizer import try_optimizer
 
     where, schedule = file_of(config, "train"), config.train.schedule
-    mistakes = Mistakes()
-    with mistakes.gather():
-        optimizer, _ = try_optimizer(config.train.optimizer, f"{where}: optimizer")
-        moves = schedule.warm_up > 0 or schedule.decay.value != "none"
-        if moves and not all("lr" in group for group in optimizer.param_groups):
-            raise TrainError(
-                f"{type(optimizer).__name__} has no learning rate `lr`",
-                where=f"{where}: schedule",
-                remedy="leave `schedule` out, or name another optimizer",
-            )
-    yield from mistakes.found
+    optimizer, _ = try_optimizer(config.train.optimizer, f"{where}: optimizer")
+    moves = schedule.warm_up > 0 or schedule.decay.value != "none"
+    if moves and not all("lr" in group for group in optimizer.param_groups):
+        raise TrainError(
+            f"{type(optimizer).__name__} has no learning rate `lr`",
+            where=f"{where}: schedule",
+            remedy="leave `schedule` out, or name another optimizer",
+        )
 
 
-def _data(config: Config) -> Iterator[ShardwrightError]:
+def _data(config: Config) -> None:
     """The data that is trained on, and the data that is not where it is read."""
     import torch
 
     sets = {"dataset": config.data.dataset}
-    if config.data.held_out is not None and config.train.evaluate.every:
+    if config.data.held_out is not None and config.train is not None and config.train.evaluate.every:
         sets["held_out"] = config.data.held_out
+    mistakes = Mistakes()
     with torch.random.fork_rng(devices=[]):
         for key, settings in sets.items():
-            yield from _of_data_set(config, settings, f"{file_of(config, 'data')}: {key}", whole_batch=key != "dataset")
+            with mistakes.gather():
+                _check_data_set(config, settings, f"{file_of(config, 'data')}: {key}", whole_batch=key != "dataset")
+    mistakes.refuse()
 
 
-def _of_data_set(
-    config: Config, settings: Mapping[str, Any], where: str, whole_batch: bool
-) -> Iterator[ShardwrightError]:
+def _check_data_set(config: Config, settings: Mapping[str, Any], where: str, whole_batch: bool) -> None:
     from pipeline.runtime.batches import length_of, sample_mistakes
 
-    mistakes = Mistakes()
-    with mistakes.gather():
-        dataset = instantiate(settings, where)
-        length = length_of(dataset, where)
-        specs = config.plain("model.batch")
-        remedy = "choose data and model that belong together"
-        refuse(TrainError(what, where=where, remedy=remedy) for what in sample_mistakes(_first(dataset, where), specs))
-        size = next(iter(specs.values()))["shape"][0]
-        if whole_batch and length < size:
-            what = f"it has {length} samples, and a batch of the model {size}"
-            raise TrainError(what, where=where, remedy="hold out more of them")
-    yield from mistakes.found
+    dataset = instantiate(settings, where)
+    length = length_of(dataset, where)
+    item = _first(dataset, where)
+    if config.model is None or not config.model.batch:  # that has been refused
+        return
+    specs = config.plain("model.batch")
+    odd = list(sample_mistakes(item, specs))
+    if odd:
+        raise TrainError("; ".join(odd), where=where, remedy="choose data and model that belong together")
+    size = next(iter(specs.values()))["shape"][0]
+    if whole_batch and length < size:
+        what = f"it has {length} samples, and a batch of the model {size}"
+        raise TrainError(what, where=where, remedy="hold out more of them")
 
 
 def _first(dataset: Any, where: str) -> Any:
@@ -158,9 +166,8 @@ def _first(dataset: Any, where: str) -> Any:
         return dataset[0]
     except Exception as error:  # the user's data set: one line, not our traceback
         told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise TrainError(
-            f"its first item cannot be read: {told}", where=where, remedy="see its `__getitem__`"
-        ) from error
+        what = f"its first item cannot be read: {told}"
+        raise TrainError(what, where=where, remedy="see its `__getitem__`") from error
 
 
 def _own_ops(config: Config, root: Path) -> Iterator[ShardwrightError]:
@@ -218,8 +225,8 @@ def _solver(config: Config, root: Path) -> Iterator[ShardwrightError]:
 
         axes = tuple(solve.mesh) if solve.mesh else EVERY_AXIS[: solve.most_axes]
         yield from _raised(*(lambda n=n, t=t: parse({n: t}, axes, where) for n, t in solve.constraints.items()))
-    if solve.plan is not None:
-        yield from _raised(lambda: _saved_plan(config, root, saved_file(str(solve.plan))))
+    if solve.plan is not None and (root / saved_file(solve.plan)).is_file():
+        yield from _raised(lambda: _saved_plan(config, root, saved_file(solve.plan)))
 
 
 def _saved_plan(config: Config, root: Path, file: str) -> None:
@@ -282,21 +289,40 @@ def _tell_what_cannot_train(config: Config, log: Log) -> None:
 # ------------------------------------------------------------------------------------------------- names of the model
 
 
-def _of_model(config: Config, root: Path, model: Any) -> Iterator[ShardwrightError]:
-    """Settings that name its modules and parameters, and the weights it begins with."""
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+def _constrained(config: Config, root: Path, model: Any) -> Iterator[ShardwrightError]:
+    parameters, modules = _names(model)
     solve, where = config.solve, file_of(config, "solve")
     for pattern in solve.constraints or {}:
         if not any(fnmatchcase(name, pattern) for name in (*parameters, *modules)):
             yield _no_such(pattern, f"{where}: constraints.{pattern}", (*parameters, *modules))
     if solve.shard_only and not any(fnmatchcase(name, solve.shard_only) for name in modules):
         yield _no_such(solve.shard_only, f"{where}: shard_only", modules)
+
+
+def _boundaries(config: Config, root: Path, model: Any) -> Iterator[ShardwrightError]:
+    _, modules = _names(model)
     for name in config.checkpoint.boundaries or ():
         if name not in modules:
             yield _no_such(name, f"{file_of(config, 'checkpoint')}: boundaries", modules)
-    if config.train.init_from is not None:
-        yield from _raised(lambda: _weights(config, root, model))
+
+
+def _weights(config: Config, root: Path, model: Any) -> Iterator[ShardwrightError]:
+    """The file has the model's names and shapes."""
+    if config.train.init_from is None or not (root / config.train.init_from).is_file():
+        return  # that has been told
+    from pipeline.weights import match_names, open_weights
+    from stages.train.tensors import state_names
+
+    path, where = root / config.train.init_from, f"{file_of(config, 'train')}: init_from"
+    named = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    yield from _raised(lambda: match_names(open_weights(path, where), state_names(model, named), shapes, where))
+
+
+def _names(model: Any) -> tuple[list[str], list[str]]:
+    """Of its parameters and of its modules."""
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return parameters, [name for name, _ in model.named_modules(remove_duplicate=False) if name]
 
 
 def _no_such(name: str, where: str, known: Iterable[str]) -> ConfigError:
@@ -305,12 +331,18 @@ def _no_such(name: str, where: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"no parameter or module is called {name!r}", where=where, remedy=remedy)
 
 
-def _weights(config: Config, root: Path, model: Any) -> None:
-    """The file has the model's names and shapes."""
-    from pipeline.weights import match_names, open_weights
-    from stages.train.tensors import state_names
-
-    where = f"{file_of(config, 'train')}: init_from"
-    named = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
-    match_names(open_weights(root / str(config.train.init_from), where), state_names(model, named), shapes, where)
+# What is asked of the files of these groups together, and of the model's names.
+SETTINGS: tuple[tuple[Callable[[Config, Path], Iterator[ShardwrightError]], tuple[str, ...]], ...] = (
+    (_own_ops, ("model",)),
+    (_devices, ("cluster",)),
+    (_mesh, ("cluster", "solve", "checkpoint")),
+    (_solver, ("cluster", "solve")),
+    (_micro_batches, ("model", "checkpoint", "train")),
+    (_engine, ("model", "cluster", "train")),
+    (_resume, ("train",)),
+)
+NAMES: tuple[tuple[Callable[[Config, Path, Any], Iterator[ShardwrightError]], tuple[str, ...]], ...] = (
+    (_constrained, ("solve",)),
+    (_boundaries, ("checkpoint",)),
+    (_weights, ("train",)),
+)

@@ -35,12 +35,12 @@ class Command:
 
 def check(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Checks the configuration, and what it names, without running anything."""
-    from pipeline.config import load_config
+    from pipeline.config import read_draft
     from stages.check import check as judge
 
-    config = load_config(root)
-    judge(root, config, log)
-    chosen = ", ".join(f"{group}={name}" for group, name in config.choices.items())
+    draft = read_draft(root)
+    judge(root, draft, log)
+    chosen = ", ".join(f"{group}={name}" for group, name in draft.config.choices.items())
     log.info("the configuration is valid: %s", chosen)
     return 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config.experiment import apply_experiment, experiments, find_sweep, overrides, try_settings
-from pipeline.config.load import load_config, load_part, saved_file
+from pipeline.config.load import Draft, load_config, load_part, read_draft, saved_file
 from pipeline.config.pipelines import PIPELINE_AXIS
 from pipeline.config.reference import reference
 from pipeline.config.schema import (
@@ -47,6 +47,7 @@ __all__ = [
     "DType",
     "Data",
     "Device",
+    "Draft",
     "Model",
     "Only",
     "Pipeline",
@@ -71,6 +72,7 @@ __all__ = [
     "load_config",
     "load_part",
     "overrides",
+    "read_draft",
     "reference",
     "saved_file",
     "try_settings",

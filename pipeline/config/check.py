@@ -90,11 +90,16 @@ def check(schema: type, value: dict[str, Any], source: Source, key: Key = ()) ->
         yield unknown(source, (*key, name), list(fields))
     meant = {nearest(name, list(fields)) for name in odd}  # a mandatory key that is misspelt is one mistake
     for name, (kind, item) in fields.items():
-        inner, rule = (*key, name), rule_of(item)
         if name in value:
-            yield from _check_value(value[name], kind, rule, source, inner)
+            yield from check_key(schema, name, value, source, key)
         elif mandatory(item) and name not in meant:
-            yield source.error(inner, "mandatory key is missing", f"give {expected(kind, rule)}")
+            yield source.error((*key, name), "mandatory key is missing", f"give {expected(kind, rule_of(item))}")
+
+
+def check_key(schema: type, name: str, value: dict[str, Any], source: Source, key: Key = ()) -> Iterator[ConfigError]:
+    """What is wrong with the value of one key."""
+    kind, item = fields_of(schema)[name]
+    yield from _check_value(value[name], kind, rule_of(item), source, (*key, name))
 
 
 def _check_value(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -> Iterator[ConfigError]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.check import check
+from pipeline.config.check import check, check_key, fields_of, mandatory
 from pipeline.config.pipelines import PIPELINE_CHECKS, check_checkpoint
 from pipeline.config.schema import (
     GROUPS,
@@ -29,7 +30,7 @@ from pipeline.config.schema import (
 )
 from pipeline.config.source import UNREAD, Key, Source, dotted, listing, read
 from pipeline.config.training import TRAINING_CHECKS
-from pipeline.errors import ConfigError, Mistakes, refuse
+from pipeline.errors import ConfigError, Mistakes, ShardwrightError, refuse
 from pipeline.messages import nearest, shown
 
 ROOT_FILE = "conf/config.yaml"
@@ -44,21 +45,45 @@ def load_config(root: Path, *, changed: dict[str, bytes] | None = None) -> Confi
 
     `changed` holds new contents of files by their name relative to root: what would be loaded if they were written.
     """
+    draft = read_draft(root, changed=changed)
+    draft.mistakes.refuse()
+    return draft.config
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A configuration with its mistakes."""
+
+    config: Config  # None in the place of groups whose files have any
+    sound: Config  # of these files the keys that have none, where these are enough
+    mistakes: Mistakes
+
+    def has(self, *groups: str) -> bool:
+        return all(getattr(self.config, group) is not None for group in groups)
+
+
+def read_draft(root: Path, *, changed: dict[str, bytes] | None = None) -> Draft:
+    """What is there, for who tells mistakes of other kinds with those of the files."""
     mistakes = Mistakes()
     source = read(root, ROOT_FILE, (), changed)
     main: Root | None = None
     with mistakes.gather():
         main = build(Root, source)
-    parts: dict[str, Any] = {}
+    parts, sound = ({group: None for group in GROUPS} for _ in range(2))
     for group, name in _chosen(main, source).items():
         with mistakes.gather():
-            parts[group] = _load_group(root, group, name, source, changed)
-    config = Config(root=main or _choices(source), **{group: parts.get(group) for group in GROUPS})  # type: ignore[arg-type]
+            own = read(root, choose(root, group, name, source, (group,)), (group,), changed)
+            sound[group] = _repaired(GROUPS[group], own)
+            parts[group] = sound[group] = _load_group(root, own, GROUPS[group], mistakes)
+    config = _config(main or _choices(source), parts)
     for together, groups in (*PIPELINE_CHECKS, *TRAINING_CHECKS):
-        if parts.keys() >= set(groups):
+        if all(parts[group] is not None for group in groups):
             mistakes.add(together(config, lambda group: _group_source(root, group, config, changed)))
-    mistakes.refuse()
-    return config
+    return Draft(config, _config(config.root, sound), mistakes)
+
+
+def _config(main: Root, parts: dict[str, Any]) -> Config:
+    return Config(root=main, **parts)
 
 
 def _chosen(main: Root | None, source: Source) -> dict[str, str]:
@@ -69,6 +94,9 @@ def _chosen(main: Root | None, source: Source) -> dict[str, str]:
 
 def _choices(source: Source) -> Root:
     named: dict[str, Any] = {group: str(source.data.get(group)) for group in GROUPS}
+    code = source.data.get("code")
+    if isinstance(code, str) and code.strip():
+        named["code"] = code
     return Root(**named)
 
 
@@ -106,18 +134,29 @@ def load_part(root: Path, group: str, name: str, **changed: Any) -> Any:
     return part
 
 
-def _load_group(root: Path, group: str, name: str, main: Source, changed: dict[str, bytes] | None) -> Any:
-    source = read(root, choose(root, group, name, main, (group,)), (group,), changed)
-    part = build(GROUPS[group], source)
+def _load_group(root: Path, source: Source, schema: type, mistakes: Mistakes) -> Any:
+    part = build(schema, source)
     if isinstance(part, Cluster):
         refuse(_check_cluster(part, source))
     if isinstance(part, Checkpoint):
         refuse(check_checkpoint(part, source))
-    if isinstance(part, Solve) and part.plan is not None:
-        _check_saved(root, part.plan, source)
-    if isinstance(part, Train) and part.init_from is not None:
-        _check_weights(root, part.init_from, source)
+    with mistakes.gather():  # a file that is not there says nothing against the others
+        if isinstance(part, Solve) and part.plan is not None:
+            _check_saved(root, part.plan, source)
+        if isinstance(part, Train) and part.init_from is not None:
+            _check_weights(root, part.init_from, source)
     return part
+
+
+def _repaired(schema: type, source: Source) -> Any:
+    """What the file would be without the keys that have a mistake; None where one of them is mandatory."""
+    known, fields = _known(source.data), fields_of(schema)
+    kept = {name: known[name] for name in fields if name in known and not list(check_key(schema, name, known, source))}
+    if any(mandatory(item) and name not in kept for name, (_, item) in fields.items()):
+        return None
+    with suppress(ShardwrightError):
+        return build(schema, replace(source, data={name: source.data[name] for name in kept}, broken=()))
+    return None
 
 
 def _check_weights(root: Path, file: str, source: Source) -> None:
