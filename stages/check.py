@@ -97,7 +97,7 @@ def _model(config: Config) -> Any:
 
 
 def _as_taken(config: Config, model: Any) -> tuple[Config, list[TraceError]]:
-    """With the tensors of the batch that `forward` takes, by which data is judged; and what is wrong with the others."""
+    """With the tensors of the batch that `forward` takes, by which data is judged; and what is wrong with others."""
     parameters = inspect.signature(model.forward).parameters.values()
     free = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     where, given = f"{file_of(config, 'model')}: batch", config.model.batch

@@ -29,8 +29,9 @@ def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
         wanted = list(layouts(model, asked))
         cluster, machine = find_machine(root, asked, config, max(layout.devices for layout in wanted))
         rows = [_priced(model, layout, machine, alone=len(wanted) == 1) for layout in wanted]
-    print(f"{in_words(model)}, batch {model.batch}, {machine.devices} devices of {cluster}")
-    print(table(rows))
+    each = f"{machine.memory_bytes / 1e9:g} GB"
+    print(f"{in_words(model)}, batch {model.batch}, {machine.devices} devices of {cluster} with {each} each")
+    print(table(rows, each))
     return 0
 
 
@@ -69,15 +70,15 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def table(rows: Sequence[Row]) -> str:
-    """One line for each; `!` after the memory of one that does not fit."""
+def table(rows: Sequence[Row], each: str) -> str:
+    """One line for each; `!` after the memory of one that does not fit into what each device has."""
     lines = ["".join(name.rjust(width) for name, width in COLUMNS)]
     for layout, priced in rows:
         own = [*_layout_cells(layout), *(_price_cells(priced) if isinstance(priced, Price) else [])]
         line = "".join(cell.rjust(width) for cell, (_, width) in zip(own, COLUMNS, strict=False))
         lines.append(line if isinstance(priced, Price) else f"{line}  {priced}")
     if any(isinstance(priced, Price) and not priced.fits for _, priced in rows):
-        lines.append("! more than a device has")
+        lines.append(f"! more than the {each} that a device has")
     return "\n".join(lines)
 
 

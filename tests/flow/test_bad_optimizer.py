@@ -30,7 +30,7 @@ def project(make_project: Maker) -> Project:
     [
         ({"_target_": "torch.nn.ParameterList"}, "optimizer._target_: torch.nn.ParameterList gives a ParameterList"),
         ({"_target_": "torch.optim.LBFGS"}, "optimizer._target_: the step of torch.optim.LBFGS needs a closure"),
-        ({"_target_": "torch.optim.SGD", "rate": 1}, "optimizer: torch.optim.SGD refused its arguments: TypeError"),
+        ({"_target_": "torch.optim.SGD", "rate": 1}, "optimizer.rate: torch.optim.SGD takes no such argument"),
     ],
     ids=["no optimizer", "closure", "arguments"],
 )

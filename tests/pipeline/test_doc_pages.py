@@ -30,6 +30,13 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_folders_that_are_compared_are_made_on_the_same_page(page: Path) -> None:
+    text = page.read_text()
+    named = {name for pair in re.findall(r"--diff (\S+) (\S+?)[`\s]", text) for name in pair if name.islower()}
+    assert [name for name in named if f"mkdir {name}" not in text] == []
+
+
 def test_readme_lists_every_page() -> None:
     listed = re.findall(r"\]\(docs/([\w.-]+)", (ROOT / "README.md").read_text())
     assert {page.name for page in PAGES if page.parent.name == "docs"} <= set(listed)

@@ -27,6 +27,14 @@ def code(tmp_path, monkeypatch):
         "        raise ValueError('width\\nmust be positive')\n"
         "    return width\n"
         "VALUE = 3\n"
+        "def passes_on(**sizes):\n"
+        "    return strict(**sizes)\n"
+        "def several(size, rate: 'float | None' = None, *, name='x'):\n"
+        "    return rate + 1\n"
+        "import functools\n"
+        "@functools.wraps(strict)\n"
+        "def given_width(note):\n"
+        "    return strict(3)\n"
     )
     (tmp_path / "broken_syntax.py").write_text("def f(:\n")
     (tmp_path / "broken_import.py").write_text("import a_package_that_is_not_there\n")
@@ -89,17 +97,41 @@ def test_a_target_that_is_not_there(code, target, told):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("target", "settings", "told"),
     [
-        ({"width": 0}, "ValueError: width must be positive"),
-        ({"depth": 3}, "unexpected keyword argument 'depth'"),
-        ({}, "missing 1 required positional argument"),
-        ({"width": "wide"}, "TypeError"),
+        (
+            "strict",
+            {"width": 0},
+            [": users_code.strict refused its arguments: ValueError: width must be positive; check"],
+        ),
+        ("strict", {"depth": 3}, [".depth: users_code.strict takes no such argument; did you mean 'width'?"]),
+        ("strict", {}, [".width: users_code.strict needs it; add the key"]),
+        ("strict", {"width": "wide"}, [".width: got 'wide', and users_code.strict takes a number"]),
+        ("passes_on", {"height": 3}, [".height: users_code.passes_on takes no such argument: strict() got"]),
+        (
+            "several",
+            {"colour": 1, "rate": "fast", "name": 3, "leave": 1},
+            [
+                ".colour: users_code.several takes no such argument; it takes: size, rate, name",
+                ".leave: users_code.several takes no such argument; it takes: size, rate, name",
+                ".size: users_code.several needs it; add the key",
+                ".rate: got 'fast', and users_code.several takes a number",
+                ".name: got 3, and users_code.several takes text",
+            ],
+        ),
     ],
 )
-def test_arguments_that_are_refused(code, settings, told):
-    line = refusal({"_target_": "users_code.strict", **settings})
-    assert told in line and "check the keys beside `_target_`" in line
+def test_arguments_that_are_refused(code, target, settings, told):
+    with pytest.raises(TargetError) as found:
+        instantiate({"_target_": f"users_code.{target}", **settings}, WHERE)
+    lines = found.value.lines()
+    assert len(lines) == len(told)
+    assert all(line.startswith(f"{WHERE}{start}") for line, start in zip(lines, told, strict=True)), lines
+
+
+def test_what_a_decorator_gives_is_not_asked_for(code):
+    """Keys are judged after a call that failed: its signature does not tell all that it takes."""
+    assert instantiate({"_target_": "users_code.given_width", "note": 1}, WHERE) == 3
 
 
 def test_the_place_of_a_nested_mistake_is_named(code):

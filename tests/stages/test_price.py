@@ -13,7 +13,7 @@ from stages.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = """\
-145.6 billion parameters, batch 2304, 1536 devices of dgx_a100_infiniband
+145.6 billion parameters, batch 2304, 1536 devices of dgx_a100_infiniband with 80 GB each
    dp  tp  pp micro         schedule recompute zero seq       step  samples/s    tokens/s TFLOP/s    MFU    memory\
   bubble  comm.
    24   8   8     1             1f1b      full    0  no    26.50 s       87.0     178,081   138.6  33.4%  44.9 GB \
@@ -44,7 +44,7 @@ def test_a_table_of_several_layouts(project, capsys):
 def test_the_models_and_the_cluster_of_the_project_are_the_default(project, capsys):
     assert main(["price", "dp=8", "tp=4", "pp=2", "micro_batch=2"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("0.9 million parameters, batch 16, 64 devices of dgx_a100_infiniband\n")
+    assert out.startswith("0.9 million parameters, batch 16, 64 devices of dgx_a100_infiniband with 80 GB each\n")
     assert rows(out)[0][:5] == ["8", "4", "2", "2", "1f1b"]
 
 
@@ -75,7 +75,7 @@ def test_sizes_make_a_model_and_change_one(project, capsys):
 def test_what_does_not_fit_is_marked_and_what_cannot_be_has_its_reason(project, capsys):
     assert main(["price", "model=gpt3_175b", "tp=8,5"]) == 0
     out = capsys.readouterr().out
-    assert "GB!" in out and out.endswith("! more than a device has\n")
+    assert "GB!" in out and out.endswith("! more than the 80 GB that a device has\n")
     assert "tp=5 does not divide heads=96" in out
 
 
