@@ -85,7 +85,7 @@ def unknown(source: Source, key: Key, allowed: list[str]) -> ConfigError:
 def check(schema: type, value: dict[str, Any], source: Source, key: Key = ()) -> Iterator[ConfigError]:
     """What is wrong: keys that are not known, mandatory ones that are missing, values that their fields do not take."""
     fields = fields_of(schema)
-    odd = [name for name in value if name not in fields]
+    odd = [name for name, item in value.items() if name not in fields and not unread(item)]
     for name in odd:
         yield unknown(source, (*key, name), list(fields))
     meant = {nearest(name, list(fields)) for name in odd}  # a mandatory key that is misspelt is one mistake
@@ -94,6 +94,12 @@ def check(schema: type, value: dict[str, Any], source: Source, key: Key = ()) ->
             yield from check_key(schema, name, value, source, key)
         elif mandatory(item) and name not in meant:
             yield source.error((*key, name), "mandatory key is missing", f"give {expected(kind, rule_of(item))}")
+
+
+def unread(value: Any) -> bool:
+    """Whether it, or something in it, could not be read: that has been told."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value is UNREAD or any(map(unread, inner))
 
 
 def check_key(schema: type, name: str, value: dict[str, Any], source: Source, key: Key = ()) -> Iterator[ConfigError]:

@@ -190,13 +190,15 @@ def build(schema: type, source: Source) -> Any:
     mistakes.add(source.broken)
     mistakes.add(_check_interpolations(source.data, source, ()))
     resolved: Any = None
+    unresolved: list[ConfigError] = []
     try:
         if not mistakes.found:
             written = OmegaConf.create(source.data)
             resolved = OmegaConf.to_container(written, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
-        mistakes.add([_unresolved(error, source)])
+        unresolved.append(_unresolved(error, source))
     mistakes.add(check(schema, _known(source.data) if resolved is None else resolved, source))
+    mistakes.add([] if mistakes.found else unresolved)  # what it asks for may be what is wrong
     mistakes.refuse()
     try:
         return OmegaConf.to_object(OmegaConf.merge(_defaults(schema), written))
