@@ -284,7 +284,55 @@ def transposed(rank: int) -> Case:
     return case
 
 
+def recurrent(gates: int, states: int) -> Case:
+    """Layers, directions, projections (of an LSTM), dropout, with and without biases, the batch as dim 0 or 1."""
+
+    def case(draw: Pick) -> tuple:
+        batch, steps, given, hidden = draw(SIZES), draw(st.sampled_from([1, 3])), 2, draw(st.sampled_from([2, 3]))
+        layers, directions = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+        projected = hidden - 1 if states == 2 and draw(FLAG) else 0
+        biases, batch_first = draw(FLAG), draw(FLAG)
+        made = projected or hidden
+        weights: list[Draw] = []
+        for layer in range(layers):
+            for _ in range(directions):
+                width = given if layer == 0 else made * directions
+                weights += [t(gates * hidden, width), t(gates * hidden, made)]
+                weights += [t(gates * hidden), t(gates * hidden)] if biases else []
+                weights += [t(projected, hidden)] if projected else []
+        count = layers * directions
+        hx = (
+            (t(count, batch, made), t(count, batch, hidden))[:states]
+            if draw(FLAG)
+            else (t(count, batch, made, grad=False), t(count, batch, hidden, grad=False))[:states]
+        )
+        shape_of = (batch, steps, given) if batch_first else (steps, batch, given)
+        dropout = draw(st.sampled_from([0.0, 0.0, 0.3]))
+        further = (biases, layers, dropout, draw(FLAG), directions == 2, batch_first)
+        return (t(*shape_of, grad=draw(FLAG)), hx if states == 2 else hx[0], tuple(weights), *further)
+
+    return case
+
+
+def recurrent_cell(gates: int, states: int) -> Case:
+    def case(draw: Pick) -> tuple:
+        batch, given, hidden = draw(SIZES), draw(st.sampled_from([2, 3])), draw(st.sampled_from([2, 3]))
+        hx = (t(batch, hidden), t(batch, hidden))[:states]
+        weights = (t(gates * hidden, given), t(gates * hidden, hidden))
+        biases = (t(gates * hidden), t(gates * hidden)) if draw(FLAG) else ()
+        return (t(batch, given), hx if states == 2 else hx[0], *weights, *biases)
+
+    return case
+
+
+RECURRENT: dict[str, Case] = {
+    f"aten.{name}{kind}": case(gates, states)
+    for name, gates, states in (("lstm", 4, 2), ("gru", 3, 1), ("rnn_tanh", 1, 1), ("rnn_relu", 1, 1))
+    for kind, case in ((".input", recurrent), ("_cell.default", recurrent_cell))
+}
+
 PRODUCTS: dict[str, Case] = {
+    **RECURRENT,
     "aten.linear.default": any_numbers(linear),
     "aten.mm.default": mm,
     "aten.addmm.default": addmm,

@@ -45,6 +45,11 @@ OPTIONS: dict[str, list[tuple]] = {
     "aten.huber_loss.default": [(t(12, 4), t(12, 4), 2, 0.5)],
     "aten.index_add.default": [(t(4, 6), 1, t(12, high=6), t(4, 12), {"alpha": 3})],
     "aten.layer_norm.default": [(t(12, 4), (4,), t(4), t(4), 0.1)],
+    **{
+        f"aten.{name}_cell.default": [(t(4, 3), t(4, 2), t(g * 2, 3), t(g * 2, 2), t(g * 2), t(g * 2))]
+        for name, g in (("gru", 3), ("rnn_tanh", 1), ("rnn_relu", 1))
+    },
+    "aten.lstm_cell.default": [(t(4, 3), (t(4, 2), t(4, 2)), t(8, 3), t(8, 2), t(8), t(8))],
     "aten.leaky_relu.default": [(t(4, 6), 0.3)],
     "aten.linalg_vector_norm.default": [(t(4, 6), 3, (1,), True)],
     "aten.max_pool1d.default": [(t(4, 6, 9), (3,), (2,), (1,), (2,), True)],

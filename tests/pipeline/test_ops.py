@@ -177,7 +177,7 @@ def build(target: str, args: tuple) -> Example:
 OURS = {"shardwright.tensor.default"}  # not an op of torch: see tests/programs.py
 HARD = {  # rules with many forms: more draws
     "aten.batch_norm.default", "aten.conv2d.default", "aten.cross_entropy_loss.default", "aten.embedding.default",
-    "aten.index.Tensor", "aten.linear.default", "aten.matmul.default", "aten.reshape.default",
+    "aten.index.Tensor", "aten.linear.default", "aten.lstm.input", "aten.matmul.default", "aten.reshape.default",
     "aten.scaled_dot_product_attention.default", "aten.split.Tensor", "transformers.grouped_mm_fallback.default",
 }  # fmt: skip
 
