@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pipeline.ir.graph import Torch
 from pipeline.ops.complex_numbers import TRANSFORMS
 from pipeline.ops.elementwise import BY_OUTPUT, CURVES, STEPS
+from pipeline.ops.own import EMBEDDING_BAG
 from tests.one_op import Draw, t
 
 Pick = Callable[[st.SearchStrategy], Any]
@@ -655,6 +656,28 @@ def embedding(draw: Pick) -> tuple:
     return (t(rows, draw(SIZES), grad=draw(FLAG)), t(*shape(draw, 0, 2), high=rows), *further)
 
 
+def bags(draw: Pick) -> tuple:
+    """Rows of indices, or indices with offsets: bags of any length, and none; whole numbers, so that some are equal."""
+    rows, mode = draw(st.sampled_from([4, 5, 6, 12])), draw(st.sampled_from([0, 0, 1, 2]))
+    table = t(rows, draw(SIZES)) if draw(FLAG) else t(rows, 4, values=_equal_rows(rows))
+    further = (draw(FLAG), draw(st.sampled_from([None, 1])), draw(st.sampled_from([False, False, mode != 2])))
+    if draw(FLAG):
+        own, offsets = (draw(SIZES), draw(SIZES)), None
+        further = (False, *further[1:])
+    else:
+        lengths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+        ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        own, begins = (ends[-1],), tuple(ends if further[0] else ends[:-1])
+        offsets = t(len(begins), values=begins, dtype="int64")
+    weights = t(*own, grad=draw(FLAG)) if mode == 0 and draw(FLAG) else None
+    indices = t(*own, high=rows) if 0 not in own else t(*own, values=(), dtype="int64")
+    return (table, indices, offsets, mode, weights, *further)
+
+
+def _equal_rows(rows: int) -> tuple:
+    return tuple(tuple(float((r * c) % 3) for c in range(4)) for r in range(rows))
+
+
 def squeezed(draw: Pick) -> tuple:
     own = shape(draw)
     return (t(*own), dim(draw, len(own)))
@@ -724,6 +747,7 @@ VIEWS: dict[str, Case] = {
     "aten.scatter.value": lambda draw: (*scatter(draw)[:3], 1.5),
     "aten.scatter_add.default": scatter,
     "aten.embedding.default": embedding,
+    EMBEDDING_BAG: bags,
 }  # fmt: skip
 
 # ---- pooling and tensors out of nothing

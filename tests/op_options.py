@@ -6,6 +6,7 @@ would reach the pieces (`output_size` of `repeat_interleave`).
 
 from __future__ import annotations
 
+from pipeline.ops.own import EMBEDDING_BAG
 from tests.one_op import t
 
 # Arguments that choose a type, a place in memory or a kernel, and say nothing of shapes or values.
@@ -38,6 +39,11 @@ OPTIONS: dict[str, list[tuple]] = {
     "aten.conv_transpose2d.input": [(t(4, 6, 5, 5), t(6, 2, 3, 3), t(4), (2, 2), (1, 1), (1, 1), 2, (2, 2))],
     "aten.conv_transpose3d.input": [
         (t(4, 4, 3, 3, 3), t(4, 2, 2, 2, 2), t(8), (2, 2, 2), (1, 1, 1), (1, 1, 1), 4, (2, 2, 2)),
+    ],
+    EMBEDDING_BAG: [
+        (t(6, 4), t(5, high=6), t(4, values=(0, 2, 2, 5), dtype="int64"), 0, t(5), True, 1, True),
+        (t(12, 4), t(6, 4, high=12), None, 2, None, False, 3),
+        (t(12, 4), t(6, 4, high=12), None, 1, None, False, 3),
     ],
     "aten.elu.default": [(t(4, 6), 0.7, 1.3, 2)],
     "aten.flatten.using_ints": [(t(4, 6, 2, 3), 1, 2)],

@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from pipeline.errors import TraceError
 from pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
+from pipeline.ops.own import CONSTANT
 from pipeline.ops.table import table
 from pipeline.tracing.mutation import Mutations
 from pipeline.tracing.source import op_line
@@ -27,7 +28,6 @@ _PREFIX = "model."  # of LossOnly
 _ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 _SAME_SHAPE_IS_SAME = ("alias", "view", "reshape", "flatten", "expand", "slice", "squeeze", "_unsafe_view", "unflatten")
 LARGEST_CONSTANT = 4096
-CONSTANT = "shardwright.tensor.default"  # an op of ours: `torch.tensor(numbers)`
 COPY = "aten.copy.default"
 _CASTS = ("to", "type_as", "_to_copy")
 
