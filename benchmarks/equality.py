@@ -33,12 +33,12 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.simplefilter("ignore")
-    from benchmarks.equality_models import FAMILIES, ODD
+    from benchmarks.equality_models import FAMILIES, FURTHER, ODD
     from benchmarks.equality_plans import NAMES, Case, Skipped, cases, random_cases
     from benchmarks.equality_ranks import Group
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join((*FAMILIES, ODD)), help="none: random plans alone")
+    parser.add_argument("--models", default=",".join((*FAMILIES, *FURTHER, ODD)), help="none: random plans alone")
     parser.add_argument("--ranks", default="2,3,4")
     parser.add_argument("--plans", default=",".join(NAMES))
     parser.add_argument("--random", type=int, default=100, help="random plans of a small GPT")
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     ranks = [int(part) for part in given.ranks.split(",")]
     models = [name for name in given.models.split(",") if name != "none"]
-    unknown = [*(set(models) - {*FAMILIES, ODD}), *(set(given.plans.split(",")) - set(NAMES))]
+    unknown = [*(set(models) - {*FAMILIES, *FURTHER, ODD}), *(set(given.plans.split(",")) - set(NAMES))]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
 

@@ -142,6 +142,8 @@ FAMILIES: dict[str, Model] = {
     "resnet": (_hf("ResNetForImageClassification", "ResNetConfig", **_RESNET, num_labels=CLASSES), image(24)),
     "mixtral": (_hf("MixtralForCausalLM", "MixtralConfig", **DECODER, num_local_experts=4), text),
     "opt": (_hf("OPTForCausalLM", "OPTConfig", **_OPT), text),
+}  # fmt: skip
+FURTHER: dict[str, Model] = {
     "deepseek_v2": (_hf("DeepseekV2ForCausalLM", "DeepseekV2Config", **_DEEPSEEK), text),
     "mamba2": (_hf("Mamba2ForCausalLM", "Mamba2Config", **_MAMBA), text),
     "bags": (Recommender, _items),
@@ -149,7 +151,7 @@ FAMILIES: dict[str, Model] = {
     "gru": (lambda: RecurrentLM(nn.GRU, num_layers=LAYERS, bidirectional=True), text),
 }  # fmt: skip
 GPT, ODD = "gpt", "odd"
-MODELS: dict[str, Model] = {**FAMILIES, GPT: (_gpt, _tokens), ODD: (_odd, _odd_tokens)}
+MODELS: dict[str, Model] = {**FAMILIES, **FURTHER, GPT: (_gpt, _tokens), ODD: (_odd, _odd_tokens)}
 
 
 def build(name: str) -> nn.Module:
