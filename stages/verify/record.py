@@ -206,6 +206,15 @@ def _targets(node: ast.stmt) -> list[str]:
     return [part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)]
 
 
+def targets_by_line(text: str) -> dict[int, list[str]]:
+    """The names that the statement of each line gives."""
+    found: dict[int, list[str]] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign):
+            found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), _targets(node))
+    return found
+
+
 # ---- the text that is run, with notes
 
 
