@@ -1,4 +1,5 @@
-"""The models of benchmarks.equality: ten families of Hugging Face, tiny, with random weights; and two small GPTs.
+"""The models of benchmarks.equality: ten families of Hugging Face, tiny, with random weights; two small GPTs; and three
+models with complex numbers inside.
 
 Sizes divide by 2, by 3 and by 4, but for the key and value heads, which are four; and but for one of the GPTs, of which
 no size but the batch's does.
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from benchmarks.complex_models import ComplexLayers, Fourier, Rotary
 
 WORDS, LENGTH, SAMPLES, CLASSES = 96, 12, 12, 12
 ODD_WORDS = 97
@@ -94,7 +97,12 @@ FAMILIES: dict[str, Model] = {
     "opt": (_hf("OPTForCausalLM", "OPTConfig", **_OPT), text),
 }  # fmt: skip
 GPT, ODD = "gpt", "odd"
-MODELS: dict[str, Model] = {**FAMILIES, GPT: (_gpt, _tokens), ODD: (_odd, _odd_tokens)}
+COMPLEX: dict[str, Model] = {
+    "rotary": (Rotary, _tokens),
+    "fourier": (Fourier, _tokens),
+    "complex": (ComplexLayers, _tokens),
+}
+MODELS: dict[str, Model] = {**FAMILIES, GPT: (_gpt, _tokens), ODD: (_odd, _odd_tokens), **COMPLEX}
 
 
 def build(name: str) -> nn.Module:

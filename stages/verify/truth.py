@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.loss import pick_loss
+from pipeline.runtime.collectives import in_memory
 from stages.verify.compare import widest
 from stages.verify.deferred import statistics_of_step
 from stages.verify.float64 import WIDENED, Within, in_float64
@@ -151,8 +152,10 @@ def passes_of(
     with within(widen=widen, draws=draw):
         parts = parts_of(batches)
         losses = [_pass(module, batch, number, parts[number]) for number, batch in enumerate(batches)]
-    named = module.named_parameters()
-    return Passes(losses, {name: p.grad for name, p in named if p.requires_grad and p.grad is not None})
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad and p.grad is not None}
+    for parameter in trained.values():
+        parameter.grad = in_memory(parameter.grad)  # optimizers do not take conjugates that autograd leaves undone
+    return Passes(losses, {name: parameter.grad for name, parameter in trained.items()})
 
 
 def parts_of(batches: Sequence[Batch]) -> list[float]:
