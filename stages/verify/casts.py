@@ -48,11 +48,11 @@ def _widest(graph: OpGraph) -> torch.dtype:
     return min(real, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _ops_by_name(names: Iterable[Names]) -> Mapping[str, set[str]]:
-    """Name in a program -> the ops whose results it stands for."""
-    found: dict[str, set[str]] = {}
+def _ops_by_name(names: Iterable[Names]) -> Mapping[tuple[str, str], set[str]]:
+    """Name in a function of a program -> the ops whose results it stands for: one of each link that calls it."""
+    found: dict[tuple[str, str], set[str]] = {}
     for own in names:
         for (_, name), written in own.items():
             if isinstance(written.step, Call):
-                found.setdefault(name, set()).add(written.step.op)
+                found.setdefault((written.function, name), set()).add(written.step.op)
     return found
