@@ -69,13 +69,6 @@ def job(folder: Path, program: str, steps: int, /, **safety: Any) -> dict[str, A
     }
 
 
-def about(step: int, **numbers: Any) -> dict[str, Any]:
-    """The numbers beside the tensors of a snapshot, as the loop writes them."""
-    series = {"losses": [1.0] * step, "seconds": [0.5] * step, "evaluated": [], "peak_bytes": [], "profiled_at": -1}
-    here = {"program": "p", "ranks": 2, "engine": "planned"}
-    return {"step": step, "samples": 8 * step, "settings": {}, **here, **series, **numbers}
-
-
 def train(given: dict[str, Any], work: Path) -> dict[str, Any]:
     """On a rank: what the loop reports."""
     work.mkdir(exist_ok=True)

@@ -25,6 +25,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -283,8 +284,8 @@ def _step_aside(snapshot: Path) -> int:
 
 def _free(path: Path) -> Path:
     """The path, or the first of `<path>-2`, `<path>-3`, ... that nothing has."""
-    names = (path.name, *(f"{path.name}-{number}" for number in range(2, 10**6)))
-    return next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    others = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(one for one in chain([path], others) if not os.path.lexists(one))
 
 
 def sweep(folder: Path) -> None:

@@ -18,8 +18,7 @@ Seen = dict[tuple[str, Any], int]  # name of a tensor and place of the piece in 
 
 def checksum(tensor: Tensor) -> int:
     """The sum of all words as integers, modulo 2^64: any one that differs changes it."""
-    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    words = numbers.detach().contiguous().view(-1).view(_WORDS[numbers.element_size()])
+    words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
     return int(words.sum(dtype=torch.int64))
 
 

@@ -191,10 +191,9 @@ class _Staging:
     def not_finite(self) -> str:
         """A buffer of the model may well hold an infinity, such as a mask; what the optimizer trains may not."""
         for name, tensor in self.buffers.items():
-            numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            if numbers.is_floating_point() and bool(numbers.isnan().any()):
+            if bool(tensor.isnan().any()):
                 return f"{name} is not a number"
-            if name.split("/")[1] in self.trained and numbers.is_floating_point() and bool(numbers.isinf().any()):
+            if name.split("/")[1] in self.trained and bool(tensor.isinf().any()):
                 return f"{name} is infinite"
         return ""
 

@@ -6,9 +6,8 @@ import dataclasses
 import json
 import logging
 import os
-import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from hypothesis import given
 from hypothesis import settings as settings_of_tests
 from hypothesis import strategies as st
 
+from benchmarks.forged_snapshots import FILES, about, read_all, snapshot
 from pipeline.artifacts import Artifact
 from pipeline.config import load_config
 from pipeline.errors import TrainError
@@ -30,7 +30,6 @@ from stages.train.manifest import (
     Damaged,
     Unreadable,
     check_files,
-    digest_of,
     name_of,
     read_manifest,
     snapshots_in,
@@ -42,9 +41,6 @@ from stages.train.snapshots import not_seen, table_of
 from stages.train.starting import launch_of, prepare
 from stages.train.tell import tell
 from stages.train.tensor_files import (
-    SavedBox,
-    SavedTensor,
-    Table,
     TensorFiles,
     check_boxes,
     file_of,
@@ -54,7 +50,6 @@ from stages.train.tensor_files import (
     write_table,
 )
 from stages.train.trajectory import differing, digest_of_run, settings_of
-from tests.snapshot_runs import about
 
 PROJECT = Path(__file__).parents[2]
 CONFIG = load_config(PROJECT)
@@ -97,21 +92,6 @@ def test_a_number_is_one_box_and_nothing_is_none() -> None:
 
 
 # ---- folders
-
-
-def snapshot(folder: Path, step: int) -> Path:
-    temporary = manifest.unfinished(folder, step)
-    temporary.mkdir(parents=True)
-    wholes = [Piece.whole("weights/a", torch.arange(12.0).view(3, 4)), Piece.whole("optimizer/a/step", torch.tensor(4))]
-    for rank, piece in enumerate(wholes):
-        write_boxes(temporary / file_of(rank), [piece], {piece.name: {piece.offer().places[0]}})
-    boxes = {piece.name: (SavedBox(file_of(n), piece.offer().places[0]),) for n, piece in enumerate(wholes)}
-    write_table(temporary, {p.name: SavedTensor(p.tensor.dtype, p.shape, boxes[p.name]) for p in wholes})
-    write_manifest(temporary, about(step), {path.name: digest_of(path) for path in temporary.iterdir()})
-    return manifest.publish(temporary, step)
-
-
-FILES = ("rank-00000.safetensors", "rank-00001.safetensors", "tensors.json")
 
 
 def test_a_snapshot_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -226,93 +206,17 @@ def test_what_is_in_the_way_is_set_aside_each_time(tmp_path: Path) -> None:
 # ---- from anywhere
 
 
-def forge(path: Path, change: Callable[[dict[str, Any]], Any], file: str = "manifest.json") -> None:
-    """Changes a file of a snapshot and makes all digests right again."""
-    found = json.loads((path / file).read_text())
-    changed = change(found)
-    (path / file).write_text(json.dumps(found if changed is None else changed))
-    body = json.loads((path / "manifest.json").read_text())
-    if file != "manifest.json":
-        body["files"][file] = digest_of(path / file)
-    write_manifest(path, body["about"], body["files"])
-
-
-def _with(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda found: found["about"].__setitem__(name, value)
-
-
-def _row(**changes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda found: found["weights/a"].update(changes)
-
-
-def _boxes(*places: Any) -> Callable[[dict[str, Any]], None]:
-    return _row(boxes=[[FILES[0], *place] for place in places])
-
-
-@pytest.mark.parametrize(
-    ("file", "change", "told"),
-    [
-        ("manifest.json", lambda f: f["files"].update({"../x.json": f["files"][FILES[0]]}), "'../x.json' is no file"),
-        ("manifest.json", lambda f: f["files"].update({"/etc/x.json": {}}), "'/etc/x.json' is no file"),
-        ("manifest.json", lambda f: f.update(files={}), "it lists no files"),
-        ("manifest.json", lambda f: f["files"][FILES[0]].update(bytes=-1), f"{FILES[0]} has no size"),
-        ("manifest.json", lambda f: f["files"][FILES[0]].update(sha256="x"), f"{FILES[0]} has no digest"),
-        ("manifest.json", _with("step", 5), "it is of step 5"),
-        ("manifest.json", _with("losses", [1.0] * 3), "its losses are not"),
-        ("manifest.json", _with("losses", ["x"] * 4), "its losses are not"),
-        ("manifest.json", _with("seconds", [0.0]), "its seconds are not"),
-        ("manifest.json", _with("seconds", []), "its seconds are not"),
-        ("manifest.json", _with("evaluated", [[1]]), "its evaluated are not"),
-        ("manifest.json", _with("peak_bytes", [10**400]), "its peak_bytes are not"),
-        ("manifest.json", _with("settings", []), "its settings are not"),
-        ("manifest.json", _with("ranks", True), "its ranks are not"),
-        ("tensors.json", lambda found: [], "no table"),
-        ("tensors.json", lambda found: {**found, "x": []}, "'x' is no row"),
-        ("tensors.json", _row(dtype="os.system"), "has the type 'os.system'"),
-        ("tensors.json", _row(shape=[3, -4]), "no number of elements"),
-        ("tensors.json", _row(shape=[3, 4.0]), "no number of elements"),
-        ("tensors.json", _row(shape=[2**61, 2**61]), "larger than any tensor"),
-        ("tensors.json", _row(shape=[1] * 65), "larger than any tensor"),
-        ("tensors.json", _row(boxes=[["../rank-00000.safetensors", [0, 0], [3, 4]]]), "is no file of the snapshot"),
-        ("tensors.json", _row(boxes=[["manifest.json", [0, 0], [3, 4]]]), "is no file of the snapshot"),
-        ("tensors.json", _row(boxes=[[FILES[0], [0, 0]]]), "no file, offsets and sizes"),
-        ("tensors.json", _boxes([[0], [3]]), "a box of other dims"),
-        ("tensors.json", _boxes([[1, 0], [3, 4]]), "a box outside of it"),
-        ("tensors.json", _boxes([[0, 0], [3, 4]], [[0, 0], [3, 4]]), "overlap or leave something out"),
-        ("tensors.json", _boxes([[0, 0], [2, 4]], [[1, 0], [1, 4]]), "overlap or leave something out"),
-        ("tensors.json", _boxes(), "overlap or leave something out"),
-        ("tensors.json", _boxes([[0, 0], [2, 4]], [[2, 0], [1, 4]]), "has not the 'weights/a@0,0'"),
-        ("tensors.json", _row(dtype="float64"), "has not the 'weights/a@0,0'"),
-        ("tensors.json", _row(dtype="uint32"), "has not the 'weights/a@0,0'"),
-    ],
-)
-def test_a_forged_snapshot_is_refused_in_one_line(tmp_path: Path, file: str, change: Any, told: str) -> None:
-    path = snapshot(tmp_path, 4)
-    forge(path, change, file)
-    with pytest.raises(Damaged, match=re.escape(told)) as error:
-        check_all(path)
-    assert "\n" not in str(error.value)
-
-
-def check_all(path: Path) -> Table:
-    found = read_manifest(path)
-    check_files(path, found)
-    table = read_table(path, found["files"])
-    check_boxes(path, table)
-    return table
-
-
 @pytest.mark.parametrize("file", ["manifest.json", *FILES])
 def test_a_link_or_a_pipe_is_no_file_of_a_snapshot(tmp_path: Path, file: str) -> None:
     path = snapshot(tmp_path, 4)
     os.rename(path / file, tmp_path / "elsewhere")
     (path / file).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(Damaged, match=f"{file} is a link or a device"):
-        check_all(path)
+        read_all(path)
     (path / file).unlink()
     os.mkfifo(path / file)
     with pytest.raises(Damaged, match=f"{file} is a link or a device"):
-        check_all(path)
+        read_all(path)
 
 
 TYPES = (

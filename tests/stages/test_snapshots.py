@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.forged_snapshots import about
 from pipeline.errors import TrainError
 from pipeline.launch import run_ranks as launch
 from stages.train import replicas
@@ -23,7 +24,7 @@ from stages.train.planned import Planned
 from stages.train.resume import find, restore
 from stages.train.snapshots import Snapshots
 from tests.ranks import run_ranks
-from tests.snapshot_runs import Faulty, about, job, train, write_programs
+from tests.snapshot_runs import Faulty, job, train, write_programs
 
 STEPS = 14
 # Under each of these plans up to that step; the one in the middle is for four ranks, in a square of data and tensor.
