@@ -84,6 +84,14 @@ def write_manifest(folder: Path, about: dict[str, Any], files: dict[str, dict[st
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Of the snapshot in this folder, with all that is in it checked: it may come from anywhere."""
+    found = _read_listing(folder)
+    if problem := wrong_numbers(found.get("about"), folder):
+        raise Damaged(f"{MANIFEST}: {problem}")
+    return found
+
+
+def _read_listing(folder: Path) -> dict[str, Any]:
+    """The manifest, of which just the files are checked."""
     try:
         found = json.loads(read_plain(folder, MANIFEST))
         version = found["version"]
@@ -97,8 +105,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if digest != _digest(found):
         raise Damaged(f"{MANIFEST} does not match its digest")
-    problem = _wrong_files(found.get("files")) or wrong_numbers(found.get("about"), folder)
-    if problem:
+    if problem := _wrong_files(found.get("files")):
         raise Damaged(f"{MANIFEST}: {problem}")
     return {**found, "digest": digest}
 
@@ -197,7 +204,7 @@ def check_files(folder: Path, manifest: dict[str, Any], part: int = 0, parts: in
 def is_there(snapshot: Path) -> bool:
     """Whether all files of it are, in their sizes: what there is no time to read has at least these."""
     try:
-        files = read_manifest(snapshot)["files"]
+        files = _read_listing(snapshot)["files"]
         return all((snapshot / name).stat().st_size == about["bytes"] for name, about in files.items())
     except (Damaged, Unreadable, OSError):
         return False
