@@ -119,7 +119,7 @@ def _ranks(project: Project) -> list[object]:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-@pytest.mark.parametrize("target", ["run", "test", "ui", "lint", "format", "docs", "setup", "clean", ""])
+@pytest.mark.parametrize("target", ["run", "test", "test-newest", "ui", "lint", "format", "docs", "setup", "clean", ""])
 def test_make_targets(bare: Project, target: str) -> None:
     words = ["make", "-n", *([target] if target else [])]
     done = subprocess.run(words, cwd=bare.root, capture_output=True, text=True)
