@@ -119,8 +119,9 @@ def test_a_stage_killed_while_it_works(victim: Victim, stage: str) -> None:
         delay *= 0.7
 
 
-@pytest.mark.parametrize("stage", ["cluster", "solve", "codegen"])
+@pytest.mark.parametrize("stage", ["codegen"])
 def test_a_stage_killed_as_its_artifact_appears(victim: Victim, stage: str) -> None:
+    """Of the stage that writes most; all write as `artifacts.save` does, and each is killed above as well."""
     artifact = KINDS[SPECS[stage].writes].path(victim.project.root)
     dvc, process = victim.start(stage)
     deadline = time.monotonic() + START_S
