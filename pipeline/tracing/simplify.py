@@ -58,8 +58,8 @@ def _small_biases(graph: Ops, constants: _Constants) -> Ops:
                 shape = (1, *before.type.shape[1:])
                 values[before.name] = replace(before, type=replace(before.type, shape=shape))
         elif op.target == CONTIGUOUS and only_masks(op.outputs[0]):
-            bias = constants.bare_bias(op.inputs[0])
-            op = op if bias is None else replace(op, args=replace(op.args, positional=(Ref(bias),)))
+            bare = constants.bare_bias(op.inputs[0])
+            op = op if bare is None else replace(op, args=replace(op.args, positional=(Ref(bare),)))
             before = values[op.outputs[0]]
             values[before.name] = replace(before, type=values[op.inputs[0]].type)
         ops.append(op)
