@@ -12,7 +12,7 @@ export PYTHONUNBUFFERED = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := run
-.PHONY: run test verify ui lint format docs setup clean
+.PHONY: run test test-oldest test-newest verify ui lint format docs setup clean
 
 setup: $(VENV)/ready
 
@@ -33,6 +33,14 @@ run: setup
 test: setup
 	@python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+# Both ends of what pyproject.toml allows, each in an environment of its own; gigabytes, and an hour each.
+test-oldest:
+	@mkdir -p .venv-oldest && $(PYTHON) tests/oldest.py > .venv-oldest/constraints.txt
+	@$(MAKE) test VENV=.venv-oldest CONSTRAINTS=.venv-oldest/constraints.txt
+
+test-newest:
+	@$(MAKE) test VENV=.venv-newest CONSTRAINTS=
+
 verify: setup
 	@python -m stages verify
 
@@ -52,4 +60,4 @@ docs: setup
 	@python -m pipeline.config > docs/configuration.md
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist *.egg-info

@@ -1,17 +1,16 @@
 """Whether written programs are the models they were written from: `python -m benchmarks.equality`.
 
-    --models gpt2,bert,llama,qwen2,t5,vit,swin,resnet,mixtral,opt,deepseek_v2,mamba2,bags,lstm,gru
-    --ranks 2,3,4   --random 100
+    --models gpt2,bert,llama,qwen2,t5,vit,swin,resnet,mixtral,opt,deepseek_v2,mamba2,...   --ranks 2,3,4   --random 100
     --plans "solver,ddp,zero1,zero3,tensor,sequence,vocabulary,ddp x tensor"        --keep FOLDER for what differs
 
-Twelve families of Hugging Face, a recommender of bags and two recurrent language models, tiny, each on 2, 3 and 4 ranks
-(real processes, gloo) under the solver's own plan and under plans that are forced on it: DDP, ZeRO-1, ZeRO-3, tensor
-parallel, the same with the sequence split in between, the vocabulary split, and on four ranks data by tensor parallel;
-each without and with recompute. A kind that a model does not allow on so many ranks is skipped, which is said with the
-reason. Then random plans of a small GPT, any valid strategy for any op, on meshes of one and two axes. Three steps of
-AdamW in float64: the loss and all gradients, as `python -m stages verify` compares them (docs/verify.md). Last line:
-how many cases, how many of them are equal, and the largest difference over its tolerance: 1e-9, and 1e-5 of the model
-as it is written where that casts to float32.
+Twelve families of Hugging Face, a recommender of bags, recurrent language models and models with complex numbers
+inside, all tiny, each on 2, 3 and 4 ranks (real processes, gloo) under the solver's own plan and under plans that are
+forced on it: DDP, ZeRO-1, ZeRO-3, tensor parallel, the same with the sequence split in between, the vocabulary split,
+and on four ranks data by tensor parallel; each without and with recompute. A kind that a model does not allow on so many ranks is skipped, which is said with the reason. Then
+random plans of a small GPT, any valid strategy for any op, on meshes of one and two axes. Three steps of AdamW in
+float64: the loss and all gradients, as `python -m stages verify` compares them (docs/verify.md). Last line: how many
+cases, how many of them are equal, and the largest difference over its tolerance: 1e-9, and 1e-5 of the model as it is
+written where that casts to float32.
 """
 
 from __future__ import annotations
@@ -33,12 +32,13 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.simplefilter("ignore")
-    from benchmarks.equality_models import FAMILIES, FURTHER, ODD
+    from benchmarks.equality_models import GPT, MODELS
     from benchmarks.equality_plans import NAMES, Case, Skipped, cases, random_cases
     from benchmarks.equality_ranks import Group
 
+    known = [name for name in MODELS if name != GPT]  # of the last there are random plans
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join((*FAMILIES, *FURTHER, ODD)), help="none: random plans alone")
+    parser.add_argument("--models", default=",".join(known), help="none: random plans alone")
     parser.add_argument("--ranks", default="2,3,4")
     parser.add_argument("--plans", default=",".join(NAMES))
     parser.add_argument("--random", type=int, default=100, help="random plans of a small GPT")
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     ranks = [int(part) for part in given.ranks.split(",")]
     models = [name for name in given.models.split(",") if name != "none"]
-    unknown = [*(set(models) - {*FAMILIES, *FURTHER, ODD}), *(set(given.plans.split(",")) - set(NAMES))]
+    unknown = [*(set(models) - set(known)), *(set(given.plans.split(",")) - set(NAMES))]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
 

@@ -1,6 +1,7 @@
 """The models of benchmarks.equality, tiny, with random weights.
 
-Twelve families of Hugging Face, two small GPTs, a recommender of bags of embeddings, and two recurrent language models.
+Twelve families of Hugging Face, two small GPTs, a recommender of bags of embeddings, two recurrent language models, and
+three models with complex numbers inside.
 Sizes divide by 2, by 3 and by 4, but for the key and value heads, which are four; and but for one of the GPTs, of which
 no size but the batch's does.
 """
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from benchmarks.complex_models import ComplexLayers, Fourier, Rotary
 
 WORDS, LENGTH, SAMPLES, CLASSES = 96, 12, 12, 12
 ODD_WORDS = 97
@@ -151,7 +154,12 @@ FURTHER: dict[str, Model] = {
     "gru": (lambda: RecurrentLM(nn.GRU, num_layers=LAYERS, bidirectional=True), text),
 }  # fmt: skip
 GPT, ODD = "gpt", "odd"
-MODELS: dict[str, Model] = {**FAMILIES, **FURTHER, GPT: (_gpt, _tokens), ODD: (_odd, _odd_tokens)}
+COMPLEX: dict[str, Model] = {
+    "rotary": (Rotary, _tokens),
+    "fourier": (Fourier, _tokens),
+    "complex": (ComplexLayers, _tokens),
+}
+MODELS: dict[str, Model] = {**FAMILIES, **FURTHER, GPT: (_gpt, _tokens), ODD: (_odd, _odd_tokens), **COMPLEX}
 
 
 def build(name: str) -> nn.Module:

@@ -31,7 +31,7 @@ def locate(target: str, where: str) -> Any:
             raise TargetError(
                 f"importing {target!r} failed: {error}", where=where, remedy="install the missing package"
             ) from error
-        except Exception as error:  # the user's module runs here: whatever it raises is theirs to see
+        except (Exception, SystemExit) as error:  # the user's module runs here: whatever it raises is theirs to see
             raise TargetError(f"importing {target!r} failed: {type(error).__name__}: {error}", where=where) from error
         try:
             for part in parts[split:]:
@@ -56,7 +56,7 @@ def instantiate(settings: Mapping[str, Any], where: str, *leading: Any) -> Any:
         raise TargetError(f"{settings['_target_']!r} is not callable", where=where, remedy="name a class or a function")
     try:
         return function(*leading, **arguments)
-    except Exception as error:  # the user's constructor: one line, not our traceback
+    except (Exception, SystemExit) as error:  # the user's constructor: one line, not our traceback
         refuse(argument_mistakes(function, settings, where, len(leading)))
         refuse(_told_mistakes(error, settings, where))
         raise TargetError(
@@ -96,7 +96,7 @@ def argument_mistakes(
             yield TargetError(f"{target} needs it", where=f"{where}.{name}", remedy="add the key")
 
 
-def _told_mistakes(error: Exception, settings: Mapping[str, Any], where: str) -> Iterator[TargetError]:
+def _told_mistakes(error: BaseException, settings: Mapping[str, Any], where: str) -> Iterator[TargetError]:
     """The keys that Python's own message names, where the call has passed them on to another one."""
     found = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
     if found and found[1] in settings:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sqlite3
 import sys
 import threading
 import time
@@ -269,6 +270,9 @@ def ui_command(root: Path, settings: Settings) -> list[str]:
         raise ShardwrightError("the runs are on a server", where="tracking.uri", remedy=f"open {where} in a browser")
     if store.path and not store.path.exists():
         connect(store)  # whole or not at all, where the server would leave half of it when stopped
+    else:
+        with contextlib.suppress(sqlite3.Error):  # whatever is wrong with it, the server tells
+            store.mend_locations()
     host, port = UI_ADDRESS
     artifacts = ["--artifacts-destination", str(store.artifacts)] if store.artifacts else []
     return [

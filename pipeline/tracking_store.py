@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from pipeline.artifact_locations import FOLDER, mend
 from pipeline.garbage import no_collection
 
 CONNECT_S = 10.0
@@ -51,11 +52,12 @@ class Settings(Protocol):
 
 @dataclass(frozen=True)
 class Store:
-    """Where the runs go; `path` and `artifacts` only for an SQLite file."""
+    """Where the runs go; `path` and `artifacts` only for an SQLite file, which may lie in the project."""
 
     uri: str
     path: Path | None = None
     artifacts: Path | None = None
+    root: Path | None = None  # of the project that it lies in, and is copied and moved with
 
     @classmethod
     def of(cls, root: Path, settings: Settings) -> Store:
@@ -64,12 +66,20 @@ class Store:
         file, _, query = uri.removeprefix("sqlite:///").partition("?")
         if not uri.startswith("sqlite:///") or file in ("", ":memory:"):
             return cls(uri)
-        path = root.resolve() / file
-        return cls(f"sqlite:///{path}" + (f"?{query}" if query else ""), path, path.parent / "mlartifacts")
+        path, within = root.resolve() / file, not Path(file).is_absolute()
+        uri = f"sqlite:///{path}" + (f"?{query}" if query else "")
+        return cls(uri, path, path.parent / FOLDER, root.resolve() if within else None)
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(self.uri.encode()).hexdigest()[:16]  # the URI itself may hold a password
+        """The same in a copy of the project; of the URI, which may hold a password."""
+        uri = self.uri.replace(f"{self.root}/", "", 1) if self.root else self.uri
+        return hashlib.sha256(uri.encode()).hexdigest()[:16]
+
+    def mend_locations(self) -> None:
+        """Where the project was copied or moved with the store in it."""
+        if self.root and self.path:
+            mend(self.path)
 
     def hide_password(self, text: str) -> str:
         return re.sub(r"(//[^/\s:@]*):[^/\s@]*@", r"\1:***@", text)
@@ -97,6 +107,7 @@ def _open_sqlite(store: Store) -> Any:
     assert store.path is not None
     if store.path.exists() and store.path.stat().st_size:
         _check_sqlite(store.path)
+        store.mend_locations()
     else:
         _create_sqlite(store.path)
     return _open(store)
@@ -135,7 +146,7 @@ def _create_sqlite(path: Path) -> None:
         for leftover in path.parent.glob(f".{path.name}.*.new*"):
             leftover.unlink(missing_ok=True)
         temporary = path.with_name(f".{path.name}.{time.time_ns()}.new")
-        SqlAlchemyStore(f"sqlite:///{temporary}", str(path.parent / "mlartifacts")).engine.dispose()
+        SqlAlchemyStore(f"sqlite:///{temporary}", str(path.parent / FOLDER)).engine.dispose()
         os.replace(temporary, path)
 
 

@@ -78,6 +78,8 @@ class _Parts:
 
     def __init__(self, index: Path) -> None:
         places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        if outside := [place for place in places.values() if Path(place).is_absolute() or ".." in Path(place).parts]:
+            raise ValueError(f"it names {outside[0]!r:.80}, which lies outside of its folder")
         files = {file: _Safetensors(index.parent / file) for file in sorted(set(places.values()))}
         self.files = {name: files[file] for name, file in places.items()}
         self.shapes = {name: file.shapes[name] for name, file in self.files.items()}

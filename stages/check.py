@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts import load_saved
-from pipeline.config import ClusterSource, Config, Device, Draft, Pipeline, TrainEngine, saved_file
+from pipeline.config import PIPELINE_AXIS, ClusterSource, Config, Device, Draft, Pipeline, TrainEngine, saved_file
 from pipeline.errors import (
     ArtifactError,
     ConfigError,
@@ -98,7 +98,10 @@ def _model(config: Config) -> Any:
 
 def _as_taken(config: Config, model: Any) -> tuple[Config, list[TraceError]]:
     """With the tensors of the batch that `forward` takes, by which data is judged; and what is wrong with others."""
-    parameters = inspect.signature(model.forward).parameters.values()
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # of a scripted module
+        return config, []
     free = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     where, given = f"{file_of(config, 'model')}: batch", config.model.batch
     odd = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [name for name in given if name not in free]
@@ -164,7 +167,7 @@ def _check_data_set(config: Config, settings: Mapping[str, Any], where: str, who
 def _first(dataset: Any, where: str) -> Any:
     try:
         return dataset[0]
-    except Exception as error:  # the user's data set: one line, not our traceback
+    except (Exception, SystemExit) as error:  # the user's data set: one line, not our traceback
         told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         what = f"its first item cannot be read: {told}"
         raise TrainError(what, where=where, remedy="see its `__getitem__`") from error
@@ -223,10 +226,22 @@ def _solver(config: Config, root: Path) -> Iterator[ShardwrightError]:
     if solve.constraints:
         from stages.solve.constraints import parse
 
-        axes = tuple(solve.mesh) if solve.mesh else EVERY_AXIS[: solve.most_axes]
+        axes = _axes(config)
         yield from _raised(*(lambda n=n, t=t: parse({n: t}, axes, where) for n, t in solve.constraints.items()))
     if solve.plan is not None and (root / saved_file(solve.plan)).is_file():
         yield from _raised(lambda: _saved_plan(config, root, saved_file(solve.plan)))
+
+
+def _axes(config: Config) -> tuple[str, ...]:
+    """The names of a mesh that is given; else all that a mesh of so many devices may have."""
+    if config.solve.mesh:
+        own = {name: size for name, size in config.solve.mesh.items() if name != PIPELINE_AXIS}
+        return tuple(name for name, size in own.items() if size > 1) or tuple(own)[:1]
+    factors, left = 0, config.cluster.all_devices
+    for prime in range(2, left + 1):
+        while left % prime == 0:
+            factors, left = factors + 1, left // prime
+    return EVERY_AXIS[: max(1, min(config.solve.most_axes, factors))]
 
 
 def _saved_plan(config: Config, root: Path, file: str) -> None:

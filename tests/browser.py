@@ -21,7 +21,7 @@ FLAGS = (
     "--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
     "--disable-background-networking", "--remote-debugging-pipe", "--window-size=1400,1000",
 )  # fmt: skip
-ANSWER_S = 60.0
+ANSWER_S = 300.0
 # The browser reads commands from descriptor 3 and answers on 4; what is given here may have these very numbers.
 START = """
 import fcntl, os, sys

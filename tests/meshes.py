@@ -162,7 +162,7 @@ class Meeting:
     """A group of simulated ranks: each brings a tensor and takes what all brought."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=600)
         self.brought: list[Tensor] = [torch.empty(0)] * size
 
     def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:

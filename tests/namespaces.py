@@ -12,7 +12,7 @@ OWN = "own0"  # the interface that holds a host's address
 
 
 def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
 
 
 def why_not() -> str:
@@ -49,7 +49,7 @@ def hosts(name: str, count: int, megabits: Callable[[int, int], int]) -> Iterato
         yield made
     finally:
         for space in made:
-            subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=20)
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=120)
 
 
 def _wire(made: list[str], a: int, b: int, megabits: int) -> None:

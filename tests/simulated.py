@@ -20,7 +20,7 @@ class Group:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=30)
+        self.barrier = threading.Barrier(size, timeout=600)
         self.held: list[torch.Tensor] = [torch.empty(0)] * size
 
     def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -62,7 +62,7 @@ def job(folder: Path, program: str, steps: int, /, **safety: Any) -> dict[str, A
             "batch": {"input_ids": shape, "labels": shape},
         },
         "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences", **data}, "shuffle": True, "seed": 4},
-        "train": train_settings(steps=steps, seed=3, wait_s=60, optimizer=optimizer),
+        "train": train_settings(steps=steps, seed=3, wait_s=600, optimizer=optimizer),
         "digests": {},
         "where": {"model": "model", "data": "data", "train": "train"},
         "safety": {**given, **safety},

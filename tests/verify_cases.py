@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.complex_models import ComplexLayers, Fourier, Rotary
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan, Region
 from pipeline.lowering import lower
 from pipeline.runtime.source import load_program
 from stages.codegen.module import write_module
+from stages.verify.float32 import judge_in_float32, runner
 from stages.verify.float64 import draws_alike
 from stages.verify.locate import Case, locate
 from stages.verify.steps import judge
@@ -182,7 +184,24 @@ def in_blocks(graph: OpGraph) -> Plan:
     return plans.plan_of(uniform(graph, 2), tuple(leaves), 2)
 
 
+def tokens() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {name: torch.randint(12, (4, 12), generator=generator) for name in ("input_ids", "labels")}
+
+
+def drawn(seed: int) -> Callable[[OpGraph], Plan]:
+    """Any strategy for each op: complex numbers lie in pieces and in summands."""
+    return lambda graph: plans.random_plan(graph, 2, seed)
+
+
+COMPLEX: dict[str, Tried] = {
+    f"{build.__name__}, {name}": Tried(build, tokens, plan)
+    for build in (Rotary, Fourier, ComplexLayers)
+    for name, plan in {"shards": shards, "drawn": drawn(1), "drawn again": drawn(2)}.items()
+}
 TRIED: dict[str, Tried] = {
+    **COMPLEX,
+    "a wrong conjugate": Tried(Rotary, tokens, split, ("view_as_complex * unsq", "view_as_complex.conj() * unsq")),
     "compiled blocks": Tried(Ladder, sequences, in_blocks),
     "a wrong compiled block": Tried(Ladder, sequences, in_blocks, ("torch.tanh(", "1.01 * torch.tanh(")),
     "dropout that is split": Tried(lambda: Ladder(dropout=0.3), sequences, split),
@@ -238,7 +257,12 @@ def judged(tried: Tried, case: Case) -> dict[str, Any]:
     verdict = judge(load_program(case.path, compiles=False), known, tried.make)
     first = verdict.first()
     fault = None if verdict.equal or first is None else asdict(locate(case, truth(), tried.make, first))
+    in_float32 = None
+    if verdict.equal and not known.kind.others:
+        run = runner(load_program(case.path, compiles=False), case.path, tried.make, tried.batch_norm)
+        in_float32 = judge_in_float32(lambda: seeded(tried.build), tried.batches(), run).right
     kinds = {d.kind for d in verdict.differences if d.over > 1.0}
     tolerances = {d.tolerance: d.relative for d in verdict.differences if d.kind == "loss"}
     found = {"equal": verdict.equal, "fault": fault, "draw": draw, "kinds": kinds, "tolerances": tolerances}
+    found |= {"in_float32": in_float32}
     return found | asdict(known.kind)

@@ -49,6 +49,10 @@ class Raises(Items):
     def __getitem__(self, index):
         raise OSError("the archive is gone")
 
+class Leaves(Items):
+    def __init__(self):
+        raise SystemExit("bye")
+
 class NoLength:
     def __getitem__(self, index):
         return {}
@@ -106,7 +110,7 @@ def attacks(folder: Path, sample: bool) -> Iterator[Outcome]:
     (folder / "own/settings_broken.py").write_text(BROKEN)
     every = list(_attacks(folder))
     yield _attacked(folder / "valid", Attack("nothing is wrong", {}, ()))
-    for number, attack in enumerate(every[:: len(every) // 8] if sample else every):
+    for number, attack in enumerate(every[:: len(every) // 5] if sample else every):
         yield _attacked(folder / str(number), attack)
     if not sample:
         yield _as_command(folder / "command")
@@ -294,7 +298,7 @@ def _of_data() -> Iterator[Attack]:
     yield one("a key that data lacks", {"data.dataset.length": DROP}, data, "dataset.length")
     yield one("another length", {"data.dataset.length": 9}, data, "dataset", "[9]", "[8]")
     yield one("another type", {"model.batch": _batch(dtype="int32")}, data, "dataset", "torch.int64", "torch.int32")
-    wanted = {"Tuples": "tuple", "Words": "str", "Raises": "the archive is gone", "NoLength": "length"}
+    wanted = {"Tuples": "tuple", "Words": "str", "Raises": "the archive is gone", "NoLength": "length", "Leaves": "bye"}
     for name, word in wanted.items():
         yield one(f"data like {name}", {"data.dataset": {"_target_": f"settings_own.{name}"}}, data, "dataset", word)
     yield one("data that lacks a folder", {"data.dataset": {"_target_": "settings_own.Needs"}}, data, "dataset.folder")
@@ -330,6 +334,7 @@ def _of_planning() -> Iterator[Attack]:
     where = "constraints.head.weight"
     yield one("no such layout", {"solve.constraints": {"head.weight": "X(0)"}}, solve, where, "X(0)")
     yield one("no such axis", {"solve.constraints": {"head.weight": "S(0) on tp"}}, solve, where, "'tp'")
+    yield one("an axis too many", {"solve.constraints": {"head.weight": "S(0) on d1"}}, solve, where, "'d1'")
     yield one("no such parameter", {"solve.constraints": {"haed.weight": "R"}}, solve, "haed.weight", "'head.weight'")
     yield one("no such module", {"solve.shard_only": "layer.0"}, solve, "shard_only", "layer.0")
     yield one("a pipeline that is off", {"solve.mesh": {"pp": 2}}, solve, "mesh.pp", "off")

@@ -1,8 +1,8 @@
 """Complex numbers: what makes them and takes them apart, and Fourier transforms.
 
-All but `polar`, `angle` and `sgn` are linear over the real numbers, which is all that summands ask for: the conjugate of
-a sum is the sum of the conjugates. `polar` is in its first argument, but torch's gradient of it takes that as positive,
-which a summand need not be.
+All but `polar`, `angle` and `sgn` are linear over the real numbers, which is all that summands ask for: the conjugate
+of a sum is the sum of the conjugates. `polar` is in its first argument, but torch's gradient of it takes that as
+positive, which a summand need not be.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.ir.layout import Layout
+from pipeline.runtime.collectives import as_real
 from pipeline.runtime.gradients import Row
 from pipeline.runtime.mesh import axis_of
 
@@ -55,13 +56,15 @@ def _is_first_holder(row: Row, axes: Sequence[str]) -> bool:
 
 
 def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Tensor]]:
+    """Complex ones as the real numbers that they are made of."""
     found: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            found.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+            gradient = as_real(parameter.grad)
+            found.setdefault(gradient.dtype, []).append(gradient)
     return found
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
-    """A norm has more digits than bfloat16; that of complex numbers is real."""
-    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+    """A norm has more digits than bfloat16."""
+    return dtype if dtype == torch.float64 else torch.float32

@@ -14,6 +14,7 @@ import torch._functorch.config as partitioning
 from torch import Tensor, fx
 
 from pipeline.runtime import host_calls
+from pipeline.runtime.compile_cache import own_cache_folder
 from pipeline.runtime.recompute import replaying
 from pipeline.runtime_names import NAMES
 
@@ -58,6 +59,7 @@ def compiled(
     """
     if _Here.as_written:
         return function
+    own_cache_folder()
     from torch._inductor import config as inductor  # slow to import, and few programs need them
     from torch._inductor.compile_fx import compile_fx
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from pipeline.ir.layout import Layout, Place
 from pipeline.runtime import later
 from pipeline.runtime.ahead import Ahead
-from pipeline.runtime.collectives import all_gather_into, piece, sum_own
+from pipeline.runtime.collectives import all_gather_into, in_memory, piece, sum_own
 from pipeline.runtime.mesh import MeshAxis, axis_of, joined
 from pipeline.runtime.uneven import own_part, room
 
@@ -130,6 +130,9 @@ class Gradients:
             bucket.go_on()
         for bucket in self.buckets:
             bucket.wait()
+        for parameter in self.complete:
+            if parameter.grad is not None and parameter.grad.is_conj():  # as autograd leaves it; Adam does not take it
+                parameter.grad = in_memory(parameter.grad)
         later.finish(self.seats)
 
     def publish(self) -> None:

@@ -164,7 +164,8 @@ class _Keeper(TorchDispatchMode):
         if memory is None:
             memory = self.known[storage._cdata] = Memory(storage)
             self.largest = max(self.largest, memory.nbytes)
-        return View(memory, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        lies = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        return View(memory, tensor.dtype, *lies, tensor.is_conj())
 
     def _made(self, result: Any, before: set[Memory]) -> tuple[View | None, ...]:
         """The results that have new memory."""

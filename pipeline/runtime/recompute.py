@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.runtime.autocast import as_autocast
 from pipeline.runtime.put_off import not_recorded
 from pipeline.runtime.regather import keep_shards, keeping_shards
+from pipeline.runtime.strided import StridedView
 
 Result = TypeVar("Result")  # a tensor, or several
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -175,10 +176,10 @@ class _Note:
 
     given: _Given
     place: int
-    view: tuple[Any, Any, int]
+    view: StridedView
 
     def tensor(self) -> Tensor:
-        return self.given.argument(self.place).as_strided(*self.view)
+        return self.view.on(self.given.argument(self.place))
 
 
 class _Frame:
@@ -212,7 +213,7 @@ class _Frame:
             given.notes += 1
             if place not in given.needed:
                 given.needed.append(place)
-            return _Note(given, place, (tensor.size(), tensor.stride(), tensor.storage_offset()))
+            return _Note(given, place, StridedView.of(tensor))
 
         def unpack(packed: Any) -> Tensor:
             return packed.tensor() if isinstance(packed, _Note) else unpack_around(packed)

@@ -32,6 +32,7 @@ from pipeline.runtime import ahead
 from pipeline.runtime.collectives import Joining, Split, mask, mask_both, own_copy, sum_and_split_several
 from pipeline.runtime.mesh import MeshAxis, axis_of
 from pipeline.runtime.put_off import at_border
+from pipeline.runtime.strided import StridedView
 
 ON_FIRST = (mask, mask_both)  # give the first rank what they are given, and others zeros
 
@@ -129,13 +130,13 @@ class _View:
     """A part of what a note makes, from which another is made."""
 
     def __init__(self, note: _Source, tensor: Tensor) -> None:
-        self.note, self.view = note, (tensor.size(), tensor.stride(), tensor.storage_offset())
+        self.note, self.view = note, StridedView.of(tensor)
 
     def want(self) -> None:
         self.note.want()
 
     def take(self) -> Tensor:
-        return self.note.take().as_strided(*self.view)
+        return self.view.on(self.note.take())
 
 
 _Source = _Note | _Member | _View
@@ -149,11 +150,11 @@ class _Kept:
     """What is kept in place of a tensor: the note, and which view of the result it was."""
 
     def __init__(self, note: _Source, tensor: Tensor) -> None:
-        self.note, self.view = note, (tensor.size(), tensor.stride(), tensor.storage_offset())
+        self.note, self.view = note, StridedView.of(tensor)
         note.want()
 
     def tensor(self) -> Tensor:
-        return self.note.take().as_strided(*self.view)
+        return self.view.on(self.note.take())
 
 
 _notes: dict[int, _Source] = {}  # by where the result lies in memory, for as long as it lives

@@ -51,9 +51,11 @@ class View:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    conjugated: bool = False
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+        found = torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+        return found.conj() if self.conjugated else found
 
     def whole(self) -> bool:
         """Whether it is all of its memory, each element once."""

@@ -10,12 +10,18 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pipeline.errors import TraceError
 from pipeline.loss import pick_loss
 from pipeline.tracing.certain import CertainBranches
-from pipeline.tracing.source import user_line
+from pipeline.tracing.source import origin
 
 
 class LossOnly(nn.Module):
@@ -36,11 +42,41 @@ def export_loss(model: nn.Module, batch: dict[str, Tensor]) -> ExportedProgram:
         except TraceError:
             raise
         except Exception as error:  # the user's forward runs inside export and may raise anything
-            raise TraceError(
-                f"the model cannot be exported: {_first_line(error)}",
-                where=user_line(error) or "conf/model: module",
-                remedy="make forward() free of branches on tensor values and check the batch's names and shapes",
-            ) from error
+            raise refused(error) from error
+
+
+BRANCH = "a branch on a tensor's value"
+SIZE = "a tensor's value is used as a size"
+SHAPE = "an op whose result has a size that depends on values"
+NUMBERS = "an op that cannot run without numbers"
+REMEDIES = {
+    BRANCH: "compute both ways and choose with `torch.where`",
+    SIZE: "take sizes from shapes or from settings",
+    SHAPE: "use an op of fixed size, or make it an op of your own that tells its shapes (docs/how-to-add-an-op.md)",
+    NUMBERS: "make it an op of your own that tells its shapes (docs/how-to-add-an-op.md)",
+    "": "check the batch's names and shapes",
+}
+
+
+def refused(error: Exception) -> TraceError:
+    """By the kind of failure that torch.export reports, and by whose code it is in."""
+    kind, arose = _kind(error), origin(error)
+    told = f"{kind}: {_first_line(error)}" if kind else _first_line(error)
+    remedy = REMEDIES[kind]
+    if arose.package:
+        told += f", inside the package {arose.package} ({arose.inside})"
+        remedy = f"it is not in your code: look for a setting of {arose.package} that avoids it" if kind else remedy
+    return TraceError(f"the model cannot be exported: {told}", where=arose.line or "conf/model: module", remedy=remedy)
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return SIZE if "specialized integer" in str(error) else BRANCH
+    if isinstance(error, DataDependentOutputException):
+        return BRANCH
+    if isinstance(error, DynamicOutputShapeException):
+        return SHAPE
+    return NUMBERS if isinstance(error, UnsupportedOperatorException | NotImplementedError) else ""
 
 
 @contextmanager

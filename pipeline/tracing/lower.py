@@ -1,7 +1,7 @@
 """From torch's exported program to our values and ops.
 
-What export leaves behind goes on the way: metadata asserts, casts and views that change nothing, zero dropouts,
-wrappers around regions without gradient, and in-place ops (see mutation.py).
+What export leaves behind goes on the way: asserts and the sizes that only they read, casts and views that change
+nothing, zero dropouts, wrappers around regions without gradient, and in-place ops (see mutation.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import TraceError
 from pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
@@ -25,10 +27,14 @@ from pipeline.tracing.mutation import Mutations
 from pipeline.tracing.source import op_line
 
 _PREFIX = "model."  # of LossOnly
-_ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
+_ASSERTS = (
+    *("_assert_tensor_metadata", "_assert_scalar", "_assert_async"),
+    *("sym_constrain_range_for_size", "sym_constrain_range"),
+)
 _SAME_SHAPE_IS_SAME = ("alias", "view", "reshape", "flatten", "expand", "slice", "squeeze", "_unsafe_view", "unflatten")
 LARGEST_CONSTANT = 4096
 COPY = "aten.copy.default"
+FIXED_SIZE = "give it a size that is known: a mask in place of indices, a sum of `F.one_hot` in place of `bincount`"
 _CASTS = ("to", "type_as", "_to_copy")
 
 
@@ -133,8 +139,9 @@ class _Lowering:
 
     def run(self, module: GraphModule, grad: bool) -> Any:
         """Lowers the nodes of a graph; `grad` is False inside a region without gradient. Returns its output."""
+        checks = _checks(module)
         for node in module.graph.nodes:
-            if node.op == "call_function":
+            if node.op == "call_function" and node not in checks:
                 self._call(node, module, grad)
             elif node.op == "output":
                 return node.args[0]
@@ -147,8 +154,6 @@ class _Lowering:
             self.names[node] = whole[node.args[1]]  # type: ignore[index, assignment]
         elif kind == "wrap_with_set_grad_enabled":
             self._inline(node, module, grad)
-        elif kind in _ASSERTS:
-            return
         elif not hasattr(node.target, "_schema"):
             raise self._unsupported(node)
         elif kind == "broadcast_tensors" and _broadcasts_nothing(node):  # every call of F.mse_loss
@@ -255,11 +260,21 @@ class _Lowering:
         reads_gradient = grad and any(self.values[name].grad for name in args.refs())
         for name, result in zip(names, results if many else (results,), strict=True):
             if not isinstance(result, torch.Tensor):
-                raise self._unsupported(node, "its result is not a tensor")
-            type_ = _type(result)
+                raise _number_from_a_tensor(node)
+            type_ = self._result_type(node, result)
             self.values[name] = Value(name, type_, Role.RESULT, writer, reads_gradient and type_.is_inexact)
         self.names[node] = names if many else names[0]
         return names
+
+    def _result_type(self, node: Node, result: torch.Tensor) -> TensorType:
+        try:
+            return _type(result)
+        except GuardOnDataDependentSymNode as error:
+            raise TraceError(
+                f"the op {node.target} makes a tensor whose size depends on values{_in_module(node)}",
+                where=_place(node),
+                remedy=FIXED_SIZE,
+            ) from error
 
     def _arg(self, arg: Any) -> Arg:
         if isinstance(arg, Node):
@@ -293,12 +308,45 @@ class _Lowering:
             )
         return Ops(self.values, tuple(self.ops), loss)
 
-    def _unsupported(self, node: Node, why: str = "") -> TraceError:
+    def _unsupported(self, node: Node) -> TraceError:
+        """It writes in place what cannot be written so, or is no op at all."""
         return TraceError(
-            f"the op {node.target} is not supported{': ' + why if why else ''} (module {_module(node)!r})",
-            where=op_line(node.meta.get("stack_trace")) or "conf/model: module",
+            f"the op {node.target} is not supported{_in_module(node)}",
+            where=_place(node),
             remedy="write it with out-of-place tensor operations",
         )
+
+
+def _checks(module: GraphModule) -> set[Node]:
+    """Asserts, and the numbers that nothing else reads: sizes that are known, and what is compared with them."""
+    found: set[Node] = set()
+    for node in reversed(module.graph.nodes):
+        if node.op != "call_function":
+            continue
+        tensors = any(isinstance(each, torch.Tensor) for each in tree_leaves(node.meta.get("val")))
+        if _kind(node) in _ASSERTS or (
+            node.meta.get("val") is not None and not tensors and found.issuperset(node.users)
+        ):
+            found.add(node)
+    return found
+
+
+def _number_from_a_tensor(node: Node) -> TraceError:
+    """Such as `item`; sizes that are known are no numbers of a tensor, and are gone by now."""
+    read = f"the op {node.target} takes a number out of a tensor{_in_module(node)}"
+    return TraceError(
+        f"{read}: what it is will be known when the program runs, and not before",
+        where=_place(node),
+        remedy="keep it in a tensor, as one of no dims (`x.max()` in place of `x.max().item()`)",
+    )
+
+
+def _place(node: Node) -> str:
+    return op_line(node.meta.get("stack_trace")) or "conf/model: module"
+
+
+def _in_module(node: Node) -> str:
+    return f" (module {_module(node)!r})"
 
 
 def _broadcasts_nothing(node: Node) -> bool:

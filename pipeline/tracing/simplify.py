@@ -21,7 +21,7 @@ from pipeline.tracing.bags import with_bags
 from pipeline.tracing.lower import Ops, is_random, without_dead_ops
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
-WHERE, EXPAND = "aten.where.ScalarOther", "aten.expand.default"
+WHERE, EXPAND, CONTIGUOUS = "aten.where.ScalarOther", "aten.expand.default", "aten.contiguous.default"
 MASK, CAUSAL = 3, 5  # positions of attn_mask and is_causal
 LARGEST_MASK = 1 << 30  # elements
 HIDDEN = -1e4  # an additive mask at most this large hides a position
@@ -42,10 +42,16 @@ def _small_biases(graph: Ops, constants: _Constants) -> Ops:
     for op in graph.ops:
         for name in op.inputs:
             readers.setdefault(name, []).append(op)
+
+    def only_masks(name: str) -> bool:
+        """Of attention, as it is or laid out anew, which changes nothing of what it says."""
+        found = readers.get(name, [])
+        return all(_is_mask_of(r, name) or (r.target == CONTIGUOUS and only_masks(r.outputs[0])) for r in found)
+
     values = dict(graph.values)
     ops = []
     for op in graph.ops:
-        if op.target == WHERE and all(_is_mask_of(r, op.outputs[0]) for r in readers.get(op.outputs[0], [])):
+        if op.target == WHERE and only_masks(op.outputs[0]):
             source = constants.without_batch(op.inputs[0])
             bias = values[op.inputs[1]].type
             if source is not None and len(bias.shape) == 4 and bias.shape[0] == 1:
@@ -53,6 +59,11 @@ def _small_biases(graph: Ops, constants: _Constants) -> Ops:
                 before = values[op.outputs[0]]
                 shape = (1, *before.type.shape[1:])
                 values[before.name] = replace(before, type=replace(before.type, shape=shape))
+        elif op.target == CONTIGUOUS and only_masks(op.outputs[0]):
+            bare = constants.bare_bias(op.inputs[0])
+            op = op if bare is None else replace(op, args=replace(op.args, positional=(Ref(bare),)))
+            before = values[op.outputs[0]]
+            values[before.name] = replace(before, type=values[op.inputs[0]].type)
         ops.append(op)
     return replace(graph, ops=tuple(ops), values=values)
 

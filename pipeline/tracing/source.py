@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_NOT_THEIRS = ("/torch/", "/pipeline/tracing/", "/stages/trace/", "<frozen", "<string>")
+_HERE = Path(__file__).parents[2]
+_NOT_THEIRS = (
+    f"{Path(torch.__file__).parent}/",
+    *(f"{_HERE / folder}/" for folder in ("pipeline/tracing", "stages")),
+    *(str(_HERE / "pipeline" / file) for file in ("loss.py", "stage.py", "instantiate.py")),
+    "<frozen",
+    "<string>",
+)
+_STANDARD = f"{sysconfig.get_path('stdlib')}/"
+_PACKAGES = ("/site-packages/", "/dist-packages/")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Of an error: the user's own line, and where inside an installed package it arose, if it did."""
+
+    line: str  # file and line, or nothing
+    package: str = ""
+    inside: str = ""  # file of the package and line
 
 
 def op_line(stack_trace: str | None) -> str:
@@ -16,14 +38,23 @@ def op_line(stack_trace: str | None) -> str:
     return f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else ""
 
 
-def user_line(error: BaseException) -> str:
+def origin(error: BaseException) -> Origin:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _foreign(f.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames and _is_model_code(frames[-1].filename) else ""
+    theirs = [f for f in frames if not _package(f.filename) and not f.filename.startswith(_STANDARD)]
+    line = f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+    innermost = frames[-1] if frames else None
+    if innermost is None or not (package := _package(innermost.filename)):
+        return Origin(line)
+    return Origin(line, package, f"{Path(innermost.filename).name}:{innermost.lineno}")
 
 
 def _foreign(filename: str) -> bool:
-    return any(part in filename for part in _NOT_THEIRS)
+    return filename.startswith(_NOT_THEIRS)
 
 
-def _is_model_code(filename: str) -> bool:
-    return not filename.endswith(("/stages/__main__.py", "/pipeline/stage.py", "/runpy.py"))
+def _package(filename: str) -> str:
+    """The name of the installed package that a file is of, or nothing."""
+    for folder in _PACKAGES:
+        if folder in filename:
+            return filename.rpartition(folder)[2].split("/")[0].removesuffix(".py")
+    return ""

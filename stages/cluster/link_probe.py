@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ PAIR_GROWTH = 4
 LONG_ENOUGH_S = 0.05  # a message that takes this long tells the bandwidth, whatever small ones do
 PAIR_REPEATS = 3
 APARTS, APART_BYTES = 60, 1 << 16  # measurements of a collective after a product, and its size
-CROSSINGS = 8  # times that pairs cross at once
+CROSSINGS = 12  # times that pairs cross at once, in turns with one of them alone
 
 Pair = dict[str, float]  # of two ranks `a` and `b`: latency and bandwidth
 
@@ -102,18 +103,24 @@ def _tell(other: int, nbytes: int, repeats: int) -> None:
     dist.send(torch.tensor([nbytes, repeats]), other)
 
 
-def measure_crossing(clock: Clock, pairs: Round, bandwidth: float, largest: float) -> float:
-    """Bytes/s of each of these pairs while the first of every pair sends to the second, all at once.
+def measure_crossing(clock: Clock, pairs: Round, bandwidth: float, largest: float) -> dict[str, Any]:
+    """Bytes/s of the first of these pairs alone, and of each while the first of every pair sends to the second.
 
-    Pairs that go there and back, as in `measure_pairs`, could use the two directions of a shared link in turns.
+    Pairs that go there and back, as in `measure_pairs`, could use the two directions of a shared link in turns. What
+    each has left is told by a message alone and one right after it among others: what disturbs the machine for a while
+    disturbs both.
     """
     most = min(largest, max(PAIR_GROWTH * PAIR_MESSAGE, LONG_ENOUGH_S * bandwidth * 2 / max(2, len(pairs))))
-    sizes, seconds = [most / PAIR_GROWTH, most], []
-    for size in sizes:
-        send = functools.partial(_send_along, pairs, torch.ones(int(size), dtype=torch.uint8, device=clock.device))
-        send()
-        seconds.append(reduce_times(slowest([clock.once(send) for _ in range(CROSSINGS)])).seconds)
-    return _bandwidth(sizes, seconds)
+    sizes = [most / PAIR_GROWTH, most]
+    small, large = (torch.ones(int(size), dtype=torch.uint8, device=clock.device) for size in sizes)
+    works = [functools.partial(_send_along, *told) for told in ((pairs[:1], small), (pairs[:1], large), (pairs, large))]
+    for work in works:
+        work()
+    turns = [[clock.once(work) for work in works] for _ in range(CROSSINGS)]
+    short, long, crowded = (slowest(list(own)) for own in zip(*turns, strict=True))
+    alone = _bandwidth(sizes, [reduce_times(own).seconds for own in (short, long)])
+    left = statistics.median(one / among for one, among in zip(long, crowded, strict=True))
+    return {"ranks": pairs[0], "pairs": len(pairs), "alone": alone, "each": min(1.0, left) * alone}
 
 
 def _send_along(pairs: Round, message: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ from pipeline.launch import LaunchFailed
 BEAT_S = 1.0
 STOP_S = 5.0  # that a rank which is through waits for its last beat
 SILENT_S = 15.0
-LAST_WORDS_S = 3.0  # after a failure here, for the reason to arrive from elsewhere
+LAST_WORDS_S = 10.0  # after a failure here, for the reason to arrive from elsewhere
 PART_S = 10.0
 LOCAL = "127.0.0.1"
 
@@ -124,7 +124,8 @@ class Meeting:
 
     def explain(self, failure: str) -> str:
         """The reason of a failure that was noticed here: what another host knows, or who was never heard."""
-        deadline = time.monotonic() + (LAST_WORDS_S if self.others else 0.0)
+        waits = self.others and " died" not in failure  # a death here is its own reason
+        deadline = time.monotonic() + (LAST_WORDS_S if waits else 0.0)
         found = self._last_words()
         while found is None and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -84,7 +84,9 @@ def _measure_links(job: dict[str, Any], voice: Voice, clock: Clock, hosts: list[
     voice.say("measuring pairs")
     rounds = pair_rounds(hosts)
     pairs = measure_pairs(clock, rounds, largest, PAIRS * budget)
-    crossing = _measure_crossing(clock, hosts, min(pair["bandwidth"] for pair in pairs), largest)
+    across = crossing_pairs(hosts)
+    least = min(pair["bandwidth"] for pair in pairs)
+    crossing = measure_crossing(clock, across, least, largest) if len(across) > 1 else None
     order, axes = _from_first(_axes_of(pairs, hosts) if dist.get_rank() == 0 else None)
     found, share = [], (1 - PAIRS) * budget / len(axes)
     for (stride, size), links in axes.items():
@@ -95,15 +97,6 @@ def _measure_links(job: dict[str, Any], voice: Voice, clock: Clock, hosts: list[
     voice.say("measuring overlap")
     overlap = measure_overlap(clock, max(m["bytes"] for m in found[0]["fitted"]["all_reduce"]))
     return {"pairs": pairs, "crossing": crossing, "rounds": len(rounds), "axes": found, "overlap": overlap}
-
-
-def _measure_crossing(clock: Clock, hosts: list[str], bandwidth: float, largest: float) -> dict[str, Any] | None:
-    """Two hosts of several devices: what a pair between them has alone, and what each has of as many as there are."""
-    pairs = crossing_pairs(hosts)
-    if len(pairs) < 2:
-        return None
-    alone, each = (measure_crossing(clock, at_once, bandwidth, largest) for at_once in (pairs[:1], pairs))
-    return {"ranks": pairs[0], "pairs": len(pairs), "alone": alone, "each": each}
 
 
 def _axes_of(pairs: list[dict[str, float]], hosts: list[str]) -> tuple[list[int], dict[tuple[int, int], Links]]:

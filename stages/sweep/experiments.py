@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import overrides
+from stages.sweep.abandoned import forget
 from stages.sweep.points import SweepError
 
+END_S = 20.0  # that it has to end after it was told to
 PLAIN = re.compile(r"[\w.+/-]+")
 
 
@@ -31,16 +36,43 @@ def check_repository(root: Path) -> None:
 
 
 def run_point(
-    root: Path, name: str, settings: Sequence[str], code: str, until: str, environ: Mapping[str, str], report: Path
+    root: Path,
+    name: str,
+    settings: Sequence[str],
+    code: str,
+    until: str,
+    environ: Mapping[str, str],
+    report: Path,
+    lock: int,
 ) -> Ran:
-    """All that it said goes to the file `report`."""
+    """All that it said goes to the file `report`. The lock tells others that it runs, also where this process died."""
     changes = [flag for change in overrides(root, settings) for flag in ("-S", _override(*change))]
     copied = [flag for path in _untracked(root, code) for flag in ("--copy-paths", path)]
     command = [sys.executable, "-m", "dvc", "exp", "run", "--temp", "--name", name, *changes, *copied, until]
     report.parent.mkdir(parents=True, exist_ok=True)
     with report.open("w") as file:
-        done = subprocess.run(command, cwd=root, env=dict(environ), stdout=file, stderr=subprocess.STDOUT)
-    return Ran(name, _reason(report.read_text()) if done.returncode else "")
+        dvc = subprocess.Popen(
+            command, cwd=root, env=dict(environ), stdout=file, stderr=subprocess.STDOUT, pass_fds=(lock,),
+            process_group=0,
+        )  # fmt: skip
+    try:
+        status = dvc.wait()
+    except BaseException:
+        end(dvc)
+        raise
+    finally:
+        forget(root, lambda other: other == name)
+    return Ran(name, _reason(report.read_text()) if status else "")
+
+
+def end(dvc: subprocess.Popen[bytes]) -> None:
+    """With its stage, as Ctrl-C would: DVC removes its copy of the project then."""
+    for sign, patience_s in ((signal.SIGINT, END_S), (signal.SIGTERM, END_S), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(dvc.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            dvc.wait(patience_s)
+            return
 
 
 def _override(file: str, key: str, value: Any) -> str:

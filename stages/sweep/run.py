@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from pipeline.point import SWEEP_TAG, Point
 from pipeline.spool import StageRecord
 from pipeline.stage import as_cached, up_to
 from pipeline.tracker import Tracker
+from stages.sweep.abandoned import forget_killed, held
 from stages.sweep.experiments import check_repository, metrics_of, run_point
 from stages.sweep.points import SweepError, points_of
 
@@ -33,6 +37,7 @@ COLUMNS = {  # of the table: stage and figure
     "final_loss": ("train", "final_loss"),
 }
 
+SWEEPS = "runs/sweep"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}")  # DVC makes a git reference of it
 Row = dict[str, Any]
 
@@ -44,10 +49,11 @@ class Sweeping:
     until: str
     environ: Mapping[str, str]
     log: Log
+    lock: int  # an open file
 
     @property
     def folder(self) -> Path:
-        return self.root / "runs" / "sweep" / self.name
+        return self.root / SWEEPS / self.name
 
 
 def run(root: Path, arguments: argparse.Namespace, environ: Mapping[str, str], log: Log) -> int:
@@ -55,13 +61,31 @@ def run(root: Path, arguments: argparse.Namespace, environ: Mapping[str, str], l
     points = points_of(asked.settings)
     configs = [try_settings(root, point) for point in points]  # a mistake is told before the first point runs
     check_repository(root)
+    for killed in forget_killed(root, root / SWEEPS):
+        log.info("%s was killed: DVC does not take it for running any more", killed)
     name = f"{title}-{time.strftime('%Y%m%d-%H%M%S')}"
-    sweeping = Sweeping(root, name, asked.until.value, environ, log)
-    tracker = _own_run(sweeping, configs[0], asked.settings)
-    rows = [_ran(sweeping, number, *pair) for number, pair in enumerate(zip(points, configs, strict=True), start=1)]
+    with ended_by_signals(), held(root / SWEEPS / name) as lock:
+        sweeping = Sweeping(root, name, asked.until.value, environ, log, lock)
+        tracker = _own_run(sweeping, configs[0], asked.settings)
+        rows = [_ran(sweeping, number, *pair) for number, pair in enumerate(zip(points, configs, strict=True), start=1)]
     _close(sweeping, tracker, rows)
     print(json.dumps(rows, indent=1) if arguments.json else told(sweeping, configs[0], rows))
     return 0
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """What ends a process without a word ends this one as an error would: the point that runs ends with it."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def read_sweep(root: Path, arguments: argparse.Namespace) -> tuple[str, Sweep]:
@@ -88,7 +112,7 @@ def _ran(sweeping: Sweeping, number: int, settings: tuple[str, ...], config: Con
     environ = {**sweeping.environ, **point.environment(), "SHARDWRIGHT_EXECUTION": name}
     sweeping.log.info("%s", what)
     report = sweeping.folder / f"{number}.log"
-    ran = run_point(sweeping.root, name, settings, config.code, sweeping.until, environ, report)
+    ran = run_point(sweeping.root, name, settings, config.code, sweeping.until, environ, report, sweeping.lock)
     row: Row = dict(setting.split("=", 1) for setting in settings)
     tracker = Tracker(sweeping.root, config.tracking, sweeping.log, execution=name, point=point)
     if ran.reason:

@@ -63,6 +63,7 @@ class Loop:
             self._write(self.safety.after(number + 1, self._numbers))
         self.batches.close()
         self._write(self.safety.end())
+        self.safety.require_last(exports=self.job["train"]["export"])
         return {
             "ranks": dist.get_world_size(),
             "engine": self.taken_by,

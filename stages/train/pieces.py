@@ -1,47 +1,34 @@
-"""Pieces of tensors for `torch.distributed.checkpoint`, whatever the layout.
+"""Pieces of tensors as boxes, whatever the layout, and which rank writes which box.
 
-It knows a tensor as boxes, each with the place of its first element. A piece is a product of runs of indices, so it is
-as many boxes as there are ways to take one run of each dim. What is written are whole tensors, in boxes; a run with
-another plan has other boxes, and each is filled from those that it meets.
+A piece is a product of runs of indices, so it is as many boxes as there are ways to take one run of each dim. What is
+written are whole tensors, in boxes; a run with another plan has other boxes, and each is filled from those that it
+meets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, product
-from typing import Any
+from math import prod
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    LoadPlan,
-    Metadata,
-    SavePlan,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from pipeline.ir.layout import Run
 from pipeline.runtime.mesh import axis_of
 from pipeline.runtime.parameters import runs_of
 from stages.train.engine import Held
 
+Place = tuple[tuple[int, ...], tuple[int, ...]]  # of a box in the whole tensor: offsets and sizes
+
 
 @dataclass(frozen=True)
 class Box:
     """A part of a piece that is one box of the whole tensor."""
 
-    offsets: torch.Size  # in the whole tensor
-    sizes: torch.Size
+    offsets: tuple[int, ...]  # in the whole tensor
+    sizes: tuple[int, ...]
     within: tuple[slice, ...]  # in the piece
 
 
@@ -49,7 +36,7 @@ class Box:
 class Piece:
     name: str
     tensor: Tensor
-    shape: torch.Size  # of the whole
+    shape: tuple[int, ...]  # of the whole
     cut: str  # how the whole is cut: pieces with the same cut cover it, each element once or as replicas
     boxes: tuple[Box, ...]
 
@@ -57,17 +44,26 @@ class Piece:
     def of(held: Held) -> Piece:
         sizes = ",".join(str(axis_of(name).size) for name in held.axes)
         boxes = boxes_of(runs_of(held.shape, held.layout, held.axes))
-        return Piece(held.name, held.piece.detach(), torch.Size(held.shape), f"{held.layout} on {sizes}", boxes)
+        return Piece(held.name, held.piece.detach(), tuple(held.shape), f"{held.layout} on {sizes}", boxes)
 
     @staticmethod
     def whole(name: str, tensor: Tensor) -> Piece:
-        return Piece(name, tensor, tensor.shape, "", boxes_of([((0, size),) for size in tensor.shape]))
+        return Piece(name, tensor, tuple(tensor.shape), "", boxes_of([((0, size),) for size in tensor.shape]))
 
-    def box_at(self, offsets: torch.Size | None) -> Tensor:
-        return next(self.tensor[box.within] for box in self.boxes if box.offsets == offsets)
+    def offer(self) -> Offer:
+        places = tuple((box.offsets, box.sizes) for box in self.boxes)
+        return Offer(self.name, self.tensor.dtype, self.shape, self.cut, places)
 
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=box.offsets, sizes=box.sizes) for box in self.boxes]
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank could write of one tensor: its piece without the numbers."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    cut: str
+    places: tuple[Place, ...]
 
 
 def boxes_of(runs: Iterable[tuple[Run, ...]]) -> tuple[Box, ...]:
@@ -83,89 +79,68 @@ def boxes_of(runs: Iterable[tuple[Run, ...]]) -> tuple[Box, ...]:
             ]
         )
     return tuple(
-        Box(torch.Size(r[0] for r in taken), torch.Size(r[1] for r in taken), tuple(r[2] for r in taken))
+        Box(tuple(r[0] for r in taken), tuple(r[1] for r in taken), tuple(r[2] for r in taken))
         for taken in product(*dims)
     )
 
 
-class SavePlanner(DefaultSavePlanner):
-    """Of a state dict whose values are pieces; `written` are the names of which this rank has written a box."""
+@dataclass(frozen=True)
+class Shared:
+    """One tensor, and of each box of it the rank that writes it."""
 
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.written: set[str] = set()
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    writers: dict[Place, int]
 
-    def create_local_plan(self) -> SavePlan:
-        items = [item for piece in self.state_dict.values() for item in _write_items(piece)]
-        self.plan = SavePlan(items, planner_data={name: piece.cut for name, piece in self.state_dict.items()})
-        return self.plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return super().create_global_plan(_of_one_cut(all_plans))
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self.written = {item.index.fqn for item in new_plan.items}
-        return super().finish_plan(new_plan)
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        piece: Piece = self.state_dict[index.fqn]
-        return piece.box_at(index.offset)
+    def is_whole(self) -> bool:
+        return sum(prod(sizes) for _, sizes in self.writers) == prod(self.shape)
 
 
-def _write_items(piece: Piece) -> list[WriteItem]:
-    properties = TensorProperties(dtype=piece.tensor.dtype)
-    return [
-        WriteItem(
-            MetadataIndex(piece.name, chunk.offsets),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk, properties, piece.shape),
-        )
-        for chunk in piece.chunks()
-    ]
+def shared_out(offers: Sequence[Sequence[Offer]]) -> dict[str, Shared]:
+    """What each rank offers, shared out: a box is written by the one of its holders that has least to write so far.
 
-
-def _of_one_cut(plans: list[SavePlan]) -> list[SavePlan]:
-    """Ranks of different meshes may hold one tensor in different cuts, such as a tied weight: the first one is written.
-
-    Replicas are left to the planner of torch, which knows them by equal places.
+    Ranks of different meshes may hold one tensor in different cuts, such as a tied weight: the first one is written.
     """
-    cuts: dict[str, str] = {}
-    for plan in plans:
-        for name, cut in plan.planner_data.items():
-            cuts.setdefault(name, cut)
-    return [
-        replace(plan, items=[item for item in plan.items if cuts[item.index.fqn] == plan.planner_data[item.index.fqn]])
-        for plan in plans
-    ]
+    first: dict[str, Offer] = {}
+    holders: dict[str, dict[Place, list[int]]] = {}
+    for rank, own in enumerate(offers):
+        for offer in own:
+            if first.setdefault(offer.name, offer).cut == offer.cut:
+                found = holders.setdefault(offer.name, {})
+                for place in offer.places:
+                    found.setdefault(place, []).append(rank)
+    load = [0] * len(offers)
+    result = {name: Shared(offer.dtype, offer.shape, {}) for name, offer in first.items()}
+    for name, places in holders.items():
+        for place, ranks in places.items():
+            rank = min(ranks, key=load.__getitem__)
+            load[rank] += prod(place[1]) * first[name].dtype.itemsize
+            result[name].writers[place] = rank
+    return result
 
 
-class LoadPlanner(DefaultLoadPlanner):
-    """Into a state dict whose values are pieces: each box from all that was saved of it."""
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for name, piece in self.state_dict.items():
-            saved = self.metadata.state_dict_metadata[name]
-            assert isinstance(saved, TensorStorageMetadata), name
-            items += create_read_items_for_chunk_list(name, saved, piece.chunks())
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        piece: Piece = self.state_dict[index.fqn]
-        return piece.box_at(index.offset)
+def overlap(box: Place, other: Place) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What two boxes of one tensor share, as slices of each of them; None for nothing."""
+    mine, theirs = [], []
+    for start, size, other_start, other_size in zip(*box, *other, strict=True):
+        low, high = max(start, other_start), min(start + size, other_start + other_size)
+        if low >= high:
+            return None
+        mine.append(slice(low - start, high - start))
+        theirs.append(slice(low - other_start, high - other_start))
+    return tuple(mine), tuple(theirs)
 
 
-def mismatch(pieces: Mapping[str, Piece], saved: Mapping[str, Any]) -> str:
-    """Why what was saved cannot fill these pieces, or nothing."""
+def mismatch(pieces: Mapping[str, Piece], saved: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:
+    """Why what was saved, by type and shape, cannot fill these pieces, or nothing."""
     for name, piece in pieces.items():
-        if name not in saved and piece.boxes:
-            return f"it has no {name}"
-        if name in saved and tuple(saved[name].size) != tuple(piece.shape):
-            return f"{name} has shape {list(saved[name].size)} in it, and {list(piece.shape)} here"
+        if name not in saved:
+            if piece.boxes:
+                return f"it has no {name}"
+            continue
+        dtype, shape = saved[name]
+        if shape != piece.shape:
+            return f"{name} has shape {list(shape)} in it, and {list(piece.shape)} here"
+        if dtype.is_complex and not piece.tensor.is_complex():
+            return f"{name} is complex in it, and not here"
     return ""

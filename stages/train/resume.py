@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from pipeline.errors import TrainError
 from pipeline.runtime.random import go_apart
@@ -19,13 +18,15 @@ from stages.train.manifest import (
     Missing,
     Unreadable,
     check_files,
+    damaged_in,
     read_manifest,
     set_aside,
     snapshots_in,
     sweep,
 )
-from stages.train.pieces import LoadPlanner, Piece, mismatch
+from stages.train.pieces import Piece, mismatch
 from stages.train.snapshots import SHARE, About, random_pieces
+from stages.train.tensor_files import Table, TensorFiles, check_boxes, read_table
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Found:
 
     path: Path | None
     about: About = field(default_factory=dict)
+    tensors: Table = field(default_factory=dict)
     damaged: tuple[str, ...] = ()
     before: Path | None = None  # the one before it in the same folder
 
@@ -41,37 +43,56 @@ class Found:
 def find(folder: Path, origin: str | None, where: str) -> Found:
     """The newest snapshot of this run that is whole, or else the one that the run is to begin from.
 
-    Only one that is damaged is passed over. Where it cannot be told whether one is, the run ends: it would otherwise
-    begin anew beside the work of hours.
+    One that is damaged is passed over for an older one, and set aside. Where none of a run's is whole, or it cannot be
+    told, the run ends: it would otherwise begin anew beside the work of hours.
     """
-    names: list[Any] = [None]
+    names: list[Any] = [None, None]
     if dist.get_rank() == 0:
         sweep(folder)
-        names = [[path.name for path in snapshots_in(folder)]]
+        names = [[path.name for path in snapshots_in(folder)], [path.name for path in damaged_in(folder)]]
     dist.broadcast_object_list(names, src=0)
-    damaged: list[str] = []
-    for name, before in zip_longest(names[0], names[0][1:]):
-        manifest, problem = _checked(folder / name, where)
+    newest, aside = names
+    damaged: dict[str, str] = {}
+    for name, before in zip_longest(newest, newest[1:]):
+        manifest, tensors, problem = _checked(folder / name, where)
         if not problem:
-            return Found(folder / name, manifest["about"], tuple(damaged), before and folder / before)
-        damaged.append(f"{name}: {problem}")
-        if dist.get_rank() == 0:
-            set_aside(folder / name)
+            if dist.get_rank() == 0:
+                for other in damaged:
+                    set_aside(folder / other)
+            told = tuple(f"{name}: {problem}" for name, problem in damaged.items())
+            return Found(folder / name, manifest["about"], tensors, told, before and folder / before)
+        damaged[name] = problem
+    if damaged or aside:
+        raise _all_damaged(folder, {**damaged, **dict.fromkeys(aside, "set aside before")}, origin, where)
     if origin is None:
-        return Found(None, damaged=tuple(damaged))
-    manifest, problem = _checked(Path(origin), where)
+        return Found(None)
+    manifest, tensors, problem = _checked(Path(origin), where)
     if problem:
         raise TrainError(f"{origin} is damaged: {problem}", where=where, remedy="name another snapshot")
-    return Found(Path(origin), manifest["about"], tuple(damaged))
+    return Found(Path(origin), manifest["about"], tensors)
 
 
-def _checked(snapshot: Path, where: str) -> tuple[dict[str, Any], str]:
-    """Its manifest, and what is wrong with it; ranks share the files. All ranks end where one cannot tell."""
+def _all_damaged(folder: Path, damaged: dict[str, str], origin: str | None, where: str) -> TrainError:
+    named = ", ".join(f"{name} ({problem})" for name, problem in damaged.items())
+    anew = f"move them away to begin from {origin} again" if origin else "begin anew with `resume: never`"
+    return TrainError(
+        f"no snapshot of this run in {folder} is whole: {named}",
+        where=where,
+        remedy=f"bring one back from a copy of yours, or {anew}, which keeps these; nothing was changed",
+    )
+
+
+def _checked(snapshot: Path, where: str) -> tuple[dict[str, Any], Table, str]:
+    """Its manifest, its tensors, what is wrong with it; ranks share the files. All ranks end where one cannot tell."""
     manifest: dict[str, Any] = {}
+    tensors: Table = {}
     unreadable, damaged, missing = "", "", ""
+    part = dist.get_rank(), dist.get_world_size()
     try:
         manifest = read_manifest(snapshot)
-        check_files(snapshot, manifest, dist.get_rank(), dist.get_world_size())
+        check_files(snapshot, manifest, *part)
+        tensors = read_table(snapshot, manifest["files"])
+        check_boxes(snapshot, tensors, *part)
     except Missing as error:
         damaged, missing = str(error), error.file
     except Damaged as error:
@@ -85,7 +106,7 @@ def _checked(snapshot: Path, where: str) -> tuple[dict[str, Any], str]:
     problem = next((text for text, _, _ in everyone if text), unseen[0])
     if problem:
         raise TrainError(f"{snapshot} cannot be used: {problem}", where=where)
-    return manifest, next((text for _, text, _ in everyone if text), "")
+    return manifest, tensors, next((text for _, text, _ in everyone if text), "")
 
 
 def _unseen(snapshot: Path, missing: list[str]) -> str:
@@ -96,34 +117,48 @@ def _unseen(snapshot: Path, missing: list[str]) -> str:
     return ""
 
 
-def restore(engine: Engine, snapshot: Path, about: About, program: str) -> None:
+def restore(engine: Engine, found: Found, program: str) -> None:
     """All of the state, cut as this run cuts it, and the streams of random numbers.
 
     A rank of the same program has its own streams back. Under another plan all go on from those of rank 0: equal on
     the ranks that draw alike, as `pipeline.runtime.random` wants them; others leave it for streams of their own.
     """
+    assert found.path is not None
     make_optimizer_state(engine.optimizer)
-    metadata = dcp.FileSystemReader(snapshot).read_metadata().state_dict_metadata
-    drop_optimizer_state(engine, metadata.keys())
-    same = about["ranks"] == dist.get_world_size() and about["program"] == program
+    drop_optimizer_state(engine, found.tensors.keys())
+    same = found.about["ranks"] == dist.get_world_size() and found.about["program"] == program
     streams = random_pieces(engine.device, dist.get_rank() if same else 0)
     pieces = {piece.name: piece for piece in map(Piece.of, engine.state())}
-    problem = mismatch(pieces, metadata)
+    known = {piece.name: piece for piece in streams if piece.name in found.tensors}
+    problem = mismatch(pieces | known, {name: (saved.dtype, saved.shape) for name, saved in found.tensors.items()})
     if problem:
         raise TrainError(
-            f"{snapshot} does not fit the model or the optimizer: {problem}", remedy="begin anew with `resume: never`"
+            f"{found.path} does not fit the model or the optimizer: {problem}",
+            remedy="begin anew with `resume: never`",
         )
-    pieces |= {piece.name: piece for piece in streams if piece.name in metadata}
+    files = TensorFiles(found.path, found.tensors)
     with torch.no_grad():
-        dcp.load(pieces, storage_reader=dcp.FileSystemReader(snapshot), planner=LoadPlanner())  # type: ignore[arg-type]
+        for piece in (pieces | known).values():
+            if piece.boxes:
+                files.fill(piece)
     engine.restored()
     for piece in streams:
+        _set_stream(piece, engine.device, found.path)
+    if not same:
+        go_apart(engine.stream)
+
+
+def _set_stream(piece: Piece, device: torch.device, snapshot: Path) -> None:
+    try:
         if piece.name.endswith("/cpu"):
             torch.set_rng_state(piece.tensor)
         else:
-            torch.cuda.set_rng_state(piece.tensor, engine.device)
-    if not same:
-        go_apart(engine.stream)
+            torch.cuda.set_rng_state(piece.tensor, device)
+    except RuntimeError as error:
+        raise TrainError(
+            f"{snapshot} cannot be used: {piece.name} is no state of random numbers ({str(error)[:80]})",
+            remedy="name another snapshot as `resume`, or begin anew with `resume: never`",
+        ) from None
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

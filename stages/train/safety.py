@@ -43,6 +43,7 @@ class Safety:
         self.finite = 0  # so many steps had a loss that is a number
         self.newest: Path | None = None  # the last snapshot on the disk
         self.good: Path | None = None  # the last one from which a finite loss was computed
+        self.problem = "no snapshot was due"  # of the last one that was taken, or nothing
 
     def resume(self) -> tuple[About, list[Note]]:
         """The state as a snapshot has it, its numbers, and what there is to tell; no numbers for a run that begins."""
@@ -54,7 +55,7 @@ class Safety:
         if found.path is None:
             return {}, [*notes, *([{"resumed": 0, "restart": restarts}] if restarts else [])]
         own = self.same_steps(found.about)  # another engine draws otherwise, though the program is the same
-        restore(self.engine, found.path, found.about, self.program if own else "")
+        restore(self.engine, found, self.program if own else "")
         self.finite, self.newest, self.good = found.about["step"], found.path, found.before
         told = {"resumed": found.about["step"], "restart": restarts, "losses": found.about["losses"]}
         return found.about, [*notes, {**told, "from": str(found.path)}]
@@ -91,8 +92,21 @@ class Safety:
         self.watchdog.beat("the last snapshot", slow=True)
         return self._outcome(wait=True)
 
+    def require_last(self, *, exports: bool) -> None:
+        """A run whose settings ask for its last state has come to its end only if that is on the disk somewhere."""
+        if self.snapshots is None or exports or (self.newest and step_of(self.newest) >= self.steps):
+            return
+        went_on = f"from {self._shown(self.newest)}" if self.newest else "from the start"
+        raise TrainError(
+            f"the state after the last step could not be saved: {self.problem}",
+            where=self._shown(self.snapshots.folder),
+            remedy=f"mend that, and run again: training goes on {went_on}",
+        )
+
     def _outcome(self, *, wait: bool) -> list[Note]:
         outcome = self.snapshots.done(wait=wait) if self.snapshots else None
+        if outcome:
+            self.problem = outcome.problem
         if outcome and self.snapshots and not outcome.problem:
             self.newest = self.snapshots.folder / name_of(outcome.step)
             self._prove()
@@ -104,10 +118,12 @@ class Safety:
 
     def last_good(self) -> str:
         """The folder of the last snapshot that is proven, for a message; nothing where there is none."""
-        if self.good is None:
-            return ""
+        return "" if self.good is None else self._shown(self.good)
+
+    def _shown(self, path: Path) -> str:
+        """From the root of the project, as the user names it."""
         *_, root = Path(self.settings["folder"]).parents[:4]
-        return str(self.good.relative_to(root) if self.good.is_relative_to(root) else self.good)
+        return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
     def _about(self, done: int, numbers: About) -> About:
         here = {"program": self.program, "ranks": dist.get_world_size(), "engine": self.made_by}

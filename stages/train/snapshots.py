@@ -1,9 +1,10 @@
 """Snapshots of the training state, written while training goes on.
 
 A snapshot is 1. copied to the host between two steps, into memory that is used again, 2. written by a thread, every
-rank its pieces and each replica once, 3. read back for its digests, 4. given its name by rank 0 when all are done.
-Steps 2 to 4 talk over a process group of their own. Only then is it acknowledged (`Outcome`). What goes wrong on one
-rank is known to all; then nothing is left of the snapshot, those before it stay, and training goes on.
+rank the boxes that fall to it, each replica once (`pieces.py`, `tensor_files.py`), 3. read back for its digests, 4.
+given its name by rank 0 when all are done. Steps 2 to 4 talk over a process group of their own. Only then is it
+acknowledged (`Outcome`). What goes wrong on one rank is known to all; then nothing is left of the snapshot, those
+before it stay, and training goes on.
 
 Weights may be so large that the next loss is no number: a snapshot is proven by the loss of the step after it. When one
 is taken, all before it are proven, and it is not: so two stay until then, also where one is to be kept.
@@ -24,17 +25,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from pipeline.errors import TrainError
 from stages.train.engine import Engine
-from stages.train.manifest import digest_of, keep_newest, publish, remove_replaced, unfinished, write_manifest
-from stages.train.pieces import Piece, SavePlanner
+from stages.train.manifest import TENSORS, digest_of, keep_newest, publish, remove_replaced, unfinished, write_manifest
+from stages.train.pieces import Piece, Place, Shared, shared_out
+from stages.train.tensor_files import SavedBox, SavedTensor, file_of, write_boxes, write_table
 
 About = dict[str, Any]  # the numbers beside the tensors
-METADATA = ".metadata"  # of torch.distributed.checkpoint: which box lies where
 SHARE = "put runs/ on a file system that all hosts share, or set `snapshots.every: 0` (docs/launch.md)"
 SEEN_S = 10.0  # within which a file system that hosts share shows what another host wrote
 
@@ -96,16 +95,35 @@ class Snapshots:
         self.outcome = Outcome(step, problem)
 
     def _save(self, pieces: dict[str, Piece], temporary: Path) -> str:
-        planner = SavePlanner()
-        try:
-            writer = dcp.FileSystemWriter(temporary, overwrite=False)
-            dcp.save(pieces, storage_writer=writer, planner=planner, process_group=self.group)
-        except CheckpointException as error:  # of some rank, told to all
-            return _first([_text(failure[0]) for _, failure in sorted(error.failures.items())])
-        except Exception as error:  # of this rank: the others hear of it in `_name`
-            return _text(error)
-        self.staging.wrote(pieces, planner.written)
-        return ""
+        """What went wrong on this rank: the others hear of it in `_name`."""
+        mine, shared = self._share_out(pieces)
+        self.staging.wrote(pieces, mine.keys())
+
+        def write() -> None:
+            if mine:
+                write_boxes(temporary / file_of(dist.get_rank()), pieces.values(), mine)
+            if shared:
+                write_table(temporary, table_of(shared))
+
+        return _attempt(write) or _first(
+            f"nobody has all of {n}" for n, found in shared.items() if not found.is_whole()
+        )
+
+    def _share_out(self, pieces: dict[str, Piece]) -> tuple[dict[str, set[Place]], dict[str, Shared]]:
+        """The boxes that this rank is to write, by tensor; and on rank 0 who writes all others."""
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank()
+        offers: list[Any] = [None] * ranks
+        dist.gather_object(
+            [piece.offer() for piece in pieces.values()], offers if rank == 0 else None, group=self.group
+        )
+        shared: dict[str, Shared] = shared_out(offers) if rank == 0 else {}
+        parts: list[dict[str, set[Place]]] = [{} for _ in range(ranks)]
+        for name, found in shared.items():
+            for place, writer in found.writers.items():
+                parts[writer].setdefault(name, set()).add(place)
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, parts if rank == 0 else None, src=0, group=self.group)
+        return own[0], shared
 
     def _name(self, temporary: Path, step: int, about: About, problem_here: str) -> str:
         """Digests of all ranks together, in a manifest; then the name."""
@@ -121,14 +139,12 @@ class Snapshots:
 
     def _digests(self, temporary: Path) -> tuple[dict[str, Any], str]:
         found: dict[str, Any] = {}
-        mine = f"__{dist.get_rank()}_*"
+        own = [file_of(dist.get_rank()), *([TENSORS] if dist.get_rank() == 0 else [])]
 
         def read() -> None:
-            others = [temporary / METADATA] if dist.get_rank() == 0 else []
-            found.update({path.name: digest_of(path) for path in [*temporary.glob(mine), *others]})
+            found.update({name: digest_of(temporary / name) for name in own if (temporary / name).exists()})
 
-        problem = _attempt(read)
-        return found, problem or self.staging.not_finite()
+        return found, _attempt(read) or self.staging.not_finite()
 
     def _publish(self, temporary: Path, step: int, about: About, files: dict[str, Any]) -> None:
         write_manifest(temporary, about, files)
@@ -167,9 +183,9 @@ class _Staging:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return buffer.copy_(tensor, non_blocking=True)
 
-    def wrote(self, pieces: dict[str, Piece], written: set[str]) -> None:
+    def wrote(self, pieces: dict[str, Piece], written: Iterable[str]) -> None:
         self.known |= pieces.keys()
-        self.mine |= written
+        self.mine.update(written)
         self.buffers = {name: buffer for name, buffer in self.buffers.items() if name in self.mine}
 
     def not_finite(self) -> str:
@@ -180,6 +196,15 @@ class _Staging:
             if name.split("/")[1] in self.trained and bool(tensor.isinf().any()):
                 return f"{name} is infinite"
         return ""
+
+
+def table_of(shared: dict[str, Shared]) -> dict[str, SavedTensor]:
+    return {
+        name: SavedTensor(
+            found.dtype, found.shape, tuple(SavedBox(file_of(rank), place) for place, rank in found.writers.items())
+        )
+        for name, found in shared.items()
+    }
 
 
 def not_seen(folder: Path, files: dict[str, dict[str, Any]]) -> str:

@@ -70,8 +70,8 @@ def launch_of(environment: Mapping[str, str]) -> tuple[str, bool]:
 def _begin_anew(inputs: Inputs, folder: Path) -> None:
     aside = begin_anew(folder)
     if aside:
-        shown = aside.relative_to(inputs.root)
-        inputs.log.info("training begins anew: the run before is in %s until this one has a snapshot", shown)
+        shown = ", ".join(str(path.relative_to(inputs.root)) for path in aside)
+        inputs.log.info("training begins anew: %s has the run before until this one has come as far", shown)
 
 
 def _check_steps(config: Config, snapshots: list[Path]) -> None:

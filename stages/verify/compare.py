@@ -52,13 +52,18 @@ def own_gap(
     whole = Layout(tuple(R if state == P else state for state in layout.states))
     wanted = None if expected is None else piece_of(expected.detach(), whole, axes)
     found = torch.zeros_like(wanted) if found is None else found.detach()
-    if partial and found.is_floating_point():
+    if partial and (found.is_floating_point() or found.is_complex()):
         found = combine(found, joined(tuple(partial)))
     if expected is not None and not padding and found.shape == wanted.shape:
         found, wanted = (own_elements(x, tuple(expected.shape), whole, axes) for x in (found, wanted))
     wanted = torch.zeros_like(found) if wanted is None else wanted
-    size = 0.0 if expected is None or not expected.numel() else float(_finite(expected).abs().max())
+    size = 0.0 if expected is None or not expected.numel() else float(_finite(expected).max())
     return Gap(_furthest(found, wanted), size)
+
+
+def whole_gap(found: Tensor, expected: Tensor) -> Gap:
+    """Of two whole tensors."""
+    return Gap(_furthest(found, expected), float(_finite(expected).max()) if expected.numel() else 0.0)
 
 
 def everywhere(gaps: Sequence[Gap]) -> list[Gap]:
@@ -75,14 +80,19 @@ def _furthest(found: Tensor, wanted: Tensor) -> float:
         return float("inf")
     if not found.numel():
         return 0.0
-    same = (found == wanted) | (found.isnan() & wanted.isnan()) if found.is_floating_point() else found == wanted
-    apart = (found.double() - wanted.double()).abs().masked_fill(same, 0.0)
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    apart = (widest(found) - widest(wanted)).abs().masked_fill(same, 0.0)
     return float("inf") if bool(apart.isnan().any()) else float(apart.max())
 
 
 def _finite(tensor: Tensor) -> Tensor:
     """A mask's infinities are no size."""
-    return tensor.double().nan_to_num(0.0, 0.0, 0.0)
+    return widest(tensor).abs().nan_to_num(0.0, 0.0, 0.0)
+
+
+def widest(tensor: Tensor) -> Tensor:
+    """In float64, or complex numbers of two such."""
+    return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()
 
 
 def largest(tensors: Iterable[Tensor]) -> float:

@@ -1,9 +1,12 @@
-"""Everything in float64, with random numbers that both sides share: a mode around what is run.
+"""Everything in float64, or in float32, with random numbers that both sides share: a mode around what is run.
 
 | what is run            | types that it names                                                              |
 |------------------------|----------------------------------------------------------------------------------|
 | the user's module      | as written: a cast to float32 is one, and is noted; widened where it fails so     |
 | graph, written program | widened: they were traced in another type, and name that type where it was read   |
+
+In float32 lower types alone are widened, on both sides. What a written program's own lines ask to be cast to is noted
+(stages/verify/casts.py): a cast that is widened leaves no other trace.
 
 Random numbers are drawn alike where the program draws whole tensors, as the module does: in the order of the elements,
 whatever their order in memory. A program that splits a random op has other numbers than the module, and takes others
@@ -18,9 +21,12 @@ from the stream: then nothing is drawn from it, on either side.
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,31 +36,44 @@ from torch.utils._pytree import tree_map
 from pipeline.ir.graph import Op, OpGraph
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ops.table import rule_of
+from pipeline.runtime.recompute import replaying
 
-LOW = (torch.float32, torch.bfloat16, torch.float16)
+WIDENED = {  # to the one type, the others
+    torch.float64: {
+        **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
+        **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
+    },
+    torch.float32: {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.complex32: torch.complex64},
+}
 OF_TORCH = ("aten", "prim", "prims", "c10d", "_c10d_functional")
 SEED = 5
+Asked = tuple[torch.dtype, int]  # a type, and the line that asks for it
+ANY = "any"  # in place of the path of a file
+_OF_TORCH = str(Path(torch.__file__).parent)
 aten = torch.ops.aten
 
 
-class InFloat64(TorchDispatchMode):
+class InOneType(TorchDispatchMode):
     """Notes to which lower types anything was cast, and whether anything was drawn."""
 
-    def __init__(self, *, widen: bool, draws: bool) -> None:
+    def __init__(self, wide: torch.dtype, *, widen: bool, draws: bool, path: str = "") -> None:
         super().__init__()
-        self.widen, self.draws = widen, draws
+        self.low, self.widen, self.draws, self.path = WIDENED[wide], widen, draws, path
         self.casts: set[torch.dtype] = set()
+        self.asked: Counter[Asked] = Counter()  # of casts in the file of that path
         self.drew = False
         self.others: set[str] = set()  # ops that drew and are not in `DRAWS`
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") in LOW:
-            if any(isinstance(a, Tensor) and a.dtype is torch.float64 for a in args):
-                self.casts.add(kwargs["dtype"])
-            kwargs["dtype"] = torch.float64 if self.widen else kwargs["dtype"]
+        if (dtype := kwargs.get("dtype")) in self.low:
+            if any(isinstance(a, Tensor) and a.dtype in self.low.values() for a in args):
+                self.casts.add(dtype)
+            if self.path and not replaying() and (line := _line_of(self.path)):
+                self.asked[dtype, line] += 1
+            kwargs["dtype"] = self.low[dtype] if self.widen else dtype
         if self.widen and not function._schema.is_mutable:
-            args = tree_map(_widened, args)
+            args = tree_map(self._widened, args)
         if function is aten._grouped_mm.default and args[0].dtype is torch.float64:  # it has no such kernel
             return grouped_product(*args, **kwargs)
         if function in DRAWS:
@@ -63,9 +82,13 @@ class InFloat64(TorchDispatchMode):
         if may_draw(function):
             return self._random(function, args, kwargs)
         result = function(*args, **kwargs)
-        if function is aten.lift_fresh.default and self.widen and result.dtype in LOW:  # torch.tensor(numbers)
-            return result.double()
+        if function is aten.lift_fresh.default and self.widen:  # torch.tensor(numbers)
+            return self._widened(result)
         return result
+
+    def _widened(self, value: Any) -> Any:
+        """A tensor that the module keeps beside its parameters and buffers has the type it was made with."""
+        return value.to(self.low[value.dtype]) if isinstance(value, Tensor) and value.dtype in self.low else value
 
     def _random(self, function: Any, args: Any, kwargs: Any) -> Any:
         """It may draw nothing, as attention without dropout."""
@@ -84,20 +107,35 @@ class InFloat64(TorchDispatchMode):
         return result
 
 
+class Within(Protocol):
+    def __call__(self, *, widen: bool, draws: bool, path: str = "") -> AbstractContextManager[InOneType]: ...
+
+
 @contextmanager
-def in_float64(*, widen: bool, draws: bool) -> Iterator[InFloat64]:
+def in_float64(*, widen: bool, draws: bool, path: str = "") -> Iterator[InOneType]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with InFloat64(widen=widen, draws=draws) as mode:
+        with InOneType(torch.float64, widen=widen, draws=draws, path=path) as mode:
             yield mode
     finally:
         torch.set_default_dtype(before)
 
 
-def _widened(value: Any) -> Any:
-    """A tensor that the module keeps beside its parameters and buffers has the type it was made with."""
-    return value.double() if isinstance(value, Tensor) and value.dtype in LOW else value
+@contextmanager
+def in_float32(*, widen: bool = True, draws: bool, path: str = "") -> Iterator[InOneType]:
+    with InOneType(torch.float32, widen=widen, draws=draws, path=path) as mode:
+        yield mode
+
+
+def _line_of(path: str) -> int:
+    """The line of that file that calls, where it does so itself and not by a function of ours; else 0."""
+    if path == ANY:
+        return 1
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_OF_TORCH):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame.f_lineno if frame is not None and frame.f_code.co_filename == path else 0
 
 
 # ---- random numbers

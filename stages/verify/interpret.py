@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
 from pipeline.ops.own import CONSTANT
-from stages.verify.float64 import in_float64
+from stages.verify.float64 import ANY, Within, in_float64
 from stages.verify.truth import Batch, State, seeded
 
 
@@ -21,9 +21,12 @@ class Values:
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]
     loss: Tensor
+    asked: dict[str, set[torch.dtype]]  # op -> the lower types to which it casts
 
 
-def interpret(graph: OpGraph, state: State, batch: Batch, number: int, parts: float, *, draw: bool) -> Values:
+def interpret(
+    graph: OpGraph, state: State, batch: Batch, number: int, parts: float, *, draw: bool, within: Within = in_float64
+) -> Values:
     """Pass `number` of a step that has the samples of so many; the state is left as it was."""
     tensors = {name: t.detach().clone().requires_grad_() for name, t in state.parameters.items()}
     tensors |= {name: t.detach().clone() for name, t in state.constants.items()}
@@ -34,18 +37,21 @@ def interpret(graph: OpGraph, state: State, batch: Batch, number: int, parts: fl
     }
     gradients: dict[str, Tensor] = {}
     values = {name: t.detach().clone() for name, t in known.items()}
-    with in_float64(widen=True, draws=draw), seeded(number):
+    asked: dict[str, set[torch.dtype]] = {}
+    with within(widen=True, draws=draw, path=ANY) as mode, seeded(number):
         for op in graph.ops:
+            mode.asked.clear()
             for name, result in zip(op.outputs, _results(op, known), strict=True):
                 known[name] = result
                 values[name] = result.detach().clone()
                 if result.requires_grad:
                     result.register_hook(lambda g, name=name: gradients.__setitem__(name, g.detach()))
+            asked[op.name] = {dtype for dtype, _ in mode.asked}
         loss = known[graph.output]
         (loss / parts).backward()
     of_parameters = {v.name: tensors[v.origin].grad for v in graph.of_role(Role.PARAMETER)}
     gradients |= {name: g for name, g in of_parameters.items() if g is not None}
-    return Values(values, gradients, loss.detach())
+    return Values(values, gradients, loss.detach(), asked)
 
 
 def _results(op: Op, known: dict[str, Tensor]) -> list[Tensor]:

@@ -6,6 +6,8 @@ One step is run again from the module's own state before it, so that nothing of 
 2. The step is equal now: it was the optimizer's step before it, on pieces, that went wrong.
 3. The values that the program writes beside those of the graph, in the order of the program: forward first.
 4. Then gradients of what ops write, in the order of backward; then those of the parameters.
+
+What is wrong in float32 alone is looked for by 3 and 4 in float32, with the rounding of the graph's own run as measure.
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ from torch import Tensor as Data
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import of_gradient
 from pipeline.ir.program import Call, Convert, Program
-from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, Gap, gap, largest
+from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, Gap, gap, largest, whole_gap
+from stages.verify.float32 import LEAST, MARGIN, Float32Step
+from stages.verify.float64 import in_float32, in_float64
 from stages.verify.interpret import Values, interpret
 from stages.verify.record import Noted, Recorder, names_of, recorded
 from stages.verify.steps import LOSS, Difference, Rank, compare_passes
-from stages.verify.truth import Batch, MakeOptimizer, State, Step, Truth, copied, parts_of
+from stages.verify.truth import Batch, MakeOptimizer, State, Step, Truth, copied, doubled, parts_of
 
 NEAR = 10 * TOLERANCE  # for values inside a step
 SMALL = 1e-6  # a value below is held against this: zeros may come with rounding
+IN_FLOAT32_ALONE = "in float64 all is equal, but in float32"
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,25 @@ class InPass(Protocol):
     ) -> Fault | None: ...
 
 
+class InPassOfFloat32(Protocol):
+    """The same of the step that is run in float32."""
+
+    def __call__(
+        self, case: Case, step: Float32Step, make: MakeOptimizer, batch_norm: str, at: int
+    ) -> Fault | None: ...
+
+
+def locate_in_float32(
+    case: Case, step: Float32Step, make: MakeOptimizer, batch_norm: str, first: Difference, look: InPassOfFloat32
+) -> Fault:
+    for at in range(len(step.batches)):
+        fault = look(case, step, make, batch_norm, at)
+        if fault is not None:
+            return replace(fault, what=f"{IN_FLOAT32_ALONE} {fault.what}")
+    fault = _of_parameter(case, first)
+    return replace(fault, what=f"{IN_FLOAT32_ALONE} {fault.what}")
+
+
 def locate(case: Case, truth: Truth, make: MakeOptimizer, first: Difference, in_pass: InPass | None = None) -> Fault:
     """`first` is what differed first; the truth's steps have not been taken yet."""
     if first.tolerance == IN_FLOAT32:
@@ -91,19 +115,34 @@ def locate(case: Case, truth: Truth, make: MakeOptimizer, first: Difference, in_
 def _in_pass(
     case: Case, truth: Truth, make: MakeOptimizer, first: Difference, before: State, step: Step, at: int
 ) -> Fault | None:
-    assert case.program is not None
-    recorder = Recorder(names_of(case.written, case.program))
-    rank = Rank(recorded(case.text, case.path, recorder), before, make, truth.batch_norm)
-    losses = rank.run(step.batches, draws=truth.draw, on_pass=lambda number: _switch(recorder, number == at))
+    with in_float64(widen=True, draws=truth.draw):
+        rank, recorder, losses = _recorded_step(case, before, step.batches, make, truth.batch_norm, at)
     again = compare_passes(rank, losses, step.passes, first.step, TOLERANCE)
     if first.kind != "buffer" and not any(d.over > 1.0 for d in again):
         return of_update(first)
-    values = interpret(case.graph, before, step.batches[at], at, len(step.batches), draw=truth.draw)
+    expected = Expected(interpret(case.graph, before, step.batches[at], at, len(step.batches), draw=truth.draw))
     return (
-        _forward(case, rank, recorder, values)
-        or _backward(case, rank, recorder, values)
+        _forward(case, rank, recorder, expected)
+        or _backward(case, rank, recorder, expected)
         or of_buffer(case, recorder, first)
     )
+
+
+def in_pass_of_float32(case: Case, step: Float32Step, make: MakeOptimizer, batch_norm: str, at: int) -> Fault | None:
+    with in_float32(draws=False):
+        rank, recorder, _ = _recorded_step(case, step.state, step.batches, make, batch_norm, at)
+    expected = expected_of_float32(case.graph, step, at)
+    return _forward(case, rank, recorder, expected) or _backward(case, rank, recorder, expected)
+
+
+def _recorded_step(
+    case: Case, before: State, batches: list[Batch], make: MakeOptimizer, batch_norm: str, at: int
+) -> tuple[Rank, Recorder, list[Data]]:
+    """One pass of the step is noted."""
+    assert case.program is not None
+    recorder = Recorder(names_of(case.written, case.program))
+    rank = Rank(recorded(case.text, case.path, recorder), before, make, batch_norm)
+    return rank, recorder, rank.run(batches, on_pass=lambda number: _switch(recorder, number == at))
 
 
 def _switch(recorder: Recorder, on: bool) -> None:
@@ -148,24 +187,55 @@ def _of_trace(case: Case, before: State, step: Step, *, draw: bool) -> Fault | N
     return None
 
 
-def _forward(case: Case, rank: Rank, recorder: Recorder, values: Values) -> Fault | None:
+@dataclass(frozen=True)
+class Expected:
+    """What the graph computes in float64; in float32, where that is what is looked at, its own rounding."""
+
+    exact: Values
+    own: Values | None = None
+
+    def is_far(self, name: str, far: Gap) -> bool:
+        return far.relative(SMALL) > self._near(self.exact.values, self.own and self.own.values, name, SMALL)
+
+    def is_gradient_far(self, name: str, far: Gap, floor: float) -> bool:
+        return far.relative(floor) > self._near(self.exact.gradients, self.own and self.own.gradients, name, floor)
+
+    def _near(self, exact: dict[str, Data], own: dict[str, Data] | None, name: str, floor: float) -> float:
+        if own is None:
+            return NEAR
+        return MARGIN * max(whole_gap(own[name], exact[name]).relative(floor) if name in own else 0.0, LEAST)
+
+
+def expected_of_float32(graph: OpGraph, step: Float32Step, at: int) -> Expected:
+    """Both of the same pass."""
+    wide, batch = State(*map(_doubled, (step.state.parameters, step.state.constants))), _doubled(step.batches[at])
+    exact = interpret(graph, wide, batch, at, step.parts[at], draw=False)
+    own = interpret(graph, step.state, step.batches[at], at, step.parts[at], draw=False, within=in_float32)
+    return Expected(exact, own)
+
+
+def _doubled(tensors: dict[str, Data]) -> dict[str, Data]:
+    return {name: doubled(tensor) for name, tensor in tensors.items()}
+
+
+def _forward(case: Case, rank: Rank, recorder: Recorder, expected: Expected) -> Fault | None:
     for noted in recorder.noted.values():
         tensor = noted.written.tensor
-        far = gap(noted.value, values.values[tensor.value], tensor.layout, rank.axes)
-        if far.relative(SMALL) > NEAR:
+        far = gap(noted.value, expected.exact.values[tensor.value], tensor.layout, rank.axes)
+        if expected.is_far(tensor.value, far):
             return fault_of(case, noted, far)
     return None
 
 
-def _backward(case: Case, rank: Rank, recorder: Recorder, values: Values) -> Fault | None:
+def _backward(case: Case, rank: Rank, recorder: Recorder, expected: Expected) -> Fault | None:
     """The first in the order of backward; it is what reads the value that is at fault."""
-    floor = floor_of_gradients(case, values)
+    floor = floor_of_gradients(case, expected.exact)
     for noted in reversed(recorder.noted.values()):
-        tensor, expected = noted.written.tensor, values.gradients.get(noted.written.tensor.value)
-        if expected is None or not noted.written.by_op:
+        tensor, wanted = noted.written.tensor, expected.exact.gradients.get(noted.written.tensor.value)
+        if wanted is None or not noted.written.by_op:
             continue
-        far = gap(noted.gradient, expected, of_gradient(tensor.layout), rank.axes)
-        if far.relative(floor) > NEAR:
+        far = gap(noted.gradient, wanted, of_gradient(tensor.layout), rank.axes)
+        if expected.is_gradient_far(tensor.value, far, floor):
             return of_readers(case, recorder, noted, far)
     return None
 

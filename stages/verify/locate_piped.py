@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.layout import of_gradient
@@ -19,13 +20,16 @@ from pipeline.ir.plan import Plan
 from pipeline.lowering import lower
 from pipeline.partitions import part_of
 from stages.verify.compare import TOLERANCE, own_gap
-from stages.verify.interpret import Values, interpret
+from stages.verify.float32 import Float32Step
+from stages.verify.float64 import in_float32, in_float64
+from stages.verify.interpret import interpret
 from stages.verify.locate import (
-    NEAR,
-    SMALL,
     Case,
+    Expected,
     Fault,
     InPass,
+    InPassOfFloat32,
+    expected_of_float32,
     fault_of,
     floor_of_gradients,
     of_buffer,
@@ -35,7 +39,7 @@ from stages.verify.locate import (
 from stages.verify.piped import PipedRank, compare_piped
 from stages.verify.record import Names, Noted, Recorder, Recorders, names_of, recorded
 from stages.verify.steps import Difference
-from stages.verify.truth import MakeOptimizer, State, Step, Truth, parts_of
+from stages.verify.truth import Batch, MakeOptimizer, State, Step, Truth, parts_of
 
 Found = tuple[tuple[int, int], Fault]  # its place: the partition, and the number of what it writes
 
@@ -48,16 +52,42 @@ def _in_pass(
     plan: Plan, case: Case, truth: Truth, make: MakeOptimizer, first: Difference, before: State, step: Step, at: int
 ) -> Fault | None:
     graph = case.graph_of(step.batches[at])
-    recorders = Recorders({n: Recorder(_names(plan, n, case, graph)) for n in range(len(plan.partitions))})
-    rank = PipedRank(recorded(case.text, case.path, recorders), before, make, truth.batch_norm)
-    rank.inside(lambda partition, number: recorders.inside(partition, number == at))
-    losses = rank.run(step.batches, draws=truth.draw)
+    with in_float64(widen=True, draws=truth.draw):
+        rank, recorders, losses = _recorded_step(plan, case, before, step.batches, make, truth.batch_norm, at)
     again = compare_piped(rank, losses, step.passes, first.step, TOLERANCE, truth.first.parameters)
     if first.kind != "buffer" and not any(d.over > 1.0 for d in again):
         return of_update(first)
     values = interpret(graph, before, step.batches[at], at, parts_of(step.batches)[at], draw=truth.draw)
-    looked = _Looked(case, rank, recorders, values)
+    looked = _Looked(case, rank, recorders, Expected(values))
     return _first(min, looked.forward()) or _first(max, looked.backward()) or _first(min, looked.buffers(first))
+
+
+def in_pass_of_float32(plan: Plan) -> InPassOfFloat32:
+    def look(case: Case, step: Float32Step, make: MakeOptimizer, batch_norm: str, at: int) -> Fault | None:
+        with in_float32(draws=False):
+            rank, recorders, _ = _recorded_step(plan, case, step.state, step.batches, make, batch_norm, at)
+        expected = expected_of_float32(case.graph_of(step.batches[at]), step, at)
+        looked = _Looked(case, rank, recorders, expected)
+        return _first(min, looked.forward()) or _first(max, looked.backward())
+
+    return look
+
+
+def _recorded_step(
+    plan: Plan, case: Case, before: State, batches: list[Batch], make: MakeOptimizer, batch_norm: str, at: int
+) -> tuple[PipedRank, Recorders, list[Tensor]]:
+    """One pass of the step is noted."""
+    graph = case.graph_of(batches[at])
+    recorders = Recorders({n: Recorder(_names(plan, n, case, graph)) for n in range(len(plan.partitions))})
+    rank = PipedRank(recorded(case.text, case.path, recorders), before, make, batch_norm)
+    rank.inside(lambda partition, number: recorders.inside(partition, number == at))
+    return rank, recorders, rank.run(batches)
+
+
+def all_names(plan: Plan, case: Case) -> list[Names]:
+    """Of all partitions, in micro-batches of either size."""
+    graphs = [graph for graph in (case.graph, case.smaller) if graph is not None]
+    return [_names(plan, n, case, graph) for graph in graphs for n in range(len(plan.partitions))]
 
 
 def _names(plan: Plan, number: int, case: Case, graph: OpGraph) -> Names:
@@ -78,7 +108,7 @@ class _Looked:
     case: Case
     rank: PipedRank
     recorders: Recorders
-    values: Values
+    expected: Expected
 
     def noted(self) -> Iterator[tuple[tuple[int, int], Recorder, Noted]]:
         for number in self.rank.places.numbers:
@@ -89,19 +119,19 @@ class _Looked:
         found = []
         for place, _, noted in self.noted():
             tensor = noted.written.tensor
-            far = own_gap(noted.value, self.values.values[tensor.value], tensor.layout, self.rank.axes)
-            if far.relative(SMALL) > NEAR:
+            far = own_gap(noted.value, self.expected.exact.values[tensor.value], tensor.layout, self.rank.axes)
+            if self.expected.is_far(tensor.value, far):
                 found.append((place, fault_of(self.case, noted, far)))
         return found
 
     def backward(self) -> list[Found]:
-        floor, found = floor_of_gradients(self.case, self.values), []
+        floor, found = floor_of_gradients(self.case, self.expected.exact), []
         for place, recorder, noted in self.noted():
             tensor = noted.written.tensor
-            expected = self.values.gradients.get(tensor.value)
-            if expected is not None and noted.written.by_op:
-                far = own_gap(noted.gradient, expected, of_gradient(tensor.layout), self.rank.axes)
-                if far.relative(floor) > NEAR:
+            wanted = self.expected.exact.gradients.get(tensor.value)
+            if wanted is not None and noted.written.by_op:
+                far = own_gap(noted.gradient, wanted, of_gradient(tensor.layout), self.rank.axes)
+                if self.expected.is_gradient_far(tensor.value, far, floor):
                     found.append((place, of_readers(self.case, recorder, noted, far)))
         return found
 

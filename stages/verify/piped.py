@@ -18,7 +18,7 @@ from pipeline.ir.names import look_up
 from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.piped import Pipeline, Places
-from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, Gap, everywhere, largest, own_gap
+from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, Gap, everywhere, largest, own_gap, widest
 from stages.verify.float64 import in_float64
 from stages.verify.steps import AFTER_UPDATE, LOSS, UNIT, Difference, Verdict
 from stages.verify.truth import Batch, MakeOptimizer, Passes, State, Truth
@@ -61,10 +61,10 @@ class PipedRank:
         for partition in self.pipeline.partitions:
             partition.forward = _inside(partition.forward, partial(around, partition.number))  # type: ignore[method-assign]
 
-    def run(self, batches: list[Batch], *, draws: bool) -> list[Tensor]:
+    def run(self, batches: list[Batch]) -> list[Tensor]:
         """The losses of one step's passes, where the last partition is; gradients are there afterwards."""
         given = {n: [partial(self._inputs, n, batch) for batch in batches] for n in self.places.numbers}
-        with in_float64(widen=True, draws=draws), self.statistics():
+        with self.statistics():
             return self.pipeline.run_passes(given)
 
     def _inputs(self, number: int, batch: Batch) -> Batch:
@@ -89,7 +89,8 @@ def judge_pipeline(program: ModuleType, truth: Truth, make: MakeOptimizer) -> Ve
     rank = PipedRank(program, truth.first, make, truth.batch_norm)
     found: list[Difference] = []
     for number, step in enumerate(truth.steps):
-        losses = rank.run(step.batches, draws=truth.draw)
+        with in_float64(widen=True, draws=truth.draw):
+            losses = rank.run(step.batches)
         found += compare_piped(rank, losses, step.passes, number, TOLERANCE, truth.first.parameters)
         if step.as_written is not None:
             found += compare_piped(rank, losses, step.as_written, number, IN_FLOAT32, truth.first.parameters)
@@ -148,4 +149,4 @@ def _of_tensor(rank: PipedRank, name: str, expected: Tensor) -> Gap:
 
 def _unknown(expected: Tensor | None) -> Gap:
     """Of what this rank does not hold; sizes are of whole tensors, and the same on all."""
-    return Gap(0.0, 0.0 if expected is None else largest([expected.detach().double()]))
+    return Gap(0.0, 0.0 if expected is None else largest([widest(expected.detach())]))

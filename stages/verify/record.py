@@ -34,6 +34,7 @@ class Written:
 
     tensor: Tensor
     step: Step
+    function: str = ""  # in which it is written; a method has none
 
     @property
     def by_op(self) -> bool:
@@ -119,9 +120,10 @@ def names_of(text: str, program: Program, written: str = "Program", first: int =
     found: Names = {}
     steps = [(link, step) for link, own in enumerate(program.links, first) for step in own]
     for name in _links(methods["forward"].body, functions | _compiled(tree, functions), methods):
-        statements = _statements((functions | _compiled(tree, functions))[name].body)
+        function = (functions | _compiled(tree, functions))[name]
+        statements = _statements(function.body)
         count = sum(map(_steps_of, statements))
-        found |= _match(steps[0][0], statements, tuple(step for _, step in steps[:count]))
+        found |= _match(steps[0][0], statements, tuple(step for _, step in steps[:count]), function.name)
         steps = steps[count:]
     assert not steps, "steps that no function has"
     first = [s for s in _statements(methods["forward"].body) if _is_step(s, functions)]
@@ -187,7 +189,7 @@ def _steps_of(node: ast.stmt) -> int:
     return counted[1].count(",") + 1 if counted else len(_targets(node)) if _called(node) in TOGETHER else 1
 
 
-def _match(link: int, statements: list[ast.stmt], steps: tuple[Step, ...]) -> Names:
+def _match(link: int, statements: list[ast.stmt], steps: tuple[Step, ...], function: str = "") -> Names:
     found: Names = {}
     left = iter(steps)
     for node in statements:
@@ -195,7 +197,7 @@ def _match(link: int, statements: list[ast.stmt], steps: tuple[Step, ...]) -> Na
         tensors = [t for step in own for t in (step.outputs if isinstance(step, Call) else (step.target,))]
         by = [step for step in own for _ in (step.outputs if isinstance(step, Call) else (step.target,))]
         for name, tensor, step in zip(_targets(node), tensors, by, strict=False):
-            found[link, name] = Written(tensor, step)
+            found[link, name] = Written(tensor, step, function)
     assert next(left, None) is None, "a step without a statement"
     return found
 
@@ -204,6 +206,18 @@ def _targets(node: ast.stmt) -> list[str]:
     if not isinstance(node, ast.Assign):
         return []
     return [part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+
+
+def targets_by_line(text: str) -> dict[int, list[tuple[str, str]]]:
+    """The names that the statement of each line gives, each with its function."""
+    found: dict[int, list[tuple[str, str]]] = {}
+    for part in ast.parse(text).body:
+        function = part.name if isinstance(part, ast.FunctionDef) else ""
+        for node in ast.walk(part):
+            if isinstance(node, ast.Assign):
+                names = [(function, name) for name in _targets(node)]
+                found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), names)
+    return found
 
 
 # ---- the text that is run, with notes

@@ -1,4 +1,4 @@
-"""Verify: the written program on real processes, beside the user's own unsplit module, in float64."""
+"""Verify: the written program on real processes, beside the user's own unsplit module, in float64 and float32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def verify(root: Path, steps: int, write: Write, log: Log, everything: bool = Fa
     if found["module"].edited:
         log.warning(f"{FILE} was edited by hand: verifying it as it is")
     written, graphs = write(graph, plan, config)
-    log.info("%d steps on %d ranks, in float64 on the CPU", steps, plan.ranks)
+    log.info("%d steps on %d ranks, in float64 and the first in float32, on the CPU", steps, plan.ranks)
     try:
         job = _job(root, config, steps, written, graphs if len(plan.slices) > 1 else ())
         result = run_ranks("stages.verify.worker", job, plan.ranks, _limit(config))
@@ -113,13 +113,19 @@ def _verdict(result: dict[str, Any]) -> list[str]:
     if result["equal"]:
         counts = {kind: sum(row["kind"] == kind for row in rows) for kind in ("gradient", "buffer")}
         told = ", ".join(["loss", *(f"{count} {kind}s" for kind, count in counts.items() if count)])
-        return [f"equal: {told}; largest relative difference {furthest}"]
+        return [f"equal: {told}; largest relative difference {furthest}{_float32(result['float32'])}"]
     wrong = sum(row["relative"] > row["tolerance"] for row in rows)
-    return [f"not equal: {wrong} of {len(rows)} differ, the furthest by {furthest}", *_fault(result["fault"])]
+    told = f"{wrong} of {len(rows)} differ, the furthest by {furthest}" if wrong else "results are, but not the types"
+    return [f"not equal: {told}", *_fault(result["fault"], "first differing" if wrong else "found")]
 
 
-def _fault(fault: dict[str, Any]) -> list[str]:
-    lines = [f"first differing: {fault['what']}"]
+def _float32(worst: dict[str, Any] | None) -> str:
+    """The difference that comes nearest to its tolerance; it has other units than those in float64."""
+    return "" if worst is None else f"; in float32 {worst['relative']:.1e}, tolerance {worst['tolerance']:.1e}"
+
+
+def _fault(fault: dict[str, Any], named: str) -> list[str]:
+    lines = [f"{named}: {fault['what']}"]
     if fault["op"]:
         module = f" in {fault['module']}" if fault["module"] else ""
         source = f" ({fault['source']})" if fault["source"] else ""

@@ -38,6 +38,7 @@ class Difference:
     relative: float
     tolerance: float
     at: int = 0  # which of the step's passes, of a loss
+    in_float32: bool = False  # of the step that is run in float32 (stages/verify/float32.py)
 
     @property
     def over(self) -> float:
@@ -102,7 +103,7 @@ class Rank:
         text = self.rows[name][0] if name in self.rows else ""
         return Layout.parse(text) if text else replicated(len(self.axes))
 
-    def run(self, batches: list[Batch], *, draws: bool, on_pass: Callable[[int], None] | None = None) -> list[Tensor]:
+    def run(self, batches: list[Batch], on_pass: Callable[[int], None] | None = None) -> list[Tensor]:
         """The losses of one step's passes; gradients are there afterwards. `on_pass` is told each before it begins."""
         pieces = [{name: piece_of(x, self.inputs[name], self.axes) for name, x in b.items()} for b in batches]
         begun = iter(range(-1, len(pieces)))
@@ -113,7 +114,7 @@ class Rank:
                 on_pass(number)
             return seeded(max(number, 0))
 
-        with in_float64(widen=True, draws=draws), self.statistics():
+        with self.statistics():
             return run_passes(self.program, self.gradients, pieces, self.passes, around)
 
     def update(self) -> None:
@@ -126,7 +127,8 @@ def judge(program: ModuleType, truth: Truth, make: MakeOptimizer) -> Verdict:
     rank = Rank(program, truth.first, make, truth.batch_norm)
     found: list[Difference] = []
     for number, step in enumerate(truth.steps):
-        losses = rank.run(step.batches, draws=truth.draw)
+        with in_float64(widen=True, draws=truth.draw):
+            losses = rank.run(step.batches)
         found += compare_passes(rank, losses, step.passes, number, TOLERANCE)
         if step.as_written is not None:
             found += compare_passes(rank, losses, step.as_written, number, IN_FLOAT32)

@@ -7,7 +7,7 @@ module as it is written is run in the same state, which a program must equal up 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.loss import pick_loss
+from pipeline.runtime.collectives import in_memory
+from stages.verify.compare import widest
 from stages.verify.deferred import statistics_of_step
-from stages.verify.float64 import in_float64
+from stages.verify.float64 import WIDENED, Within, in_float64
 
 Batch = dict[str, Tensor]
 Build = Callable[[], nn.Module]
@@ -79,15 +81,20 @@ def seeded(number: int) -> Iterator[None]:
 def truth_of(
     build: Build, batches: Sequence[Sequence[Batch]], make: MakeOptimizer, *, draw: bool, batch_norm: str = "exact"
 ) -> Truth:
-    doubled = [[{name: _double(x) for name, x in batch.items()} for batch in step] for step in batches]
-    kind = kind_of(build, doubled[0][0], draw=draw)
+    wide = [[{name: doubled(x) for name, x in batch.items()} for batch in step] for step in batches]
+    kind = kind_of(build, wide[0][0], draw=draw)
     module = _made(build)
-    steps = steps_of(module, build, doubled, make, kind, draw=draw, batch_norm=batch_norm)
+    steps = steps_of(module, build, wide, make, kind, draw=draw, batch_norm=batch_norm)
     return Truth(kind, draw, state_of(module), steps, batch_norm)
 
 
 def _made(build: Build) -> nn.Module:
-    return build().double().train()
+    return cast_all(build(), WIDENED[torch.float64]).train()
+
+
+def cast_all(module: nn.Module, types: Mapping[torch.dtype, torch.dtype]) -> nn.Module:
+    """Its parameters and buffers; `double()` leaves complex ones as they are."""
+    return module._apply(lambda tensor: tensor.to(types.get(tensor.dtype, tensor.dtype)))
 
 
 def kind_of(build: Build, batch: Batch, *, draw: bool) -> Kind:
@@ -101,7 +108,7 @@ def kind_of(build: Build, batch: Batch, *, draw: bool) -> Kind:
             except RuntimeError:  # such as a product of two types
                 if widen:
                     raise
-    as_written = not widen and mode.casts <= {torch.float32}
+    as_written = not widen and mode.casts <= {torch.float32, torch.complex64}
     return Kind(bool(mode.casts), as_written, mode.drew, tuple(sorted(mode.others)))
 
 
@@ -120,15 +127,15 @@ def steps_of(
     for step in batches:
         as_written = None
         if written is not None:
-            _take(written, state_of(module))
-            as_written = _passes(written, step, widen=False, draw=draw)
+            take(written, state_of(module))
+            as_written = passes_of(written, step, widen=False, draw=draw)
         with statistics_of_step(module) if batch_norm == "deferred" else nullcontext():
-            passes = _passes(module, step, widen=True, draw=draw)
+            passes = passes_of(module, step, widen=True, draw=draw)
         optimizer.step()
         yield Step(step, passes, state_of(module), as_written)
 
 
-def _take(module: nn.Module, state: State) -> None:
+def take(module: nn.Module, state: State) -> None:
     for own, given in zip(_groups(state_of(module)), _groups(state), strict=True):
         for name, tensor in own.items():
             tensor.copy_(given[name])
@@ -138,13 +145,17 @@ def _groups(state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return state.parameters, state.constants
 
 
-def _passes(module: nn.Module, batches: list[Batch], *, widen: bool, draw: bool) -> Passes:
+def passes_of(
+    module: nn.Module, batches: list[Batch], *, widen: bool, draw: bool, within: Within = in_float64
+) -> Passes:
     module.zero_grad(set_to_none=True)
-    with in_float64(widen=widen, draws=draw):
+    with within(widen=widen, draws=draw):
         parts = parts_of(batches)
         losses = [_pass(module, batch, number, parts[number]) for number, batch in enumerate(batches)]
-    named = module.named_parameters()
-    return Passes(losses, {name: p.grad for name, p in named if p.requires_grad and p.grad is not None})
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad and p.grad is not None}
+    for parameter in trained.values():
+        parameter.grad = in_memory(parameter.grad)  # optimizers do not take conjugates that autograd leaves undone
+    return Passes(losses, {name: parameter.grad for name, parameter in trained.items()})
 
 
 def parts_of(batches: Sequence[Batch]) -> list[float]:
@@ -187,5 +198,5 @@ def copied(state: State) -> State:
     return State(*({n: t.clone() for n, t in group.items()} for group in _groups(state)))
 
 
-def _double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+def doubled(tensor: Tensor) -> Tensor:
+    return widest(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor

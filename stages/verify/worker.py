@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import islice
@@ -29,10 +30,14 @@ from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.piped import Places
 from pipeline.runtime.slices import Slices
 from pipeline.runtime.source import load_program
-from stages.verify.float64 import draws_alike, split_draws
-from stages.verify.locate import Case, locate
-from stages.verify.locate_piped import in_pass_of
+from stages.verify.casts import foreign_cast
+from stages.verify.float32 import Float32Verdict, judge_in_float32, runner
+from stages.verify.float64 import Asked, draws_alike, split_draws
+from stages.verify.locate import Case, Fault, locate, locate_in_float32
+from stages.verify.locate import in_pass_of_float32 as in_pass_in_float32
+from stages.verify.locate_piped import all_names, in_pass_of, in_pass_of_float32
 from stages.verify.piped import judge_pipeline
+from stages.verify.record import names_of
 from stages.verify.steps import Difference, Verdict, judge
 from stages.verify.truth import Batch, Truth, truth_of
 
@@ -76,14 +81,36 @@ def verify(job: dict[str, Any]) -> dict[str, Any]:
             remedy="plan without a rule for that op: it then runs whole",
         )
     verdict = (judge_pipeline if piped else judge)(load_program(path, compiles=False), truth, setting.optimizer)
-    fault = None
+    program = None if piped else lower(graph, plan.sharding, plan.micro_batches)
+    case = Case(graph, program, job["written"], text, path, *graphs[1:])
     first = verdict.first()
     if not verdict.equal and first is not None:
-        program = None if piped else lower(graph, plan.sharding, plan.micro_batches)
-        case = Case(graph, program, job["written"], text, path, *graphs[1:])
         in_pass = in_pass_of(plan) if piped else None
-        fault = asdict(locate(case, setting.truth(), setting.optimizer, first, in_pass))
-    return _result(verdict, truth) | {"fault": fault}
+        fault = locate(case, setting.truth(), setting.optimizer, first, in_pass)
+        return _result(verdict, truth, fault)
+    if truth.kind.others:  # they have other numbers in another type
+        return _result(verdict, truth)
+    return _in_float32(setting, case, plan, verdict, truth)
+
+
+def _in_float32(setting: Setting, case: Case, plan: Plan, verdict: Verdict, truth: Truth) -> dict[str, Any]:
+    """The result where all is equal in float64."""
+    piped, norm = case.program is None, truth.batch_norm
+    run = runner(load_program(case.path, compiles=False), case.path, setting.optimizer, norm)
+    found = judge_in_float32(setting.module, setting.batches[0], run)
+    names = all_names(plan, case) if case.program is None else [names_of(case.written, case.program)]
+    fault = foreign_cast(case, names, found.step, _of_all_ranks(found.asked))
+    if fault is None and not found.right:
+        look = in_pass_of_float32(plan) if piped else in_pass_in_float32
+        fault = locate_in_float32(case, found.step, setting.optimizer, norm, found.worst, look)
+    return _result(verdict, truth, fault, found)
+
+
+def _of_all_ranks(asked: Iterable[Asked]) -> set[Asked]:
+    """Partitions of a pipeline are on different ranks; all of them look at the same line."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, set(asked))
+    return set().union(*every)
 
 
 class Setting:
@@ -123,13 +150,23 @@ class Setting:
         return build_optimizer(self.job["train"]["optimizer"], f"{self.job['where']['train']}: optimizer", parameters)
 
 
-def _result(verdict: Verdict, truth: Truth) -> dict[str, Any]:
+def _result(
+    verdict: Verdict, truth: Truth, fault: Fault | None = None, float32: Float32Verdict | None = None
+) -> dict[str, Any]:
     """A row for everything that is compared: where it is furthest, by the tolerance that it has there."""
     worst: dict[tuple[str, str], Difference] = {}
-    for d in verdict.judged:
+    in_float32 = [] if float32 is None or float32.right else float32.differences
+    for d in [*verdict.judged, *(d for d in in_float32 if d.over > 1.0)]:
         worst[d.kind, d.name] = max(worst.get((d.kind, d.name), d), d, key=lambda each: each.over)
     rows = sorted(worst.values(), key=lambda d: -d.over)
-    return {"equal": verdict.equal, "rows": [asdict(d) for d in rows], **asdict(truth.kind), "draw": truth.draw}
+    return {
+        "equal": fault is None,
+        "rows": [asdict(d) for d in rows],
+        **asdict(truth.kind),
+        "draw": truth.draw,
+        "float32": None if float32 is None else asdict(float32.worst),
+        "fault": None if fault is None else asdict(fault),
+    }
 
 
 def failing_line(error: BaseException, path: str) -> str:

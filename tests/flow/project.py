@@ -222,7 +222,7 @@ class Project:
         with to.open("w") as file:
             return subprocess.Popen(command, stdout=file, stderr=file, **options)
 
-    def run(self, *arguments: str, timeout: float = 240) -> Done:
+    def run(self, *arguments: str, timeout: float = 600) -> Done:
         process = self.start(*arguments, warm=self.warm)
         try:
             out, err = process.communicate(timeout=timeout)
@@ -252,7 +252,7 @@ class Project:
                 continue
         return found
 
-    def all_gone(self, within: float = 8.0) -> list[list[str]]:
+    def all_gone(self, within: float = 120.0) -> list[list[str]]:
         """The command lines of what still runs after that many seconds."""
         deadline = time.monotonic() + within
         while left := self.processes():

@@ -16,7 +16,9 @@ import pytest
 import yaml
 
 from pipeline.artifacts import KINDS
+from pipeline.config import try_settings
 from pipeline.stage import STAGES as SPECS
+from stages.sweep.points import points_of
 from tests.flow.conftest import Maker
 from tests.flow.project import STAGES, TINY, Done, Project
 
@@ -203,17 +205,22 @@ def test_clusters(project: Project, command: str) -> None:
 # -- sweeps -----------------------------------------------------------------------------------------------------------
 
 
-@documented(
-    "python -m stages sweep cluster=preset_cpu,single_cpu solve.memory_budget_gb=0.02",
-    "python -m stages sweep budgets",
-)
+@documented("python -m stages sweep cluster=preset_cpu,single_cpu solve.memory_budget_gb=0.02")
+def test_a_sweep_without_a_file(project: Project, command: str) -> None:
+    """Its points are those of the page, and are accepted; test_sweeps.py runs one such."""
+    points = points_of(command.split()[4:])
+    found = [try_settings(project.root, point) for point in points]
+    assert [config.cluster.devices for config in found] == [2, 1]
+    assert [config.solve.memory_budget_gb for config in found] == [0.02, 0.02]
+
+
+@documented("python -m stages sweep budgets")
 def test_points_of_a_sweep(project: Project, command: str) -> None:
     """Each is an experiment and a row; the last has a budget that no plan fits, which is its row's reason."""
     out = run(project, command).out
     name = re.findall(r"dvc exp apply (\S+)-\d+` takes the fastest", out)[0]
     points = json.loads((project.root / f"runs/sweep/{name}/points.json").read_text())
-    budgets = ["0.04", "0.02", "0.005"] if name.startswith("budgets") else ["0.02", "0.02"]
-    assert [row["solve.memory_budget_gb"] for row in points] == budgets
+    assert [row["solve.memory_budget_gb"] for row in points] == ["0.04", "0.02", "0.005"]
     assert [row["experiment"] for row in points[:-1]] == [f"{name}-{n}" for n in range(1, len(points))]
     assert {row["experiment"] for row in points[:-1]} <= experiments(project)
     assert "no plan fits" in points[-1]["reason"] and (project.root / f"runs/sweep/{name}/1.log").is_file()

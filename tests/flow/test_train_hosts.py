@@ -14,7 +14,7 @@ from tests.namespaces import OWN, address, hosts, why_not
 
 pytestmark = pytest.mark.flow
 
-HOSTS, MEGABITS, LIMIT_S = 4, 400, 120
+HOSTS, MEGABITS, LIMIT_S = 4, 400, 600
 TORCHRUN = "torch.distributed.run"
 
 

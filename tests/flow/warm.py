@@ -24,7 +24,7 @@ LARGE = (
     *("numba", "omegaconf", "pyomo.environ", "matplotlib.figure", "dvc.cli", "dvc.commands.repro", "dvc.repo"),
     *("dvc.repo.experiments.queue.tempdir", "dvc.repo.experiments.run"),
 )
-LIMIT_S, GRACE_S = 240.0, 5.0
+LIMIT_S, GRACE_S = 900.0, 30.0
 NETWORK = "/proc/self/ns/net"
 
 

@@ -431,12 +431,12 @@ def test_whether_a_region_runs_again_is_a_matter_of_its_thread():
 
     def one() -> None:
         first_in.set()
-        second_in.wait(5)
+        second_in.wait(600)
 
     def two() -> None:
-        first_in.wait(5)
+        first_in.wait(600)
         second_in.set()
-        first_out.wait(5)
+        first_out.wait(600)
 
     other = threading.Thread(target=region, args=(two,))
     other.start()

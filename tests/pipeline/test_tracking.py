@@ -18,6 +18,8 @@ import pytest
 
 from pipeline import tracker as tracking
 from pipeline import tracking as sender
+from pipeline import tracking_store as store_module
+from pipeline.artifact_locations import Location, mend
 from pipeline.errors import ShardwrightError
 from pipeline.tracker import Point, StageRecord, Tracker, sync, ui_command
 from pipeline.tracking_store import Store, connect
@@ -210,7 +212,7 @@ def test_live_points_arrive_while_training_runs(root, monkeypatch):
     one = tracker(root)
     with one.live("train") as live:
         live.log(0, {"loss": 2.0})
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not runs(root) or not runs(root)[0].data.metrics:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -256,12 +258,11 @@ def test_bad_store_is_told_once_and_sync_sends_later(root, tmp_path, caplog, mon
     file.write_text("then")
     for index, uri in enumerate(bad_stores(root)):
         caplog.clear()
-        began = time.monotonic()
         for stage in ("trace", "solve"):  # each stage is a process of its own: nothing is shared but the disk
             tracker(root, f"e{index}", uri=uri).stage(StageRecord(stage, figures={"time": 1.0}, artifacts=(file,)))
         assert len(warnings(caplog)) == 1, uri
         assert "python -m stages sync" in caplog.text and "secret" not in caplog.text
-        assert len(warnings(caplog)[0].splitlines()) == 1 and time.monotonic() - began < 30
+        assert len(warnings(caplog)[0].splitlines()) == 1
     count = index + 1
     file.write_text("now")
     caplog.clear()
@@ -276,25 +277,36 @@ def test_bad_store_is_told_once_and_sync_sends_later(root, tmp_path, caplog, mon
         assert run.info.status == "FINISHED"
 
 
-def test_silent_server_costs_a_bounded_time_once(root, caplog):
+def test_a_silent_server_is_left_after_its_time_and_asked_once(root, caplog, monkeypatch):
+    monkeypatch.setattr(store_module, "CONNECT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         uri = f"http://127.0.0.1:{server.getsockname()[1]}"
-        began = time.monotonic()
         tracker(root, uri=uri).stage(StageRecord("trace"))
-        first = time.monotonic() - began
+        assert len(warnings(caplog)) == 1 and "no answer within" in caplog.text
+        monkeypatch.setattr(tracking, "connect", None)  # called by nobody any more
         tracker(root, uri=uri).stage(StageRecord("solve"))
     assert len(warnings(caplog)) == 1
-    assert first < 20 and time.monotonic() - began - first < 5
 
 
 def test_live_never_waits_for_the_store(root, monkeypatch, caplog):
+    """What is logged is logged while the store is being asked and does not answer."""
+    asked, answer = threading.Event(), threading.Event()
+
+    def never(store):
+        asked.set()
+        answer.wait()
+        raise ConnectionError("no answer")
+
     monkeypatch.setattr(tracking, "LIVE_S", 0.01)
+    monkeypatch.setattr(tracking, "connect", never)
     one = tracker(root, uri=DEAD)
     with one.live("train") as live:
-        began = time.monotonic()
-        for step in range(1000):
+        live.log(0, {"loss": 0.0})
+        asked.wait()
+        for step in range(1, 1000):
             live.log(step, {"loss": float(step)})
-        assert time.monotonic() - began < 5
+        answer.set()
+    monkeypatch.undo()
     one.stage(StageRecord("train"))
     assert len(warnings(caplog)) == 1
     assert sync(root, Settings(), LOG) == (1, 0)
@@ -434,3 +446,85 @@ def test_ui_command(root):
     assert command[command.index("--backend-store-uri") + 1] == f"sqlite:///{root / 'runs' / 'mlflow.db'}"
     with pytest.raises(ShardwrightError, match=r"open http://127\.0\.0\.1:9"):
         ui_command(root, Settings(uri=DEAD))
+
+
+# ---- a project that was copied or moved with its store
+
+
+def with_artifact(root, execution, text="original", **settings):
+    """A run with an artifact; its number."""
+    file = root / "plan.json"
+    file.write_text(text)
+    tracker(root, execution, **settings).stage(StageRecord("solve", artifacts=(file,)))
+    tag = f"tags.`{sender.EXECUTION_TAG}` = '{execution}'"
+    [run] = client(root).search_runs(["0", "1"], tag)
+    return run.info.run_id
+
+
+def downloaded(root, run):
+    return Path(client(root).download_artifacts(run, "solve/plan.json")).read_text()
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_copy_keeps_its_artifacts_to_itself(root, tmp_path):
+    old = with_artifact(root, "old")
+    before = content(root)
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy)
+    new = with_artifact(copy, "new", "copy")
+    assert content(root) == before
+    shutil.rmtree(root)
+    assert (downloaded(copy, old), downloaded(copy, new)) == ("original", "copy")
+    assert tracker(copy, "old").run_url()  # the run is known in the copy, too
+    assert mend(copy / "runs/mlflow.db") == 0
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_moved_project_has_its_artifacts_where_it_is(root, tmp_path, another):
+    """Also where another project is in its place by now; the one `mlflow ui` looks at is mended as well."""
+    old, moved = with_artifact(root, "old"), tmp_path / "moved, 50%"
+    empty = (root / "runs/mlflow.db").read_bytes()
+    root.rename(moved)
+    if another:
+        (root / "runs/mlartifacts").mkdir(parents=True)
+        (root / "runs/mlflow.db").write_bytes(empty)
+    before = content(root)
+    ui_command(moved, Settings())
+    assert mend(moved / "runs/mlflow.db") == 0
+    assert downloaded(moved, old) == "original" and downloaded(moved, with_artifact(moved, "new", "moved")) == "moved"
+    assert content(root) == before
+
+
+def test_what_was_not_taken_along_is_read_from_where_it_is(root, tmp_path):
+    old, copy = with_artifact(root, "old"), tmp_path / "copy"
+    shutil.copytree(root, copy, ignore=shutil.ignore_patterns("mlartifacts"))
+    before = content(root)
+    assert downloaded(copy, with_artifact(copy, "new", "copy")) == "copy" and downloaded(copy, old) == "original"
+    assert content(root) == before
+
+
+def test_locations_that_the_user_chose_are_left(root, tmp_path):
+    """A folder elsewhere, another scheme, and a store that does not lie in the project."""
+    chosen = tmp_path / "chosen" / "mlartifacts"
+    chosen.mkdir(parents=True)
+    mlflow = client(root)
+    for name, place in (("a", chosen.as_uri()), ("b", "s3://bucket/mlartifacts"), ("c", "file:///x/mlruns")):
+        mlflow.create_experiment(name, place)
+    assert mend(root / "runs/mlflow.db") == 0
+    outside = Settings(uri=f"sqlite:///{tmp_path / 'shared.db'}")
+    assert Store.of(root, outside).root is None and Store.of(root, Settings(uri=DEAD)).root is None
+    moved = tmp_path / "moved"
+    root.rename(moved)
+    places = {found.name: found.artifact_location for found in client(moved).search_experiments()}
+    assert places["a"] == chosen.as_uri() and places["b"].startswith("s3:") and places["c"] == "file:///x/mlruns"
+    assert str(moved) in places["Default"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "mlartifacts", "s3://b/mlartifacts/x", "file://host/mlartifacts", "/a/../mlartifacts/b"]
+)
+def test_what_is_no_location_of_a_store(text):
+    assert Location.of(text) is None

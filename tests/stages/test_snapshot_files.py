@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from itertools import product
+import os
+import tempfile
+from collections.abc import Iterator
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as settings_of_tests
 from hypothesis import strategies as st
 
+from benchmarks.forged_snapshots import FILES, about, read_all, snapshot
 from pipeline.artifacts import Artifact
 from pipeline.config import load_config
 from pipeline.errors import TrainError
@@ -25,21 +30,39 @@ from stages.train.manifest import (
     Damaged,
     Unreadable,
     check_files,
-    digest_of,
     name_of,
     read_manifest,
     snapshots_in,
     write_manifest,
 )
-from stages.train.pieces import boxes_of
+from stages.train.pieces import Piece, boxes_of, shared_out
 from stages.train.replicas import checksum, difference
-from stages.train.snapshots import not_seen
+from stages.train.snapshots import not_seen, table_of
 from stages.train.starting import launch_of, prepare
 from stages.train.tell import tell
+from stages.train.tensor_files import (
+    TensorFiles,
+    check_boxes,
+    file_of,
+    read_table,
+    tiles,
+    write_boxes,
+    write_table,
+)
 from stages.train.trajectory import differing, digest_of_run, settings_of
 
 PROJECT = Path(__file__).parents[2]
-EVERY = {"snapshots": dataclasses.replace(load_config(PROJECT).train.snapshots, every=2)}
+CONFIG = load_config(PROJECT)
+EVERY = {"snapshots": dataclasses.replace(CONFIG.train.snapshots, every=2)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Nothing here loses power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
 
 # ---- boxes
 
@@ -71,21 +94,11 @@ def test_a_number_is_one_box_and_nothing_is_none() -> None:
 # ---- folders
 
 
-def snapshot(folder: Path, step: int) -> Path:
-    temporary = manifest.unfinished(folder, step)
-    temporary.mkdir(parents=True)
-    for name in ("__0_0.distcp", "__1_0.distcp"):
-        (temporary / name).write_bytes(name.encode() * 100)
-    files = {path.name: digest_of(path) for path in temporary.iterdir()}
-    write_manifest(temporary, {"step": step}, files)
-    return manifest.publish(temporary, step)
-
-
 def test_a_snapshot_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = snapshot(tmp_path, 40)
     assert path.name == name_of(40) == "step-000040"
     found = read_manifest(path)
-    assert found["about"] == {"step": 40} and set(found["files"]) == {"__0_0.distcp", "__1_0.distcp"}
+    assert found["about"] == about(40) and set(found["files"]) == set(FILES)
     for part in range(2):
         check_files(path, found, part, 2)
 
@@ -100,7 +113,7 @@ def _turn_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", "manifest.json"])
+@pytest.mark.parametrize("file", [*FILES[1:], "manifest.json"])
 @pytest.mark.parametrize("harm", [_cut, _turn_a_bit, Path.unlink])
 def test_any_damage_is_found(tmp_path: Path, file: str, harm: Any) -> None:
     path = snapshot(tmp_path, 40)
@@ -109,9 +122,9 @@ def test_any_damage_is_found(tmp_path: Path, file: str, harm: Any) -> None:
         check_files(path, read_manifest(path))
 
 
-def _write_version_2(path: Path) -> None:
+def _write_version_1(path: Path) -> None:
     found = json.loads(path.read_text())
-    path.write_text(json.dumps({**found, "version": 2}))
+    path.write_text(json.dumps({**found, "version": 1}))
 
 
 def _make_unreadable(path: Path) -> None:
@@ -125,11 +138,15 @@ def _make_unreadable(path: Path) -> None:
     [
         (
             "manifest.json",
-            _write_version_2,
-            "version 2, this program reads version 1: go on with the program that wrote",
+            _write_version_1,
+            "version 1, this program reads version 2: go on with the program that wrote",
         ),
         ("manifest.json", _make_unreadable, "manifest.json cannot be read .Is a directory.: try again, or move"),
-        ("__1_0.distcp", _make_unreadable, "__1_0.distcp cannot be read .Is a directory.: try again, or move"),
+        (
+            "rank-00001.safetensors",
+            _make_unreadable,
+            "rank-00001.safetensors cannot be read .Is a directory.: try again, or move",
+        ),
     ],
 )
 def test_what_may_be_whole_is_not_called_damaged(tmp_path: Path, file: str, happens: Any, told: str) -> None:
@@ -144,34 +161,127 @@ def test_the_first_host_sees_every_file_or_says_which_it_does_not(tmp_path: Path
     path = snapshot(tmp_path, 40)
     files = read_manifest(path)["files"]
     assert not_seen(path, files) == ""
-    _cut(path / "__1_0.distcp")
+    _cut(path / "rank-00001.safetensors")
     assert not_seen(path, files).startswith(
-        "the first host does not see __1_0.distcp, which another one wrote; put runs"
+        "the first host does not see rank-00001.safetensors, which another one wrote; put runs"
     )
-    (path / "__1_0.distcp").unlink()
-    assert "__1_0.distcp" in not_seen(path, files)
+    (path / "rank-00001.safetensors").unlink()
+    assert "rank-00001.safetensors" in not_seen(path, files)
 
 
 def test_the_newest_are_kept_and_leftovers_swept(tmp_path: Path) -> None:
-    for step in (8, 100, 9, 1_000_000):
+    for step in (8, 100, 9, 1_000):
         snapshot(tmp_path, step)
     (tmp_path / ".step-000200").mkdir()
     (tmp_path / "notes").mkdir()
-    assert [path.name for path in snapshots_in(tmp_path)] == [name_of(step) for step in (1_000_000, 100, 9, 8)]
-    manifest.set_aside(tmp_path / name_of(1_000_000))
+    assert [path.name for path in snapshots_in(tmp_path)] == [name_of(step) for step in (1_000, 100, 9, 8)]
+    manifest.set_aside(tmp_path / name_of(1_000))
     manifest.sweep(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir() if p.name[0] in ".d") == ["damaged-step-1000000"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name[0] in ".d") == ["damaged-step-001000"]
     manifest.keep_newest(tmp_path, 2)
-    assert (tmp_path / "damaged-step-1000000").exists()  # until there is one that is whole
     manifest.remove_replaced(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-000009", "step-000100"]
+    assert sorted(os.listdir(tmp_path)) == ["damaged-step-001000", "notes", "step-000009", "step-000100"]
+    snapshot(tmp_path, 1_000)
+    manifest.remove_replaced(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["notes", "step-000009", "step-000100", "step-001000"]
 
 
-def test_a_damaged_one_is_replaced(tmp_path: Path) -> None:
-    _cut(snapshot(tmp_path, 4) / "__0_0.distcp")
-    path = snapshot(tmp_path, 4)
+def test_an_older_one_stays_while_a_newer_one_lacks_a_file(tmp_path: Path) -> None:
+    for step in (2, 4):
+        snapshot(tmp_path, step)
+    (tmp_path / name_of(4) / FILES[0]).unlink()
+    manifest.keep_newest(tmp_path, 1)
+    assert [path.name for path in snapshots_in(tmp_path)] == [name_of(4), name_of(2)]
+
+
+def test_what_is_in_the_way_is_set_aside_each_time(tmp_path: Path) -> None:
+    for _ in range(3):
+        path = snapshot(tmp_path, 4)
     check_files(path, read_manifest(path))
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]
+    assert sorted(os.listdir(tmp_path)) == ["damaged-step-000004", "damaged-step-000004-2", "step-000004"]
+    manifest.remove_replaced(tmp_path)
+    assert os.listdir(tmp_path) == ["step-000004"]
+
+
+# ---- from anywhere
+
+
+@pytest.mark.parametrize("file", ["manifest.json", *FILES])
+def test_a_link_or_a_pipe_is_no_file_of_a_snapshot(tmp_path: Path, file: str) -> None:
+    path = snapshot(tmp_path, 4)
+    os.rename(path / file, tmp_path / "elsewhere")
+    (path / file).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Damaged, match=f"{file} is a link or a device"):
+        read_all(path)
+    (path / file).unlink()
+    os.mkfifo(path / file)
+    with pytest.raises(Damaged, match=f"{file} is a link or a device"):
+        read_all(path)
+
+
+TYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.bool,
+    torch.float8_e4m3fn,
+)
+
+
+@given(st.sampled_from(TYPES), st.integers(0, 2**32), st.data())
+@settings_of_tests(max_examples=30, deadline=None)
+def test_any_piece_is_filled_from_any_boxes(dtype: torch.dtype, seed: int, data: Any) -> None:
+    """Written by ranks of one cut, replicas once, and read in another: also numbers of no dims and of no elements."""
+    shape = data.draw(st.sampled_from([(), (0, 3), (5,), (4, 6), (7, 2, 3)]))
+    whole = torch.randint(0, 2**7, (*shape, dtype.itemsize), generator=torch.Generator().manual_seed(seed))
+    whole = (whole.to(torch.uint8) % 2 if dtype == torch.bool else whole.to(torch.uint8)).view(dtype).view(shape)
+    cuts = [data.draw(cuts_of(shape)) for _ in range(2)]
+    pieces = [_pieces(whole, cut) for cut in cuts]
+    with tempfile.TemporaryDirectory() as folder:
+        shared = shared_out([[piece.offer()] for piece in pieces[0]])
+        for rank, piece in enumerate(pieces[0]):
+            mine = {place for place, writer in shared["a"].writers.items() if writer == rank}
+            write_boxes(Path(folder) / file_of(rank), [piece], {"a": mine})
+        write_table(Path(folder), table_of(shared))
+        table = read_table(Path(folder), os.listdir(folder))
+        check_boxes(Path(folder), table)
+        files = TensorFiles(Path(folder), table)
+        for piece in pieces[1]:
+            wanted = piece.tensor.clone()
+            piece.tensor.zero_()
+            files.fill(piece)
+            assert torch.equal(_bytes(piece.tensor), _bytes(wanted))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@st.composite
+def cuts_of(draw: Any, shape: tuple[int, ...]) -> list[list[int]]:
+    """Of each dim the indices at which it is cut."""
+    return [sorted(draw(st.sets(st.sampled_from(range(1, size)), max_size=2))) if size > 1 else [] for size in shape]
+
+
+def _pieces(whole: torch.Tensor, cut: list[list[int]]) -> list[Piece]:
+    """As many ranks as boxes, and one more that holds the first again."""
+    ends = [[0, *dim, size] for dim, size in zip(cut, whole.shape, strict=True)]
+    runs = product(*[[((a, b - a),) for a, b in pairwise(dim)] for dim in ends])
+    found = []
+    for dims in runs:
+        there = tuple(slice(start, start + length) for ((start, length),) in dims)
+        found.append(Piece("a", whole[there].clone(), tuple(whole.shape), str(cut), boxes_of(dims)))
+    return [*found, dataclasses.replace(found[0], tensor=found[0].tensor.clone())]
+
+
+def test_boxes_that_tile() -> None:
+    assert tiles((), [((), ())]) and not tiles((), [])
+    assert tiles((0, 3), []) and tiles((4,), [((0,), (1,)), ((1,), (3,))])
+    assert not tiles((4,), [((0,), (2,)), ((1,), (2,))])
+    pinwheel = [((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 0), (1, 2)), ((1, 1), (1, 1))]
+    assert tiles((3, 3), pinwheel) and not tiles((3, 3), pinwheel[:-1])
 
 
 # ---- which run
@@ -214,8 +324,7 @@ def log() -> tuple[logging.Logger, list[str]]:
 
 
 def prepared(root: Path, log: logging.Logger, **train: Any) -> dict[str, Any]:
-    config = load_config(PROJECT)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, **train))
+    config = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, **train))
     graph = Artifact("graph", {}, {}, None, "sha256:graph")
     return prepare(Inputs(root, {"graph": graph}, log, None), config)  # type: ignore[arg-type]
 
@@ -233,15 +342,15 @@ def test_a_run_goes_on_until_it_is_finished(tmp_path: Path, log) -> None:
     assert not folder.exists() and kept(folder) == ["step-000004"]
     snapshot(folder, 6)
     prepared(tmp_path, log[0], resume="never")
-    assert not folder.exists() and kept(folder) == ["step-000006"]
+    assert not folder.exists() and kept(folder) == ["step-000004", "step-000006"]
 
 
 def kept(folder: Path) -> list[str]:
-    """Of the run before."""
-    return [path.name for path in snapshots_in(manifest.earlier(folder))]
+    """Of the runs before."""
+    return [path.name for run in manifest.earlier_runs(folder) for path in snapshots_in(run)]
 
 
-def test_snapshots_of_the_run_before_stay_until_there_is_another(tmp_path: Path, log) -> None:
+def test_snapshots_of_the_run_before_stay_until_another_has_come_as_far(tmp_path: Path, log) -> None:
     """However often it is killed before that; and they can be named, as any other."""
     folder = Path(prepared(tmp_path, log[0], **EVERY)["folder"])
     snapshot(folder, 4)
@@ -250,12 +359,27 @@ def test_snapshots_of_the_run_before_stay_until_there_is_another(tmp_path: Path,
         prepared(tmp_path, log[0], **EVERY)
         assert kept(folder) == ["step-000004"] and not snapshots_in(folder)
     name = f"runs/train/snapshots/{folder.name}.earlier"
-    assert log[1][0] == f"INFO: training begins anew: the run before is in {name} until this one has a snapshot"
-    write_manifest(tmp_path / name / "step-000004", {"settings": {}}, {})
+    assert log[1][0] == f"INFO: training begins anew: {name} has the run before until this one has come as far"
     assert prepared(tmp_path, log[0], resume=f"{name}/step-000004")["origin"] == str(tmp_path / name / "step-000004")
     snapshot(folder, 2)
     manifest.remove_replaced(folder)
-    assert not manifest.earlier(folder).exists() and [path.name for path in snapshots_in(folder)] == ["step-000002"]
+    assert kept(folder) == ["step-000004"]
+    prepared(tmp_path, log[0], **EVERY, resume="never")
+    assert kept(folder) == ["step-000004", "step-000002"]
+    (manifest.earlier_runs(folder)[0] / "best").mkdir()
+    snapshot(folder, 4)
+    manifest.remove_replaced(folder)
+    assert [path.name for path in snapshots_in(folder)] == ["step-000004"] and kept(folder) == []
+    assert [os.listdir(run) for run in manifest.earlier_runs(folder)] == [["best"]]  # which is not of our making
+
+
+def test_damaged_snapshots_and_the_user_s_own_files_are_put_aside_as_well(tmp_path: Path, log) -> None:
+    folder = Path(prepared(tmp_path, log[0], **EVERY)["folder"])
+    (folder / "damaged-step-000004").mkdir(parents=True)
+    prepared(tmp_path, log[0], **EVERY, resume="never")
+    (folder / "best").mkdir(parents=True)
+    prepared(tmp_path, log[0], **EVERY, resume="never")
+    assert [os.listdir(run) for run in manifest.earlier_runs(folder)] == [["damaged-step-000004"], ["best"]]
 
 
 def test_a_launcher_that_starts_the_stage_again_has_its_snapshots_back(tmp_path: Path, log, monkeypatch) -> None:
@@ -289,7 +413,7 @@ def test_a_run_that_begins_from_a_snapshot_is_another_run(tmp_path: Path, log) -
     plain = prepared(tmp_path, log[0])
     path = snapshot(Path(plain["folder"]), 4)
     found = json.loads((path / "manifest.json").read_text())
-    write_manifest(path, {"settings": {**plain["settings"], "train.seed": 7}}, found["files"])
+    write_manifest(path, about(4, settings={**plain["settings"], "train.seed": 7}), found["files"])
     name = str(path.relative_to(tmp_path))
     begun = prepared(tmp_path, log[0], resume=name)
     assert begun["origin"] == str(path) and begun["folder"] != plain["folder"]

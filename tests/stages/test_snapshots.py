@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import resource
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.forged_snapshots import about
 from pipeline.errors import TrainError
 from pipeline.launch import run_ranks as launch
 from stages.train import replicas
@@ -63,16 +65,24 @@ def same_plan(here: Path) -> list[float]:
     return list(train(job(here, "zero1", STEPS, **given), here / "b")["losses"])
 
 
-def full_disk(here: Path) -> list[float]:
-    """A limit on the size of files stands for a disk that is full."""
+def full_disk(here: Path) -> tuple[str, list[float]]:
+    """A limit on the size of files stands for a disk that is full; then on, when there is room again.
+
+    A run that also exports its weights has its last state in them.
+    """
     given = {"folder": str(here / "full"), "every": 1}
     train(job(here, "ddp", 2, **given), here / "full_work")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        return list(train(job(here, "ddp", 4, **given), here / "full_work")["losses"])
+        with pytest.raises(TrainError) as error:
+            train(job(here, "ddp", 4, **given), here / "full_work")
+        exporting = job(here, "ddp", 3, **given)
+        exporting["train"]["export"] = True
+        assert len(train(exporting, here / "full_export")["losses"]) == 3
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return str(error.value), list(train(job(here, "ddp", 4, **given), here / "room_work")["losses"])
 
 
 def faults(here: Path) -> dict[str, Any]:
@@ -123,7 +133,7 @@ def unshared(here: Path) -> tuple[str, list[str]]:
     snapshots = Snapshots(folder, 2, True, 60)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stages.train.snapshots.SEEN_S", 0.2)
-        snapshots.take(engine, 1, {"ranks": 2, "program": "p"})
+        snapshots.take(engine, 1, about(1))
         outcome = snapshots.done(wait=True)
     dist.barrier()
     return outcome.problem, [path.name for path in folder.iterdir()]
@@ -138,38 +148,40 @@ def streams(here: Path) -> tuple[bool, bool, list[float]]:
     torch.manual_seed(dist.get_rank())
     expected = torch.get_rng_state()
     snapshots = Snapshots(folder, 1, True, 60)
-    about = {"ranks": 2, "program": "this"}
-    snapshots.take(engine, 1, about)
+    snapshots.take(engine, 1, about(1, program="this"))
     torch.rand(3)
     assert snapshots.done(wait=True).problem == ""
-    path = find(folder, None, "").path
-    restore(engine, path, about, "this")
+    found = find(folder, None, "")
+    restore(engine, found, "this")
     same = torch.equal(torch.get_rng_state(), expected)
-    restore(engine, path, about, "another")
+    restore(engine, found, "another")
     restored = torch.get_rng_state()
     torch.manual_seed(0)
     first = torch.equal(restored, torch.get_rng_state())
     engine.stream = dist.get_rank()
-    restore(engine, path, about, "another")
+    restore(engine, found, "another")
     return same, first, torch.rand(3).tolist()
 
 
 def refused(here: Path) -> list[str]:
-    """Snapshots that one rank does not see, and that another version wrote; the latter is there afterwards."""
+    """Snapshots that one rank does not see, that another version wrote, and that are all damaged: they stay there."""
     folder, own = here / "engines", here / f"engines{dist.get_rank()}"
     name = snapshots_in(folder)[0].name
     if dist.get_rank() == 0:
         shutil.copytree(folder, own)
         manifest = here / "later" / name / "manifest.json"
         shutil.copytree(folder / name, manifest.parent)
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 2}))
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 1}))
+        for snapshot in snapshots_in(folder):
+            damaged = shutil.copytree(snapshot, here / "damaged" / snapshot.name)
+            (damaged / "tensors.json").write_text("{}")
     dist.barrier()
     told = []
-    for where in (own, here / "later"):
+    for where in (own, here / "later", here / "damaged"):
         with pytest.raises(TrainError) as error:
             find(where, None, "train.yaml: resume")
         told.append(str(error.value).replace(str(here), ""))
-    return [*told, *(path.name for path in (here / "later").iterdir())]
+    return [*told, *(path.name for path in (here / "later").iterdir()), *sorted(os.listdir(here / "damaged"))]
 
 
 def on_one_rank(folder: str) -> list[dict[str, Any]]:
@@ -177,8 +189,9 @@ def on_one_rank(folder: str) -> list[dict[str, Any]]:
     here = Path(folder)
     found = [train(job(here, "one", STEPS, every=2), here / work) for work in ("journey", "again")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stages.train.snapshots.dcp.save", _break)
-        train(job(here, "one", 1, every=1, folder=str(here / "broken")), here / "broken_work")
+        patch.setattr("stages.train.snapshots.write_boxes", _break)
+        with pytest.raises(TrainError, match=r"RuntimeError: a surprise; mend that, .* goes on from the start"):
+            train(job(here, "one", 1, every=1, folder=str(here / "broken")), here / "broken_work")
     return found
 
 
@@ -228,12 +241,17 @@ def test_the_same_plan_repeats_every_loss(runs) -> None:
     assert told[1]["resumed"] == 3 and [note["snapshot"] for note in told[2:]] == [6, 9, 12, 14]
 
 
-def test_a_full_disk_costs_the_snapshot_alone(runs) -> None:
+def test_a_run_whose_last_state_is_not_on_the_disk_has_not_ended(runs) -> None:
+    """Other snapshots cost a warning; there is room again, and it goes on from the last that is there."""
     folder, found = runs
-    assert len(found["full"]) == 4 and apart(found["full"], found["plain"]) < NEAR
+    told, losses = found["full"]
+    assert len(losses) == 4 and apart(losses, found["plain"]) < NEAR
+    assert "full: the state after the last step could not be saved: File too large; mend that, and run again" in told
+    assert told.endswith("full/step-000002")
+    assert [note.get("resumed") for note in notes(folder / "room_work")][:1] == [2]
     failed = [note for note in notes(folder / "full_work") if "problem" in note]
     assert failed == [{"snapshot": step, "problem": "File too large"} for step in (3, 4)]
-    assert sorted(path.name for path in (folder / "full").iterdir()) == ["step-000001", "step-000002"]
+    assert sorted(path.name for path in (folder / "full").iterdir()) == ["step-000003", "step-000004"]
 
 
 def test_a_loss_that_is_no_number_names_the_last_good_snapshot(runs) -> None:
@@ -255,17 +273,24 @@ def test_times_are_those_of_one_engine(runs) -> None:
 
 def test_hosts_that_share_no_folder_have_no_snapshot(runs) -> None:
     problem, left = runs[1]["unshared"]
-    assert problem.startswith("the first host does not see __1_0.distcp, which another one wrote; put runs/ on a file")
+    assert problem.startswith(
+        "the first host does not see rank-00001.safetensors, which another one wrote; put runs/ on a file"
+    )
     assert left == []
 
 
 def test_what_may_be_whole_is_refused_and_left_alone(runs) -> None:
-    unseen, later, left = runs[1]["refused"]
+    unseen, later, damaged, left, *still = runs[1]["refused"]
     assert unseen.startswith(
         "train.yaml: resume: /engines0/step-000005 cannot be used: rank 1 does not see manifest.json"
     )
-    assert later.startswith("train.yaml: resume: /later/step-000005 cannot be used: manifest.json has version 2, this")
+    assert later.startswith("train.yaml: resume: /later/step-000005 cannot be used: manifest.json has version 1, this")
     assert left == "step-000005"
+    assert damaged.startswith(
+        "train.yaml: resume: no snapshot of this run in /damaged is whole: step-000005 (tensors.js"
+    )
+    assert "step-000004 (tensors.json has 2 bytes instead of" in damaged and "`resume: never`, which keeps" in damaged
+    assert still == ["step-000004", "step-000005"]
 
 
 def test_an_error_of_the_thread_is_told(runs) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 
 import numpy as np
 import pytest
@@ -143,7 +142,7 @@ def test_a_bound_is_below_every_plan_that_fits(seed):
     problem = random_problem(seed)
     bounder = Bounder(problem, best_prices(solve_settings(), WHERE))
     for limit in {a_limit(problem, seed), a_limit(problem, seed + 1)}:
-        bounded = bounder.within(limit, 1e-6, time.monotonic() + 30)
+        bounded = bounder.within(limit, 1e-6, math.inf)
         wanted = best(problem, limit)
         assert bounded.bound <= wanted * (1 + 1e-9) + 1e-9
         assert bounder.bound_at(limit) <= wanted * (1 + 1e-9) + 1e-9
@@ -211,11 +210,7 @@ def test_a_solver_that_finds_nothing_in_time_leaves_the_plan_of_prices(monkeypat
         raise NothingFound("the solver found no plan", where=WHERE)
 
     monkeypatch.setattr("stages.solve.frontier.solve", nothing)
-    limit = next(
-        x
-        for x in (38.5, 33.5, 27.5)
-        if sweep.bounder.within(x, 0, time.monotonic() + 9).bound < best(problem, x) - 1e-6
-    )
+    limit = next(x for x in (38.5, 33.5, 27.5) if sweep.bounder.within(x, 0, math.inf).bound < best(problem, x) - 1e-6)
     stand_in = sweep.within(limit)
     assert stand_in.peak <= limit and 0 < stand_in.proof.gap < 1
     assert stand_in.proof.bound <= best(problem, limit) <= stand_in.cost

@@ -6,7 +6,6 @@ import functools
 import itertools
 import logging
 import math
-import time
 
 import numpy as np
 import pytest
@@ -156,7 +155,7 @@ def test_plans_within_a_limit_and_their_bounds(kind, part):
         problem = random_problem(seed)
         limit = a_limit(problem, seed)
         wanted = best(problem, limit)
-        found = kind(problem).within(limit, 1e-6, time.monotonic() + 60)
+        found = kind(problem).within(limit, 1e-6, math.inf)
         assert found.bound <= wanted * (1 + 1e-9) + 1e-9
         if math.isinf(wanted):
             assert found.best is None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,9 +16,11 @@ from pipeline.kernel_cache import COPY, OfTheProject
 from pipeline.point import ROOT, Point, current
 from stages.__main__ import main
 from stages.checkpoint import schedule
-from stages.sweep.experiments import _override, _reason
+from stages.sweep import experiments
+from stages.sweep.abandoned import COPIES, forget_killed, held
+from stages.sweep.experiments import _override, _reason, run_point
 from stages.sweep.points import points_of
-from stages.sweep.run import table
+from stages.sweep.run import ended_by_signals, table
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -99,3 +105,83 @@ def test_a_copy_of_the_project_takes_its_kernels_where_the_source_is_equal(tmp_p
     assert OfTheProject.from_function(function, file).get_cache_path() == str(own.parent / "__pycache__")
     own.write_text(own.read_text() + "#\n")
     assert OfTheProject.from_function(function, file) is None
+
+
+# ---- experiments that end before their time
+
+
+def note(root, name, state="RUNNING", copy=None):
+    """What DVC writes of an experiment that it runs in a copy of the project; the file."""
+    from dvc.repo.experiments.executor.base import ExecutorInfo, TaskStatus
+
+    copy = copy or root / COPIES / f"tmp{name}"
+    copy.mkdir(parents=True)
+    path = root / COPIES / "run" / name / f"{name}.run"
+    ExecutorInfo("file:///git", "base", "dvc-task", str(copy), ".dvc", name, status=TaskStatus[state]).dump_json(path)
+    return path
+
+
+def runs(path):
+    """Whether `dvc exp show` lists it as running."""
+    from dvc.repo.experiments.executor.base import ExecutorInfo, TaskStatus
+
+    told = ExecutorInfo.load_json(path)
+    return told.status <= TaskStatus.SUCCESS and Path(told.root_dir).exists()
+
+
+def test_what_a_killed_sweep_left_is_not_taken_for_running(tmp_path):
+    sweeps = tmp_path / "runs/sweep"
+    elsewhere = tmp_path / "elsewhere"
+    killed, early = note(tmp_path, "killed-1"), note(tmp_path, "killed-2", "PREPARING")
+    ended, alive = note(tmp_path, "killed-3", "FAILED"), note(tmp_path, "alive-1")
+    strange, far = note(tmp_path, "strange-1"), note(tmp_path, "old-1", copy=elsewhere)
+    (tmp_path / COPIES / "run/broken").mkdir()
+    (tmp_path / COPIES / "run/broken/broken.run").write_text("{")
+    with held(sweeps / "killed"):
+        pass
+    (sweeps / "old").mkdir()  # of a version that took no lock
+    with held(sweeps / "alive"):
+        assert forget_killed(tmp_path, sweeps) == ["killed-1", "killed-2", "old-1"]
+        assert [runs(path) for path in (killed, early, ended, alive, strange, far)] == [False] * 3 + [True] * 2 + [
+            False
+        ]
+        assert forget_killed(tmp_path, sweeps) == []
+    assert elsewhere.is_dir()  # no copy of DVC's
+    assert {path.name for path in (tmp_path / COPIES).iterdir()} == {"run", "tmpkilled-3", "tmpalive-1", "tmpstrange-1"}
+
+
+STUBBORN = """
+import signal, sys, time
+from pathlib import Path
+for ignored in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(ignored, signal.SIG_IGN)
+Path("started").write_text(" ".join(sys.argv))
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_an_interrupted_point_ends_and_is_not_taken_for_running(project, monkeypatch, sign):
+    """Even where DVC itself does not end when it is told to."""
+    monkeypatch.setattr(experiments, "END_S", 0.1)
+    (project / "dvc.py").write_text(STUBBORN)
+    left = note(project, "memory-1")
+    started = project / "started"
+
+    def interrupt():
+        while not (started.exists() and started.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), sign)
+
+    threading.Thread(target=interrupt).start()
+    with (
+        pytest.raises((SystemExit, KeyboardInterrupt)) as ended,
+        ended_by_signals(),
+        held(project / "runs/sweep/memory") as lock,
+    ):
+        run_point(project, "memory-1", (), "code", "solve", dict(os.environ), project / "said.txt", lock)
+    if sign is not signal.SIGINT:
+        assert ended.value.code == 128 + sign
+    assert "--name memory-1" in started.read_text() and not runs(left)
+    with held(project / "runs/sweep/memory"):  # nobody has it: the other process is gone
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -299,6 +299,69 @@ def test_a_model_that_cannot_be_used_is_told_with_file_and_line(users, name, lin
     assert told in refusal.value.line() and "\n" not in refusal.value.line()
 
 
+class Refused(nn.Module):
+    def __init__(self, does) -> None:
+        super().__init__()
+        self.layer, self.does = nn.Linear(6, 8), does
+
+    def forward(self, x):
+        y = self.layer(x)
+        return self.does(y) + y.square().mean()
+
+
+def _branch(y):
+    return y.sum() * 2 if y.sum() > 0 else y.sum()
+
+
+def _ctc(y):
+    logs = y.log_softmax(-1)[:, None].expand(len(y), 2, 8)
+    return F.ctc_loss(logs, torch.ones(2, 1, dtype=torch.long), torch.full((2,), len(y)), torch.full((2,), 1))
+
+
+def _experts(y):
+    """Counts of a size that only checks read; as mixtures of experts balance their load."""
+    counts = torch.bincount(y.argmax(-1), minlength=8).float()
+    return (y.softmax(-1).mean(0) * counts).sum()
+
+
+@pytest.mark.parametrize(
+    ("does", "told", "remedy"),
+    [
+        (_branch, "cannot be exported: a branch on a tensor's value: ", "`torch.where`"),
+        (_ctc, "cannot be exported: an op whose result has a size that depends on values: ", "an op of your own"),
+        (lambda y: sum(y.split(y.argmax(-1).bincount(minlength=8).tolist())).sum(), "is used as a size", "shapes"),
+        (lambda y: y[y[:, 0] > 0].sum(), "aten.index.Tensor makes a tensor whose size depends on values", "a mask"),
+        (lambda y: y.argmax(-1).bincount().float().std(), "aten.bincount.default makes a tensor whose", "F.one_hot"),
+        (lambda y: y.sum() * y.max().item(), "aten.item.default takes a number out of a tensor", "keep it in a tensor"),
+    ],
+)
+def test_a_refusal_says_what_kind_of_thing_is_in_the_way(does, told, remedy) -> None:
+    with pytest.raises(TraceError) as refusal:
+        trace(Refused(does), X)
+    line = refusal.value.line()
+    assert "test_trace.py:" in line and told in line and remedy in line and "out-of-place" not in line
+
+
+def test_a_branch_inside_an_installed_package_is_not_told_as_the_users(tmp_path, monkeypatch) -> None:
+    package = tmp_path / "site-packages/their_layers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def doubled(y):\n    return y * 2 if y.sum() > 0 else y\n")
+    monkeypatch.syspath_prepend(package.parent)
+    their_layers = importlib.import_module("their_layers")
+    with pytest.raises(TraceError) as refusal:
+        trace(Refused(lambda y: their_layers.doubled(y).sum()), X)
+    line = refusal.value.line()
+    assert "test_trace.py:" in line and "inside the package their_layers (__init__.py:2)" in line
+    assert "it is not in your code: look for a setting of their_layers" in line
+
+
+def test_sizes_that_only_checks_read_are_dropped() -> None:
+    graph = trace(Refused(_experts), X)
+    counted = next(op for op in graph.ops if op.target == "aten.bincount.default")
+    assert graph.values[counted.outputs[0]].type.shape == (8,)
+    assert not any("sym_size" in op.target for op in graph.ops)
+
+
 class Constant(nn.Module):
     """Makes a tensor out of numbers while it runs, and reads a parameter where no gradient is wanted."""
 

@@ -32,7 +32,8 @@ def started(place: tuple[str, int], ranks: list[int], world: int, limit: float) 
     """What each of these ranks of a start hears, or why not."""
 
     def one(rank: int) -> str:
-        store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=limit))
+        store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=600))
+        store.set_timeout(timedelta(seconds=limit))
         try:
             return joining.agree_on_start(store, rank, world, timedelta(seconds=limit))
         except (TrainError, dist.DistError) as error:
@@ -46,12 +47,12 @@ def test_ranks_of_a_start_find_one_another_whatever_others_have_left():
     """In between two starts fail: ranks ask and get no answer, and the first one waits for ranks that never come."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = ("127.0.0.1", server.port)
-    first = started(place, [0, 1, 2, 3], 4, 20)
+    first = started(place, [0, 1, 2, 3], 4, 600)
     assert len(set(first.values())) == 1
     assert all(word.startswith("failed") for word in started(place, [1, 3], 4, 0.3).values())
     alone = started(place, [0, 2], 4, 0.5)
     assert alone[0].startswith("failed: rank 1 did not come")
-    again = started(place, [3, 2, 1, 0], 4, 20)
+    again = started(place, [3, 2, 1, 0], 4, 600)
     assert len(set(again.values())) == 1 and again[0] not in (*first.values(), *alone.values())
 
 
@@ -69,7 +70,7 @@ def alone(monkeypatch):
 
 
 def test_cpus_talk_over_gloo(alone):
-    joining.join("cpu", timedelta(seconds=20))
+    joining.join("cpu", timedelta(seconds=600))
     assert dist.get_backend() == "gloo" and dist.get_world_size() == 1
 
 
@@ -82,7 +83,7 @@ def test_gpus_of_their_own_join_once_more(alone, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=f"gpu {number}"))
     monkeypatch.setattr(joining, "NCCL", "cpu:gloo")
-    joining.join("cuda", timedelta(seconds=20))
+    joining.join("cuda", timedelta(seconds=600))
     assert chosen == [0] and joined == ["gloo", "cpu:gloo"]
     total = torch.ones(3)
     dist.all_reduce(total)

@@ -113,7 +113,7 @@ def test_the_next_step_is_read_while_this_one_runs() -> None:
 
     batches = Prefetched(reading, 3)
     assert batches[0] == 0
-    assert next_one_is_read.wait(10)  # nobody has asked for it
+    assert next_one_is_read.wait(600)  # nobody has asked for it
     assert [batches[1], batches[2]] == [1, 2]
     batches.close()
     assert readers == [threading.current_thread().name, "prefetch", "prefetch"]

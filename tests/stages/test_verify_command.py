@@ -39,7 +39,7 @@ from tests.graphs import trace
 from tests.one_op import example, printed, run_printed, run_unsplit, t
 from tests.ranks import run_ranks
 from tests.simulated import one_after_another
-from tests.verify_cases import RANDOM, TRIED, Drawing, case_of, judge_all, noisy
+from tests.verify_cases import COMPLEX, RANDOM, TRIED, Drawing, case_of, judge_all, noisy
 
 SOURCE = Path(__file__).parents[2]
 RANKS = 2
@@ -72,7 +72,17 @@ def project(tmp_path_factory) -> Path:
     return root
 
 
-EDITS = {
+EDITS: dict[str, tuple[str, str, tuple[str, str, str, str]]] = {
+    "a round trip through bfloat16": (
+        "gelu = F.gelu(linear)",
+        "gelu = F.gelu(linear).bfloat16().float()",
+        ("gelu", "layers.0", "gelu = ", "a cast to bfloat16 that the model does not have"),
+    ),
+    "wrong in float32 alone": (
+        "gelu = F.gelu(linear)",
+        "gelu = F.gelu(linear) * (1.001 if linear.dtype == torch.float32 else 1)",
+        ("gelu", "layers.0", "gelu = ", "in float64 all is equal, but in float32 the result of gelu differs"),
+    ),
     "a factor": (
         "gelu = F.gelu(linear)",
         "gelu = F.gelu(linear) * 1.001",
@@ -280,6 +290,23 @@ def test_other_random_ops(outcomes, name: str) -> None:
     assert apart["equal"] and (apart["draws"], apart["draw"]) == (True, False), apart["fault"]
     assert alike["equal"] and (alike["draws"], alike["draw"]) == (True, True), alike["fault"]
     assert len(apart["others"]) == 1 and name.strip("_") in apart["others"][0]
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_numbers_are_those_of_the_model(outcomes, name: str) -> None:
+    """Gradients go through them, in pieces and in summands; a conjugate that torch has not made yet is sent as one."""
+    assert outcomes[name]["equal"], outcomes[name]["fault"]
+
+
+def test_a_wrong_complex_value_is_named(outcomes) -> None:
+    fault = outcomes["a wrong conjugate"]["fault"]
+    assert fault["target"] == "aten.mul.Tensor" and "view_as_complex.conj() * unsq" in fault["text"]
+
+
+def test_no_right_program_is_wrong_in_float32(outcomes) -> None:
+    judged = {name: found["in_float32"] for name, found in outcomes.items() if found["equal"]}
+    assert [name for name, right in judged.items() if right is False] == []
+    assert sum(right is True for right in judged.values()) > 10
 
 
 def test_statistics(outcomes) -> None:

@@ -1,0 +1,138 @@
+"""The first step once more in float32: a program may be right in float64 alone.
+
+The rounding of float32 depends on the order of sums, so nothing is equal here. How much may differ is told by the
+unsplit module itself: its own step in float32 is some way from its step in float64, and a program that is `MARGIN`
+times as far does something else. Rounding may also put a number on the other side of a branch (a relu, the choice of an
+expert), in one of the two alone; with other parameters it does not. So a program is at fault where it is so `TRIES`
+times, each with other parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stages.verify.compare import SHARE, largest, whole_gap
+from stages.verify.float64 import WIDENED, Asked, in_float32
+from stages.verify.piped import PipedRank, compare_piped
+from stages.verify.steps import LOSS, Difference, Rank, compare_passes
+from stages.verify.truth import (
+    Batch,
+    Build,
+    MakeOptimizer,
+    Passes,
+    State,
+    cast_all,
+    copied,
+    doubled,
+    parts_of,
+    passes_of,
+    state_of,
+    take,
+)
+
+MARGIN, LEAST = 16.0, 1e-6  # LEAST: a few roundings, where the module itself has none by luck
+TRIES, APART = 3, 1e-3  # how far the parameters of a further try are from the first, relative to each
+
+
+@dataclass(frozen=True)
+class Float32Step:
+    """A step of the unsplit module in float32, and how near a program must come to what it is in float64."""
+
+    state: State  # before it, in float32
+    batches: list[Batch]
+    exact: Passes  # in float64
+    allowed: Mapping[str, float]  # loss, or a parameter -> the largest relative difference of it from `exact`
+
+    @property
+    def parts(self) -> list[float]:
+        return parts_of(self.batches)
+
+
+@dataclass(frozen=True)
+class Float32Verdict:
+    step: Float32Step
+    differences: tuple[Difference, ...]
+    asked: Mapping[Asked, int]  # casts to lower types that the program's own lines ask for, in all passes
+
+    @property
+    def worst(self) -> Difference:
+        return max(self.differences, key=lambda d: d.over)
+
+    @property
+    def right(self) -> bool:
+        return self.worst.over <= 1.0
+
+
+class RunInFloat32(Protocol):
+    """A program's passes of a step: how far each result is from the exact one, and the casts it asks for."""
+
+    def __call__(self, step: Float32Step) -> tuple[list[Difference], Mapping[Asked, int]]: ...
+
+
+def judge_in_float32(build: Build, batches: Sequence[Batch], run: RunInFloat32) -> Float32Verdict:
+    """Of the first try in which the program is right, or else of the last."""
+    for step in _steps(build, list(batches)):
+        found, asked = run(step)
+        judged = (replace(d, tolerance=step.allowed[d.name], in_float32=True) for d in found)
+        verdict = Float32Verdict(step, tuple(judged), asked)
+        if verdict.right:
+            break
+    return verdict
+
+
+def runner(program: ModuleType, path: str, make: MakeOptimizer, batch_norm: str) -> RunInFloat32:
+    """Of a program whose source is in the file of that path."""
+    piped = hasattr(program, "PARTITIONS")
+
+    def run(step: Float32Step) -> tuple[list[Difference], Mapping[Asked, int]]:
+        rank = (PipedRank if piped else Rank)(program, step.state, make, batch_norm)
+        with in_float32(draws=False, path=path) as mode:
+            losses = rank.run(step.batches)
+        if isinstance(rank, PipedRank):
+            return compare_piped(rank, losses, step.exact, 0, 1.0, step.state.parameters), mode.asked
+        return compare_passes(rank, losses, step.exact, 0, 1.0), mode.asked
+
+    return run
+
+
+def _steps(build: Build, batches: list[Batch]) -> Iterator[Float32Step]:
+    """With the module's own parameters, then with others."""
+    wide = [{name: doubled(x) for name, x in batch.items()} for batch in batches]
+    for number in range(TRIES):
+        module = cast_all(build(), WIDENED[torch.float32]).train()
+        _move(module, number)
+        before = copied(state_of(module))
+        truth = cast_all(build(), WIDENED[torch.float64]).train()
+        take(truth, before)
+        exact = passes_of(truth, wide, widen=True, draw=False)
+        own = passes_of(module, batches, widen=True, draw=False, within=in_float32)
+        yield Float32Step(before, batches, exact, _allowed(own, exact))
+
+
+def _move(module: nn.Module, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for parameter in module.parameters() if number else ():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.add_(APART * noise * parameter)
+
+
+def _allowed(own: Passes, exact: Passes) -> Mapping[str, float]:
+    """By the module's own rounding of each, and no less than by its usual one: few numbers may have little by luck."""
+    floor = SHARE * largest(exact.gradients.values())
+    gaps = {name: _own(own.gradients.get(name), wanted, floor) for name, wanted in exact.gradients.items()}
+    gaps[LOSS] = max(_own(mine, wanted, 0.0) for mine, wanted in zip(own.losses, exact.losses, strict=True))
+    least = max(median(gaps.values()), LEAST)
+    return defaultdict(lambda: MARGIN * least, {name: MARGIN * max(gap, least) for name, gap in gaps.items()})
+
+
+def _own(found: Tensor | None, expected: Tensor, floor: float) -> float:
+    return whole_gap(torch.zeros_like(expected) if found is None else found, expected).relative(floor)
