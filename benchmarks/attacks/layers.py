@@ -57,7 +57,7 @@ class Model(nn.Module):
 
     def __init__(self, kind: str, **options) -> None:
         super().__init__()
-        self.kind, self.words = kind, nn.Embedding(32, 8)
+        self.kind, self.words = kind, nn.Embedding(64, 8)
         made = 8
         if kind in ("LSTM", "GRU", "RNN"):
             self.layer = getattr(nn, kind)(8, 8, **options)
@@ -65,10 +65,10 @@ class Model(nn.Module):
         elif kind.endswith("Cell"):
             self.layer = getattr(nn, kind)(8, 8)
         elif kind == "EmbeddingBag":
-            self.layer = nn.EmbeddingBag(32, 8, **options)
+            self.layer = nn.EmbeddingBag(64, 8, **options)
         elif kind == "ConvTranspose1d":
             self.layer = nn.ConvTranspose1d(8, 8, 3, padding=1, groups=options["groups"])
-        self.options, self.head = options, nn.Linear(made, 32)
+        self.options, self.head = options, nn.Linear(made, 64)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.words(input_ids)
@@ -105,7 +105,7 @@ class Layer:
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
     only: str = "data"
-    shows: str = ""  # a line of the program has this, and with it a dim that is split
+    shows: str = ""  # the program has this call, and with it a dim that is split
 
     @property
     def name(self) -> str:
@@ -150,13 +150,14 @@ def _attacked(root: Path, layer: Layer, further: tuple[str, ...]) -> Outcome:
         if status:
             return Outcome(layer.name, False, f"{stage}: status {status}: {err.strip()[-600:]}", TRACEBACK in err)
     text = (root / "runs/codegen/module.py").read_text()
-    lines = [line for line in text.splitlines() if layer.shows in line and "S(" in line]
-    return Outcome(layer.name, bool(lines), "" if lines else f"nothing is split where {layer.shows!r} stands")
+    remarks = (after.partition("  # ")[2].partition("\n")[0] for after in text.split(layer.shows or "def ")[1:])
+    split = any("S(" in remark for remark in remarks)
+    return Outcome(layer.name, split, "" if split else f"nothing is split where {layer.shows!r} stands")
 
 
 def _configure(root: Path, layer: Layer) -> None:
     small_project.configure(root, {"steps": 1})
-    shape = {"shape": [12, 6], "dtype": "int64"}
+    shape = {"shape": [12, 8], "dtype": "int64"}
     module = {"_target_": "attacked_layers.Model", "kind": layer.kind, **layer.options}
     model = {"module": module, "batch": {"input_ids": shape, "labels": shape}}
     for name, change in (("model", model), ("solve", {"only": layer.only}), ("config", {"code": "../own"})):
