@@ -139,12 +139,14 @@ class Snapshots:
 
     def _digests(self, temporary: Path) -> tuple[dict[str, Any], str]:
         found: dict[str, Any] = {}
+        problem: list[str] = []
         own = [file_of(dist.get_rank()), *([TENSORS] if dist.get_rank() == 0 else [])]
 
         def read() -> None:
             found.update({name: digest_of(temporary / name) for name in own if (temporary / name).exists()})
+            problem.append(self.staging.not_finite())
 
-        return found, _attempt(read) or self.staging.not_finite()
+        return found, _attempt(read) or problem[0]
 
     def _publish(self, temporary: Path, step: int, about: About, files: dict[str, Any]) -> None:
         write_manifest(temporary, about, files)

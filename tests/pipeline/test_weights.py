@@ -163,6 +163,8 @@ def test_of_tied_weights_any_name_will_do(weights) -> None:
         ("cut.safetensors", b"\x10\x00\x00\x00\x00\x00\x00\x00{"),
         ("cut.pt", b"PK\x03\x04 nothing"),
         ("no.safetensors.index.json", b"{}"),
+        ("out.safetensors.index.json", b'{"weight_map": {"a": "../a.safetensors"}}'),
+        ("system.safetensors.index.json", b'{"weight_map": {"a": "/dev/zero"}}'),
     ],
 )
 def test_a_broken_file_is_one_line(tmp_path: Path, name: str, content: bytes) -> None:
