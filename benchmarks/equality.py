@@ -1,16 +1,16 @@
 """Whether written programs are the models they were written from: `python -m benchmarks.equality`.
 
-    --models gpt2,bert,llama,qwen2,t5,vit,swin,resnet,mixtral,opt,rotary,...   --ranks 2,3,4   --random 100
+    --models gpt2,bert,llama,qwen2,t5,vit,swin,resnet,mixtral,opt,deepseek_v2,mamba2,...   --ranks 2,3,4   --random 100
     --plans "solver,ddp,zero1,zero3,tensor,sequence,vocabulary,ddp x tensor"        --keep FOLDER for what differs
 
-Ten families of Hugging Face, tiny, and models with complex numbers inside, each on 2, 3 and 4 ranks (real processes,
-gloo) under the solver's own plan and under plans that are forced on it: DDP, ZeRO-1, ZeRO-3, tensor parallel, the same
-with the sequence split in between, the vocabulary split, and on four ranks data by tensor parallel; each without and
-with recompute. A kind that a model does not allow on so many ranks is skipped, which is said with the reason. Then
-random plans of a small GPT, any valid strategy for any op, on meshes of one and two axes. Three steps of AdamW in
-float64: the loss and all gradients, as `python -m stages verify` compares them (docs/verify.md). Last line: how many
-cases, how many of them are equal, and the largest difference over its tolerance: 1e-9, and 1e-5 of the model as it is
-written where that casts to float32.
+Twelve families of Hugging Face, a recommender of bags, recurrent language models and models with complex numbers
+inside, all tiny, each on 2, 3 and 4 ranks (real processes, gloo) under the solver's own plan and under plans that are
+forced on it: DDP, ZeRO-1, ZeRO-3, tensor parallel, the same with the sequence split in between, the vocabulary split,
+and on four ranks data by tensor parallel; each without and with recompute. A kind that a model does not allow on so
+many ranks is skipped, which is said with the reason. Then random plans of a small GPT, any valid strategy for any op,
+on meshes of one and two axes. Three steps of AdamW in float64: the loss and all gradients, as `python -m stages verify`
+compares them (docs/verify.md). Last line: how many cases, how many of them are equal, and the largest difference over
+its tolerance: 1e-9, and 1e-5 of the model as it is written where that casts to float32.
 """
 
 from __future__ import annotations

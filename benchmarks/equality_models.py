@@ -1,6 +1,7 @@
-"""The models of benchmarks.equality: ten families of Hugging Face, tiny, with random weights; two small GPTs; and three
-models with complex numbers inside.
+"""The models of benchmarks.equality, tiny, with random weights.
 
+Twelve families of Hugging Face, two small GPTs, a recommender of bags of embeddings, two recurrent language models, and
+three models with complex numbers inside.
 Sizes divide by 2, by 3 and by 4, but for the key and value heads, which are four; and but for one of the GPTs, of which
 no size but the batch's does.
 """
@@ -73,6 +74,46 @@ def _odd_tokens(number: int) -> dict[str, Tensor]:
     return _tokens(number, ODD_WORDS)
 
 
+class Recommender(nn.Module):
+    """Bags of three kinds, one of them weighted, under a small network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = nn.EmbeddingBag(WORDS, WIDTH, mode="sum")
+        self.liked = nn.EmbeddingBag(WORDS, WIDTH, mode="mean", padding_idx=0)
+        self.best = nn.EmbeddingBag(WORDS, WIDTH, mode="max")
+        self.first, self.last = nn.Linear(3 * WIDTH, INNER), nn.Linear(INNER, CLASSES)
+
+    def forward(self, items: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
+        bags = [self.seen(items, per_sample_weights=weights), self.liked(items), self.best(items)]
+        logits = self.last(nn.functional.relu(self.first(torch.cat(bags, 1))))
+        return nn.functional.cross_entropy(logits, labels)
+
+
+def _items(number: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    items = torch.randint(WORDS, (SAMPLES, LENGTH), generator=generator)
+    items[:, : LENGTH // 3] *= torch.rand(SAMPLES, LENGTH // 3, generator=generator) < 0.5  # some are padding
+    weights = torch.rand(SAMPLES, LENGTH, generator=generator)
+    return {"items": items, "weights": weights, "labels": torch.randint(CLASSES, (SAMPLES,), generator=generator)}
+
+
+class RecurrentLM(nn.Module):
+    """The next word, by a recurrent layer."""
+
+    def __init__(self, layer: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layer = layer(WIDTH, WIDTH, **options)
+        self.head = nn.Linear(WIDTH * (2 if options.get("bidirectional") else 1), WORDS)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        given = self.words(input_ids)
+        made, _ = self.layer(given if self.layer.batch_first else given.transpose(0, 1))
+        logits = self.head(made if self.layer.batch_first else made.transpose(0, 1))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 Model = tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]  # what builds it, and batch number n
 _T5 = {"d_model": WIDTH, "num_layers": LAYERS, "num_heads": HEADS, "d_kv": 4, "d_ff": INNER, "vocab_size": WORDS}
 _VIT = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": INNER}
@@ -80,6 +121,15 @@ _SWIN = {"embed_dim": 24, "depths": [2, 2], "num_heads": [6, 12], "window_size":
 _RESNET = {"depths": [1, 2], "hidden_sizes": [24, 48], "embedding_size": 12, "layer_type": "bottleneck"}
 _OPT = {**TEXT, "ffn_dim": INNER, "word_embed_proj_dim": WIDTH, "max_position_embeddings": 32, "use_cache": False}
 _GPT2 = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": HEADS, "vocab_size": WORDS, "n_positions": 32}
+_DEEPSEEK = {
+    **DECODER, "num_key_value_heads": HEADS, "q_lora_rank": 24, "kv_lora_rank": 24, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
+_MAMBA = {
+    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "vocab_size": WORDS, "num_heads": HEADS, "head_dim": 8,
+    "expand": 2, "n_groups": 4, "state_size": 12, "chunk_size": 6, "use_cache": False,
+}  # fmt: skip
 FAMILIES: dict[str, Model] = {
     "gpt2": (_hf("GPT2LMHeadModel", "GPT2Config", **_GPT2, use_cache=False), text),
     "bert": (_hf("BertForMaskedLM", "BertConfig", **TEXT, intermediate_size=INNER), text),
@@ -96,13 +146,20 @@ FAMILIES: dict[str, Model] = {
     "mixtral": (_hf("MixtralForCausalLM", "MixtralConfig", **DECODER, num_local_experts=4), text),
     "opt": (_hf("OPTForCausalLM", "OPTConfig", **_OPT), text),
 }  # fmt: skip
+FURTHER: dict[str, Model] = {
+    "deepseek_v2": (_hf("DeepseekV2ForCausalLM", "DeepseekV2Config", **_DEEPSEEK), text),
+    "mamba2": (_hf("Mamba2ForCausalLM", "Mamba2Config", **_MAMBA), text),
+    "bags": (Recommender, _items),
+    "lstm": (lambda: RecurrentLM(nn.LSTM, num_layers=LAYERS, batch_first=True), text),
+    "gru": (lambda: RecurrentLM(nn.GRU, num_layers=LAYERS, bidirectional=True), text),
+}  # fmt: skip
 GPT, ODD = "gpt", "odd"
 COMPLEX: dict[str, Model] = {
     "rotary": (Rotary, _tokens),
     "fourier": (Fourier, _tokens),
     "complex": (ComplexLayers, _tokens),
 }
-MODELS: dict[str, Model] = {**FAMILIES, GPT: (_gpt, _tokens), ODD: (_odd, _odd_tokens), **COMPLEX}
+MODELS: dict[str, Model] = {**FAMILIES, **FURTHER, GPT: (_gpt, _tokens), ODD: (_odd, _odd_tokens), **COMPLEX}
 
 
 def build(name: str) -> nn.Module:

@@ -13,6 +13,7 @@ BODIES = (  # local forms of ops
     "mean_cross_entropy",
     "mean_of_pieces",
     "row_split_embedding",
+    "row_split_embedding_bag",
 )
 EARLY = ("count_targets",)  # what an op begins before the first link; it returns nothing
 TOGETHER = ("all_gather_together", "regather_together")  # of several parameters

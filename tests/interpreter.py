@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pipeline.ir.graph import OpGraph, Ref, Role, Torch
+from pipeline.ops.own import CONSTANT
 
 
 def run_graph(graph: OpGraph, module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -26,7 +27,7 @@ def run_graph(graph: OpGraph, module: torch.nn.Module, batch: dict[str, torch.Te
     for op in graph.ops:
         namespace, name, overload = op.target.split(".")
         named_args = {k: real(v) for k, v in op.args.named}
-        if namespace == "shardwright":
+        if op.target == CONSTANT:
             results = torch.tensor(real(op.args.positional[0]), dtype=named_args["dtype"])
         else:
             function = getattr(getattr(getattr(torch.ops, namespace), name), overload)

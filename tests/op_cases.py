@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pipeline.ir.graph import Torch
 from pipeline.ops.complex_numbers import TRANSFORMS
 from pipeline.ops.elementwise import BY_OUTPUT, CURVES, STEPS
+from pipeline.ops.own import EMBEDDING_BAG
 from tests.one_op import Draw, t
 
 Pick = Callable[[st.SearchStrategy], Any]
@@ -284,7 +285,55 @@ def transposed(rank: int) -> Case:
     return case
 
 
+def recurrent(gates: int, states: int) -> Case:
+    """Layers, directions, projections (of an LSTM), dropout, with and without biases, the batch as dim 0 or 1."""
+
+    def case(draw: Pick) -> tuple:
+        batch, steps, given, hidden = draw(SIZES), draw(st.sampled_from([1, 3])), 2, draw(st.sampled_from([2, 3]))
+        layers, directions = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+        projected = hidden - 1 if states == 2 and draw(FLAG) else 0
+        biases, batch_first = draw(FLAG), draw(FLAG)
+        made = projected or hidden
+        weights: list[Draw] = []
+        for layer in range(layers):
+            for _ in range(directions):
+                width = given if layer == 0 else made * directions
+                weights += [t(gates * hidden, width), t(gates * hidden, made)]
+                weights += [t(gates * hidden), t(gates * hidden)] if biases else []
+                weights += [t(projected, hidden)] if projected else []
+        count = layers * directions
+        hx = (
+            (t(count, batch, made), t(count, batch, hidden))[:states]
+            if draw(FLAG)
+            else (t(count, batch, made, grad=False), t(count, batch, hidden, grad=False))[:states]
+        )
+        shape_of = (batch, steps, given) if batch_first else (steps, batch, given)
+        dropout = draw(st.sampled_from([0.0, 0.0, 0.3]))
+        further = (biases, layers, dropout, draw(FLAG), directions == 2, batch_first)
+        return (t(*shape_of, grad=draw(FLAG)), hx if states == 2 else hx[0], tuple(weights), *further)
+
+    return case
+
+
+def recurrent_cell(gates: int, states: int) -> Case:
+    def case(draw: Pick) -> tuple:
+        batch, given, hidden = draw(SIZES), draw(st.sampled_from([2, 3])), draw(st.sampled_from([2, 3]))
+        hx = (t(batch, hidden), t(batch, hidden))[:states]
+        weights = (t(gates * hidden, given), t(gates * hidden, hidden))
+        biases = (t(gates * hidden), t(gates * hidden)) if draw(FLAG) else ()
+        return (t(batch, given), hx if states == 2 else hx[0], *weights, *biases)
+
+    return case
+
+
+RECURRENT: dict[str, Case] = {
+    f"aten.{name}{kind}": case(gates, states)
+    for name, gates, states in (("lstm", 4, 2), ("gru", 3, 1), ("rnn_tanh", 1, 1), ("rnn_relu", 1, 1))
+    for kind, case in ((".input", recurrent), ("_cell.default", recurrent_cell))
+}
+
 PRODUCTS: dict[str, Case] = {
+    **RECURRENT,
     "aten.linear.default": any_numbers(linear),
     "aten.mm.default": mm,
     "aten.addmm.default": addmm,
@@ -607,6 +656,28 @@ def embedding(draw: Pick) -> tuple:
     return (t(rows, draw(SIZES), grad=draw(FLAG)), t(*shape(draw, 0, 2), high=rows), *further)
 
 
+def bags(draw: Pick) -> tuple:
+    """Rows of indices, or indices with offsets: bags of any length, and none; whole numbers, so that some are equal."""
+    rows, mode = draw(st.sampled_from([4, 5, 6, 12])), draw(st.sampled_from([0, 0, 1, 2]))
+    table = t(rows, draw(SIZES)) if draw(FLAG) else t(rows, 4, values=_equal_rows(rows))
+    further = (draw(FLAG), draw(st.sampled_from([None, 1])), draw(st.sampled_from([False, False, mode != 2])))
+    if draw(FLAG):
+        own, offsets = (draw(SIZES), draw(SIZES)), None
+        further = (False, *further[1:])
+    else:
+        lengths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+        ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        own, begins = (ends[-1],), tuple(ends if further[0] else ends[:-1])
+        offsets = t(len(begins), values=begins, dtype="int64")
+    weights = t(*own, grad=draw(FLAG)) if mode == 0 and draw(FLAG) else None
+    indices = t(*own, high=rows) if 0 not in own else t(*own, values=(), dtype="int64")
+    return (table, indices, offsets, mode, weights, *further)
+
+
+def _equal_rows(rows: int) -> tuple:
+    return tuple(tuple(float((r * c) % 3) for c in range(4)) for r in range(rows))
+
+
 def squeezed(draw: Pick) -> tuple:
     own = shape(draw)
     return (t(*own), dim(draw, len(own)))
@@ -676,6 +747,7 @@ VIEWS: dict[str, Case] = {
     "aten.scatter.value": lambda draw: (*scatter(draw)[:3], 1.5),
     "aten.scatter_add.default": scatter,
     "aten.embedding.default": embedding,
+    EMBEDDING_BAG: bags,
 }  # fmt: skip
 
 # ---- pooling and tensors out of nothing

@@ -6,6 +6,7 @@ would reach the pieces (`output_size` of `repeat_interleave`).
 
 from __future__ import annotations
 
+from pipeline.ops.own import EMBEDDING_BAG
 from tests.one_op import t
 
 # Arguments that choose a type, a place in memory or a kernel, and say nothing of shapes or values.
@@ -39,12 +40,22 @@ OPTIONS: dict[str, list[tuple]] = {
     "aten.conv_transpose3d.input": [
         (t(4, 4, 3, 3, 3), t(4, 2, 2, 2, 2), t(8), (2, 2, 2), (1, 1, 1), (1, 1, 1), 4, (2, 2, 2)),
     ],
+    EMBEDDING_BAG: [
+        (t(6, 4), t(5, high=6), t(4, values=(0, 2, 2, 5), dtype="int64"), 0, t(5), True, 1, True),
+        (t(12, 4), t(6, 4, high=12), None, 2, None, False, 3),
+        (t(12, 4), t(6, 4, high=12), None, 1, None, False, 3),
+    ],
     "aten.elu.default": [(t(4, 6), 0.7, 1.3, 2)],
     "aten.flatten.using_ints": [(t(4, 6, 2, 3), 1, 2)],
     "aten.group_norm.default": [(t(4, 12, 3), 4, t(12), t(12), 0.1)],
     "aten.huber_loss.default": [(t(12, 4), t(12, 4), 2, 0.5)],
     "aten.index_add.default": [(t(4, 6), 1, t(12, high=6), t(4, 12), {"alpha": 3})],
     "aten.layer_norm.default": [(t(12, 4), (4,), t(4), t(4), 0.1)],
+    **{
+        f"aten.{name}_cell.default": [(t(4, 3), t(4, 2), t(g * 2, 3), t(g * 2, 2), t(g * 2), t(g * 2))]
+        for name, g in (("gru", 3), ("rnn_tanh", 1), ("rnn_relu", 1))
+    },
+    "aten.lstm_cell.default": [(t(4, 3), (t(4, 2), t(4, 2)), t(8, 3), t(8, 2), t(8), t(8))],
     "aten.leaky_relu.default": [(t(4, 6), 0.3)],
     "aten.linalg_vector_norm.default": [(t(4, 6), 3, (1,), True)],
     "aten.max_pool1d.default": [(t(4, 6, 9), (3,), (2,), (1,), (2,), True)],

@@ -47,7 +47,8 @@ class Done:
 
 def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     everyone = torch.stack(group.exchange(_own.axes[AXIS].rank, tensor))
-    tensor.copy_(everyone.amax(0) if op == dist.ReduceOp.MAX else everyone.sum(0))
+    how = {dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin, dist.ReduceOp.SUM: torch.sum}
+    tensor.copy_(how[op](everyone, 0))
     return Done() if async_op else None
 
 

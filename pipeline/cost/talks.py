@@ -19,6 +19,6 @@ def talk_seconds(graph: OpGraph, name: str, strategy: Strategy, axes: tuple[Axis
     over = [axis for axis, body in zip(axes, strategy.body.split(","), strict=False) if body]
     backward = any(graph.values[output].grad for output in op.outputs)
     return Seconds(
-        sum(axis.links[there].seconds(sent) for axis in over),
-        sum(axis.links[back].seconds(returned) for axis in over) if backward else 0.0,
+        sum(axis.links[there].seconds(sent) for axis in over) if sent else 0.0,
+        sum(axis.links[back].seconds(returned) for axis in over) if backward and returned else 0.0,
     )

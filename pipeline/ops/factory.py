@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from pipeline.ops.own import CONSTANT
 from pipeline.ops.rule import OpRule, OpView, Rendered, apart, call, drawn, method
 from pipeline.ops.shapes import broadcast, letters
 
@@ -64,7 +65,7 @@ def _random_like(name: str, overload: str = "default") -> OpRule:
 
 
 RULES = [
-    OpRule("shardwright.tensor.default", _whole, call("torch.tensor")),
+    OpRule(CONSTANT, _whole, call("torch.tensor")),
     OpRule("aten.arange.default", "-> n^", call("torch.arange")),
     OpRule("aten.arange.start", "-> n^", call("torch.arange")),
     OpRule("aten.arange.start_step", "-> n^", call("torch.arange")),

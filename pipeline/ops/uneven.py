@@ -13,8 +13,13 @@ from dataclasses import dataclass
 
 from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ops.factors import Letter, Spot, letters_of
+from pipeline.ops.own import EMBEDDING_BAG
 
-ENDS = {"aten.embedding.default": "v", "aten.cross_entropy_loss.default": "c"}  # with the letter that they end
+ENDS = {
+    "aten.embedding.default": "v",
+    EMBEDDING_BAG: "v",
+    "aten.cross_entropy_loss.default": "c",
+}  # with the letter that they end
 THROUGH = frozenset(
     [
         "linear",

@@ -16,7 +16,7 @@ from pipeline.runtime.collectives import (
     sum_gradient,
 )
 from pipeline.runtime.compiled import channels_last, compiled
-from pipeline.runtime.embedding import row_split_embedding
+from pipeline.runtime.embedding import row_split_embedding, row_split_embedding_bag
 from pipeline.runtime.experts import expert_split
 from pipeline.runtime.losses import class_split_cross_entropy, count_targets, mean_cross_entropy, mean_of_pieces
 from pipeline.runtime.norms import batch_norm
@@ -55,6 +55,7 @@ __all__ = [
     "regather",
     "regather_together",
     "row_split_embedding",
+    "row_split_embedding_bag",
     "scope",
     "shard",
     "sum_gradient",

@@ -5,6 +5,7 @@ A program is written for training. The lines that `model.eval()` would change ar
 | in the program                                        | evaluating                                  |
 |-------------------------------------------------------|---------------------------------------------|
 | `F.dropout(x, p, True)`, other dropouts, `F.rrelu`    | the same with `False`                       |
+| `torch.lstm(.., True, ..)` and other layers of RNNs   | the same with `False`                       |
 | `F.scaled_dot_product_attention(.., dropout)`         | no dropout                                  |
 | `drawn_apart(lambda: <one of these>, axis=..)`        | what it would draw, which draws nothing now |
 | `batch_norm(.., True, ..)` with running statistics    | by these                                    |
@@ -27,6 +28,7 @@ _TRAINING = {
         for space in ("torch", "aten")
         for name in ("feature_dropout", "alpha_dropout", "feature_alpha_dropout")
     },
+    **{f"torch.{name}": (6, "train") for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     **{f"{space}.rrelu": (3, "training") for space in ("F", "torch", "aten")},
 }
 _RANDOM = {

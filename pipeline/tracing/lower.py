@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import TraceError
 from pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
+from pipeline.ops.own import CONSTANT
 from pipeline.ops.table import table
 from pipeline.tracing.mutation import Mutations
 from pipeline.tracing.source import op_line
@@ -32,7 +33,6 @@ _ASSERTS = (
 )
 _SAME_SHAPE_IS_SAME = ("alias", "view", "reshape", "flatten", "expand", "slice", "squeeze", "_unsafe_view", "unflatten")
 LARGEST_CONSTANT = 4096
-CONSTANT = "shardwright.tensor.default"  # an op of ours: `torch.tensor(numbers)`
 COPY = "aten.copy.default"
 FIXED_SIZE = "give it a size that is known: a mask in place of indices, a sum of `F.one_hot` in place of `bincount`"
 _CASTS = ("to", "type_as", "_to_copy")

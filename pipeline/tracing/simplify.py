@@ -1,4 +1,4 @@
-"""Attention as the model means it: without constant masks, and with grouped heads.
+"""Attention as the model means it, without constant masks and with grouped heads; and bags (`bags.py`).
 
 A model that is exported builds its attention mask out of position indices, batch by batch, and hands the whole of it to
 attention. Where the mask depends on nothing but constants, it is computed; if it is the lower triangle, the op is
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.ir.graph import Arg, Args, Op, Ref, Torch
+from pipeline.tracing.bags import with_bags
 from pipeline.tracing.lower import Ops, is_random, without_dead_ops
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -28,6 +29,7 @@ HIDDEN = -1e4  # an additive mask at most this large hides a position
 
 def simplify(graph: Ops) -> Ops:
     constants = _Constants(graph)
+    graph = with_bags(graph, constants.value)
     graph = _small_biases(graph, constants)
     repeated = _Repeated(graph)
     ops = tuple(repeated.grouped(_without_mask(op, constants)) if op.target == ATTENTION else op for op in graph.ops)

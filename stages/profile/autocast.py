@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pipeline.low_precision import LOW
+from stages.profile import recurrent
 
 
 def _names(*lines: str) -> frozenset[str]:
@@ -75,7 +76,7 @@ def _cross_entropy(
 
 
 # Composites of which autocast sees the parts: op -> what runs instead.
-COMPOSITES = {"aten.cross_entropy_loss.default": _cross_entropy}
+COMPOSITES = {"aten.cross_entropy_loss.default": _cross_entropy, **recurrent.AUTOCAST}
 
 
 def _is_float(value: Any) -> bool:

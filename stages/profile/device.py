@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stages.profile.recurrent import keeps_on_cpu, keeps_on_cuda, lowered
+
 aten = torch.ops.aten
 
 
@@ -138,10 +140,11 @@ _ANY: dict[str, Callable[..., Any]] = {"transformers.grouped_mm_fallback.default
 
 LOWERED = {  # device -> op -> what it runs instead
     "cuda": _ANY
+    | lowered(keeps_on_cuda)
     | {
         "aten.dropout.default": _dropout,
         "aten.scaled_dot_product_attention.default": _attending(_attention),
         "aten.batch_norm.default": _batch_norm,
     },
-    "cpu": _ANY | {"aten.scaled_dot_product_attention.default": _attending(_attention_on_cpu)},
+    "cpu": _ANY | lowered(keeps_on_cpu) | {"aten.scaled_dot_product_attention.default": _attending(_attention_on_cpu)},
 }

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
 from pipeline.ir.profile import Kernel
+from pipeline.ops.own import CONSTANT
 from pipeline.ops.table import rule_of
 from stages.profile.autocast import COMPOSITES, Autocast
 from stages.profile.device import LOWERED
@@ -209,7 +210,7 @@ class Runner:
     def call(self, op: Op, local: dict[str, Tensor], autocast: Autocast | None) -> list[Tensor]:
         positional = [self._real(a, local) for a in op.args.positional]
         named = {k: self._real(v, local) for k, v in op.args.named if k != "pin_memory"}
-        if op.target.startswith("shardwright."):
+        if op.target == CONSTANT:
             kind = self.graph.values[op.outputs[0]].type
             return [meta(kind.shape, kind.dtype)]
         if autocast:

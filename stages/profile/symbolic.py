@@ -25,6 +25,7 @@ from pipeline.ir.profile import Kernel
 
 aten = torch.ops.aten
 PICKS = ("embedding", "index_select", "index", "gather", "take")  # read what they write, not the whole table
+BAGS = ("_embedding_bag", "_embedding_bag_forward_only")  # read the rows that they add up
 ON_CPU = {  # torch counts the FLOPs of the GPU's kernels only
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
@@ -157,6 +158,9 @@ def _kernel(func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor
     if name == "convolution_backward":  # the counter takes every channel with every other, also of a grouped one
         gradient, _, weight = inputs[:3]
         details["flops"] = 2.0 * gradient.numel() * (weight.numel() // weight.shape[0]) * sum(args[-1][:2])
+    if name in BAGS:
+        rows = args[1].numel() * args[0].shape[1] * args[0].element_size()
+        details["read"] = rows + sum(_touched(t) for t in inputs if not t.is_floating_point())
     if name in PICKS:
         indices = (t for t in inputs if not (t.is_floating_point() or t.is_complex()))
         details["read"] = plain.written + sum(map(_touched, indices))

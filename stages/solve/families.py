@@ -4,12 +4,13 @@ On one axis of the mesh, with the same costs for all:
 
 | role      | inputs of the step | ops                                            | parameters                    |
 |-----------|--------------------|------------------------------------------------|-------------------------------|
-| data      | split on dim 0     | split on dim 0 of their activations, if they can (1) | whole; gradients summed   |
+| data      | split on dim 0     | split on the samples of their activations (1) | whole; gradients summed |
 | zero1..3  | same               | same                                           | as the forms of ZeRO say      |
 | tensor    | whole              | those with a weight split it, if they can      | split as they are read        |
 | sequence  | whole              | same; between the blocks split on the sequence, if they can (2) | same         |
 
-(1) Not where nothing of the step's inputs comes in, as in a table of positions: its dim 0 is not the batch's.
+(1) Those lie on dim 0, or where the ops since the step's inputs have put them: a recurrent layer takes them on dim 1.
+    Not where nothing of the step's inputs comes in, as in a table of positions: it has no samples.
 (2) Norms, dropouts and sums of the residual stream (between.py). Where none of them can, there is no such way.
 """
 
@@ -24,6 +25,7 @@ from itertools import product
 from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ir.layout import Layout, State
 from pipeline.ir.plan import Strategy
+from pipeline.ops.factors import letters_of
 from stages.solve.between import between_blocks, has_large_weight
 from stages.solve.problem import Choices
 from stages.solve.storage import Stored, Way
@@ -96,6 +98,13 @@ class Families:
         op = self.graph.op(name)
         weights = [i for i, n in enumerate(op.inputs) if self.graph.values[n].role is Role.PARAMETER]
 
+        def splits_samples(k: int) -> bool:
+            """Of the activations that have samples one is split at least, and none elsewhere."""
+            named = [*zip(op.inputs, options[k].inputs, strict=True), *zip(op.outputs, options[k].outputs, strict=True)]
+            found = [(name, layout.states[axis]) for name, layout in named if name in self._samples]
+            split = [state.dim == self._samples[name] for name, state in found if state.kind == "S"]
+            return bool(split) and all(split)
+
         def states(k: int, of_weights: bool) -> list[State]:
             strategy = options[k]
             own = [x.states[axis] for i, x in enumerate(strategy.inputs) if (i in weights) == of_weights]
@@ -106,9 +115,7 @@ class Families:
             split = [
                 k
                 for k in left
-                if name in self._fed
-                and not any(s.kind == "S" for s in states(k, True))
-                and {s.dim for s in states(k, False) if s.kind == "S"} == {0}
+                if name in self._fed and not any(s.kind == "S" for s in states(k, True)) and splits_samples(k)
             ]
             return tuple(split or whole)
         if has_large_weight(self.graph, op):
@@ -150,6 +157,18 @@ class Families:
         ops = [op for op in self.graph.ops if not has_large_weight(self.graph, op)]
         written = {op.name: {i: found[n] for i, n in enumerate(op.outputs) if n in found} for op in ops}
         return {name: outputs for name, outputs in written.items() if outputs}
+
+    @cached_property
+    def _samples(self) -> dict[str, int]:
+        """The dim on which the samples of an activation lie; dim 0 where that is not known."""
+        places = {value.name: (0, 1) for value in self.graph.of_role(Role.INPUT)}  # a dim, and the parts it lies in
+        for op in self.graph.ops:
+            for _, _, spots in letters_of(self.graph, op.name) if op.name in self._fed else ():
+                if any(places.get(name) == (dim, parts) for (name, dim), parts in spots if name in op.inputs):
+                    for (name, dim), parts in (each for each in spots if each[0][0] in op.outputs):
+                        places.setdefault(name, (dim, parts))
+        fed = [name for op in self.graph.ops if op.name in self._fed for name in op.outputs]
+        return {**dict.fromkeys(fed, 0), **{name: dim for name, (dim, _) in places.items()}}
 
     @cached_property
     def _fed(self) -> frozenset[str]:

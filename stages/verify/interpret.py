@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
+from pipeline.ops.own import CONSTANT
 from stages.verify.float64 import ANY, Within, in_float64
 from stages.verify.truth import Batch, State, seeded
 
@@ -57,7 +58,7 @@ def _results(op: Op, known: dict[str, Tensor]) -> list[Tensor]:
     namespace, name, overload = op.target.split(".")
     positional = [_real(arg, known) for arg in op.args.positional]
     named = {key: _real(arg, known) for key, arg in op.args.named if key != "pin_memory"}
-    if namespace == "shardwright":
+    if op.target == CONSTANT:
         found: Any = torch.tensor(*positional, **named)
     else:
         found = getattr(getattr(getattr(torch.ops, namespace), name), overload)(*positional, **named)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pipeline.ir.graph import Torch
 from pipeline.ir.layout import S
 from pipeline.ops.dims import read_line, strategies
+from pipeline.ops.own import CONSTANT, EMBEDDING_BAG
 from pipeline.ops.shapes import broadcast
 from pipeline.ops.table import rule_of, table
 from tests.one_op import Example, check_rule, example, t
@@ -174,10 +175,11 @@ def build(target: str, args: tuple) -> Example:
     return example(target, *positional, **last) if isinstance(last, dict) else example(target, *args)
 
 
-OURS = {"shardwright.tensor.default"}  # not an op of torch: see tests/programs.py
+OURS = {CONSTANT}  # not an op of torch: see tests/programs.py
 HARD = {  # rules with many forms: more draws
     "aten.batch_norm.default", "aten.conv2d.default", "aten.cross_entropy_loss.default", "aten.embedding.default",
-    "aten.index.Tensor", "aten.linear.default", "aten.matmul.default", "aten.reshape.default",
+    EMBEDDING_BAG,
+    "aten.index.Tensor", "aten.linear.default", "aten.lstm.input", "aten.matmul.default", "aten.reshape.default",
     "aten.scaled_dot_product_attention.default", "aten.split.Tensor", "transformers.grouped_mm_fallback.default",
 }  # fmt: skip
 
@@ -225,7 +227,7 @@ def test_every_strategy_equals_the_unsplit_op(target: str, number: int) -> None:
 
 WHOLE = {  # nothing to split: numbers, sequences whose pieces are a slice of the whole, a buffer that is changed
     "aten.add_.Tensor", "aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.linspace.default",
-    "aten.scalar_tensor.default", "shardwright.tensor.default",
+    "aten.scalar_tensor.default", CONSTANT,
 }  # fmt: skip
 
 

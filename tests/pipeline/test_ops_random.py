@@ -102,7 +102,29 @@ def test_attention_drops_other_scores_on_every_rank(name: str) -> None:
         assert not alike(found)
 
 
-@pytest.mark.parametrize("target", [x for x in RANDOM if "attention" not in x and "dropout" not in x])
+RECURRENT = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # with their gates
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_dropout_between_recurrent_layers_is_drawn_apart(name: str) -> None:
+    """All samples are equal, so equal masks would show; a layer alone draws nothing."""
+    ones = t(12, 5, 6, values=torch.ones(12, 5, 6).tolist())
+    weights = tuple(t(RECURRENT[name] * 6, 6) for _ in range(4))
+    state = t(2, 12, 6, values=torch.zeros(2, 12, 6).tolist())
+    states = (state, state) if name == "lstm" else state
+    it = example(f"aten.{name}.input", ones, states, weights, False, 2, 0.5, True, False, True)
+    split, after = ranks_draw(it, "b", 2)
+    assert not alike(split) and alike(after)
+    whole, _ = ranks_draw(it, "R", 2)
+    assert alike(whole)
+    still = example(f"aten.{name}.input", ones, states, weights, False, 2, 0.5, False, False, True)
+    assert {s.body for s in strategies(rule_of(still.op), still.view, 2)} == {""}
+
+
+OTHERS = ("attention", "dropout", *RECURRENT)
+
+
+@pytest.mark.parametrize("target", [x for x in RANDOM if not any(name in x for name in OTHERS)])
 def test_pieces_of_random_tensors_differ(target: str) -> None:
     args = {"bernoulli": (t(12, 50, positive=True, grad=False),), "rand": ((12, 50),), "randn": ((12, 50),)}
     name = target.split(".")[1]

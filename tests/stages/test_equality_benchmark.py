@@ -67,6 +67,17 @@ def test_a_family_has_every_kind_of_plan(model: str, ranks: int) -> None:
     assert " all_reduce(" not in text
 
 
+@pytest.mark.parametrize(
+    ("model", "call"), [("bags", "F.embedding_bag("), ("lstm", "torch.lstm("), ("gru", "torch.gru(")]
+)
+def test_bags_and_recurrent_layers_are_split_by_samples(model: str, call: str) -> None:
+    """Not run whole on every rank."""
+    plain = next(iter(cases(model, 2, ("ddp",))))
+    after = plain.text[plain.text.index(call) :].splitlines()
+    (layout,) = [line for line in after if "  # " in line][:1]
+    assert layout.endswith(("# S(0) [6, 48]", "# S(0) [6, 12, 48]", "# S(1) [12, 6, 96]"))
+
+
 def test_what_is_skipped_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="the extra `hf` is not installed")
     asked = ["--models", "resnet", "--ranks", "2", "--plans", "sequence", "--random", "1"]

@@ -1,0 +1,46 @@
+"""Ops of ours.
+
+`shardwright.tensor` is `torch.tensor(numbers)`. `shardwright.embedding_bag` adds up a table's rows in bags: torch's op
+returns further tensors for its backward pass, and knows bags by their offsets alone. Ours has one result, and takes
+bags of equal length as rows of two-dim indices, of which samples can be split.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CONSTANT = "shardwright.tensor.default"
+EMBEDDING_BAG = "shardwright.embedding_bag.default"
+MODES = ("sum", "mean", "max")  # what the op's number means
+_LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
+_LIBRARY.define(
+    "embedding_bag(Tensor weight, Tensor indices, Tensor? offsets, int mode, Tensor? per_sample_weights=None,"
+    " bool include_last_offset=False, int? padding_idx=None, bool scale_grad_by_freq=False) -> Tensor"
+)
+
+
+def _embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor | None,
+    mode: int,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+    scale_grad_by_freq: bool = False,
+) -> Tensor:
+    return F.embedding_bag(
+        indices,
+        weight,
+        offsets,
+        mode=MODES[mode],
+        scale_grad_by_freq=scale_grad_by_freq,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=padding_idx,
+    )
+
+
+_LIBRARY.impl("embedding_bag", _embedding_bag, "CompositeImplicitAutograd")

@@ -1,0 +1,100 @@
+"""Recurrent layers and their cells: samples are separate, time and features stay whole.
+
+Letters: b batch, t time, i features in, o features out, l layers (each direction is one), h hidden features.
+Dropout between the layers is drawn apart where the batch is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeline.ir.graph import Ref, TensorType
+from pipeline.ops.rule import OpRule, OpView, apart, call
+from pipeline.ops.shapes import nothing_split
+
+_ALL = tuple(range(1024))  # inputs beyond those an op has are not looked at
+# Numbers that a layer keeps for backward of each hidden feature at each step: gates and states.
+_KEPT = {"lstm": 7, "gru": 7, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+def _sequence(states: int) -> Callable[[OpView], str]:
+    """(input, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first)."""
+
+    def line(view: OpView) -> str:
+        if len(view.inputs[0].shape) != 3:
+            return nothing_split(view)
+        batch_first = view.constant(8, "batch_first", False)
+        given, made = (f"b t^ {x}^" if batch_first else f"t^ b {x}^" for x in "io")
+        hidden = [f"l^ b h{n}^" for n in range(states)]
+        weights = _whole(view.inputs[1 + states :])
+        return f"{', '.join([given, *hidden, *weights])} -> {', '.join([made, *hidden])}"
+
+    return line
+
+
+def _cell(states: int) -> Callable[[OpView], str]:
+    """(input, states, weights): one step."""
+
+    def line(view: OpView) -> str:
+        if len(view.inputs[0].shape) != 2:
+            return nothing_split(view)
+        hidden = [f"b h{n}^" for n in range(states)]
+        return f"{', '.join(['b i^', *hidden, *_whole(view.inputs[1 + states :])])} -> {', '.join(hidden)}"
+
+    return line
+
+
+def _whole(weights: tuple[TensorType, ...]) -> list[str]:
+    return [" ".join(f"w{n}d{i}^" for i in range(len(w.shape))) for n, w in enumerate(weights)]
+
+
+def _draws(view: OpView, letter: str) -> str:
+    """Dropout lies between layers, in training."""
+    layers, dropout, train = (view.constant(*at) for at in ((4, "num_layers", 1), (5, "dropout", 0.0), (6, "train", 0)))
+    return "apart" if layers > 1 and dropout and train else ""
+
+
+def _weights(view: OpView) -> tuple[TensorType, ...]:
+    """The matrices of all layers and directions."""
+    states = 1 if isinstance(view.op.args.positional[1], Ref) else len(view.op.args.positional[1])
+    return tuple(w for w in view.inputs[1 + states :] if len(w.shape) == 2)
+
+
+def _steps(view: OpView) -> int:
+    """Rows that meet each matrix: samples, at every moment."""
+    return view.inputs[0].numel // max(view.inputs[0].shape[-1], 1)
+
+
+def _flops(view: OpView) -> float:
+    return 2.0 * _steps(view) * sum(w.numel for w in _weights(view))
+
+
+def _kept(view: OpView) -> int:
+    """Of every layer and direction, which is a row of the last states; and what goes from layer to layer."""
+    state = view.outputs[-1]
+    own = _KEPT[view.op.target.split(".")[1].removesuffix("_cell")] * state.shape[-1]
+    itemsize = state.nbytes // max(state.numel, 1)
+    if len(state.shape) < 3:
+        return _steps(view) * own * itemsize
+    made = view.outputs[1].shape[-1]
+    own += made if made != state.shape[-1] else 0
+    between = (view.constant(4, "num_layers", 1) - 1) * view.output.shape[-1] * (2 if _draws(view, "b") else 1)
+    return _steps(view) * (state.shape[0] * own + int(between)) * itemsize
+
+
+def _layer(name: str, states: int) -> OpRule:
+    return OpRule(
+        f"aten.{name}.input", _sequence(states), apart(call(f"torch.{name}")), saves_inputs=_ALL,
+        extra_saved=_kept, flops=_flops, split_body=_draws, random=True,
+    )  # fmt: skip
+
+
+def _one_step(name: str, states: int) -> OpRule:
+    return OpRule(
+        f"aten.{name}_cell.default", _cell(states), call(f"torch.{name}_cell"), saves_inputs=_ALL,
+        extra_saved=_kept, flops=_flops,
+    )  # fmt: skip
+
+
+_STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
+RULES = [rule(name, states) for name, states in _STATES.items() for rule in (_layer, _one_step)]
