@@ -93,7 +93,7 @@ def run_ranks(
     def command(work: Path) -> list[str]:
         return _command(module, ranks, node, restarts, work)
 
-    return _run(command, _environment(ranks), job, timeout, poll, watch, local=node is None)
+    return _run(command, _environment(ranks), job, timeout, poll, watch, ranks, local=node is None)
 
 
 def run_here(
@@ -120,10 +120,11 @@ def _run(
     timeout: float | None,
     poll: Poll | None,
     watch: Watch,
+    ranks: int = 1,
     rank: int | None = None,
     local: bool = False,
 ) -> dict[str, Any]:
-    """`rank` is the only one that runs, or all do; `local`: all are on this machine, and meet on its loopback."""
+    """So many `ranks`, or `rank` alone; `local`: all of them are on this machine, and meet on its loopback."""
     from pipeline.processes import Processes  # here, as in `_alive`
 
     with _work_folder() as work, _log_of_ranks(work) as log:
@@ -136,7 +137,7 @@ def _run(
             process = subprocess.Popen(
                 command(work), stdout=log, stderr=log, env={**environment, **more}, start_new_session=True
             )
-            processes = Processes(process, rank)
+            processes = Processes(process, ranks, rank)
             try:
                 _Waiting(processes, work, log, watch, asked).wait(timeout, poll)
             except LaunchFailed as error:

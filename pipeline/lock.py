@@ -90,11 +90,13 @@ def locked(folder: Path, command: str = "") -> Iterator[None]:
         _refuse_last(path, descriptor, own)
     _held[key] = descriptor
     ended = threading.Event()
+    beating = threading.Thread(target=_beat, args=(descriptor, own, ended), daemon=True, name="lock")
     try:
-        threading.Thread(target=_beat, args=(descriptor, own, ended), daemon=True, name="lock").start()
+        beating.start()
         yield
     finally:
         ended.set()
+        beating.join()  # it must not write to what is opened next under this number
         del _held[key]
         with suppress(OSError):
             path.unlink()  # first: who waits for the file that goes sees that it is gone
@@ -183,9 +185,9 @@ def _refuse_living(path: Path, kernel: bool) -> None:
     while time.monotonic() < deadline:
         time.sleep(min(0.25, WATCH_S))
         now = _read(path)
-        if now is None:  # given back
+        if now is None and not _size(path):  # given back
             return
-        if now != found:
+        if now is not None and now != found:
             raise _locked(path, now)
 
 
@@ -196,6 +198,12 @@ def _refuse_last(path: Path, descriptor: int, own: Holder) -> None:
     if found != own:
         os.close(descriptor)
         raise _locked(path, found)
+
+
+def _size(path: Path) -> int:
+    with suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
 
 
 def _read(path: Path) -> Holder | None:

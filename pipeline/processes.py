@@ -15,8 +15,9 @@ import psutil
 class Processes:
     """The launcher and its ranks, or the one rank that was started without a launcher."""
 
-    def __init__(self, started: subprocess.Popen[bytes], rank: int | None) -> None:
-        self.started = started
+    def __init__(self, started: subprocess.Popen[bytes], count: int, rank: int | None) -> None:
+        """So many ranks, or the one that this is."""
+        self.started, self.count = started, count
         self.above = psutil.Process(started.pid)
         self.alone = {rank: self.above} if rank is not None else None
         self.known: dict[int, psutil.Process] = {}
@@ -25,10 +26,10 @@ class Processes:
         self.asked: set[int] = set()  # processes that were told to end
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """By their number. Looked for again when one of them is gone, as that reads all processes of the host."""
+        """By their number. Looked for again when one is not there, as that reads all processes of the host."""
         if self.alone is not None:
             return self.alone
-        if not self.known or not all(map(_lives, self.known.values())):
+        if len(self.known) < self.count or not all(map(_lives, self.known.values())):
             self.known = dict(self._found())
         return self.known
 
