@@ -37,6 +37,7 @@ NOTE = "shardwright: "  # begins a line of a rank that is for the user
 STOPPED = "stopped.txt"  # the signal that made ranks end before their time
 ROOM = "make room there, or set TMPDIR to a folder that has some"
 LOOK_S = 0.5  # between two looks at the processes
+ROOM_BYTES = 65536
 END_S = 30.0  # that a launcher may take to end when its ranks have
 LOG_BYTES = 64_000_000
 PATIENCE_S = 3600  # of torchrun with ranks that save what they have; the stage ends who hangs
@@ -129,6 +130,7 @@ def _run(
 
     with _work_folder() as work, _log_of_ranks(work) as log:
         with _in_tmpdir(work / "job.json"):
+            _try_room(work)
             (work / "job.json").write_text(json.dumps(job))
         for spare in _spare(job):
             spare.unlink(missing_ok=True)
@@ -193,6 +195,16 @@ def _in_tmpdir(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise LaunchFailed(f"{path} cannot be written ({error.strerror or error}); {ROOM}") from error
+
+
+def _try_room(work: Path) -> None:
+    """For what torchrun and the ranks write there, in words of their own where they cannot."""
+    path = work / "room"
+    try:
+        path.write_bytes(bytes(ROOM_BYTES))
+    finally:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _spare(job: dict[str, Any]) -> list[Path]:
@@ -325,6 +337,9 @@ def _failure(work: Path, status: int, stopped: str, rank: int | None) -> LaunchF
         told = f"rank {rank} died of {_signal_name(-status)}"
     else:
         told = _reason(work, status)
+        if not any(work.glob("error-*.txt")) and not any(work.glob("final-*.txt")):
+            with _in_tmpdir(work):  # of a launcher that starts ranks again
+                _try_room(work)
     failure = LaunchFailed(told)
     failure.log = _log(work)
     return failure

@@ -128,10 +128,12 @@ def launch(inputs: Inputs, config: Config, plan: Plan, job: dict) -> dict:
         ) from error
 
 
-def _remedy(told: str) -> str:
+def _remedy(told: str) -> str | None:
     if "did not finish within" in told:
         return "raise timeout_s"
-    if os.strerror(errno.ENOSPC) in told and "TMPDIR" not in told:
+    if ROOM in told:
+        return None
+    if os.strerror(errno.ENOSPC) in told:
         return ROOM
     return "run with -v for details"
 
