@@ -37,6 +37,7 @@ NOTE = "shardwright: "  # begins a line of a rank that is for the user
 STOPPED = "stopped.txt"  # the signal that made ranks end before their time
 ROOM = "make room there, or set TMPDIR to a folder that has some"
 LOOK_S = 0.5  # between two looks at the processes
+ORPHAN = 70  # the status of a rank whose parent is gone
 ROOM_BYTES = 65536
 END_S = 30.0  # that a launcher may take to end when its ranks have
 LOG_BYTES = 64_000_000
@@ -364,6 +365,9 @@ def _reason(work: Path, launcher: int = 0) -> str:
     if killed:
         rank, number = killed[0]
         return f"rank {rank} died of {_signal_name(number)}"
+    for rank, status in _STATUS.findall(_log(work)):
+        if int(status) not in (1, ORPHAN) and not _told(work, rank):  # 1: what it says stands in the log
+            return f"rank {rank} ended with status {status} without a word"
     for path in [*_by_age(work.glob("final-*.txt")), *_by_age(work.glob("error-*.txt"))]:
         return path.read_text().strip()
     lines = _log(work).splitlines()
@@ -371,16 +375,16 @@ def _reason(work: Path, launcher: int = 0) -> str:
         if line.startswith(FAILED):
             return line.removeprefix(FAILED)
     errors = [line.strip() for line in lines if "torch.distributed" not in line and _EXCEPTION.fullmatch(line.strip())]
-    ended = _STATUS.search(_log(work))
-    if ended and not errors:
-        return f"rank {ended[1]} ended with status {ended[2]} without a word"
     return errors[0] if errors else (lines[-1].strip() if lines else "a rank died without a word")
 
 
 def _follows(work: Path, rank: str, number: int) -> bool:
     """Deaths that have another cause: ended by torchrun; or aborted while it ended, after it had told why."""
-    told = any(error_path(work, int(rank), kind).exists() for kind in ("final", "error"))
-    return number == signal.SIGTERM or (number == signal.SIGABRT and told)
+    return number == signal.SIGTERM or (number == signal.SIGABRT and _told(work, rank))
+
+
+def _told(work: Path, rank: str) -> bool:
+    return any(error_path(work, int(rank), kind).exists() for kind in ("final", "error"))
 
 
 def _by_age(paths: Iterable[Path]) -> list[Path]:
@@ -410,7 +414,7 @@ def follow_parent() -> None:
             time.sleep(0.5)
         if os.getppid() == launcher and launcher != int(parent):
             os.kill(launcher, signal.SIGTERM)
-        os._exit(70)
+        os._exit(ORPHAN)
 
     threading.Thread(target=watch, daemon=True, name="follow-parent").start()
 
