@@ -42,13 +42,21 @@ class Peers:
         self.signal: int | None = None  # that asked for the end
         self.target: int | None = None  # so many steps are done by all
         self.settled = threading.Event()
+        self.closed = False
         self.on_silence: Callable[[str], None] = print
         self.what: Callable[[], str] = lambda: ""  # is under way here
 
     def listen(self, on_silence: Callable[[str], None], what: Callable[[], str]) -> None:
         """`on_silence` is called where others do not answer."""
         self.on_silence, self.what = on_silence, what
-        threading.Thread(target=self._listen, daemon=True, name="peers").start()
+        self.listener = threading.Thread(target=self._listen, daemon=True, name="peers")
+        self.listener.start()
+
+    def close(self) -> None:
+        """Before this rank ends well: a thread that still waits for the store when that goes would abort the process."""
+        self.closed = True
+        self.call("closed")
+        self.listener.join(ANSWER_S)
 
     # ---- the end before the last step
 
@@ -115,7 +123,8 @@ class Peers:
     def _listen(self) -> None:
         number = 0
         with suppress(dist.DistError, RuntimeError):  # the store is gone, and soon this rank
-            while number := number + 1:
+            while not self.closed:
+                number += 1
                 self.ear.wait([f"call {number}"], FOR_EVER)
                 word, *given = self.ear.get(f"call {number}").decode().split()
                 if word == "stop" and self.signal is None:

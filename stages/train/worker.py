@@ -38,8 +38,11 @@ def main(work: Path) -> None:
         raise SystemExit(1) from None
     try:
         with told(Path.cwd()):
-            train(job, work, watchdog, meet_peers(store, work, watchdog) if store else None)
+            peers = meet_peers(store, work, watchdog) if store else None
+            train(job, work, watchdog, peers)
         dist.barrier()
+        if peers:
+            peers.close()
     except SampleError as error:  # data that is read again may be there
         report_error(work, rank, error.line())
         raise SystemExit(1) from None
