@@ -53,7 +53,7 @@ class Peers:
         self.listener.start()
 
     def close(self) -> None:
-        """Before this rank ends well: a thread that still waits for the store when that goes would abort the process."""
+        """Before this rank ends well: a thread that still waits for the store when that goes aborts the process."""
         self.closed = True
         self.call("closed")
         self.listener.join(ANSWER_S)
