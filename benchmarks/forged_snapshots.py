@@ -40,7 +40,7 @@ def snapshot(folder: Path, step: int) -> Path:
     wholes = [Piece.whole("weights/a", torch.arange(12.0).view(3, 4)), Piece.whole("optimizer/a/step", torch.tensor(4))]
     table = {}
     for rank, piece in enumerate(wholes):
-        place = piece.offer().places[0]
+        place = piece.spec().places[0]
         write_boxes(temporary / file_of(rank), [piece], {piece.name: {place}})
         table[piece.name] = SavedTensor(piece.tensor.dtype, piece.shape, (SavedBox(file_of(rank), place),))
     write_table(temporary, table)

@@ -7,8 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 SOURCE = Path(__file__).parents[1]
 BEFORE_TRAIN = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen")
@@ -87,3 +90,75 @@ def environment(root: Path) -> dict[str, str]:
 def run(root: Path, stage: str, **how: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "stages", stage, "-q"]
     return subprocess.run(command, cwd=root, env=environment(root), text=True, check=False, **how)
+
+
+class Training:
+    """`python -m stages train` under way, seen from outside."""
+
+    def __init__(self, root: Path, *command: str, **environ: str) -> None:
+        self.root = root
+        self.log = root / "said.txt"
+        words = command or ("-m", "stages", "train")
+        with open(self.log, "w") as log:
+            self.stage = subprocess.Popen(
+                [sys.executable, *words], cwd=root, env={**environment(root), **environ}, stdout=log, stderr=log
+            )
+
+    def steps(self) -> list[dict[str, Any]]:
+        """What the first rank has told so far."""
+        found = []
+        for path in (self.root / "tmp").glob("shardwright-*/steps.jsonl"):
+            try:
+                found += [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
+            except (OSError, ValueError):
+                continue
+        return found
+
+    def until(self, step: int, patience_s: float = 180) -> None:
+        """That step is done."""
+        self.wait_for(lambda: any(line.get("step", -1) >= step for line in self.steps()), patience_s)
+
+    def wait_for(self, seen: Any, patience_s: float = 180) -> None:
+        deadline = time.monotonic() + patience_s
+        while not seen():
+            if self.stage.poll() is not None or time.monotonic() > deadline:
+                raise TimeoutError(f"it did not come so far: {self.log.read_text()[-2000:]}")
+            time.sleep(0.01)
+
+    def processes(self) -> tuple[psutil.Process, list[psutil.Process]]:
+        """torchrun, and its ranks by their number."""
+        (launcher,) = psutil.Process(self.stage.pid).children()
+        return launcher, sorted(launcher.children(), key=lambda rank: int(rank.environ()["RANK"]))
+
+    def ended(self, patience_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """When it has; one that does not is killed, and has no status."""
+        try:
+            status: int | None = self.stage.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self.stage.kill()
+            self.stage.wait()
+            status = None
+        return subprocess.CompletedProcess([], -1000 if status is None else status, "", self.log.read_text())
+
+    def left(self, patience_s: float = 10) -> list[str]:
+        """What it has left behind: processes of the project, temporary folders."""
+        deadline = time.monotonic() + patience_s
+        while (found := _running(self.root)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found + [path.name for path in (self.root / "tmp").glob("shardwright-*")]
+
+
+def _running(root: Path) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(root) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+def snapshots(root: Path) -> list[int]:
+    """The steps of those that are on the disk."""
+    return sorted(int(path.name[5:]) for path in (root / "runs/train/snapshots").glob("*/step-*"))

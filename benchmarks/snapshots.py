@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks import small_project
 from pipeline.config import load_config
 from pipeline.launch import follow_parent, run_ranks
+from pipeline.rendezvous import init_process_group
 
 EVERY, BAR = 20, 1.03
 SIZES = {"width": 256, "batch": 16, "context": 128, "layers": 4}
@@ -71,7 +72,7 @@ def rank(work: Path) -> None:
 
     follow_parent()
     given = json.loads((work / "job.json").read_text())
-    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    init_process_group("gloo", timedelta(seconds=600))
     engine = Planned(given)
     snapshots = Snapshots(Path(given["folder"]), 2, True, 600)
     done, held_up = 0, []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,7 @@ def told(root: Path) -> Iterator[None]:
             raise
         path = Path(error.filename) if isinstance(error.filename, str) else None
         where = str(path.relative_to(root) if path.is_relative_to(root) else path) if path else None
-        act = "make room on the disk or in your quota" if error.errno in NO_ROOM else "see that it may be written"
+        act = _remedy(path, root) if error.errno in NO_ROOM else "see that it may be written"
         raise ShardwrightError(
             f"{'it' if where else 'a file'} cannot be written ({error.strerror})",
             where=where,
@@ -49,15 +50,34 @@ def told(root: Path) -> Iterator[None]:
         ) from error
 
 
+def _remedy(path: Path | None, root: Path) -> str:
+    if path is not None and path.is_relative_to(tempfile.gettempdir()) and not path.is_relative_to(root):
+        return "make room there, or set TMPDIR to a folder that has some"
+    return "make room on the disk or in your quota"
+
+
 def write_atomic(path: Path, content: bytes) -> None:
     with writing(path):
         _write_atomic(path, content)
 
 
+def _of_a_process(temporary: Path) -> bool:
+    """Whether another one that lives here writes it now."""
+    number = temporary.name.split(".")[-2]
+    try:
+        os.kill(int(number), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return int(number) != os.getpid()
+
+
 def _write_atomic(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for stale in path.parent.glob(f".{path.name}.*.tmp"):
-        stale.unlink(missing_ok=True)  # left by a killed process; never read by anyone
+        if not _of_a_process(stale):
+            stale.unlink(missing_ok=True)  # left by a killed process; never read by anyone
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         with open(temporary, "wb") as file:

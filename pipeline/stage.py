@@ -16,6 +16,7 @@ from pipeline.errors import ShardwrightError
 from pipeline.files import told, write_atomic
 from pipeline.headline import headlines, run_name, run_tags
 from pipeline.instantiate import add_code_path
+from pipeline.lock import locked
 from pipeline.log import Log
 from pipeline.own_ops import know_own_ops
 from pipeline.point import current
@@ -74,6 +75,11 @@ class Result:
 
 def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
     """Runs one stage on what is in runs/. The artifact is written last: until then the old one is not replaced."""
+    with told(root), locked(root / "runs"):
+        return _execute(stage, run, root, log)
+
+
+def _execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
     config, found = read(stage.reads, root)
     tracker = Tracker(root, config.tracking, log, run_name=run_name(config, found.get("plan")))
     started = time.perf_counter()

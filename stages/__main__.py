@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pipeline import log as logs
 from pipeline.errors import ShardwrightError
 from pipeline.files import told
+from pipeline.signals import Interrupted, interruptible
 from stages import commands
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     root = Path.cwd()
     log = logs.get_log(arguments.command, arguments.verbosity)
     try:
-        with told(root):
+        with told(root), interruptible():
             if arguments.command in STAGES:
                 run_stage(arguments.command, root, log)
                 return 0
@@ -45,9 +46,10 @@ def main(argv: list[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written at the end
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        status = error.status if isinstance(error, Interrupted) else 130
+        print("interrupted" if status == 130 else f"interrupted by {error}", file=sys.stderr)
+        return status
 
 
 def _reader_is_gone() -> bool:

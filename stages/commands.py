@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ShardwrightError
+from pipeline.lock import locked, refuse_locked
 from pipeline.log import QUIET, VERBOSE, Log
+from pipeline.signals import run_dvc
 
 
 class RunFailed(ShardwrightError):
@@ -52,17 +53,19 @@ def settings(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 
     config = load_config(root)
     found = {key: config.plain(f"train.{key}") for key in ("micro_batches", "optimizer")}
-    write_atomic(root / "runs" / "settings" / "train.json", (json.dumps(found, indent=1) + "\n").encode())
+    with locked(root / "runs"):
+        write_atomic(root / "runs" / "settings" / "train.json", (json.dumps(found, indent=1) + "\n").encode())
     return 0
 
 
 def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Checks the configuration, runs `dvc repro`, prints the summary."""
     check(root, arguments, log)
+    refuse_locked(root / "runs")  # before DVC removes what a stage is to write
     loud = {QUIET: ["--quiet"], VERBOSE: ["--verbose"]}.get(arguments.verbosity, [])
     command = [sys.executable, "-m", "dvc", "repro", *loud, *arguments.targets]
-    done = subprocess.run(command, cwd=root, env=_with_python())
-    if done.returncode:
+    status = run_dvc(command, root, _with_python())
+    if status:
         raise RunFailed("the pipeline stopped", where="dvc repro", remedy="see the message of the stage above")
     return summary(root, arguments, log)
 

@@ -21,6 +21,8 @@ SCRIPT = """\
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 {resources}#SBATCH --time={time}
+# A warning before the job is ended: ranks finish their step and write a snapshot. Longer, if that takes longer.
+#SBATCH --signal=TERM@{warning}
 #SBATCH --output=slurm-%j.log
 {again}set -euo pipefail
 cd {root}
@@ -28,12 +30,15 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 port=$(({low} + SLURM_JOB_ID % {ports}))
 # Without a number torchrun gives every rank one thread.
 cores=$((${{SLURM_CPUS_ON_NODE:-{devices}}} / {devices}))
+# So long torchrun waits for ranks that have been warned.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${{TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-{warning}}}
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$((cores > 1 ? cores : 1))}}
 # Quoted once more for the tasks: each node has a number of its own.
 srun --kill-on-bad-exit=1 bash -c "exec {python} -m torch.distributed.run \\
   --nnodes={nodes} --nproc-per-node={devices} {meet} \\
   --module stages train"
 """
+WARNING_S = 120
 ONCE = "--node-rank=\\$SLURM_NODEID --master-addr=$first --master-port=$port"
 # Over hosts ranks can be started again only where torchrun numbers the nodes itself, by the store on the first.
 AGAIN = """\
@@ -56,6 +61,7 @@ def sbatch(root: Path, given: argparse.Namespace, log: Log) -> int:
         devices=devices,
         resources="".join(f"#SBATCH {option}\n" for option in (*asked, *given.option)),
         time=given.time,
+        warning=WARNING_S,
         again=REQUEUE if config.train.snapshots.every else "",
         meet=AGAIN.format(restarts=restarts) if restarts else ONCE,
         root=shlex.quote(str(root)),

@@ -14,12 +14,13 @@ import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import torch
 
 from benchmarks import small_project
-from benchmarks.attacks.outcome import Outcome, refusal
+from benchmarks.attacks.outcome import TRACEBACK, Outcome, refusal
 from benchmarks.forged_snapshots import FILES, read_all, sign, snapshot
 from benchmarks.stage_runs import run
 from pipeline import artifacts
@@ -184,7 +185,8 @@ def by_command(folder: Path, forms: dict[str, bytes], mark: Path) -> Iterator[Ou
         path = artifacts.KINDS[kind].path(base)
         before = path.read_bytes()
         path.write_bytes(forms["a pickle"])
-        yield _marked(refusal(f"{command} with a pickle as {path.name}", run(base, command), path.name), mark)
+        told = _warning if command == "report" else refusal
+        yield _marked(told(f"{command} with a pickle as {path.name}", run(base, command), path.name), mark)
         path.write_bytes(before)
     for number, (what, content) in enumerate(forms.items()):
         root = folder / f"init {number}"
@@ -192,6 +194,14 @@ def by_command(folder: Path, forms: dict[str, bytes], mark: Path) -> Iterator[Ou
         (root / "weights.pt").write_bytes(content)
         yield _marked(refusal(f"train from {what} as weights", run(root, "train"), "weights.pt", "init_from"), mark)
     yield _marked(_old_snapshot(base, folder / "old", forms["a pickle"]), mark)
+
+
+def _warning(attack: str, ended: CompletedProcess[str], name: str) -> Outcome:
+    """The page is of what can be read, and one line says what cannot."""
+    lines = [line for line in ended.stderr.splitlines() if "warning: " in line and name in line]
+    traceback = TRACEBACK in ended.stderr
+    held = ended.returncode == 0 and len(lines) == 1 and not traceback
+    return Outcome(attack, held, "".join(lines) or ended.stderr[-400:], traceback)
 
 
 def _old_snapshot(base: Path, root: Path, content: bytes) -> Outcome:

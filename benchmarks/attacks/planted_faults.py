@@ -108,7 +108,7 @@ FAULTS: dict[str, Edits] = {
     # What cannot run
     "a parameter on the wrong dim": (('"up.weight": ("S(0)", "", "S(0)")', '"up.weight": ("S(1)", "", "S(1)")'),),
 }  # fmt: skip
-SAMPLE = ("a round trip through bfloat16", "wrong in float32 alone", "a parameter's gradient is not summed")
+SAMPLE = ("a round trip through bfloat16", "wrong in float32 alone")
 NAMED = re.compile(r"module\.py, line \d+|^  op \w+|see its conversions", re.MULTILINE)
 
 
@@ -117,11 +117,11 @@ def attacks(folder: Path, sample: bool) -> Iterator[Outcome]:
     make(root)
     text = (root / MODULE).read_text()
     with WarmRanks() as ranks:
-        status, told = verify(root, text, ranks)
+        status, told = (0, "") if sample else verify(root, text, ranks)  # tests of verify have programs that pass
         if status:
             yield Outcome("the program as it was written", False, told[-400:])
         for fault in SAMPLE if sample else FAULTS:
-            status, told = verify(root, edited(text, FAULTS[fault]), ranks)
+            status, told = verify(root, edited(text, FAULTS[fault]), ranks, "1" if sample else "2")
             lines = [line for line in told.splitlines() if not line.startswith("[verify]")]
             held = status == 1 and bool(NAMED.search(told))
             yield Outcome(fault, held, " / ".join(lines[-4:]), traceback=TRACEBACK in told)
@@ -159,14 +159,14 @@ def make(root: Path) -> None:
             assert main([stage, "-q"]) == 0, stage
 
 
-def verify(root: Path, text: str, ranks: WarmRanks) -> tuple[int, str]:
+def verify(root: Path, text: str, ranks: WarmRanks, steps: str = "2") -> tuple[int, str]:
     """The status of `python -m stages verify` on such a program, and what it prints."""
     from stages.__main__ import main
 
     (root / MODULE).write_text(text)
     told = io.StringIO()
     with chdir(root), redirect_stdout(told), redirect_stderr(told), patch("stages.verify.run.run_ranks", ranks.run):
-        status = main(["verify", "--steps", "2"])
+        status = main(["verify", "--steps", steps])
     return status, told.getvalue()
 
 

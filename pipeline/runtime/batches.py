@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -37,6 +40,18 @@ def _order(length: int, seed: int, epoch: int) -> list[int]:
     return _orders[key]
 
 
+class SampleError(TrainError):
+    """A sample of the user's data set that cannot be read, or is not like the others."""
+
+
+_under_way: int | None = None
+
+
+def sample_under_way() -> int | None:
+    """The sample that the data set is asked for now."""
+    return _under_way
+
+
 class Batches:
     """This rank's part of every micro-batch, cut as the plan says; only samples that it needs are loaded."""
 
@@ -57,7 +72,7 @@ class Batches:
         self.size = next(iter(self.specs.values()))["shape"][0]
         self.slices = slices or Slices((self.size,))
         self.length = length_of(dataset, self.where)
-        self._check(dataset[0])
+        self._check(self._read(0))
 
     def _check(self, sample: Any) -> None:
         """The first sample must have what the model's batch names, with its shapes and types."""
@@ -67,11 +82,34 @@ class Batches:
     def _error(self, what: str) -> TrainError:
         return TrainError(what, where=self.where, remedy="choose data and model that belong together")
 
+    def _read(self, index: int) -> Any:
+        """The user's code: what goes wrong there is told with the sample and the rank."""
+        global _under_way
+        _under_way = index
+        try:
+            return self.dataset[index]
+        except (Exception, SystemExit) as error:
+            text = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise self._failed(index, f"cannot be read{_rank()}: {text}{_place_in(error)}") from error
+        finally:
+            _under_way = None
+
+    def _failed(self, index: int, what: str) -> SampleError:
+        return SampleError(
+            f"sample {index} of {self.length} {what}", where=self.where, remedy="mend it, or leave it out of the data"
+        )
+
+    def _sample(self, index: int) -> Mapping[str, Any]:
+        sample: Mapping[str, Any] = self._read(index)
+        for what in sample_mistakes(sample, self.specs):
+            raise self._failed(index, f"is not as the first one{_rank()}: {what}")
+        return sample
+
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         start, size = self.slices.start(number), self.slices.size(number)
         indices = sample_indices(start, size, self.length, self.settings["shuffle"], self.settings["seed"])
         rows = self._rows(size)
-        samples = [self.dataset[i] for start, count in rows for i in indices[start : start + count]]
+        samples = [self._sample(i) for start, count in rows for i in indices[start : start + count]]
         stacked = {name: torch.stack([torch.as_tensor(s[name]) for s in samples]) for name in self.specs}
         return {name: self._cut(name, tensor, whole=len(samples) == size) for name, tensor in stacked.items()}
 
@@ -90,6 +128,18 @@ class Batches:
             if split.dim or whole:
                 rows = piece(rows, held[split.axis], split.dim, split.parts)
         return rows.contiguous()
+
+
+def _rank() -> str:
+    return f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
+
+
+def _place_in(error: BaseException) -> str:
+    """The innermost line that is not of an installed package: the user's."""
+    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without ours
+    own = [frame for frame in frames if not frame.filename.startswith(installed)]
+    return "".join(f" ({frame.filename}:{frame.lineno})" for frame in (own or frames)[-1:])
 
 
 def sample_mistakes(sample: Any, specs: Mapping[str, Any]) -> Iterator[str]:
@@ -119,6 +169,9 @@ def length_of(dataset: Any, where: str) -> int:
         length = len(dataset)
     except TypeError:
         length = 0
+    except Exception as error:
+        text = f"the length of {type(dataset).__name__} cannot be told: {type(error).__name__}: {error}"
+        raise TrainError(f"{text}{_place_in(error)}", where=where) from error
     if length < 1:
         raise TrainError(
             f"{type(dataset).__name__} has no length or no items",

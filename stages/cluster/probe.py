@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from pipeline.ir.cluster import LinkCost
 from pipeline.launch import follow_parent, report_error
+from pipeline.rendezvous import init_process_group
 from stages.cluster.compute_probe import measure_compute
 from stages.cluster.link_probe import axis_groups, measure_axis, measure_crossing, measure_overlap, measure_pairs
 from stages.cluster.meeting import Voice
@@ -46,7 +47,7 @@ def main(work: Path) -> None:
         voice.say("joining the others")
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=job["timeout_s"]))
+        init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=job["timeout_s"]))
         result = measure(job, voice)
         if int(os.environ["LOCAL_RANK"]) == 0:  # each host has a folder of its own
             (work / "result.json").write_text(json.dumps(result))

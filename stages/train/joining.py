@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.errors import TrainError
+from pipeline.rendezvous import local_store
 
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
 PAUSE_S = 0.02
@@ -20,12 +21,12 @@ PAUSE_S = 0.02
 Meeting = tuple[dist.Store, int, int]  # with this rank and the number of ranks
 
 
-def join(device: str, timeout: timedelta) -> None:
-    """NCCL takes one rank for each GPU; where ranks share one they talk over gloo alone."""
+def join(device: str, timeout: timedelta) -> dist.Store:
+    """NCCL takes one rank for each GPU; where ranks share one they talk over gloo alone. The store that they share."""
     found = _meet(timeout)
     _join(GLOO, found, timeout)
     if device != "cuda":
-        return
+        return found[0]
     number = gpu_of(os.environ, torch.cuda.device_count())
     torch.cuda.set_device(number)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -33,6 +34,7 @@ def join(device: str, timeout: timedelta) -> None:
     if backend_for(everyone) == NCCL:
         dist.destroy_process_group()
         _join(NCCL, found, timeout)
+    return found[0]
 
 
 def gpu_of(environment: Mapping[str, str], gpus: int) -> int:
@@ -56,6 +58,9 @@ def _meet(timeout: timedelta) -> Meeting:
 
     Torch tells starts apart by how often torchrun has restarted ranks, which is not the same number on all hosts.
     """
+    own = local_store(timeout)
+    if own is not None:
+        return own, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
         return store, rank, ranks

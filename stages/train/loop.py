@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import asdict
@@ -17,6 +16,8 @@ from pipeline.runtime.host_calls import why_python
 from pipeline.runtime.memory import measure_peak, storage_bytes
 from stages.train.breakdown import of_all, profiled
 from stages.train.engine import Batch, Engine, Job
+from stages.train.journal import Journal
+from stages.train.peers import Peers
 from stages.train.prefetch import Prefetched
 from stages.train.safety import Note, Safety
 from stages.train.schedule import Rate
@@ -30,8 +31,11 @@ T = TypeVar("T")
 
 
 class Loop:
-    def __init__(self, engine: Engine, job: Job, work: Path, watchdog: Watchdog | None = None) -> None:
-        self.engine, self.job, self.work = engine, job, work
+    def __init__(
+        self, engine: Engine, job: Job, work: Path, watchdog: Watchdog | None = None, peers: Peers | None = None
+    ) -> None:
+        self.engine, self.job, self.peers = engine, job, peers
+        self.journal = Journal(work / "steps.jsonl")
         self.watchdog = watchdog or Watchdog()
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -47,6 +51,7 @@ class Loop:
         self.safety = Safety(engine, job, self.watchdog)
 
     def run(self) -> dict[str, Any]:
+        """What was measured; nothing where the run was told to end before its last step."""
         steps = self.job["train"]["steps"]
         self.watchdog.beat("going on from a snapshot", slow=True)
         start = self._resume(steps)
@@ -54,6 +59,8 @@ class Loop:
         if start <= measured == steps - 1 == self.job["train"]["trace_step"]:
             self._write([{"untraced": measured}])
         for number in range(start, steps):
+            if self.peers and self.peers.ends(number):
+                return self._end_early(number)
             self.watchdog.beat(f"step {number}", slow=number in (start, profiled_step))
             self._take(number, number == measured, number == profiled_step)
             self._evaluate(number)
@@ -77,6 +84,10 @@ class Loop:
             "breakdown": self._breakdown(),
         }
 
+    def _end_early(self, done: int) -> dict[str, Any]:
+        self._write([*self.safety.stop(done, self._numbers), self.safety.stopped(done)])
+        return {}
+
     def _resume(self, steps: int) -> int:
         """The first step to take; times and memory are kept if of this engine and plan, or if none will follow."""
         about, notes = self.safety.resume()
@@ -95,10 +106,8 @@ class Loop:
         return {**copied, "peak_bytes": self.peaks, "profiled_at": self.profiled_at}
 
     def _write(self, lines: list[Note]) -> None:
-        """Ranks that are started again go on in the same file."""
         if dist.get_rank() == 0:
-            with open(self.work / "steps.jsonl", "a") as log:
-                log.writelines(json.dumps(line) + "\n" for line in lines)
+            self.journal.write(lines)
 
     def _take(self, number: int, measured: bool, profiled_here: bool) -> None:
         self.rate.set(number)

@@ -59,6 +59,10 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def is_snapshot_name(text: str) -> bool:
+    return _STEP.fullmatch(text) is not None
+
+
 def step_of(snapshot: Path) -> int:
     match = _STEP.fullmatch(snapshot.name)
     assert match, snapshot
@@ -68,7 +72,7 @@ def step_of(snapshot: Path) -> int:
 def snapshots_in(folder: Path) -> list[Path]:
     """Those that were whole when they were written, newest first."""
     found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if _STEP.fullmatch(path.name)), key=step_of, reverse=True)
+    return sorted((path for path in found if is_snapshot_name(path.name)), key=step_of, reverse=True)
 
 
 def digest_of(path: Path) -> dict[str, Any]:

@@ -8,23 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import TrainError
-from pipeline.launch import run_here, run_ranks
+from pipeline.launch import Watch, run_here, run_ranks
 from pipeline.place import find_place
 
 WORKER = "stages.train.worker"
 
 
 def start_ranks(
-    job: dict[str, Any], ranks: int, timeout: float | None, poll: Callable[[Path], None], restarts: int
+    job: dict[str, Any],
+    ranks: int,
+    timeout: float | None,
+    poll: Callable[[Path], None],
+    restarts: int,
+    watch: Watch,
 ) -> dict[str, Any]:
     """All ranks on this machine, or the one that this process is; what rank 0 found, on other ranks nothing."""
     place = find_place(os.environ)
     if place is None:
-        return run_ranks(WORKER, job, ranks, timeout, poll, restarts=restarts)
+        return run_ranks(WORKER, job, ranks, timeout, poll, restarts=restarts, watch=watch)
     if place.ranks != ranks:
         raise TrainError(
             f"the run needs {ranks} ranks, and {place.ranks} were started",
             where="runs/checkpoint/plan.json",
             remedy=f"start {ranks}, one for each device, or plan for a cluster of {place.ranks} devices",
         )
-    return run_here(WORKER, job, place, timeout, poll)
+    return run_here(WORKER, job, place, timeout, poll, watch)

@@ -50,13 +50,13 @@ class Piece:
     def whole(name: str, tensor: Tensor) -> Piece:
         return Piece(name, tensor, tuple(tensor.shape), "", boxes_of([((0, size),) for size in tensor.shape]))
 
-    def offer(self) -> Offer:
+    def spec(self) -> PieceSpec:
         places = tuple((box.offsets, box.sizes) for box in self.boxes)
-        return Offer(self.name, self.tensor.dtype, self.shape, self.cut, places)
+        return PieceSpec(self.name, self.tensor.dtype, self.shape, self.cut, places)
 
 
 @dataclass(frozen=True)
-class Offer:
+class PieceSpec:
     """What a rank could write of one tensor: its piece without the numbers."""
 
     name: str
@@ -85,7 +85,7 @@ def boxes_of(runs: Iterable[tuple[Run, ...]]) -> tuple[Box, ...]:
 
 
 @dataclass(frozen=True)
-class Shared:
+class BoxWriters:
     """One tensor, and of each box of it the rank that writes it."""
 
     dtype: torch.dtype
@@ -96,12 +96,12 @@ class Shared:
         return sum(prod(sizes) for _, sizes in self.writers) == prod(self.shape)
 
 
-def shared_out(offers: Sequence[Sequence[Offer]]) -> dict[str, Shared]:
+def shared_out(offers: Sequence[Sequence[PieceSpec]]) -> dict[str, BoxWriters]:
     """What each rank offers, shared out: a box is written by the one of its holders that has least to write so far.
 
     Ranks of different meshes may hold one tensor in different cuts, such as a tied weight: the first one is written.
     """
-    first: dict[str, Offer] = {}
+    first: dict[str, PieceSpec] = {}
     holders: dict[str, dict[Place, list[int]]] = {}
     for rank, own in enumerate(offers):
         for offer in own:
@@ -110,7 +110,7 @@ def shared_out(offers: Sequence[Sequence[Offer]]) -> dict[str, Shared]:
                 for place in offer.places:
                     found.setdefault(place, []).append(rank)
     load = [0] * len(offers)
-    result = {name: Shared(offer.dtype, offer.shape, {}) for name, offer in first.items()}
+    result = {name: BoxWriters(offer.dtype, offer.shape, {}) for name, offer in first.items()}
     for name, places in holders.items():
         for place, ranks in places.items():
             rank = min(ranks, key=load.__getitem__)

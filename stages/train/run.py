@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import statistics
@@ -16,7 +17,7 @@ from pipeline.errors import TrainError
 from pipeline.files import write_atomic
 from pipeline.ir.plan import Plan
 from pipeline.ir.report import Breakdown, Evaluation, Report
-from pipeline.launch import LaunchFailed
+from pipeline.launch import ROOM, LaunchFailed, Watch
 from pipeline.log import Advance, Log, progress
 from pipeline.place import find_place
 from pipeline.stage import STAGES, Inputs, Result, read
@@ -115,15 +116,26 @@ def launch(inputs: Inputs, config: Config, plan: Plan, job: dict) -> dict:
         ):
             follow = Follower(live, advance, lambda note: tell(inputs.log, inputs.root, note))
             restarts, timeout_s = config.train.max_restarts, config.train.timeout_s
-            return start_ranks(job, ranks, timeout_s, follow, restarts)
+            watch = Watch(config.train.hang_s, gentle=True, tell=inputs.log.warning)
+            return start_ranks(job, ranks, timeout_s, follow, restarts, watch)
     except LaunchFailed as error:
         for line in error.log.splitlines():
             inputs.log.debug(line)
         raise TrainError(
             f"training failed: {error}",
             where=f"conf/train/{config.choices['train']}.yaml",
-            remedy="run with -v for details" if "did not finish" not in str(error) else "raise timeout_s",
+            remedy=_remedy(str(error)),
         ) from error
+
+
+def _remedy(told: str) -> str | None:
+    if "did not finish within" in told:
+        return "raise timeout_s"
+    if ROOM in told:
+        return None
+    if os.strerror(errno.ENOSPC) in told:
+        return ROOM
+    return "run with -v for details"
 
 
 def _named(engine: TrainEngine) -> str:
@@ -137,6 +149,7 @@ def make_job(inputs: Inputs, config: Config, plan: Plan, first: bool = True) -> 
         "module_path": str(KINDS["module"].path(inputs.root)),
         "weights_path": str(weights_path(inputs.root)),
         "trace_path": str(trace_path(inputs.root)),
+        "spare_result": str(inputs.root / "runs" / "train" / ".result.json") if first else None,
         "device": plan.device,
         "digests": _digests(inputs, config),
         "model": config.plain("model"),

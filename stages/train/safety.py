@@ -103,6 +103,20 @@ class Safety:
             remedy=f"mend that, and run again: training goes on {went_on}",
         )
 
+    def stop(self, done: int, numbers: Callable[[], About]) -> list[Note]:
+        """All ranks, where the run ends before its last step: a snapshot of where it stands, unless there is one."""
+        notes = self.end()
+        if self.snapshots and done and not (self.newest and step_of(self.newest) == done):
+            self.watchdog.beat("the last snapshot", slow=True)
+            self.snapshots.take(self.engine, done, self._about(done, numbers()))
+            notes += self._outcome(wait=True)
+        return notes
+
+    def stopped(self, done: int) -> Note:
+        """What is told of that: the newest snapshot, if any."""
+        kept = step_of(self.newest) if self.newest else None
+        return {"stopped": done, "kept": kept, "asked": bool(self.settings["every"])}
+
     def _outcome(self, *, wait: bool) -> list[Note]:
         outcome = self.snapshots.done(wait=wait) if self.snapshots else None
         if outcome:

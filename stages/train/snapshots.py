@@ -30,7 +30,7 @@ from torch import Tensor
 from pipeline.errors import TrainError
 from stages.train.engine import Engine
 from stages.train.manifest import TENSORS, digest_of, keep_newest, publish, remove_replaced, unfinished, write_manifest
-from stages.train.pieces import Piece, Place, Shared, shared_out
+from stages.train.pieces import BoxWriters, Piece, Place, shared_out
 from stages.train.tensor_files import SavedBox, SavedTensor, file_of, write_boxes, write_table
 
 About = dict[str, Any]  # the numbers beside the tensors
@@ -109,14 +109,12 @@ class Snapshots:
             f"nobody has all of {n}" for n, found in shared.items() if not found.is_whole()
         )
 
-    def _share_out(self, pieces: dict[str, Piece]) -> tuple[dict[str, set[Place]], dict[str, Shared]]:
+    def _share_out(self, pieces: dict[str, Piece]) -> tuple[dict[str, set[Place]], dict[str, BoxWriters]]:
         """The boxes that this rank is to write, by tensor; and on rank 0 who writes all others."""
         ranks, rank = dist.get_world_size(self.group), dist.get_rank()
         offers: list[Any] = [None] * ranks
-        dist.gather_object(
-            [piece.offer() for piece in pieces.values()], offers if rank == 0 else None, group=self.group
-        )
-        shared: dict[str, Shared] = shared_out(offers) if rank == 0 else {}
+        dist.gather_object([piece.spec() for piece in pieces.values()], offers if rank == 0 else None, group=self.group)
+        shared: dict[str, BoxWriters] = shared_out(offers) if rank == 0 else {}
         parts: list[dict[str, set[Place]]] = [{} for _ in range(ranks)]
         for name, found in shared.items():
             for place, writer in found.writers.items():
@@ -139,12 +137,14 @@ class Snapshots:
 
     def _digests(self, temporary: Path) -> tuple[dict[str, Any], str]:
         found: dict[str, Any] = {}
+        problem: list[str] = []
         own = [file_of(dist.get_rank()), *([TENSORS] if dist.get_rank() == 0 else [])]
 
         def read() -> None:
             found.update({name: digest_of(temporary / name) for name in own if (temporary / name).exists()})
+            problem.append(self.staging.not_finite())
 
-        return found, _attempt(read) or self.staging.not_finite()
+        return found, _attempt(read) or problem[0]
 
     def _publish(self, temporary: Path, step: int, about: About, files: dict[str, Any]) -> None:
         write_manifest(temporary, about, files)
@@ -198,7 +198,7 @@ class _Staging:
         return ""
 
 
-def table_of(shared: dict[str, Shared]) -> dict[str, SavedTensor]:
+def table_of(shared: dict[str, BoxWriters]) -> dict[str, SavedTensor]:
     return {
         name: SavedTensor(
             found.dtype, found.shape, tuple(SavedBox(file_of(rank), place) for place, rank in found.writers.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from stages.train.manifest import (
     claim,
     is_finished,
     is_of,
+    is_snapshot_name,
     read_manifest,
     snapshots_in,
     step_of,
@@ -91,7 +91,7 @@ def _origin(root: Path, config: Config) -> tuple[str | None, dict[str, Any]]:
         return None, {}
     path = root / config.train.resume
     where = f"conf/train/{config.choices['train']}.yaml: resume"
-    if not re.fullmatch(r"step-\d+", path.name) or not path.is_dir():
+    if not is_snapshot_name(path.name) or not path.is_dir():
         remedy = "give auto, never or a folder such as runs/train/snapshots/0123456789ab/step-000040"
         raise TrainError(f"there is no snapshot {config.train.resume}", where=where, remedy=remedy)
     try:

@@ -17,6 +17,8 @@ def tell(log: Log, root: Path, note: dict[str, Any]) -> None:
             log.warning("a rank failed: all ranks go on from %s (restart %d)", where, note["restart"])
         else:
             log.info("going on after %d steps, from %s", note["resumed"], where)
+    elif "stopped" in note:
+        log.warning("%s", _of_stop(note["stopped"], note["kept"], note["asked"]))
     elif "untraced" in note:
         log.warning("step %d is not traced: its memory is measured, and none follows", note["untraced"])
     elif "python_calls" in note:
@@ -29,6 +31,14 @@ def tell(log: Log, root: Path, note: dict[str, Any]) -> None:
         )
     elif "snapshot" in note:
         log.info("snapshot after %d steps is on the disk", note["snapshot"])
+
+
+def _of_stop(done: int, kept: int | None, asked: bool) -> str:
+    if not asked:
+        return f"stopped after {done} steps without a snapshot, as `snapshots.every` is 0: the next start begins anew"
+    if kept is None:
+        return f"stopped after {done} steps: there is no snapshot, and the next start begins anew"
+    return f"stopped after {done} steps: the next start goes on after step {kept} (`resume: auto`)"
 
 
 def _shown(path: str, root: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,8 @@ from typing import TypeVar
 from pipeline.launch import error_path, report_error
 
 SLOW = 4  # of what may take its time: compiling in a first step, reading all of the weights, a disk that is slow
+
+ASLEEP_TICKS = 10  # a thread that comes so late was stopped
 
 T = TypeVar("T")
 Beat = Callable[[], None]
@@ -28,6 +31,7 @@ class Watchdog:
 
     def __init__(self, limit_s: float | None = None, on_hang: Callable[[str], None] = print) -> None:
         self.limit_s, self.on_hang = limit_s, on_hang
+        self.explain: Callable[[str], str] = lambda what: f"{what}, as rank {place()} sees it"
         self.ended = threading.Event()
         self.beat("the start", slow=True)
         if limit_s is not None:
@@ -44,8 +48,16 @@ class Watchdog:
         self.ended.set()
 
     def _watch(self, limit_s: float) -> None:
-        while not self.ended.wait(min(1.0, limit_s / 4)):
-            told = overdue(self.now, limit_s, time.monotonic())
+        tick = min(1.0, limit_s / 4)
+        last = time.monotonic()
+        asleep = 0.0  # seconds in which this process was stopped itself, with a whole job perhaps: no hang
+        now = self.now
+        while not self.ended.wait(tick):
+            at = time.monotonic()
+            asleep = asleep if now is self.now else 0.0
+            asleep += max(0.0, at - last - ASLEEP_TICKS * tick)
+            last, now = at, self.now
+            told = overdue(now, limit_s, at - asleep)
             if told:
                 self.on_hang(told)
                 return
@@ -58,6 +70,10 @@ def overdue(now: Now, limit_s: float, at: float) -> str:
     if at - since <= allowed:
         return ""
     return f"{what} was not finished within {allowed:g} s ({named}): a rank hangs"
+
+
+def place() -> str:
+    return f"{os.environ.get('RANK', '0')} on {socket.gethostname()}"
 
 
 def unwatched() -> None:
@@ -73,14 +89,15 @@ def with_beats(items: Iterable[T], beat: Beat) -> Iterator[T]:
 
 
 def watch_process(limit_s: float | None, work: Path, rank: int) -> Watchdog:
-    """A hang ends it, and is told unless something else went wrong before."""
+    """A hang ends it, and is told unless something else went wrong before; `explain` can be set to say who hangs."""
 
     def hangs(what: str) -> None:
         if not error_path(work, rank).exists():
-            report_error(work, rank, what)
+            report_error(work, rank, dog.explain(what), hang=True)
         end_process()
 
-    return Watchdog(limit_s, hangs)
+    dog = Watchdog(limit_s, hangs)
+    return dog
 
 
 def end_process() -> None:

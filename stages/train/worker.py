@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,13 @@ import torch.distributed as dist
 
 from pipeline.errors import ShardwrightError, TrainError
 from pipeline.files import told
-from pipeline.launch import follow_parent, forget_error, report_error
+from pipeline.launch import STOPPED, error_path, follow_parent, forget_error, report_error, write_result
+from pipeline.runtime.batches import SampleError
 from stages.train.engine import Engine, Job
 from stages.train.joining import join
 from stages.train.loop import Loop
-from stages.train.watchdog import Watchdog, watch_process
+from stages.train.peers import Peers
+from stages.train.watchdog import Watchdog, end_process, watch_process
 
 
 def main(work: Path) -> None:
@@ -27,11 +31,21 @@ def main(work: Path) -> None:
     forget_error(work, rank)
     watchdog = watch_process(job["safety"]["hang_s"], work, rank)
     watchdog.beat("meeting the other ranks", slow=True)
-    join(job["device"], timedelta(seconds=job["train"]["wait_s"]))
+    try:
+        store = join(job["device"], timedelta(seconds=job["train"]["wait_s"]))
+    except TrainError as error:  # a rank that did not come may come when all are started again
+        report_error(work, rank, error.line())
+        raise SystemExit(1) from None
     try:
         with told(Path.cwd()):
-            train(job, work, watchdog)
+            peers = meet_peers(store, work, watchdog) if store else None
+            train(job, work, watchdog, peers)
         dist.barrier()
+        if peers:
+            peers.close()
+    except SampleError as error:  # data that is read again may be there
+        report_error(work, rank, error.line())
+        raise SystemExit(1) from None
     except ShardwrightError as error:
         report_error(work, rank, error.line(), final=True)
         raise SystemExit(1) from None
@@ -43,16 +57,39 @@ def main(work: Path) -> None:
         watchdog.stop()
 
 
-def train(job: Job, work: Path, watchdog: Watchdog) -> None:
+def meet_peers(store: dist.Store, work: Path, watchdog: Watchdog) -> Peers:
+    """From now on this rank hears when the run is to end, and says what it does when another one waits too long."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    rank = dist.get_rank()
+    peers = Peers(store, rank, hosts)
+
+    def silence(told: str) -> None:
+        if not error_path(work, rank).exists():
+            report_error(work, rank, told)
+        end_process()
+
+    peers.listen(silence, lambda: watchdog.now[0])
+    peers.heed_signals()
+    watchdog.explain = peers.explain
+    return peers
+
+
+def train(job: Job, work: Path, watchdog: Watchdog, peers: Peers | None = None) -> None:
     agree(job["digests"])
     watchdog.beat("building the model", slow=True)
     engine = make_engine(job)
-    result = Loop(engine, job, work, watchdog).run()
+    result = Loop(engine, job, work, watchdog, peers).run()
+    if not result and peers:
+        if dist.get_rank() == 0:
+            with suppress(OSError):  # the stage knows where it was asked itself
+                (work / STOPPED).write_text(str(peers.signal))
+        return
     if job["train"]["export"]:
         engine.export(Path(job["weights_path"]), watchdog.beating("a tensor of the exported weights", slow=True))
     watchdog.beat("the end", slow=True)
     if dist.get_rank() == 0:
-        (work / "result.json").write_text(json.dumps(result))
+        write_result(work, result, job.get("spare_result"))
 
 
 def agree(digests: dict[str, str]) -> None:

@@ -22,9 +22,10 @@ from pipeline.instantiate import instantiate
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.layout import replicated
 from pipeline.ir.plan import Plan
-from pipeline.launch import follow_parent, report_error
+from pipeline.launch import follow_parent, report_error, write_result
 from pipeline.lowering import lower
 from pipeline.optimizer import build_optimizer
+from pipeline.rendezvous import init_process_group
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.mesh import set_mesh
 from pipeline.runtime.piped import Places
@@ -47,12 +48,12 @@ AT = "line "  # begins the word of a rank on a program that fails
 def main(work: Path) -> None:
     follow_parent()
     job = json.loads((work / "job.json").read_text())
-    dist.init_process_group("gloo", timeout=timedelta(seconds=job["train"]["wait_s"]))
+    init_process_group("gloo", timedelta(seconds=job["train"]["wait_s"]))
     rank = dist.get_rank()
     try:
         result = verify(job)
         if rank == 0:
-            (work / "result.json").write_text(json.dumps(result))
+            write_result(work, result)
         dist.barrier()
     except ShardwrightError as error:
         report_error(work, rank, error.line())

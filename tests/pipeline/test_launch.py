@@ -5,15 +5,30 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 
-from pipeline.launch import LaunchFailed, _reason, report_error, run_ranks
+from pipeline.launch import (
+    MEET,
+    LaunchFailed,
+    Watch,
+    _command,
+    _on_the_loopback,
+    _reason,
+    _result,
+    forget_error,
+    report_error,
+    run_ranks,
+    write_result,
+)
+from pipeline.rendezvous import local_store
 
 RANK = """
 import json, os, signal, sys, time
@@ -44,6 +59,8 @@ elif mode == "again":  # the second start is the one that works
 elif mode == "final":
     report_error(work, rank, "no start would help", final=True)
     sys.exit(1)
+elif mode == "sleep":
+    time.sleep(300)
 elif mode == "hang":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(300)
@@ -139,6 +156,47 @@ def test_a_launcher_that_is_killed_is_told(notes):
     no_process_left(notes)
 
 
+@pytest.mark.parametrize("who", ["rank 1", "the launcher"])
+def test_who_is_stopped_is_named(notes, who):
+    """Not the SIGKILL that ended it, nor what others made of it."""
+
+    def stop(work):
+        with contextlib.suppress(psutil.Error):  # it has been ended
+            if len(pids(notes)) == 2:
+                rank = psutil.Process(int((notes / "1.pid").read_text()))
+                (rank if who == "rank 1" else rank.parent()).suspend()
+
+    with pytest.raises(LaunchFailed, match=rf"^{who}.* \(process \d+ on {socket.gethostname()}\) is stopped"):
+        run(notes, "sleep", poll=stop, watch=Watch(hang_s=0.5))
+    no_process_left(notes)
+
+
+def test_ranks_of_one_machine_meet_on_its_loopback(tmp_path, monkeypatch):
+    """Nothing listens on other interfaces: the store does not, and torchrun has a file."""
+    command = _command("a_rank", 2, None, 0, tmp_path)
+    assert "--standalone" not in command and any("store_type=file" in word for word in command)
+    assert _on_the_loopback()["GLOO_SOCKET_IFNAME"].startswith("lo")
+    for name, value in {MEET: str(tmp_path), "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    before = listening()
+    store = local_store(timedelta(seconds=20))
+    assert store is not None and {address for address, _ in listening() - before} == {"127.0.0.1"}
+
+
+def listening():
+    found = psutil.Process().net_connections("tcp")
+    return {(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def test_a_result_and_an_error_for_which_the_temporary_folder_has_no_room(tmp_path, capsys):
+    work, spare = tmp_path / "no folder", tmp_path / "spare.json"
+    write_result(work, {"losses": [1.0]}, str(spare))
+    assert _result(work, {"spare_result": str(spare)}) == {"losses": [1.0]} and not spare.exists()
+    report_error(work, 0, "why")
+    (tmp_path / "log.txt").write_text(capsys.readouterr().err)
+    assert _reason(tmp_path) == "why"
+
+
 def test_ranks_that_end_without_a_result(notes):
     with pytest.raises(LaunchFailed, match="without a result"):
         run(notes, "nothing")
@@ -219,3 +277,8 @@ def test_a_death_is_told_before_what_others_made_of_it(tmp_path):
     assert _reason(tmp_path) == "RuntimeError: connection closed by peer"  # a thread of its own aborted it as it ended
     (tmp_path / "log.txt").write_text(table.format(2, 6))
     assert _reason(tmp_path) == "rank 2 died of SIGABRT"
+    report_error(tmp_path, 0, "rank 2 hangs", hang=True)  # then torchrun killed what did not end
+    assert _reason(tmp_path) == "rank 2 hangs"
+    forget_error(tmp_path, 0)
+    (tmp_path / "log.txt").write_text("  rank      : 1 (local_rank: 0)\n  exitcode  : 3 (pid: 7)\n")
+    assert _reason(tmp_path) == "rank 1 ended with status 3 without a word"

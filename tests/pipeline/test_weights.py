@@ -172,6 +172,16 @@ def test_a_broken_file_is_one_line(tmp_path: Path, name: str, content: bytes) ->
     assert "cannot be read" in refusal.value.line() and refusal.value.remedy
 
 
+def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+    write_weights(tmp_path / "a.safetensors", {"a": (torch.float32, (2,))}, [torch.zeros(2)], {})
+    index = tmp_path / "inner" / "model.safetensors.index.json"
+    index.parent.mkdir()
+    for place in ("../a.safetensors", str(tmp_path / "a.safetensors")):
+        index.write_text(json.dumps({"weight_map": {"a": place}}))
+        with pytest.raises(WeightsError, match="lies outside of its folder"):
+            open_weights(index, "here")
+
+
 def test_code_in_a_state_dict_is_not_run(tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self):

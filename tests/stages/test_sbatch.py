@@ -73,6 +73,7 @@ def test_each_node_runs_torchrun_which_meet_on_the_first(root: Path) -> None:
         for node in (0, 1)
     ]
     asked = {line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")}
+    assert "--signal=TERM@120" in asked, "time for a snapshot"
     assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--partition=gpu", "--time=1:00:00"} <= asked
 
 

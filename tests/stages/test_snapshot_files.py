@@ -240,7 +240,7 @@ def test_any_piece_is_filled_from_any_boxes(dtype: torch.dtype, seed: int, data:
     cuts = [data.draw(cuts_of(shape)) for _ in range(2)]
     pieces = [_pieces(whole, cut) for cut in cuts]
     with tempfile.TemporaryDirectory() as folder:
-        shared = shared_out([[piece.offer()] for piece in pieces[0]])
+        shared = shared_out([[piece.spec()] for piece in pieces[0]])
         for rank, piece in enumerate(pieces[0]):
             mine = {place for place, writer in shared["a"].writers.items() if writer == rank}
             write_boxes(Path(folder) / file_of(rank), [piece], {"a": mine})

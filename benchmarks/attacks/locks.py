@@ -1,0 +1,131 @@
+"""Two commands at once in one project, and what a killed one leaves: no snapshot is adopted, pruned or removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import small_project
+from benchmarks.attacks.outcome import Outcome, refusal
+from benchmarks.small_project import Training
+
+HOLD = "import sys, time\nfrom pathlib import Path\nfrom pipeline.lock import locked\n"
+HOLD += "with locked(Path('runs'), 'a holder'):\n    print('held', flush=True)\n    time.sleep(600)\n"
+HOLDER = ("a holder", "since")
+WRITERS = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen", "train", "run")
+READERS = (("check",), ("summary",))
+
+
+def attacks(folder: Path, sample: bool) -> Iterator[Outcome]:
+    root = folder / "project"
+    small_project.configure(root, {"steps": 30, "snapshots": {"every": 5}})
+    yield from while_held(root, WRITERS[:1] if sample else WRITERS)
+    if not sample:
+        yield after_a_kill(root)
+        yield of_another_host(root, grows=False)
+        yield of_another_host(root, grows=True)
+        yield damaged(root)
+        yield from trained_twice(folder / "trained")
+
+
+def holding(root: Path) -> subprocess.Popen[str]:
+    held = subprocess.Popen(
+        [sys.executable, "-c", HOLD], cwd=root, env=small_project.environment(root), stdout=subprocess.PIPE, text=True
+    )
+    assert held.stdout and held.stdout.readline() == "held\n"
+    return held
+
+
+def command(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stages", *words],
+        cwd=root,
+        env=small_project.environment(root),
+        text=True,
+        capture_output=True,
+        timeout=600,
+    )
+
+
+def while_held(root: Path, writers: tuple[str, ...]) -> Iterator[Outcome]:
+    held = holding(root)
+    try:
+        for name in writers:
+            ended = command(root, name)
+            yield refusal(f"{name} while another command works", ended, f"process {held.pid}", *HOLDER)
+        for words in READERS if len(writers) > 1 else ():
+            ended = command(root, *words)
+            told = ended.stderr.strip().splitlines()[-1:] or [""]
+            yield Outcome(f"{words[0]} while another command works", "at work" not in ended.stderr, told[0])
+    finally:
+        held.kill()
+        held.wait()
+
+
+def after_a_kill(root: Path) -> Outcome:
+    """SIGKILL: the lock goes with its holder."""
+    held = holding(root)
+    held.kill()
+    held.wait()
+    return succeeds(root, "a command after the holder was killed")
+
+
+def succeeds(root: Path, attack: str) -> Outcome:
+    ended = command(root, "cluster", "-q")
+    left = (root / "runs/.lock").exists()
+    return Outcome(attack, ended.returncode == 0 and not left, ended.stderr[-300:] or f"a lock is left: {left}")
+
+
+def of_another_host(root: Path, *, grows: bool) -> Outcome:
+    """As where the kernel's locks do not reach other hosts: what the file says counts while it grows."""
+    about = {"user": "ana", "pid": 1, "command": "a holder", "host": "elsewhere", "system": "elsewhere", "since": "now"}
+    path = root / "runs/.lock"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**about, "beats": 1}))
+    if not grows:
+        return succeeds(root, "what a dead process of another host left")
+    beating = subprocess.Popen(
+        [sys.executable, "-c", f"import json, time\nfor beat in range(999):\n time.sleep(3)\n"
+         f" open({str(path)!r}, 'r+').write(json.dumps({{**{about!r}, 'beats': 1000 + beat}}))"]
+    )  # fmt: skip
+    try:
+        return refusal("a process of another host works", command(root, "cluster"), "on elsewhere", *HOLDER)
+    finally:
+        beating.kill()
+        beating.wait()
+        path.unlink(missing_ok=True)
+
+
+def damaged(root: Path) -> Outcome:
+    (root / "runs/.lock").write_bytes(os.urandom(200))
+    return succeeds(root, "a lock file that is no JSON")
+
+
+def trained_twice(root: Path) -> Iterator[Outcome]:
+    """The same command twice: the first goes on as if alone."""
+    small_project.make(root, {"steps": 60, "snapshots": {"every": 5}})
+    for resume in ("auto", "never"):
+        path = root / "conf/train/small.yaml"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "resume": resume}))
+        shutil.rmtree(root / "runs/train", ignore_errors=True)
+        first = Training(root)
+        first.until(12)
+        second = command(root, "train")
+        yield refusal(f"train twice, resume: {resume}", second, f"process {first.stage.pid}", "since")
+        ended = first.ended(300)
+        done = ended.returncode == 0 and small_project.snapshots(root)[-1] == 60
+        yield Outcome(f"the first of two, resume: {resume}", done, ended.stderr[-300:], lost=not done)
+    first = Training(root)
+    first.until(12)
+    kept = small_project.snapshots(root)
+    first.stage.kill()
+    first.stage.wait()
+    second = Training(root)  # at once, while ranks of the first still end
+    went_on = second.ended(300)
+    held = went_on.returncode == 0 and small_project.snapshots(root)[-1] == 60
+    yield Outcome("train at once after a kill", held, f"{kept}: {went_on.stderr[-300:]}", lost=not held)
