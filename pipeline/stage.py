@@ -20,6 +20,7 @@ from pipeline.lock import locked
 from pipeline.log import Log
 from pipeline.own_ops import know_own_ops
 from pipeline.point import current
+from pipeline.soundness import check_sound
 from pipeline.spool import StageRecord
 from pipeline.tracker import Tracker
 
@@ -124,6 +125,7 @@ def read(kinds: Iterable[str], root: Path) -> tuple[Config, dict[str, Artifact]]
     found = {kind: artifacts.load(kind, root, accept_edited=accept) for kind in kinds}
     artifacts.check_together(found.values(), {key: config.digest(key) for key in _all_keys()})
     know_own_ops(config, found["graph"].body if "graph" in found else None)
+    check_sound(found)
     return config, found
 
 

@@ -19,13 +19,14 @@ from pipeline.cost.conversions import (
 )
 from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
 from pipeline.ir.layout import Layout, replicated
+from pipeline.ir.names import is_name, printable
 from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.program import Call, Convert, Step, Tensor
 from pipeline.ops.public import public_call
 from pipeline.ops.rule import Rendered, plain_view
 from pipeline.ops.table import rule_of
 from stages.codegen.counts import counted_together
-from stages.codegen.text import LINE, is_name, printable, quoted, without_literals
+from stages.codegen.text import LINE, quoted, without_literals
 
 RESERVED = {"F", "complex", "float", "p", "self", "torch", "x", "DEVICE", *runtime_names.NAMES}
 

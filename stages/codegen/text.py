@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import keyword
 import re
+
+from pipeline.ir.names import printable
 
 LINE = 120  # the longest that the text has
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -12,21 +13,6 @@ _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
 def quoted(text: str) -> str:
     """A literal in double quotes, as it is where every letter can be seen."""
     return '"' + printable(text.replace("\\", r"\\").replace('"', r"\"")) + '"'
-
-
-def printable(text: str) -> str:
-    """For a comment: no end of line, no control character, none that turns the direction of reading."""
-    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
-
-
-def _escaped(letter: str) -> str:
-    number = ord(letter)
-    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 65536 else f"\\U{number:08x}"
-
-
-def is_name(text: str) -> bool:
-    """Whether Python takes it for a variable, by just these letters: others it may hold for equal."""
-    return text.isascii() and text.isidentifier() and not keyword.iskeyword(text)
 
 
 def without_literals(text: str) -> str:
