@@ -9,6 +9,7 @@ from pathlib import Path
 from traceback import extract_tb
 
 from pipeline.ir.names import printable
+from pipeline.secrets import without_secrets
 
 MOST_LINES = 40
 LONGEST = 4000  # letters of a line
@@ -27,7 +28,7 @@ class ShardwrightError(Exception):
     def line(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
         text = f"{head}; {self.remedy}" if self.remedy else head
-        return shortened(printable(" ".join(text.split())))
+        return shortened(printable(" ".join(without_secrets(text).split())))
 
     def every(self) -> tuple[ShardwrightError, ...]:
         """This mistake and those that were found with it, each once."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from pipeline.ir.names import printable
+from pipeline.secrets import without_secrets
 
 QUIET, NORMAL, VERBOSE = 0, 1, 2
 Log = logging.Logger
@@ -36,7 +37,7 @@ class _Format(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = self._warning.format(record) if record.levelno >= logging.WARNING else super().format(record)
-        return printable(text, keep="\n\t")
+        return printable(without_secrets(text), keep="\n\t")
 
 
 def say(text: str) -> None:
