@@ -66,6 +66,7 @@ def _run(root: Path, words: tuple[str, ...], before: Callable[[], None], out: in
         os.dup2(err, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         os.chdir(root)
+        sys.path.insert(0, str(root))  # as with `python -m`
         _bound()
         from stages.__main__ import main
 

@@ -37,7 +37,7 @@ READERS = {
     "report": ("summary", "report"),
 }
 TEXTS = ("summary.json", "metrics.json")  # beside the artifacts, without a digest
-CASES = {"graph": 800, "profile": 500, "cluster": 300, "frontier": 350, "plan": 450, "report": 100}
+CASES = {"graph": 650, "profile": 350, "cluster": 300, "frontier": 300, "plan": 400, "report": 80}
 SAMPLE = 12
 Body = Any
 Path_ = tuple[Any, ...]

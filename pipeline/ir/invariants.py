@@ -172,7 +172,7 @@ def _curves(compute: Compute) -> Iterator[tuple[float, ...]]:
 
 
 def _points(frontier: Frontier) -> Problems:
-    if not frontier.points:
+    if not (frontier.points or frontier.pieces):
         yield "it has no point"
     if not 1 <= frontier.micro_batches <= MOST_PASSES:
         yield f"a step has {frontier.micro_batches} passes"
