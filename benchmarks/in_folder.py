@@ -17,34 +17,40 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-SECONDS = 60  # of the processor that a command may take
+SECONDS = 120  # of the processor that a command may take
 ROOM = 3 << 30  # bytes beside what this process has
 
 
 def command(root: Path, *words: str, before: Callable[[], None] = lambda: None) -> subprocess.CompletedProcess[str]:
     """`python -m stages WORDS` with its output and status; `before` is called in the child."""
+    return commands(root, list(words), before=before)
+
+
+def commands(
+    root: Path, *each: list[str], before: Callable[[], None] = lambda: None
+) -> subprocess.CompletedProcess[str]:
+    """One after another in one child, until one fails."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = os.fork()
         if child == 0:
-            _run(root, words, before, out.fileno(), err.fileno())
+            _run(root, each, before, out.fileno(), err.fileno())
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
-    return subprocess.CompletedProcess(list(words), status, *texts)
+    return subprocess.CompletedProcess([], status, *texts)
 
 
-def warm(root: Path, *commands: str) -> None:
-    """Imports what these commands import, so that their children need not."""
+def warm(root: Path, *lines: str) -> None:
+    """Runs these commands, and imports what they import, so that later children need not."""
     with tempfile.NamedTemporaryFile("r") as names:
-        for words in commands:
-            ended = command(root, *words.split(), before=lambda: _note_imports(names.name))
-            if ended.returncode:
-                raise SystemExit(f"{words}: {ended.stderr}")
-            for name in names.read().split():
-                with suppress(Exception):  # what can be imported as a part of something else alone
-                    importlib.import_module(name)
+        ended = commands(root, *(line.split() for line in lines), before=lambda: _note_imports(names.name))
+        if ended.returncode:
+            raise SystemExit(ended.stderr)
+        for name in names.read().split():
+            with suppress(Exception):  # what can be imported as a part of something else alone
+                importlib.import_module(name)
 
 
 def _note_imports(path: str) -> None:
@@ -59,7 +65,7 @@ def _note_imports(path: str) -> None:
     os._exit = end  # type: ignore[assignment]
 
 
-def _run(root: Path, words: tuple[str, ...], before: Callable[[], None], out: int, err: int) -> None:
+def _run(root: Path, each: tuple[list[str], ...], before: Callable[[], None], out: int, err: int) -> None:
     status = 70
     try:
         os.dup2(out, 1)
@@ -71,7 +77,7 @@ def _run(root: Path, words: tuple[str, ...], before: Callable[[], None], out: in
         from stages.__main__ import main
 
         before()
-        status = main(list(words))
+        status = next((status for words in each if (status := main(words))), 0)
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 1
     except BaseException:

@@ -38,7 +38,7 @@ READERS = {
 }
 TEXTS = ("summary.json", "metrics.json")  # beside the artifacts, without a digest
 CASES = {"graph": 650, "profile": 350, "cluster": 300, "frontier": 300, "plan": 400, "report": 80}
-SAMPLE = 12
+SAMPLE = 6
 Body = Any
 Path_ = tuple[Any, ...]
 
@@ -56,7 +56,7 @@ def attacks(folder: Path, sample: bool) -> Iterator[Outcome]:
             shutil.copytree(root, work)
             forge(work, kind, forged)
             yield judged(f"{kind}: {what}: {reader}", work, reader, kind)
-    yield from _texts(roots[0], work, draw, 4 if sample else 60)
+    yield from _texts(roots[0], work, draw, 1 if sample else 60)
 
 
 def judged(attack: str, root: Path, reader: str, kind: str = "plan") -> Outcome:

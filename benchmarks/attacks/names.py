@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import small_project
 from benchmarks.attacks.outcome import TRACEBACK, Outcome
-from benchmarks.in_folder import command, warm
+from benchmarks.in_folder import commands, warm
 
 MARK = "code_ran"
 RUNS = f"open('{MARK}', 'w')"  # torch takes no name with a dot
@@ -88,19 +88,20 @@ class Model(nn.Module):
         return ((self.last(x) - labels) ** 2).mean()
 """
 SIZE = 16
+STAGES = (*(f"{stage} -q" for stage in small_project.BEFORE_TRAIN), "explain", "report")
 SAMPLED = ("code in a literal", "code in a comment", "brackets and commas")
 
 
 def attacks(folder: Path, sample: bool) -> Iterator[Outcome]:
-    warmed = False
+    if sample:
+        made(folder / "all", "".join(NAMES[what] for what in SAMPLED))
+        yield attack(", ".join(SAMPLED), folder / "all", "".join(NAMES[what] for what in SAMPLED))
+        return
+    made(folder / "plain", "weight")
+    warm(folder / "plain", *STAGES)
     for number, (what, name) in enumerate(NAMES.items()):
-        if sample and what not in SAMPLED:
-            continue
         root = folder / str(number)
         made(root, name)
-        if not warmed:
-            warm(root, "check")
-            warmed = True
         yield attack(what, root, name)
 
 
@@ -113,17 +114,13 @@ def made(root: Path, name: str) -> None:
 
 
 def attack(what: str, root: Path, name: str) -> Outcome:
-    for stage in (*small_project.BEFORE_TRAIN, "explain", "report"):
-        ended = command(root, stage, "-q")
-        if any(root.rglob(MARK)):
-            return Outcome(what, False, f"{stage} ran it", code_run=True)
-        traced = TRACEBACK in ended.stderr
-        if ended.returncode == 2 and stage == "trace" and not traced:  # torch itself has no parameter of that name
-            return Outcome(what, ended.stderr.count("error: ") == 1, ended.stderr.strip())
-        if ended.returncode or traced:
-            return Outcome(what, False, f"{stage}: {ended.stderr[-500:]}", traced)
-        if {"\x1b", "\u202e"} & set(ended.stdout + ended.stderr):
-            return Outcome(what, False, f"{stage} prints it as it is")
+    ended = commands(root, *(stage.split() for stage in STAGES))
+    if any(root.rglob(MARK)):
+        return Outcome(what, False, "it ran", code_run=True)
+    if ended.returncode or TRACEBACK in ended.stderr:
+        return Outcome(what, False, ended.stderr[-500:], TRACEBACK in ended.stderr)
+    if {"\x1b", "\u202e"} & set(ended.stdout + ended.stderr):
+        return Outcome(what, False, "it is printed as it is")
     return Outcome(what, *_program(root, name))
 
 
