@@ -179,7 +179,8 @@ def _points(frontier: Frontier) -> Problems:
     if frontier.optimizer_copies < 0:
         yield "an optimizer keeps less than nothing"
     points = (*frontier.points, *frontier.pieces)
-    yield from _within([p.mesh for p in (*points, *frontier.baselines)], len(frontier.meshes), "meshes")
+    meshes = [*(point.mesh for point in points), *(row.mesh for row in frontier.baselines)]
+    yield from _within(meshes, len(frontier.meshes), "meshes")
     for mesh in frontier.meshes:
         yield from _mesh(mesh.axes, prod(mesh.sizes))
     for point in points:
@@ -238,7 +239,7 @@ def _cover(regions: tuple[Region, ...], first: int, last: int) -> bool:
 
 
 def _timeline(plan: Plan) -> Problems:
-    parts = [one.partition for one in (*plan.timeline.events, *plan.timeline.totals)]
+    parts = [event.partition for event in plan.timeline.events] + [one.partition for one in plan.timeline.totals]
     yield from _within(parts, len(plan.partitions), "partitions of the timeline")
     links = [link for event in plan.timeline.events for link in (event.first, event.last)]
     yield from _within(links, plan.partitions[-1].last + 1, "links of the timeline")
