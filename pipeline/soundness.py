@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 
 from pipeline.artifacts import KINDS, Artifact, check_beside
 from pipeline.errors import ArtifactError
-from pipeline.ir.graph import OpGraph
+from pipeline.ir.graph import Op, OpGraph
 from pipeline.ir.plan import Frontier, Plan, Sharding
 from pipeline.ir.verify import InvalidSharding, verify_sharding
+from pipeline.ops.dims import read_line
 from pipeline.ops.public import overload_of
+from pipeline.ops.rule import plain_view
 from pipeline.ops.table import rule_of
 from pipeline.ops.uneven import uneven_in
 from pipeline.partitions import part_of
@@ -22,11 +24,23 @@ def check_sound(found: Mapping[str, Artifact]) -> None:
         return
     graph: OpGraph = found["graph"].body
     for op in graph.ops:
-        if rule_of(op) is None and overload_of(op.target) is None:
-            raise _refusal("graph", f"{op.name} calls {op.target}, and torch has no such op")
+        _check_op(graph, op)
     for kind in ("frontier", "plan"):
         if kind in found:
             _check_shardings(kind, graph, found[kind].body)
+
+
+def _check_op(graph: OpGraph, op: Op) -> None:
+    """Torch has it, and its tensors are such as its rule speaks of."""
+    rule = rule_of(op)
+    if rule is None:
+        if overload_of(op.target) is None:
+            raise _refusal("graph", f"{op.name} calls {op.target}, and torch has no such op")
+        return
+    try:
+        read_line(rule.line(view := plain_view(graph, op)), view)
+    except Exception as error:  # whatever a rule says to arguments that its op never has
+        raise _refusal("graph", f"{op.name} is no {op.target}: {type(error).__name__}: {error}") from error
 
 
 def _check_shardings(kind: str, graph: OpGraph, body: Frontier | Plan) -> None:

@@ -106,7 +106,7 @@ def attacks(folder: Path, sample: bool) -> Iterator[Outcome]:
 
 
 def made(root: Path, name: str) -> None:
-    small_project.write(root, {"steps": 1})
+    small_project.configure(root, {"steps": 1})
     (root / "odd.py").write_text(MODEL.format(name=name, size=SIZE), encoding="utf-8")
     batch = {"shape": [8, SIZE], "dtype": "float32"}
     settings: dict[str, Any] = {"module": {"_target_": "odd.Model"}, "batch": {"x": batch, "labels": batch}}

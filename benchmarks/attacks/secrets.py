@@ -38,7 +38,7 @@ COMMANDS = ("cluster", "sync", "ui", "summary")
 
 def attacks(folder: Path, sample: bool) -> Iterator[Outcome]:
     root = folder / "tracked"
-    small_project.write(root, {"steps": 1})
+    small_project.configure(root, {"steps": 1})
     warm(root, *(["check"] if sample else ["cluster -q"]))
     for number, (what, uri) in enumerate(URIS.items()):
         if not sample or number == 2:

@@ -557,6 +557,12 @@ def test_artifacts_of_one_run_are_sound(made):
     check_sound(made)
 
 
+def test_an_op_whose_tensors_its_rule_does_not_know(made, tmp_path):
+    body = forged(tmp_path, made, "graph", lambda body: body["values"][-1]["type"].update(shape=[3, 1, 4]))
+    with pytest.raises(ArtifactError, match=" is no aten"):
+        check_sound({"graph": body})
+
+
 def test_an_op_that_torch_does_not_have(made, tmp_path):
     body = forged(tmp_path, made, "graph", put("ops", 0, "target", "no.such.op"))
     with pytest.raises(ArtifactError, match="torch has no such op"):
