@@ -153,7 +153,7 @@ def _json(figures: Figures) -> bytes:
 def read_summary(stage: str, root: Path) -> dict[str, Any] | None:
     try:
         data = json.loads(summary_path(stage, root).read_text())
-    except (OSError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return None
     return data if isinstance(data, dict) else None
 
