@@ -17,12 +17,13 @@ from typing import Any
 from pipeline.errors import ArtifactError
 from pipeline.files import write_atomic
 from pipeline.ir.cluster import Cluster
-from pipeline.ir.codec import CodecError, decode, encode
+from pipeline.ir.codec import decode, encode
 from pipeline.ir.graph import OpGraph
+from pipeline.ir.invariants import verify_beside, verify_body
 from pipeline.ir.plan import Frontier, Plan
 from pipeline.ir.profile import Profile
 from pipeline.ir.report import Report
-from pipeline.ir.verify import InvalidGraph, verify_graph
+from pipeline.ir.verify import verify_graph
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,10 @@ def _parse(content: bytes, where: str, known: Mapping[str, Kind], again: str, *,
     kind = _check_header(header, known, where, again)
     try:
         digest = _digest(header, body)
-    except ValueError as error:  # numbers that JSON does not have
+    except (
+        RecursionError,
+        ValueError,
+    ) as error:  # numbers that JSON does not have, half of a letter, no end of brackets
         raise ArtifactError(f"it is not valid ({error})", where=where, remedy=again) from error
     edited = header["digest"] != digest
     if edited and not (accept_edited and source):
@@ -154,6 +158,16 @@ def check_together(artifacts: Iterable[Artifact], config: Mapping[str, str]) -> 
                 )
 
 
+def check_beside(artifacts: Iterable[Artifact]) -> None:
+    """Refuses artifacts of which one names what another does not have."""
+    for kind, problem in verify_beside({artifact.kind: artifact.body for artifact in artifacts}):
+        raise ArtifactError(f"its body is not valid ({problem})", where=_path(kind), remedy=_again(KINDS[kind]))
+
+
+def _path(kind: str) -> str:
+    return f"runs/{KINDS[kind].stage}/{KINDS[kind].file}"
+
+
 def _name(kind: str) -> str:
     return KINDS[kind].file
 
@@ -182,6 +196,8 @@ def _to_bytes(artifact: Artifact) -> bytes:
 def _split_json(text: str, where: str, again: str) -> tuple[dict[str, Any], Any]:
     try:
         data = json.loads(text)
+        if "\\ud" in text.lower():  # half of a letter can neither be printed nor written
+            json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets without end
         raise ArtifactError(f"it is not whole JSON ({error})", where=where, remedy=again) from error
     if not isinstance(data, dict) or "body" not in data:
@@ -221,6 +237,8 @@ def _check_header(header: Any, known: Mapping[str, Kind], where: str, again: str
         isinstance(header.get(key), kind)
         for key, kind in {"kind": str, "version": int, "inputs": dict, "config": dict, "digest": str}.items()
     )
+    named = [*header["inputs"].items(), *header["config"].items()] if ok else []
+    ok = ok and all(isinstance(digest, str) for _, digest in named) and set(header["inputs"]) <= set(KINDS)
     if not ok or header["kind"] not in known:
         raise ArtifactError(f"it is not a {' or '.join(known)} artifact", where=where, remedy=again)
     kind = known[header["kind"]]
@@ -240,6 +258,7 @@ def _decode_body(known: Kind, body: Any, where: str, again: str) -> Any:
         value: Any = decode(known.body, body)
         if isinstance(value, OpGraph):
             verify_graph(value)
+        verify_body(value)
         return value
-    except (CodecError, InvalidGraph, KeyError) as error:
+    except (ArithmeticError, LookupError, RecursionError, ValueError) as error:  # ours are ValueErrors
         raise ArtifactError(f"its body is not valid ({error})", where=where, remedy=again) from error

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
+
+from pipeline.ir.names import printable
+from pipeline.secrets import without_secrets
 
 MOST_LINES = 40
+LONGEST = 4000  # letters of a line
 
 
 class ShardwrightError(Exception):
@@ -21,7 +28,7 @@ class ShardwrightError(Exception):
     def line(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
         text = f"{head}; {self.remedy}" if self.remedy else head
-        return " ".join(text.split())
+        return shortened(printable(" ".join(without_secrets(text).split())))
 
     def every(self) -> tuple[ShardwrightError, ...]:
         """This mistake and those that were found with it, each once."""
@@ -69,6 +76,26 @@ def refuse(errors: Iterable[ShardwrightError]) -> None:
     mistakes.refuse()
 
 
+def shortened(line: str) -> str:
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 1000]} ... {line[-1000:]}"
+
+
+class Unforeseen(ShardwrightError):
+    """An exception that nobody expected: a fault of ours, or an artifact that fits its type and no more."""
+
+    def __init__(self, error: BaseException, command: str) -> None:
+        trace = [
+            frame for frame in extract_tb(error.__traceback__) if f"{os.sep}site-packages{os.sep}" not in frame.filename
+        ]
+        place = f" at {Path(trace[-1].filename).name}:{trace[-1].lineno}" if trace else ""
+        told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        super().__init__(
+            f"{command} failed unexpectedly ({told}{place})",
+            remedy="what is under runs/ may not be what its stages wrote: run `dvc repro -f`; where that does not help,"
+            f" `python -m stages {command} -v` shows where it happened, for a report",
+        )
+
+
 class ConfigError(ShardwrightError):
     """The configuration under conf/ is not what the schemas allow."""
 
@@ -91,6 +118,10 @@ class SolveError(ShardwrightError):
 
 class BudgetError(SolveError):
     """No plan is small enough for the memory."""
+
+
+class CodegenError(ShardwrightError):
+    """The program of a plan cannot be written."""
 
 
 class TrainError(ShardwrightError):

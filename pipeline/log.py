@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from pipeline.ir.names import printable
+from pipeline.secrets import without_secrets
+
 QUIET, NORMAL, VERBOSE = 0, 1, 2
 Log = logging.Logger
 
@@ -33,7 +36,13 @@ class _Format(logging.Formatter):
         self._warning = logging.Formatter(f"{prefix}warning: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        return self._warning.format(record) if record.levelno >= logging.WARNING else super().format(record)
+        text = self._warning.format(record) if record.levelno >= logging.WARNING else super().format(record)
+        return printable(without_secrets(text), keep="\n\t")
+
+
+def say(text: str) -> None:
+    """What a command answers, on the output that may be read by a program; names in it do nothing to a terminal."""
+    print(printable(text, keep="\n\t"), flush=True)
 
 
 @contextmanager
@@ -49,7 +58,7 @@ def progress(log: Log, what: str, total: int) -> Iterator[Advance]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     stage = log.name.rpartition(".")[2]
-    columns = (TextColumn(f"[{stage}]", markup=False), TextColumn("{task.description}"), BarColumn())
+    columns = (TextColumn(f"[{stage}]", markup=False), TextColumn("{task.description}", markup=False), BarColumn())
     console = Console(stderr=True)
     with Progress(*columns, MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task(what, total=total)

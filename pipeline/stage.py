@@ -20,6 +20,7 @@ from pipeline.lock import locked
 from pipeline.log import Log
 from pipeline.own_ops import know_own_ops
 from pipeline.point import current
+from pipeline.soundness import check_sound
 from pipeline.spool import StageRecord
 from pipeline.tracker import Tracker
 
@@ -124,6 +125,7 @@ def read(kinds: Iterable[str], root: Path) -> tuple[Config, dict[str, Artifact]]
     found = {kind: artifacts.load(kind, root, accept_edited=accept) for kind in kinds}
     artifacts.check_together(found.values(), {key: config.digest(key) for key in _all_keys()})
     know_own_ops(config, found["graph"].body if "graph" in found else None)
+    check_sound(found)
     return config, found
 
 
@@ -151,7 +153,7 @@ def _json(figures: Figures) -> bytes:
 def read_summary(stage: str, root: Path) -> dict[str, Any] | None:
     try:
         data = json.loads(summary_path(stage, root).read_text())
-    except (OSError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return None
     return data if isinstance(data, dict) else None
 

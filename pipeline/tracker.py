@@ -151,7 +151,7 @@ class Tracker:
                 send(self._client, self._store, self._spool, state)
                 return None
             except Exception as error:  # whatever the store, its driver or the network raises must not stop the work
-                why = self._store.hide_password(" ".join(f"{error or type(error).__name__}".split()))[:300]
+                why = " ".join(self._store.without_secrets(f"{error or type(error).__name__}").split())[:300]
                 state = self._spool.state()
                 if not (quiet or state.warned or self._told):
                     self._tell(why)
@@ -163,7 +163,7 @@ class Tracker:
         self._told = True
         self._log.warning(
             "tracking: %s cannot be used (%s); the work goes on, `python -m stages sync` sends the records later",
-            self._store.hide_password(self._store.uri),
+            self._store.without_secrets(self._store.uri),
             why,
         )
 
@@ -258,7 +258,7 @@ def latest_run_url(root: Path, settings: Settings) -> str | None:
 def run_url(store: Store, experiment_id: str) -> str:
     path = CHART_PATH.format(id=experiment_id)
     if store.is_server:
-        return store.hide_password(store.uri.rstrip("/")) + path
+        return store.without_secrets(store.uri.rstrip("/")) + path
     return "`make ui`, then http://{}:{}".format(*UI_ADDRESS) + path
 
 
@@ -266,7 +266,7 @@ def ui_command(root: Path, settings: Settings) -> list[str]:
     """The command that serves the runs to this machine only; creates the store where there is none yet."""
     store = Store.of(root, settings)
     if store.is_server:
-        where = store.hide_password(store.uri)
+        where = store.without_secrets(store.uri)
         raise ShardwrightError("the runs are on a server", where="tracking.uri", remedy=f"open {where} in a browser")
     if store.path and not store.path.exists():
         connect(store)  # whole or not at all, where the server would leave half of it when stopped

@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import re
 import sqlite3
 import threading
 import time
@@ -24,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 from pipeline.artifact_locations import FOLDER, mend
 from pipeline.garbage import no_collection
+from pipeline.secrets import without_settings
 
 CONNECT_S = 10.0
 CREATE_S = 120.0  # for an SQLite file on a slow disk: creating it is a hundred small transactions
@@ -81,8 +81,9 @@ class Store:
         if self.root and self.path:
             mend(self.path)
 
-    def hide_password(self, text: str) -> str:
-        return re.sub(r"(//[^/\s:@]*):[^/\s@]*@", r"\1:***@", text)
+    def without_secrets(self, text: str) -> str:
+        """What may be told of the store, or of what it said."""
+        return without_settings(text, uris=(self.uri,))
 
     @property
     def is_server(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import log as logs
-from pipeline.errors import ShardwrightError
+from pipeline.errors import ShardwrightError, Unforeseen
 from pipeline.files import told
 from pipeline.signals import Interrupted, interruptible
 from stages import commands
@@ -41,11 +41,13 @@ def main(argv: list[str] | None = None) -> int:
         for line in error.lines():
             print(f"error: {line}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        if not _reader_is_gone():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written at the end
-        return 1
+    except Exception as error:  # whatever it is, the user reads one line; a report of it needs the rest
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written at the end
+            return 1
+        log.debug("what happened", exc_info=error)
+        print(f"error: {Unforeseen(error, arguments.command).line()}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt as error:
         status = error.status if isinstance(error, Interrupted) else 130
         print("interrupted" if status == 130 else f"interrupted by {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.errors import ShardwrightError
 from pipeline.lock import locked, refuse_locked
-from pipeline.log import QUIET, VERBOSE, Log
+from pipeline.log import QUIET, VERBOSE, Log, say
 from pipeline.signals import run_dvc
 
 
@@ -73,7 +73,7 @@ def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 def summary(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     from stages.summary import summarise
 
-    print(summarise(root))
+    say(summarise(root))
     return 0
 
 

@@ -15,7 +15,7 @@ from pipeline.cluster_model import Layout, LayoutError, Machine, Price, Schedule
 from pipeline.cluster_model.layout import why_not
 from pipeline.cluster_model.words import Asked, find_machine, find_model, in_words, read_words
 from pipeline.config import load_config
-from pipeline.log import Log
+from pipeline.log import Log, say
 
 
 def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
@@ -30,8 +30,8 @@ def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
         cluster, machine = find_machine(root, asked, config, max(layout.devices for layout in wanted))
         rows = [_priced(model, layout, machine, alone=len(wanted) == 1) for layout in wanted]
     each = f"{machine.memory_bytes / 1e9:g} GB"
-    print(f"{in_words(model)}, batch {model.batch}, {machine.devices} devices of {cluster} with {each} each")
-    print(table(rows, each))
+    say(f"{in_words(model)}, batch {model.batch}, {machine.devices} devices of {cluster} with {each} each")
+    say(table(rows, each))
     return 0
 
 

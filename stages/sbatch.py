@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from pathlib import Path
 
@@ -56,25 +57,40 @@ def sbatch(root: Path, given: argparse.Namespace, log: Log) -> int:
     asked = [f"--gpus-per-node={devices}"] if cluster.body.device == "cuda" else [f"--cpus-per-task={devices}"]
     text = SCRIPT.format(
         plan=plan.digest[:12],
-        name=f"shardwright-{config.choices['model']}",
+        name=re.sub(r"[^\w.-]", "_", f"shardwright-{config.choices['model']}", flags=re.ASCII),
         nodes=nodes,
         devices=devices,
-        resources="".join(f"#SBATCH {option}\n" for option in (*asked, *given.option)),
-        time=given.time,
+        resources="".join(f"#SBATCH {_one_line(option)}\n" for option in (*asked, *given.option)),
+        time=_one_line(given.time),
         warning=WARNING_S,
         again=REQUEUE if config.train.snapshots.every else "",
         meet=AGAIN.format(restarts=restarts) if restarts else ONCE,
         root=shlex.quote(str(root)),
         low=PORTS.start,
         ports=len(PORTS),
-        python=given.python,
+        python=_in_quotes(given.python),
     )
     try:
         write_atomic(root / given.out, text.encode())
     except OSError as error:
         raise ShardwrightError(f"cannot be written: {error.strerror or error}", where=str(given.out)) from error
-    log.info("wrote %s: %d nodes with %d ranks each; `sbatch %s` queues it", given.out, nodes, devices, given.out)
+    queue = shlex.join(["sbatch", str(given.out)])
+    log.info("wrote %s: %d nodes with %d ranks each; `%s` queues it", given.out, nodes, devices, queue)
     return 0
+
+
+def _one_line(option: str) -> str:
+    """A second line would be one of the script."""
+    if not option.isprintable():
+        raise ShardwrightError(
+            f"the option {option!r} is more than a line", where="sbatch", remedy="give each by itself"
+        )
+    return option
+
+
+def _in_quotes(program: str) -> str:
+    """A word for the shell of each task, within the double quotes of the script's."""
+    return re.sub(r'([\\"$`])', r"\\\1", shlex.quote(program))
 
 
 def nodes_of(cluster: Cluster, config: Config) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from pipeline.artifacts import KINDS
 from pipeline.config import load_config
 from pipeline.ir.plan import Partition, Plan, Sharding
 from pipeline.ir.report import Report
+from pipeline.secrets import without_secrets
 from pipeline.stage import STAGES, read_summary
 from pipeline.tracker import latest_run_url
 
@@ -35,7 +36,7 @@ def summarise(root: Path) -> str:
     ]
     table = [("", "predicted", "measured", "ratio"), *_compared(report)]
     places = [f"  {KINDS[s.writes].path(root).relative_to(root)}" for s in STAGES.values()]
-    store = config.tracking.uri or "sqlite:///runs/mlflow.db"
+    store = without_secrets(config.tracking.uri or "sqlite:///runs/mlflow.db")
     return "\n".join(
         [
             "",

@@ -7,12 +7,15 @@ the common values, which many links read (an encoder's output in every decoder l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from math import gcd
 from typing import Any
+
+from pipeline.ir.names import is_name
 
 ITEM_SIZE = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -77,6 +80,17 @@ class Torch:
     kind: str
     name: str
 
+    def __post_init__(self) -> None:
+        if self.kind not in TORCH_NAMES or not re.fullmatch(TORCH_NAMES[self.kind], self.name):
+            raise ValueError(f"torch has no {self.kind} {self.name!r}")
+
+
+TORCH_NAMES = {  # of each kind of constant, what its name can be
+    "dtype": r"(float|bfloat|complex|u?int)\d+|bool|q?u?int\d+|float8_\w+|complex\d+|quint\dx\d|bits\w+",
+    "device": r"any|[a-z]+(:\d+)?",
+    "layout": r"strided|sparse_\w+|_mkldnn|jagged",
+    "memory_format": r"(contiguous|preserve)_format|channels_last(_3d)?",
+}
 
 Arg = Any  # Ref | Torch | None | bool | int | float | complex | str | tuple of Arg
 
@@ -105,6 +119,8 @@ class Args:
     def from_json(data: Any) -> Args:
         match data:
             case {"positional": list(positional), "named": dict(named)} if len(data) == 2:
+                if odd := [name for name in named if not is_name(name)]:
+                    raise ValueError(f"{odd[0]!r} is not the name of an argument")
                 return Args(tuple(_decode(a) for a in positional), tuple((k, _decode(v)) for k, v in named.items()))
         raise ValueError("expected an object of positional and named arguments")
 
@@ -217,9 +233,11 @@ class OpGraph:
     def from_json(data: Any) -> OpGraph:
         from pipeline.ir.codec import decode
 
-        if not isinstance(data, dict):
-            raise ValueError("expected an object")
+        if not isinstance(data, dict) or set(data) != {"values", "ops", "output", "prologue", "chain"}:
+            raise ValueError("expected an object of values, ops, output, prologue and chain")
         values = decode(tuple[Value, ...], data["values"], "values")
+        if len({value.name for value in values}) != len(values):
+            raise ValueError("two values have one name")
         return OpGraph(
             values={v.name: v for v in values},
             ops=decode(tuple[Op, ...], data["ops"], "ops"),
@@ -256,9 +274,9 @@ def _decode(data: Any) -> Arg:
                 return Ref(name)
             case {"torch": [str(kind), str(name)]} if len(data) == 1:
                 return Torch(kind, name)
-            case {"float": str(number)} if len(data) == 1:
+            case {"float": "nan" | "inf" | "-inf" as number} if len(data) == 1:
                 return float(number)
             case {"complex": [str(real), str(imaginary)]} if len(data) == 1:
                 return complex(float(real), float(imaginary))
-        raise ValueError(f"unknown argument {data!r}")
+        raise ValueError(f"unknown argument {str(data)[:40]!r}")
     return tuple(_decode(a) for a in data) if isinstance(data, list) else data

@@ -1,12 +1,30 @@
-"""Qualified names of parameters, and the patterns that stand for all numbered ones, or for a range of them."""
+"""Qualified names of parameters, patterns that stand for many of them, and letters that can be shown."""
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """No end of line, no code of a terminal, no letter that turns the direction of reading; but for those to keep."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in keep else _escaped(letter) for letter in text)
+
+
+def _escaped(letter: str) -> str:
+    number = ord(letter)
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 65536 else f"\\U{number:08x}"
+
+
+def is_name(text: str) -> bool:
+    """Whether Python takes it for a variable; in ASCII alone, as Python holds other letters for equal that are not."""
+    return text.isascii() and text.isidentifier() and not keyword.iskeyword(text)
 
 
 def pattern(name: str) -> str:
@@ -23,6 +41,8 @@ def look_up(table: Mapping[str, T], name: str) -> T | None:
 
 def ranges(table: Mapping[str, T]) -> dict[str, T]:
     """Equal entries of names that differ in their first number alone are written once: `layers.0-3.up.weight`."""
+    if any(_is_range(part) for name in table for part in name.split(".")):  # a name that reads as a range is one
+        return dict(table)
     alike: dict[tuple[str, str, T], list[int]] = {}
     for name, entry in table.items():
         head, number, tail = _at_number(name)
@@ -57,7 +77,12 @@ def _covers(written: str, name: str) -> bool:
 
 
 def _matches(written: str, part: str) -> bool:
-    first, dash, last = written.partition("-")
-    if dash and first.isdecimal() and last.isdecimal() and part.isdecimal():
+    first, _, last = written.partition("-")
+    if _is_range(written) and part.isdecimal():
         return int(first) <= int(part) <= int(last)
     return written == part
+
+
+def _is_range(part: str) -> bool:
+    first, dash, last = part.partition("-")
+    return bool(dash) and first.isdecimal() and last.isdecimal()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import keyword
+import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterator
 
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
+
+_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){2}", re.ASCII)  # library.op.overload
 
 
 class InvalidGraph(ValueError):
@@ -67,8 +72,53 @@ def _common_values_are_carried(graph: OpGraph) -> Iterator[str]:
                 yield f"no link after link {index} reads its common value {name}"
 
 
+def _names_are_names(graph: OpGraph) -> Iterator[str]:
+    """What stands in a program as code: targets of ops, and inputs, which are arguments."""
+    yield from (f"{op.name} calls {op.target!r}" for op in graph.ops if not _TARGET.fullmatch(op.target))
+    for value in graph.of_role(Role.INPUT):
+        if not value.name.isidentifier() or keyword.iskeyword(value.name) or value.origin != value.name:
+            yield f"{value.name!r} cannot be an argument of forward()"
+
+
+def _each_once(graph: OpGraph) -> Iterator[str]:
+    """Ops, and parameters and buffers by their own names."""
+    stored = (value.origin for value in graph.values.values() if value.role in (Role.PARAMETER, Role.BUFFER))
+    for names, what in (((op.name for op in graph.ops), "ops"), (stored, "parameters or buffers")):
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            yield f"two {what} are called {twice[0]!r}"
+
+
+def _values_have_writers(graph: OpGraph) -> Iterator[str]:
+    """A result names the op that writes it; all else is written by none."""
+    for op in graph.ops:
+        if not op.outputs:
+            yield f"{op.name} writes nothing"
+        for name in op.outputs:
+            if graph.values[name].role is not Role.RESULT or graph.values[name].origin != op.name:
+                yield f"{op.name} writes {name}, which is not its result"
+        yield from (
+            f"{op.name} changes {name!r}, which it does not read" for name in op.mutates if name not in op.inputs
+        )
+    written = {name for op in graph.ops for name in op.outputs}
+    for value in graph.values.values():
+        if value.role is Role.RESULT and value.name not in written:
+            yield f"no op writes {value.name}"
+
+
+def _sizes_are_sizes(graph: OpGraph) -> Iterator[str]:
+    for value in graph.values.values():
+        if min(value.type.shape, default=0) < 0 or value.type.numel >= 1 << 60:
+            yield f"{value.name} has the shape {str(list(value.type.shape))[:60]}"
+        if value.role is Role.INPUT and not all(value.type.shape[:1]):
+            yield f"{value.name} has no sample"
+
+
 RULES: dict[str, Callable[[OpGraph], Iterator[str]]] = {
     "written once": _written_once,
+    "names are names": _names_are_names,
+    "each once": _each_once,
+    "values have writers": _values_have_writers,
+    "sizes are sizes": _sizes_are_sizes,
     "read after written": _reads_before_writes,
     "chain covers the ops": _chain_covers_ops,
     "links read one activation": _links_read_one_activation,

@@ -127,6 +127,14 @@ def _forms(target: str, args: Args) -> Iterator[Form]:
         yield Form(f"torch.{name}", spread=True)
 
 
+def overload_of(target: str) -> Any:
+    """Torch's op of that name, also of a library of the user's; None where there is none."""
+    found: Any = torch.ops
+    for part in target.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
 def _are_tensors(arg: Arg) -> bool:
     return isinstance(arg, tuple) and bool(arg) and all(isinstance(item, Ref) for item in arg)
 

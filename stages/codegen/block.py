@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import keyword
 import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -20,14 +19,15 @@ from pipeline.cost.conversions import (
 )
 from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
 from pipeline.ir.layout import Layout, replicated
+from pipeline.ir.names import is_name, printable
 from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.program import Call, Convert, Step, Tensor
 from pipeline.ops.public import public_call
 from pipeline.ops.rule import Rendered, plain_view
 from pipeline.ops.table import rule_of
 from stages.codegen.counts import counted_together
+from stages.codegen.text import LINE, quoted, without_literals
 
-LINE = 120  # the longest that the text has
 RESERVED = {"F", "complex", "float", "p", "self", "torch", "x", "DEVICE", *runtime_names.NAMES}
 
 
@@ -84,10 +84,10 @@ class Names:
 
 def free_name(name: str, taken: set[str]) -> str:
     """The name as an identifier that is not taken yet, which it then is."""
-    base = re.sub(r"\W", "_", name)
-    base = f"{base}_" if keyword.iskeyword(base) or base in RESERVED or not base.isidentifier() else base
+    base = re.sub(r"\W", "_", name, flags=re.ASCII)
+    base = base if is_name(base) and base not in RESERVED else f"{base}_" if is_name(f"{base}_") else f"n_{base}"
     found, count = base, 0
-    while found in taken or not found.isidentifier():
+    while found in taken:
         count += 1
         found = f"{base}_{count}"
     taken.add(found)
@@ -200,7 +200,7 @@ class BlockWriter:
             return self.names.known[tensor]
         assert value.role in (Role.PARAMETER, Role.BUFFER), f"{tensor} is read before it is written"
         self.reads_parameters = True
-        return f'p["{relative(value.origin, self.prefix)}"]'
+        return f"p[{quoted(relative(value.origin, self.prefix))}]"
 
     def _convert(self, step: Convert) -> None:
         source = self._name(step.source)
@@ -236,7 +236,7 @@ class BlockWriter:
         head = f"{', '.join(targets)} = {function}("
         if len(head) > LINE - self.indent:
             head = "\n".join(["(", *(f"    {name}," for name in targets), f") = {function}("])
-        self.lines += [*head.splitlines(), *rows, f'    axis="{axis}",', ")"]
+        self.lines += [*head.splitlines(), *rows, f"    axis={quoted(axis)},", ")"]
 
     def _call(self, step: Call) -> None:
         op = self.graph.op(step.op)
@@ -280,7 +280,7 @@ class BlockWriter:
         return bool(self.readers[tensor.value]) or tensor.value in self.returned
 
     def _heading(self, module: str, source: str) -> None:
-        title = f"# {module or 'here'}" + (f" ({source})" if source else "")
+        title = printable(f"# {module or 'here'}" + (f" ({source})" if source else ""))
         if title != self._group:
             self.lines.append(title)
             self._group = title
@@ -325,11 +325,11 @@ def _path(step: Convert) -> str:
 
 def statement(text: str, remark: str = "", indent: int = 0) -> list[str]:
     """One line with its layout behind it; where that is too long, the arguments on lines of their own."""
-    width = LINE - indent
-    if len(f"{text}  {remark}".rstrip()) <= width or "(" not in text:
+    width, code = LINE - indent, without_literals(text)
+    if len(f"{text}  {remark}".rstrip()) <= width or "(" not in code:
         return [f"{text}  {remark}".rstrip()]
-    head, inside = text[: text.index("(") + 1], text[text.index("(") + 1 : text.rindex(")")]
-    tail = text[text.rindex(")") :]
+    start, end = code.index("(") + 1, code.rindex(")")
+    head, inside, tail = text[:start], text[start:end], text[end:]
     rows = [inside] if len(inside) + 4 <= width else [f"{argument}," for argument in _arguments(inside)]
     return [head, *(f"    {row}" for row in rows), f"{tail}  {remark}".rstrip()]
 
@@ -337,7 +337,7 @@ def statement(text: str, remark: str = "", indent: int = 0) -> list[str]:
 def _arguments(text: str) -> list[str]:
     """Splits at the commas that are not inside brackets."""
     found, depth, start = [], 0, 0
-    for place, letter in enumerate(text):
+    for place, letter in enumerate(without_literals(text)):
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
             found.append(text[start:place].strip())
@@ -355,7 +355,7 @@ def convert_text(source: str, step: Convert, mesh: Mesh, shape: tuple[int, ...],
     entry = made_again(entry) if step.again else entry
     name, _ = mesh.axes[step_axis(*ends, mesh.sizes)]
     told = step_arguments(*ends, mesh.sizes, shape)
-    arguments = [source, f'axis="{name}"', *(f"{argument}={number}" for argument, number in told.items())]
+    arguments = [source, f"axis={quoted(name)}", *(f"{argument}={number}" for argument, number in told.items())]
     if is_last and entry.function == "all_reduce":
         arguments.append("is_last=True")
     if entry.again and entry != REGATHER:
@@ -385,4 +385,4 @@ def _text(arg: Arg, names: object) -> str:
         return f'float("{arg}")'
     if isinstance(arg, complex):
         return f'complex("{arg}")'
-    return f'"{arg}"' if isinstance(arg, str) else repr(arg)
+    return quoted(arg) if isinstance(arg, str) else repr(arg)

@@ -13,7 +13,7 @@ from pipeline.ir.program import Program
 from pipeline.lowering import state_layouts
 from stages.codegen.functions import functions_of
 from stages.codegen.part import Part, class_text, write_part
-from stages.codegen.text import one_or_many, runtime_import
+from stages.codegen.text import one_or_many, quoted, runtime_import
 
 
 def write_module(graph: OpGraph, plan: Plan, program: Program, digest: str = "") -> str:
@@ -32,7 +32,7 @@ def told_digest(digest: str) -> str:
 
 def told_device(plan: Plan) -> str:
     onednn = "" if plan.onednn else "\nONEDNN = False  # the CPU was measured to be faster with torch's own kernels"
-    return f'DEVICE = torch.device("{plan.device}"){onednn}'
+    return f"DEVICE = torch.device({quoted(plan.device)}){onednn}"
 
 
 def told_slices(graph: OpGraph, plan: Plan) -> str:
@@ -43,8 +43,8 @@ def told_slices(graph: OpGraph, plan: Plan) -> str:
 
 def _header(graph: OpGraph, plan: Plan, program: Program, used: set[str], functional: bool, digest: str) -> str:
     mesh = ", ".join(f"{name}={size}" for name, size in plan.axes)
-    rows = "\n".join(f'    "{name}": {entry},' for name, entry in _parameters(graph, plan, program).items())
-    inputs = [f'"{name}": "{layout}"' for name, layout in plan.sharding.inputs.items()]
+    rows = "\n".join(f"    {quoted(name)}: {entry}," for name, entry in _parameters(graph, plan, program).items())
+    inputs = [f'{quoted(name)}: "{layout}"' for name, layout in plan.sharding.inputs.items()]
     functions = "import torch.nn.functional as F\n" if functional else ""
     slices = f"SLICES = {told_slices(graph, plan)}  # samples of those of one batch\n" if plan.slices else ""
     return f'''"""The training program for the mesh {mesh}, written from runs/checkpoint/plan.json.{told_digest(digest)}
@@ -63,7 +63,7 @@ import torch
 {runtime_import(used)}
 
 {told_device(plan)}
-MESH = {{{", ".join(f'"{name}": {size}' for name, size in plan.axes)}}}
+MESH = {{{", ".join(f"{quoted(name)}: {size}" for name, size in plan.axes)}}}
 MICRO_BATCHES = {program.micro_batches}  # forward and backward passes of a step
 {slices}{one_or_many("INPUTS = {", inputs, "}")}
 # Of each parameter: how it is stored, the axes over which its gradient is summed during backward, and how the
@@ -88,4 +88,4 @@ def parameter_rows(
     for name, state in state_layouts(graph, sharding).items():
         origin, summed = graph.values[name].origin, program.reduced.get(name, ())
         over = "+".join(axes[axis][0] for axis in summed)
-        yield origin, f'("{sharding.storage[origin]}", "{over}", "{state}")'
+        yield origin, f'("{sharding.storage[origin]}", {quoted(over)}, "{state}")'

@@ -11,12 +11,13 @@ from itertools import pairwise
 from pipeline.blocks import convolves, relus_between
 from pipeline.ir.graph import Link, Op, OpGraph, Role
 from pipeline.ir.layout import Layout
+from pipeline.ir.names import is_name, printable
 from pipeline.ir.plan import Region, Sharding
 from pipeline.ir.program import Call, Program, Tensor
 from pipeline.lowering import home_layouts
 from pipeline.ops.table import rule_of
 from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, Outside, free_name, returned, statement
-from stages.codegen.text import one_or_many
+from stages.codegen.text import one_or_many, quoted
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,10 @@ def _copies(part: Part, before: Before) -> Before:
 def _input_names(graph: OpGraph) -> dict[str, str]:
     """Input -> its name in the program: its own, unless the program has that name for something else."""
     names = [v.name for v in graph.of_role(Role.INPUT)]
+    free = {name for name in names if is_name(name) and name not in RESERVED}
+    free -= {"batch"} if len(free) < len(names) else set()  # which `forward` has for all of them
     taken = RESERVED.union(names)
-    return {name: free_name(name, taken) if name in RESERVED else name for name in names}
+    return {name: name if name in free else free_name(name, taken) for name in names}
 
 
 def _outside(part: Part, before: dict[Tensor, str]) -> dict[Tensor, Outside]:
@@ -283,7 +286,7 @@ def class_text(written: Written, functions: dict[str, str], attributes: str = ""
     lines += ["        tensors = channels_last(tensors)"] if "channels_last" in used else []
     lines += ["        self.tensors = tensors"] if before.reads_parameters or copies or not scopes else []
     for prefix in (prefix for prefix in prefixes if prefix in scopes):
-        lines += _indented(statement(f'self.{scopes[prefix]} = scope(tensors, "{prefix}")', indent=8), 8)
+        lines += _indented(statement(f"self.{scopes[prefix]} = scope(tensors, {quoted(prefix)})", indent=8), 8)
     lines += _copies_method(copies, passed) if copies is not None else []
     return "\n".join([*lines, "", forward_text(written, functions)])
 
@@ -325,7 +328,7 @@ def _forward_head(part: Part, names: dict[str, str], results: int) -> list[str]:
     else:
         arguments = [*entry, *(["/"] if entry else []), "**batch: Tensor"]
     head = statement(f"def forward({', '.join(['self', *arguments])}) -> {returned(results)}:", indent=4)
-    taken = [] if plain else [f'        {own} = batch["{name}"]' for name, own in names.items()]
+    taken = [] if plain else [f"        {own} = batch[{quoted(name)}]" for name, own in names.items()]
     return [*_indented(head, 4), *taken]
 
 
@@ -353,7 +356,7 @@ def _region_lines(
     for region in regions:
         if not region.recompute:
             (caller,) = (caller for caller in callers if caller.leaf.first == region.first)
-            where = f"# {caller.block.prefix}" if caller.block.prefix else ""
+            where = f"# {printable(caller.block.prefix)}" if caller.block.prefix else ""
             targets = ", ".join(["x", *caller.block.writes])
             lines += statement(f"{targets} = {caller.called}({', '.join(caller.arguments())})", where, indent)
             continue

@@ -23,7 +23,7 @@ from stages.codegen.block import RESERVED, Outside
 from stages.codegen.functions import functions_of
 from stages.codegen.module import parameter_rows, told_device, told_digest, told_slices
 from stages.codegen.part import Part, Written, class_text, common_names, forward_text, write_part
-from stages.codegen.text import one_or_many, runtime_import
+from stages.codegen.text import one_or_many, quoted, runtime_import
 
 
 def write_partitions(graph: OpGraph, plan: Plan, digest: str = "", smaller: OpGraph | None = None) -> str:
@@ -100,15 +100,15 @@ def _shifted(region: Region, first: int) -> Region:
 def _attributes(part: Part) -> str:
     last = part.first + len(part.graph.chain) - 1
     links = f"Links {part.first} to {last}" if last > part.first else f"Link {last}"
-    inputs = [f'"{value.name}": "{part.sharding.inputs[value.name]}"' for value in part.graph.of_role(Role.INPUT)]
+    inputs = [f'{quoted(value.name)}: "{part.sharding.inputs[value.name]}"' for value in part.graph.of_role(Role.INPUT)]
     parameters = ranges(dict(parameter_rows(part.graph, part.axes, part.sharding, part.program)))
-    rows = [f'    "{name}": {row},' for name, row in parameters.items()]
-    buffers = [f'"{name}"' for name in ranges({value.origin: "" for value in part.graph.of_role(Role.BUFFER)})]
+    rows = [f"    {quoted(name)}: {row}," for name, row in parameters.items()]
+    buffers = [quoted(name) for name in ranges({value.origin: "" for value in part.graph.of_role(Role.BUFFER)})]
     return "\n".join(
         [
             f'"""{links}."""',
             "",
-            one_or_many("MESH: ClassVar = {", [f'"{name}": {size}' for name, size in part.axes], "}", within=4),
+            one_or_many("MESH: ClassVar = {", [f"{quoted(name)}: {size}" for name, size in part.axes], "}", within=4),
             one_or_many("INPUTS: ClassVar = {", inputs, "}", within=4),
             *(["PARAMETERS: ClassVar = {", *rows, "}"] if rows else ["PARAMETERS: ClassVar = {}"]),
             *([one_or_many("BUFFERS: ClassVar = {", buffers, "}", within=4)] if buffers else []),
@@ -154,7 +154,7 @@ import torch
 {functions}from torch import Tensor
 
 {imports}{told_device(plan)}
-SCHEDULE = "{plan.schedule}"
+SCHEDULE = {quoted(plan.schedule)}
 MICRO_BATCHES = {plan.micro_batches}  # forward and backward passes of a step
 # Samples of the micro-batches that have together one batch of the model.
 SLICES = {told_slices(graph, plan)}
@@ -211,5 +211,5 @@ def _tied(written: list[Written]) -> str:
     for number, one in enumerate(written):
         for value in one.part.graph.of_role(Role.PARAMETER):
             holders.setdefault(value.origin, []).append(number)
-    rows = [f'"{name}": {tuple(numbers)}' for name, numbers in holders.items() if len(numbers) > 1]
+    rows = [f"{quoted(name)}: {tuple(numbers)}" for name, numbers in holders.items() if len(numbers) > 1]
     return one_or_many("TIED = {", rows, "}") if rows else "TIED: dict[str, tuple[int, ...]] = {}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config import Config
+from pipeline.errors import CodegenError
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan
 from pipeline.ir.verify import verify_sharding
@@ -26,8 +27,22 @@ def write_program(graph: OpGraph, plan: Plan, config: Config, digest: str = "") 
     graph, *smaller = graphs_of_slices(graph, plan, config)
     if not plan.pipelined:
         verify_sharding(graph, plan.sharding, plan.sizes, uneven_in(graph).spots)
-        return write_module(graph, plan, lower(graph, plan.sharding, plan.micro_batches), digest), (graph,)
+        text = write_module(graph, plan, lower(graph, plan.sharding, plan.micro_batches), digest)
+        return check_parses(text), (graph,)
     for partition in plan.partitions:
         part = part_of(graph, partition.first, partition.last)
         verify_sharding(part, partition.sharding, partition.sizes, uneven_in(graph).spots)
-    return write_partitions(graph, plan, digest, *smaller), (graph, *smaller)
+    return check_parses(write_partitions(graph, plan, digest, *smaller)), (graph, *smaller)
+
+
+def check_parses(text: str) -> str:
+    """A program that Python does not take is a fault of ours, and is not written."""
+    try:
+        compile(text, "runs/codegen/module.py", "exec")
+    except (MemoryError, RecursionError, SyntaxError, ValueError) as error:
+        line = text.splitlines()[(getattr(error, "lineno", None) or 1) - 1 :][:1]
+        raise CodegenError(
+            f"the program of this plan does not parse ({error}){f': {line[0].strip()}' if line else ''}",
+            remedy="run `dvc repro -f`; where that does not help, report it with runs/trace/graph.json",
+        ) from error
+    return text

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from io import BytesIO
 from typing import Any
 
 from pipeline.ir.graph import OpGraph
+from pipeline.ir.names import printable
 from pipeline.ir.profile import Share, Step
 from stages.profile.step import StepProfile
 from stages.profile.timeline import CLASSES
@@ -51,6 +53,11 @@ def _top(sizes: Counter[str]) -> list[tuple[str, int]]:
     ordered = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
     rest = sum(size for _, size in ordered[TOP_MODULES:])
     return ordered[:TOP_MODULES] + ([("all others", rest)] if rest else [])
+
+
+def _cell(name: str) -> str:
+    """A name that ends no cell and is no markup, whatever a module is called."""
+    return re.sub(r"([\\`*\[\]<>|])", r"\\\1", printable(name))
 
 
 def _moments(curve: list[int]) -> tuple[int, ...]:
@@ -100,8 +107,9 @@ def draw(step: Step, title: str) -> bytes:
     total = [sum(column) for column in zip(*heights, strict=True)]
     at = max(range(len(total)), key=total.__getitem__)
     axes.plot([shown[at]], [total[at]], marker="v", color="black", markersize=5)
-    where = f" in {step.peak_module}" if step.peak_module else ""
-    axes.set_title(f"{title}: peak {step.peak_bytes / 1e6:,.1f} MB in {step.peak_in}{where}", fontsize=10)
+    where = f" in {printable(step.peak_module)[:80]}" if step.peak_module else ""
+    told = f"{title}: peak {step.peak_bytes / 1e6:,.1f} MB in {step.peak_in}{where}"
+    axes.set_title(told, fontsize=10, parse_math=False)
     axes.set_xlim(0, _place(forward + backward + optimizer, step))
     axes.set_xticks([])
     axes.set_xlabel(f"kernels: {forward} forward, {backward} backward, {optimizer} in the optimizer (drawn narrower)")
@@ -122,7 +130,7 @@ def draw_nothing(title: str, why: str) -> bytes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 2))
-    figure.text(0.02, 0.5, f"{title}: not simulated\n{why[:120]}", fontsize=9)
+    figure.text(0.02, 0.5, f"{title}: not simulated\n{printable(why[:120])}", fontsize=9, parse_math=False)
     return _png(figure)
 
 
@@ -134,9 +142,11 @@ def _png(figure: Any) -> bytes:
 
 def table(step: Step) -> str:
     """What is alive at the peak, as Markdown."""
-    lines = [f"Peak {step.peak_bytes / 1e6:.3f} MB in {step.peak_in} ({step.peak_module or 'the step'}).", ""]
+    lines = [f"Peak {step.peak_bytes / 1e6:.3f} MB in {step.peak_in} ({_cell(step.peak_module or 'the step')}).", ""]
     for heading, shares in (("class of memory", step.peak_by_class), ("module", step.peak_by_module)):
         lines += [f"| {heading} | MB at the peak | share |", "|---|---:|---:|"]
-        lines += [f"| {s.name} | {s.nbytes / 1e6:.3f} | {100 * s.nbytes / step.peak_bytes:.1f}% |" for s in shares]
+        lines += [
+            f"| {_cell(s.name)} | {s.nbytes / 1e6:.3f} | {100 * s.nbytes / step.peak_bytes:.1f}% |" for s in shares
+        ]
         lines.append("")
     return "\n".join(lines)

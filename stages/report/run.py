@@ -14,7 +14,6 @@ from pipeline.instantiate import add_code_path
 from pipeline.ir.report import Report
 from pipeline.log import Log
 from pipeline.ops.discover import remember_in
-from pipeline.own_ops import know_own_ops
 from pipeline.stage import Inputs, Result
 from stages.report.facts import facts_of
 from stages.report.page import page_of, page_without_facts
@@ -28,9 +27,8 @@ def report(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Writes the page of the artifacts that are there; without a plan there is none."""
     config = load_config(root)
     add_code_path(root, config.code)
-    sources = read_sources(root, config)
     remember_in(root / "runs" / "ops")
-    know_own_ops(config, sources.graph)
+    sources = read_sources(root, config)
     path = root / arguments.out
     size = _write(page_of(facts_of(sources)), path)
     for note in sources.notes:

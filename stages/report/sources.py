@@ -14,6 +14,8 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Plan
 from pipeline.ir.profile import Profile
 from pipeline.ir.report import Report
+from pipeline.own_ops import know_own_ops
+from pipeline.soundness import check_sound
 
 ABOVE = ("graph", "profile", "cluster", "frontier")
 
@@ -49,6 +51,8 @@ def read_sources(root: Path, config: Config, kinds: tuple[str, ...] = (*ABOVE, "
             found[kind] = own
         else:
             notes.append(f"{KINDS[kind].file} is of another run and left out")
+    know_own_ops(config, found["graph"].body if "graph" in found else None)
+    check_sound(found | {"plan": plan})
     title = f"{config.choices['model']} on {config.choices['cluster']}"
     bodies = {kind: own.body for kind, own in found.items()}
     return Sources(title, plan.body, **bodies, digest=plan.digest, notes=tuple(notes))

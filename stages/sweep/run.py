@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.config import Config, Sweep, find_sweep, try_settings
 from pipeline.config.schema import Until
 from pipeline.files import write_atomic
-from pipeline.log import Log
+from pipeline.log import Log, say
 from pipeline.point import SWEEP_TAG, Point
 from pipeline.spool import StageRecord
 from pipeline.stage import as_cached, up_to
@@ -69,7 +69,7 @@ def run(root: Path, arguments: argparse.Namespace, environ: Mapping[str, str], l
         tracker = _own_run(sweeping, configs[0], asked.settings)
         rows = [_ran(sweeping, number, *pair) for number, pair in enumerate(zip(points, configs, strict=True), start=1)]
     _close(sweeping, tracker, rows)
-    print(json.dumps(rows, indent=1) if arguments.json else told(sweeping, configs[0], rows))
+    say(json.dumps(rows, indent=1) if arguments.json else told(sweeping, configs[0], rows))
     return 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.cluster_model import KNOWN
 from pipeline.cluster_model.words import WORDS, find_machine, find_model, read_words
 from pipeline.config import GROUPS, load_config, try_settings
-from pipeline.log import QUIET, VERBOSE, Log, get_log
+from pipeline.log import QUIET, VERBOSE, Log, get_log, say
 from stages.whatif import formula, planned
 from stages.whatif.answer import Answer, WhatIfError
 from stages.whatif.links import Slower
@@ -41,7 +41,7 @@ def run(root: Path, arguments: argparse.Namespace, run_of: RunOf, log: Log) -> i
         found = _by_formula(root, question)
     else:
         found = _by_planner(root, question, run_of, arguments, log)
-    print(found.json() if arguments.json else found.text())
+    say(found.json() if arguments.json else found.text())
     return 0
 
 

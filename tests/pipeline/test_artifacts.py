@@ -16,6 +16,7 @@ from pipeline.artifacts import KINDS, Artifact, check_together, load, make, save
 from pipeline.errors import ArtifactError
 from pipeline.files import write_atomic
 from pipeline.ir.report import Report
+from pipeline.soundness import check_sound
 from tests.graphs import frontier_of, mlp_graph, plan_of, preset, profile_of
 
 CONFIG = {"model": "m0", "cluster": "c0", "solve": "s0"}
@@ -432,3 +433,137 @@ def test_a_module_with_other_line_ends_is_edited(made, tmp_path):
     path = save(made["module"], tmp_path)
     path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
     refused("module", tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------- forged
+
+
+def forged(root: Path, made: dict[str, Artifact], kind: str, change) -> Artifact:
+    """Edited, with a digest that fits."""
+    save(made[kind], root)
+    path = KINDS[kind].path(root)
+    data = json.loads(path.read_text())
+    change(data["body"])
+    data["digest"] = artifacts._digest(data, data["body"])
+    path.write_text(json.dumps(data))
+    return load(kind, root)
+
+
+def put(*path):
+    """An edit: the last word is what is put there."""
+
+    def change(body):
+        for key in path[:-2]:
+            body = body[key]
+        body[path[-2]] = path[-1]
+
+    return change
+
+
+KERNELS = dict(prologue=[], links=[], chain=[], optimizer=[], joined=[], runs=[], slices=1)
+FORGED = {
+    "graph": [
+        put("values", 0, "type", "shape", [-1]),
+        put("values", 0, "type", "shape", [10**30]),
+        put("values", 0, "name", "\ud800"),
+        put("ops", 0, "target", "os.system"),
+        put("ops", 0, "target", 'aten.mm.default(x); print("")'),
+        put("ops", 0, "args", "named", {"a, b": 1}),
+        put("ops", 0, "args", "positional", [{"torch": ["dtype", "os"]}]),
+        put("ops", 0, "args", "positional", [{"float": "1"}]),
+        lambda body: body["values"].append(body["values"][0]),
+        lambda body: body.update(more=1),
+        put("ops", 0, "args", "positional", json.loads("[" * 900 + "]" * 900)),
+    ],
+    "profile": [
+        put("kernels", {**KERNELS, "chain": [99]}),
+        put("kernels", {**KERNELS, "slices": 0}),
+        put("types", {"x": "no_dtype"}),
+        put("parameters", -1),
+    ],
+    "cluster": [
+        put("devices", 0),
+        put("devices", 10**12),
+        put("device", 'cpu"); print("'),
+        put("axes", 0, "name", 'x"'),
+        put("axes", 0, "links", {}),
+        put("axes", 0, "size", 0),
+        put("order", [0, 0]),
+        put("compute", "memory_rate", 0.0),
+        put("compute", "launch", -1.0),
+    ],
+    "frontier": [
+        put("points", 0, "mesh", 7),
+        put("micro_batches", 0),
+        put("micro_batches", 10**9),
+        put("meshes", []),
+        lambda body: body.update(points=[], pieces=[]),
+        put("points", 0, "sharding", "storage", {"x": "R,R"}),
+    ],
+    "plan": [
+        put("partitions", []),
+        put("device", "tpu"),
+        put("schedule", "1f1b"),
+        put("chunks", 0),
+        put("micro_batches", -3),
+        put("slices", [0]),
+        put("partitions", 0, "first", 1),
+        put("partitions", 0, "regions", []),
+        put("partitions", 0, "regions", 0, "recompute", True),
+        put("partitions", 0, "axes", [['d0"""', 2]]),
+        put("partitions", 0, "axes", [["d0", 0]]),
+        put("timeline", {"events": [], "totals": [{"partition": 3, "what": "x", "seconds": 1.0}], "note": ""}),
+    ],
+    "report": [put("losses", []), put("steps", 7), put("peak_bytes", []), put("ranks", 0)],
+}
+
+
+@pytest.mark.parametrize(("kind", "number"), [(kind, n) for kind, cases in FORGED.items() for n in range(len(cases))])
+def test_a_digest_that_fits_does_not_make_a_body_valid(made, tmp_path, kind, number):
+    with pytest.raises(ArtifactError) as refusal:
+        forged(tmp_path, made, kind, FORGED[kind][number])
+    assert f"runs/{KINDS[kind].stage}/{KINDS[kind].file}" in one_line(refusal)
+
+
+BESIDE = {
+    "profile": [lambda body: body["ops"].popitem(), lambda body: body["storage"].popitem()],
+    "frontier": [
+        lambda body: body["points"][0]["sharding"]["strategies"].popitem(),
+        lambda body: body["points"][0]["sharding"]["storage"].update(x="R"),
+    ],
+    "plan": [
+        put("released", ["nothing"]),
+        put("slices", [3]),
+        put("partitions", 0, "axes", [["d0", 4]]),
+        put("partitions", 0, "sharding", "storage", {}),
+        lambda body: body["partitions"][0]["sharding"]["inputs"].update(x="P"),
+        lambda body: body["partitions"][0].update(
+            last=99, regions=[{**body["partitions"][0]["regions"][0], "last": 99}]
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "number"), [(kind, n) for kind, cases in BESIDE.items() for n in range(len(cases))])
+def test_artifacts_name_what_the_others_have(made, tmp_path, kind, number):
+    """`InvalidSharding` was no error of ours."""
+    body = forged(tmp_path, made, kind, BESIDE[kind][number])
+    with pytest.raises(ArtifactError) as refusal:
+        check_sound({**made, kind: body})
+    assert one_line(refusal).startswith(f"runs/{KINDS[kind].stage}/{KINDS[kind].file}: its body is not valid")
+
+
+def test_artifacts_of_one_run_are_sound(made):
+    check_sound(made)
+
+
+def test_an_op_whose_tensors_its_rule_does_not_know(made, tmp_path):
+    body = forged(tmp_path, made, "graph", lambda body: body["values"][-1]["type"].update(shape=[3, 1, 4]))
+    with pytest.raises(ArtifactError, match=" is no aten"):
+        check_sound({"graph": body})
+
+
+def test_an_op_that_torch_does_not_have(made, tmp_path):
+    body = forged(tmp_path, made, "graph", put("ops", 0, "target", "no.such.op"))
+    with pytest.raises(ArtifactError, match="torch has no such op"):
+        check_sound({"graph": body})

@@ -67,12 +67,14 @@ def tables(values):
 arguments = st.recursive(
     st.one_of(
         st.none(), st.booleans(), counts, st.floats(allow_nan=False), st.text(max_size=6), names.map(Ref),
-        st.builds(Torch, names, names),
+        st.sampled_from([Torch("dtype", "float32"), Torch("device", "any"), Torch("layout", "strided")]),
     ),
     lambda inner: tuples(inner),
     max_leaves=5,
 )  # fmt: skip
-args = st.builds(Args, tuples(arguments), tables(arguments).map(lambda d: tuple(d.items())))
+words = st.sampled_from(["dim", "keepdim", "dtype", "x_1"])
+named = st.dictionaries(words, arguments, max_size=4).map(lambda found: tuple(found.items()))
+args = st.builds(Args, tuples(arguments), named)
 types = st.builds(TensorType, tuples(sizes), st.sampled_from(sorted(ITEM_SIZE)))
 values = st.builds(Value, names, types, st.sampled_from(Role), names, st.booleans())
 ops = st.builds(Op, names, names, args, tuples(names), names, names)

@@ -8,7 +8,7 @@ from functools import reduce
 
 import pytest
 
-from pipeline.ir.graph import Op, OpGraph, Ref
+from pipeline.ir.graph import Op, OpGraph, Ref, Role, TensorType
 from pipeline.ir.verify import RULES, InvalidGraph, verify_graph
 from tests.graphs import gpt_graph, ladder_graph, mlp_graph, shared_graph
 
@@ -73,6 +73,44 @@ BROKEN = {
         lambda g: relinked(ladder_graph(), -1, common=(ladder_graph().output,)),  # nobody reads it
         lambda g: relinked(shared_graph(), 1, common=shared_graph().chain[1].common[::-1]),
         lambda g: relinked(shared_graph(), 1, common=shared_graph().chain[1].common * 2),
+    ],
+}
+
+
+def valued(g, number, **changes):
+    """With a value of that number changed."""
+    name = list(g.values)[number]
+    return replace(g, values={**g.values, name: replace(g.values[name], **changes)})
+
+
+def called(g, **changes):
+    return replace(g, ops=(replace(g.ops[0], **changes), *g.ops[1:]))
+
+
+def number_of(g, role):
+    return next(number for number, value in enumerate(g.values.values()) if value.role is role)
+
+
+BROKEN |= {
+    "names are names": [
+        *(lambda g, t=t: called(g, target=t) for t in ("os.system", "aten.mm.default(x)", "a.b.c\n", "aten.ﬁ.x", "")),
+        *(lambda g, n=n: valued(g, number_of(g, Role.INPUT), name=n, origin=n) for n in ("x: int", "class", "", "0")),
+    ],
+    "each once": [
+        lambda g: called(g, name=g.ops[1].name),
+        lambda g: valued(g, number_of(g, Role.PARAMETER), origin=[*g.of_role(Role.PARAMETER)][1].origin),
+    ],
+    "values have writers": [
+        lambda g: called(g, outputs=()),
+        lambda g: called(g, mutates=("nothing",)),
+        lambda g: valued(g, number_of(g, Role.RESULT), origin="another"),
+        lambda g: valued(g, number_of(g, Role.RESULT), role=Role.BUFFER),
+        lambda g: valued(g, number_of(g, Role.PARAMETER), role=Role.RESULT),
+    ],
+    "sizes are sizes": [
+        lambda g: valued(g, 0, type=TensorType((2, -1), "float32")),
+        lambda g: valued(g, 0, type=TensorType((1 << 40, 1 << 40), "float32")),
+        lambda g: valued(g, number_of(g, Role.INPUT), type=TensorType((0, 3), "float32")),
     ],
 }
 

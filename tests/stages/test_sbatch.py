@@ -111,3 +111,15 @@ def test_hosts_that_differ_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ShardwrightError, match="hosts have 4 to 8 devices"):
         script(tmp_path, cluster(8, 4))
     assert not (tmp_path / "train.sbatch").exists()
+
+
+def test_an_interpreter_and_options_are_words_and_lines(root: Path) -> None:
+    """Whatever they hold, they are no code of the script."""
+    odd = root / 'my "env" $(touch ran) `touch ran`' / "it's python"
+    odd.parent.mkdir()
+    odd.symlink_to(root.parent / "bin" / "python")
+    script(root, cluster(2, 2), f"--python={odd}", "--option=--account=x")
+    assert all("torch.distributed.run" in line for line in run(root))
+    assert not list(root.rglob("ran"))
+    with pytest.raises(ShardwrightError, match="more than a line"):
+        script(root, cluster(2), "--option=--account=x\nrm -r y")

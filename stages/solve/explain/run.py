@@ -13,7 +13,7 @@ from pipeline import artifacts
 from pipeline.config import Config, load_config
 from pipeline.errors import ShardwrightError
 from pipeline.ir.codec import encode
-from pipeline.log import Log
+from pipeline.log import Log, say
 from pipeline.ops.discover import remember_in
 from pipeline.stage import read
 from stages.solve.explain.diff import Changed, Diff, changed_settings, explain_diff
@@ -40,7 +40,7 @@ def explain(root: Path, asked: argparse.Namespace, evaluate: Evaluate, log: Log)
 def _print(text: str) -> None:
     """A reader that has seen enough (`| head`) is no error."""
     try:
-        print(text, flush=True)
+        say(text)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be told at exit
 
