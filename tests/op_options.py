@@ -62,6 +62,15 @@ OPTIONS: dict[str, list[tuple]] = {
     "aten.max_pool2d.default": [(t(4, 6, 6, 6), (3, 3), (2, 2), (1, 1), (2, 2), True)],
     "aten.nll_loss_nd.default": [(t(12, 4), t(12, high=4, sometimes=2), t(4, grad=False), 2, 2)],
     "aten.pad.default": [(t(4, 6, 12), (1, 2), "reflect"), (t(4, 6, 12), (1, 2), "circular"), (t(4, 6), (1, 0, 0, 0))],
+    **{
+        f"aten.fft_{n}.default": [(t(4, 6, 4, dtype="complex128"), (4, 2), (0, 2))] for n in ("fft2", "ifft2", "irfft2")
+    },
+    "aten.fft_rfft2.default": [(t(4, 6, 4), (4, 2), (0, 2))],
+    **{
+        f"aten.fft_{n}.default": [(t(4, 6, 4, dtype="complex128"), (4, 2), (0, 2), "ortho")]
+        for n in ("fftn", "ifftn", "irfftn")
+    },
+    "aten.fft_rfftn.default": [(t(4, 6, 4), (4, 2), (0, 2), "ortho")],
     "aten.repeat_interleave.self_int": [
         (t(4, 6), 3, 1, {"output_size": 18}),
         (t(4, 6), 2, -1, {"output_size": 12}),

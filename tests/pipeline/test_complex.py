@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from pipeline.ir.graph import Args, TensorType
-from pipeline.ops.discover import search
+from pipeline.ops.discover import find
 from pipeline.runtime.clipping import Clipping
 from pipeline.runtime.collectives import in_memory
 from pipeline.runtime.put_off import PRODUCTS, _of_weight, _of_x
@@ -86,5 +86,5 @@ def test_a_difference_of_imaginary_parts_is_one() -> None:
 
 def test_an_op_without_a_rule_is_tried_on_complex_numbers() -> None:
     """Of the trace, other dims may be split; summands add up."""
-    found = search(example("aten.linalg_vecdot.default", t(6, 6, dtype="complex128"), t(6, 6, dtype="complex128")).view)
+    found = find(example("aten.linalg_vecdot.default", t(6, 6, dtype="complex128"), t(6, 6, dtype="complex128")).view)
     assert any(str(one.outputs[0]) == "S(0)" for one in found) and any(str(one.outputs[0]) == "P" for one in found)
