@@ -7,9 +7,11 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import decompositions
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -36,7 +38,7 @@ class LossOnly(nn.Module):
 
 
 def export_loss(model: nn.Module, batch: dict[str, Tensor]) -> ExportedProgram:
-    with _quiet(), CertainBranches():
+    with _quiet(), CertainBranches(), _lstm_states():
         try:
             return torch.export.export(LossOnly(model), (), batch, strict=False)
         except TraceError:
@@ -77,6 +79,24 @@ def _kind(error: Exception) -> str:
     if isinstance(error, DynamicOutputShapeException):
         return SHAPE
     return NUMBERS if isinstance(error, UnsupportedOperatorException | NotImplementedError) else ""
+
+
+@contextmanager
+def _lstm_states() -> Iterator[None]:
+    """Torch before 2.13 exports the last states of an LSTM with one dim too many (its pull request 185716)."""
+    plain = decompositions.one_layer_lstm
+
+    def mended(
+        given: Tensor, states: tuple[Tensor, Tensor], *more: Any, **named: Any
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        made, last = plain(given, states, *more, **named)
+        return made, tuple(state.reshape(first.shape) for state, first in zip(last, states, strict=True))
+
+    decompositions.one_layer_lstm = mended
+    try:
+        yield
+    finally:
+        decompositions.one_layer_lstm = plain
 
 
 @contextmanager

@@ -464,3 +464,31 @@ def test_for_autocast_weights_stay_and_casts_are_kept():
     graph = traced_in(Precision.amp)
     assert types_of(graph) == types_of(traced_in(Precision.fp32))
     assert kinds_of(graph) == ["linear", "mul", "to", "cross_entropy_loss"]
+
+
+@pytest.mark.parametrize("projected", [0, 3])
+def test_the_last_states_of_an_lstm_are_exported_in_their_shape(
+    projected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch before 2.13 leaves a dim in them, as here."""
+    from torch._decomp import decompositions
+
+    plain = decompositions.one_layer_lstm
+
+    def before(*given: object, **named: object) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        made, states = plain(*given, **named)
+        return made, tuple(state.unsqueeze(0) for state in states)
+
+    class LastState(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.core = nn.LSTM(6, 5, 2, proj_size=projected, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            _, (hidden, cell) = self.core(x.double())
+            return hidden[-1].square().mean() + cell[0].sum()
+
+    monkeypatch.setattr(decompositions, "one_layer_lstm", before)
+    graph = trace(LastState(), {"x": torch.randn(4, 3, 6)})
+    (op,) = (op for op in graph.ops if op.target == "aten.lstm.input")
+    assert [kind.shape for kind in graph.types(op.outputs)][1:] == [(2, 3, projected or 5), (2, 3, 5)]
