@@ -168,7 +168,7 @@ def _read(place: Path, key: str) -> tuple[Found, ...] | None:
     try:
         data = json.loads(place.read_text())
         return _parse(data["found"]) if data["signature"] == key else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -12,8 +12,10 @@ import torch
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _HERE = Path(__file__).parents[2]
+_TORCH = f"{Path(torch.__file__).parent}/"
+_LIBRARIES = tuple(f"{_TORCH}{folder}/" for folder in ("distributions", "nn/utils"))  # of torch, written as users write
 _NOT_THEIRS = (
-    f"{Path(torch.__file__).parent}/",
+    _TORCH,
     *(f"{_HERE / folder}/" for folder in ("pipeline/tracing", "stages")),
     *(str(_HERE / "pipeline" / file) for file in ("loss.py", "stage.py", "instantiate.py")),
     "<frozen",
@@ -39,7 +41,8 @@ def op_line(stack_trace: str | None) -> str:
 
 
 def origin(error: BaseException) -> Origin:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _foreign(f.filename)]
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in trace if not _foreign(f.filename) or f.filename.startswith(_LIBRARIES)]
     theirs = [f for f in frames if not _package(f.filename) and not f.filename.startswith(_STANDARD)]
     line = f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
     innermost = frames[-1] if frames else None

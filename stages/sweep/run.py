@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import signal
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,28 +61,13 @@ def run(root: Path, arguments: argparse.Namespace, environ: Mapping[str, str], l
     for killed in forget_killed(root, root / SWEEPS):
         log.info("%s was killed: DVC does not take it for running any more", killed)
     name = f"{title}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with ended_by_signals(), held(root / SWEEPS / name) as lock:
+    with held(root / SWEEPS / name) as lock:
         sweeping = Sweeping(root, name, asked.until.value, environ, log, lock)
         tracker = _own_run(sweeping, configs[0], asked.settings)
         rows = [_ran(sweeping, number, *pair) for number, pair in enumerate(zip(points, configs, strict=True), start=1)]
     _close(sweeping, tracker, rows)
     say(json.dumps(rows, indent=1) if arguments.json else told(sweeping, configs[0], rows))
     return 0
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """What ends a process without a word ends this one as an error would: the point that runs ends with it."""
-
-    def leave(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def read_sweep(root: Path, arguments: argparse.Namespace) -> tuple[str, Sweep]:

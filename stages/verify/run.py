@@ -12,7 +12,7 @@ from pipeline.errors import TrainError
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan
 from pipeline.launch import LaunchFailed, run_ranks
-from pipeline.log import Log
+from pipeline.log import Log, say
 from pipeline.stage import read
 
 Write = Callable[[OpGraph, Plan, Config], tuple[str, tuple[OpGraph, ...]]]
@@ -37,7 +37,7 @@ def verify(root: Path, steps: int, write: Write, log: Log, everything: bool = Fa
     except LaunchFailed as error:
         return _failed(error, config, log)
     shown = len(result["rows"]) if everything else SHOWN
-    print("\n".join([*_notes(result), *_table(result, shown), *_verdict(result)]))
+    say("\n".join([*_notes(result), *_table(result, shown), *_verdict(result)]))
     return 0 if result["equal"] else 1
 
 
@@ -65,7 +65,7 @@ def _failed(error: LaunchFailed, config: Config, log: Log) -> int:
     for line in error.log.splitlines():
         log.debug(line)
     if str(error).startswith(AT):
-        print(f"not equal: the program fails in {FILE}, {error}")
+        say(f"not equal: the program fails in {FILE}, {error}")
         return 1
     raise TrainError(
         f"verification failed: {error}",

@@ -330,6 +330,11 @@ def _experts(y):
         (_branch, "cannot be exported: a branch on a tensor's value: ", "`torch.where`"),
         (_ctc, "cannot be exported: an op whose result has a size that depends on values: ", "an op of your own"),
         (lambda y: sum(y.split(y.argmax(-1).bincount(minlength=8).tolist())).sum(), "is used as a size", "shapes"),
+        (
+            lambda y: torch.distributions.Normal(y, 1.0, validate_args=True).log_prob(y).sum(),
+            "inside the package torch (",
+            "setting of torch",
+        ),
         (lambda y: y[y[:, 0] > 0].sum(), "aten.index.Tensor makes a tensor whose size depends on values", "a mask"),
         (lambda y: y.argmax(-1).bincount().float().std(), "aten.bincount.default makes a tensor whose", "F.one_hot"),
         (lambda y: y.sum() * y.max().item(), "aten.item.default takes a number out of a tensor", "keep it in a tensor"),
