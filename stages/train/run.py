@@ -15,6 +15,7 @@ from pipeline.artifacts import KINDS
 from pipeline.config import Config, TrainEngine
 from pipeline.errors import TrainError
 from pipeline.files import write_atomic
+from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan
 from pipeline.ir.report import Breakdown, Evaluation, Report
 from pipeline.launch import ROOM, LaunchFailed, Watch
@@ -36,6 +37,7 @@ WARM_UP = 3  # steps that are left out of the median: allocators and caches fill
 def run(inputs: Inputs, config: Config) -> Result:
     plan: Plan = inputs["plan"]
     check(plan, config)
+    check_export(inputs["graph"], config)
     tell_shared_gpus(plan, ranks_of(plan, config.train.engine), inputs.log)
     edited = inputs.artifacts["module"].edited
     if edited:
@@ -70,6 +72,22 @@ def take_part(root: Path, log: Log) -> None:
 def check(plan: Plan, config: Config) -> None:
     check_batch(config, ranks_of(plan, config.train.engine))
     check_device(plan, f"conf/cluster/{config.choices['cluster']}.yaml: device")
+
+
+def check_export(graph: OpGraph, config: Config) -> None:
+    """Before training, not after its last step."""
+    if not config.train.export:
+        return
+    from pipeline.weights import TYPES  # needs torch
+
+    stored = {str(dtype).removeprefix("torch.") for dtype in TYPES}
+    for value in (*graph.of_role(Role.PARAMETER), *graph.of_role(Role.BUFFER)):
+        if value.type.dtype not in stored:
+            raise TrainError(
+                f"{value.origin} is {value.type.dtype}, for which safetensors files have no type",
+                where=f"conf/train/{config.choices['train']}.yaml: export",
+                remedy="set `export: false`, and take the weights from a snapshot",
+            )
 
 
 def weights_path(root: Path) -> Path:

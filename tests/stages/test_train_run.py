@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from pipeline import artifacts
 from pipeline.artifacts import Artifact
 from pipeline.config import load_config
 from pipeline.errors import ShardwrightError, TrainError
+from pipeline.ir.graph import Role
 from pipeline.stage import Inputs
 from stages.commands import COMMANDS
 from stages.train import run as training
@@ -19,7 +21,7 @@ from stages.train.manifest import is_finished, snapshots_in
 from stages.train.piped import Piped, is_pipeline
 from stages.train.planned import Planned
 from stages.train.run import Follower, keep_weights, weights_path
-from tests.graphs import SILENT
+from tests.graphs import SILENT, mlp_graph
 from tests.plans import graph_of
 from tests.programs import plan_for, uniform
 
@@ -133,3 +135,16 @@ def test_export_copies_what_training_wrote(tmp_path: Path) -> None:
     assert target.read_bytes() == b"weights"
     with pytest.raises(ShardwrightError, match="cannot be written"):
         COMMANDS["export"].run(tmp_path, argparse.Namespace(out=tmp_path), SILENT)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_exported_is_refused_before_training() -> None:
+    graph = mlp_graph()
+    name, value = next((n, v) for n, v in graph.values.items() if v.role is Role.PARAMETER)
+    odd = replace(value, type=replace(value.type, dtype="complex128"))
+    forged = replace(graph, values={**graph.values, name: odd})
+    config = load_config(Path(__file__).parents[2])
+    training.check_export(forged, config)
+    exporting = replace(config, train=replace(config.train, export=True))
+    training.check_export(graph, exporting)
+    with pytest.raises(TrainError, match=rf"adamw.yaml: export: {value.origin} is complex128"):
+        training.check_export(forged, exporting)
