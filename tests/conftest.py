@@ -1,12 +1,16 @@
 """Tests run beside one another: more threads in each would only get in each other's way."""
 
 import os
+import signal
 import sys
 
 import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks and stages inherit it
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does so to what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("untimed")

@@ -53,25 +53,23 @@ def command(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def while_held(root: Path, writers: tuple[str, ...]) -> Iterator[Outcome]:
-    held = holding(root)
-    try:
-        for name in writers:
-            ended = command(root, name)
-            yield refusal(f"{name} while another command works", ended, f"process {held.pid}", *HOLDER)
-        for words in READERS if len(writers) > 1 else ():
-            ended = command(root, *words)
-            told = ended.stderr.strip().splitlines()[-1:] or [""]
-            yield Outcome(f"{words[0]} while another command works", "at work" not in ended.stderr, told[0])
-    finally:
-        held.kill()
-        held.wait()
+    with holding(root) as held:
+        try:
+            for name in writers:
+                ended = command(root, name)
+                yield refusal(f"{name} while another command works", ended, f"process {held.pid}", *HOLDER)
+            for words in READERS if len(writers) > 1 else ():
+                ended = command(root, *words)
+                told = ended.stderr.strip().splitlines()[-1:] or [""]
+                yield Outcome(f"{words[0]} while another command works", "at work" not in ended.stderr, told[0])
+        finally:
+            held.kill()
 
 
 def after_a_kill(root: Path) -> Outcome:
     """SIGKILL: the lock goes with its holder."""
-    held = holding(root)
-    held.kill()
-    held.wait()
+    with holding(root) as held:
+        held.kill()
     return succeeds(root, "a command after the holder was killed")
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import traceback
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +45,7 @@ def main(work: Path) -> None:
         if peers:
             peers.close()
     except SampleError as error:  # data that is read again may be there
+        traceback.print_exc()  # of the user's code, for -v
         report_error(work, rank, error.line())
         raise SystemExit(1) from None
     except ShardwrightError as error:

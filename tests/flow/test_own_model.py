@@ -71,7 +71,7 @@ def test_editing_the_users_file_runs_trace_again(project: Project) -> None:
         ("net.WaveClassifier", "nett.WaveClassifier", ["conf/model/own.yaml", "nett", "`code`"]),
         ("net.WaveClassifier", "net.Classifier", ["conf/model/own.yaml", "net.Classifier"]),
         ("width: 48", "widht: 48", ["conf/model/own.yaml", "widht"]),
-        ("net.WaveClassifier", "net.Waves", ["conf/model/own.yaml", "net.Waves"]),
+        ("net.WaveClassifier", "collections.OrderedDict", ["conf/model/own.yaml", "OrderedDict"]),
         ("[24, 32]", "[24, 31]", ["net.py", "batch"]),
         ("  kind: {", "  sort: {", ["forward", "sort"]),
     ],

@@ -18,7 +18,7 @@ from pipeline.config import Config, Only, PlanUse, Search, load_config
 from pipeline.errors import ArtifactError, ConfigError, ShardwrightError, SolveError
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Frontier, Plan, Prediction, Sharding
+from pipeline.ir.plan import Frontier, Plan, Prediction, Region, Sharding
 from pipeline.models.mlp import MLP
 from pipeline.stage import Inputs
 from stages.profile.by_table import profile_graph
@@ -59,7 +59,7 @@ def config(**asked: object) -> Config:
 
 def plan_with(sharding: Sharding, axes: tuple[tuple[str, int], ...] = (("d0", 2),)) -> Plan:
     """As the checkpoint stage writes it; what it was predicted to cost does not matter."""
-    return Plan.whole(axes, "cpu", 1, sharding, (), Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0))
+    return Plan.whole(axes, "cpu", 1, sharding, (Region(0, 0, False, ()),), Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0))
 
 
 def refused(root: Path, **asked: object) -> str:

@@ -127,7 +127,7 @@ def test_too_little_held_out_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="data: held_out: it has 3 samples, and a batch of the model 4; hold out more"):
         held_out_batches(given, {}, [])
     del given["data"]["held_out"]["vocab_size"]
-    with pytest.raises(TargetError, match=r"held_out: .*TokenSequences refused its arguments"):
+    with pytest.raises(TargetError, match=r"held_out.vocab_size: .*TokenSequences needs it"):
         held_out_batches(given, {}, [])
 
 

@@ -439,6 +439,10 @@ def test_a_piece_of_what_may_be_split_is_a_piece_of_the_whole(target: str) -> No
     """Where nothing is drawn, every op that a rule splits has a value that stands for it."""
     args = {"dropout": (t(4, 6), 0.5, True), "scaled_dot_product_attention": (*(t(4, 4, 4, 4),) * 3, None, 0.5)}
     args |= {"rand": ((4, 6),), "randn": ((4, 6),), "bernoulli": (t(4, 6, positive=True, grad=False),)}
+    for name, gates in {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}.items():
+        states = (t(2, 4, 6),) * 2 if name == "lstm" else t(2, 4, 6)
+        weights = tuple(t(gates * 6, 6) for _ in range(4))
+        args[name] = (t(3, 4, 6), states, weights, False, 2, 0.5, True, False, False)
     more = (0.4,) if target.endswith(".p") else ()
     it = example(target, *args.get(target.split(".")[1], (t(4, 6, grad=False),)), *more)
     with in_float64(widen=True, draws=False) as mode:
