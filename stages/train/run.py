@@ -36,8 +36,7 @@ WARM_UP = 3  # steps that are left out of the median: allocators and caches fill
 
 def run(inputs: Inputs, config: Config) -> Result:
     plan: Plan = inputs["plan"]
-    check(plan, config)
-    check_export(inputs["graph"], config)
+    check(inputs, config)
     tell_shared_gpus(plan, ranks_of(plan, config.train.engine), inputs.log)
     edited = inputs.artifacts["module"].edited
     if edited:
@@ -65,13 +64,15 @@ def take_part(root: Path, log: Log) -> None:
     config, found = read(STAGES["train"].reads, root)
     untracked = Tracker(root, replace(config.tracking, enabled=False), log)
     inputs = Inputs(root, found, log, untracked)
-    check(inputs["plan"], config)
+    check(inputs, config)
     launch(inputs, config, inputs["plan"], make_job(inputs, config, inputs["plan"], first=False))
 
 
-def check(plan: Plan, config: Config) -> None:
+def check(inputs: Inputs, config: Config) -> None:
+    plan: Plan = inputs["plan"]
     check_batch(config, ranks_of(plan, config.train.engine))
     check_device(plan, f"conf/cluster/{config.choices['cluster']}.yaml: device")
+    check_export(inputs["graph"], config)
 
 
 def check_export(graph: OpGraph, config: Config) -> None:
