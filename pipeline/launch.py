@@ -338,12 +338,21 @@ def _failure(work: Path, status: int, stopped: str, rank: int | None) -> LaunchF
         told = f"rank {rank} died of {_signal_name(-status)}"
     else:
         told = _reason(work, status)
-        if not any(work.glob("error-*.txt")) and not any(work.glob("final-*.txt")):
-            with _in_tmpdir(work):  # of a launcher that starts ranks again
-                _try_room(work)
+        if not _ranks_told(work):
+            try:
+                with _in_tmpdir(work):  # of a launcher that starts ranks again
+                    _try_room(work)
+            except LaunchFailed as error:
+                told = str(error)
     failure = LaunchFailed(told)
     failure.log = _log(work)
     return failure
+
+
+def _ranks_told(work: Path) -> bool:
+    """Whether a rank has said why it failed, in a file or, where there was no room for one, in the log."""
+    files = [*work.glob("error-*.txt"), *work.glob("final-*.txt")]
+    return bool(files) or any(line.startswith(FAILED) for line in _log(work).splitlines())
 
 
 def _stopped_by(work: Path) -> int | None:
