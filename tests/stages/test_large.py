@@ -155,8 +155,10 @@ def grid(side: int) -> dict:
 
 @pytest.fixture
 def benchmark(monkeypatch, capsys):
-    """`python -m benchmarks.solver` in this process: exit status, stdout and stderr."""
+    """`python -m benchmarks.solver` in this process, as if that were new: exit status, stdout and stderr."""
     before = signal.getsignal(signal.SIGINT)
+    born = time.time()
+    monkeypatch.setattr(solver.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: born))
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["solver", *arguments])
