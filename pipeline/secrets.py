@@ -14,17 +14,18 @@ HIDDEN = "***"
 SHORTEST = 4  # letters of a value of the environment: shorter ones stand in words
 _WORDS = r"token|key|passw|pwd|secret|sig|credential|auth|sas|jwt|session|cookie|bearer"
 _SECRET = re.compile(_WORDS, re.IGNORECASE)
-_USER = re.compile(r"([a-z][a-z0-9+.\-]*:/{2,})([^\s\"'<>]*)@", re.IGNORECASE)
-_ENCODED_USER = re.compile(r"([a-z][a-z0-9+.\-]*%3a%2f%2f)([^\s\"'<>]*)%40", re.IGNORECASE)
-_URI = re.compile(r"[a-z][a-z0-9+.\-]*:/{2,}[^\s\"'<>]*", re.IGNORECASE)
-_SETTING = re.compile(r"([^\s?&;#=,\"'(){}\[\]]+)=([^\s&;#\"',)}\]]+|\"[^\"]*\"|'[^']*')")
+# Each begins where a word begins, and gives nothing back (`++`): a text of any length is read once.
+_URI = re.compile(r"(?<![a-z0-9+.\-])([a-z0-9+.\-]*+:/{2,}+)([^\s\"'<>]*+)", re.IGNORECASE)
+_ENCODED_URI = re.compile(r"(?<![a-z0-9+.\-])([a-z0-9+.\-]*+%3a%2f%2f)([^\s\"'<>]*+)", re.IGNORECASE)
+_END = r"\s?&;#=,\"'(){}\[\]"  # what ends a setting's name
+_SETTING = re.compile(rf"(?<![^{_END}])([^{_END}]++)=([^\s&;#\"',)}}\]]++|\"[^\"]*+\"|'[^']*+')")
 _EVERY_SETTING = re.compile(r"([^\s?&;#=]+)=(?=([^\s&;#]+))")  # also one in the value of another
-_ENTRY = re.compile(rf"([\"'][\w.\- ]*(?:{_WORDS})[\w.\- ]*[\"']\s*:\s*)(\"[^\"]*\"|'[^']*'|[^\s,}}]+)", re.IGNORECASE)
+_ENTRY = re.compile(r"([\"']([\w.\- ]*+)[\"']\s*+:\s*+)(\"[^\"]*+\"|'[^']*+'|[^\s,}]++)")
 _HEADER = re.compile(r"\b((?:proxy-)?authorization|x-api-key|cookie)(\W{1,4})[^\r\n]*", re.IGNORECASE)
 _SCHEME = re.compile(r"\b(bearer|basic|digest|negotiate)\s+[\w.~+/=\-]{4,}", re.IGNORECASE)
 _ISSUED = re.compile(  # tokens that show by their beginning what they are
     r"\b(?:(?:AKIA|ASIA)[0-9A-Z]{16}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w\-]{16,}|hf_\w{20,}|dapi[0-9a-f]{30,}"
-    r"|xox[abprs]-[\w\-]{10,}|sk-[\w\-]{20,}|eyJ[\w\-]{8,}\.[\w\-]+\.[\w\-]*)"
+    r"|xox[abprs]-[\w\-]{10,}|sk-[\w\-]{20,}|eyJ[\w\-]{8,2000}\.[\w\-]+\.[\w\-]*)"
 )
 _OF_ENVIRONMENT = re.compile(r"(TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_KEY|CREDENTIAL)", re.IGNORECASE)
 
@@ -34,21 +35,33 @@ def without_secrets(text: str, environment: Mapping[str, str] = os.environ, uris
     known = {*_of_environment(environment), *(secret for uri in uris for secret in _of_uri(uri))}
     for secret in sorted(known, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
-    text = _USER.sub(rf"\1{HIDDEN}@", text)
-    text = _ENCODED_USER.sub(rf"\1{HIDDEN}%40", text)
-    text = _URI.sub(lambda uri: _SETTING.sub(_setting, uri[0]), text)
+    text = _URI.sub(lambda uri: uri[1] + _SETTING.sub(_setting, _without_user(uri[2], "@")), text)
+    text = _ENCODED_URI.sub(lambda uri: uri[1] + _without_user(uri[2], "%40"), text)
     text = _HEADER.sub(rf"\1\2{HIDDEN}", text)
     return _ISSUED.sub(HIDDEN, _SCHEME.sub(rf"\1 {HIDDEN}", text))
 
 
 def without_settings(text: str, environment: Mapping[str, str] = os.environ, uris: Iterable[str] = ()) -> str:
     """For what a server or its driver says: also `password=...` and `"token": ...` wherever they stand."""
-    return _ENTRY.sub(rf"\1{HIDDEN}", _SETTING.sub(_setting, without_secrets(text, environment, uris)))
+    return _ENTRY.sub(_entry, _SETTING.sub(_setting, without_secrets(text, environment, uris)))
+
+
+def _without_user(rest: str, at: str) -> str:
+    _, at, host = rest.rpartition(at)
+    return f"{HIDDEN}{at}{host}" if at else rest
 
 
 def _setting(found: re.Match[str]) -> str:
-    hidden = _SECRET.search(_decoded(found[1]))
-    return f"{found[1]}={HIDDEN if hidden else _SETTING.sub(_setting, found[2])}"
+    """`a=b=c`: each is the name of what follows it."""
+    if found[2][0] in "\"'" and not _SECRET.search(_decoded(found[1])):
+        return f"{found[1]}={_SETTING.sub(_setting, found[2])}"
+    names = found[0].split("=")
+    shown = next((at for at, name in enumerate(names[:-1], 1) if _SECRET.search(_decoded(name))), len(names))
+    return "=".join([*names[:shown], *([HIDDEN] if shown < len(names) else [])])
+
+
+def _entry(found: re.Match[str]) -> str:
+    return found[1] + (HIDDEN if _SECRET.search(found[2]) else found[3])
 
 
 def _decoded(text: str) -> str:

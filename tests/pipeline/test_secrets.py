@@ -95,3 +95,10 @@ def test_settings_of_uris(scheme, name, secret, mark):
     assume(secret not in uri.removesuffix(secret))
     assert secret not in without_secrets(f"at {uri} there is nothing", {})
     assert secret not in Store(uri).without_secrets(f"{secret} is refused")
+
+
+@pytest.mark.parametrize("piece", ["x", "a://", "a=", "token", '"token', "eyJ-", "a='"])
+def test_long_texts_are_read_once(piece):
+    """Read again from each of their letters, they would take minutes; by recursion, none would be read."""
+    said = without_settings(f"https://h/?{piece * (100_000 // len(piece))} password=open-sesame", {})
+    assert "open-sesame" not in said
