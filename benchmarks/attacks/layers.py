@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -100,6 +101,9 @@ class Model(nn.Module):
 '''
 
 
+LAYOUT = re.compile(r"  # ([A-Z]\S*(?: -> \S+)?) \[")  # what stands behind a line of the program
+
+
 @dataclass(frozen=True)
 class Layer:
     kind: str
@@ -150,8 +154,8 @@ def _attacked(root: Path, layer: Layer, further: tuple[str, ...]) -> Outcome:
         if status:
             return Outcome(layer.name, False, f"{stage}: status {status}: {err.strip()[-600:]}", TRACEBACK in err)
     text = (root / "runs/codegen/module.py").read_text()
-    remarks = (after.partition("  # ")[2].partition("\n")[0] for after in text.split(layer.shows or "def ")[1:])
-    split = any("S(" in remark for remark in remarks)
+    layouts = (LAYOUT.search(after) for after in text.split(layer.shows or "def ")[1:])
+    split = any("S(" in layout[1] for layout in layouts if layout)
     return Outcome(layer.name, split, "" if split else f"nothing is split where {layer.shows!r} stands")
 
 
