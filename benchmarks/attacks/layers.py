@@ -134,7 +134,7 @@ EVERY = [
     Layer("offsets"),
     Layer("ConvTranspose1d", {"groups": 2}, shows="F.conv_transpose1d("),
     Layer("ConvTranspose1d", {"groups": 2}, only="tensor"),
-    Layer("elu", shows="elu("),
+    Layer("elu", shows="aten.elu"),
     Layer("careful", {"how": "exit"}),
     Layer("careful", {"how": "hang"}),
 ]
