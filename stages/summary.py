@@ -36,7 +36,7 @@ def summarise(root: Path) -> str:
     ]
     table = [("", "predicted", "measured", "ratio"), *_compared(report)]
     places = [f"  {KINDS[s.writes].path(root).relative_to(root)}" for s in STAGES.values()]
-    store = without_secrets(config.tracking.uri or "sqlite:///runs/mlflow.db")
+    uri = config.tracking.uri or "sqlite:///runs/mlflow.db"
     return "\n".join(
         [
             "",
@@ -47,7 +47,7 @@ def summarise(root: Path) -> str:
             "artifacts",
             *places,
             *(f"  {page}" for page in ["runs/train/report.html"] if (root / page).is_file()),
-            f"MLflow store  {store if config.tracking.enabled else 'tracking is off'}",
+            f"MLflow store  {without_secrets(uri, uris=[uri]) if config.tracking.enabled else 'tracking is off'}",
             f"MLflow UI     {latest_run_url(root, config.tracking) or '`make ui`'}",
         ]
     )

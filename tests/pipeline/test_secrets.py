@@ -55,8 +55,13 @@ def test_ordinary_lines_stay_as_they_are():
         "open http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning&compareRunsMode=CHART",
         "sqlite:////tmp/a project, 100%/runs/mlflow.db",
         "write to a@b.c, or see user@host",
+        "file:///home/a%40b/runs",
     ):
         assert without_secrets(text, {}) == text
+
+
+def test_a_setting_within_a_setting():
+    assert without_secrets(f"x=https://host?a=b=token={SECRET}&d=2", {}) == "x=https://host?a=b=token=***&d=2"
 
 
 def test_values_of_the_environment_are_hidden():
