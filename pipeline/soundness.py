@@ -31,11 +31,15 @@ def check_sound(found: Mapping[str, Artifact]) -> None:
 
 
 def _check_op(graph: OpGraph, op: Op) -> None:
-    """Torch has it, and its tensors are such as its rule speaks of."""
+    """Torch has it, it does nothing but compute, and its tensors are such as its rule speaks of."""
     rule = rule_of(op)
     if rule is None:
-        if overload_of(op.target) is None:
+        overload = overload_of(op.target)
+        if overload is None:
             raise _refusal("graph", f"{op.name} calls {op.target}, and torch has no such op")
+        schema = overload._schema
+        if not schema.returns or any(argument.name == "filename" for argument in schema.arguments):
+            raise _refusal("graph", f"{op.name} calls {op.target}, which does not compute with tensors alone")
         return
     try:
         read_line(rule.line(view := plain_view(graph, op)), view)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from pipeline.ir.graph import Arg, Args, Ref, Torch
@@ -127,12 +128,15 @@ def _forms(target: str, args: Args) -> Iterator[Form]:
         yield Form(f"torch.{name}", spread=True)
 
 
-def overload_of(target: str) -> Any:
-    """Torch's op of that name, also of a library of the user's; None where there is none."""
+def overload_of(target: str) -> OpOverload | None:
+    """Torch's op of that name, also of a library of the user's; None where there is none.
+
+    `torch.ops` has more than ops, such as a function that loads a library.
+    """
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part, None)
-    return found
+    return found if isinstance(found, OpOverload) else None
 
 
 def _are_tensors(arg: Arg) -> bool:

@@ -563,7 +563,18 @@ def test_an_op_whose_tensors_its_rule_does_not_know(made, tmp_path):
         check_sound({"graph": body})
 
 
-def test_an_op_that_torch_does_not_have(made, tmp_path):
-    body = forged(tmp_path, made, "graph", put("ops", 0, "target", "no.such.op"))
+@pytest.mark.parametrize(
+    "target", ["no.such.op", "load_library.__call__.__call__", "import_module.__call__.__call__", "aten.add.__class__"]
+)
+def test_an_op_that_torch_does_not_have(made, tmp_path, target):
+    """`torch.ops` also has functions that import modules and load libraries."""
+    body = forged(tmp_path, made, "graph", put("ops", 0, "target", target))
     with pytest.raises(ArtifactError, match="torch has no such op"):
+        check_sound({"graph": body})
+
+
+@pytest.mark.parametrize("target", ["aten.from_file.default", "aten.save.default"])
+def test_an_op_that_writes_files(made, tmp_path, target):
+    body = forged(tmp_path, made, "graph", put("ops", 0, "target", target))
+    with pytest.raises(ArtifactError, match="does not compute with tensors alone"):
         check_sound({"graph": body})
