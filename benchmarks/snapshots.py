@@ -23,7 +23,8 @@ from typing import Any
 
 from benchmarks import small_project
 from pipeline.config import load_config
-from pipeline.launch import follow_parent, run_ranks
+from pipeline.launch import run_ranks
+from pipeline.rank import follow_parent
 from pipeline.rendezvous import init_process_group
 
 EVERY, BAR = 20, 1.03

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeline.errors import TrainError
-from pipeline.launch import MEET, restart_count
+from pipeline.rank import MEET, restart_count
 
 LOOPBACK = "127.0.0.1"
 PAUSE_S = 0.02

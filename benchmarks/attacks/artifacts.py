@@ -88,7 +88,7 @@ def _words(root: Path, reader: str, kind: str) -> list[str]:
 
 def _without_ranks() -> None:
     from pipeline import launch
-    from pipeline.launch import LaunchFailed
+    from pipeline.work_folder import LaunchFailed
 
     def refuse(*_: Any, **__: Any) -> None:
         raise LaunchFailed("ranks are not started here")

@@ -200,7 +200,7 @@ class WarmRanks:
         self.folder.cleanup()
 
     def run(self, module: str, job: dict[str, Any], count: int, limit: float | None) -> dict[str, Any]:
-        from pipeline.launch import LaunchFailed
+        from pipeline.work_folder import LaunchFailed
 
         assert (module, count) == ("stages.verify.worker", RANKS)
         for pipe in self.pipes:

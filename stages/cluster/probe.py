@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.ir.cluster import LinkCost
-from pipeline.launch import follow_parent, report_error
+from pipeline.rank import follow_parent, report_error, write_result
 from pipeline.rendezvous import init_process_group
 from stages.cluster.compute_probe import measure_compute
 from stages.cluster.link_probe import axis_groups, measure_axis, measure_crossing, measure_overlap, measure_pairs
@@ -50,7 +50,7 @@ def main(work: Path) -> None:
         init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=job["timeout_s"]))
         result = measure(job, voice)
         if int(os.environ["LOCAL_RANK"]) == 0:  # each host has a folder of its own
-            (work / "result.json").write_text(json.dumps(result))
+            write_result(work, result)
         dist.barrier()
     except Exception as error:  # one line for the user instead of a rank's traceback
         text = voice.report(f"{type(error).__name__}: {error}")

@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.launch import ROOM, tell_user
+from pipeline.rank import tell_user
+from pipeline.work_folder import ROOM
 
 
 class Journal:

@@ -18,11 +18,12 @@ from pipeline.files import write_atomic
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan
 from pipeline.ir.report import Breakdown, Evaluation, Report
-from pipeline.launch import ROOM, LaunchFailed, Watch
+from pipeline.launch import Watch
 from pipeline.log import Advance, Log, progress
 from pipeline.place import find_place
 from pipeline.stage import STAGES, Inputs, Result, read
 from pipeline.tracker import Live, Tracker
+from pipeline.work_folder import ROOM, LaunchFailed
 from stages.train.choice import check_batch, ranks_of
 from stages.train.manifest import finish
 from stages.train.measured import compare

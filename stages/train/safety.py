@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.errors import TrainError
-from pipeline.launch import restart_count
+from pipeline.rank import restart_count
 from stages.train import replicas
 from stages.train.engine import Engine, Job
 from stages.train.manifest import name_of, step_of

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pipeline.errors import ShardwrightError, TrainError
 from pipeline.files import told
-from pipeline.launch import STOPPED, error_path, follow_parent, forget_error, report_error, write_result
+from pipeline.rank import STOPPED, error_path, follow_parent, forget_error, report_error, write_result
 from pipeline.runtime.batches import SampleError
 from stages.train.engine import Engine, Job
 from stages.train.joining import join

@@ -11,9 +11,10 @@ from pipeline.config import Config
 from pipeline.errors import TrainError
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan
-from pipeline.launch import LaunchFailed, run_ranks
+from pipeline.launch import run_ranks
 from pipeline.log import Log, say
 from pipeline.stage import read
+from pipeline.work_folder import LaunchFailed
 
 Write = Callable[[OpGraph, Plan, Config], tuple[str, tuple[OpGraph, ...]]]
 SHOWN = 8  # rows of the table, beside the loss

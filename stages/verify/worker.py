@@ -22,9 +22,9 @@ from pipeline.instantiate import instantiate
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.layout import replicated
 from pipeline.ir.plan import Plan
-from pipeline.launch import follow_parent, report_error, write_result
 from pipeline.lowering import lower
 from pipeline.optimizer import build_optimizer
+from pipeline.rank import follow_parent, report_error, write_result
 from pipeline.rendezvous import init_process_group
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.mesh import set_mesh

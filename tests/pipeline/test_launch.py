@@ -15,25 +15,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.launch import (
-    MEET,
-    LaunchFailed,
-    Watch,
-    _command,
-    _on_the_loopback,
-    _reason,
-    _result,
-    forget_error,
-    report_error,
-    run_ranks,
-    write_result,
-)
+from pipeline.launch import Watch, _command, _on_the_loopback, run_ranks
+from pipeline.launch_failures import reason
+from pipeline.rank import MEET, forget_error, report_error, write_result
 from pipeline.rendezvous import local_store
+from pipeline.work_folder import LaunchFailed, WorkFolder
 
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
-from pipeline.launch import follow_parent, forget_error, report_error, restart_count
+from pipeline.rank import follow_parent, forget_error, report_error, restart_count
 
 work = Path(sys.argv[1])
 job = json.loads((work / "job.json").read_text())
@@ -191,10 +182,9 @@ def listening():
 def test_a_result_and_an_error_for_which_the_temporary_folder_has_no_room(tmp_path, capsys):
     work, spare = tmp_path / "no folder", tmp_path / "spare.json"
     write_result(work, {"losses": [1.0]}, str(spare))
-    assert _result(work, {"spare_result": str(spare)}) == {"losses": [1.0]} and not spare.exists()
+    assert WorkFolder(work, -1).result({"spare_result": str(spare)}) == {"losses": [1.0]} and not spare.exists()
     report_error(work, 0, "why")
-    (tmp_path / "log.txt").write_text(capsys.readouterr().err)
-    assert _reason(tmp_path) == "why"
+    assert reason(tmp_path, capsys.readouterr().err) == "why"
 
 
 def test_ranks_that_end_without_a_result(notes):
@@ -249,36 +239,32 @@ run_ranks("a_rank", {{"mode": "hang", "notes": {str(notes)!r}, "payload": 1}}, 2
         ("", "a rank died without a word"),
         ("line one\nlast line\n", "last line"),
         ("Traceback\n  KeyError: 'x'\ntorch.distributed.elastic ChildFailedError\nend", "KeyError: 'x'"),
-        (b"\xff\xfe broken\n", "\ufffd\ufffd broken"),
     ],
 )
 def test_the_reason_from_a_log(tmp_path, log, told):
-    (tmp_path / "log.txt").write_bytes(log if isinstance(log, bytes) else log.encode())
-    assert _reason(tmp_path) == told
+    assert reason(tmp_path, log) == told
 
 
 def test_the_first_report_wins(tmp_path):
-    (tmp_path / "log.txt").write_text("TypeError: in the log")
     report_error(tmp_path, 1, "first\n  of two")
     time.sleep(0.02)
     report_error(tmp_path, 0, "second")
-    assert _reason(tmp_path) == "first of two"
+    assert reason(tmp_path, "TypeError: in the log") == "first of two"
 
 
 def test_a_death_is_told_before_what_others_made_of_it(tmp_path):
     """torchrun's table of failures; a rank that torchrun itself ended is no cause."""
     table = "  rank      : {} (local_rank: 0)\n  exitcode  : -{} (pid: 7)\n"
     report_error(tmp_path, 0, "RuntimeError: connection closed by peer")
-    (tmp_path / "log.txt").write_text(table.format(0, 15) + table.format(3, 9))
-    assert _reason(tmp_path) == "rank 3 died of SIGKILL"
-    (tmp_path / "log.txt").write_text(table.format(0, 15))
-    assert _reason(tmp_path) == "RuntimeError: connection closed by peer"
-    (tmp_path / "log.txt").write_text(table.format(0, 6))
-    assert _reason(tmp_path) == "RuntimeError: connection closed by peer"  # a thread of its own aborted it as it ended
-    (tmp_path / "log.txt").write_text(table.format(2, 6))
-    assert _reason(tmp_path) == "rank 2 died of SIGABRT"
+    assert reason(tmp_path, table.format(0, 15) + table.format(3, 9)) == "rank 3 died of SIGKILL"
+    assert reason(tmp_path, table.format(0, 15)) == "RuntimeError: connection closed by peer"
+    aborted = table.format(0, 6)  # by a thread of its own as it ended
+    assert reason(tmp_path, aborted) == "RuntimeError: connection closed by peer"
+    assert reason(tmp_path, table.format(2, 6)) == "rank 2 died of SIGABRT"
     report_error(tmp_path, 0, "rank 2 hangs", hang=True)  # then torchrun killed what did not end
-    assert _reason(tmp_path) == "rank 2 hangs"
+    assert reason(tmp_path, table.format(2, 6)) == "rank 2 hangs"
+    (tmp_path / "error-0.txt").unlink()  # as it is while the rank is started again
+    assert reason(tmp_path, table.format(2, 6)) == "rank 2 hangs"
     forget_error(tmp_path, 0)
-    (tmp_path / "log.txt").write_text("  rank      : 1 (local_rank: 0)\n  exitcode  : 3 (pid: 7)\n")
-    assert _reason(tmp_path) == "rank 1 ended with status 3 without a word"
+    ended = "  rank      : 1 (local_rank: 0)\n  exitcode  : 3 (pid: 7)\n"
+    assert reason(tmp_path, ended) == "rank 1 ended with status 3 without a word"

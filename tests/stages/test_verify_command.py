@@ -22,11 +22,11 @@ from pipeline.ir.graph import Role
 from pipeline.ir.layout import Layout, S
 from pipeline.ir.plan import Strategy
 from pipeline.ir.program import Call
-from pipeline.launch import LaunchFailed
 from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
 from pipeline.ops.table import rule_of, table
 from pipeline.stage import read
+from pipeline.work_folder import LaunchFailed
 from stages.__main__ import main
 from stages.verify import run as verify_run
 from stages.verify.float64 import grouped_product, in_float64, split_draws
