@@ -82,9 +82,14 @@ class Peers:
         def read() -> None:
             while number := heard.recv(1):
                 if number[0] in ASKING:
-                    self.call(f"stop {number[0]}")
+                    self.ask_all(number[0])
 
         threading.Thread(target=read, daemon=True, name="signals").start()
+
+    def ask_all(self, number: int) -> None:
+        """To end, as this rank was by that signal. Without the first rank there is nobody to agree with, nor a run."""
+        if not self.call(f"stop {number}") and not self.closed:
+            self.on_silence(f"rank 0 on {self.hosts[0]}, with which the ranks meet, is gone")
 
     def _stop(self, number: int) -> None:
         with self.between:
@@ -116,9 +121,12 @@ class Peers:
 
     # ---- talking
 
-    def call(self, text: str) -> None:
+    def call(self, text: str) -> bool:
+        """Whether the store is there to pass it on."""
         with suppress(dist.DistError, RuntimeError), self.busy:
             self.mouth.set(f"call {self.mouth.add('calls', 1)}", text)
+            return True
+        return False
 
     def _listen(self) -> None:
         number = 0

@@ -73,6 +73,16 @@ def test_a_rank_that_does_not_answer_is_named(three: list[Peers], monkeypatch: p
     assert silent == ["rank 2 on b did not answer when the run was told to end by SIGTERM"] * 2
 
 
+def test_a_rank_ends_when_it_is_told_to_and_the_first_is_gone() -> None:
+    """Torchrun tells it so when the first was killed; in the midst of a long step it would go on for as long."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank = Peers(server, 2, HOSTS)
+    silent = listening([rank])
+    del server
+    rank.ask_all(15)
+    assert silent == ["rank 0 on a, with which the ranks meet, is gone"]
+
+
 def test_who_hangs() -> None:
     def status(at: str, waits: bool) -> dict[str, Any]:
         return {"what": "step 3", "at": at, "waits": waits}
