@@ -40,7 +40,8 @@ def reason(work: Path, log: str, launcher: int = 0) -> str:
     errors = _by_age(work.glob("error-*.txt"))
     if hangs := _by_age(work.glob("hang-*.txt")):
         return [*errors, *hangs][0].read_text().strip()
-    ends = [(rank, int(status)) for rank, status in _STATUS.findall(log)]
+    others, _, first = log.rpartition("Root Cause (first observed failure)")  # whom torchrun killed comes before
+    ends = [(rank, int(status)) for rank, status in (*_STATUS.findall(first), *_STATUS.findall(others))]
     for rank, status in ends:
         if status < 0 and not _follows(work, rank, -status):
             return f"rank {rank} died of {_signal_name(-status)}"

@@ -257,6 +257,8 @@ def test_a_death_is_told_before_what_others_made_of_it(tmp_path):
     table = "  rank      : {} (local_rank: 0)\n  exitcode  : -{} (pid: 7)\n"
     report_error(tmp_path, 0, "RuntimeError: connection closed by peer")
     assert reason(tmp_path, table.format(0, 15) + table.format(3, 9)) == "rank 3 died of SIGKILL"
+    killed = f"{table.format(1, 9)}Root Cause (first observed failure):\n{table.format(3, 9)}"  # 1 did not end
+    assert reason(tmp_path, killed) == "rank 3 died of SIGKILL"
     assert reason(tmp_path, table.format(0, 15)) == "RuntimeError: connection closed by peer"
     aborted = table.format(0, 6)  # by a thread of its own as it ended
     assert reason(tmp_path, aborted) == "RuntimeError: connection closed by peer"
