@@ -145,8 +145,8 @@ def _take(path: Path) -> tuple[int, bool]:
 
 
 def _open(path: Path) -> int:
-    """For all who may write to the folder, whatever the umask."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    """For all who may write to the folder, whatever the umask; no link, as that would be to a file of somebody's."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     with suppress(OSError):
         os.fchmod(descriptor, path.parent.stat().st_mode & 0o666)
     return descriptor
@@ -210,7 +210,7 @@ def _read(path: Path) -> Holder | None:
     """Opened anew each time: then hosts that share the file agree on it."""
     try:
         return Holder(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):  # not there, or not yet written
+    except (OSError, ValueError, TypeError, RecursionError):  # not there, not yet written, or not ours
         return None
 
 

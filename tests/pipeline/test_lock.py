@@ -48,10 +48,21 @@ def test_the_second_is_told_who_where_and_since_when(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_or_a_crash_left_is_in_nobodys_way(tmp_path: Path) -> None:
-    for left in (json.dumps(asdict(replace(this_process("x"), pid=DEAD))), "", "{no json", '{"user": 1}'):
+    for left in (json.dumps(asdict(replace(this_process("x"), pid=DEAD))), "", "{no json", '{"user": 1}', "[" * 10**5):
         (tmp_path / lock.FILE).write_text(left)
         with locked(tmp_path):
             pass
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("my notes")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / lock.FILE).symlink_to(mine)
+    with pytest.raises(OSError, match=r"runs/\.lock"), locked(runs):
+        pass
+    assert mine.read_text() == "my notes"
 
 
 @pytest.fixture
