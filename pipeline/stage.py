@@ -20,6 +20,7 @@ from pipeline.lock import locked
 from pipeline.log import Log
 from pipeline.own_ops import know_own_ops
 from pipeline.point import current
+from pipeline.secrets import without_secrets
 from pipeline.soundness import check_sound
 from pipeline.spool import StageRecord
 from pipeline.tracker import Tracker
@@ -207,7 +208,8 @@ def _record(
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """For all who may look into the store: no passwords of a URI."""
     if isinstance(value, Mapping):
         return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}{key}.").items()}
     name = prefix.removesuffix(".") or "value"
-    return {name: str(value) if isinstance(value, list) else value}
+    return {name: without_secrets(str(value)) if isinstance(value, list | str) else value}

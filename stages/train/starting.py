@@ -22,7 +22,7 @@ from stages.train.manifest import (
     snapshots_in,
     step_of,
 )
-from stages.train.trajectory import differing, digest_of_run, settings_of
+from stages.train.trajectory import differing, digest_of_run, public, settings_of
 
 AUTO, NEVER = "auto", "never"
 
@@ -37,7 +37,7 @@ def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any
     settings = settings_of(config.plain("model"), config.plain("data"), config.plain("train"))
     origin, manifest = _origin(inputs.root, config)
     if manifest:
-        changed = differing(manifest["about"]["settings"], settings)
+        changed = differing(manifest["about"]["settings"], public(settings))
         if changed:
             inputs.log.info("the run begins from %s with other settings of %s", config.train.resume, ", ".join(changed))
     digest = digest_of_run(settings, inputs.artifacts["graph"].digest, manifest.get("digest"))
@@ -52,7 +52,7 @@ def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any
         _check_steps(config, [*snapshots_in(folder), *([Path(origin)] if origin else [])])
     return {
         "folder": str(folder),
-        "settings": settings,
+        "settings": public(settings),
         "origin": origin,
         **config.plain("train.snapshots"),
         "hang_s": config.train.hang_s,

@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pipeline.secrets import without_secrets
+
 # Keys of the train file that change neither a weight nor the order of the data. Any other key counts.
 NO_MATTER = {
     "steps",
@@ -46,6 +48,11 @@ def digest_of_run(settings: Mapping[str, Any], graph: str, origin: str | None) -
     """`graph` is the digest of the traced model, `origin` that of the snapshot a run is told to begin from."""
     text = json.dumps([settings, graph, origin], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def public(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """As they may stand in a snapshot, which others may read."""
+    return {key: without_secrets(value) if isinstance(value, str) else value for key, value in settings.items()}
 
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -17,9 +17,10 @@ import yaml
 
 from pipeline import artifacts
 from pipeline.artifacts import KINDS
+from pipeline.config import load_config
 from pipeline.errors import ShardwrightError
 from pipeline.files import NotWritten, told, write_atomic
-from pipeline.stage import STAGES, Result, execute, summary_path
+from pipeline.stage import STAGES, Result, _record, execute, summary_path
 from pipeline.weights import write_weights
 from tests.graphs import SILENT
 from tests.plans import graph_of
@@ -70,6 +71,17 @@ def test_a_stage_whose_artifact_cannot_be_written_is_not_done(root: Path) -> Non
         " make room on the disk or in your quota, and run again"
     )
     assert seen == [] and list(KINDS["graph"].path(root).parent.iterdir()) == []
+
+
+def test_a_password_does_not_stand_in_the_tracked_run(root: Path) -> None:
+    chosen = yaml.safe_load((root / "conf/config.yaml").read_text())
+    path = root / "conf/model" / f"{chosen['model']}.yaml"
+    model = yaml.safe_load(path.read_text())
+    model["module"]["weights"] = "https://user:word@host/weights"
+    path.write_text(yaml.safe_dump(model))
+    config = load_config(root)
+    params = _record(STAGES["trace"], config, {}, ()).params
+    assert params["model.module.weights"] == "https://***@host/weights"
 
 
 def test_files_are_whole_or_absent(tmp_path: Path) -> None:

@@ -301,6 +301,11 @@ def test_what_makes_a_run_what_it_is() -> None:
     assert len(digests) == 8
 
 
+def test_a_password_does_not_stand_in_a_snapshot(tmp_path: Path, log: tuple[logging.Logger, list[str]]) -> None:
+    told = prepared(tmp_path, log[0], optimizer={"_target_": "x.y", "of": "https://user:word@host"})["settings"]
+    assert told["train.optimizer.of"] == "https://***@host"
+
+
 def test_steps_matter_where_the_rate_falls_until_the_last() -> None:
     falls = {"decay": "linear", "until": None}
     assert settings(schedule=falls) != settings(schedule=falls, steps=20)
