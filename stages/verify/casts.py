@@ -20,9 +20,9 @@ from stages.verify.record import Names, targets_by_line
 
 
 def foreign_cast(case: Case, names: Iterable[Names], step: Float32Step, asked: Iterable[Asked]) -> Fault | None:
-    """The first line that asks for a cast that none of its ops has; casts to the graph's widest type lose nothing."""
+    """The first line that asks for a cast that none of its ops has and that loses digits of the graph's widest type."""
     widest = _widest(case.graph)
-    suspects = sorted((line, str(dtype), dtype) for dtype, line in asked if dtype != widest)
+    suspects = sorted((line, str(dtype), dtype) for dtype, line in asked if _is_lower(dtype, widest))
     if not suspects:
         return None
     known = interpret(case.graph, step.state, step.batches[0], 0, step.parts[0], draw=False, within=in_float32).asked
@@ -46,6 +46,12 @@ def _widest(graph: OpGraph) -> torch.dtype:
     found = {value.type.dtype for value in graph.values.values() if value.type.is_inexact}
     real = [dtype for dtype in (getattr(torch, name) for name in found) if dtype.is_floating_point]
     return min(real, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _is_lower(dtype: torch.dtype, widest: torch.dtype) -> bool:
+    """Fewer bits, or as many that are shared out otherwise."""
+    own, wide = torch.finfo(dtype), torch.finfo(widest)
+    return own.bits < wide.bits or (own.bits == wide.bits and own.eps != wide.eps)
 
 
 def _ops_by_name(names: Iterable[Names]) -> Mapping[tuple[str, str], set[str]]:

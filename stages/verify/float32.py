@@ -77,9 +77,9 @@ class RunInFloat32(Protocol):
     def __call__(self, step: Float32Step) -> tuple[list[Difference], Mapping[Asked, int]]: ...
 
 
-def judge_in_float32(build: Build, batches: Sequence[Batch], run: RunInFloat32) -> Float32Verdict:
+def judge_in_float32(build: Build, batches: Sequence[Batch], run: RunInFloat32, tries: int = TRIES) -> Float32Verdict:
     """Of the first try in which the program is right, or else of the last."""
-    for step in _steps(build, list(batches)):
+    for step in _steps(build, list(batches), tries):
         found, asked = run(step)
         judged = (replace(d, tolerance=step.allowed[d.name], in_float32=True) for d in found)
         verdict = Float32Verdict(step, tuple(judged), asked)
@@ -103,10 +103,10 @@ def runner(program: ModuleType, path: str, make: MakeOptimizer, batch_norm: str)
     return run
 
 
-def _steps(build: Build, batches: list[Batch]) -> Iterator[Float32Step]:
+def _steps(build: Build, batches: list[Batch], tries: int) -> Iterator[Float32Step]:
     """With the module's own parameters, then with others."""
     wide = [{name: doubled(x) for name, x in batch.items()} for batch in batches]
-    for number in range(TRIES):
+    for number in range(tries):
         module = cast_all(build(), WIDENED[torch.float32]).train()
         _move(module, number)
         before = copied(state_of(module))

@@ -60,17 +60,18 @@ class InOneType(TorchDispatchMode):
         super().__init__()
         self.low, self.widen, self.draws, self.path = WIDENED[wide], widen, draws, path
         self.casts: set[torch.dtype] = set()
-        self.asked: Counter[Asked] = Counter()  # of casts in the file of that path
+        self.asked: Counter[Asked] = Counter()  # types below float64 that lines of the file of that path name
         self.drew = False
         self.others: set[str] = set()  # ops that drew and are not in `DRAWS`
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if (dtype := kwargs.get("dtype")) in self.low:
+        dtype = kwargs.get("dtype")
+        if self.path and dtype in WIDENED[torch.float64] and not replaying() and (line := _line_of(self.path)):
+            self.asked[dtype, line] += 1
+        if dtype in self.low:
             if any(isinstance(a, Tensor) and a.dtype in self.low.values() for a in args):
                 self.casts.add(dtype)
-            if self.path and not replaying() and (line := _line_of(self.path)):
-                self.asked[dtype, line] += 1
             kwargs["dtype"] = self.low[dtype] if self.widen else dtype
         if self.widen and not function._schema.is_mutable:
             args = tree_map(self._widened, args)

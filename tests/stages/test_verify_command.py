@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +30,11 @@ from pipeline.stage import read
 from pipeline.work_folder import LaunchFailed
 from stages.__main__ import main
 from stages.verify import run as verify_run
-from stages.verify.float64 import grouped_product, in_float64, split_draws
+from stages.verify import worker
+from stages.verify.casts import _is_lower
+from stages.verify.float64 import ANY, grouped_product, in_float32, in_float64, split_draws
 from stages.verify.record import BEFORE, _steps_of, names_of
+from stages.verify.truth import Kind
 from stages.verify.worker import AT, failing_line
 from stages.verify.worker import verify as verify_on_a_rank
 from tests import pieces, plans, programs, storage_plans
@@ -477,6 +481,33 @@ def test_a_random_op_that_ones_own_rule_splits_cannot_be_compared() -> None:
     apart = replace(whole, strategies={**whole.strategies, name: split})
     assert split_draws(graph, [apart], ("shardwright_verify.noisy",)) == "shardwright_verify.noisy.default"
     assert split_draws(graph, [apart], ()) == "", "it is found out by running the module"
+
+
+def test_a_type_below_that_of_the_model_is_noted() -> None:
+    """Also float32, of a model in float64: in float64 such a cast is widened, in float32 nothing of it is seen."""
+    with in_float32(draws=False, path=ANY) as mode:
+        torch.ones(2, dtype=torch.float64).float().double()
+    assert set(mode.asked) == {(torch.float32, 1)}
+    ordered = [torch.bfloat16, torch.float32, torch.float64]
+    assert all(_is_lower(low, high) for low, high in zip(ordered, ordered[1:], strict=False))
+    assert not any(_is_lower(high, low) for low, high in zip(ordered, ordered, strict=True))
+    assert _is_lower(torch.float16, torch.bfloat16) and not _is_lower(torch.complex64, torch.float32)
+
+
+def test_casts_are_looked_at_where_numbers_cannot_be_compared(monkeypatch) -> None:
+    fault = worker.Fault("a cast to bfloat16 that the model does not have")
+    found = SimpleNamespace(step=None, asked=(), right=False)
+    monkeypatch.setattr(worker, "load_program", lambda *_, **__: None)
+    monkeypatch.setattr(worker, "judge_in_float32", lambda *given: found if given[-1] == 1 else None)
+    monkeypatch.setattr(worker, "names_of", lambda *_: {})
+    monkeypatch.setattr(worker, "_of_all_ranks", set)
+    setting = SimpleNamespace(optimizer=None, module=None, batches=[[]])
+    case = SimpleNamespace(program=object(), path="", written="")
+    truth = SimpleNamespace(batch_norm="exact", kind=Kind(False, True, True, ("aten.rrelu",)), draw=False)
+    for told in (fault, None):
+        monkeypatch.setattr(worker, "foreign_cast", lambda *_, told=told: told)
+        result = worker._in_float32(setting, case, None, SimpleNamespace(judged=[]), truth)
+        assert result["equal"] is (told is None) and result["float32"] is None
 
 
 def test_types_are_widened() -> None:
