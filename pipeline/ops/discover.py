@@ -1,11 +1,9 @@
 """Strategies of an op that has no rule, found by trying: split random tensors, run the op on the pieces, compare.
 
-The op runs on small tensors: sizes shrink so that equal ones stay equal. What each input holds forward (the whole, a
-piece of a dim, a summand) is tried in all combinations; what the outputs then hold, and how the gradients come back,
-decides the states. A strategy counts when outputs and all gradients are right on two and on three ranks. Ops that are
-random, change their inputs, depend on values or fail have none: they run replicated. The numbers are positive, so that
-any op takes them, and then of both signs where it takes these too: below zero `prelu` reads a tensor that it ignores
-above.
+The op runs on small tensors (trial.py). What each input holds forward (the whole, a piece of a dim, a summand) is tried
+in all combinations; what the outputs then hold, and how the gradients come back, decides the states. A strategy counts
+when outputs and all gradients are right on two and on three ranks. Ops that are random, change their inputs, depend on
+values or fail have none: they run replicated.
 
 An op may do anything with such tensors, indices that point nowhere among them: it is tried in a child process. One that
 crashes it, or does not come back, has no strategies.
@@ -20,30 +18,26 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.files import write_atomic
-from pipeline.ir.graph import Arg, Ref, TensorType, Torch
+from pipeline.ir.graph import Arg, Ref
 from pipeline.ir.layout import B, Layout, P, R, S, State
 from pipeline.ir.plan import Strategy
 from pipeline.ops import pieces
 from pipeline.ops.child import attempt
 from pipeline.ops.rule import OpView
+from pipeline.ops.trial import Trial, can_be_tried, integers, is_finite, is_triable, shrunk_in_order, small_trial
 
 NAME = "discovered"
 SEARCH = 2  # of the way to search: what another one found is not read
 RANKS = (2, 3)
-STEP = 6  # sizes are multiples of it, so that they divide by 2 and by 3
 MOST_TRIALS = 3000  # combinations of input states
-LARGEST = 1 << 20  # elements of an op that is tried in its own size
-_FLOATS = ("float64", "float32", "bfloat16", "float16")
-_COMPLEX = {"float64": "complex128", "float32": "complex64"}  # numbers of two such
 
 
 @dataclass(frozen=True)
@@ -52,53 +46,6 @@ class Found:
 
     inputs: tuple[State, ...]
     outputs: tuple[State, ...]
-
-
-@dataclass(frozen=True)
-class Trial:
-    """An op on small tensors."""
-
-    function: Callable[..., Any]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    grads: tuple[bool, ...]
-    arguments: tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
-
-    def __call__(self, tensors: Sequence[Tensor], seed: int = 0) -> tuple[Tensor, ...]:
-        order = iter(tensors)
-
-        def real(arg: Arg) -> Any:
-            if isinstance(arg, Ref):
-                return next(order)
-            if isinstance(arg, Torch):
-                return torch.device("cpu") if arg.kind == "device" else getattr(torch, arg.name)
-            return [real(a) for a in arg] if isinstance(arg, tuple) else arg
-
-        positional, named = self.arguments
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack for every absent device
-        result = self.function(*(real(a) for a in positional), **{k: real(v) for k, v in named})
-        return (result,) if isinstance(result, Tensor) else tuple(result)
-
-    def draw(self, seed: int, signed: bool = False) -> list[Tensor]:
-        """Random tensors, positive or of both signs; integers are valid as indices of any dim but one of size one."""
-        generator = torch.Generator().manual_seed(seed)
-        least = min((n for shape in self.shapes for n in shape if n > 1), default=2)
-        low = -1.0 if signed else 0.5
-        types = zip(self.shapes, self.dtypes, strict=True)
-        return [_draw(shape, dtype, low, least, generator) for shape, dtype in types]
-
-
-def _draw(shape: tuple[int, ...], dtype: str, low: float, least: int, generator: torch.Generator) -> Tensor:
-    """Numbers between `low` and 1.5, whole ones below `least`."""
-    if dtype == "bool":
-        return torch.rand(shape, generator=generator) < 0.5
-    if dtype in _FLOATS:
-        drawn = torch.rand(shape, generator=generator, dtype=torch.float64) * (1.5 - low) + low
-        return drawn.to(getattr(torch, dtype))
-    if dtype in _COMPLEX.values():
-        parts = torch.rand((*shape, 2), generator=generator, dtype=torch.float64) * (1.5 - low) + low
-        return torch.view_as_complex(parts).to(getattr(torch, dtype))
-    return torch.randint(least, shape, generator=generator).to(getattr(torch, dtype))
 
 
 # ---- for the planner
@@ -131,6 +78,8 @@ def find(view: OpView) -> tuple[Found, ...]:
     if key not in _known:
         place = _folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json" if _folder else None
         kept = _read(place, key) if place else None
+        if kept is not None and not all(_fits(one, view) for one in kept):
+            kept = None
         found, certain = (kept, True) if kept is not None else search(view)
         _known[key] = found
         if place and kept is None and certain:
@@ -141,8 +90,8 @@ def find(view: OpView) -> tuple[Found, ...]:
 def _signature(view: OpView) -> str:
     """Equal for ops that shrink to the same trial: by their own sizes where a constant might name one of them."""
     tensors = (*view.inputs, *view.outputs)
-    sizes = _shrunk_in_order(tensors)
-    constants = _integers((view.op.args.positional, *(v for _, v in view.op.args.named)))
+    sizes = shrunk_in_order(tensors)
+    constants = integers((view.op.args.positional, *(v for _, v in view.op.args.named)))
     named = any(n > 1 and n in sizes for n in constants)
     shapes = [list(t.shape) if named else [sizes[n] for n in t.shape] for t in tensors]
     kinds = [t.dtype for t in tensors]
@@ -170,6 +119,14 @@ def _read(place: Path, key: str) -> tuple[Found, ...] | None:
         return _parse(data["found"]) if data["signature"] == key else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _fits(one: Found, view: OpView) -> bool:
+    """A state for each tensor, of a dim that it has: the file may come from anywhere."""
+    if (len(one.inputs), len(one.outputs)) != (len(view.inputs), len(view.outputs)):
+        return False
+    tensors = zip((*one.inputs, *one.outputs), (*view.inputs, *view.outputs), strict=True)
+    return all(state.kind != "S" or state.dim < len(tensor.shape) for state, tensor in tensors)
 
 
 def _write(place: Path, key: str, found: tuple[Found, ...]) -> None:
@@ -204,110 +161,16 @@ def search(view: OpView) -> tuple[tuple[Found, ...], bool]:
     return _parse(json.loads(answer.text)), True
 
 
-def is_triable(view: OpView) -> bool:
-    return _function(view.op.target) is not None and not view.op.mutates and bool(view.inputs)
-
-
 def try_all(view: OpView) -> tuple[Found, ...]:
     """What `search` finds, in this process."""
     with torch.random.fork_rng(devices=[]):
         trial = small_trial(view)
-        if trial is None or not _can_be_tried(trial):
+        if trial is None or not can_be_tried(trial):
             return ()
         found = dict.fromkeys(_candidates(trial, RANKS[0], seed=1))
         drawn = [trial.draw(2 + ranks, signed) for signed in (False, True) for ranks in RANKS]
-        tries = [
-            (ranks, tensors) for ranks, tensors in zip(2 * RANKS, drawn, strict=True) if _is_finite(trial, tensors)
-        ]
+        tries = [(ranks, tensors) for ranks, tensors in zip(2 * RANKS, drawn, strict=True) if is_finite(trial, tensors)]
         return tuple(one for one in found if all(_holds(trial, one, *each) for each in tries))
-
-
-def small_trial(view: OpView) -> Trial | None:
-    """The op on small tensors that it takes, with outputs as they should be; or in its own size if that is small."""
-    function = _function(view.op.target)
-    if function is None or not is_triable(view):
-        return None
-    tensors = (*view.inputs, *view.outputs)
-    for shrink in (_shrunk_in_order(tensors), _shrunk_in_proportion(tensors), None):
-        if shrink is None and sum(t.numel for t in tensors) > LARGEST:
-            continue
-        sizes = shrink or {n: n for t in tensors for n in t.shape}
-        shapes = [tuple(sizes[n] for n in t.shape) for t in tensors]
-        own = (view.op.args.positional, view.op.args.named)
-        renamed = (_map(own[0], sizes), tuple((k, _map(v, sizes)) for k, v in own[1]))
-        for arguments in dict.fromkeys((own, renamed)):
-            for float_type in ("float64", "float32"):
-                dtypes = tuple(_tried_type(t.dtype, float_type) for t in view.inputs)
-                trial = Trial(function, tuple(shapes[: len(view.inputs)]), dtypes, view.input_grads, arguments)
-                if _gives(trial, shapes[len(view.inputs) :]):
-                    return trial
-    return None
-
-
-def _tried_type(dtype: str, float_type: str) -> str:
-    if dtype.startswith("complex"):
-        return _COMPLEX[float_type]
-    return float_type if dtype in _FLOATS else dtype
-
-
-def _function(target: str) -> Callable[..., Any] | None:
-    """The op itself, if torch knows it here, and it neither draws random numbers nor changes its inputs."""
-    found: Any = torch.ops
-    try:
-        for part in target.split("."):
-            found = getattr(found, part)
-        changes = torch.Tag.nondeterministic_seeded in found.tags or found._schema.is_mutable
-    except (AttributeError, RuntimeError):
-        return None
-    return None if changes else found
-
-
-def _shrunk_in_order(tensors: Sequence[TensorType]) -> dict[int, int]:
-    """Each size as a small one: one stays one, larger stays larger."""
-    sizes = sorted({n for t in tensors for n in t.shape if n > 1})
-    return {0: 0, 1: 1, **{n: STEP * (i + 1) for i, n in enumerate(sizes)}}
-
-
-def _shrunk_in_proportion(tensors: Sequence[TensorType]) -> dict[int, int]:
-    """Each size as a small one with the same ratios: three times another stays so."""
-    sizes = {n for t in tensors for n in t.shape if n > 1}
-    common = math.gcd(*sizes) if sizes else 1
-    return {0: 0, 1: 1, **{n: n // common * STEP for n in sizes}}
-
-
-def _map(arg: Arg, sizes: dict[int, int]) -> Arg:
-    if isinstance(arg, tuple):
-        return tuple(_map(a, sizes) for a in arg)
-    return sizes.get(arg, arg) if isinstance(arg, int) and not isinstance(arg, bool) and arg > 1 else arg
-
-
-def _integers(arg: Arg) -> Iterator[int]:
-    if isinstance(arg, tuple):
-        for item in arg:
-            yield from _integers(item)
-    elif isinstance(arg, int) and not isinstance(arg, bool):
-        yield arg
-
-
-def _gives(trial: Trial, shapes: Sequence[tuple[int, ...]]) -> bool:
-    if sum(math.prod(s) for s in (*trial.shapes, *shapes)) > LARGEST:
-        return False
-    try:
-        return [tuple(x.shape) for x in trial(trial.draw(0))] == list(shapes)
-    except Exception:  # whatever an op raises at sizes that it does not take
-        return False
-
-
-def _can_be_tried(trial: Trial) -> bool:
-    """Not where the same tensors give other results (random), or all results are alike: nothing could be told."""
-    tensors = trial.draw(1)
-    try:
-        once, again = trial(tensors, seed=0), trial(tensors, seed=1)
-        if any(not torch.equal(a, b) for a, b in zip(once, again, strict=True) if not a.isnan().any()):
-            return False
-        return all(x.numel() < 2 or not bool((x == x.flatten()[0]).all()) for x in once)
-    except Exception:  # whatever an op raises at numbers that it does not take
-        return False
 
 
 def _candidates(trial: Trial, ranks: int, seed: int) -> Iterator[Found]:
@@ -426,14 +289,6 @@ def _gradients(outputs: Sequence[Tensor], coming: Sequence[Tensor | None], input
 
 def _near(tensor: Tensor) -> float:
     return 1e-8 if tensor.dtype in (torch.float64, torch.complex128) else 1e-4
-
-
-def _is_finite(trial: Trial, tensors: list[Tensor]) -> bool:
-    """Some ops do not take numbers below zero."""
-    try:
-        return all(bool(x.isfinite().all()) for x in trial(tensors))
-    except Exception:  # whatever an op raises at numbers that it does not take
-        return False
 
 
 def _holds(trial: Trial, one: Found, ranks: int, tensors: list[Tensor]) -> bool:

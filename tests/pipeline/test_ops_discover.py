@@ -178,10 +178,13 @@ def test_a_later_run_reads_what_an_earlier_one_found(tmp_path, monkeypatch) -> N
     monkeypatch.setattr(discover, "_known", {})
     monkeypatch.setattr(discover, "search", lambda view: pytest.fail("searched again"))
     assert found(view) == first
-    file.write_text("{")  # a file that cannot be read is as good as none
-    monkeypatch.setattr(discover, "_known", {})
     monkeypatch.setattr(discover, "search", lambda view: ((), True))
-    assert found(view) == set()
+    kept = json.loads(file.read_text())
+    forged = [[[["R"], ["R"]]], [[["S(7)", "R"], ["R"]]], [[["R", "R"], ["R", "R"]]]]  # not of these tensors
+    for text in ("{", *(json.dumps(kept | {"found": each}) for each in forged)):
+        file.write_text(text)  # one that cannot be read is as good as none
+        monkeypatch.setattr(discover, "_known", {})
+        assert found(view) == set()
 
 
 @pytest.mark.parametrize(
