@@ -223,8 +223,8 @@ class _Waiting:
         idle = self.had_ranks and not processes.ranks()
         self.childless = (self.childless or self.awake) if idle else None
         if self.childless is not None and self.childless <= min(before, self.awake - END_S):
-            who = f"the launcher, torchrun (process {processes.above.pid} on {socket.gethostname()})"
-            raise LaunchFailed(processes.told() or f"{who} hangs: its ranks have ended, and it has not")
+            hangs = f"{processes.launcher()} hangs: its ranks have ended, and it has not"
+            raise LaunchFailed(processes.told() or hangs)
 
     def _read_log(self) -> None:
         """Lines of ranks that are for the user; a log that has grown too long begins again."""

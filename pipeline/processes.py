@@ -53,11 +53,14 @@ class Processes:
 
     def told(self) -> str:
         """Who is stopped, for the user; nothing where nobody is."""
-        names = [f"rank {rank} (process {process.pid} on {_host()})" for rank, (process, _) in self.halted.items()]
+        names = [f"rank {rank} ({_place(process)})" for rank, (process, _) in self.halted.items()]
         if self.launcher_halted is not None:
-            names.append(f"the launcher, torchrun (process {self.above.pid} on {_host()})")
+            names.append(self.launcher())
         verb = "is" if len(names) == 1 else "are"
         return f"{', '.join(names)} {verb} stopped, by SIGSTOP or a debugger" if names else ""
+
+    def launcher(self) -> str:
+        return f"the launcher, torchrun ({_place(self.above)})"
 
     def end_halted(self, before: float) -> None:
         """Ranks that have been stopped since then or longer: they died, as far as others are concerned."""
@@ -125,5 +128,5 @@ def _is(process: psutil.Process, status: str) -> bool:
         return False
 
 
-def _host() -> str:
-    return socket.gethostname()
+def _place(process: psutil.Process) -> str:
+    return f"process {process.pid} on {socket.gethostname()}"

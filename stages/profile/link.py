@@ -18,6 +18,7 @@ from torch import Tensor
 from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
 from pipeline.ir.profile import Kernel
 from pipeline.ops.own import CONSTANT
+from pipeline.ops.public import overload_of
 from pipeline.ops.table import rule_of
 from stages.profile.autocast import COMPOSITES, Autocast
 from stages.profile.device import LOWERED
@@ -216,7 +217,7 @@ class Runner:
         if autocast:
             positional, named = autocast.arguments(op.target, (positional, named))
         parts = COMPOSITES.get(op.target) if autocast else None
-        function = parts or self.lowered.get(op.target) or _overload(op.target)
+        function = parts or self.lowered.get(op.target) or overload_of(op.target)
         result = function(*positional, **named)
         return [result] if isinstance(result, Tensor) else list(result)
 
@@ -302,9 +303,3 @@ def _mark_backward(results: list[Tensor], before: list[Any], op: str, watch: Wat
 
 def meta(shape: tuple[int, ...], dtype: str, grad: bool = False) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta").requires_grad_(grad)
-
-
-def _overload(target: str) -> Callable[..., Any]:
-    namespace, name, overload = target.split(".")
-    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    return found
