@@ -39,7 +39,7 @@ def reason(work: Path, log: str, launcher: int = 0) -> str:
         return f"the launcher died of {_signal_name(-launcher)}"
     errors = _by_age(work.glob("error-*.txt"))
     if hangs := _by_age(work.glob("hang-*.txt")):
-        return [*errors, *hangs][0].read_text().strip()
+        return [*errors, *hangs][0].read_text("utf-8").strip()
     others, _, first = log.rpartition("Root Cause (first observed failure)")  # whom torchrun killed comes before
     ends = [(rank, int(status)) for rank, status in (*_STATUS.findall(first), *_STATUS.findall(others))]
     for rank, status in ends:
@@ -49,7 +49,7 @@ def reason(work: Path, log: str, launcher: int = 0) -> str:
         if status > 1 and status != ORPHAN and not _told(work, rank):  # 1: what it says stands in the log
             return f"rank {rank} ended with status {status} without a word"
     for path in [*_by_age(work.glob("final-*.txt")), *errors]:
-        return path.read_text().strip()
+        return path.read_text("utf-8").strip()
     return _reason_in(log.splitlines())
 
 

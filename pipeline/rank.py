@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.files import write_atomic
+from pipeline.ir.names import printable
 
 PARENT = "SHARDWRIGHT_PARENT"
 MEET = "SHARDWRIGHT_MEET"  # the folder in which ranks of one machine find one another
@@ -63,7 +64,7 @@ def _alive(pid: int) -> bool:
 
 def report_error(work: Path, rank: int, text: str, *, final: bool = False, hang: bool = False) -> None:
     """One line for the user. Ranks that hang do not end, and are killed."""
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     kinds = ["final" if final else "error", *(["hang"] if hang else [])]
     try:
         for kind in kinds:
@@ -102,7 +103,7 @@ def _write(path: Path, text: str) -> None:
     """Whole or not at all; a folder that is gone stays so."""
     temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_text(text)
+        temporary.write_text(text, "utf-8")
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)

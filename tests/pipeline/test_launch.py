@@ -245,6 +245,12 @@ def test_the_reason_from_a_log(tmp_path, log, told):
     assert reason(tmp_path, log) == told
 
 
+def test_a_report_of_letters_that_no_file_takes(tmp_path):
+    """As Python reads names of files that are not UTF-8."""
+    report_error(tmp_path, 0, "ValueError: no picture in \udcff\x1b[2J.png")
+    assert reason(tmp_path, "") == r"ValueError: no picture in \udcff\x1b[2J.png"
+
+
 def test_the_first_report_wins(tmp_path):
     report_error(tmp_path, 1, "first\n  of two")
     time.sleep(0.02)
