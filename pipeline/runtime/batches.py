@@ -166,10 +166,8 @@ def sample_mistakes(sample: Any, specs: Mapping[str, Any]) -> Iterator[str]:
 
 def length_of(dataset: Any, where: str) -> int:
     try:
-        length = len(dataset)
-    except TypeError:
-        length = 0
-    except Exception as error:
+        length = len(dataset) if hasattr(dataset, "__len__") else 0
+    except (Exception, SystemExit) as error:
         text = f"the length of {type(dataset).__name__} cannot be told: {type(error).__name__}: {error}"
         raise TrainError(f"{text}{_place_in(error)}", where=where) from error
     if length < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.errors import TrainError
 from pipeline.ir.layout import Layout
 from pipeline.runtime import batches
 from pipeline.runtime.mesh import MeshAxis
@@ -95,3 +97,19 @@ def test_only_the_rows_that_a_rank_needs_are_read() -> None:
     assert read("S(0)',S(0)", "S(0)',S(0)") == [3, 4, 5]
     assert read("S(0:3),R", "S(0:3),R") == [2, 3, 6, 7, 10, 11]
     assert read("S(0),R", "R,R") == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("length", "told"),
+    [
+        (lambda self: 0, "has no length or no items"),
+        (None, "has no length or no items"),
+        (lambda self: 1.5, "cannot be told: TypeError: 'float' object"),
+        (lambda self: len(None), "cannot be told: TypeError: object of type 'NoneType'"),
+        (lambda self: sys.exit(3), "cannot be told: SystemExit: 3"),
+    ],
+)
+def test_a_data_set_without_a_length(length, told: str) -> None:
+    made = type("Mine", (), {"__len__": length} if length else {})()
+    with pytest.raises(TrainError, match=f"conf/data/x.yaml: .*Mine {told}"):
+        batches.length_of(made, "conf/data/x.yaml")
