@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 
 import pytest
@@ -29,7 +30,6 @@ from stages.profile.costs import all_kernels, op_costs
 from stages.profile.step import profile_step
 from tests.families import FAMILIES, LENGTH, llama, mixtral, t5, tokens
 from tests.interpreter import run_graph
-from tests.made import made_once
 
 
 def trace(build, batch, *, keep_casts: bool = False) -> OpGraph:
@@ -62,7 +62,7 @@ def check_equal(graph: OpGraph, model: nn.Module, batch) -> None:
         assert torch.equal(ours, theirs), name
 
 
-@made_once
+@functools.cache
 def graph_of(build) -> OpGraph:
     return trace(build, FAMILIES[build])
 
