@@ -23,7 +23,14 @@ class ShardwrightError(Exception):
         self.where = where
         self.remedy = remedy
         self.also: tuple[ShardwrightError, ...] = ()  # further mistakes that were found with it
-        super().__init__(self.line())
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        """Written when it is read: a search that tries what is refused raises thousands that nobody reads."""
+        return self.line()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.line()!r})"
 
     def line(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -20,6 +21,13 @@ settings.load_profile("untimed")
 def pytest_xdist_auto_num_workers() -> int:
     """One more than cores: tests of processes wait a quarter of their time, for what those load or for a time limit."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        from tests.made import share_in
+
+        share_in(Path(config.option.basetemp).parent / "made")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Container
 from dataclasses import replace
@@ -32,6 +31,7 @@ from stages.solve.data import Problem
 from stages.solve.frontier import Solution, Sweep
 from stages.solve.on_mesh import price_point
 from stages.solve.problem import Choices, Given, build, to_sharding
+from tests.made import made_once
 from tests.skips import Ladder, Shared, sequences
 
 SILENT = logging.getLogger("tests.silent")
@@ -73,23 +73,23 @@ def mlp_batch() -> dict[str, torch.Tensor]:
     }
 
 
-@functools.cache
+@made_once
 def gpt_graph(layers: int = 2, tie: bool = False) -> OpGraph:
     return trace(gpt(layers, tie), gpt_batch())
 
 
-@functools.cache
+@made_once
 def mlp_graph() -> OpGraph:
     return trace(mlp(), mlp_batch())
 
 
-@functools.cache
+@made_once
 def ladder_graph() -> OpGraph:
     torch.manual_seed(0)
     return trace(Ladder(), sequences())
 
 
-@functools.cache
+@made_once
 def shared_graph() -> OpGraph:
     torch.manual_seed(0)
     return trace(Shared(), sequences())
@@ -104,7 +104,7 @@ GRAPHS = {
 }
 
 
-@functools.cache
+@made_once
 def profile_of(name: str) -> Profile:
     return profile_graph(GRAPHS[name]())
 
@@ -139,7 +139,7 @@ def solve_settings(backend: str = "highs", **changes: object) -> Solve:
     return Solve(**{"backend": Backend(backend), "gap": 1e-9, "frontier_points": 6, **changes})
 
 
-@functools.cache
+@made_once
 def solved(
     name: str, devices: int = 2, copies: float = 2.0, micro_batches: int = 1
 ) -> tuple[Problem, Choices, tuple[Solution, ...]]:
@@ -150,7 +150,7 @@ def solved(
     return problem, choices, tuple(sweep.frontier(float("inf"), lambda done, note="": None))
 
 
-@functools.cache
+@made_once
 def frontier_of(name: str, devices: int = 2, micro_batches: int = 1) -> Frontier:
     graph, profile, cluster = GRAPHS[name](), profile_of(name), preset(devices)
     _, choices, solutions = solved(name, devices, micro_batches=micro_batches)

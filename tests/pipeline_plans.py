@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 from pipeline.config import Checkpoint, Pipeline, Recompute
@@ -14,12 +13,13 @@ from stages.checkpoint.choose import choose
 from stages.checkpoint.piped import Pipelines, find_pipelines
 from stages.solve.on_mesh import OnMesh
 from tests.graphs import GRAPHS, SILENT, preset, profile_of, solve_settings
+from tests.made import made_once
 
 FILE = "conf/checkpoint/test.yaml"
 WHERE = "conf/solve/test.yaml: memory_budget_gb"
 
 
-@functools.cache
+@made_once
 def with_pieces(name: str, devices: int = 4, micro_batches: int = 4) -> tuple[Cluster, Frontier]:
     """Two plans on all devices and on pieces of each smaller number."""
     cluster = preset(devices)

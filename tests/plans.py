@@ -50,6 +50,7 @@ from stages.solve.storage import Stored, Way, storage_choices
 from stages.solve.wide import fastest
 from tests import skips
 from tests.graphs import preset, solve_settings
+from tests.made import made_once
 from tests.ranks import AXIS
 
 T = TypeVar("T")
@@ -205,7 +206,7 @@ def module_of(model: str) -> nn.Module:
     return {**MODELS, **EIGHTS, **ODD_SIZES, **OPTIONAL}[model]().double().train()
 
 
-@cache
+@made_once
 def graph_of(model: str) -> OpGraph:
     module, batch = module_of(model), batch_of(model)
     ops = to_ops(export_loss(module, batch), module, tuple(batch))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from pipeline.ops.rule import view_op
 from pipeline.ops.table import rule_of
 from stages.codegen.module import write_module
 from tests.graphs import GRAPHS, gpt, gpt_batch, mlp, mlp_batch, trace
+from tests.made import made_once
 from tests.skips import Ladder, Shared, UNet, images, sequences
 
 
@@ -228,6 +228,6 @@ def odd(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 ODD = ("names", "autoencoder", "bare", "frozen", "unknown", "stateful", "long", "unet")
 
 
-@cache
+@made_once
 def odd_graph(name: str) -> OpGraph:
     return GRAPHS[name]() if name in GRAPHS else trace(*odd(name))

@@ -11,18 +11,34 @@ from functools import cache
 
 from stages.checkpoint.chain import LAST, Chain
 from stages.checkpoint.schedule import Kind, Op
-from stages.checkpoint.simulate import InvalidSequence, apply, start
+from stages.checkpoint.simulate import State, Step, apply, problem, start
+
+Moves = Callable[[State], list[Step]]
+
+
+def moves(chain: Chain, first: int, last: int) -> Moves:
+    """What the simulator makes of a state by each op that can run; each state is tried once."""
+    links = range(first, last + 1)
+    ops = [Op(kind, i) for kind in (Kind.F_CK, Kind.F_NONE) for i in links]
+    ops += [Op(kind, i, k) for kind in (Kind.F_ALL, Kind.B) for i in links for k in options(chain, i)]
+    return cache(lambda state: [apply(chain, state, op, first) for op in ops if not problem(chain, state, op, first)])
+
+
+def pins(pinned: frozenset[int], step: Step) -> frozenset[int] | None:
+    """Persistent: an activation that F_ck or F_all has left in place is pinned, and not dropped before its backward."""
+    if step.op.kind is Kind.F_NONE and step.op.link in pinned:
+        return None
+    left = pinned | {step.op.link} if step.op.kind in (Kind.F_CK, Kind.F_ALL) else pinned
+    return left & step.state.activations
 
 
 def fastest(chain: Chain, memory: float, first: int = 0, last: int | None = None, through: Op | None = None) -> float:
-    """Dijkstra over the simulator's states, by every op that fits; infinite where no sequence ends.
+    """Dijkstra over the simulator's states, by every op that fits; infinite where no persistent sequence ends.
 
-    Persistent: an activation that F_ck or F_all has left in place is pinned, and not dropped before its backward.
     With `through`, only sequences in which that op once holds all of the memory count.
     """
     last = chain.length if last is None else last
-    ops = [Op(kind, i) for kind in (Kind.F_CK, Kind.F_NONE) for i in range(first, last + 1)]
-    ops += [Op(kind, i, k) for kind in (Kind.F_ALL, Kind.B) for i in range(first, last + 1) for k in options(chain, i)]
+    steps = moves(chain, first, last)
     ticket = itertools.count()
     queue = [(0.0, next(ticket), (start(chain, first, last), frozenset({first}), through is None))]
     done = set()
@@ -34,17 +50,11 @@ def fastest(chain: Chain, memory: float, first: int = 0, last: int | None = None
         state, pinned, met = node
         if state.gradient == first and met:
             return time
-        for op in ops:
-            if op.kind is Kind.F_NONE and op.link in pinned:
-                continue
-            try:
-                step = apply(chain, state, op, first)
-            except InvalidSequence:
-                continue
-            if step.held <= memory:
-                pins = pinned | {op.link} if op.kind in (Kind.F_CK, Kind.F_ALL) else pinned
-                after = (step.state, pins & step.state.activations, met or (op == through and step.held == memory))
-                heapq.heappush(queue, (time + step.seconds, next(ticket), after))
+        for step in steps(state):
+            if step.held <= memory and (left := pins(pinned, step)) is not None:
+                after = (step.state, left, met or (step.op == through and step.held == memory))
+                if after not in done:
+                    heapq.heappush(queue, (time + step.seconds, next(ticket), after))
     return math.inf
 
 

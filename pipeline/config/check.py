@@ -7,6 +7,7 @@ OmegaConf then only fills in defaults and builds the typed objects.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import keyword
 import math
 import types
@@ -40,6 +41,7 @@ def kind_of(hint: Any) -> Kind:
     return Kind(typing.get_origin(hint) or hint, optional, arguments[-1] if arguments else None)
 
 
+@functools.cache
 def fields_of(schema: type) -> dict[str, tuple[Kind, dataclasses.Field[Any]]]:
     hints = typing.get_type_hints(schema)
     return {item.name: (kind_of(hints[item.name]), item) for item in dataclasses.fields(schema)}

@@ -88,14 +88,15 @@ def start(chain: Chain, first: int, last: int) -> State:
 
 def apply(chain: Chain, state: State, op: Op, first: int = 0, where: str | None = None) -> Step:
     """One op on one state; raises InvalidSequence where the op cannot run."""
-    problem = _problem(chain, state, op, first)
-    if problem:
-        raise InvalidSequence(f"{op} cannot run: {problem}", where=where)
+    why = problem(chain, state, op, first)
+    if why:
+        raise InvalidSequence(f"{op} cannot run: {why}", where=where)
     run = {Kind.F_ALL: _save, Kind.F_CK: _pass, Kind.F_NONE: _pass, Kind.B: _back}[op.kind]
     return run(chain, state, op)
 
 
-def _problem(chain: Chain, state: State, op: Op, first: int) -> str | None:
+def problem(chain: Chain, state: State, op: Op, first: int) -> str | None:
+    """Why the op cannot run on the state, if it cannot."""
     i = op.link
     known = op.option == LAST and chain.last and i < chain.length
     if not first <= i <= chain.length or not (known or 0 <= op.option < len(chain.options(i))):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch._inductor import config as inductor
 
 from pipeline.runtime import compiled, partitioner
 from pipeline.runtime.written import written
+from tests.compiling import without_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
 ATEN = torch.ops.aten
@@ -35,6 +37,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     torch._dynamo.reset()
     with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
         yield found
+
+
+@pytest.fixture
+def graphs_alone(graphs: list[fx.Graph]) -> Iterator[list[fx.Graph]]:
+    """These are run as they are: other tests run the same kernels."""
+    with without_kernels():
+        yield graphs
 
 
 def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
@@ -77,9 +86,9 @@ def test_what_is_no_number_stays_none(graphs):
     assert var[3:].isfinite().all() and mean[3:].isfinite().all()
 
 
-def test_few_values_are_left_to_torch(graphs):
+def test_few_values_are_left_to_torch(graphs_alone):
     compiled(spread, 1.0)(torch.randn(4, CHANNELS, 5, 5).requires_grad_())
-    assert len(calls(graphs[0], ATEN.var_mean.correction)) == 1
+    assert len(calls(graphs_alone[0], ATEN.var_mean.correction)) == 1
 
 
 # -------------------------------------------------------------------------------------------------------- batch norm
@@ -105,19 +114,20 @@ def outcome(function: Callable[..., Tensor], x: Tensor, *weights: Tensor | None,
 
 
 @pytest.mark.parametrize(
-    ("shape", "middle", "affine"),
+    ("shape", "middle", "affine", "kernels"),
     [
-        ((8, CHANNELS, 24, 24), 30.0, (True, True)),
-        ((8, CHANNELS, 24, 24), 0.0, (False, False)),  # a factor and a deviation that are one
-        ((16, CHANNELS, 300), 0.0, (True, False)),
-        ((64, CHANNELS), 30.0, (True, True)),
+        ((8, CHANNELS, 24, 24), 30.0, (True, True), nullcontext),
+        ((8, CHANNELS, 24, 24), 0.0, (False, False), without_kernels),  # a factor and a deviation that are one
+        ((16, CHANNELS, 300), 0.0, (True, False), without_kernels),
+        ((64, CHANNELS), 30.0, (True, True), without_kernels),
     ],
 )
-def test_batch_norm_of_coarse_values_is_a_line(graphs, shape, middle, affine):
+def test_batch_norm_of_coarse_values_is_a_line(graphs, shape, middle, affine, kernels):
     draw = torch.Generator().manual_seed(0)
     x = (torch.randn(shape, generator=draw) + middle).bfloat16()
     weights = [torch.rand(CHANNELS, generator=draw) if there else None for there in affine]
-    found = outcome(compiled(norm, 1.0), x, *weights, dtype=torch.float32)
+    with kernels():
+        found = outcome(compiled(norm, 1.0), x, *weights, dtype=torch.float32)
     assert len(calls(graphs[0], written)) == 5  # factor and summand; two factors and the summand of backward
     exact = outcome(norm, x.double(), *weights, dtype=torch.float64)
     for own, wanted in zip(found, exact, strict=True):
@@ -129,12 +139,12 @@ def test_batch_norm_of_coarse_values_is_a_line(graphs, shape, middle, affine):
 @pytest.mark.parametrize(
     ("function", "dtype"), [(norm, torch.float32), (norm, torch.float64), (evaluated, torch.float32)]
 )
-def test_batch_norm_of_fine_values_is_torchs(graphs, dtype, function):
+def test_batch_norm_of_fine_values_is_torchs(graphs_alone, dtype, function):
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(8, CHANNELS, 24, 24, generator=draw, dtype=dtype) + 30
     weights = [torch.rand(CHANNELS, generator=draw) for _ in range(2)]
     found = outcome(compiled(function, 1.0), x, *weights, dtype=dtype)
-    assert not calls(graphs[0], written)
+    assert not calls(graphs_alone[0], written)
     tolerance = 1e-11 if dtype == torch.float64 else 1e-4
     wanted = outcome(function, x, *weights, dtype=dtype)
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
@@ -167,8 +177,8 @@ def test_a_masked_sum_of_gradients_is_written_once(graphs):
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
 
 
-def test_what_one_kernel_reads_is_not_written_for_it(graphs):
+def test_what_one_kernel_reads_is_not_written_for_it(graphs_alone):
     x = torch.randn(4, CHANNELS, dtype=torch.float64).requires_grad_()
     (found,) = torch.autograd.grad(compiled(of_one_kernel, 1.0)(x).sum(), [x])
-    assert calls(graphs[0], ATEN.where.self) and not calls(graphs[0], written)
+    assert calls(graphs_alone[0], ATEN.where.self) and not calls(graphs_alone[0], written)
     torch.testing.assert_close(found, *torch.autograd.grad(of_one_kernel(x).sum(), [x]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch._inductor import config
 from torch._inductor.fx_passes import pad_mm
 
 from pipeline.runtime import compiled, padding, partitioner
+from tests.compiling import without_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
 PAD, CLASSES = torch.ops.aten.constant_pad_nd.default, 51
@@ -24,9 +27,16 @@ def wide(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x[:61, :29], weight[:, :29]), labels[:61])
 
 
-@pytest.mark.parametrize("keeps", [1.0, 0.0])
-@pytest.mark.parametrize("function", [head, wide])
-def test_what_two_products_read_is_padded_once(monkeypatch, function, keeps):
+@pytest.mark.parametrize(
+    ("function", "keeps", "kernels"),
+    [
+        (head, 1.0, without_kernels),
+        (head, 0.0, without_kernels),
+        (wide, 1.0, without_kernels),
+        (wide, 0.0, nullcontext),
+    ],
+)
+def test_what_two_products_read_is_padded_once(monkeypatch, function, keeps, kernels):
     graphs: list[fx.Graph] = []
     torch._dynamo.reset()
     monkeypatch.setattr(pad_mm, "check_device", lambda *_: True)
@@ -35,7 +45,7 @@ def test_what_two_products_read_is_padded_once(monkeypatch, function, keeps):
     draw = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 32, generator=draw).requires_grad_() for rows in (64, CLASSES))
     labels = torch.randint(CLASSES, (64,), generator=draw)
-    with config.patch(fx_graph_cache=False):
+    with config.patch(fx_graph_cache=False), kernels():
         loss = compiled(function, keeps)(x, weight, labels)
         found = torch.autograd.grad(loss, [x, weight])
     wanted = function(x, weight, labels)

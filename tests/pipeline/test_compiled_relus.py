@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.runtime import compiled, partitioner
+from tests.compiling import without_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
 
@@ -85,8 +86,12 @@ def blocks_with(function: Callable[..., Tensor], keeps: tuple[float, ...]) -> Bl
     return compiled(start, 1.0, before_relu=True), *inside, compiled(end, 1.0, after_relu="x")
 
 
-@torch._functorch.config.patch(enable_autograd_cache=False)  # what it remembers is not compiled again
 def test_a_relu_between_blocks_is_masked_by_the_second_alone(left_out):
+    with without_kernels():
+        masked_by_the_second_alone(left_out)
+
+
+def masked_by_the_second_alone(left_out: list[int]) -> None:
     found = gradients(blocks_with(middle, (1.0, 0.3)))
     assert left_out == [1, 1, 1]
     for own, wanted in zip(found, gradients((start, middle, middle, end)), strict=True):
@@ -95,11 +100,19 @@ def test_a_relu_between_blocks_is_masked_by_the_second_alone(left_out):
     assert not torch.allclose(blind[0], found[0])  # nothing masks the first one's
 
 
+@torch._functorch.config.patch(enable_autograd_cache=False)  # what it remembers is not compiled again
+def test_kernels_mask_what_their_graphs_do(left_out):
+    found = gradients((compiled(start, 1.0, before_relu=True), compiled(end, 1.0, after_relu="x")))
+    assert left_out == [1]
+    for own, wanted in zip(found, gradients((start, end)), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("function", [in_two_parts, around_a_collective])
-@torch._functorch.config.patch(enable_autograd_cache=False)
 def test_a_block_that_is_no_single_graph_masks_what_leaves_it_itself(left_out, function):
     """The gradient that enters one of its parts is not the one that the next block masked."""
-    found = gradients(blocks_with(function, (1.0,)))
+    with without_kernels():
+        found = gradients(blocks_with(function, (1.0,)))
     assert left_out == [1]
     for own, wanted in zip(found, gradients((start, middle, end)), strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)

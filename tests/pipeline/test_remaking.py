@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor import config as inductor
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch import config as functorch
 
 from pipeline.runtime import compiled, partitioner, remaking
+from tests.compiling import without_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
 Tensors = dict[str, Tensor]
@@ -72,35 +74,43 @@ def run(function: Callable[..., Tensor], given: Given) -> tuple[list[Tensor], in
     [(bottleneck, of_bottleneck, 0.0), (layer, of_layer, 0.35)],  # attention is kept
 )
 def test_the_less_is_kept_the_same_is_computed(function, given, least):
-    torch._dynamo.reset()
-    wanted, most = run(compiled(function, 1.0), given)
+    with without_kernels():
+        wanted, most = run(compiled(function, 1.0), given)
     sizes = [most]
     for keeps in (0.7, 0.4, 0.15):
-        torch._dynamo.reset()
-        found, size = run(compiled(function, keeps, cheapest=True), given)
+        with without_kernels():
+            found, size = run(compiled(function, keeps, cheapest=True), given)
         near = {"rtol": 1e-9, "atol": 1e-11} if wanted[0].dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
         torch.testing.assert_close(found, wanted, **near)
         assert size <= max(keeps, least) * most + 1300  # means and the like, weights in another order
         sizes.append(size)
     assert sizes == sorted(set(sizes), reverse=True)
-    if function is bottleneck:
-        torch.testing.assert_close(wanted, run(function, given)[0])
+
+
+def test_kernels_of_what_is_made_again_compute_the_same():
+    torch._dynamo.reset()
+    torch.testing.assert_close(
+        run(compiled(bottleneck, 0.15, cheapest=True), of_bottleneck)[0], run(bottleneck, of_bottleneck)[0]
+    )
+
+
+class Chosen(Exception):
+    """Ends compiling when it is known what is dropped."""
 
 
 def chosen(monkeypatch: Any, function: Callable[..., Tensor], given: Given, keeps: float) -> list[str]:
     """What is dropped, in that order."""
-    found: list[str] = []
 
     def watched(*args: Any) -> Any:
         dropped = remaking.cheapest(*args)
-        found.extend(str(node.target).split(".")[1] + str(list(node.meta["val"].shape)) for node in dropped)
-        return dropped
+        raise Chosen([str(node.target).split(".")[1] + str(list(node.meta["val"].shape)) for node in dropped])
 
     torch._dynamo.reset()
     monkeypatch.setattr(partitioner, "cheapest", watched)
-    with inductor.patch(force_disable_caches=True):
+    with functorch.patch(enable_autograd_cache=False), pytest.raises(BackendCompilerFailed) as ended:
         run(compiled(function, keeps, cheapest=True), given)
-    return found
+    assert isinstance(ended.value.inner_exception, Chosen)
+    return list(ended.value.inner_exception.args[0])
 
 
 def test_a_product_that_reads_little_is_made_again_before_what_is_free_to_torch(monkeypatch):

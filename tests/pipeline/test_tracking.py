@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -36,20 +37,46 @@ class Settings:
     experiment: str = "shardwright"
 
 
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory):
+NEW_STORE = """
+import logging, shutil, sys; from pathlib import Path; logging.basicConfig(level=logging.INFO)
+from test_tracking import Settings; from pipeline.tracker import StageRecord, Tracker
+from pipeline.tracking_store import Store, connect
+assert 'mlflow' not in sys.modules
+connect(Store.of(Path('.'), Settings()))
+shutil.copyfile('runs/mlflow.db', sys.argv[1])
+Tracker(Path('.'), Settings(), logging.getLogger(), execution='one').stage(StageRecord('trace'))
+"""
+
+
+def python(script, *arguments, **where):
+    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    environment = os.environ | {"PYTHONPATH": paths}
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, **where)
+
+
+@pytest.fixture(scope="module")
+def new_store(tmp_path_factory):
+    """A project that had no store when its first record was sent, how that went, and its store before that record."""
+    folder, empty = tmp_path_factory.mktemp("new"), tmp_path_factory.mktemp("empty") / "mlflow.db"
+    return folder, python(NEW_STORE, str(empty), cwd=folder), empty
+
+
+@pytest.fixture(scope="module")
+def empty_store(new_store):
     """An SQLite store with its tables and no run: creating one takes seconds, copying it none."""
-    root = tmp_path_factory.mktemp("empty")
-    connect(Store.of(root, Settings()))
-    return root / "runs" / "mlflow.db"
+    return new_store[2]
+
+
+def project(folder, store):
+    (folder / "runs").mkdir(parents=True)
+    shutil.copyfile(store, folder / "runs" / "mlflow.db")
+    return folder
 
 
 @pytest.fixture
 def root(tmp_path, empty_store):
-    folder = tmp_path / "a project, 100%"
-    (folder / "runs").mkdir(parents=True)
-    shutil.copyfile(empty_store, folder / "runs" / "mlflow.db")
-    return folder
+    return project(tmp_path / "a project, 100%", empty_store)
 
 
 def client(root):
@@ -315,11 +342,10 @@ def test_live_never_waits_for_the_store(root, monkeypatch, caplog):
 
 
 KILLED = """
-import logging, os, signal, sys
+import json, logging, os, signal, sys
 from pathlib import Path
 from mlflow.tracking import MlflowClient
-from pipeline.tracker import Point, StageRecord, Tracker
-sys.path.insert(0, {tests!r})
+from pipeline.tracker import StageRecord, Tracker
 from test_tracking import Settings, series
 
 def deadly(method, count, after):
@@ -334,26 +360,41 @@ def deadly(method, count, after):
         return result
     setattr(MlflowClient, method, call)
 
-root = Path({root!r})
-tracker = Tracker(root, Settings(), logging.getLogger(), execution="one")
-live = tracker.live("train")
-for step in range(50):
-    live.log(step, {{"loss": 1.0}})
-deadly({method!r}, {count}, {after})
-files = (root / "f.txt",)
-tracker.stage(StageRecord("solve", params={{"a": 1}}, figures={{"time": 2.0}}, artifacts=files, series=series(2000)))
+def send(root, method, count, after):
+    tracker = Tracker(root, Settings(), logging.getLogger(), execution="one")
+    live = tracker.live("train")
+    for step in range(50):
+        live.log(step, {"loss": 1.0})
+    deadly(method, count, after)
+    files = (root / "f.txt",)
+    tracker.stage(StageRecord("solve", params={"a": 1}, figures={"time": 2.0}, artifacts=files, series=series(2000)))
+
+for root, *how in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        try:
+            send(Path(root), *how)
+        finally:
+            os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
+KILLS = (("create_run", 1, True), ("log_artifact", 1, True), ("log_batch", 3, False), ("log_batch", 3, True))
 
 
-@pytest.mark.parametrize(
-    ("method", "count", "after"),
-    [("create_run", 1, True), ("log_artifact", 1, True), ("log_batch", 3, False), ("log_batch", 3, True)],
-)
-def test_killed_while_sending(root, method, count, after):
-    (root / "f.txt").write_text("x")
-    script = KILLED.format(root=str(root), tests=str(Path(__file__).parent), method=method, count=count, after=after)
-    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
-    assert done.returncode == -signal.SIGKILL
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, empty_store):
+    """Projects whose sender was killed, each in a process of its own; what these import is imported once."""
+    roots = {how: project(tmp_path_factory.mktemp("killed") / "a project, 100%", empty_store) for how in KILLS}
+    for root in roots.values():
+        (root / "f.txt").write_text("x")
+    done = python(KILLED, json.dumps([(str(root), *how) for how, root in roots.items()]))
+    assert done.stdout.split() == [str(-signal.SIGKILL)] * len(KILLS), done.stderr
+    return roots
+
+
+@pytest.mark.parametrize("how", KILLS)
+def test_killed_while_sending(killed, how):
+    root = killed[how]
     assert sync(root, Settings(), LOG) == (1, 0)
     assert sync(root, Settings(), LOG) == (0, 0)
     [run] = runs(root)
@@ -424,19 +465,11 @@ def test_refused_record_does_not_hold_up_the_others(root, caplog, monkeypatch):
     assert len(warnings(caplog)) == 1
 
 
-def test_a_new_store_is_created_quietly(tmp_path):
-    script = (
-        "import logging, sys; from pathlib import Path; logging.basicConfig(level=logging.INFO)\n"
-        "from test_tracking import Settings; from pipeline.tracker import StageRecord, Tracker\n"
-        "assert 'mlflow' not in sys.modules\n"
-        "Tracker(Path('.'), Settings(), logging.getLogger(), execution='one').stage(StageRecord('trace'))\n"
-    )
-    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+def test_a_new_store_is_created_quietly(new_store):
+    folder, done, _ = new_store
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert len(runs(tmp_path)) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
+    assert len(runs(folder)) == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["runs"]
 
 
 def test_ui_command(root):

@@ -79,7 +79,7 @@ def test_shrinking_budgets(name):
     assert not recomputes(loose.regions)
     assert loose.prediction.recompute_seconds == pytest.approx(0, abs=1e-15)
     seen, seconds, budget = [], loose.prediction.step_seconds, loose.prediction.peak_bytes
-    step = max(1, (loose.prediction.peak_bytes - loose.prediction.resident_bytes) // 10)
+    step = max(1, (loose.prediction.peak_bytes - loose.prediction.resident_bytes) // 6)
     while True:
         try:
             plan = plan_of(name, budget=budget)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import FunctionType
 
@@ -17,6 +18,7 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Region
 from pipeline.runtime import compiled
 from pipeline.runtime.source import load_program
+from tests.compiling import without_kernels
 from tests.graphs import gpt_graph, trace
 from tests.programs import plan_for, uniform, write
 from tests.stages.test_codegen import ruff
@@ -170,9 +172,14 @@ def step(text: str, module: nn.Module, batch: dict[str, Tensor], folder: Path) -
 
 
 @pytest.mark.parametrize(
-    ("keeps", "again", "cheapest"), [((1.0,), (1, 2), False), ((0.4, 0.0), None, False), ((0.5,), (1, 2), True)]
+    ("keeps", "again", "cheapest", "kernels"),
+    [
+        ((1.0,), (1, 2), False, without_kernels),
+        ((0.4, 0.0), None, False, without_kernels),
+        ((0.5,), (1, 2), True, nullcontext),
+    ],
 )
-def test_compiled_blocks_compute_the_same_inside_regions_and_out_of_them(keeps, again, cheapest, tmp_path):
+def test_compiled_blocks_compute_the_same_inside_regions_and_out_of_them(keeps, again, cheapest, kernels, tmp_path):
     """Also batch-norm statistics, which change once a step though a region runs twice."""
     torch.manual_seed(0)
     net, batch = Net(), given()
@@ -182,7 +189,8 @@ def test_compiled_blocks_compute_the_same_inside_regions_and_out_of_them(keeps, 
     text = write(graph, ours)
     assert ("_keeps_50_cheapest = compiled(start, keeps=0.5, cheapest=True)" in text) == cheapest
     assert ("recompute(" in text) == (again is not None) and "channels_last(tensors)" in text
-    loss, gradients, buffers = step(text, net, batch, tmp_path)
+    with kernels():
+        loss, gradients, buffers = step(text, net, batch, tmp_path)
     wanted = step(write(graph, plain), net, batch, tmp_path)
     torch.testing.assert_close(loss, wanted[0], rtol=1e-5, atol=1e-6)
     for name, gradient in wanted[1].items():
@@ -200,5 +208,6 @@ def test_a_compiled_block_may_call_a_function_that_its_reader_added(tmp_path):
     before, after = text.split("def ", 1)
     edited = before + own + "def " + after.replace("F.relu(", "twice_relu(")
     assert edited.count("twice_relu") > 1
-    (loss, gradients, _), wanted = step(edited, net, batch, tmp_path), step(text, net, batch, tmp_path)
+    with without_kernels():
+        (loss, gradients, _), wanted = step(edited, net, batch, tmp_path), step(text, net, batch, tmp_path)
     torch.testing.assert_close((loss, gradients), wanted[:2])

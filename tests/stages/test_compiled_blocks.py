@@ -14,6 +14,7 @@ from pipeline.ir.profile import CompiledWay
 from pipeline.runtime.compiled import compiled
 from stages.profile import compiled as profiling
 from stages.profile.compiled import Block, as_function, measure_blocks, no_garbage, worth_choosing
+from tests.compiling import without_kernels
 from tests.graphs import gpt, gpt_batch, gpt_graph, mlp_graph, trace
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
@@ -112,7 +113,9 @@ def kept(block: Block, keeps: float) -> tuple[CompiledWay, tuple[Tensor, ...]]:
 
 def test_equal_blocks_are_measured_once_and_ways_keep_less_and_less():
     graph = gpt_graph()
-    found = measure_blocks(graph, torch.device("cpu"), amp=False, keeps=(1.0, 0.5, 0.0), cheapest=(0.6,), measure=kept)
+    ways = {"keeps": (1.0, 0.5, 0.0), "cheapest": (0.6,)}
+    with without_kernels():
+        found = measure_blocks(graph, torch.device("cpu"), amp=False, **ways, measure=kept)
     assert [(block.first, block.last) for block in found.blocks] == list(blocks_of(graph))
     tables, one, two, end = (block.run for block in found.blocks)
     assert len(found.runs[tables]) == 1  # nothing of it is kept, however it is compiled
@@ -155,7 +158,8 @@ def test_blocks_of_images_are_measured_as_the_relus_around_them_have_them_compil
         return compiled(*given, cheapest=cheapest, after_relu=after_relu, before_relu=before_relu)
 
     monkeypatch.setattr("stages.profile.compiled.compiled", told)
-    found = measure_blocks(graph, torch.device("cpu"), amp=False, keeps=(1.0,), cheapest=(0.5,), measure=kept)
+    with without_kernels():
+        found = measure_blocks(graph, torch.device("cpu"), amp=False, keeps=(1.0,), cheapest=(0.5,), measure=kept)
     assert [block.run for block in found.blocks] == [0, 1, 1, 2]  # of the layers, and the loss
     layers = [(first_relu, True, cheapest) for first_relu in (False, True) for cheapest in (False, True)]
     assert ways == [*layers, (True, False, False)]  # the loss keeps nothing: one way is all

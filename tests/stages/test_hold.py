@@ -15,8 +15,9 @@ from stages.checkpoint import rotor
 from stages.checkpoint.chain import Chain, Option
 from stages.checkpoint.hold import HoldTable, contents_of, cut_chain, kinds_of
 from stages.checkpoint.in_flight import drop_all, held, keep_all, run_partition, sent
-from stages.checkpoint.schedule import Kind, Op
-from stages.checkpoint.simulate import InvalidSequence, apply, start
+from stages.checkpoint.schedule import Kind
+from stages.checkpoint.simulate import start
+from tests.schedules import Moves, moves, pins
 
 
 def examples(count: int) -> settings:
@@ -29,14 +30,13 @@ def examples(count: int) -> settings:
 def fastest(chain: Chain, first: int, last: int, flight: int, memory: float) -> float:
     """Over every size of hold, Dijkstra over the simulator's states; as in test_rotor, activations left are pinned."""
     top = sum(option.saved for i in range(first, last + 1) for option in chain.options(i)) + sum(chain.a)
-    return min(one_hold(chain, first, last, memory - (flight - 1) * h, h) for h in range(int(top) + 1))
+    holds = [h for h in range(int(top) + 1) if (flight - 1) * h <= memory]
+    steps = moves(chain, first, last)
+    return min((one_hold(chain, first, last, memory - (flight - 1) * h, h, steps) for h in holds), default=math.inf)
 
 
-def one_hold(chain: Chain, first: int, last: int, memory: float, most: float) -> float:
+def one_hold(chain: Chain, first: int, last: int, memory: float, most: float, steps: Moves) -> float:
     """One micro-batch in `memory`, which holds no more than `most` after its forwards."""
-    links = range(first, last + 1)
-    ops = [Op(kind, i) for kind in (Kind.F_CK, Kind.F_NONE) for i in links]
-    ops += [Op(kind, i, k) for kind in (Kind.F_ALL, Kind.B) for i in links for k in range(len(chain.options(i)))]
     ticket = itertools.count()
     queue = [(0.0, next(ticket), (start(chain, first, last), frozenset({first}), False))]
     done = set()
@@ -52,19 +52,11 @@ def one_hold(chain: Chain, first: int, last: int, memory: float, most: float) ->
         if not waited and ready and held(chain, sent(state, last)) <= most:
             after = sent(state, last)
             heapq.heappush(queue, (time, next(ticket), (after, pinned & after.activations, True)))
-        for op in ops:
-            if (op.kind is Kind.F_NONE and op.link in pinned) or (op.kind is Kind.B and not waited):
+        for step in steps(state):
+            if step.held > memory or (step.op.kind is Kind.B and not waited):
                 continue
-            try:
-                step = apply(chain, state, op, first)
-            except InvalidSequence:
-                continue
-            if step.held <= memory:
-                pins = pinned | {op.link} if op.kind in (Kind.F_CK, Kind.F_ALL) else pinned
-                heapq.heappush(
-                    queue,
-                    (time + step.seconds, next(ticket), (step.state, pins & step.state.activations, waited)),
-                )
+            if (left := pins(pinned, step)) is not None:
+                heapq.heappush(queue, (time + step.seconds, next(ticket), (step.state, left, waited)))
     return math.inf
 
 
