@@ -6,10 +6,14 @@ import argparse
 import importlib
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the rest is imported, Ctrl-C ends us without a word
 
 from pipeline import log as logs
 from pipeline.errors import ShardwrightError, Unforeseen

@@ -42,7 +42,6 @@ from stages.verify.locate import Case as Verified
 from stages.verify.locate import Fault, locate
 from stages.verify.locate_piped import in_pass_of
 from stages.verify.piped import judge_pipeline
-from tests.compiling import without_kernels
 from tests.jobs import train_settings
 from tests.piped_programs import cut, random_cuts
 from tests.plans import FORCED, STEPS, batch_of, graph_of, module_of, random_plan
@@ -300,8 +299,7 @@ def train(folder: str) -> dict[str, str]:
                 warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # a CPU without units for bfloat16
                 if "-compiled" in path.stem:
                     warnings.simplefilter("ignore")  # torch's own
-                with without_kernels() if "-compiled" in path.stem else nullcontext():
-                    _train(path)
+                _train(path)
             errors[path.stem] = ""
         except Exception:  # shown by the test of that plan
             errors[path.stem] = traceback.format_exc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -87,3 +88,23 @@ def test_dvc_is_left_to_end_with_its_stage(tmp_path: Path) -> None:
     with pytest.raises(Interrupted), interruptible():
         run_dvc([sys.executable, "-c", LIKE_DVC], tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path)})
     assert (tmp_path / "ended").read_text() == "15"
+
+
+EARLY = """
+import os, runpy, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pipeline.errors":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["stages", "summary"]
+runpy.run_module("stages", run_name="__main__")
+"""
+
+
+def test_an_interrupt_while_commands_are_imported_is_no_traceback():
+    ended = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
