@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Iterator
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from pipeline.config.schema import MISSING, SOLVE, Form, Rule, rule_of
@@ -40,6 +41,7 @@ def kind_of(hint: Any) -> Kind:
     return Kind(typing.get_origin(hint) or hint, optional, arguments[-1] if arguments else None)
 
 
+@cache
 def fields_of(schema: type) -> dict[str, tuple[Kind, dataclasses.Field[Any]]]:
     hints = typing.get_type_hints(schema)
     return {item.name: (kind_of(hints[item.name]), item) for item in dataclasses.fields(schema)}

@@ -73,8 +73,11 @@ def read_draft(root: Path, *, changed: dict[str, bytes] | None = None) -> Draft:
     for group, name in _chosen(main, source).items():
         with mistakes.gather():
             own = read(root, choose(root, group, name, source, (group,)), (group,), changed)
-            sound[group] = _repaired(GROUPS[group], own)
-            parts[group] = sound[group] = _load_group(root, own, GROUPS[group], mistakes)
+            try:
+                parts[group] = sound[group] = _load_group(root, own, GROUPS[group], mistakes)
+            except ShardwrightError:
+                sound[group] = _repaired(GROUPS[group], own)
+                raise
     config = _config(main or _choices(source), parts)
     for together, groups in (*PIPELINE_CHECKS, *TRAINING_CHECKS):
         if all(parts[group] is not None for group in groups):
