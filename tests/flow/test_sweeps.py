@@ -24,7 +24,7 @@ def sweep(project, capsys, *words, **options):
     return json.loads(capsys.readouterr().out)
 
 
-def test_points_are_experiments_and_one_set_of_runs(make_project, capsys):
+def test_points_are_experiments_and_one_set_of_runs(make_project, capsys, warm_python):
     project = make_project(finished=True)  # points find the stages above solve in its cache
     project.edit("conf/config.yaml", "enabled: false", "enabled: true")
     project.commit()
