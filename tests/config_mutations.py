@@ -236,7 +236,7 @@ def _bad_texts(raw: dict[str, bytes]) -> st.SearchStrategy[Mutation]:
     ]
     appended = [b"\n[open\n", b"\n{open: 1\n", b"\n'open\n", b"\n\tzz: 1\n", b"\nzz: a: b\n", b"\n: 1\n  : 2\n"]
     appended += [b"\n3: 4\n", b"\ntrue: 1\n", b"\n? [a]\n: 1\n", b"\nzz: *nowhere\n", b"\nzz: &a [*a]\n", b"\nzz: @\n"]
-    appended += [b"\nzz: !!python/name:os.system\n", b"\nzz: " + b"[" * 3000 + b"\n", b"\x00", b"\n...\nzz"]
+    appended += [b"\nzz: !!python/name:os.system\n", b"\nzz: " + b"[" * 1000 + b"\n", b"\x00", b"\n...\nzz"]
 
     def duplicate(content: bytes) -> bytes:
         return content + next(line for line in content.splitlines() if line[:1].isalpha()).split(b":")[0] + b": 1\n"

@@ -159,6 +159,13 @@ class Project:
         project.commit()
         return project
 
+    def twin(self, root: Path) -> Project:
+        """The project as it stands, with what has been run and DVC's cache of it."""
+        shutil.copytree(self.root, root, symlinks=True)
+        project = Project(root)
+        project.warm = True
+        return project
+
     def git(self, *arguments: str) -> str:
         done = subprocess.run(("git", *arguments), cwd=self.root, capture_output=True, check=True, text=True)
         return done.stdout

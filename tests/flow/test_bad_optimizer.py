@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.flow.conftest import Maker
-from tests.flow.project import TINY, Project
+from tests.flow.project import STAGES, TINY, Project
 
 pytestmark = pytest.mark.flow
 CONF, CODE = "conf/train/tiny.yaml", "pipeline/models/own_optimizer.py"
@@ -21,7 +21,8 @@ def project(make_project: Maker) -> Project:
     own = {"optimizer": {"_target_": "pipeline.models.own_optimizer.make"}}
     project = make_project(tiny=True, train=own)
     (project.root / CODE).write_text(SOURCE.format("SGD(parameters, lr=0.1)"))
-    project.repro("codegen").ok()
+    for stage in STAGES[:-1]:
+        project.stages(stage).ok()
     return project
 
 

@@ -29,10 +29,9 @@ def bare(make_project: Maker) -> Project:
 
 @pytest.fixture(scope="module")
 def planned(make_project: Maker) -> Project:
-    """Everything but train has been run, which now has steps for minutes."""
-    project = make_project(tiny=True)
+    """Everything has been run, and train now has steps for minutes."""
+    project = make_project(finished=True)
     project.edit("conf/train/tiny.yaml", "steps: 4", "steps: 1000000")
-    project.repro("codegen").ok()
     return project
 
 

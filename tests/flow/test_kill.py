@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,34 +15,38 @@ from pipeline import artifacts
 from pipeline.artifacts import KINDS
 from pipeline.errors import ArtifactError
 from pipeline.stage import STAGES as SPECS
+from pipeline.stage import read_summary
 from tests.flow.conftest import Maker
-from tests.flow.project import STAGES, TINY, Project
+from tests.flow.project import STAGES, TINY, WARM, Project
 
 pytestmark = pytest.mark.flow
 START_S = 240.0
 
 
 class Victim:
-    """A project that has run once, and how long each of its stages lived."""
+    """A project that has run once, and how many seconds each of its stages worked then."""
 
     def __init__(self, project: Project) -> None:
         self.project = project
+        project.temporary.mkdir()
         self.output = project.temporary / "output.txt"
-        starts: dict[str, float] = {}
-        process = project.start("dvc", "repro", to=self.output)
-        while process.poll() is None:
-            for stage in re.findall(r"Running stage '(\w+)'", self.output.read_text()):
-                starts.setdefault(stage, time.monotonic())
-            time.sleep(0.02)
-        assert process.returncode == 0, self.output.read_text()
-        assert set(starts) == set(STAGES)
-        ends = [*list(starts.values())[1:], time.monotonic()]
-        self.lifetimes = {stage: end - start for (stage, start), end in zip(starts.items(), ends, strict=True)}
+        self.seconds = {stage: float((read_summary(stage, project.root) or {})["seconds"]) for stage in STAGES}
 
-    def start(self, stage: str) -> tuple[subprocess.Popen[str], psutil.Process]:
-        """dvc, forced to run that stage alone, and the process of the stage."""
-        dvc = self.project.start("dvc", "repro", "--force", "--single-item", stage, to=self.output)
-        return dvc, find(dvc, lambda line: line[-3:] == ["-m", "stages", stage])
+    def start(self, stage: str, *, warm: bool = False) -> tuple[subprocess.Popen[str], psutil.Process]:
+        """dvc, forced to run that stage alone, and the process of the stage; `warm`: they need not import anything."""
+        dvc = self.project.start("dvc", "repro", "--force", "--single-item", stage, to=self.output, warm=warm)
+        found = find(dvc, lambda line: line[-3:] == ["-m", "stages", stage])
+        if warm:
+            self.until(dvc, lambda: bool(WARM.command_of(found.pid)))
+            found = psutil.Process(WARM.command_of(found.pid))
+        self.until(dvc, lambda: f"[{stage}] " in self.output.read_text())  # until then it reads conf/ alone
+        return dvc, found
+
+    def until(self, dvc: subprocess.Popen[str], so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_S
+        while not so():
+            assert time.monotonic() < deadline and dvc.poll() is None, self.output.read_text()
+            time.sleep(0.001)
 
     def after(self, dvc: subprocess.Popen[str], stage: str) -> None:
         """What must hold after a kill."""
@@ -80,7 +82,7 @@ def find(above: subprocess.Popen[str], wanted: Callable[[list[str]], bool]) -> p
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         try:
-            for process in psutil.Process(above.pid).children(recursive=True):
+            for process in map(psutil.Process, WARM.below(above.pid)):
                 if wanted(process.cmdline()):
                     return process
         except psutil.Error:
@@ -93,7 +95,7 @@ def find(above: subprocess.Popen[str], wanted: Callable[[list[str]], bool]) -> p
 
 @pytest.fixture(scope="module")
 def victim(make_project: Maker) -> Victim:
-    return Victim(make_project(tiny=True))
+    return Victim(make_project(finished=True))
 
 
 def kill(process: psutil.Process) -> bool:
@@ -108,11 +110,11 @@ def kill(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_killed_while_it_works(victim: Victim, stage: str) -> None:
-    """At any moment of its life; one that has ended by then is killed earlier."""
-    delay = random.Random(stage).random() * victim.lifetimes[stage]
+    """At any moment; one that has ended by then is killed earlier. Ranks of train are processes as a user's are."""
+    delay = random.Random(stage).random() * victim.seconds[stage]
     killed = False
     while not killed:
-        dvc, process = victim.start(stage)
+        dvc, process = victim.start(stage, warm=stage != "train")
         time.sleep(delay)
         killed = kill(process)
         victim.after(dvc, stage)
@@ -124,9 +126,7 @@ def test_a_stage_killed_as_its_artifact_appears(victim: Victim, stage: str) -> N
     """Of the stage that writes most; all write as `artifacts.save` does, and each is killed above as well."""
     artifact = KINDS[SPECS[stage].writes].path(victim.project.root)
     dvc, process = victim.start(stage)
-    deadline = time.monotonic() + START_S
-    while not _written(artifact):
-        assert time.monotonic() < deadline and dvc.poll() is None
+    victim.until(dvc, lambda: _written(artifact))
     assert kill(process)
     victim.after(dvc, stage)
 
@@ -143,7 +143,7 @@ def _written(artifact: Path) -> bool:
 def test_dvc_killed(victim: Victim, stage: str) -> None:
     """The stage ends by itself and dvc's own locks do not stand in the way."""
     dvc, _ = victim.start(stage)
-    time.sleep(random.Random(stage).uniform(0, victim.lifetimes[stage] / 2))
+    time.sleep(random.Random(stage).random() * victim.seconds[stage])
     dvc.kill()
     victim.after(dvc, stage)
 
@@ -157,8 +157,7 @@ def test_torchrun_killed(victim: Victim) -> None:
 
 
 DIE = """
-import os, sys
-sys.path.insert(0, os.getcwd())
+import os
 from pipeline import artifacts
 artifacts.save = lambda *_: os._exit(9)
 from stages.__main__ import main
@@ -175,8 +174,8 @@ def test_training_killed_before_its_report_is_written(victim: Victim) -> None:
     script = project.temporary / "die.py"
     script.write_text(DIE)
     try:
-        died = subprocess.run((sys.executable, script), cwd=project.root, env=project.environment(), timeout=START_S)
-        assert died.returncode == 9
+        path, environment = (project.temporary, project.root), project.environment(warm=True)
+        assert WARM.run("die", folder=project.root, environment=environment, path=path)[0] == 9
         assert "going on after 4 steps, from runs/train/snapshots/" in project.repro("train").ok().text
         assert len(artifacts.load("report", project.root).body.losses) == settings["steps"]
         again = project.repro("--force", "--single-item", "train").ok().text

@@ -11,7 +11,7 @@ from tests.flow import plain_loop
 from tests.flow.conftest import Maker
 from tests.flow.project import STAGES, TINY, Project, worst_difference
 
-pytestmark = pytest.mark.flow
+pytestmark = [pytest.mark.flow, pytest.mark.usefixtures("warm_python")]
 MICRO_BATCHES = {1: 4, 5: 10}  # by the slices of a pass: twelve samples are 3, 3, 2, 2 and 2
 TIED = {"module": TINY["model"]["module"] | {"tie": True}}
 FORCED = {"pipeline": "1f1b", "partitions": 2}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -208,15 +207,16 @@ def check_dvc_tells_what_changed(project: Project) -> None:
 # -- experiments ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", listing(SOURCE, "experiment"))
-def test_experiments_apply(tmp_path: Path, name: str) -> None:
-    project = Project.copy(tmp_path)
+def test_experiments_apply(make_project: Maker) -> None:
+    project = make_project()
     comments = [line for line in _lines(project) if line.lstrip().startswith("#")]
-    done = project.stages("apply", name).ok()
-    assert "[apply] " in done.err and "->" in done.err
-    project.stages("check").ok()
-    assert [line for line in _lines(project) if line.lstrip().startswith("#")] == comments
-    assert project.git("diff", "--stat", "conf").strip()
+    for name in listing(SOURCE, "experiment"):
+        done = project.stages("apply", name).ok()
+        assert "[apply] " in done.err and "->" in done.err
+        project.stages("check").ok()
+        assert [line for line in _lines(project) if line.lstrip().startswith("#")] == comments
+        assert project.git("diff", "--stat", "conf").strip()
+        project.git("checkout", "--quiet", "conf")
 
 
 def _lines(project: Project) -> list[str]:

@@ -20,9 +20,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 LARGE = (
-    *("torch", "torch._dynamo", "torch.export", "torch.distributed.run"),
-    *("numba", "omegaconf", "pyomo.environ", "matplotlib.figure", "dvc.cli", "dvc.commands.repro", "dvc.repo"),
-    *("dvc.repo.experiments.queue.tempdir", "dvc.repo.experiments.run"),
+    *("torch", "torch._dynamo", "torch.export._trace", "torch._export.passes.replace_autocast_with_hop_pass"),
+    *("torch._export.passes.replace_set_grad_with_hop_pass", "torch._inductor.fx_passes.dedupe_symint_uses"),
+    *("torch.distributed.run", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"),
+    *("torch.distributed.pipelining", "torch.profiler"),
+    *("numba", "highspy", "omegaconf", "pyomo.environ", "ruamel.yaml"),
+    *("matplotlib.figure", "matplotlib.backends.backend_agg"),
+    *("dvc.cli.parser", "dvc.commands.repro", "dvc.repo", "dvc.repo.experiments.queue.tempdir"),
+    *("dvc.repo.experiments.run", "dvc.repo.artifacts", "dvc.repo.plots", "dvc.repo.stage", "dvc.utils.strictyaml"),
+    *("dvc_data.hashfile.db.local", "dvc_data.hashfile.status", "dulwich.worktree", "fsspec.implementations.memory"),
+    *("mlflow.store.tracking.sqlalchemy_workspace_store", "sqlalchemy.dialects.sqlite", "alembic.command"),
 )
 LIMIT_S, GRACE_S = 900.0, 30.0
 NETWORK = "/proc/self/ns/net"
@@ -125,8 +132,11 @@ def serve(place: Path) -> None:
         listener.bind(str(place / "socket"))
         listener.listen()
         print("listening", flush=True)
+        os.environ["MLFLOW_LOGGING_LEVEL"] = "CRITICAL"  # as pipeline.tracking_store sets it before it imports MLflow
+        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
         for name in LARGE:
             importlib.import_module(name)
+        prepare()
         gc.freeze()  # what is never collected is never copied either
         leave_quietly()
         answering: list[int] = []
@@ -141,6 +151,18 @@ def serve(place: Path) -> None:
     for process in answering:
         os.waitpid(process, 0)
     shutil.rmtree(place)
+
+
+def prepare() -> None:
+    """What libraries do when they are first used, or do again for every one of so many modules."""
+    from numba.core.registry import cpu_target
+    from PIL import Image
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    Image.preinit()
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""  # for a log at level DEBUG: a second in each torchrun
 
 
 def leave_quietly() -> None:
