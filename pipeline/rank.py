@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -29,6 +30,8 @@ FAILED = "shardwright failed: "  # a line in which a rank says why, where it cou
 NOTE = "shardwright: "  # begins a line of a rank that is for the user
 STOPPED, RESULT = "stopped.txt", "result.json"
 ORPHAN = 70  # the status of a rank whose parent is gone
+NOTICED_S = 3.0  # after which the launcher has seen a rank that died
+_LOST = re.compile(r"connection (?:closed|reset)|broken pipe|remote (?:process|worker|end)", re.IGNORECASE)
 
 
 def follow_parent() -> None:
@@ -71,6 +74,12 @@ def report_error(work: Path, rank: int, text: str, *, final: bool = False, hang:
             _write(error_path(work, rank, kind), line)
     except OSError:  # no room: the log is in memory
         print(f"\n{FAILED}{line}", file=sys.stderr, flush=True)
+
+
+def end_after_cause(error: Exception) -> None:
+    """Waits where a rank has lost another one: of those that failed the launcher names whom it sees end first."""
+    if _LOST.search(str(error)):
+        time.sleep(NOTICED_S)
 
 
 def forget_error(work: Path, rank: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import signal
 import socket
 import time
@@ -138,6 +139,7 @@ def killed(root: Path, target: str, step: int) -> Outcome:
         process.kill()
     run.ended()
     run.left(30)
+    shutil.rmtree(root / "tmp")  # with the steps of the killed run, which nobody removed
     again = Training(root)
     again.until(before + 1)
     told = re.search(r"going on after (\d+) steps", again.log.read_text())

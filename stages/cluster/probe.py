@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.ir.cluster import LinkCost
-from pipeline.rank import follow_parent, report_error, write_result
+from pipeline.rank import end_after_cause, follow_parent, report_error, write_result
 from pipeline.rendezvous import init_process_group
 from stages.cluster.compute_probe import measure_compute
 from stages.cluster.link_probe import axis_groups, measure_axis, measure_crossing, measure_overlap, measure_pairs
@@ -55,6 +55,7 @@ def main(work: Path) -> None:
     except Exception as error:  # one line for the user instead of a rank's traceback
         text = voice.report(f"{type(error).__name__}: {error}")
         report_error(work, rank, text)
+        end_after_cause(error)
         raise
     finally:
         voice.stop()

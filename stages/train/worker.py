@@ -16,7 +16,15 @@ import torch.distributed as dist
 
 from pipeline.errors import ShardwrightError, TrainError
 from pipeline.files import told
-from pipeline.rank import STOPPED, error_path, follow_parent, forget_error, report_error, write_result
+from pipeline.rank import (
+    STOPPED,
+    end_after_cause,
+    error_path,
+    follow_parent,
+    forget_error,
+    report_error,
+    write_result,
+)
 from pipeline.runtime.batches import SampleError
 from stages.train.engine import Engine, Job
 from stages.train.joining import join
@@ -53,6 +61,7 @@ def main(work: Path) -> None:
         raise SystemExit(1) from None
     except Exception as error:  # the user's model and data run here; the traceback stays in the log
         report_error(work, rank, f"{type(error).__name__}: {error}")
+        end_after_cause(error)
         raise
     finally:
         dist.destroy_process_group()

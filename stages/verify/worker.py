@@ -24,7 +24,7 @@ from pipeline.ir.layout import replicated
 from pipeline.ir.plan import Plan
 from pipeline.lowering import lower
 from pipeline.optimizer import build_optimizer
-from pipeline.rank import follow_parent, report_error, write_result
+from pipeline.rank import end_after_cause, follow_parent, report_error, write_result
 from pipeline.rendezvous import init_process_group
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.mesh import set_mesh
@@ -60,6 +60,7 @@ def main(work: Path) -> None:
         raise SystemExit(1) from None
     except Exception as error:  # the user's model, data and perhaps edited program run here
         report_error(work, rank, f"{failing_line(error, job['module_path'])}{type(error).__name__}: {error}")
+        end_after_cause(error)
         raise
     finally:
         dist.destroy_process_group()

@@ -24,7 +24,7 @@ from pipeline.work_folder import LaunchFailed, WorkFolder
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
-from pipeline.rank import follow_parent, forget_error, report_error, restart_count
+from pipeline.rank import end_after_cause, follow_parent, forget_error, report_error, restart_count
 
 work = Path(sys.argv[1])
 job = json.loads((work / "job.json").read_text())
@@ -49,6 +49,17 @@ elif mode == "again":  # the second start is the one that works
     (work / "result.json").write_text(json.dumps({"restarts": restart_count()}))
 elif mode == "final":
     report_error(work, rank, "no start would help", final=True)
+    sys.exit(1)
+elif mode == "lost":  # rank 1 is the cause, and rank 0 notices before rank 1 is gone
+    if rank:
+        (work / "dying").touch()
+        time.sleep(0.5)
+        os._exit(3)
+    while not (work / "dying").exists():
+        time.sleep(0.01)
+    error = RuntimeError("[1.2.3.4]: Connection reset by peer")
+    report_error(work, rank, str(error))
+    end_after_cause(error)
     sys.exit(1)
 elif mode == "sleep":
     time.sleep(300)
@@ -116,6 +127,11 @@ def test_the_reason_is_that_of_the_rank_that_failed_first(notes):
         run(notes, "fail")
     assert str(failure.value) == "ValueError: the cause"
     no_process_left(notes)
+
+
+def test_a_rank_that_dies_is_named_though_another_notices_before_it_is_gone(notes):
+    with pytest.raises(LaunchFailed, match=r"^rank 1 ended with status 3 without a word$"):
+        run(notes, "lost")
 
 
 def test_a_failure_that_nobody_reported_is_found_in_the_log(notes):
