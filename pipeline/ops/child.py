@@ -2,22 +2,29 @@
 
 The child is a fork, so it has all that is imported, an op of the user's own too. It runs on one thread, as a forked
 process must with OpenMP, and says nothing. Its limit is the processor's time, which a busy machine does not change; one
-that only waits is ended much later.
+that only waits is ended much later. Where a fork cannot run backward passes, because this process has run one and there
+is a GPU, the child is a new process that imports what this one has imported.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
+import pickle
 import select
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +32,7 @@ PROCESSOR_SECONDS = 60
 SECONDS = 300.0
 MEMORY = 8 << 30  # bytes beyond what this process has
 _DONE, _UNFIT = b"+", b"-"
+Given = TypeVar("Given")
 
 
 @dataclass(frozen=True)
@@ -36,17 +44,54 @@ class Attempt:
     certain: bool = True  # it would end the same way again
 
 
-def attempt(function: Callable[[], str]) -> Attempt:
-    """Runs a function that returns a text; one that raises gives no text."""
+def attempt(function: Callable[[Given], str], given: Given) -> Attempt:
+    """Runs a function of a module, which returns a text; one that raises gives no text."""
     if sys.platform != "linux":  # elsewhere a forked process may not use the system's libraries
-        return _here(function)
+        return _here(function, given)
+    return _forked(function, given) or _started(function, given) or Attempt(None, "failed")
+
+
+def _forked(function: Callable[[Given], str], given: Given) -> Attempt | None:
+    """None where a fork is not fit for it."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads: the child uses none
         process = os.fork()
     if process == 0:
-        _child(function, reading, writing)
+        os.close(reading)
+        _child(function, given, writing, _has_autograd)
     os.close(writing)
+    return _answer(process, reading)
+
+
+def _started(function: Callable[[Given], str], given: Given) -> Attempt | None:
+    reading, writing = os.pipe()
+    modules = [name for name in sys.modules if name.partition(".")[0] not in {*sys.stdlib_module_names, "__mp_main__"}]
+    with tempfile.TemporaryFile() as job:
+        pickle.dump((sys.path, modules, writing), job)
+        pickle.dump((function, given), job)
+        job.seek(0)
+        command = [sys.executable, "-c", "from pipeline.ops.child import begin; begin()"]
+        places = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        process = subprocess.Popen(command, stdin=job, pass_fds=[writing], env=places, stdout=DEVNULL, stderr=DEVNULL)
+    os.close(writing)
+    answer = _answer(process.pid, reading)
+    process.returncode = 0  # it has been waited for
+    return answer
+
+
+def begin() -> None:
+    """What a new process does."""
+    job = sys.stdin.buffer
+    sys.path[:], modules, writing = pickle.load(job)
+    for name in modules:
+        with suppress(Exception):  # some can be imported as a part of something else alone
+            importlib.import_module(name)
+    function, given = pickle.load(job)
+    _child(function, given, writing, lambda: True)
+
+
+def _answer(process: int, reading: int) -> Attempt | None:
     data, in_time, status = b"", False, 0
     try:
         data, in_time = _read(reading, time.monotonic() + SECONDS)
@@ -56,7 +101,7 @@ def attempt(function: Callable[[], str]) -> Attempt:
             os.kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
     if data == _UNFIT:
-        return _here(function)
+        return None
     if data.startswith(_DONE) and data.endswith(_DONE) and len(data) > 1:
         return Attempt(data[1:-1].decode())
     if not in_time:
@@ -65,9 +110,9 @@ def attempt(function: Callable[[], str]) -> Attempt:
     return Attempt(None, f"died of {signal.Signals(-code).name}" if code < 0 else "failed")
 
 
-def _here(function: Callable[[], str]) -> Attempt:
+def _here(function: Callable[[Given], str], given: Given) -> Attempt:
     try:
-        return Attempt(function())
+        return Attempt(function(given))
     except Exception as error:  # whatever it raises
         return Attempt(None, f"failed: {type(error).__name__}")
 
@@ -84,17 +129,16 @@ def _read(pipe: int, until: float) -> tuple[bytes, bool]:
     return found, False
 
 
-def _child(function: Callable[[], str], reading: int, writing: int) -> None:
+def _child(function: Callable[[Given], str], given: Given, writing: int, is_fit: Callable[[], bool]) -> None:
     """Never returns, and runs nothing that the process would run at its end."""
     try:
-        os.close(reading)
         faulthandler.disable()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)
         _limit()
         torch.set_num_threads(1)
-        answer = _DONE + function().encode() + _DONE if _has_autograd() else _UNFIT
+        answer = _DONE + function(given).encode() + _DONE if is_fit() else _UNFIT
         while answer:
             answer = answer[os.write(writing, answer) :]
         os._exit(0)
@@ -119,7 +163,8 @@ def _limit() -> None:
     with suppress(ValueError, OSError):  # a lower limit is there already
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_SECONDS, PROCESSOR_SECONDS + 1))
+        most = int(time.process_time()) + PROCESSOR_SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))
     with suppress(ValueError, OSError):
         own = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (own + MEMORY, own + MEMORY))

@@ -153,12 +153,16 @@ def search(view: OpView) -> tuple[tuple[Found, ...], bool]:
     """
     if not is_triable(view):
         return (), True
-    answer = attempt(lambda: json.dumps(_plain(try_all(view))))
+    answer = attempt(_try_and_tell, view)
     if answer.text is None:
         told = "%s runs whole on every rank: the process that tried it %s; give its rule in conf/model, under ops"
         logging.getLogger("shardwright.solve").warning(told, view.op.target, answer.why)
         return (), answer.certain
     return _parse(json.loads(answer.text)), True
+
+
+def _try_and_tell(view: OpView) -> str:
+    return json.dumps(_plain(try_all(view)))
 
 
 def try_all(view: OpView) -> tuple[Found, ...]:

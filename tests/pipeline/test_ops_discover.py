@@ -144,6 +144,15 @@ def test_an_op_may_do_anything_when_it_is_tried(how: str, monkeypatch) -> None:
     assert [s.name for s in strategies(None, view, 2)] == ["R"]
 
 
+@pytest.mark.parametrize(("how", "names"), [("aborts", ["R"]), ("works", ["R", f"{discover.NAME} 0"])])
+def test_where_forks_have_no_backward_a_new_process_tries(how: str, names: list[str], monkeypatch, caplog) -> None:
+    """As on a machine with a GPU, in a process that has run a backward pass."""
+    monkeypatch.setattr(child, "_has_autograd", lambda: False)
+    view = view_of("shardwright_tests.misbehaving.default", (12, 6), out=(12, 6), constants=(how,), grad=False)
+    assert [s.name for s in strategies(None, view, 2)][: len(names)] == names
+    assert ("died of SIGABRT" in caplog.text) == (how == "aborts")
+
+
 def test_indices_that_are_none_of_a_bag_end_nothing() -> None:
     """Offsets must begin with zero, and random ones do so now and then."""
     it = example("aten._embedding_bag.default", t(12, 6), t(12, high=12), t(3, values=(0, 2, 4), dtype="int64"))
