@@ -6,14 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks and stages inherit it
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does so to what it starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("untimed", deadline=None)  # how long an example takes is the machine's affair
+# How long an example takes, or to draw it, is the machine's affair.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import multiprocessing
 import os
-import pickle
 import select
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from subprocess import DEVNULL
 from typing import TypeVar
 
 import torch
@@ -61,52 +60,48 @@ def _forked(function: Callable[[Given], str], given: Given) -> Attempt | None:
         os.close(reading)
         _child(function, given, writing, _has_autograd)
     os.close(writing)
-    return _answer(process, reading)
+    end = partial(os.kill, process, signal.SIGKILL)
+    return _answer(reading, end, lambda: os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
 
 
 def _started(function: Callable[[Given], str], given: Given) -> Attempt | None:
-    reading, writing = os.pipe()
-    modules = [name for name in sys.modules if name.partition(".")[0] not in {*sys.stdlib_module_names, "__mp_main__"}]
-    with tempfile.TemporaryFile() as job:
-        pickle.dump((sys.path, modules, writing), job)
-        pickle.dump((function, given), job)
-        job.seek(0)
-        command = [sys.executable, "-c", "from pipeline.ops.child import begin; begin()"]
-        places = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        process = subprocess.Popen(command, stdin=job, pass_fds=[writing], env=places, stdout=DEVNULL, stderr=DEVNULL)
-    os.close(writing)
-    answer = _answer(process.pid, reading)
-    process.returncode = 0  # it has been waited for
-    return answer
+    """A new process has run no backward pass yet."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    modules = [name for name in sys.modules if name.partition(".")[0] not in sys.stdlib_module_names]
+    process = context.Process(target=_import_and_run, args=(modules, function, given, sender), daemon=True)
+    process.start()
+    sender.close()
+
+    def wait() -> int:
+        process.join()
+        return process.exitcode or 0
+
+    return _answer(os.dup(receiver.fileno()), process.kill, wait)
 
 
-def begin() -> None:
-    """What a new process does."""
-    job = sys.stdin.buffer
-    sys.path[:], modules, writing = pickle.load(job)
+def _import_and_run(modules: list[str], function: Callable[[Given], str], given: Given, sender: Connection) -> None:
     for name in modules:
         with suppress(Exception):  # some can be imported as a part of something else alone
             importlib.import_module(name)
-    function, given = pickle.load(job)
-    _child(function, given, writing, lambda: True)
+    _child(function, given, sender.fileno(), lambda: True)
 
 
-def _answer(process: int, reading: int) -> Attempt | None:
-    data, in_time, status = b"", False, 0
+def _answer(reading: int, end: Callable[[], None], wait: Callable[[], int]) -> Attempt | None:
+    data, in_time, code = b"", False, 0
     try:
         data, in_time = _read(reading, time.monotonic() + SECONDS)
     finally:
         os.close(reading)
         if not in_time:
-            os.kill(process, signal.SIGKILL)
-        _, status = os.waitpid(process, 0)
+            end()
+        code = wait()
     if data == _UNFIT:
         return None
     if data.startswith(_DONE) and data.endswith(_DONE) and len(data) > 1:
         return Attempt(data[1:-1].decode())
     if not in_time:
         return Attempt(None, f"did not end within {SECONDS:.0f} s", certain=False)
-    code = os.waitstatus_to_exitcode(status)
     return Attempt(None, f"died of {signal.Signals(-code).name}" if code < 0 else "failed")
 
 
