@@ -20,7 +20,9 @@ _ENCODED_URI = re.compile(r"(?<![a-z0-9+.\-])([a-z0-9+.\-]*+%3a%2f%2f)([^\s\"'<>
 _END = r"\s?&;#=,\"'(){}\[\]"  # what ends a setting's name
 _SETTING = re.compile(rf"(?<![^{_END}])([^{_END}]++)=([^\s&;#\"',)}}\]]++|\"[^\"]*+\"|'[^']*+')")
 _EVERY_SETTING = re.compile(r"([^\s?&;#=]+)=(?=([^\s&;#]+))")  # also one in the value of another
-_ENTRY = re.compile(r"([\"']([\w.\- ]*+)[\"']\s*+:\s*+)(\"[^\"]*+\"|'[^']*+'|[^\s,}]++)")
+_ENTRY = re.compile(
+    rf"([\"'](?=[\w.\- ]*?(?:{_WORDS}))[\w.\- ]*+[\"']\s*+:\s*+)(?:\"[^\"]*+\"|'[^']*+'|[^\s,}}]++)", re.IGNORECASE
+)
 _HEADER = re.compile(r"\b((?:proxy-)?authorization|x-api-key|cookie)(\W{1,4})[^\r\n]*", re.IGNORECASE)
 _SCHEME = re.compile(r"\b(bearer|basic|digest|negotiate)\s+[\w.~+/=\-]{4,}", re.IGNORECASE)
 _ISSUED = re.compile(  # tokens that show by their beginning what they are
@@ -43,7 +45,7 @@ def without_secrets(text: str, environment: Mapping[str, str] = os.environ, uris
 
 def without_settings(text: str, environment: Mapping[str, str] = os.environ, uris: Iterable[str] = ()) -> str:
     """For what a server or its driver says: also `password=...` and `"token": ...` wherever they stand."""
-    return _ENTRY.sub(_entry, _SETTING.sub(_setting, without_secrets(text, environment, uris)))
+    return _ENTRY.sub(rf"\1{HIDDEN}", _SETTING.sub(_setting, without_secrets(text, environment, uris)))
 
 
 def _without_user(rest: str, at: str) -> str:
@@ -58,10 +60,6 @@ def _setting(found: re.Match[str]) -> str:
     names = found[0].split("=")
     shown = next((at for at, name in enumerate(names[:-1], 1) if _SECRET.search(_decoded(name))), len(names))
     return "=".join([*names[:shown], *([HIDDEN] if shown < len(names) else [])])
-
-
-def _entry(found: re.Match[str]) -> str:
-    return found[1] + (HIDDEN if _SECRET.search(found[2]) else found[3])
 
 
 def _decoded(text: str) -> str:

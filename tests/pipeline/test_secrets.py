@@ -77,6 +77,19 @@ def test_what_a_driver_says():
     assert "host=db" in without_settings(said, {})
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"""'error': '{{"password": "{SECRET}"}}'""",
+        f"""{{"answer":{{"body":{{"api_key":"{SECRET}"}}}}}}""",
+        f"""body='{{"a": "b", "token": "{SECRET}"}}'""",
+        f"""note="as told: password={SECRET}\"""",
+    ],
+)
+def test_what_stands_in_the_value_of_another_name(said):
+    assert SECRET in said and SECRET not in without_settings(said, {})
+
+
 @MANY
 @given(schemes, st.none() | st.text("abc.%40-", max_size=5), secrets, hosts)
 def test_userinfo_of_any_letters(scheme, user, secret, host):
