@@ -10,6 +10,9 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; ranks and stages inherit it
 
+# As on a machine without GPUs; `CUDA_VISIBLE_DEVICES=0` in front of the command shows one to the tests.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
 # A shell makes what it starts in the background ignore some, and `nohup` others: tests send them.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:

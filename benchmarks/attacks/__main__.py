@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import pkgutil
 import sys
 import tempfile
@@ -27,6 +28,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--groups", default=",".join(groups()), help="which, of %(default)s")
     parser.add_argument("--sample", action="store_true", help="the few attacks of each group that the tests run")
     given = parser.parse_args(arguments)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # commands run in forks with bounds of memory, where no GPU can be used
     found: dict[str, list[Outcome]] = {}
     print(f"{'group':20}{'attacks':>8}{'held':>8}{'seconds':>9}", flush=True)
     for group in given.groups.split(","):

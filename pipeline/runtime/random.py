@@ -22,7 +22,8 @@ _SPREAD = 0x9E3779B97F4A7C15  # so that the seeds of neighbours have nothing in 
 def drawn_apart(draw: Callable[[], Tensor], axis: str) -> Tensor:
     """Runs a random op with this rank's own numbers."""
     shared = int(torch.randint(_SEEDS, ()))
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    # Not `is_available`: a program on CPUs must not wake the GPU, and inside a recompute region torch refuses it.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         _seed(seed_apart(shared, position(axis)[0] + 1), devices)
         return draw()
