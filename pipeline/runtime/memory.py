@@ -12,13 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def measure_peak(work: Callable[[], None], resident: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes alive at the worst moment of `work`, what was resident before it included."""
+def measure_peak(work: Callable[[], None], resident: Callable[[], Iterable[Tensor]], device: torch.device) -> int:
+    """Bytes alive at the worst moment of `work`, what was resident before it included.
+
+    `resident` is asked and let go of before the work begins: a tensor that is listed here would outlive it.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         work()
         return int(torch.cuda.max_memory_allocated(device))
-    with Tally(resident) as tally:
+    with Tally(resident()) as tally:
         work()
     return int(tally.peak)
 

@@ -114,8 +114,12 @@ class Loop:
         first, *later = self.batches[number]
         first = self.engine.on_device(first)
         if measured:
-            held = (tensor for tensor in [*self.engine.resident(), *first.values()])  # lets go of old gradients
-            self.peaks = _gathered(measure_peak(lambda: self._timed(first, later), held, self.engine.device))
+            peak = measure_peak(
+                lambda: self._timed(first, later),
+                lambda: [*self.engine.resident(), *first.values()],
+                self.engine.device,
+            )
+            self.peaks = _gathered(peak)
         elif profiled_here:
             self.profiled_at = len(self.seconds)
             self.breakdown = profiled(lambda: self._timed(first, later), self.engine.device, self._trace())

@@ -307,7 +307,7 @@ def measured(graph: OpGraph, plan: Plan, model: nn.Module, batch: dict[str, torc
     exec(write_module(graph, plan, lower(graph, plan.sharding)), namespace)
     program = namespace["Program"](dict(model.named_parameters()))
     there = [*model.parameters(), *batch.values()]
-    work = measure_peak(lambda: program.forward(**batch).backward(), there, torch.device("cpu"))
+    work = measure_peak(lambda: program.forward(**batch).backward(), lambda: there, torch.device("cpu"))
     return work - storage_bytes(there)
 
 

@@ -226,7 +226,7 @@ def measured(name: str, source: str) -> int:
     exec(compile(source, "module.py", "exec"), namespace)
     program = namespace["Program"](tensors)
     there = [*tensors.values(), *batch.values()]
-    return measure_peak(lambda: program.forward(**batch).backward(), there, torch.device("cpu"))
+    return measure_peak(lambda: program.forward(**batch).backward(), lambda: there, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "gpt2", "bert", "llama", "vit", "resnet"])

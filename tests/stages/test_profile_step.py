@@ -75,7 +75,7 @@ def real_peak(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
     """Bytes that one forward and backward pass of the real model adds, gradients included."""
     held = [*model.parameters(), *model.buffers(), *batch.values()]
     before = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
-    return measure_peak(lambda: model(**batch).backward(), held, torch.device("cpu")) - before
+    return measure_peak(lambda: model(**batch).backward(), lambda: held, torch.device("cpu")) - before
 
 
 @pytest.mark.parametrize("name", CASES)
