@@ -28,5 +28,11 @@ def without_kernels() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def compiles_attention_in_float64() -> bool:
+    """Torch 2.11 takes what attention keeps on a CPU for float32, and its kernels then refuse it."""
+    q = torch.empty(1, 1, 2, 2, dtype=torch.float64, device="meta")
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[1].dtype == torch.float64
+
+
 def _as_graph(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
     return graph.forward
