@@ -146,8 +146,8 @@ def test_what_stays_between_steps_is_what_is_priced(reports, name: str) -> None:
 def test_the_peak_is_the_predicted_one(reports, name: str) -> None:
     """Never more than that, but for what half of the graph's bytes leave out of the batch, and AdamW's counts of steps.
 
-    What ZeRO-3 gathers ahead of time is priced as the largest link's. Torch 2.11 says of attention in float64, which the
-    prices are of, that half of its sums are kept: 0.3% of the peak.
+    What ZeRO-3 gathers ahead of time is priced as the largest link's. The prices are of float64, where torch 2.11 takes
+    what attention keeps for half as large: 0.3% of the peak.
     """
     found = priced(name)[1]
     chain = found.chain
