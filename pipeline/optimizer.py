@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pipeline.instantiate import TargetError, instantiate
@@ -33,11 +34,28 @@ def build_optimizer(settings: Mapping[str, Any], where: str, parameters: Sequenc
     return optimizer
 
 
-def try_optimizer(settings: Mapping[str, Any], where: str) -> tuple[Optimizer, Parameter]:
-    """The optimizer after a first step on a small parameter, and that parameter."""
+def try_optimizer(settings: Mapping[str, Any], where: str, device: str = "cpu") -> tuple[Optimizer, Parameter]:
+    """The optimizer after a first step on a small parameter, and that parameter: on a CPU, or where it must be a GPU
+    there (`capturable`), or on fake tensors of one."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        return _first_step(settings, where, "cpu")
+    except TargetError as refused:
+        if device == "cpu":
+            raise
+        try:
+            with nullcontext() if torch.cuda.is_available() else FakeTensorMode():
+                return _first_step(settings, where, device)
+        except TargetError:
+            raise refused from None
+
+
+def _first_step(settings: Mapping[str, Any], where: str, device: str) -> tuple[Optimizer, Parameter]:
     import torch
 
-    parameter = torch.nn.Parameter(torch.ones(8, 8))
+    parameter = torch.nn.Parameter(torch.ones(8, 8, device=device))
     optimizer = build_optimizer(settings, where, [parameter])
     parameter.grad = torch.ones_like(parameter)
     _take_step(optimizer, settings, where)
@@ -55,12 +73,12 @@ def _take_step(optimizer: Optimizer, settings: Mapping[str, Any], where: str) ->
         ) from error
 
 
-def refuse_mixing(settings: Mapping[str, Any], where: str, split: str) -> None:
+def refuse_mixing(settings: Mapping[str, Any], where: str, split: str, device: str = "cpu") -> None:
     """An optimizer that does not update every element by itself is not right on this rank's shard of `split`.
 
     Adafactor (means of rows and columns), Muon (products of the whole) and all that look at norms are of that kind.
     """
-    if not updates_elements(settings, where):
+    if not updates_elements(settings, where, device):
         raise TargetError(
             f"{settings['_target_']} looks at whole tensors, and the plan splits that of {split} over ranks",
             where=f"{where}._target_",
@@ -69,11 +87,11 @@ def refuse_mixing(settings: Mapping[str, Any], where: str, split: str) -> None:
         )
 
 
-def refuse_moving_zeros(settings: Mapping[str, Any], where: str, padded: str) -> None:
+def refuse_moving_zeros(settings: Mapping[str, Any], where: str, padded: str, device: str = "cpu") -> None:
     """The padding of uneven pieces is zeros without a gradient: what an optimizer makes of it would be read."""
     import torch
 
-    parameter = torch.nn.Parameter(torch.zeros(8, 6))
+    parameter = torch.nn.Parameter(torch.zeros(8, 6, device=device))
     optimizer = build_optimizer(settings, where, [parameter])
     for _ in range(2):
         parameter.grad = torch.zeros_like(parameter)
@@ -86,30 +104,37 @@ def refuse_moving_zeros(settings: Mapping[str, Any], where: str, padded: str) ->
         )
 
 
-def updates_elements(settings: Mapping[str, Any], where: str) -> bool:
+def updates_elements(settings: Mapping[str, Any], where: str, device: str = "cpu") -> bool:
     """Whether steps on the halves of two tensors, cut either way, are those on the whole ones: by trying."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
-        whole = _tried(settings, where, lambda tensor: tensor)
+        whole = _tried(settings, where, device, lambda tensor: tensor)
         for dim in (0, 1):
-            halves = [_tried(settings, where, lambda t, n=n, d=dim: t.chunk(2, d)[n]) for n in (0, 1)]  # type: ignore[misc]
+            halves = [
+                _tried(settings, where, device, lambda t, n=n, d=dim: t.chunk(2, d)[n])  # type: ignore[misc]
+                for n in (0, 1)
+            ]
             joined = [torch.cat(pair, dim) for pair in zip(*halves, strict=True)]
             if not all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(whole, joined, strict=True)):
                 return False
     return True
 
 
-def _tried(settings: Mapping[str, Any], where: str, cut: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def _tried(settings: Mapping[str, Any], where: str, device: str, cut: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """What a part of two tensors has become after some steps of very different gradients."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
-    parameters = [torch.nn.Parameter(cut(torch.randn(8, 6, generator=draw)).clone()) for _ in range(2)]
+
+    def drawn(scale: float) -> Tensor:
+        return cut(torch.randn(8, 6, generator=draw) * scale).clone().to(device)
+
+    parameters = [torch.nn.Parameter(drawn(1.0)) for _ in range(2)]
     optimizer = build_optimizer(settings, where, parameters)
     for scale in (0.1, 1.0, 30.0):
         for parameter in parameters:
-            parameter.grad = cut(torch.randn(8, 6, generator=draw) * scale).clone()
+            parameter.grad = drawn(scale)
         _take_step(optimizer, settings, where)
     return [parameter.detach() for parameter in parameters]
 

@@ -121,7 +121,8 @@ def _optimizer(config: Config) -> None:
     from pipeline.optimizer import try_optimizer
 
     where, schedule = file_of(config, "train"), config.train.schedule
-    optimizer, _ = try_optimizer(config.train.optimizer, f"{where}: optimizer")
+    device = config.cluster.device.value if config.cluster else "cpu"
+    optimizer, _ = try_optimizer(config.train.optimizer, f"{where}: optimizer", device)
     moves = schedule.warm_up > 0 or schedule.decay.value != "none"
     if moves and not all("lr" in group for group in optimizer.param_groups):
         raise TrainError(

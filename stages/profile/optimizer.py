@@ -1,19 +1,30 @@
-"""An optimizer's step on meta tensors: what it keeps, the kernels it runs and the memory they need."""
+"""An optimizer's step without memory: what it keeps, the kernels it runs and the memory they need.
+
+It is taken on meta tensors. One that asks where its parameters lie (`fused`, `capturable`) takes it on fake tensors of
+the device. One that looks at values takes a real step on a small parameter, and what is seen is scaled.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.ir.graph import TensorType
 from pipeline.ir.profile import Kernel
 from stages.profile.symbolic import Storage, Watch, rounded
 
 Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+TOGETHER = ("_foreach", "_fused")  # names of kernels that treat all parameters
+SMALL = ((), (4789,), (67, 71), (67, 71, 5), (67, 71, 5, 3))  # shapes by dims, each of which is known by its size
 
 
 @dataclass(frozen=True)
@@ -23,23 +34,24 @@ class OptimizerRun:
     state: dict[str, int]  # bytes kept for each parameter between steps
     kernels: tuple[Kernel, ...]
     storages: tuple[Storage, ...]
+    scaled: str = ""  # why this is from a small step, where it is
 
 
-def run_optimizer(build: Build, parameters: Mapping[str, TensorType], foreach: bool) -> OptimizerRun:
+def run_optimizer(build: Build, parameters: Mapping[str, TensorType], device: str) -> OptimizerRun:
     """The step for all parameters, put together from one step for each type of them.
 
     On a GPU an optimizer treats all parameters together (`foreach`) unless it was told otherwise: one kernel moves them
     all. Elsewhere it goes from one to the next.
     """
     counts = Counter(parameters.values())
-    alone = {kind: _run_one(build, kind, foreach) for kind in counts}
+    alone = {kind: _run_one(build, kind, device) for kind in counts}
     state = {name: alone[kind].nbytes for name, kind in parameters.items()}
     runs = {tuple(kernel.name for kernel in one.kernels) for one in alone.values()}
-    if len(runs) == 1 and any(name.startswith("_foreach") for name in next(iter(runs))):
+    if len(runs) == 1 and any(name.startswith(TOGETHER) for name in next(iter(runs))):
         kernels, storages = _together([(alone[kind], count) for kind, count in counts.items()])
     else:
         kernels, storages = _one_after_another([alone[kind] for kind in parameters.values()])
-    return OptimizerRun(state, kernels, storages)
+    return OptimizerRun(state, kernels, storages, next((one.scaled for one in alone.values() if one.scaled), ""))
 
 
 @dataclass(frozen=True)
@@ -47,29 +59,62 @@ class _One:
     nbytes: int  # of its state
     kernels: tuple[Kernel, ...]
     storages: tuple[Storage, ...]
+    scaled: str = ""
 
 
-def _run_one(build: Build, kind: TensorType, foreach: bool) -> _One:
-    """One step that makes the state, then the one that is watched."""
-    parameter = torch.nn.Parameter(torch.empty(kind.shape, dtype=getattr(torch, kind.dtype), device="meta"))
+def _run_one(build: Build, kind: TensorType, device: str) -> _One:
+    why = ""
+    modes: dict[str, AbstractContextManager[Any]] = {"meta": nullcontext(), device: FakeTensorMode()}
+    modes |= {"cpu": FakeTensorMode()}  # where torch has no GPU, some ask for one
+    for place, mode in modes.items():
+        try:
+            with mode:
+                return _watched(build, kind, place, foreach=device == "cuda")[0]
+        except Exception as error:  # the user's optimizer, which raises what it likes
+            why = why or f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return _scaled(build, kind, device, why)
+
+
+def _watched(build: Build, kind: TensorType, place: str, foreach: bool) -> tuple[_One, list[torch.Tensor]]:
+    """One step that makes the state, then the one that is watched; and the state."""
+    parameter = torch.nn.Parameter(torch.ones(kind.shape, dtype=getattr(torch, kind.dtype), device=place))
     optimizer = build([parameter])
     for group in optimizer.param_groups if foreach else ():
         if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True  # on tensors without memory it has to be told
-    parameter.grad = torch.empty_like(parameter)
-    _step(optimizer)
+            group["foreach"] = True  # on tensors that are not on a GPU it has to be told
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
     kept = _tensors(optimizer.state[parameter].values())
     with Watch([parameter, parameter.grad, *kept]) as watch:
-        _step(optimizer)
-        watch.sweep()
-    return _One(sum(map(_device_bytes, kept)), tuple(watch.kernels), tuple(watch.storages))
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    try:
         optimizer.step()
-    except Exception as error:  # one that steps on real tensors looks at values here, which raises what it likes
-        raise RuntimeError(f"the optimizer cannot step on meta tensors: {error}") from error
+        watch.sweep()
+    return _One(sum(map(_device_bytes, kept)), tuple(watch.kernels), tuple(watch.storages)), kept
+
+
+def _scaled(build: Build, kind: TensorType, device: str, why: str) -> _One:
+    """From a real step on a small parameter of as many dims: bytes grow with the elements, state dim by dim."""
+    shape = SMALL[len(kind.shape)] if len(kind.shape) < len(SMALL) else kind.shape
+    place = "cuda" if device == "cuda" and torch.cuda.is_available() else "cpu"
+    try:
+        small, kept = _watched(build, replace(kind, shape=shape), place, foreach=False)
+    except Exception as error:  # the user's
+        raise RuntimeError(f"the optimizer cannot step on a small parameter: {error}") from error
+    more = kind.numel / max(1, prod(shape))
+    kernels = [
+        replace(k, flops=k.flops * more**1.5, read=round(k.read * more), written=round(k.written * more))
+        for k in small.kernels
+    ]
+    storages = tuple(replace(s, size=rounded(round(s.size * more))) for s in small.storages)
+    state = sum(_grown(tensor, shape, kind.shape) for tensor in kept if tensor.numel() > 1)
+    if not kernels:  # of a library that torch does not see
+        kernels = [Kernel("step", 0.0, 2 * kind.nbytes + state, kind.nbytes + state, kind.dtype, (kind.shape,))]
+    return _One(state, tuple(kernels), storages, why)
+
+
+def _grown(tensor: torch.Tensor, small: tuple[int, ...], large: tuple[int, ...]) -> int:
+    """Bytes of a state tensor for a large parameter: its dims are those of the parameter, or all of them as one."""
+    sizes = dict(zip(small, large, strict=True)) | {prod(small): prod(large)}
+    return rounded(prod(sizes.get(size, size) for size in tensor.shape) * tensor.element_size())
 
 
 def _together(types: list[tuple[_One, int]]) -> tuple[tuple[Kernel, ...], tuple[Storage, ...]]:
@@ -104,4 +149,5 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 def _device_bytes(tensor: torch.Tensor) -> int:
     """A count of steps lies on the host."""
-    return rounded(tensor.untyped_storage().nbytes()) if tensor.device.type == "meta" else 0
+    counts = tensor.device.type == "cpu" and not tensor.dim()
+    return 0 if counts else rounded(tensor.untyped_storage().nbytes())

@@ -29,7 +29,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     graph: OpGraph = inputs["graph"]
     device, precision = config.cluster.device.value, config.model.precision.value
     where = f"conf/train/{config.choices['train']}.yaml: optimizer"
-    try_optimizer(config.train.optimizer, where)
+    try_optimizer(config.train.optimizer, where, device)
     build = functools.partial(build_optimizer, config.train.optimizer, where)
     profile, why = make_profile(graph, device, precision, build, inputs.log)
     if config.model.compile:
@@ -50,6 +50,8 @@ def make_profile(graph: OpGraph, device: str, precision: str, build: Build, log:
         why = str(error).splitlines()[0]
         log.info("the unsplit step cannot be simulated, costs are those of the op table: %s", why)
         return from_table, why
+    if step.optimizer.scaled:
+        log.info("the optimizer's step is scaled from that of a small parameter: %s", step.optimizer.scaled)
     costs, types = op_costs(graph, step), value_types(graph, step)
     profile = Profile(
         device=device,

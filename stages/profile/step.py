@@ -65,7 +65,7 @@ def profile_step(
         runs.append(distinct[key])
         forms.update(zip(end.writes, runs[-1].forms, strict=True))
     parameters = {value.name: value.type for value in graph.of_role(Role.PARAMETER)}
-    step = run_optimizer(optimizer, parameters, foreach=device == "cuda")
+    step = run_optimizer(optimizer, parameters, device)
     timeline = compose(graph, runs, ends, step, workspace)
     joined = tuple(_joined(graph, runner, runs, ends, forms))
     return StepProfile(summary(timeline), timeline, tuple(runs), ends, prologue, step, joined)

@@ -168,9 +168,10 @@ def _kernel(func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor
 
 
 def _mutated(func: Any, args: Any) -> list[Tensor]:
-    """What an op that returns nothing writes."""
+    """What an op that returns nothing writes; a fused optimizer would write gradients only to unscale them."""
     places = zip(func._schema.arguments, args, strict=False)
-    written = [value for argument, value in places if argument.alias_info is not None and argument.alias_info.is_write]
+    changes = ((a, value) for a, value in places if a.alias_info is not None and a.alias_info.is_write)
+    written = [value for argument, value in changes if argument.name != "grads"]
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 

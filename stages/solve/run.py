@@ -33,7 +33,8 @@ def run(inputs: Inputs, config: Config) -> Result:
     profile, cluster, settings = inputs["profile"], inputs["cluster"], config.solve
     graph = as_run(inputs["graph"], profile.types)
     where = f"conf/solve/{config.choices['solve']}.yaml"
-    copies = optimizer_copies(config.train.optimizer, f"conf/train/{config.choices['train']}.yaml: optimizer")
+    trained = f"conf/train/{config.choices['train']}.yaml: optimizer"
+    copies = optimizer_copies(config.train.optimizer, trained, cluster.device)
     micro_batches = config.train.micro_batches
     budget = budget_bytes(settings.memory_budget_gb, cluster, where)
     memory = float(budget * cluster.devices)

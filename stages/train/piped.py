@@ -74,9 +74,9 @@ class Piped:
         where = f"{job['where']['train']}: optimizer"
         stored = [(own.stored, name) for own in self.own.values() for name in own.tensors]
         if split := next((name for one, name in stored if one.splits_state(name)), None):
-            refuse_mixing(job["train"]["optimizer"], where, split)
+            refuse_mixing(job["train"]["optimizer"], where, split, self.device.type)
         if padded := next((name for one, name in stored if one.pads(name, self.shapes[name])), None):
-            refuse_moving_zeros(job["train"]["optimizer"], where, padded)
+            refuse_moving_zeros(job["train"]["optimizer"], where, padded, self.device.type)
         self.optimizer = build_optimizer(job["train"]["optimizer"], where, [updated for updated, _ in rows])
         self._batches = self._own_batches()
         self.samples = self.slices.start(self.passes)

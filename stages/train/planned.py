@@ -53,9 +53,9 @@ class Planned:
         self.clipping = Clipping(self.gradients.updated, rows, self.axes, limit) if limit is not None else None
         where = f"{job['where']['train']}: optimizer"
         if split := next((name for name in self.parameters if self.stored.splits_state(name)), None):
-            refuse_mixing(job["train"]["optimizer"], where, split)
+            refuse_mixing(job["train"]["optimizer"], where, split, self.device.type)
         if padded := next((n for n in self.parameters if self.stored.pads(n, self.own.shapes[n])), None):
-            refuse_moving_zeros(job["train"]["optimizer"], where, padded)
+            refuse_moving_zeros(job["train"]["optimizer"], where, padded, self.device.type)
         self.optimizer = build_optimizer(job["train"]["optimizer"], where, list(self.gradients.updated))
         layouts = {name: Layout.parse(text) for name, text in program.INPUTS.items()}
         dataset = instantiate(job["data"]["dataset"], f"{job['where']['data']}: dataset")

@@ -126,3 +126,14 @@ def test_padding_stays_as_it_is(name: str) -> None:
 def test_an_optimizer_that_changes_padding_is_refused() -> None:
     with pytest.raises(TargetError, match=r"changes zeros that have no gradient, and the plan pads head.weight"):
         refuse_moving_zeros({"_target_": "torch.optim.Adam", "lr": 0.1, "eps": 0.0}, WHERE, "head.weight")
+
+
+def test_an_optimizer_for_gpus_is_tried_without_one() -> None:
+    """Its step on a CPU is refused by torch: as that of one that must be captured into a CUDA graph."""
+    settings = {"_target_": "torch.optim.AdamW", "lr": 0.1, "capturable": True}
+    with pytest.raises(TargetError, match="cannot take a step"):
+        try_optimizer(settings, WHERE)
+    optimizer, parameter = try_optimizer(settings, WHERE, "cuda")
+    assert {"exp_avg", "exp_avg_sq"} <= set(optimizer.state[parameter])
+    with pytest.raises(TargetError, match="closure"):
+        try_optimizer({"_target_": "torch.optim.LBFGS"}, WHERE, "cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,7 +29,7 @@ ALL = sum(size(name) for name in SHAPES)
 
 
 def run(build, foreach: bool, **settings) -> OptimizerRun:
-    return run_optimizer(functools.partial(build, **settings), parameters(), foreach)
+    return run_optimizer(functools.partial(build, **settings), parameters(), "cuda" if foreach else "cpu")
 
 
 def peak(run: OptimizerRun) -> int:
@@ -74,26 +75,77 @@ def test_one_by_one_needs_no_more_than_the_largest_parameters():
 
 def test_many_equal_parameters_one_by_one_need_the_memory_of_three():
     many = {f"p{i}": TensorType((256, 256), "float32") for i in range(20)}
-    assert peak(run_optimizer(optim.AdamW, many, foreach=False)) == 3 * 4 * 256 * 256
+    assert peak(run_optimizer(optim.AdamW, many, "cpu")) == 3 * 4 * 256 * 256
 
 
 def test_the_users_word_on_foreach_counts():
     def names(**settings):
-        found = run_optimizer(functools.partial(optim.AdamW, **settings), parameters(), foreach=True)
+        found = run_optimizer(functools.partial(optim.AdamW, **settings), parameters(), "cuda")
         return {kernel.name for kernel in found.kernels if kernel.name.startswith("_foreach")}
 
     assert names() and names(foreach=True) and not names(foreach=False)
 
 
-def test_an_optimizer_that_looks_at_values_is_refused():
-    """The stage then falls back to the table."""
-    with pytest.raises(RuntimeError, match="meta tensors"):
-        run(optim.Adafactor, foreach=False)
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(
+    ("build", "settings", "copies", "moved"),
+    [
+        (optim.AdamW, {}, 2, 7),
+        (optim.AdamW, {"amsgrad": True}, 3, 9),
+        (optim.Adam, {}, 2, 7),
+        (optim.SGD, {"lr": 0.1, "momentum": 0.9}, 1, 5),
+        (optim.Adagrad, {}, 1, 5),
+    ],
+    ids=["adamw", "amsgrad", "adam", "momentum", "adagrad"],
+)
+def test_a_fused_step_is_one_kernel_that_moves_each_tensor_once(build, settings, copies, moved, foreach):
+    found = run(build, foreach, **settings, fused=True)
+    assert not found.scaled
+    assert sum(found.state.values()) - copies * ALL in (0, 512 * len(SHAPES)), "counts of steps may lie on the GPU"
+    fused = [kernel for kernel in found.kernels if kernel.name.startswith("_fused")]
+    assert len(fused) == 1
+    elements = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    assert sum(k.read + k.written for k in fused) == pytest.approx(4 * moved * elements, rel=0.01)
+    assert peak(found) <= 512 * len(SHAPES)
+
+
+def test_a_capturable_step_is_taken_on_its_device():
+    found = run(optim.AdamW, foreach=True, capturable=True)
+    assert not found.scaled
+    assert found.state == {name: 2 * size(name) + 512 for name in SHAPES}, "with its count of steps"
+
+
+def test_an_optimizer_that_looks_at_values_is_scaled_from_a_small_step():
+    found = run(optim.Adafactor, foreach=False)
+    assert found.scaled and found.kernels
+    rows, columns = SHAPES["embedding"]
+    assert found.state["embedding"] == pytest.approx(rounded(4 * rows) + rounded(4 * columns), abs=512)
+    assert found.state["bias"] == rounded(4 * 250)
+
+
+class Hidden(torch.optim.Optimizer):
+    """As a library's: its kernels are not torch's, and it keeps a byte for each element."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.detach().numpy()[...] -= 1
+                if parameter not in self.state:
+                    self.state[parameter] = {"own": torch.from_numpy(np.zeros(parameter.numel(), np.uint8))}
+
+
+def test_kernels_that_torch_does_not_see_are_one_that_moves_all():
+    found = run(Hidden, foreach=True)
+    assert found.state == {name: rounded(torch.Size(shape).numel()) for name, shape in SHAPES.items()}
+    assert [kernel.written for kernel in found.kernels if kernel.name == "step"]
 
 
 def test_the_state_has_the_parameters_type():
     mixed = {"full": TensorType((64, 64), "float32"), "half": TensorType((64, 64), "bfloat16")}
-    found = run_optimizer(optim.AdamW, mixed, foreach=False)
+    found = run_optimizer(optim.AdamW, mixed, "cpu")
     assert found.state == {"full": 2 * 4 * 64 * 64, "half": 2 * 2 * 64 * 64}
 
 
@@ -104,7 +156,7 @@ def test_plain_sgd_needs_no_memory():
 
 def test_more_parameters_are_no_more_foreach_kernels():
     few, many = (
-        run_optimizer(optim.AdamW, {f"p{i}": TensorType((8,), "float32") for i in range(n)}, foreach=True).kernels
+        run_optimizer(optim.AdamW, {f"p{i}": TensorType((8,), "float32") for i in range(n)}, "cuda").kernels
         for n in (2, 20)
     )
     assert len([k for k in few if "foreach" in k.name]) == len([k for k in many if "foreach" in k.name])
@@ -124,4 +176,4 @@ def test_the_peak_is_that_of_the_real_step_on_a_cpu(build):
     state = [t for of_one in optimizer.state.values() for t in of_one.values() if isinstance(t, torch.Tensor)]
     held = [*real, *(p.grad for p in real), *state]
     own = measure_peak(optimizer.step, lambda: held, torch.device("cpu")) - storage_bytes(held)
-    assert peak(run_optimizer(build, parameters(), foreach=False)) == pytest.approx(own, rel=0.02, abs=512)
+    assert peak(run_optimizer(build, parameters(), "cpu")) == pytest.approx(own, rel=0.02, abs=512)
