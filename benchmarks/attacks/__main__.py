@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import pkgutil
+import signal
 import sys
 import tempfile
 import time
@@ -29,6 +30,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--sample", action="store_true", help="the few attacks of each group that the tests run")
     given = parser.parse_args(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # commands run in forks with bounds of memory, where no GPU can be used
+    # What a shell starts in the background ignores one of these, with nohup both: so would all that is attacked.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, lambda *_: None)
     found: dict[str, list[Outcome]] = {}
     print(f"{'group':20}{'attacks':>8}{'held':>8}{'seconds':>9}", flush=True)
     for group in given.groups.split(","):
@@ -36,10 +40,9 @@ def main(arguments: list[str]) -> int:
         found[group] = attack(group, given.sample)
         held = sum(outcome.held for outcome in found[group])
         print(f"{group:20}{len(found[group]):8}{held:8}{time.monotonic() - started:9.0f}", flush=True)
-    for group, outcomes in found.items():
-        for outcome in outcomes:
+        for outcome in found[group]:
             if not outcome.held:
-                print(f"not held: {group}: {outcome.attack}: {outcome.found}")
+                print(f"not held: {group}: {outcome.attack}: {outcome.found}", flush=True)
     totals = summary(found)
     print(json.dumps(totals))
     return 0 if totals["held"] == totals["cases"] else 1

@@ -83,6 +83,7 @@ def compiled(
     def backend(graph: fx.GraphModule, inputs: Sequence[Any], masked: bool) -> Any:
         if calls == "python" or not host_calls.in_cpp(inputs):
             return build(graph, inputs, masked, in_cpp=False)
+        host_calls.wake_backward(inputs)
         kept = copy.deepcopy(graph)  # compiling changes what it is given
         return host_calls.or_from_python(
             lambda: build(graph, inputs, masked, in_cpp=True), lambda: build(kept, inputs, masked, in_cpp=False)

@@ -13,8 +13,9 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from subprocess import SubprocessError
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -22,11 +23,23 @@ T = TypeVar("T")
 
 class _Here:
     failure = ""  # of the compiler, and what comes of it: calls are made from Python since
+    cards: ClassVar[set[torch.device]] = set()  # whose threads for backward passes know their card
 
 
 def in_cpp(inputs: Sequence[Any]) -> bool:
     """For a block with these inputs: on a GPU the host is often what a step waits for."""
     return on_card(inputs) and not _Here.failure and shutil.which(_compiler()) is not None
+
+
+def wake_backward(inputs: Sequence[Any]) -> None:
+    """Calls in C++ ask the card's driver directly, which must have been used in their thread through torch before.
+
+    Autograd has a thread of its own for each card. Where the first thing that it runs is such a call, it fails.
+    """
+    for card in {given.device for given in inputs if isinstance(given, Tensor) and given.is_cuda} - _Here.cards:
+        with torch.enable_grad():
+            torch.ones((), device=card, requires_grad=True).mul(2).backward()  # type: ignore[no-untyped-call]
+        _Here.cards.add(card)
 
 
 def why_python() -> str:

@@ -81,6 +81,17 @@ def test_backward_is_compiled_with_forward_while_it_is_known_how_calls_are_made(
     torch.testing.assert_close(torch.autograd.grad(ours.sum(), (x, w)), torch.autograd.grad(first(x, w).sum(), (x, w)))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_autograd_knows_the_card_before_calls_in_cpp_are_made_from_its_thread(monkeypatch):
+    order = []
+    monkeypatch.setattr(host_calls, "in_cpp", lambda inputs: True)
+    monkeypatch.setattr(host_calls, "wake_backward", lambda inputs: order.append("woken"))
+    monkeypatch.setattr(host_calls, "or_from_python", lambda one, other: (order.append("built"), other())[1])
+    torch._dynamo.reset()
+    compiled(first, 1.0)(*(torch.randn(3, 3, requires_grad=True) for _ in range(2)))
+    assert order == ["woken", "built"]
+
+
 def fails(error: Exception):
     def attempt() -> str:
         raise error
