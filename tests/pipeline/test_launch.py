@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -292,3 +293,13 @@ def test_a_death_is_told_before_what_others_made_of_it(tmp_path):
     forget_error(tmp_path, 0)
     ended = "  rank      : 1 (local_rank: 0)\n  exitcode  : 3 (pid: 7)\n"
     assert reason(tmp_path, ended) == "rank 1 ended with status 3 without a word"
+
+
+def test_a_bound_on_each_file_is_no_lack_of_room(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        WorkFolder(tmp_path, -1).try_room()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
