@@ -18,12 +18,14 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.export import ExportedProgram
+from torch.fx import proxy
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pipeline.errors import TraceError
 from pipeline.loss import pick_loss
 from pipeline.tracing.certain import CertainBranches
-from pipeline.tracing.source import origin
+from pipeline.tracing.source import Stack, origin
 
 
 class LossOnly(nn.Module):
@@ -38,7 +40,8 @@ class LossOnly(nn.Module):
 
 
 def export_loss(model: nn.Module, batch: dict[str, Tensor]) -> ExportedProgram:
-    with _quiet(), CertainBranches(), _lstm_states():
+    # Torch writes and compiles the code of its graph after each pass over it, and reads no more than the last of that.
+    with _quiet(), CertainBranches(), _lstm_states(), _short_stacks(), _use_lazy_graph_module(True):
         try:
             return torch.export.export(LossOnly(model), (), batch, strict=False)
         except TraceError:
@@ -97,6 +100,16 @@ def _lstm_states() -> Iterator[None]:
         yield
     finally:
         decompositions.one_layer_lstm = plain
+
+
+@contextmanager
+def _short_stacks() -> Iterator[None]:
+    """For each op torch takes down a hundred frames and reads the line of each; those of others' code are enough."""
+    plain, proxy.CapturedTraceback = proxy.CapturedTraceback, Stack
+    try:
+        yield
+    finally:
+        proxy.CapturedTraceback = plain
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 import traceback
 from dataclasses import dataclass
@@ -32,6 +33,26 @@ class Origin:
     line: str  # file and line, or nothing
     package: str = ""
     inside: str = ""  # file of the package and line
+
+
+class Stack:
+    """Frames that are not torch's own, without their text; it is asked as torch's `CapturedTraceback` is."""
+
+    def __init__(self, frames: list[traceback.FrameSummary]) -> None:
+        self.frames = frames
+
+    @classmethod
+    def extract(cls) -> Stack:
+        frames, frame = [], sys._getframe(1)
+        while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+            code = frame.f_code
+            if not code.co_filename.startswith(_TORCH) or code.co_filename.startswith(_LIBRARIES):
+                found = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name, line="")
+                frames.append(found)
+        return cls(frames[::-1])
+
+    def summary(self) -> traceback.StackSummary:
+        return traceback.StackSummary.from_list(self.frames)
 
 
 def op_line(stack_trace: str | None) -> str:
