@@ -39,7 +39,7 @@ class WorkFolder:
     def try_room(self) -> None:
         """For what torchrun and the ranks write there, in words of their own where they cannot."""
         path = self.path / "room"
-        with _in_tmpdir(path):
+        with _in_tmpdir(self.path):
             try:
                 path.write_bytes(bytes(ROOM_BYTES))
             except OSError as error:

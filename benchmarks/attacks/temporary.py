@@ -66,7 +66,7 @@ def attacks(folder: Path, sample: bool) -> Iterator[Outcome]:
     found = refusal("a data set fails while TMPDIR is full", mounted(root, "50m", BROKEN="1").ended(300), "sample 150")
     yield found
     yield ended_while_full(root)
-    yield refusal("no room for the job", mounted(root, "4k").ended(120), "job.json", "TMPDIR")
+    yield refusal("no room for the job", mounted(root, "4k").ended(120), "shardwright-", "TMPDIR")
 
 
 def steps_without_room() -> Outcome:
