@@ -48,7 +48,7 @@ def try_optimizer(settings: Mapping[str, Any], where: str, device: str = "cpu") 
         try:
             with nullcontext() if torch.cuda.is_available() else FakeTensorMode():
                 return _first_step(settings, where, device)
-        except TargetError:
+        except Exception:  # also of a GPU that has no room
             raise refused from None
 
 

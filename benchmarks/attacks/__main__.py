@@ -31,8 +31,9 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # commands run in forks with bounds of memory, where no GPU can be used
     # What a shell starts in the background ignores one of these, with nohup both: so would all that is attacked.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, lambda *_: None)
+    for number, heeded in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, heeded)
     found: dict[str, list[Outcome]] = {}
     print(f"{'group':20}{'attacks':>8}{'held':>8}{'seconds':>9}", flush=True)
     for group in given.groups.split(","):

@@ -82,7 +82,7 @@ _INDEXED = {
     "index_add": Moves(0.1), "index_select": Moves(0.4),
 }  # fmt: skip
 MOVES = {**_VIEWS_AND_CASTS, **_POINTWISE, **_REDUCTIONS, **_INDEXED}
-OPTIMIZERS = ("_foreach", "_fused_ada", "_fused_sgd")  # kernels that move all parameters
+OPTIMIZER_KERNELS = ("_foreach", "_fused_ada", "_fused_sgd")  # beginnings of their names: they treat all parameters
 FOREACH, FOREACH_IN_HALF = Moves(0.88), Moves(0.73)
 SCATTERED = 0.6  # of the share, for a kernel that reads memory out of order
 BROADCAST = 0.78  # of the share, for one that repeats a smaller tensor along a larger one
@@ -141,7 +141,7 @@ def kernel_seconds(kernel: Kernel, card: Card) -> float:
 
 def _moves(kernel: Kernel, card: Card) -> float:
     found = MOVES.get(kernel.name, Moves())
-    if kernel.name.startswith(OPTIMIZERS):
+    if kernel.name.startswith(OPTIMIZER_KERNELS):
         found = FOREACH_IN_HALF if kernel.dtype in HALF else FOREACH
     share = found.share * (SCATTERED if kernel.scattered else BROADCAST if _broadcasts(kernel) else 1.0)
     first = kernel.shapes[0] if kernel.shapes else ()

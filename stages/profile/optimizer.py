@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pipeline.cost.kernels import OPTIMIZER_KERNELS
 from pipeline.ir.graph import TensorType
 from pipeline.ir.profile import Kernel
 from stages.profile.symbolic import Storage, Watch, rounded
@@ -23,8 +24,8 @@ from stages.profile.symbolic import Storage, Watch, rounded
 Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
-TOGETHER = ("_foreach", "_fused")  # names of kernels that treat all parameters
-SMALL = ((), (4789,), (67, 71), (67, 71, 5), (67, 71, 5, 3))  # shapes by dims, each of which is known by its size
+SIZES = (67, 71, 5, 3, 2, 7, 11)  # of a small parameter: they differ, so a dim of the state is known by its size
+SMALL_VECTOR = (4789,)  # as many elements: libraries treat few of them otherwise
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def run_optimizer(build: Build, parameters: Mapping[str, TensorType], device: st
     alone = {kind: _run_one(build, kind, device) for kind in counts}
     state = {name: alone[kind].nbytes for name, kind in parameters.items()}
     runs = {tuple(kernel.name for kernel in one.kernels) for one in alone.values()}
-    if len(runs) == 1 and any(name.startswith(TOGETHER) for name in next(iter(runs))):
+    if len(runs) == 1 and any(name.startswith(OPTIMIZER_KERNELS) for name in next(iter(runs))):
         kernels, storages = _together([(alone[kind], count) for kind, count in counts.items()])
     else:
         kernels, storages = _one_after_another([alone[kind] for kind in parameters.values()])
@@ -71,7 +72,7 @@ def _run_one(build: Build, kind: TensorType, device: str) -> _One:
             with mode:
                 return _watched(build, kind, place, foreach=device == "cuda")[0]
         except Exception as error:  # the user's optimizer, which raises what it likes
-            why = why or f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            why = why or f"{type(error).__name__}: {error}".splitlines()[0]
     return _scaled(build, kind, device, why)
 
 
@@ -93,12 +94,14 @@ def _watched(build: Build, kind: TensorType, place: str, foreach: bool) -> tuple
 
 def _scaled(build: Build, kind: TensorType, device: str, why: str) -> _One:
     """From a real step on a small parameter of as many dims: bytes grow with the elements, state dim by dim."""
-    shape = SMALL[len(kind.shape)] if len(kind.shape) < len(SMALL) else kind.shape
+    shape = SMALL_VECTOR if len(kind.shape) == 1 else SIZES[: len(kind.shape)]
     place = "cuda" if device == "cuda" and torch.cuda.is_available() else "cpu"
     try:
         small, kept = _watched(build, replace(kind, shape=shape), place, foreach=False)
     except Exception as error:  # the user's
-        raise RuntimeError(f"the optimizer cannot step on a small parameter: {error}") from error
+        raise RuntimeError(
+            f"the optimizer cannot step on a small parameter: {type(error).__name__}: {error}"
+        ) from error
     more = kind.numel / max(1, prod(shape))
     kernels = [
         replace(k, flops=k.flops * more**1.5, read=round(k.read * more), written=round(k.written * more))
@@ -113,7 +116,7 @@ def _scaled(build: Build, kind: TensorType, device: str, why: str) -> _One:
 
 def _grown(tensor: torch.Tensor, small: tuple[int, ...], large: tuple[int, ...]) -> int:
     """Bytes of a state tensor for a large parameter: its dims are those of the parameter, or all of them as one."""
-    sizes = dict(zip(small, large, strict=True)) | {prod(small): prod(large)}
+    sizes = dict(zip(small, large, strict=False)) | {prod(small): prod(large)}
     return rounded(prod(sizes.get(size, size) for size in tensor.shape) * tensor.element_size())
 
 

@@ -157,6 +157,7 @@ def test_a_recompute_region_repeats_split_draws() -> None:
 def test_a_gpu_that_is_not_used_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where a GPU is: torch refuses a recompute region that begins to use one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("the GPU is used"))
     one_after_another(2, lambda rank: drawn_apart(lambda: F.dropout(torch.ones(4)), axis=AXIS))
 

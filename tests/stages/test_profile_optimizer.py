@@ -140,7 +140,25 @@ class Hidden(torch.optim.Optimizer):
 def test_kernels_that_torch_does_not_see_are_one_that_moves_all():
     found = run(Hidden, foreach=True)
     assert found.state == {name: rounded(torch.Size(shape).numel()) for name, shape in SHAPES.items()}
-    assert [kernel.written for kernel in found.kernels if kernel.name == "step"]
+    elements = [torch.Size(shape).numel() for shape in SHAPES.values()]
+    assert [kernel.written for kernel in found.kernels] == [4 * count + rounded(count) for count in elements]
+
+
+class Silent(torch.optim.SGD):
+    """Fails without a word where there are no values."""
+
+    def step(self, closure=None):
+        if not all(type(p.data) is torch.Tensor and p.device.type == "cpu" for p in self.param_groups[0]["params"]):
+            raise ValueError
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("dims", [0, 1, 5, 8])
+def test_a_failure_without_a_word_and_any_number_of_dims(dims):
+    kind = TensorType((2,) * dims, "float32")
+    found = run_optimizer(functools.partial(Silent, lr=0.1, momentum=0.9), {"p": kind}, "cpu")
+    assert found.scaled == "ValueError: " and found.kernels
+    assert dims == 0 or dims > 5 or found.state == {"p": 512}
 
 
 def test_the_state_has_the_parameters_type():
