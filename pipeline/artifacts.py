@@ -44,7 +44,7 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("graph", "trace", "graph.json", OpGraph, version=2),
-        Kind("profile", "profile", "profile.json", Profile, version=4),
+        Kind("profile", "profile", "profile.json", Profile, version=5),
         Kind("cluster", "cluster", "cluster.json", Cluster, version=2),
         Kind("frontier", "solve", "frontier.json", Frontier, version=2),
         Kind("plan", "checkpoint", "plan.json", Plan, version=6),

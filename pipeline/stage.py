@@ -42,9 +42,7 @@ STAGES = {
         Stage("trace", (), "graph", ("model",)),
         Stage("profile", ("graph",), "profile", ("model.precision", "cluster.device", "train.optimizer")),
         Stage("cluster", (), "cluster", ("cluster",)),
-        Stage(
-            "solve", ("graph", "profile", "cluster"), "frontier", ("solve", "train.micro_batches", "train.optimizer")
-        ),
+        Stage("solve", ("graph", "profile", "cluster"), "frontier", ("solve", "train.micro_batches")),
         Stage("checkpoint", ("graph", "profile", "cluster", "frontier"), "plan", ("checkpoint",)),
         Stage("codegen", ("graph", "plan"), "module", ("model",)),
         Stage("train", ("graph", "plan", "module"), "report", ("model", "data", "train")),

@@ -52,7 +52,7 @@ def settings(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     from pipeline.files import write_atomic
 
     config = load_config(root)
-    found = {key: config.plain(f"train.{key}") for key in ("micro_batches", "optimizer")}
+    found = {"micro_batches": config.plain("train.micro_batches")}
     with locked(root / "runs"):
         write_atomic(root / "runs" / "settings" / "train.json", (json.dumps(found, indent=1) + "\n").encode())
     return 0

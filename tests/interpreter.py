@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from pipeline.ir.graph import OpGraph, Ref, Role, Torch
-from pipeline.ops.own import CONSTANT
+from pipeline.ops.own_names import CONSTANT
+from pipeline.ops.public import overload_of
 
 
 def run_graph(graph: OpGraph, module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -25,13 +26,11 @@ def run_graph(graph: OpGraph, module: torch.nn.Module, batch: dict[str, torch.Te
         return [real(a) for a in arg] if isinstance(arg, tuple) else arg
 
     for op in graph.ops:
-        namespace, name, overload = op.target.split(".")
         named_args = {k: real(v) for k, v in op.args.named}
         if op.target == CONSTANT:
             results = torch.tensor(real(op.args.positional[0]), dtype=named_args["dtype"])
         else:
-            function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-            results = function(*(real(a) for a in op.args.positional), **named_args)
+            results = overload_of(op.target)(*(real(a) for a in op.args.positional), **named_args)
         for name, result in zip(op.outputs, [results] if isinstance(results, torch.Tensor) else results, strict=True):
             kind = graph.values[name].type
             assert (tuple(result.shape), str(result.dtype)) == (kind.shape, f"torch.{kind.dtype}"), name

@@ -17,6 +17,7 @@ from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.program import Call
 from pipeline.ir.program import Tensor as Placed
 from pipeline.ops.dims import strategies
+from pipeline.ops.public import overload_of
 from pipeline.ops.rule import OpRule, OpView, plain_view
 from pipeline.ops.table import table
 from stages.codegen.block import BlockWriter, Mesh, Outside
@@ -135,11 +136,9 @@ def run_unsplit(op: Op, tensors: tuple[torch.Tensor, ...]):
             return torch.device("cpu") if arg.kind == "device" else getattr(torch, arg.name)
         return [argument(a) for a in arg] if isinstance(arg, tuple) else arg
 
-    namespace, name, overload = op.target.split(".")
-    function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     positional = [argument(a) for a in op.args.positional]
     torch.default_generator.manual_seed(7)  # random ops draw the same numbers whole and on each rank
-    return function(*positional, **{k: argument(v) for k, v in op.args.named})
+    return overload_of(op.target)(*positional, **{k: argument(v) for k, v in op.args.named})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipeline.ir.graph import Torch
 from pipeline.ops.complex_numbers import TRANSFORMS
 from pipeline.ops.elementwise import BY_OUTPUT, CURVES, STEPS
-from pipeline.ops.own import EMBEDDING_BAG
+from pipeline.ops.own_names import EMBEDDING_BAG
 from tests.one_op import Draw, t
 
 Pick = Callable[[st.SearchStrategy], Any]

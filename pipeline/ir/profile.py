@@ -159,6 +159,7 @@ class Profile:
     parameters: int
     parameter_bytes: int
     saved_bytes: int  # of one step, each storage counted once
+    optimizer_copies: float = 0.0  # tensors of a parameter's size that the optimizer keeps
     types: dict[str, str] = field(
         default_factory=dict
     )  # dtypes of values that autocast makes others than the graph has

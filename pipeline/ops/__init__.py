@@ -1,4 +1,4 @@
-"""The op table: one entry per op, one file per family, found by listing this folder.
+"""The op table: one entry per op, one file per family (FAMILIES of table.py).
 
 A rule holds the op's line of named dims, from which its sharding strategies follow, what it costs, what it saves for
 backward, and how generated code calls it. For an op without a rule strategies are discovered by trying (discover.py);

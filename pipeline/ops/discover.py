@@ -29,7 +29,7 @@ from pipeline.files import write_atomic
 from pipeline.ir.graph import Arg, Ref
 from pipeline.ir.layout import B, Layout, P, R, S, State
 from pipeline.ir.plan import Strategy
-from pipeline.ops import pieces
+from pipeline.ops import pieces, remembered
 from pipeline.ops.child import attempt
 from pipeline.ops.rule import OpView
 from pipeline.ops.trial import Trial, can_be_tried, integers, is_finite, is_triable, shrunk_in_order, small_trial
@@ -50,14 +50,7 @@ class Found:
 
 # ---- for the planner
 
-_folder: Path | None = None
 _known: dict[str, tuple[Found, ...]] = {}
-
-
-def remember_in(folder: Path | None) -> None:
-    """Where what is found is kept for later runs; None keeps it in memory only."""
-    global _folder
-    _folder = folder
 
 
 def discovered(view: OpView, size: int) -> tuple[Strategy, ...]:
@@ -76,7 +69,8 @@ def find(view: OpView) -> tuple[Found, ...]:
     """What holds for the op, from memory, from the folder, or by search."""
     key = _signature(view)
     if key not in _known:
-        place = _folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json" if _folder else None
+        folder = remembered.folder()
+        place = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json" if folder else None
         kept = _read(place, key) if place else None
         if kept is not None and not all(_fits(one, view) for one in kept):
             kept = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.ops.own import EMBEDDING_BAG, MODES
+from pipeline.ops.own_names import EMBEDDING_BAG, MODES
 from pipeline.ops.rule import Linear, OpRule, OpView, Rendered, Sent
 
 

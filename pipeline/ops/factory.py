@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pipeline.ops.own import CONSTANT
+from pipeline.ops.own_names import CONSTANT
 from pipeline.ops.rule import OpRule, OpView, Rendered, apart, call, drawn, method
 from pipeline.ops.shapes import broadcast, letters
 

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CONSTANT = "shardwright.tensor.default"
-EMBEDDING_BAG = "shardwright.embedding_bag.default"
-MODES = ("sum", "mean", "max")  # what the op's number means
+from pipeline.ops.own_names import MODES
+
 _LIBRARY = torch.library.Library("shardwright", "FRAGMENT")
 _LIBRARY.define(
     "embedding_bag(Tensor weight, Tensor indices, Tensor? offsets, int mode, Tensor? per_sample_weights=None,"

@@ -11,19 +11,18 @@ import warnings
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, reduce
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch._ops import OpOverload
-from torch.fx import Node
+from typing import TYPE_CHECKING, Any
 
 from pipeline.ir.graph import Arg, Args, Ref, Torch
 from pipeline.ops.rule import Rendered, call, method
 
+if TYPE_CHECKING:  # rules name this file, and plans are made of them without torch, which is slow to import
+    from torch import Tensor
+    from torch._ops import OpOverload
+    from torch.fx import Node
+
 Types = tuple[tuple[tuple[int, ...], str], ...]  # shape and dtype of each tensor
-ROOTS = {"torch": torch, "F": F, "Tensor": Tensor}
+ROOTS = {"torch": "torch", "F": "torch.nn.functional", "Tensor": "torch.Tensor"}
 NAMESPACES = ("linalg", "special", "fft")  # of torch; their ops have the namespace in front of the name
 RENAMED = {"im2col": "unfold", "col2im": "fold", "affine_grid_generator": "affine_grid"}  # ops -> functions of F
 ATTRIBUTES = {"numpy_T": "T", "matrix_H": "H", "mT": "mT", "mH": "mH"}  # of a tensor
@@ -53,8 +52,10 @@ class Form:
         return call(self.name)(replace(r, positional=r.positional[: self._count(r.positional)], named=named))
 
     def run(self, args: Args, tensors: tuple[Tensor, ...]) -> Any:
+        import torch
+
         root, _, path = self.name.partition(".")
-        function: Any = reduce(getattr, path.split("."), ROOTS[root])
+        function: Any = reduce(getattr, [*ROOTS[root].split(".")[1:], *path.split(".")], torch)
         if path in ATTRIBUTES.values():
             return function.__get__(tensors[0])
         positional = tuple(_real(arg, tensors) for arg in args.positional)
@@ -108,6 +109,8 @@ def form_of(target: str, args: Args, types: Types, written: str) -> Form:
 
 def _forms(target: str, args: Args) -> Iterator[Form]:
     """What may be the op, in the order in which a reader would look for it."""
+    import torch
+
     _, name, overload = target.split(".")
     if name in SYMBOLS or name in ATTRIBUTES:
         yield Form(f"Tensor.{ATTRIBUTES.get(name, name)}")
@@ -133,6 +136,11 @@ def overload_of(target: str) -> OpOverload | None:
 
     `torch.ops` has more than ops, such as a function that loads a library.
     """
+    import torch
+    from torch._ops import OpOverload
+
+    import pipeline.ops.own  # noqa: F401  -- ours are among them
+
     found: Any = torch.ops
     for part in target.split("."):
         found = getattr(found, part, None)
@@ -145,6 +153,7 @@ def _are_tensors(arg: Arg) -> bool:
 
 def _done_by(form: Form, args: Args, types: Types) -> str:
     """The ops that the call runs, with all their arguments; "" where it cannot be called so, or just with a warning."""
+    import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -165,6 +174,8 @@ def _told(node: Node) -> str:
 
 
 def _real(arg: Arg, tensors: tuple[Tensor, ...]) -> Any:
+    import torch
+
     if isinstance(arg, Ref):
         return tensors[int(arg.value)]
     if isinstance(arg, Torch):

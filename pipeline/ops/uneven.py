@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ops.factors import Letter, Spot, letters_of
-from pipeline.ops.own import EMBEDDING_BAG
+from pipeline.ops.own_names import EMBEDDING_BAG
 
 ENDS = {
     "aten.embedding.default": "v",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.ir.graph import Args, Op, Ref, Role, TensorType, Value
-from pipeline.ops.own import EMBEDDING_BAG
+from pipeline.ops.own_names import EMBEDDING_BAG
 from pipeline.tracing.lower import Ops
 
 _THEIRS = ("aten.embedding_bag.default", "aten.embedding_bag.padding_idx")

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.errors import TraceError
 from pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
-from pipeline.ops.own import CONSTANT
+from pipeline.ops.own_names import CONSTANT
 from pipeline.ops.table import table
 from pipeline.tracing.mutation import Mutations
 from pipeline.tracing.source import op_line

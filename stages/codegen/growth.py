@@ -11,10 +11,9 @@ import functools
 from collections.abc import Callable, Iterable
 from math import isclose, prod
 
-import torch
-
 from pipeline.ir.graph import Arg, Op, OpGraph, Ref
 from pipeline.ops.loss import SUM
+from pipeline.ops.public import overload_of
 
 Powers = frozenset[int]  # of the terms of a value; none: not known
 STAYS: Powers = frozenset({0})
@@ -114,8 +113,8 @@ def _reduction(op: Op) -> int | None:
 @functools.cache
 def _reduction_of(target: str) -> tuple[int | None, int]:
     """Where an op has its argument `reduction`, and what it is by default."""
-    function = functools.reduce(getattr, target.split("."), torch.ops)
-    for position, argument in enumerate(function._schema.arguments):
+    overload = overload_of(target)
+    for position, argument in enumerate(overload._schema.arguments if overload else ()):
         if argument.name == "reduction":
             return position, argument.default_value
     return None, 0

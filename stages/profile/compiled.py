@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import pipeline.ops.own  # noqa: F401  -- blocks may call them
 from pipeline.blocks import blocks_of, convolves, relus_between
 from pipeline.cost.allocator import SPARE, uneven
 from pipeline.garbage import no_collection

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
 from pipeline.ir.profile import Kernel
-from pipeline.ops.own import CONSTANT
+from pipeline.ops.own_names import CONSTANT
 from pipeline.ops.public import overload_of
 from pipeline.ops.table import rule_of
 from stages.profile.autocast import COMPOSITES, Autocast

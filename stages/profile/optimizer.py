@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pipeline.cost.kernels import OPTIMIZER_KERNELS
 from pipeline.ir.graph import TensorType
 from pipeline.ir.profile import Kernel
+from pipeline.optimizer import try_optimizer
 from stages.profile.symbolic import Storage, Watch, rounded
 
 Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -36,6 +37,13 @@ class OptimizerRun:
     kernels: tuple[Kernel, ...]
     storages: tuple[Storage, ...]
     scaled: str = ""  # why this is from a small step, where it is
+
+
+def optimizer_copies(settings: Mapping[str, Any], where: str, device: str = "cpu") -> float:
+    """State tensors of the parameter's own size, counted in copies of it: by a step of the real one on a small one."""
+    optimizer, parameter = try_optimizer(settings, where, device)
+    state = _tensors(optimizer.state.get(parameter, {}).values())
+    return sum(tensor.numel() for tensor in state if tensor.numel() > 1) / parameter.numel()
 
 
 def run_optimizer(build: Build, parameters: Mapping[str, TensorType], device: str) -> OptimizerRun:

@@ -14,11 +14,11 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.profile import Compiled, Profile, as_run
 from pipeline.log import Log
 from pipeline.ops.table import rule_of
-from pipeline.optimizer import build_optimizer, try_optimizer
+from pipeline.optimizer import build_optimizer
 from pipeline.stage import Inputs, Result
 from stages.profile.by_table import profile_graph, saved_bytes
 from stages.profile.costs import all_kernels, op_costs, value_types
-from stages.profile.optimizer import Build
+from stages.profile.optimizer import Build, optimizer_copies
 from stages.profile.picture import describe, draw, draw_nothing, table
 from stages.profile.step import profile_step
 
@@ -29,9 +29,10 @@ def run(inputs: Inputs, config: Config) -> Result:
     graph: OpGraph = inputs["graph"]
     device, precision = config.cluster.device.value, config.model.precision.value
     where = f"conf/train/{config.choices['train']}.yaml: optimizer"
-    try_optimizer(config.train.optimizer, where, device)
+    copies = optimizer_copies(config.train.optimizer, where, device)
     build = functools.partial(build_optimizer, config.train.optimizer, where)
     profile, why = make_profile(graph, device, precision, build, inputs.log)
+    profile = replace(profile, optimizer_copies=copies)
     if config.model.compile:
         profile = replace(profile, compiled=compiled_blocks(graph, device, precision, inputs.log))
     files = write_pictures(inputs.root, profile, why, config.choices["model"])

@@ -13,7 +13,7 @@ from pipeline.files import write_atomic
 from pipeline.instantiate import add_code_path
 from pipeline.ir.report import Report
 from pipeline.log import Log
-from pipeline.ops.discover import remember_in
+from pipeline.ops.remembered import remember_in
 from pipeline.stage import Inputs, Result
 from stages.report.facts import facts_of
 from stages.report.page import page_of, page_without_facts

@@ -69,6 +69,22 @@ class Least(Protocol):
     def minimise(self, prices: Prices) -> Minimum: ...
 
 
+class OnlyPlan:
+    """Of a problem without a choice, as one device has it."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.picked = (0,) * len(problem.nodes)
+        self.cost, self.held = problem.cost(self.picked), problem.held(self.picked)
+
+    @staticmethod
+    def is_all_of(problem: Problem) -> bool:
+        return all(len(node.costs) == 1 for node in problem.nodes)
+
+    def minimise(self, prices: Prices) -> Minimum:
+        held = sum(price * self.held[moment] for price, moment in zip(prices.values, prices.moments, strict=True))
+        return Minimum(self.cost + float(held), self.picked)
+
+
 class Bounder:
     """Bounds and plans of one problem at any limit: what was seen at one serves the others."""
 
@@ -76,7 +92,7 @@ class Bounder:
 
     def __init__(self, problem: Problem, best_prices: BestPrices, least: Least | None = None) -> None:
         self.problem, self.best_prices = problem, best_prices
-        self.least = least or Elimination(problem)
+        self.least = least or (OnlyPlan(problem) if OnlyPlan.is_all_of(problem) else Elimination(problem))
         self.seen: dict[tuple[int, ...], Seen] = {}
         self.tried: list[tuple[float, float]] = []  # the least at some prices, and what these come to for a byte
         self.fastest = self.look(FREE)[1]

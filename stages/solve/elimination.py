@@ -98,8 +98,7 @@ class Elimination:
         shares = [n for n, f in enumerate(self.factors) if isinstance(f.part, Share) and not f.in_sets]
         groups = {n: self.factors[n].variables[1:] for n in shares}
         scopes = [f.variables for f in self.factors]
-        rules = (Rule.work, Rule.result, Rule.fill) if max(self.sizes, default=1) > 1 else (Rule.work,)  # one device
-        orders = [Order(self.sizes, scopes, groups, rule, most_entries) for rule in rules]
+        orders = [Order(self.sizes, scopes, groups, rule, most_entries) for rule in Rule]
         possible = [order for order in orders if order.most <= most_entries]
         if not possible:
             raise TooWide(f"a table of {min(order.most for order in orders):.1g} entries")

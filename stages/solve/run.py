@@ -15,11 +15,10 @@ from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.plan import Frontier, FrontierPoint
 from pipeline.ir.profile import as_run
 from pipeline.log import Log, progress
-from pipeline.ops.discover import remember_in
+from pipeline.ops.remembered import remember_in
 from pipeline.stage import Inputs, Result
 from stages.solve.meshes import asks_for_pipeline, meshes_of, pieces_of
 from stages.solve.on_mesh import OnMesh, best_rows, most_promising
-from stages.solve.optimizer import optimizer_copies
 from stages.solve.refusal import refusal, refusal_of_saved
 from stages.solve.saved import mesh_for, read_saved
 from stages.solve.table import beside, table
@@ -33,9 +32,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     profile, cluster, settings = inputs["profile"], inputs["cluster"], config.solve
     graph = as_run(inputs["graph"], profile.types)
     where = f"conf/solve/{config.choices['solve']}.yaml"
-    trained = f"conf/train/{config.choices['train']}.yaml: optimizer"
-    copies = optimizer_copies(config.train.optimizer, trained, cluster.device)
-    micro_batches = config.train.micro_batches
+    copies, micro_batches = profile.optimizer_copies, config.train.micro_batches
     budget = budget_bytes(settings.memory_budget_gb, cluster, where)
     memory = float(budget * cluster.devices)
     remember_in(inputs.root / "runs" / "ops")

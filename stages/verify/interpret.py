@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
-from pipeline.ops.own import CONSTANT
+from pipeline.ops.own_names import CONSTANT
+from pipeline.ops.public import overload_of
 from stages.verify.float64 import ANY, Within, in_float64
 from stages.verify.truth import Batch, State, seeded
 
@@ -55,13 +56,14 @@ def interpret(
 
 
 def _results(op: Op, known: dict[str, Tensor]) -> list[Tensor]:
-    namespace, name, overload = op.target.split(".")
     positional = [_real(arg, known) for arg in op.args.positional]
     named = {key: _real(arg, known) for key, arg in op.args.named if key != "pin_memory"}
     if op.target == CONSTANT:
         found: Any = torch.tensor(*positional, **named)
     else:
-        found = getattr(getattr(getattr(torch.ops, namespace), name), overload)(*positional, **named)
+        overload = overload_of(op.target)
+        assert overload is not None, f"torch has no {op.target}, and the graph was read"
+        found = overload(*positional, **named)
     return [found] if isinstance(found, Tensor) else list(found)
 
 

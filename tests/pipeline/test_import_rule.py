@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from pipeline.ops.table import FAMILIES
 
 PROJECT = Path(__file__).parents[2]
 REACH_ACROSS = {"stages.__main__", "stages.check", "stages.commands", "stages.summary"}
@@ -253,3 +256,16 @@ def test_the_checker_finds(tmp_path, path, text, told):
 def test_an_import_for_types_alone_makes_no_cycle(tmp_path):
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pipeline.ir.graph import Op\n"
     assert check(write(tmp_path, {**GOOD, "pipeline/ir/names.py": text})) == []
+
+
+def test_plans_are_made_without_torch() -> None:
+    """It takes seconds to import, which is most of what solve takes for one device."""
+    modules = "pipeline.stage, stages.solve.run, stages.checkpoint.run, stages.train.run, pipeline.ops.table"
+    told = f"import sys, {modules}; pipeline.ops.table.table(); print([m for m in sys.modules if m == 'torch'])"
+    done = subprocess.run([sys.executable, "-c", told], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_file_with_rules_is_in_the_table() -> None:
+    found = {path.stem for path in (PROJECT / "pipeline/ops").glob("*.py") if "\nRULES" in path.read_text()}
+    assert found == set(FAMILIES)

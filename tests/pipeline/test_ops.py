@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import reduce
 
 import pytest
-import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
 from pipeline.ir.graph import Torch
 from pipeline.ir.layout import S
 from pipeline.ops.dims import read_line, strategies
-from pipeline.ops.own import CONSTANT, EMBEDDING_BAG
+from pipeline.ops.own_names import CONSTANT, EMBEDDING_BAG
+from pipeline.ops.public import overload_of
 from pipeline.ops.shapes import broadcast
 from pipeline.ops.table import rule_of, table
 from tests.one_op import Example, check_rule, example, t
@@ -206,7 +205,7 @@ def test_every_strategy_of_a_drawn_op_equals_the_unsplit_op(target: str) -> None
 
 
 def schema(target: str) -> list:
-    return reduce(getattr, target.split("."), torch.ops)._schema.arguments
+    return overload_of(target)._schema.arguments
 
 
 def given_options(target: str, args: tuple) -> set[str]:

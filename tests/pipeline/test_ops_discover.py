@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.ir.graph import Args, Op, OpGraph, Ref, Role, TensorType, Value
-from pipeline.ops import child, discover
+from pipeline.ops import child, discover, remembered
 from pipeline.ops.dims import strategies
 from pipeline.ops.rule import OpView, plain_view
 from pipeline.ops.table import rule_of
@@ -93,7 +93,7 @@ def view_of(target: str, *shapes: tuple[int, ...], out: tuple[int, ...], constan
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     monkeypatch.setattr(discover, "_known", {})
-    monkeypatch.setattr(discover, "_folder", None)
+    monkeypatch.setattr(remembered, "_folder", None)
 
 
 def found(view: OpView) -> set[str]:
@@ -161,7 +161,7 @@ def test_indices_that_are_none_of_a_bag_end_nothing() -> None:
 
 def test_what_waited_too_long_is_tried_again(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(child, "SECONDS", 1.0)
-    discover.remember_in(tmp_path / "ops")
+    remembered.remember_in(tmp_path / "ops")
     for how, files in (("waits", 0), ("crashes", 1)):
         found(view_of("shardwright_tests.misbehaving.default", (12, 6), out=(12, 6), constants=(how,), grad=False))
         assert len(list((tmp_path / "ops").glob("*"))) == files
@@ -180,7 +180,7 @@ def test_an_op_is_searched_once(monkeypatch) -> None:
 
 def test_a_later_run_reads_what_an_earlier_one_found(tmp_path, monkeypatch) -> None:
     view = view_of(SCALED, (64, 16), (16,), out=(64, 16), constants=(3,))
-    discover.remember_in(tmp_path / "ops")
+    remembered.remember_in(tmp_path / "ops")
     first = found(view)
     (file,) = (tmp_path / "ops").iterdir()
     assert json.loads(file.read_text())["found"]

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.ir.graph import TensorType
 from pipeline.runtime.memory import measure_peak, storage_bytes
-from stages.profile.optimizer import OptimizerRun, run_optimizer
+from stages.profile.optimizer import OptimizerRun, optimizer_copies, run_optimizer
 from stages.profile.symbolic import rounded
 
 SHAPES = {"embedding": (500, 64), "up": (64, 256), "down": (256, 64), "bias": (250,)}
@@ -195,3 +195,17 @@ def test_the_peak_is_that_of_the_real_step_on_a_cpu(build):
     held = [*real, *(p.grad for p in real), *state]
     own = measure_peak(optimizer.step, lambda: held, torch.device("cpu")) - storage_bytes(held)
     assert peak(run_optimizer(build, parameters(), "cpu")) == pytest.approx(own, rel=0.02, abs=512)
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ({"_target_": "torch.optim.AdamW", "lr": 1e-3}, 2.0),
+        ({"_target_": "torch.optim.Adam", "amsgrad": True}, 3.0),
+        ({"_target_": "torch.optim.SGD", "lr": 0.1}, 0.0),
+        ({"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}, 1.0),
+        ({"_target_": "torch.optim.Adagrad"}, 1.0),
+    ],
+)
+def test_what_an_optimizer_keeps(settings, copies):
+    assert optimizer_copies(settings, "conf/train/x.yaml: optimizer") == copies

@@ -29,7 +29,6 @@ from stages.solve.bound import Bounder
 from stages.solve.data import Node, Problem
 from stages.solve.exact import best_prices, solve
 from stages.solve.frontier import Sweep
-from stages.solve.optimizer import optimizer_copies
 from stages.solve.problem import Given, build, to_sharding
 from stages.solve.storage import Way
 from tests.graphs import (
@@ -224,20 +223,6 @@ def test_the_bound_in_the_log_of_glpk(log, bound):
     assert glpk._bound(log, 12.0) == bound
 
 
-@pytest.mark.parametrize(
-    ("settings", "copies"),
-    [
-        ({"_target_": "torch.optim.AdamW", "lr": 1e-3}, 2.0),
-        ({"_target_": "torch.optim.Adam", "amsgrad": True}, 3.0),
-        ({"_target_": "torch.optim.SGD", "lr": 0.1}, 0.0),
-        ({"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9}, 1.0),
-        ({"_target_": "torch.optim.Adagrad"}, 1.0),
-    ],
-)
-def test_what_an_optimizer_keeps(settings, copies):
-    assert optimizer_copies(settings, "conf/train/x.yaml: optimizer") == copies
-
-
 def test_a_budget_larger_than_the_device():
     cluster = preset()
     with pytest.raises(SolveError, match=r"memory_budget_gb is 5, a device has 4 GB"):
@@ -246,7 +231,11 @@ def test_a_budget_larger_than_the_device():
 
 
 def inputs(root: Path, name: str, devices: int = 2) -> Inputs:
-    bodies = {"graph": GRAPHS[name](), "profile": profile_of(name), "cluster": preset(devices)}
+    bodies = {
+        "graph": GRAPHS[name](),
+        "profile": replace(profile_of(name), optimizer_copies=2.0),
+        "cluster": preset(devices),
+    }
     return Inputs(root, {kind: artifacts.make(kind, body, [], {}) for kind, body in bodies.items()}, SILENT, None)
 
 

@@ -14,7 +14,7 @@ from pipeline.config import Config, load_config
 from pipeline.errors import ShardwrightError
 from pipeline.ir.codec import encode
 from pipeline.log import Log, say
-from pipeline.ops.discover import remember_in
+from pipeline.ops.remembered import remember_in
 from pipeline.stage import read
 from stages.solve.explain.diff import Changed, Diff, changed_settings, explain_diff
 from stages.solve.explain.names import Subject, What, find_subject
