@@ -62,6 +62,18 @@ class Initial:
                 yield tensor.detach()
 
 
+class Built:
+    """As `Initial`, for a rank that has all of the module: built as it is, which draws every number once."""
+
+    whole = ""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        self.module = build()
+
+    def values(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        return (tensor.detach() for tensor in tensors)
+
+
 class _Looks(TorchFunctionMode):
     """Fills the memory that is looked into without an op."""
 

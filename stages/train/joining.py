@@ -37,6 +37,15 @@ def join(device: str, timeout: timedelta) -> dist.Store:
     return found[0]
 
 
+def require_gpu(where: str) -> None:
+    if not torch.cuda.is_available():
+        raise TrainError(
+            "the plan is for GPUs, and this machine has none that torch can use",
+            where=where,
+            remedy="train on a machine with GPUs, or plan for `device: cpu`",
+        )
+
+
 def gpu_of(environment: Mapping[str, str], gpus: int) -> int:
     """A launcher may show each rank its own GPU alone, which has the number 0 then."""
     return int(environment.get("LOCAL_RANK", "0")) % gpus

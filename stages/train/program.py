@@ -24,3 +24,7 @@ def program_of(job: Job, *, evaluates: bool = False) -> ModuleType:
             remedy="start the run again, and leave the file as it is while it begins",
         )
     return load_program(job["module_path"], evaluates=evaluates, source=source)
+
+
+def is_pipeline(job: Job) -> bool:
+    return hasattr(program_of(job), "PARTITIONS")

@@ -32,6 +32,7 @@ from stages.train.starting import prepare
 from stages.train.tell import tell
 
 JOB_GROUPS = ("model", "data", "train")
+GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))  # NVIDIA's, AMD's, and Windows' under WSL
 WARM_UP = 3  # steps that are left out of the median: allocators and caches fill up
 
 
@@ -72,7 +73,7 @@ def take_part(root: Path, log: Log) -> None:
 def check(inputs: Inputs, config: Config) -> None:
     plan: Plan = inputs["plan"]
     check_batch(config, ranks_of(plan, config.train.engine))
-    check_device(plan, f"conf/cluster/{config.choices['cluster']}.yaml: device")
+    check_device(plan, f"{_where(config)['cluster']}: device")
     check_export(inputs["graph"], config)
 
 
@@ -105,28 +106,26 @@ def keep_weights(path: Path, exported: bool) -> None:
 
 
 def check_device(plan: Plan, where: str) -> None:
-    """A plan may be made for devices that this machine does not have; it cannot be trained there."""
-    if plan.device != "cuda":
-        return
-    import torch  # slow to import, and only the ranks need it otherwise
+    """A plan may be made for devices that this machine does not have; it cannot be trained there.
 
-    if not torch.cuda.is_available():
-        raise TrainError(
-            "the plan is for GPUs, and this machine has none that torch can use",
-            where=where,
-            remedy="train on a machine with GPUs, or plan for `device: cpu`",
-        )
+    Where there is a driver the ranks look closer.
+    """
+    if plan.device != "cuda" or any(driver.exists() for driver in GPU_DRIVERS):
+        return
+    from stages.train.joining import require_gpu  # needs torch, as only the ranks do otherwise
+
+    require_gpu(where)
 
 
 def tell_shared_gpus(plan: Plan, ranks: int, log: Log) -> None:
     """Ranks that share a GPU train as well (stages/train/joining.py); nobody should take it for what was planned."""
-    if plan.device != "cuda":
+    place = find_place(os.environ)
+    here = place.local_ranks if place else ranks
+    if plan.device != "cuda" or here == 1:
         return
     import torch
 
-    place = find_place(os.environ)
-    here, there = place.local_ranks if place else ranks, torch.cuda.device_count()
-    if there < here:
+    if (there := torch.cuda.device_count()) < here:
         log.warning("%d ranks share %d GPUs here: their memory is shared too, and they talk over the host", here, there)
 
 
@@ -179,9 +178,13 @@ def make_job(inputs: Inputs, config: Config, plan: Plan, first: bool = True) -> 
         "model": config.plain("model"),
         "data": config.plain("data"),
         "train": {**config.plain("train"), "init_from": init_from and str(inputs.root / init_from)},
-        "where": {group: f"conf/{group}/{config.choices[group]}.yaml" for group in JOB_GROUPS},
+        "where": _where(config),
         "safety": prepare(inputs, config, first),
     }
+
+
+def _where(config: Config) -> dict[str, str]:
+    return {group: f"conf/{group}/{config.choices[group]}.yaml" for group in (*JOB_GROUPS, "cluster")}
 
 
 def _digests(inputs: Inputs, config: Config) -> dict[str, str]:

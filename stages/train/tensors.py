@@ -1,6 +1,6 @@
 """One rank's tensors of the user's module: drawn by its constructor or read from a file, and written to one.
 
-Each is drawn, read or brought together when its turn comes: no rank ever holds the whole module.
+Each is drawn, read or brought together when its turn comes: no rank ever holds the whole module, but one alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
 from pipeline.runtime.gradients import Row
-from pipeline.runtime.initial import Initial
+from pipeline.runtime.initial import Built, Initial
 from pipeline.runtime.mesh import axis_of
 from pipeline.runtime.parameters import piece_of, runs_of, shape_of, whole_of
 from pipeline.runtime.uneven import padded_to
@@ -69,7 +69,7 @@ class OwnTensors:
         wanted: Callable[[str], bool] = lambda name: True,
     ) -> None:
         self.stored = stored
-        initial = Initial(build)
+        initial = Initial(build) if dist.get_world_size() > 1 else Built(build)
         self.held_whole = initial.whole  # why this rank had to hold the whole module, or nothing
         named = {**dict(initial.module.named_buffers()), **dict(initial.module.named_parameters())}
         self.shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in named.items()}
@@ -82,14 +82,14 @@ class OwnTensors:
             self.tensors[name] = nn.Parameter(own) if stored.is_trained(name, named[name]) else own
 
     def _pieces(
-        self, initial: Initial, named: Mapping[str, Tensor], init_from: str | None, where: str
+        self, initial: Initial | Built, named: Mapping[str, Tensor], init_from: str | None, where: str
     ) -> Iterator[tuple[str, Tensor]]:
         if init_from:
             yield from self._read(Path(init_from), named, where)
         left = named.keys() - self.state.values() if init_from else named.keys()
         yield from self._drawn(initial, {name: tensor for name, tensor in named.items() if name in left})
 
-    def _drawn(self, initial: Initial, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _drawn(self, initial: Initial | Built, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for (name, tensor), value in zip(named.items(), initial.values(named.values()), strict=True):
             yield name, piece_of(value, self.stored.layout(name, tensor), self.stored.axes)
 

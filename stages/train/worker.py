@@ -27,9 +27,10 @@ from pipeline.rank import (
 )
 from pipeline.runtime.batches import SampleError
 from stages.train.engine import Engine, Job
-from stages.train.joining import join
+from stages.train.joining import join, require_gpu
 from stages.train.loop import Loop
 from stages.train.peers import Peers
+from stages.train.program import is_pipeline
 from stages.train.watchdog import Watchdog, end_process, watch_process
 
 
@@ -40,6 +41,12 @@ def main(work: Path) -> None:
     forget_error(work, rank)
     watchdog = watch_process(job["safety"]["hang_s"], work, rank)
     watchdog.beat("meeting the other ranks", slow=True)
+    try:
+        if job["device"] == "cuda":
+            require_gpu(f"{job['where']['cluster']}: device")
+    except TrainError as error:
+        report_error(work, rank, error.line(), final=True)
+        raise SystemExit(1) from None
     try:
         store = join(job["device"], timedelta(seconds=job["train"]["wait_s"]))
     except TrainError as error:  # a rank that did not come may come when all are started again
@@ -120,10 +127,13 @@ def agree(digests: dict[str, str]) -> None:
 def make_engine(job: Job) -> Engine:
     name = job["train"]["engine"]
     if name == "planned":
-        from stages.train.piped import Piped, is_pipeline
+        if is_pipeline(job):
+            from stages.train.piped import Piped  # torch's schedules are slow to import
+
+            return Piped(job)
         from stages.train.planned import Planned
 
-        return Piped(job) if is_pipeline(job) else Planned(job)
+        return Planned(job)
     from stages.train.baselines import ENGINES
 
     return ENGINES[name](job)

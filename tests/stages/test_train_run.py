@@ -18,8 +18,9 @@ from pipeline.stage import Inputs
 from stages.commands import COMMANDS
 from stages.train import run as training
 from stages.train.manifest import is_finished, snapshots_in
-from stages.train.piped import Piped, is_pipeline
+from stages.train.piped import Piped
 from stages.train.planned import Planned
+from stages.train.program import is_pipeline
 from stages.train.run import Follower, keep_weights, weights_path
 from tests.graphs import SILENT, mlp_graph
 from tests.plans import graph_of
