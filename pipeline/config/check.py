@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
-from pipeline.config.schema import MISSING, SOLVE, Form, Rule, rule_of
+from pipeline.config.schema import AUTO, MISSING, SOLVE, Form, Rule, rule_of
 from pipeline.config.source import UNREAD, Key, Source
 from pipeline.errors import ConfigError
 from pipeline.messages import nearest, shown, suggestion
@@ -133,6 +133,8 @@ def _fits(value: Any, kind: Kind, rule: Rule) -> bool:
     if rule.form is Form.COUNT:
         number_given = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         return value is None or value == SOLVE or number_given
+    if rule.form is Form.SWITCH:
+        return isinstance(value, bool) or value == AUTO
     if dataclasses.is_dataclass(kind.type):
         return isinstance(value, dict)
     if kind.type in (dict, list):

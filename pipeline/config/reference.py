@@ -49,7 +49,7 @@ def _rows(schema: type, prefix: str) -> Iterator[tuple[str, str, str, str, str]]
         rule, key = rule_of(item), f"{prefix}{name}"
         nested = dataclasses.is_dataclass(kind.type)
         default = "required" if mandatory(item) else "" if nested else _default(item.default)
-        yield f"`{key}`", _type(kind), default, _allowed(kind, rule), rule.help
+        yield f"`{key}`", _type(kind, rule), default, _allowed(kind, rule), rule.help
         if nested:
             yield from _rows(kind.type, f"{key}.")
         elif rule.form is Form.BY_NAME:
@@ -71,7 +71,9 @@ def _rows(schema: type, prefix: str) -> Iterator[tuple[str, str, str, str, str]]
             yield f"`{key}.ARGUMENT`", "any", "", "", "A keyword argument of it."
 
 
-def _type(kind: Kind) -> str:
+def _type(kind: Kind, rule: Rule) -> str:
+    if rule.form is Form.SWITCH:
+        return "boolean or text"
     if kind.type is Any:
         return "integer, text or null"
     if dataclasses.is_dataclass(kind.type) or kind.type is dict:
@@ -90,6 +92,8 @@ def _allowed(kind: Kind, rule: Rule) -> str:
         return "a file's name without `.yaml`"
     if rule.form is Form.COUNT:
         return "at least 1, or `solve`"
+    if rule.form is Form.SWITCH:
+        return "`true`, `false`, `auto`"
     if rule.form is Form.SAVED:
         return "a file's name without `.json`"
     if kind.type in (dict, list):

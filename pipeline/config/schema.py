@@ -29,6 +29,9 @@ MOST_DEVICES = 65536
 LARGEST_SEED = 2**63 - 1
 
 
+AUTO = "auto"
+
+
 class Form(Enum):
     """Extra demands on a value that its type does not tell."""
 
@@ -39,6 +42,7 @@ class Form(Enum):
     SIZES = "a mapping from the name of an axis to its size, such as {dp: 2, tp: 4}"
     SAVED = "the name of a saved plan, a file in conf/plan/, without its ending"
     COUNT = "an integer of at least 1, solve or null"
+    SWITCH = "true, false or auto"
     LAYOUTS = "a mapping from a parameter or a module, with * and ?, to a layout such as 'S(0) on tp'"
 
 
@@ -146,6 +150,12 @@ class Model:
     )
     compile: bool = setting(
         "Compile the blocks of the program with `torch.compile`. On a GPU here, profile measures what they take.", False
+    )
+    cuda_graphs: Any = setting(
+        "On a GPU, capture the passes of a step once as a CUDA graph and replay it: where the host is what a step waits"
+        " for (`auto`), always or never (`docs/gpu.md`).",
+        AUTO,
+        form=Form.SWITCH,
     )
     ops: dict[str, str] | None = setting(
         "How ops of your own may be split: op to line of dims (`docs/how-to-add-an-op.md`).", None, form=Form.DIMS

@@ -19,20 +19,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd, inf, prod
 
-from pipeline.ir.cluster import HALF
+from pipeline.ir.cluster import HALF, HostPace
 from pipeline.ir.profile import Kernel
-
-
-@dataclass(frozen=True)
-class Host:
-    """Seconds of the host: in a forward pass for each op, each kernel and each module that is entered; in a backward
-    pass for each kernel; in an optimizer step for each parameter. As seen on the host of an H200."""
-
-    op: float = 13.5e-6
-    kernel: float = 18e-6
-    module: float = 24e-6
-    backward_kernel: float = 22e-6
-    parameter: float = 20e-6
 
 
 @dataclass(frozen=True)
@@ -41,7 +29,7 @@ class Card:
     memory: float  # bytes/s of a large copy, read and written
     processors: int = 132
     start: float = 1.5e-6  # seconds that any kernel takes
-    host: Host = field(default_factory=Host)
+    host: HostPace = field(default_factory=HostPace)
 
     def rate(self, dtype: str) -> float:
         known = (dtype, "bfloat16") if dtype in HALF else (dtype,)

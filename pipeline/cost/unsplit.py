@@ -25,7 +25,7 @@ class StepSeconds:
 def card_of(compute: Compute) -> Card:
     """A card as a cluster describes it: what large products reach in each precision, its memory, its processors."""
     products = {dtype: max(compute.matmul_of(dtype).rates) for dtype in ("float32", *HALF)}
-    card = Card(products, compute.memory_rate)
+    card = Card(products, compute.memory_rate, host=compute.host)
     return replace(card, processors=compute.processors) if compute.processors else card
 
 

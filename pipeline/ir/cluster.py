@@ -46,6 +46,21 @@ class Pace:
 
 
 @dataclass(frozen=True)
+class HostPace:
+    """Seconds of a GPU's host: in a forward pass for each op, each kernel and each module that is entered; in a
+    backward pass for each kernel; in an optimizer step for each parameter. As seen on the host of an H200."""
+
+    op: float = 13.5e-6
+    kernel: float = 18e-6
+    module: float = 24e-6
+    backward_kernel: float = 22e-6
+    parameter: float = 20e-6
+
+
+NO_HOST = HostPace(0.0, 0.0, 0.0, 0.0, 0.0)  # of a step that is replayed
+
+
+@dataclass(frozen=True)
 class Compute:
     matmul: Curve  # FLOP/s by FLOPs of one call, in float32
     memory_rate: float  # bytes/s of element-wise work
@@ -58,6 +73,8 @@ class Compute:
     optimizer_rate: float | None = None  # bytes/s that an optimizer step moves; None is `memory_rate`
     matmul_by_dtype: dict[str, Curve] = field(default_factory=dict)  # of the other dtypes
     processors: int | None = None  # of a GPU: multiprocessors, over which kernels are spread
+    host: HostPace = field(default_factory=HostPace)  # of a GPU: what issues its kernels
+    workspace: int = 0  # bytes that libraries of products keep on a GPU once they were called forward and backward
     flops: dict[str, Pace] = field(default_factory=dict)  # by op, for each FLOP; one that is missing is as a product
     onednn: bool = True  # of a CPU: whether oneDNN's kernels, which torch takes by default, are the faster ones
     product_bytes: Pace = Pace(0.0, 0.0)  # what a product's bytes take beside its arithmetic: it counts with few rows

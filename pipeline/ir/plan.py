@@ -184,6 +184,7 @@ class Plan:
     released: tuple[str, ...] = ()  # values that backward does not keep, and that are large: let go once they are read
     onednn: bool = True  # on a CPU: whether torch may take oneDNN's kernels, as it does by default
     slices: tuple[int, ...] = ()  # samples of the micro-batches into which a pass is cut; () is one of all
+    cuda_graphs: bool = False  # the passes of a step are captured once and replayed
     keeps_last: bool = False  # of a pipeline: the last micro-batch of a step runs its regions once and keeps everything
 
     @staticmethod

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.runtime.autocast import as_autocast
+from pipeline.runtime.drawn import Drawn
 from pipeline.runtime.put_off import not_recorded
 from pipeline.runtime.regather import keep_shards, keeping_shards
 from pipeline.runtime.strided import StridedView
@@ -45,13 +47,17 @@ _here = _Here()
 def recompute(region: Callable[..., Result], *arguments: Any) -> Result:
     """Runs the region; regions may be nested."""
     frame = _Frame(torch._C._autograd._top_saved_tensors_default_hooks(False) or (Tensor.detach, Tensor.detach))
+    drawn = Drawn(_device_of(arguments))
 
     def run(*given: Any) -> Result:
         with frame.entered():
             return region(*given)
 
+    # Torch would keep and restore the generators' states for every region; few regions draw numbers.
+    contexts = partial(_contexts, drawn)
     with not_recorded():
-        result: Result = checkpoint(run, *arguments, use_reentrant=False, context_fn=_contexts)
+        result: Result = checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    drawn.end()
     return result
 
 
@@ -86,17 +92,17 @@ def kept(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     return frame.run(function, arguments, named)
 
 
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(drawn: Drawn) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Around the two runs of a region, each inside the region's own hooks on what autograd keeps."""
     keeping = keeping_shards()
-    return keep_shards() if keeping else nullcontext(), _replay(keeping)
+    return keep_shards() if keeping else nullcontext(), _replay(keeping, drawn)
 
 
 @contextmanager
-def _replay(keeping: bool) -> Iterator[None]:
+def _replay(keeping: bool, drawn: Drawn) -> Iterator[None]:
     before, _here.replaying = _here.replaying, True
     try:
-        with keep_shards() if keeping else nullcontext():
+        with keep_shards() if keeping else nullcontext(), drawn.again():
             yield
     finally:
         _here.replaying = before
@@ -167,7 +173,7 @@ class _Made:
     single: bool
     grads: tuple[bool, ...]
     needed: tuple[int, ...]  # places of the arguments that backward needs
-    random: Any = None  # the state of the generator after it, if it drew numbers
+    drawn: Drawn
 
 
 @dataclass(frozen=True)
@@ -218,26 +224,23 @@ class _Frame:
         def unpack(packed: Any) -> Tensor:
             return packed.tensor() if isinstance(packed, _Note) else unpack_around(packed)
 
-        device = next((a.device for a in arguments if isinstance(a, Tensor)), torch.device("cpu"))
-        before = _random_state(device)
+        drawn = Drawn(_device_of(arguments))
         with saved_tensors_hooks(pack, unpack):
             result = function(*arguments, **named)
-        after = _random_state(device)
+        drawn.end()
         results = [result] if isinstance(result, Tensor) else list(result)
         given.arguments = _Holder([arguments[place] for place in given.needed])
         with saved_tensors_hooks(*self.around):
             held = _Holder(results)
         single, grads = isinstance(result, Tensor), tuple(t.requires_grad for t in results)
-        drew = None if _same(before, after) else after
-        self.calls.append(_Made(held, single, grads, tuple(given.needed), drew))
+        self.calls.append(_Made(held, single, grads, tuple(given.needed), drawn))
         return result
 
     def replay(self, arguments: tuple[Any, ...]) -> Any:
         call = self.calls[self.next]
         self.next += 1
         _Holder([arguments[place] for place in call.needed])
-        if call.random is not None:
-            _set_random_state(call.random, next(a.device for a in arguments if isinstance(a, Tensor)))
+        call.drawn.skip()
         assert call.results is not None, "a region is run again once"
         found, call.results = call.results.tensors(), None
         results = _Again.apply(torch.empty(0, requires_grad=True), call.grads, *found)  # type: ignore[no-untyped-call]
@@ -248,18 +251,5 @@ def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
-def _random_state(device: torch.device) -> Any:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or torch.cuda.current_device()].get_offset()
-    return torch.get_rng_state()
-
-
-def _same(before: Any, after: Any) -> bool:
-    return torch.equal(before, after) if isinstance(before, Tensor) else bool(before == after)
-
-
-def _set_random_state(state: Any, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or torch.cuda.current_device()].set_offset(state)
-    else:
-        torch.set_rng_state(state)
+def _device_of(arguments: tuple[Any, ...]) -> torch.device:
+    return next((a.device for a in arguments if isinstance(a, Tensor)), torch.device("cpu"))

@@ -17,6 +17,7 @@ def describe(graph: OpGraph, plan: Plan) -> str:
     parts = [
         *(_pipeline(plan) if plan.pipelined else _alone(graph, plan)),
         recompute_in_words(regions, plan.keeps_last),
+        *(["captured as a CUDA graph"] if plan.cuda_graphs else []),
         *([f"{plan.micro_batches} micro-batches a step"] if plan.micro_batches > 1 else []),
         f"predicted {plan.prediction.step_seconds * 1e3:.2f} ms a step",
         f"{plan.prediction.peak_bytes / 1e6:.1f} of {plan.budget_bytes / 1e6:.0f} MB",

@@ -90,7 +90,7 @@ def linearize(
     owned = growing(graph, sharding, program)
     costs = link_costs(graph, profile, cluster, sharding, program, price.links, owned, join)
     grown = tuple(_grown(graph, cluster, sharding, costs, owned))
-    given = _given(graph, profile, cluster, sharding)
+    given = _given(graph, profile, cluster, sharding) + cluster.compute.workspace
     fixed = price.fixed_bytes + given - sum(grown)
     part = _updated_part(graph, cluster, sharding)
     extra = profile.step.optimizer_bytes if profile.step else 0
@@ -168,7 +168,7 @@ def linearize_partitions(
     the last link of a partition makes its output for the next."""
     found = linearize(graph, profile, cluster, sharding, program, price, join)
     chain = found.chain and replace(found.chain, last=(), grown=())
-    return replace(found, chain=chain, fixed_bytes=price.fixed_bytes)
+    return replace(found, chain=chain, fixed_bytes=price.fixed_bytes + cluster.compute.workspace)
 
 
 def growing(graph: OpGraph, sharding: Sharding, program: Program) -> frozenset[str]:

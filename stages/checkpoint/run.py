@@ -6,13 +6,15 @@ from dataclasses import replace
 
 from pipeline.config import Config
 from pipeline.cost.whole_ops import figures_of, whole_ops_of
+from pipeline.ir.cluster import Cluster
 from pipeline.ir.plan import Plan
 from pipeline.ir.profile import as_run
 from pipeline.ir.verify import verify_sharding
-from pipeline.ops.discover import remember_in
+from pipeline.ops.remembered import remember_in
 from pipeline.ops.uneven import uneven_in
 from pipeline.stage import Inputs, Result
 from stages.checkpoint.alone import find_alone
+from stages.checkpoint.captured import captured_or_not
 from stages.checkpoint.choose import choose
 from stages.checkpoint.describe import describe
 from stages.checkpoint.piped import find_pipelines
@@ -26,9 +28,14 @@ def run(inputs: Inputs, config: Config) -> Result:
     for point in (*frontier.points, *frontier.pieces):
         verify_sharding(graph, point.sharding, frontier.meshes[point.mesh].sizes, uneven_in(graph).spots)
     settings, file = config.checkpoint, f"conf/checkpoint/{config.choices['checkpoint']}.yaml"
-    candidates = find_alone(graph, profile, cluster, frontier, settings, file)
-    pipelines = find_pipelines(graph, profile, cluster, frontier, settings, file)
-    plan = choose(candidates, cluster, frontier, where, graph, pipelines)
+
+    def planned(cluster: Cluster) -> Plan:
+        candidates = find_alone(graph, profile, cluster, frontier, settings, file)
+        pipelines = find_pipelines(graph, profile, cluster, frontier, settings, file)
+        return choose(candidates, cluster, frontier, where, graph, pipelines)
+
+    wish = config.model.cuda_graphs
+    plan = captured_or_not(planned, cluster, wish, f"conf/model/{config.choices['model']}.yaml: cuda_graphs")
     plan = replace(plan, released=released(graph, profile))
     inputs.log.info(describe(graph, plan))
     remember_in(inputs.root / "runs" / "ops")
@@ -52,4 +59,5 @@ def figures(plan: Plan) -> dict[str, float | int | str]:
         "partitions": len(plan.partitions),
         "schedule": plan.schedule or "none",
         "micro_batches": plan.micro_batches,
+        "cuda_graphs": int(plan.cuda_graphs),
     }

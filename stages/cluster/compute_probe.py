@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -58,7 +59,19 @@ def measure_compute(clock: Clock) -> dict[str, Any]:
         "thin": _thin(clock) if on_cpu else None,
         "optimizer": [_optimizer(clock, n) for n in OPTIMIZED[device]],
         "processors": None if on_cpu else torch.cuda.get_device_properties(device).multi_processor_count,
+        "workspace": 0 if on_cpu else _workspace(clock),
     }
+
+
+def _workspace(clock: Clock) -> int:
+    """What is still there when all tensors are gone: cuBLAS keeps memory for each thread that calls it."""
+    x = torch.randn(512, 512, device=clock.device, requires_grad=True)
+    for dtype in (torch.float32, *HALF_DTYPES[clock.device]):
+        F.linear(x.to(dtype), x.to(dtype), x[0].to(dtype)).sum().backward()
+    del x
+    clock.settle()
+    gc.collect()
+    return int(torch.cuda.memory_allocated())
 
 
 def onednn_is_faster(clock: Clock) -> bool:

@@ -6,11 +6,13 @@ import random
 from collections.abc import Iterator
 
 from pipeline.config import Cluster as Settings
+from pipeline.config import Device
 from pipeline.ir.cluster import Cluster, Compute, Curve, Group, Host, Measured
 from stages.cluster.formulas import FASTEST
 from stages.cluster.meshes import candidate_meshes, candidate_splits
 from stages.cluster.topology import device_order, find_groups, with_uplinks
 
+WORKSPACE = 2 << 25  # bytes that torch gives cuBLAS on a Hopper GPU, forward and backward; on older ones it is less
 MOST_SIMULATED = 256  # devices whose pairs are drawn one by one; larger clusters are grouped as they are described
 
 
@@ -62,6 +64,7 @@ def describe_compute(settings: Settings) -> Compute:
         launch_backward=2 * preset.launch_us / 1e6,
         matmul_by_dtype={dtype: Curve((1.0,), (rate * reached,)) for dtype, rate in half.items() if rate},
         processors=preset.processors,
+        workspace=WORKSPACE if settings.device is Device.cuda else 0,
     )
 
 

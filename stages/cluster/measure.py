@@ -194,6 +194,7 @@ def _compute(found: dict[str, Any]) -> Compute:
         optimizer_rate=1 / optimizer_per_byte,
         matmul_by_dtype={dtype: _curve(products) for dtype, products in found["half"].items()},
         processors=found["processors"],
+        workspace=found.get("workspace", 0),
         onednn=found["onednn"],
         flops={name: Pace(**seconds) for name, seconds in found["flops"].items()},
         product_bytes=beside_arithmetic(found["thin"] or [], max(_curve(found["matmul"]).rates)),

@@ -9,7 +9,7 @@ from stages.codegen.block import RESERVED, Block, free_name, statement
 from stages.codegen.part import Caller, Written
 
 # What else a module has by name.
-GLOBALS = {"Program", "Tensor", "ONEDNN", "MESH", "MICRO_BATCHES", "SLICES", "INPUTS", "PARAMETERS"}
+GLOBALS = {"Program", "Tensor", "ONEDNN", "CUDA_GRAPHS", "MESH", "MICRO_BATCHES", "SLICES", "INPUTS", "PARAMETERS"}
 OF_PIPELINES = {"SCHEDULE", "DEVICES", "SENT", "TIED", "PARTITIONS", "SMALLER"}
 
 

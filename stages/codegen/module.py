@@ -32,7 +32,8 @@ def told_digest(digest: str) -> str:
 
 def told_device(plan: Plan) -> str:
     onednn = "" if plan.onednn else "\nONEDNN = False  # the CPU was measured to be faster with torch's own kernels"
-    return f"DEVICE = torch.device({quoted(plan.device)}){onednn}"
+    graphs = "\nCUDA_GRAPHS = True  # the passes of a step are captured once, then replayed" if plan.cuda_graphs else ""
+    return f"DEVICE = torch.device({quoted(plan.device)}){onednn}{graphs}"
 
 
 def told_slices(graph: OpGraph, plan: Plan) -> str:

@@ -49,7 +49,7 @@ class Single:
         self.device = torch.device(job["device"])
         self.precision = Precision(self.device, job["model"]["precision"])
         self.passes: int = job["train"]["micro_batches"]
-        self.held_whole, self.stream = "", dist.get_rank()  # by intent
+        self.held_whole, self.not_captured, self.stream = "", "", dist.get_rank()  # by intent
         set_mesh({AXIS: dist.get_world_size()})
         self.module = self._built()
         self.called = self._wrapped()

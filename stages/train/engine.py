@@ -35,6 +35,7 @@ class Engine(Protocol):
     samples: int  # of a step
     optimizer: torch.optim.Optimizer
     held_whole: str  # why every rank held the whole model while it was built, or nothing
+    not_captured: str  # why a step that was to be a CUDA graph is none, or nothing
     stream: int  # of random numbers: ranks with the same number draw alike, others do not
 
     def batches(self, step: int) -> list[Batch]:

@@ -67,6 +67,8 @@ class Loop:
             self._write([self._line(number)])
             if number == start:
                 self._write(_python_calls())
+            if number == start + 1:
+                self._write(_not_captured(self.engine))
             self._write(self.safety.after(number + 1, self._numbers))
         self.batches.close()
         self._write(self.safety.end())
@@ -183,6 +185,11 @@ def _python_calls() -> list[Note]:
     everyone = _gathered(why_python())
     failed = [rank for rank, why in enumerate(everyone) if why]
     return [{"python_calls": everyone[failed[0]], "failed": len(failed), "ranks": len(everyone)}] if failed else []
+
+
+def _not_captured(engine: Engine) -> list[Note]:
+    """Once a step would have been captured as a CUDA graph."""
+    return [{"not_captured": engine.not_captured}] if engine.not_captured else []
 
 
 def _gathered(own: T) -> list[T]:

@@ -44,10 +44,6 @@ from stages.train.watchdog import Beat, unwatched, with_beats
 Programs = dict[int, Any]  # by the number of their partition
 
 
-def is_pipeline(job: Job) -> bool:
-    return hasattr(program_of(job), "PARTITIONS")
-
-
 class Piped:
     def __init__(self, job: Job) -> None:
         program = program_of(job)
@@ -59,7 +55,7 @@ class Piped:
         self.places = Places(program)
         self.own = {number: self._own_tensors(number) for number in self.places.numbers}
         first = self.own[self.places.piece]
-        self.shapes, self.held_whole = first.shapes, first.held_whole
+        self.shapes, self.held_whole, self.not_captured = first.shapes, first.held_whole, ""
         self.stream = self.places.piece
         self._seed()
         tensors = {number: own.tensors for number, own in self.own.items()}

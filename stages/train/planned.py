@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.errors import TrainError
 from pipeline.instantiate import instantiate
 from pipeline.ir.layout import Layout
 from pipeline.optimizer import build_optimizer, refuse_mixing, refuse_moving_zeros
 from pipeline.runtime.batches import Batches
 from pipeline.runtime.clipping import Clipping
+from pipeline.runtime.cuda_graphs import GraphedPasses, NotCaptured
 from pipeline.runtime.deferred import statistics_of
 from pipeline.runtime.gradients import Gradients
 from pipeline.runtime.mesh import set_mesh
@@ -35,6 +37,8 @@ class Planned:
     def __init__(self, job: Job) -> None:
         self.job = job
         program = program_of(job)
+        if getattr(program, "CUDA_GRAPHS", False):
+            torch.cuda.set_stream(torch.cuda.Stream())
         set_mesh(program.MESH)
         use_kernels_of(program)
         self.device: torch.device = program.DEVICE
@@ -63,6 +67,9 @@ class Planned:
         self._batches = Batches(dataset, job, layouts, self.axes, slices=self.slices)
         self.samples = self._batches.slices.start(self.passes)
         self.held_out = self._held_out(layouts) if job["train"]["evaluate"]["every"] else None
+        self.not_captured = ""
+        captures = getattr(program, "CUDA_GRAPHS", False)
+        self.graphed = GraphedPasses(self._run_passes, self.device) if captures else None
 
     def _held_out(self, layouts: dict[str, Layout]) -> HeldOut:
         """The data to evaluate on, with the program as the model is then."""
@@ -87,16 +94,40 @@ class Planned:
     def step(self, first: Batch, later: list[Batch]) -> float:
         """But for the first, each batch goes to the device when its turn comes."""
         batches = chain([first], map(self.on_device, later))
-        with self.statistics():
-            losses = run_passes(self.program, self.gradients, batches, self.passes, self.precision.autocast)
+        losses = self._losses(batches)
         if self.clipping is not None:
             self.clipping.clip()
-        self.optimizer.step()
+        if self.graphed is None:
+            self.optimizer.step()
+        else:
+            self.graphed.step(self.optimizer)
         self.gradients.publish()
         return sum(map(float, losses)) / len(losses)
 
+    def _losses(self, batches: Iterable[Batch]) -> list[Tensor]:
+        if self.graphed is None:
+            return self._run_passes(batches)
+        given = list(batches)
+        try:
+            return self.graphed(given)
+        except NotCaptured as why:
+            self.graphed, self.not_captured = None, str(why)
+        if self.job["model"]["cuda_graphs"] is True:
+            raise TrainError(
+                f"the step cannot be captured as a CUDA graph: {self.not_captured}",
+                where=f"{self.job['where']['model']}: cuda_graphs",
+                remedy="set it to auto or false",
+            )
+        return self._run_passes(given)
+
+    def _run_passes(self, batches: Iterable[Batch]) -> list[Tensor]:
+        with self.statistics():
+            return run_passes(self.program, self.gradients, batches, self.passes, self.precision.autocast)
+
     def evaluate(self, beat: Beat = unwatched) -> float:
         assert self.held_out is not None, "evaluate.every is 0"
+        if self.graphed is not None:
+            self.graphed.release()  # its memory is needed now
         return self.held_out.mean_loss(self.on_device, beat)
 
     def _loss_of(self, program: Any, batch: Batch) -> float:

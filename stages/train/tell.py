@@ -23,6 +23,8 @@ def tell(log: Log, root: Path, note: dict[str, Any]) -> None:
         log.warning("step %d is not traced: its memory is measured, and none follows", note["untraced"])
     elif "python_calls" in note:
         log.warning("on %d of %d ranks %s", note["failed"], note["ranks"], note["python_calls"])
+    elif "not_captured" in note:
+        log.warning("steps are not captured as a CUDA graph: %s", note["not_captured"])
     elif note.get("problem"):
         log.warning(
             "the snapshot after step %d could not be written: %s; those before it stay, and training goes on",

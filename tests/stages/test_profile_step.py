@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeline.cost.kernels import Card, Host, kernel_seconds
+from pipeline.cost.kernels import Card, kernel_seconds
 from pipeline.cost.unsplit import step_seconds
+from pipeline.ir.cluster import NO_HOST
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.models.gpt import GPT
 from pipeline.models.mlp import MLP
@@ -258,7 +259,7 @@ def test_memory_of_equal_links_belongs_to_modules_of_their_own():
 def test_seconds_of_phases_are_positive_and_a_faster_card_is_faster():
     graph, profile = profiled("gpt", "cuda", "amp")
     card = Card({"bfloat16": 700e12, "float32": 50e12}, 4e12)
-    idle = replace(card, host=Host(0.0, 0.0, 0.0, 0.0, 0.0))
+    idle = replace(card, host=NO_HOST)
     slow, fast = (step_seconds(graph, all_kernels(graph, profile), one) for one in (card, idle))
     for seconds in (slow, fast):
         assert min(seconds.forward, seconds.backward, seconds.optimizer) > 0

@@ -439,6 +439,7 @@ def test_what_is_told(tmp_path: Path, log) -> None:
         {"resumed": 0, "restart": 2},
         {"untraced": 9},
         {"python_calls": "g++ cannot build the calls of kernels", "failed": 2, "ranks": 8},
+        {"not_captured": "it reads what it computes"},
     ]
     for note in notes:
         tell(log[0], tmp_path, note)
@@ -451,6 +452,7 @@ def test_what_is_told(tmp_path: Path, log) -> None:
         "WARNING: a rank failed: all ranks go on from the start (restart 2)",
         "WARNING: step 9 is not traced: its memory is measured, and none follows",
         "WARNING: on 2 of 8 ranks g++ cannot build the calls of kernels",
+        "WARNING: steps are not captured as a CUDA graph: it reads what it computes",
     ]
 
 

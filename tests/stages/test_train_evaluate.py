@@ -147,7 +147,7 @@ def test_slices_of_held_out_batches(tmp_path: Path) -> None:
 class Endless:
     """Stands for what takes the steps; its loss is not a number where it evaluates."""
 
-    device, passes, samples, held_whole = torch.device("cpu"), 1, 1, ""
+    device, passes, samples, held_whole, not_captured = torch.device("cpu"), 1, 1, "", ""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 
     def batches(self, step: int) -> list[dict[str, Tensor]]:
