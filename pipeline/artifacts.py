@@ -45,9 +45,9 @@ KINDS = {
     for kind in (
         Kind("graph", "trace", "graph.json", OpGraph, version=2),
         Kind("profile", "profile", "profile.json", Profile, version=5),
-        Kind("cluster", "cluster", "cluster.json", Cluster, version=2),
+        Kind("cluster", "cluster", "cluster.json", Cluster, version=3),
         Kind("frontier", "solve", "frontier.json", Frontier, version=2),
-        Kind("plan", "checkpoint", "plan.json", Plan, version=6),
+        Kind("plan", "checkpoint", "plan.json", Plan, version=7),
         Kind("module", "codegen", "module.py", str, version=4),
         Kind("report", "train", "report.json", Report, version=2),
     )

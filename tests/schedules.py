@@ -21,7 +21,20 @@ def moves(chain: Chain, first: int, last: int) -> Moves:
     links = range(first, last + 1)
     ops = [Op(kind, i) for kind in (Kind.F_CK, Kind.F_NONE) for i in links]
     ops += [Op(kind, i, k) for kind in (Kind.F_ALL, Kind.B) for i in links for k in options(chain, i)]
-    return cache(lambda state: [apply(chain, state, op, first) for op in ops if not problem(chain, state, op, first)])
+
+    def possible(state: State, op: Op) -> bool:
+        return in_backward(state, op) and not problem(chain, state, op, first)
+
+    return cache(lambda state: [apply(chain, state, op, first) for op in ops if possible(state, op)])
+
+
+def in_backward(state: State, op: Op) -> bool:
+    """A program runs a link again when backward has come to it: nothing is left of the links after it.
+
+    Else one could run to the end, go back, and so be through with some links before gradients of parameters appear.
+    """
+    later = any(i > op.link for i in state.activations) or any(link > op.link for link, _ in state.tapes)
+    return op.kind is Kind.B or not later
 
 
 def pins(pinned: frozenset[int], step: Step) -> frozenset[int] | None:

@@ -58,9 +58,20 @@ class StepFacts:
 
 
 @dataclass(frozen=True)
+class LinkHost:
+    """Seconds of a GPU's host: to issue the link, and in a recompute region."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    saved: float = 0.0  # for all tensors that the link keeps, on each run
+    region: float = 0.0
+    kept: float = 0.0  # for each result that is kept
+
+
+@dataclass(frozen=True)
 class LinkFacts:
     steps: tuple[StepFacts, ...]
-    seconds: Seconds
+    seconds: Seconds  # of the device
     output: Mapping[Any, int]
     kept: Mapping[Any, int]  # for its own backward
     input_bytes: int
@@ -68,6 +79,7 @@ class LinkFacts:
     dropped_peak: int
     backward_peak: int  # with the gradients at both ends
     lives: tuple[Life, ...] = ()  # of what its forward pass holds, where it was run
+    host: LinkHost = LinkHost()
 
     def second_peak(self, present: Container[Any]) -> int:
         """The most that its second run holds, where results that it kept are present from its beginning."""
@@ -104,11 +116,12 @@ class Facts:
         own = prices[group.first : group.last + 1]
         priced = Seconds(sum(price.forward for price in own), sum(price.backward for price in own))
         times, seconds = self._seconds(group, steps, priced)
+        host = self._host(group, steps)
         if group.run is not None and group.run.held and not moved and self.slices == 1:
-            return self._as_run(group, group.run, steps, times, seconds, own[0].input_bytes)
+            return replace(self._as_run(group, group.run, steps, times, seconds, own[0].input_bytes), host=host)
         beside = {name for name in self._parameters(link) if name not in self.growing}
         parts = link_parts(self.graph, self.profile, self.sharding, link, steps, exit_, self.sizes, beside)
-        return self._as_priced(link, steps, parts, times, seconds, own[0].input_bytes)
+        return replace(self._as_priced(link, steps, parts, times, seconds, own[0].input_bytes), host=host)
 
     def _moves(self, step: Convert) -> bool:
         return conversion_of(step.source.layout, step.target.layout, self.sizes).forward != ""
@@ -137,10 +150,20 @@ class Facts:
                 undone = part.backward * backward.get(there, 0.0)
                 whole = Seconds(whole.forward + times[-1][0], whole.backward + undone)
         beside = sum(seconds for op, seconds in backward.items() if op not in ops.values())
-        host = card.host
-        calls = sum(isinstance(step, Call) for step in steps)
-        issued = host.kernel * len(run.forward) + host.op * calls, host.backward_kernel * len(run.backward)
-        return times, Seconds(max(whole.forward, issued[0]), max(whole.backward + beside, issued[1]))
+        return times, Seconds(whole.forward, whole.backward + beside)
+
+    def _host(self, group: Group, steps: tuple[Step, ...]) -> LinkHost:
+        run, card = group.run, self.card
+        if run is None or card is None:
+            return LinkHost()
+        pace, calls = card.host, sum(isinstance(step, Call) for step in steps)
+        return LinkHost(
+            forward=pace.kernel * len(run.forward) + pace.op * calls,
+            backward=pace.backward_kernel * len(run.backward),
+            saved=pace.saved * sum(map(len, run.saved.values())),
+            region=pace.region,
+            kept=pace.kept,
+        )
 
     def share(self, group: Group) -> tuple[Seconds, float]:
         """Of the whole block's seconds and bytes, what one rank has; its collectives are not in it."""

@@ -11,8 +11,9 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.cost.compute import Seconds
 from pipeline.cost.groups import Group, Join, groups_of
-from pipeline.cost.link_facts import Facts, LinkFacts, StepFacts
+from pipeline.cost.link_facts import Facts, LinkFacts, LinkHost, StepFacts
 from pipeline.cost.step import LinkPrice
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
@@ -25,8 +26,20 @@ WORTH = 0.02  # of what a link keeps: a way that saves less than this on the one
 
 
 @dataclass(frozen=True)
+class Lines:
+    """Seconds of a link's two passes on the two lines on which a step is played: the device, and the host that issues
+    its kernels."""
+
+    device: Seconds
+    host: Seconds
+
+
+@dataclass(frozen=True)
 class Way:
-    """One way to run a link with its backward to come. Bytes as in `stages.checkpoint.chain`."""
+    """One way to run a link with its backward to come. Bytes as in `stages.checkpoint.chain`.
+
+    Seconds are those of the line that takes longer.
+    """
 
     forward: float
     backward: float  # what is computed again included
@@ -36,6 +49,11 @@ class Way:
     kept: tuple[str, ...] | None = None  # steps whose results are not computed again; None: nothing is
     compiled: float | None = None  # the part that it keeps of what it would keep for backward, where it is compiled
     cheapest: bool = False  # and what it does not keep is what takes least to make again
+    lines: Lines | None = None  # of a GPU whose host is known
+
+    @property
+    def device(self) -> Seconds:
+        return self.lines.device if self.lines else Seconds(self.forward, self.backward)
 
 
 @dataclass(frozen=True)
@@ -48,8 +66,9 @@ class LinkCosts:
     output_bytes: int
     ways: tuple[Way, ...]  # all kept, then less and less
     last: Way  # all kept, but run again as the last link of a region: its output is not made
-    dropped: float  # seconds of a forward pass that keeps nothing
+    dropped: float  # seconds of a forward pass that keeps nothing, of the line that takes longer
     dropped_extra: int  # bytes at its peak beyond its output
+    dropped_host: float = 0.0  # seconds of the host, for what the second run asks of it as well
 
 
 def link_costs(
@@ -117,11 +136,14 @@ def _measured(group: Group, facts: Facts, input_bytes: int, runs: Sequence[Compi
 
 
 def _costs(group: Group, link: LinkFacts) -> LinkCosts:
-    output = sum(link.output.values())
+    output, host = sum(link.output.values()), link.host
     everything = {**link.kept, **link.output}
-    whole = _way(link, everything, link.seconds.backward)
+    whole = _way(link, everything, link.seconds, Seconds(host.forward, host.backward))
     again = _again(link.steps)
-    last = _way(link, link.kept, link.seconds.backward, sum(again.values()))
+    # The host's seconds for what a link keeps in a region are those of its first run, which is in any region.
+    second = Seconds(host.forward * len(again) / max(1, len(link.steps)) + host.region, host.backward)
+    last = _way(link, link.kept, Seconds(sum(again.values()), link.seconds.backward), second)
+    dropped = host.forward + 3 * host.saved
     return LinkCosts(
         first=group.first,
         last_link=group.last,
@@ -129,8 +151,9 @@ def _costs(group: Group, link: LinkFacts) -> LinkCosts:
         output_bytes=output,
         ways=(whole, *_partial(link, whole)),
         last=last,
-        dropped=link.seconds.forward,
+        dropped=max(link.seconds.forward, dropped),
         dropped_extra=max(0, link.dropped_peak - output),
+        dropped_host=dropped,
     )
 
 
@@ -146,8 +169,8 @@ def _again(steps: tuple[StepFacts, ...]) -> dict[StepFacts, float]:
 def _way(
     link: LinkFacts,
     saved: Mapping[Any, int],
-    backward: float,
-    forward: float | None = None,
+    device: Seconds,
+    host: Seconds,
     kept: Sequence[StepFacts] | None = None,
 ) -> Way:
     nbytes, out = sum(saved.values()), sum(link.output.values())
@@ -157,12 +180,13 @@ def _way(
         present = {owner for step in kept for owner in (*step.results, *step.private)}
         peak = max(peak, link.second_peak(present) + out)
     return Way(
-        forward=link.seconds.forward if forward is None else forward,
-        backward=backward,
+        forward=max(device.forward, host.forward),
+        backward=max(device.backward, host.backward),
         saved=nbytes,
         forward_extra=max(0, link.forward_peak - nbytes),
         backward_extra=max(0, peak - ends - nbytes),
         kept=None if kept is None else tuple(step.name for step in kept),
+        lines=Lines(device, host) if link.host != LinkHost() else None,
     )
 
 
@@ -201,7 +225,11 @@ def _keeping(link: LinkFacts, chosen: list[StepFacts], again: Mapping[StepFacts,
     for step in chosen:
         saved |= {**step.results, **step.private}
     repeated = sum(step.spared if step in chosen else seconds for step, seconds in again.items())
-    return _way(link, saved, link.seconds.backward + repeated, kept=chosen)
+    host, part = link.host, (len(again) - len(chosen)) / max(1, len(link.steps))
+    forward = host.forward + host.saved + host.region / 2 + host.kept * len(chosen)
+    backward = host.backward + part * host.forward + 2 * host.saved + host.region / 2
+    device = Seconds(link.seconds.forward, link.seconds.backward + repeated)
+    return _way(link, saved, device, Seconds(forward, backward), chosen)
 
 
 def _worth(link: LinkFacts, chosen: list[StepFacts], step: StepFacts) -> float:

@@ -168,6 +168,7 @@ class Prediction:
     recompute_seconds: float
     optimizer_seconds: float
     bubble_seconds: float = 0.0  # in which the busiest devices of a pipeline wait; the seconds above are theirs
+    host_seconds: float = 0.0  # in which a GPU waits for the host to issue its kernels
 
 
 @dataclass(frozen=True)

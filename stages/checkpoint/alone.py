@@ -79,4 +79,4 @@ def _in_slices(
 
 def _remakes(candidate: Candidate) -> bool:
     """Whether anything is computed twice."""
-    return candidate.chain_seconds > candidate.linear.once * (1 + 1e-9)
+    return candidate.device_seconds > candidate.linear.once * (1 + 1e-9)

@@ -23,6 +23,7 @@ from stages.checkpoint.linearize import Linear, linearize, loss_temporaries
 from stages.checkpoint.offers import Offer, alternatives
 from stages.checkpoint.piped import Piped, Pipelines, predict
 from stages.checkpoint.simulate import Outcome, State, Step, simulate
+from stages.checkpoint.two_lines import played
 from stages.checkpoint.within import fastest_within
 
 
@@ -48,11 +49,17 @@ class Candidate:
         return self.outcome.time
 
     @property
+    def device_seconds(self) -> float:
+        """The same without waiting for the host."""
+        return self.outcome.time - self.outcome.waited
+
+    @property
     def step_seconds(self) -> float:
         return self.price.seconds_with(self.chain_seconds)
 
 
 NOTHING = Outcome((), 0.0, 0.0)
+LITTLE = 0.01  # of the time, that a device may wait for its host
 
 
 def evaluate(
@@ -77,11 +84,10 @@ def evaluate(
         regions = tuple(Region(link, link, False, (), (), compiled) for link in range(len(graph.chain)))
         return replace(found, regions=regions, outcome=_of_one_link(loss.forward + loss.backward, need))
     try:
-        best = _schedule(graph, chain, budget - fixed, settings, frontier.micro_batches)
+        best, outcome = _played_schedule(graph, linear, budget - fixed, settings, frontier.micro_batches)
     except rotor.InfeasibleBudget as refusal:
         found = replace(candidate, peak_bytes=max(fixed + refusal.tightest, linear.optimizer_peak))
         return _refused(found, graph, cluster, frontier, refusal.op)
-    outcome = simulate(chain, best.sequence)
     peak = max(fixed + int(outcome.peak), linear.optimizer_peak)
     found = replace(candidate, outcome=outcome, peak_bytes=peak)
     if found.peak_bytes <= budget:
@@ -131,6 +137,25 @@ def _module(graph: OpGraph, link: int) -> str:
     names = [graph.op(name).module.split(".") for name in graph.chain[link].ops]
     same = [parts[0] for parts in zip(*names, strict=False) if len(set(parts)) == 1]
     return ".".join(same or names[0]) or "the model itself"
+
+
+def _played_schedule(
+    graph: OpGraph, linear: Linear, room: int, settings: Checkpoint, micro_batches: int
+) -> tuple[schedule.Schedule, Outcome]:
+    """Rotor adds up seconds of one line. It is asked for those of the device, and where that waits for its host, for
+    those of the line that takes longer at each link; the better one in the play is taken."""
+
+    def asked(chain: Chain) -> tuple[schedule.Schedule, Outcome]:
+        found = _schedule(graph, chain, room, settings, micro_batches)
+        return found, played(simulate(chain, found.sequence), linear.costs)
+
+    assert linear.chain is not None
+    if linear.device_chain is None:
+        return asked(linear.chain)
+    first = asked(linear.device_chain)
+    if first[1].waited <= LITTLE * first[1].time:
+        return first
+    return min(first, asked(linear.chain), key=lambda one: one[1].time)
 
 
 def _schedule(graph: OpGraph, chain: Chain, room: int, settings: Checkpoint, micro_batches: int) -> schedule.Schedule:
@@ -291,8 +316,9 @@ def _predict(best: Candidate) -> Prediction:
         resident_bytes=price.resident_bytes,
         compute_seconds=price.micro_batches * once - moved + price.outside.total,
         communication_seconds=price.communication,
-        recompute_seconds=price.micro_batches * max(0.0, best.chain_seconds - once),
+        recompute_seconds=price.micro_batches * max(0.0, best.device_seconds - once),
         optimizer_seconds=price.optimizer,
+        host_seconds=price.micro_batches * best.outcome.waited,
     )
 
 

@@ -37,11 +37,12 @@ class Linear:
     optimizer_peak: int  # bytes, when nothing of the chain is left
     optimizer_seconds: float
     compiled: bool = False  # every function of the program is
+    device_chain: Chain | None = None  # where the links know of a host: with the seconds of the device alone
 
     @property
     def once(self) -> float:
-        """Seconds of every link once, forward and backward."""
-        return sum(own.ways[0].forward + own.ways[0].backward for own in self.costs)
+        """Seconds of the device for every link once, forward and backward."""
+        return sum(own.ways[0].device.total for own in self.costs)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -97,7 +98,16 @@ def linearize(
     beside = math.ceil(max(part, _largest_part(graph, cluster, sharding)) * extra)
     peak = price.resident_bytes + given + beside + _apart_bytes(graph, cluster, sharding)
     optimizer = _optimizer_seconds(profile, cluster, price, part)
-    return Linear(_chain(costs, grown), costs, fixed, peak, optimizer, profile.compiled is not None)
+    issued = _chain(tuple(map(_of_device, costs)), grown) if costs[0].ways[0].lines else None
+    return Linear(_chain(costs, grown), costs, fixed, peak, optimizer, profile.compiled is not None, issued)
+
+
+def _of_device(costs: LinkCosts) -> LinkCosts:
+    def alone(way: Way) -> Way:
+        return replace(way, forward=way.device.forward, backward=way.device.backward)
+
+    ways = tuple(map(alone, costs.ways))
+    return replace(costs, ways=ways, last=alone(costs.last), dropped=ways[0].forward)
 
 
 def _given(graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding) -> int:
@@ -168,7 +178,7 @@ def linearize_partitions(
     the last link of a partition makes its output for the next."""
     found = linearize(graph, profile, cluster, sharding, program, price, join)
     chain = found.chain and replace(found.chain, last=(), grown=())
-    return replace(found, chain=chain, fixed_bytes=price.fixed_bytes + cluster.compute.workspace)
+    return replace(found, chain=chain, device_chain=None, fixed_bytes=price.fixed_bytes + cluster.compute.workspace)
 
 
 def growing(graph: OpGraph, sharding: Sharding, program: Program) -> frozenset[str]:

@@ -29,7 +29,8 @@ counts the room for it too. So w_l = a_{l+1} + G_l is there whenever links up to
 The one-link case of the literature is keep(i,i,m). `pass_floor` looks at the links passed over, up to j: with the
 temporaries of F_all and F_none equal this is the same as looking at all links up to l, and otherwise it is exact.
 N is a threshold, so the tightest feasible budget is found exactly, in bytes, without a table. Among schedules that keep
-a kept activation until its backward (persistent ones) the result is optimal: the tests search all of them.
+a kept activation until its backward (persistent ones), and run a link again when backward has come to it, the result is
+optimal: the tests search all of them.
 """
 
 # ruff: noqa: E741 - `l` is the last link of a sub-chain, as in C(i,l,m) above.

@@ -55,6 +55,7 @@ def figures(plan: Plan) -> dict[str, float | int | str]:
         "optimizer_ms": round(predicted.optimizer_seconds * 1e3, 4),
         "budget_mb": round(plan.budget_bytes / 1e6, 3),
         "bubble_ms": round(predicted.bubble_seconds * 1e3, 4),
+        "host_ms": round(predicted.host_seconds * 1e3, 4),
         "recompute_regions": sum(region.recompute for part in plan.partitions for region in part.regions),
         "partitions": len(plan.partitions),
         "schedule": plan.schedule or "none",

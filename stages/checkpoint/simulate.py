@@ -65,6 +65,7 @@ class Outcome:
     steps: tuple[Step, ...]
     time: float
     peak: float
+    waited: float = 0.0  # of that time, for the host
 
 
 def simulate(chain: Chain, sequence: Iterable[Op], first: int = 0, last: int | None = None) -> Outcome:

@@ -55,6 +55,7 @@ def seconds_of(plan: Plan, parts: tuple[Priced, ...]) -> StepSeconds:
         ("recompute", "computed again", predicted.recompute_seconds),
         ("optimizer", "optimizer", predicted.optimizer_seconds),
         ("waiting", "pipeline bubble", predicted.bubble_seconds),
+        ("waiting", "the GPU for its host", predicted.host_seconds),
     )
     rows += [Row(part, name, seconds) for part, name, seconds in rest if seconds > 1e-12]
     return StepSeconds(tuple(rows), predicted.step_seconds, scale)

@@ -5,9 +5,9 @@
     messages                    --------        ----  bubble: what of these neither ops nor collectives cover
                       |             |         ||      other: what is left, such as waiting for the host
 
-On a GPU the ops are its kernels, and collectives are those of NCCL. Messages go between partitions of a pipeline; a
-collective of all partitions counts as one. When a message leaves its sender the other rank does not see: so a bubble
-has the transfer in it.
+On a GPU the ops are its kernels, collectives are those of NCCL, and other is mostly waiting for the host. Messages go
+between partitions of a pipeline; a collective of all partitions counts as one. When a message leaves its sender the
+other rank does not see: so a bubble has the transfer in it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pipeline.runtime.transfer import ACROSS
 
 STEP = "shardwright step"
 HOLE_NS = 100_000  # between two ops it is the program's own time: no collective of two processes is so short
+GPU_HOLE_NS = 4_000  # between two kernels that the host has issued in time; else the GPU waits for it
 _COLLECTIVES = ("gloo:", "nccl:", "nccldevkernel", "ncclkernel")
 _MESSAGES = ("gloo:send", "gloo:recv", "nccldevkernel_sendrecv", "ncclkernel_sendrecv")
 _EXCHANGE = "nccl:all_to_all"  # a label around the same kernels
@@ -91,7 +92,7 @@ def break_down(events: list[Event], on_gpu: bool) -> Breakdown:
     # Threads that run collectives add and copy for them.
     theirs = set() if on_gpu else {event.thread for event in collectives} - {step.thread}
     ops = [e.span for e in events if e.is_op and e.on_gpu == on_gpu and e.thread not in theirs]
-    busy = within(joined(ops, HOLE_NS), whole)
+    busy = within(joined(ops, GPU_HOLE_NS if on_gpu else HOLE_NS), whole)
     sent = within(joined(event.span for event in collectives), whole)
     hidden, alone = length(within(sent, busy)), without(sent, busy)
     communication = length(within(alone, _inside(events, collectives, on_gpu)))

@@ -31,7 +31,7 @@ def compare(
             "compute_ms": (breakdown.compute_seconds, computing),
             "communication_ms": (breakdown.communication_seconds, prediction.communication_seconds),
             "bubble_ms": (breakdown.bubble_seconds, prediction.bubble_seconds),
-            "other_ms": (breakdown.other_seconds, 0.0),
+            "other_ms": (breakdown.other_seconds, prediction.host_seconds),
         }
         if not any(parts["bubble_ms"]):  # no pipeline
             del parts["bubble_ms"]

@@ -152,6 +152,16 @@ def test_a_link_that_needs_much_to_be_passed_over_is_not_passed_over(chain: Chai
         agree(chain, memory)
 
 
+def test_a_link_is_not_run_again_before_backward_has_come_to_it() -> None:
+    """Links 0 and 1 a second time before the loss, whose gradients of 3 are not there then, would fit into 15."""
+    least = Option(0, 0, 0, 0, 0)
+    sizes = dict(a=(0, 3, 3, 0), saved=(7, 3, 4), ft=(0,) * 3, bt=(0,) * 4, ft_none=(12, 0, 12), grown=(0, 0, 0, 3))
+    chain = Chain(**sizes, f=(0,) * 3, b=(0,) * 4, last=(least,) * 3)
+    assert tightest(chain).memory == 16
+    for memory in (15, 16):
+        agree(chain, memory)
+
+
 def test_a_large_loss_is_run_with_nothing_kept() -> None:
     """The last forward before the loss may be one that keeps nothing."""
     sizes = dict(a=(3, 3, 3, 4), saved=(3, 6, 16), ft=(0, 0, 0), bt=(0, 0, 0, 25))

@@ -83,6 +83,8 @@ def test_the_parts_of_a_step_on_a_gpu_are_those_of_its_kernels() -> None:
         replace(event("nccl:all_reduce", 0, 9, 8, on_gpu=True), is_label=True),
     ]
     assert break_down(events, on_gpu=True) == Breakdown(0.010, 0.003, 0.002, 0.001, 0.005)
+    late = [events[0], *(event("add", begin, begin + 1, 7, on_gpu=True) for begin in (1.0, 2.003, 3.05))]
+    assert break_down(late, on_gpu=True).compute_seconds == pytest.approx(0.003003)  # the last was issued too late
 
 
 def test_the_bubble_is_what_a_partition_waits_for_others() -> None:

@@ -132,7 +132,7 @@ def _causes(before: Planned, after: Planned) -> list[Moved]:
     old, new = (_by_label(run.busiest().items()) for run in (before, after))
     found = [Moved(label, old.get(label, 0.0), new.get(label, 0.0)) for label in dict.fromkeys([*old, *new])]
     predicted = [run.plan.prediction for run in (before, after)]
-    found += _parts(before, after, ("recompute", "bubble"))
+    found += _parts(before, after, ("recompute", "bubble", "host"))
     rest = [
         predicted[0].step_seconds - sum(one.before for one in found),
         predicted[1].step_seconds - sum(one.after for one in found),

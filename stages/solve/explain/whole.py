@@ -15,7 +15,7 @@ from stages.solve.explain.names import inside, starred
 from stages.solve.explain.one import Held
 from stages.solve.explain.part import Part, Planned
 
-PARTS = ("compute", "communication", "recompute", "optimizer", "bubble")
+PARTS = ("compute", "communication", "recompute", "optimizer", "bubble", "host")
 SAME = 1e-9  # of a step: what rounding leaves
 LARGEST = 5  # parts of the memory that are named
 
