@@ -43,15 +43,14 @@ def test_profile_is_the_first_to_see_it(project: Project, optimizer: dict[str, A
     assert project.snapshot() == before
 
 
-@pytest.mark.parametrize("stage", ["solve", "train"])
 @pytest.mark.parametrize(
     ("made", "told"),
     [("Adam", "gives a type, which is no torch.optim.Optimizer"), ("LBFGS(parameters)", "needs a closure")],
     ids=["no optimizer", "closure"],
 )
-def test_later_stages_see_what_the_users_code_has_become(project: Project, stage: str, made: str, told: str) -> None:
+def test_train_sees_what_the_users_code_has_become(project: Project, made: str, told: str) -> None:
     before = project.snapshot()
     with project.with_file(CODE, SOURCE.format(made).encode()):
-        line = project.stages(stage).refused()
+        line = project.stages("train").refused()
     assert f"{CONF}: optimizer._target_: " in line and told in line
     assert project.snapshot() == before
