@@ -114,11 +114,11 @@ class Training:
                 continue
         return found
 
-    def until(self, step: int, patience_s: float = 180) -> None:
+    def until(self, step: int, patience_s: float = 900) -> None:
         """That step is done."""
         self.wait_for(lambda: any(line.get("step", -1) >= step for line in self.steps()), patience_s)
 
-    def wait_for(self, seen: Any, patience_s: float = 180) -> None:
+    def wait_for(self, seen: Any, patience_s: float = 900) -> None:
         deadline = time.monotonic() + patience_s
         while not seen():
             if self.stage.poll() is not None or time.monotonic() > deadline:
