@@ -202,6 +202,8 @@ def _wrong(kind: Kind, rule: Rule) -> list[Any]:
         return [*wrong, 3, True, ["glpk"], "", "../solve/glpk", "/glpk", "no_such_file", ".", "..", "a\\b", "glpk.yaml"]
     if kind.type is list:
         return [*wrong, [], 3, "text", {"a": 1}, [0], [-1], [True], [1.5], ["1"], [[1]], [None]]
+    if rule.form is Form.SWITCH:
+        return [*wrong, 0, 1, "true", "on", [True], {}]
     if kind.type is bool:
         return [*wrong, 0, 1, "yes", "true", [True], {}]
     if kind.type is str:

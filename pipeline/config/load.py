@@ -225,10 +225,12 @@ def _unresolved(error: Exception, source: Source) -> ConfigError:
 
 
 def _too_deep(error: BaseException | None) -> bool:
-    """Where the stack ends, OmegaConf may be just where it makes another error of any."""
-    while error is not None and not isinstance(error, RecursionError):
+    """Where the stack ends, OmegaConf may be just where it makes another error of any; errors may lead in a circle."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen and not isinstance(error, RecursionError):
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return error is not None
+    return isinstance(error, RecursionError)
 
 
 @cache

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from pipeline.config import Backend, ClusterSource, Device, DType, Precision, Recompute, Solve, listing, load_config
+from pipeline.config.load import _too_deep
 from pipeline.config.source import parse
 from pipeline.errors import ConfigError
 
@@ -502,3 +503,11 @@ def test_errors_of_the_system_are_one_line(project: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(Path, "iterdir", refuse)
         assert failure(project) == "conf/model: cannot be listed: Permission denied"
+
+
+def test_errors_that_lead_in_a_circle_come_to_an_end() -> None:
+    one, other = ValueError("one"), ValueError("other")
+    one.__context__, other.__context__ = other, one
+    assert not _too_deep(one)
+    other.__cause__ = RecursionError()
+    assert _too_deep(one)
