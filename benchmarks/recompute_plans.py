@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.profile_accuracy import card_of
 from pipeline.cost.groups import Join
 from pipeline.cost.step import price_step
-from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
+from pipeline.ir.cluster import COLLECTIVES, NO_HOST, Axis, Cluster, Compute, Curve, LinkCost
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R
 from pipeline.ir.plan import Plan, Prediction, Sharding, Strategy
@@ -80,9 +80,8 @@ def one_card(calibration: dict[str, Any]) -> Any:
     """The card that was measured, as a cluster of one."""
     card = card_of(calibration)
     products = {dtype: Curve((1.0,), (rate,)) for dtype, rate in card.products.items()}
-    compute = Compute(
-        products["float32"], card.memory, 1e-5, 1e-5, matmul_by_dtype=products, processors=card.processors
-    )
+    rest = {"matmul_by_dtype": products, "processors": card.processors, "host": NO_HOST}  # the card alone
+    compute = Compute(products["float32"], card.memory, 1e-5, 1e-5, **rest)
     axis = Axis("d0", 1, {name: LinkCost(0.0, 1e12) for name in COLLECTIVES})
     return Cluster("preset", "cuda", 1, 141 * 10**9, compute, (axis,))
 

@@ -159,13 +159,13 @@ class Profile:
     parameters: int
     parameter_bytes: int
     saved_bytes: int  # of one step, each storage counted once
-    optimizer_copies: float = 0.0  # tensors of a parameter's size that the optimizer keeps
     types: dict[str, str] = field(
         default_factory=dict
     )  # dtypes of values that autocast makes others than the graph has
     step: Step | None = None
     kernels: Kernels | None = None
     compiled: Compiled | None = None  # where blocks are compiled, and could be measured
+    optimizer_copies: float = 0.0  # tensors of a parameter's size that the optimizer keeps
 
 
 def as_run(graph: OpGraph, types: dict[str, str]) -> OpGraph:

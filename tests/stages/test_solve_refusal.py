@@ -58,7 +58,7 @@ def loaded() -> Config:
 
 
 def inputs(graph: OpGraph, cluster: Cluster) -> Inputs:
-    bodies = {"graph": graph, "profile": profile_graph(graph), "cluster": cluster}
+    bodies = {"graph": graph, "profile": replace(profile_graph(graph), optimizer_copies=2.0), "cluster": cluster}
     return Inputs(PROJECT, {kind: artifacts.make(kind, body, [], {}) for kind, body in bodies.items()}, SILENT, None)
 
 

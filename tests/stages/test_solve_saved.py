@@ -42,7 +42,7 @@ def save(root: Path, body: object, kind: str = "plan", name: str = "mine", **inp
 
 def run(root: Path, graph: OpGraph | None = None, cluster: Cluster | None = None, **asked: object) -> Frontier:
     graph = graph or mlp_graph()
-    profile = profile_of("mlp") if graph is mlp_graph() else profile_graph(graph)
+    profile = replace(profile_of("mlp") if graph is mlp_graph() else profile_graph(graph), optimizer_copies=2.0)
     bodies = {"graph": graph, "profile": profile, "cluster": cluster or preset(2)}
     made = {kind: artifacts.make(kind, body, [], {}) for kind, body in bodies.items()}
     return stage.run(Inputs(root, made, SILENT, None), config(**asked)).body
