@@ -126,8 +126,9 @@ def profile_row(row: dict[str, Any], card: Card, workspace: int) -> Found:
 def trace_row(row: dict[str, Any]) -> OpGraph:
     mode = fake_mode()
     model, batch = _build(row, mode)
-    program = export_loss(model, batch)
-    return find_chain(simplify(lower(program, model, tuple(batch), keep_casts=row["mode"] == "amp")))
+    amp = row["mode"] == "amp"
+    program = export_loss(model, batch, "cuda", amp=amp)
+    return find_chain(simplify(lower(program, model, tuple(batch), amp=amp)))
 
 
 def _build(row: dict[str, Any], mode: Any) -> tuple[Any, dict[str, torch.Tensor]]:

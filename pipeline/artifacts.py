@@ -43,7 +43,7 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("graph", "trace", "graph.json", OpGraph, version=2),
+        Kind("graph", "trace", "graph.json", OpGraph, version=3),
         Kind("profile", "profile", "profile.json", Profile, version=5),
         Kind("cluster", "cluster", "cluster.json", Cluster, version=3),
         Kind("frontier", "solve", "frontier.json", Frontier, version=2),

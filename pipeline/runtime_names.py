@@ -30,4 +30,5 @@ NAMES = (
     "kept",
     *REGIONS,
     "scope",
+    "without_autocast",
 )

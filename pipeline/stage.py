@@ -39,7 +39,7 @@ class Stage:
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("trace", (), "graph", ("model",)),
+        Stage("trace", (), "graph", ("model", "cluster.device")),
         Stage("profile", ("graph",), "profile", ("model.precision", "cluster.device", "train.optimizer")),
         Stage("cluster", (), "cluster", ("cluster",)),
         Stage("solve", ("graph", "profile", "cluster"), "frontier", ("solve", "train.micro_batches")),

@@ -40,11 +40,16 @@ SILENT.propagate = False
 
 
 def trace(
-    model: nn.Module, batch: dict[str, torch.Tensor], *, keep_casts: bool = False, stay: Container[str] = ()
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    device: str = "cpu",
+    *,
+    amp: bool = False,
+    stay: Container[str] = (),
 ) -> OpGraph:
     """What the stage does, without its configuration."""
-    program = export_loss(model.train(), batch)
-    graph = find_chain(simplify(lower(program, model, tuple(batch), keep_casts=keep_casts, stay=stay)))
+    program = export_loss(model.train(), batch, device, amp=amp)
+    graph = find_chain(simplify(lower(program, model, tuple(batch), amp=amp, stay=stay)))
     verify_graph(graph)
     return graph
 

@@ -7,6 +7,7 @@ import torch
 from pipeline.ir.graph import OpGraph, Ref, Role, Torch
 from pipeline.ops.own_names import CONSTANT
 from pipeline.ops.public import overload_of
+from pipeline.runtime import without_autocast
 
 
 def run_graph(graph: OpGraph, module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -30,7 +31,8 @@ def run_graph(graph: OpGraph, module: torch.nn.Module, batch: dict[str, torch.Te
         if op.target == CONSTANT:
             results = torch.tensor(real(op.args.positional[0]), dtype=named_args["dtype"])
         else:
-            results = overload_of(op.target)(*(real(a) for a in op.args.positional), **named_args)
+            called = overload_of(op.target), *(real(a) for a in op.args.positional)
+            results = without_autocast(*called, **named_args) if op.exact else called[0](*called[1:], **named_args)
         for name, result in zip(op.outputs, [results] if isinstance(results, torch.Tensor) else results, strict=True):
             kind = graph.values[name].type
             assert (tuple(result.shape), str(result.dtype)) == (kind.shape, f"torch.{kind.dtype}"), name

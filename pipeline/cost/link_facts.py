@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+from pipeline.autocast import LOW
 from pipeline.cost.compute import Seconds, local_bytes, op_seconds
 from pipeline.cost.conversions import conversion_of
 from pipeline.cost.groups import Group
@@ -26,7 +27,6 @@ from pipeline.ir.graph import Link, OpGraph, Role
 from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.profile import Held, Kernel, LinkKernels, OpCost, Profile
 from pipeline.ir.program import Call, Convert, Program, Step, Tensor
-from pipeline.low_precision import LOW
 from pipeline.lowering import home_layouts
 from pipeline.ops.table import rule_of
 

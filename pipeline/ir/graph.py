@@ -92,6 +92,7 @@ TORCH_NAMES = {  # of each kind of constant, what its name can be
     "memory_format": r"(contiguous|preserve)_format|channels_last(_3d)?",
 }
 
+MOST_DIMS = 64  # that torch allows; the numbers of a tensor are the deepest argument
 Arg = Any  # Ref | Torch | None | bool | int | float | complex | str | tuple of Arg
 
 
@@ -134,6 +135,7 @@ class Op:
     module: str  # qualified name of the module that called it
     source: str  # file and line of the user's code
     mutates: tuple[str, ...] = ()  # buffers that it changes in place (batch-norm statistics)
+    exact: bool = False  # the module turns autocast off around it, which would cast something here
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -267,7 +269,9 @@ def _encode(arg: Arg) -> Any:
     return [_encode(a) for a in arg] if isinstance(arg, tuple) else arg
 
 
-def _decode(data: Any) -> Arg:
+def _decode(data: Any, depth: int = 0) -> Arg:
+    if depth > MOST_DIMS:
+        raise ValueError(f"an argument of lists in lists, more than {MOST_DIMS} deep")
     if isinstance(data, dict):
         match data:
             case {"ref": str(name)} if len(data) == 1:
@@ -279,4 +283,4 @@ def _decode(data: Any) -> Arg:
             case {"complex": [str(real), str(imaginary)]} if len(data) == 1:
                 return complex(float(real), float(imaginary))
         raise ValueError(f"unknown argument {str(data)[:40]!r}")
-    return tuple(_decode(a) for a in data) if isinstance(data, list) else data
+    return tuple(_decode(a, depth + 1) for a in data) if isinstance(data, list) else data

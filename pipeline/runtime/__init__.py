@@ -1,5 +1,6 @@
 """What generated programs import: conversions between layouts, losses over split batches, recompute, parameters."""
 
+from pipeline.runtime.autocast import without_autocast
 from pipeline.runtime.collectives import (
     all_gather,
     all_reduce,
@@ -59,4 +60,5 @@ __all__ = [
     "scope",
     "shard",
     "sum_gradient",
+    "without_autocast",
 ]

@@ -46,7 +46,7 @@ def _ours(
             return Ref(writer.inputs[0])
         before, name = values[ref.value], f"{op.name}_rows_of_{ref.value}"
         values[name] = Value(name, TensorType(shape, before.type.dtype), Role.RESULT, name, before.grad)
-        made.append(Op(name, "aten.reshape.default", Args((ref, shape)), (name,), op.module, op.source))
+        made.append(Op(name, "aten.reshape.default", Args((ref, shape)), (name,), op.module, op.source, exact=op.exact))
         return Ref(name)
 
     if length:
@@ -59,7 +59,7 @@ def _ours(
     values[output] = replace(values[output], origin=output)
     for name in op.outputs[1:]:
         del values[name]
-    return [*made, Op(output, EMBEDDING_BAG, args, (output,), op.module, op.source)]
+    return [*made, Op(output, EMBEDDING_BAG, args, (output,), op.module, op.source, exact=op.exact)]
 
 
 def _length(offsets: Tensor | None, bags: int, last: bool, indices: tuple[int, ...]) -> int:

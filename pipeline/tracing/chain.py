@@ -98,7 +98,7 @@ def _signature(
         return tuple(plain(a) for a in arg) if isinstance(arg, tuple) else repr(arg)
 
     calls = tuple(
-        (op.target, plain(op.args.positional), tuple((k, plain(v)) for k, v in op.args.named),
+        (op.target, op.exact, plain(op.args.positional), tuple((k, plain(v)) for k, v in op.args.named),
          tuple(seen(o) for o in op.outputs))
         for op in ops
     )  # fmt: skip

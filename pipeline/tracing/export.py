@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pipeline.errors import TraceError
 from pipeline.loss import pick_loss
+from pipeline.tracing.autocast import as_on
 from pipeline.tracing.certain import CertainBranches
 from pipeline.tracing.source import Stack, origin
 
@@ -39,11 +40,15 @@ class LossOnly(nn.Module):
         return pick_loss(self.model(**batch))
 
 
-def export_loss(model: nn.Module, batch: dict[str, Tensor]) -> ExportedProgram:
+def export_loss(
+    model: nn.Module, batch: dict[str, Tensor], device: str = "cpu", *, amp: bool = False
+) -> ExportedProgram:
+    """As the module runs on the device; `amp` is for autocast to bfloat16."""
     # Torch writes and compiles the code of its graph after each pass over it, and reads no more than the last of that.
     with _quiet(), CertainBranches(), _lstm_states(), _short_stacks(), _use_lazy_graph_module(True):
         try:
-            return torch.export.export(LossOnly(model), (), batch, strict=False)
+            with as_on(device, amp):
+                return torch.export.export(LossOnly(model), (), batch, strict=False)
         except TraceError:
             raise
         except Exception as error:  # the user's forward runs inside export and may raise anything

@@ -1,7 +1,7 @@
 """From torch's exported program to our values and ops.
 
 What export leaves behind goes on the way: asserts and the sizes that only they read, casts and views that change
-nothing, zero dropouts, wrappers around regions without gradient, and in-place ops (see mutation.py).
+nothing, zero dropouts, wrappers around regions without gradient or autocast, and in-place ops (see mutation.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
+from pipeline.autocast import policy_of
 from pipeline.errors import TraceError
 from pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
 from pipeline.ops.own_names import CONSTANT
 from pipeline.ops.table import table
+from pipeline.tracing.autocast import LOW
 from pipeline.tracing.mutation import Mutations
 from pipeline.tracing.source import op_line
 
@@ -52,14 +54,14 @@ def lower(
     model: nn.Module,
     inputs: tuple[str, ...],
     *,
-    keep_casts: bool = False,
+    amp: bool = False,
     stay: Container[str] = (),
 ) -> Ops:
-    """`keep_casts` leaves casts that change nothing in place: under autocast they would.
+    """`amp`: the program was exported under autocast.
 
-    So do ops of the names in `stay`, which change something in a batch of another size.
+    Ops of the names in `stay` are not left out where they do nothing: in a batch of another size they do something.
     """
-    lowering = _Lowering(program, model, inputs, keep_casts, stay)
+    lowering = _Lowering(program, model, inputs, amp, stay)
     lowering.run(program.graph_module, grad=True)
     return without_dead_ops(lowering.finish(inputs))
 
@@ -70,11 +72,12 @@ class _Lowering:
         program: ExportedProgram,
         model: nn.Module,
         inputs: tuple[str, ...],
-        keep_casts: bool,
+        amp: bool,
         stay: Container[str],
     ) -> None:
         self.program = program
-        self.keep_casts, self.stay = keep_casts, stay
+        self.amp, self.stay = amp, stay
+        self.autocast = amp  # around what is being lowered
         self.values: dict[str, Value] = {}
         self.ops: list[Op] = []
         self.names: dict[Node, str | tuple[str, ...]] = {}  # torch's node -> our value, or an op's several values
@@ -153,7 +156,9 @@ class _Lowering:
             whole = self.names[node.args[0]]  # type: ignore[index]
             self.names[node] = whole[node.args[1]]  # type: ignore[index, assignment]
         elif kind == "wrap_with_set_grad_enabled":
-            self._inline(node, module, grad)
+            self._inline_gradient(node, module, grad)
+        elif kind == "wrap_with_autocast":
+            self._inline_autocast(node, module, grad)
         elif not hasattr(node.target, "_schema"):
             raise self._unsupported(node)
         elif kind == "broadcast_tensors" and _broadcasts_nothing(node):  # every call of F.mse_loss
@@ -165,17 +170,30 @@ class _Lowering:
         else:
             self._add(node, str(node.target), grad)
 
-    def _inline(self, node: Node, module: GraphModule, grad: bool) -> None:
-        enabled, body, *operands = node.args
-        inner = getattr(module, body.target)  # type: ignore[union-attr]
+    def _inline(self, node: Node, body: Any, operands: Any, module: GraphModule, grad: bool) -> None:
+        inner = getattr(module, body.target)
         for placeholder, operand in zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True):
-            self.names[placeholder] = self.names[operand]  # type: ignore[index]
+            self.names[placeholder] = self.names[operand]
+        self.names[node] = tuple(str(self.names[n]) for n in self.run(inner, grad))
+
+    def _inline_gradient(self, node: Node, module: GraphModule, grad: bool) -> None:
+        enabled, body, *operands = node.args
         before = len(self.ops)
-        output = self.run(inner, grad and bool(enabled))
-        self.names[node] = tuple(str(self.names[n]) for n in output)
+        self._inline(node, body, operands, module, grad and bool(enabled))
         if grad and not enabled:
             self.node, self.grad = node, False
             self.names[node] = tuple(self._detached(str(name), before) for name in self.names[node])
+
+    def _inline_autocast(self, node: Node, module: GraphModule, grad: bool) -> None:
+        """A region in which the module turns autocast on or off; on another device than the plan's it does nothing."""
+        device, dtype, enabled, _, body, *operands = node.args
+        before = self.autocast
+        if device == "cpu":  # pipeline/tracing/autocast.py
+            self.autocast = bool(enabled)
+        if self.autocast and (not self.amp or (device == "cpu" and dtype != LOW)):
+            raise _autocast_in_forward(getattr(module, body.target), str(dtype).removeprefix("torch."))  # type: ignore[union-attr]
+        self._inline(node, body, operands, module, grad)
+        self.autocast = before
 
     def _detached(self, name: str, first: int) -> str:
         """A result of a region without gradient: cut off from what the region read, where that has a gradient."""
@@ -193,7 +211,7 @@ class _Lowering:
         nothing = (
             kind == "lift_fresh_copy"
             or (kind in _SAME_SHAPE_IS_SAME and before.shape == after.shape)
-            or (kind in _CASTS and before.dtype == after.dtype and not self.keep_casts)
+            or (kind in _CASTS and before.dtype == after.dtype)
             or (kind == "contiguous" and before.is_contiguous())
             or (kind in ("dropout", "feature_dropout") and (node.args[1] == 0 or not node.args[2]))
         )
@@ -244,7 +262,9 @@ class _Lowering:
             mutates = tuple(read[i] for i in rule.mutates if i < len(read))
         outputs = self._outputs(node, args, grad and not _reads_only_the_shape(target))
         source = op_line(node.meta.get("stack_trace"))
-        self.ops.append(Op(self.values[outputs[0]].origin, target, args, outputs, _module(node), source, mutates))
+        exact = self.amp and not self.autocast and _is_cast(node)
+        origin = self.values[outputs[0]].origin
+        self.ops.append(Op(origin, target, args, outputs, _module(node), source, mutates, exact))
         if _is_view(node) and target == str(node.target):
             parent = str(self.names[node.args[0]])  # type: ignore[index]
             for output in outputs:
@@ -341,6 +361,15 @@ def _number_from_a_tensor(node: Node) -> TraceError:
     )
 
 
+def _autocast_in_forward(region: GraphModule, dtype: str) -> TraceError:
+    first = next(node for node in region.graph.nodes if node.op == "call_function" and "stack_trace" in node.meta)
+    return TraceError(
+        f"forward() turns autocast to {dtype} on{_in_module(first)}",
+        where=_place(first),
+        remedy="set `precision: amp` in your conf/model file, which is autocast to bfloat16 around all of forward()",
+    )
+
+
 def _place(node: Node) -> str:
     return op_line(node.meta.get("stack_trace")) or "conf/model: module"
 
@@ -394,6 +423,15 @@ def _is_view(node: Node) -> bool:
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     shared = arguments[0].alias_info if arguments else None
     return shared is not None and not shared.is_write and isinstance(node.args[0], Node)
+
+
+def _is_cast(node: Node) -> bool:
+    """Whether autocast would cast what the op reads, or what its parts read."""
+    name, kind = node.target._schema.name, _kind(node)  # type: ignore[union-attr]
+    overload = node.target._schema.overload_name  # type: ignore[union-attr]
+    full = f"{name}.{overload}" if overload else name
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
+    return policy_of(str(node.target)) is not None or (composite and not _is_view(node) and kind not in _CASTS)
 
 
 def _reads_only_the_shape(target: str) -> bool:

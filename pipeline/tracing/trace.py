@@ -20,9 +20,9 @@ def trace(config: Config, samples: int | None = None, stay: Container[str] = ())
     mode = fake_mode()
     model = build_model(config, mode)
     batch = sample_batch(_part(config.model.batch, samples), mode, config.model.precision)
-    program = export_loss(model, batch)
     amp = config.model.precision is Precision.amp
-    graph = find_chain(simplify(lower(program, model, tuple(batch), keep_casts=amp, stay=stay)))
+    program = export_loss(model, batch, config.cluster.device.value, amp=amp)
+    graph = find_chain(simplify(lower(program, model, tuple(batch), amp=amp, stay=stay)))
     verify_graph(graph)
     return graph
 

@@ -207,7 +207,7 @@ class BlockWriter:
         target = self._target(step)
         is_last = step.target == self.loss and not self.readers[step.target.value]
         text = convert_text(source, step, self.mesh, self.graph.values[step.source.value].type.shape, is_last)
-        text = self._kept(text) if _path(step) in self.kept else text
+        text = self._called_by("kept", text) if _path(step) in self.kept else text
         self.used.update(re.match(r"(?:(?:again|kept)\(?)?\w+", text)[0].split("("))
         self.lines += statement(f"{target} = {text}", self._remark(step.target, arrow_from=step.source), self.indent)
 
@@ -242,8 +242,9 @@ class BlockWriter:
         op = self.graph.op(step.op)
         self._heading(relative(op.module, self.prefix), op.source)
         text = self._op_text(step)
-        text = self._kept(text) if step.op in self.kept else text
         self.used.update(set(re.findall(r"\b(\w+)\(", text)) & set(runtime_names.BODIES))
+        text = self._called_by("without_autocast", text) if op.exact else text
+        text = self._called_by("kept", text) if step.op in self.kept else text
         base = op.target.split(".")[1]
         base = base.strip("_") if base.startswith("__") else base  # `a & b` is aten.__and__
         if not any(self._is_read(tensor) for tensor in step.outputs):  # it changes a buffer, or draws random numbers
@@ -262,9 +263,9 @@ class BlockWriter:
         self.lines += ["# counters", "torch._foreach_add_(", "    [", *rows, "    ],", f"    {number},", ")"]
         self._group = ""
 
-    def _kept(self, text: str) -> str:
+    def _called_by(self, caller: str, text: str) -> str:
         """`kept(F.linear, x, ...)` for `F.linear(x, ...)`"""
-        self.used.add("kept")
+        self.used.add(caller)
         parsed = ast.parse(text, mode="eval").body
         if isinstance(parsed, ast.Call) and ast.unparse(parsed.func).split(".")[0] in (
             "F",
@@ -272,9 +273,9 @@ class BlockWriter:
             *runtime_names.NAMES,
         ):
             function, _, arguments = text.partition("(")
-            return f"kept({function}, {arguments}"
+            return f"{caller}({function}, {arguments}"
         names = sorted({node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)} - {"torch", "F", "p"})
-        return f"kept(lambda {', '.join(names)}: {text}, {', '.join(names)})"
+        return f"{caller}(lambda {', '.join(names)}: {text}, {', '.join(names)})"
 
     def _is_read(self, tensor: Tensor) -> bool:
         return bool(self.readers[tensor.value]) or tensor.value in self.returned

@@ -15,7 +15,6 @@ from pipeline.ir.names import is_name, printable
 from pipeline.ir.plan import Region, Sharding
 from pipeline.ir.program import Call, Program, Tensor
 from pipeline.lowering import home_layouts
-from pipeline.ops.table import rule_of
 from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, Outside, free_name, returned, statement
 from stages.codegen.text import one_or_many, quoted
 
@@ -137,7 +136,6 @@ class Before:
     names: dict[Tensor, str]
     used: frozenset[str]
     reads_parameters: bool
-    exact: bool = False  # products of what is given, such as rotary angles: never in half precision
 
 
 def write_part(part: Part) -> Written:
@@ -161,9 +159,7 @@ def write_part(part: Part) -> Written:
 def _prologue(part: Part) -> Before:
     """What `forward` does before the chain, with the inputs' names; what is shared too, where there is one pass."""
     graph, program, home = part.graph, part.program, part.home
-    rules = (rule_of(graph.op(name)) for name in graph.prologue)
-    exact = any(rule is not None and rule.is_product for rule in rules)
-    writer = BlockWriter(graph, part.sharding, part.mesh, "", {}, indent=12 if exact else 8)
+    writer = BlockWriter(graph, part.sharding, part.mesh, "", {}, indent=8)
     writer.names.taken.update(known.name for known in part.common.values())
     for name, own in _input_names(graph).items():
         writer.names.give(Tensor(name, home[name]), own)
@@ -171,7 +167,7 @@ def _prologue(part: Part) -> Before:
     shared = program.shared if program.micro_batches == 1 else ()
     block = writer.write((*program.prologue, *shared), part.entry, part.entry or next(iter(writer.names.known)))
     names = {tensor: name for tensor, name in writer.names.known.items() if tensor != part.entry}
-    return Before(block.lines, names, block.used, block.reads_parameters, exact)
+    return Before(block.lines, names, block.used, block.reads_parameters)
 
 
 def _copies(part: Part, before: Before) -> Before:
@@ -306,8 +302,7 @@ def forward_text(written: Written, functions: dict[str, str]) -> str:
     results = ["x", *(part.common[name].name for name in part.leaving)]
     lines = _forward_head(part, names, len(results))
     lines += ["        p = self.tensors"] if before.reads_parameters else []
-    exact = ["        with torch.autocast(DEVICE.type, enabled=False):"] if before.exact else []
-    lines += [*exact, *_indented(list(before.lines), 12 if exact else 8)]
+    lines += _indented(list(before.lines), 8)
     for text in written.early:
         lines += _indented(statement(text, "# under way until a later line reads it", 8), 8)
     keeps_shards = "keep_shards" in used

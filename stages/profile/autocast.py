@@ -1,7 +1,4 @@
-"""Autocast as CUDA does it, spelled out: which ops run in the low precision, which in float32, which in the widest.
-
-The lists are those of torch's documentation of autocast op eligibility.
-"""
+"""Autocast as CUDA does it, spelled out: its casts are kernels, and what they make is memory."""
 
 from __future__ import annotations
 
@@ -9,24 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.low_precision import LOW
+from pipeline.autocast import Policy, policy_of
 from stages.profile import recurrent
-
-
-def _names(*lines: str) -> frozenset[str]:
-    return frozenset(name for line in lines for name in line.split())
-
-
-FULL = _names(
-    "acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cdist cosine_similarity cumprod cumsum dist",
-    "erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log_softmax log1p log2",
-    "margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss norm normalize pdist",
-    "poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum",
-    "renorm tan triplet_margin_loss",
-)
-WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot cat stack")
 
 
 class Autocast:
@@ -40,13 +23,14 @@ class Autocast:
         self.cache: dict[int, Tensor] = {}
 
     def arguments(self, target: str, args: Any) -> Any:
-        kind = target.split(".")[1]
-        if kind in LOW:
+        leaves = tree_leaves(args)
+        policy = policy_of(target, any(isinstance(a, torch.dtype) for a in leaves))
+        if policy is Policy.LOW:
             return tree_map(lambda a: self._cast(a, self.low), args)
-        if kind in FULL:
+        if policy is Policy.FULL:
             return tree_map(lambda a: self._cast(a, torch.float32), args)
-        if kind in WIDEST:
-            found = [a.dtype for a in torch.utils._pytree.tree_leaves(args) if _is_float(a)]
+        if policy is Policy.WIDEST:
+            found = [a.dtype for a in leaves if _is_float(a)]
             widest = torch.float32 if torch.float32 in found else self.low
             return tree_map(lambda a: self._cast(a, widest), args)
         return args

@@ -25,6 +25,7 @@ from pipeline.cost.allocator import SPARE, uneven
 from pipeline.garbage import no_collection
 from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
 from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
+from pipeline.runtime.autocast import without_autocast
 from pipeline.runtime.compiled import compiled
 from stages.profile.link import Ends, link_ends
 from stages.profile.step import ends_of
@@ -358,6 +359,7 @@ def as_function(
     """These ops as a Python function of tensors, which torch.compile can read."""
     names = {read: f"a{number}" for number, read in enumerate(reads)}
     given: dict[str, Any] = {"torch": torch, "DEVICE": device, "inf": float("inf"), "nan": float("nan")}
+    given["without_autocast"] = without_autocast
     lines = []
     for name in ops:
         op = graph.op(name)
@@ -367,7 +369,9 @@ def as_function(
             names[output] = f"v{len(names)}"
         single = op.outputs == (op.name,)
         targets = ", ".join(names[output] for output in op.outputs) + ("" if single else ",")
-        lines.append(f"    {targets} = torch.ops.{op.target}({', '.join([*positional, *named])})")
+        called = [f"torch.ops.{op.target}", *positional, *named]
+        call = f"without_autocast({', '.join(called)})" if op.exact else f"{called[0]}({', '.join(called[1:])})"
+        lines.append(f"    {targets} = {call}")
     results = ", ".join(names[name] for name in writes)
     head = f"def block({', '.join(names[read] for read in reads)}):"
     exec("\n".join([head, *lines, f"    return ({results},)"]), given)

@@ -88,11 +88,12 @@ class Runner:
         """What depends on no parameter is computed once and stays for the links that read it."""
         local: dict[str, Tensor] = {}
         self._know_given(self.graph.prologue)
+        autocast = self._autocast()
         with Watch(self.known.values()) as watch:
             for name in self.graph.prologue:
                 op = self.graph.op(name)
                 watch.op = name
-                local.update(zip(op.outputs, self.call(op, local, None), strict=True))
+                local.update(zip(op.outputs, self.call(op, local, autocast), strict=True))
         for name, tensor in local.items():
             self._know(name, tensor)
         return self._noted(watch.kernels)
@@ -187,7 +188,7 @@ class Runner:
         self, ops: tuple[str, ...], local: dict[str, Tensor], watch: Watch, stays: set[str], note: Callable[..., None]
     ) -> None:
         """Adds the results to `local`; what is not read again goes at once, as it does in a module's forward."""
-        autocast = Autocast() if self.precision == "amp" else None
+        autocast = self._autocast()
         calls = [self.graph.op(name) for name in ops]
         last = {read: number for number, op in enumerate(calls) for read in op.inputs}
         for number, op in enumerate(calls):
@@ -208,12 +209,16 @@ class Runner:
                 if last.get(read, number) == number and read in local and read not in stays:
                     del local[read]
 
+    def _autocast(self) -> Autocast | None:
+        return Autocast() if self.precision == "amp" else None
+
     def call(self, op: Op, local: dict[str, Tensor], autocast: Autocast | None) -> list[Tensor]:
         positional = [self._real(a, local) for a in op.args.positional]
         named = {k: self._real(v, local) for k, v in op.args.named if k != "pin_memory"}
         if op.target == CONSTANT:
             kind = self.graph.values[op.outputs[0]].type
             return [meta(kind.shape, kind.dtype)]
+        autocast = None if op.exact else autocast
         if autocast:
             positional, named = autocast.arguments(op.target, (positional, named))
         parts = COMPOSITES.get(op.target) if autocast else None

@@ -474,6 +474,7 @@ FORGED = {
         lambda body: body["values"].append(body["values"][0]),
         lambda body: body.update(more=1),
         put("ops", 0, "args", "positional", json.loads("[" * 900 + "]" * 900)),
+        put("ops", 0, "args", "positional", json.loads("[" * 67 + "]" * 67)),  # whatever Python's own limit is
     ],
     "profile": [
         put("kernels", {**KERNELS, "chain": [99]}),

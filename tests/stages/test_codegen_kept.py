@@ -157,11 +157,11 @@ def test_a_program_that_keeps_and_lets_go_is_the_model(name, seed):
     check_step(name, graph, plans.with_kept(graph, whole(graph, regions), draw))
 
 
-# ---------------------------------------------------------------------------------------------------- before the chain
+# ---------------------------------------------------------------------------------------------------- without autocast
 
 
 class Rotary(nn.Module):
-    """Angles are a product of what is given, which the module computes in full precision whatever is around it."""
+    """Angles and the head are computed in full precision whatever is around them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,35 +172,44 @@ class Rotary(nn.Module):
         with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
             angles = positions.unsqueeze(1) @ self.speeds.unsqueeze(0)
             wave = angles.cos()
-        return F.mse_loss(self.head(torch.tanh(self.layer(x) * wave)), x)
-
-
-EXACT = "        with torch.autocast(DEVICE.type, enabled=False):\n            "
+        y = torch.tanh(self.layer(x) * wave)
+        with torch.autocast("cpu", enabled=False):
+            y = self.head(y)
+        return F.mse_loss(y, x)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # where the processor has no bf16
-def test_products_of_what_is_given_are_never_in_half_precision():
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_what_the_module_computes_without_autocast_is_so_computed(recomputes):
     torch.manual_seed(0)
     model, batch = Rotary(), {"x": torch.randn(32, 16), "positions": 1000 + 7.0 * torch.arange(32)}
-    graph = trace(model, batch)
+    graph = trace(model, batch, amp=True)
     assert any("matmul" in graph.op(name).target or "mm" in graph.op(name).target for name in graph.prologue)
+    last = len(graph.chain) - 1
+    head = next(op.name for op in graph.ops if op.exact and op.name not in graph.prologue)
     regions = tuple(Region(n, n, False, ()) for n in range(len(graph.chain)))
+    regions = (Region(0, last, True, regions, kept=(head,)),) if recomputes else regions
     text = write(graph, whole(graph, regions))
-    assert text.count(EXACT) == 1
-    plain = re.sub(re.escape(EXACT.rstrip(" ")), "        if True:\n", text)
+    assert text.count(" = without_autocast(") == 2 - recomputes
+    assert text.count(" = kept(without_autocast, F.linear, ") == recomputes
+    plain = re.sub(r"without_autocast(\(|, )", lambda found: "(lambda f, *a: f(*a))" + found[1], text)
 
-    def loss(source: str) -> Tensor:
+    def gradients(loss: Tensor) -> list[Tensor]:
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    def found(source: str) -> list[Tensor]:
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            return load(source)["Program"](tensors).forward(**batch)
+            loss = load(source)["Program"](tensors).forward(**batch)
+        return gradients(loss)
 
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         wanted = model(**batch)
-    assert torch.equal(loss(text), wanted)
-    assert (loss(plain) - wanted).abs() > 1e-3, "in half precision the angles would be others"
+    assert all(map(torch.equal, found(text), gradients(wanted)))
+    assert (found(plain)[0] - wanted).abs() > 1e-3, "in half precision the angles would be others"
 
 
-def test_a_prologue_without_products_is_as_it_is():
+def test_without_autocast_nothing_is_said_of_it():
     graph = gpt_graph()
     text = write(graph, whole(graph, tuple(Region(n, n, False, ()) for n in range(len(graph.chain)))))
     assert "autocast" not in text

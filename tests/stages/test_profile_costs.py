@@ -271,10 +271,10 @@ def test_an_optimizer_that_looks_at_values_does_not_cost_the_whole_profile():
 
 
 def test_under_autocast_values_are_sized_as_they_run():
-    """The graph says float32; what is kept in bfloat16 counts half, so that a plan is not too careful."""
+    """In whatever the graph says; what is kept in bfloat16 counts half, so that a plan is not too careful."""
     model = GPT(vocab_size=500, context=64, width=64, layers=2, heads=4)
     batch = {name: torch.randint(500, (8, 64)) for name in ("input_ids", "labels")}
-    graph = trace(model, batch, keep_casts=True)
+    graph = trace(model, batch)
     step = profile_step(graph, "cuda", "amp")
     types = value_types(graph, step)
     products = [op.outputs[0] for op in graph.ops if op.target == "aten.linear.default"]
@@ -284,3 +284,6 @@ def test_under_autocast_values_are_sized_as_they_run():
     assert mixed.types == types and not full.types
     kept = step.memory.after_forward - step.memory.resident
     assert mixed.saved_bytes == pytest.approx(kept, rel=0.1) and mixed.saved_bytes < full.saved_bytes
+    as_traced = trace(model, batch, "cuda", amp=True)
+    again = profile_step(as_traced, "cuda", "amp")
+    assert again.memory == step.memory and not value_types(as_traced, again)

@@ -465,10 +465,88 @@ def test_in_bfloat16_weights_and_float_inputs_are_bfloat16():
     assert graph.values[graph.output].type.dtype == "float32"
 
 
-def test_for_autocast_weights_stay_and_casts_are_kept():
+def test_under_autocast_weights_stay_and_results_have_their_types():
     graph = traced_in(Precision.amp)
     assert types_of(graph) == types_of(traced_in(Precision.fp32))
-    assert kinds_of(graph) == ["linear", "mul", "to", "cross_entropy_loss"]
+    assert kinds_of(graph) == ["linear", "mul", "cross_entropy_loss"]  # a product with a buffer of float32 is float32
+    assert [kind.dtype for op in graph.ops for kind in graph.types(op.outputs)] == ["bfloat16", "float32", "float32"]
+
+
+class Normed(nn.Module):
+    """A norm as many models have it: in float32, and back in the type that came."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x):
+        y = self.layer(x)
+        normed = F.layer_norm(y, (5,))
+        return (normed.float() * y.float().square().mean().rsqrt()).to(normed.dtype).square().float().mean()
+
+
+X6 = {"x": torch.zeros(4, 6)}
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "bfloat16"), ("cuda", "float32")])
+def test_a_cast_to_the_type_of_another_is_that_of_the_device(device, dtype):
+    graph = trace(Normed(), X6, device, amp=True)
+    casts = [op.args.positional[1].name for op in graph.ops if op.target == "aten.to.dtype"]
+    (norm,) = (op for op in graph.ops if op.target.startswith("aten.layer_norm"))
+    assert graph.types(norm.outputs)[0].dtype == dtype and ("bfloat16" in casts) == (dtype == "bfloat16")
+
+
+class Region(nn.Module):
+    """Autocast within forward()."""
+
+    def __init__(self, device="cpu", enabled=False, dtype=torch.bfloat16):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.how = {"device_type": device, "enabled": enabled, "dtype": dtype}
+
+    def forward(self, x):
+        y = self.layer(x)
+        with torch.autocast(**self.how):
+            y = torch.relu(self.layer(y.float())).reshape(-1, 3, 2)
+        return self.layer(y.flatten(1)).float().mean()
+
+
+def test_what_a_module_computes_without_autocast_is_marked():
+    for device in ("cpu", "cuda"):
+        graph = trace(Region(device), X6, device, amp=True)
+        exact = [op.target.split(".")[1] for op in graph.ops if op.exact]
+        products = [graph.types(op.outputs)[0].dtype for op in graph.ops if op.target == "aten.linear.default"]
+        assert exact == ["linear"] and products == ["bfloat16", "float32", "bfloat16"], device
+
+
+def test_autocast_that_is_off_anyway_marks_nothing():
+    graph = trace(Region(), X6)
+    assert not any(op.exact for op in graph.ops) and kinds_of(graph).count("linear") == 3
+    other = trace(Region("cuda"), X6, "cpu", amp=True)  # of a device that is not the plan's
+    assert not any(op.exact for op in other.ops)
+
+
+def test_autocast_to_bfloat16_within_autocast_changes_nothing():
+    inside = trace(Region(enabled=True), X6, amp=True)
+    assert not any(op.exact for op in inside.ops)
+    products = [op.outputs[0] for op in inside.ops if op.target == "aten.linear.default"]
+    assert [kind.dtype for kind in inside.types(products)] == ["bfloat16"] * 3
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("amp", "dtype"), [(False, torch.bfloat16), (True, torch.float16)])
+def test_autocast_that_forward_turns_on_is_refused_with_its_line(device, amp, dtype):
+    with pytest.raises(TraceError, match=f"turns autocast to {str(dtype)[6:]} on.*precision: amp") as refused:
+        trace(Region(device, True, dtype), X6, device, amp=amp)
+    assert "test_trace.py" in refused.value.where
+
+
+def test_a_loss_that_autocast_refuses():
+    def binary(x: torch.Tensor) -> torch.Tensor:
+        return F.binary_cross_entropy(x.sigmoid(), torch.ones_like(x))
+
+    with pytest.raises(TraceError, match="binary_cross_entropy_with_logits"):
+        trace(Refused(binary), X, "cuda", amp=True)
 
 
 @pytest.mark.parametrize("projected", [0, 3])

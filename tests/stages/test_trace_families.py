@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Container
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -21,6 +23,7 @@ from pipeline.ir.profile import Kernel, LinkKernels
 from pipeline.ir.verify import verify_graph
 from pipeline.loss import pick_loss
 from pipeline.tracing import simplify as simplify_module
+from pipeline.tracing.autocast import as_on
 from pipeline.tracing.build import fake_mode, to_fake
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.export import export_loss
@@ -32,26 +35,29 @@ from tests.families import FAMILIES, LENGTH, llama, mixtral, t5, tokens
 from tests.interpreter import run_graph
 
 
-def trace(build, batch, *, keep_casts: bool = False) -> OpGraph:
+def trace(build, batch, device: str = "cpu", *, amp: bool = False, stay: Container[str] = ()) -> OpGraph:
     mode = fake_mode()
     with torch.device("meta"):
         model = build()
     to_fake(model.train(), mode)
     with mode:
         fakes = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in batch.items()}
-    graph = find_chain(simplify(lower(export_loss(model, fakes), model, tuple(fakes), keep_casts=keep_casts)))
+    program = export_loss(model, fakes, device, amp=amp)
+    graph = find_chain(simplify(lower(program, model, tuple(fakes), amp=amp, stay=stay)))
     verify_graph(graph)
     return graph
 
 
-def check_equal(graph: OpGraph, model: nn.Module, batch) -> None:
+def check_equal(graph: OpGraph, model: nn.Module, batch, around=nullcontext) -> None:
     """Loss, gradients and buffers after one step, with the same random numbers, to the last bit."""
     other = copy.deepcopy(model)
     torch.manual_seed(1)
-    loss = pick_loss(model(**batch))
+    with around():
+        loss = pick_loss(model(**batch))
     loss.backward()
     torch.manual_seed(1)
-    again = run_graph(graph, other, batch)
+    with around():
+        again = run_graph(graph, other, batch)
     again.backward()
     assert torch.equal(again, loss)
     for (name, ours), theirs in zip(other.named_parameters(), model.parameters(), strict=True):
@@ -77,6 +83,16 @@ def test_the_graph_alone_is_the_model(family):
     build, batch, graph = family
     torch.manual_seed(0)
     check_equal(graph, build().train(), batch)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without units for bfloat16
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("build", FAMILIES, ids=lambda build: build.__name__)
+def test_under_autocast_the_graph_alone_is_the_model(build, device):
+    """The types of its values too (tests/interpreter.py); a GPU's autocast as the CPU's does it for the export."""
+    torch.manual_seed(0)
+    model, graph = build().train(), trace(build, FAMILIES[build], device, amp=True)
+    check_equal(graph, model, FAMILIES[build], lambda: as_on(device, amp=True))
 
 
 def test_nothing_of_export_is_left(family):
@@ -192,8 +208,9 @@ def _ahead(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
 
 
 def test_casts_that_change_nothing_cost_nothing():
-    """Kept for autocast, they are links without a kernel; what goes through them is one piece of memory."""
-    with_casts, without = trace(llama, FAMILIES[llama], keep_casts=True), graph_of(llama)
+    """Where they stay, they are links without a kernel; what goes through them is one piece of memory."""
+    casts = {"to", *(f"to_{number}" for number in range(1000))}
+    with_casts, without = trace(llama, FAMILIES[llama], stay=casts), graph_of(llama)
     assert len(with_casts.ops) > len(without.ops)
     ours, wanted = (profile_step(graph, "cuda", "native") for graph in (with_casts, without))
     assert any(not run.forward for run in ours.runs)
