@@ -1,4 +1,4 @@
-"""In which numbers autocast runs an op on a GPU."""
+"""In which numbers autocast runs an op, on a GPU and on a CPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ LOW = _names(
     "conv_transpose2d conv_transpose3d convolution gru_cell linear lstm_cell matmul mm mv prelu rnn_relu_cell",
     "rnn_tanh_cell scaled_dot_product_attention einsum linalg_multi_dot linalg_vecdot conv_tbc _convolution",
     "cudnn_convolution cudnn_convolution_transpose _scaled_dot_product_flash_attention _thnn_fused_lstm_cell",
-    "_thnn_fused_gru_cell",
+    "_thnn_fused_gru_cell _addmm_activation _native_multi_head_attention mkldnn_rnn_layer",
 )
-WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put scatter_add tensordot")
-# In float32, where the call names no type.
+WIDEST = {
+    "cuda": _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put scatter_add tensordot"),
+    "cpu": _names("cat index_copy stack"),
+}
+# In float32 on a GPU, where the call names no type.
 OF_THE_CALLER = _names("cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum")
+KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}  # by which torch knows the ops of a device
 REFUSED = "binary_cross_entropy"
 
 
@@ -32,18 +36,20 @@ class Policy(Enum):
 
 
 @cache
-def policy_of(target: str, typed: bool = False) -> Policy | None:
+def policy_of(target: str, device: str = "cuda", *, typed: bool = False) -> Policy | None:
     """Of an op such as `aten.linear.default`; None for one that runs in whatever it is given.
 
-    `typed` says that the call itself names a type. Torch knows the ops, also where it is built without CUDA; of those
-    that it casts it does not say to what.
+    `typed` says that the call itself names a type. Torch knows the ops of both devices, however it is built; to what
+    it casts them it does not say.
     """
     import torch
 
     namespace, kind, overload = target.split(".")
     name = f"{namespace}::{kind}" if overload == "default" else f"{namespace}::{kind}.{overload}"
-    if namespace != "aten" or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA"):
+    if namespace != "aten" or not torch._C._dispatch_has_kernel_for_dispatch_key(name, KEYS[device]):
         return None
-    if kind == REFUSED or (typed and kind in OF_THE_CALLER):
-        return Policy.REFUSED if kind == REFUSED else None
-    return Policy.LOW if kind in LOW else Policy.WIDEST if kind in WIDEST else Policy.FULL
+    if device == "cuda" and kind == REFUSED:
+        return Policy.REFUSED
+    if device == "cuda" and typed and kind in OF_THE_CALLER:
+        return None
+    return Policy.LOW if kind in LOW else Policy.WIDEST if kind in WIDEST[device] else Policy.FULL

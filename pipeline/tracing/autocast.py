@@ -19,11 +19,10 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.amp.autocast_mode import autocast
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.autocast import REFUSED, Policy, policy_of
+from pipeline.autocast import KEYS, REFUSED, Policy, policy_of
 
 LOW = torch.bfloat16
 RECURRENT = tuple(f"aten::{kind}.input" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
-_KEY = "AutocastCPU"
 _OFF = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
@@ -66,11 +65,11 @@ def _enabled(device: str, amp: bool) -> Iterator[None]:
 def _gpu_ops() -> Iterator[None]:
     """Of the ops that autocast knows on either device."""
     library = torch.library.Library("aten", "IMPL")
-    known = {name for key in ("AutocastCUDA", _KEY) for name in _registered(key)}
+    known = {name for key in KEYS.values() for name in _registered(key)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the CPU's own are replaced
         for name in sorted(known.union(RECURRENT)):
-            library.impl(name.removeprefix("aten::"), _kernel(name), _KEY, allow_override=True)
+            library.impl(name.removeprefix("aten::"), _kernel(name), KEYS["cpu"], allow_override=True)
     try:
         yield
     finally:
@@ -101,7 +100,7 @@ def _type_of(name: str, op: Any, args: Any) -> torch.dtype | None:
     leaves = tree_leaves(args)
     if name in RECURRENT:  # cuDNN, whatever the low precision is
         return torch.float16
-    policy = policy_of(str(op), any(isinstance(a, torch.dtype) for a in leaves))
+    policy = policy_of(str(op), typed=any(isinstance(a, torch.dtype) for a in leaves))
     if policy is Policy.REFUSED:
         raise RuntimeError(f"{REFUSED} is unsafe to autocast: use binary_cross_entropy_with_logits")
     if policy is Policy.WIDEST:

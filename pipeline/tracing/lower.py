@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.autocast import policy_of
+from pipeline.autocast import KEYS, policy_of
 from pipeline.errors import TraceError
 from pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
 from pipeline.ops.own_names import CONSTANT
@@ -431,7 +431,8 @@ def _is_cast(node: Node) -> bool:
     overload = node.target._schema.overload_name  # type: ignore[union-attr]
     full = f"{name}.{overload}" if overload else name
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
-    return policy_of(str(node.target)) is not None or (composite and not _is_view(node) and kind not in _CASTS)
+    known = any(policy_of(str(node.target), device) for device in KEYS)
+    return known or (composite and not _is_view(node) and kind not in _CASTS)
 
 
 def _reads_only_the_shape(target: str) -> bool:

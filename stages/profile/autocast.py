@@ -1,4 +1,4 @@
-"""Autocast as CUDA does it, spelled out: its casts are kernels, and what they make is memory."""
+"""Autocast as the device does it, spelled out: its casts are kernels, and what they make is memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ class Autocast:
     A parameter is, to autocast, a leaf that wants a gradient.
     """
 
-    def __init__(self, low: torch.dtype = torch.bfloat16) -> None:
-        self.low = low
+    def __init__(self, device: str = "cuda", low: torch.dtype = torch.bfloat16) -> None:
+        self.device, self.low = device, low
+        self.composites = COMPOSITES if device == "cuda" else {}
         self.cache: dict[int, Tensor] = {}
 
     def arguments(self, target: str, args: Any) -> Any:
         leaves = tree_leaves(args)
-        policy = policy_of(target, any(isinstance(a, torch.dtype) for a in leaves))
-        if policy is Policy.LOW:
+        policy = policy_of(target, self.device, typed=any(isinstance(a, torch.dtype) for a in leaves))
+        if policy is Policy.LOW or (self.device == "cpu" and target in recurrent.AUTOCAST):
             return tree_map(lambda a: self._cast(a, self.low), args)
         if policy is Policy.FULL:
             return tree_map(lambda a: self._cast(a, torch.float32), args)
@@ -59,7 +60,7 @@ def _cross_entropy(
     return result - label_smoothing * log.mean() if label_smoothing else result
 
 
-# Composites of which autocast sees the parts: op -> what runs instead.
+# Composites of which autocast sees the parts on a GPU: op -> what runs instead.
 COMPOSITES = {"aten.cross_entropy_loss.default": _cross_entropy, **recurrent.AUTOCAST}
 
 

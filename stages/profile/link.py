@@ -20,7 +20,7 @@ from pipeline.ir.profile import Kernel
 from pipeline.ops.own_names import CONSTANT
 from pipeline.ops.public import overload_of
 from pipeline.ops.table import rule_of
-from stages.profile.autocast import COMPOSITES, Autocast
+from stages.profile.autocast import Autocast
 from stages.profile.device import LOWERED
 from stages.profile.symbolic import Storage, Watch, storage_key
 from stages.profile.workspace import workspace_bytes
@@ -68,7 +68,7 @@ class Runner:
     def __init__(self, graph: OpGraph, device: str, precision: str) -> None:
         self.graph = graph
         self.lowered: Mapping[str, Callable[..., Any]] = LOWERED.get(device, {})
-        self.precision = precision
+        self.device, self.precision = device, precision
         self.workspace = workspace_bytes if device == "cuda" else None
         self.known: dict[str, Tensor] = {}  # what is there before a link runs, of what those that were run read
         self.names: dict[int, str] = {}  # of the memory behind what is known
@@ -210,7 +210,7 @@ class Runner:
                     del local[read]
 
     def _autocast(self) -> Autocast | None:
-        return Autocast() if self.precision == "amp" else None
+        return Autocast(self.device) if self.precision == "amp" else None
 
     def call(self, op: Op, local: dict[str, Tensor], autocast: Autocast | None) -> list[Tensor]:
         positional = [self._real(a, local) for a in op.args.positional]
@@ -221,7 +221,7 @@ class Runner:
         autocast = None if op.exact else autocast
         if autocast:
             positional, named = autocast.arguments(op.target, (positional, named))
-        parts = COMPOSITES.get(op.target) if autocast else None
+        parts = autocast.composites.get(op.target) if autocast else None
         function = parts or self.lowered.get(op.target) or overload_of(op.target)
         result = function(*positional, **named)
         return [result] if isinstance(result, Tensor) else list(result)

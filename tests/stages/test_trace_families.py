@@ -29,7 +29,7 @@ from pipeline.tracing.chain import find_chain
 from pipeline.tracing.export import export_loss
 from pipeline.tracing.lower import Ops, lower
 from pipeline.tracing.simplify import simplify
-from stages.profile.costs import all_kernels, op_costs
+from stages.profile.costs import all_kernels, op_costs, value_types
 from stages.profile.step import profile_step
 from tests.families import FAMILIES, LENGTH, llama, mixtral, t5, tokens
 from tests.interpreter import run_graph
@@ -93,6 +93,7 @@ def test_under_autocast_the_graph_alone_is_the_model(build, device):
     torch.manual_seed(0)
     model, graph = build().train(), trace(build, FAMILIES[build], device, amp=True)
     check_equal(graph, model, FAMILIES[build], lambda: as_on(device, amp=True))
+    assert not value_types(graph, profile_step(graph, device, "amp")), "the simulated step has other types"
 
 
 def test_nothing_of_export_is_left(family):
