@@ -11,21 +11,19 @@ from torch import Tensor, nn
 from benchmarks.measure_steps import image, locate, text
 from pipeline.models import gpt
 
-# One rank: models of transformers, short enough for a CPU; on a GPU larger batches, so that it has something to do.
+# One rank: models of transformers with batches short enough for a CPU.
 ONE_RANK: dict[str, dict[str, Any]] = {
     "gpt2": {
         "model_class": "transformers.GPT2LMHeadModel",
         "config_class": "transformers.GPT2Config",
         "config": {"use_cache": False},
-        "cpu": text(1, 64, 50257),
-        "cuda": text(8, 1024, 50257),
+        "batch": text(1, 64, 50257),
     },
     "resnet": {
         "model_class": "transformers.ResNetForImageClassification",
         "config_class": "transformers.ResNetConfig",
         "config": {"num_labels": 1000},
-        "cpu": image(2, 64),
-        "cuda": image(128, 224),
+        "batch": image(2, 64),
     },
 }
 
@@ -36,20 +34,20 @@ TWO_RANKS: dict[str, dict[str, int]] = {
 }
 
 
-def build_one(model: dict[str, Any], device: str) -> nn.Module:
+def build_one(model: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
-    with torch.device(device):
-        return locate(model["model_class"])(locate(model["config_class"])(**model["config"])).train()
+    built: nn.Module = locate(model["model_class"])(locate(model["config_class"])(**model["config"]))
+    return built.train()
 
 
-def batch_one(model: dict[str, Any], device: str) -> dict[str, Tensor]:
+def batch_one(model: dict[str, Any]) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(1)
     batch = {}
-    for name, spec in model[device].items():
+    for name, spec in model["batch"].items():
         if "float" in spec["dtype"]:
-            batch[name] = torch.randn(spec["shape"], generator=draw).to(device)
+            batch[name] = torch.randn(spec["shape"], generator=draw)
         else:
-            batch[name] = torch.randint(spec["high"], spec["shape"], generator=draw).to(device)
+            batch[name] = torch.randint(spec["high"], spec["shape"], generator=draw)
     return batch
 
 

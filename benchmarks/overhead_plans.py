@@ -9,7 +9,6 @@ from typing import Any
 from benchmarks.overhead_models import batch_two, build_two
 from benchmarks.profile_accuracy import trace_row
 from benchmarks.recompute_plans import unsplit
-from pipeline.blocks import blocks_of
 from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan, Prediction, Region, Sharding
@@ -32,17 +31,17 @@ SEARCH_S = 20.0
 FAMILIES = {"ddp": "DDP", "zero3": "ZeRO-3", "tensor": "tensor"}
 
 
-def one_rank(model: dict[str, Any], device: str, compiled: bool = False) -> str:
-    """Unsplit; with every block compiled as one function where that is asked for, as `compile: true` has it."""
-    graph = trace_row({**model, "batch": model[device], "mode": "amp" if device == "cuda" else "fp32"})
-    return _text(graph, device, unsplit(graph), 1, compiled)
+def one_rank(model: dict[str, Any]) -> str:
+    """Unsplit."""
+    graph = trace_row({**model, "mode": "fp32"})
+    return _text(graph, unsplit(graph), 1)
 
 
 def two_ranks(sizes: dict[str, int], name: str) -> str:
     """The fastest plan of that family on two CPU processes."""
     model, batch = build_two(sizes), batch_two(sizes)
     graph = find_chain(simplify(to_ops(export_loss(model, batch), model, tuple(batch))))
-    return _text(graph, "cpu", _forced(graph, FAMILIES[name]), 2)
+    return _text(graph, _forced(graph, FAMILIES[name]), 2)
 
 
 def _forced(graph: OpGraph, family: str) -> Sharding:
@@ -64,12 +63,9 @@ def two_processes() -> Cluster:
     return Cluster("preset", "cpu", 2, 4 * 10**9, compute, (Axis("d0", 2, links),))
 
 
-def _text(graph: OpGraph, device: str, sharding: Sharding, ranks: int, compiled: bool = False) -> str:
-    precision = "amp" if device == "cuda" else "fp32"
-    profile, _ = make_profile(graph, device, precision, adamw, logging.getLogger())
-    links = tuple(Region(number, number, False, ()) for number in range(len(graph.chain)))
-    blocks = tuple(Region(first, last, False, (), compiled=1.0) for first, last in blocks_of(graph))
-    regions = blocks if compiled else links
-    plan = Plan.whole((("d0", ranks),), device, 0, sharding, regions, Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0))
+def _text(graph: OpGraph, sharding: Sharding, ranks: int) -> str:
+    profile, _ = make_profile(graph, "cpu", "fp32", adamw, logging.getLogger())
+    regions = tuple(Region(number, number, False, ()) for number in range(len(graph.chain)))
+    plan = Plan.whole((("d0", ranks),), "cpu", 0, sharding, regions, Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0))
     plan = replace(plan, released=released(as_run(graph, profile.types), profile))
     return write_module(graph, plan, lower(graph, sharding))

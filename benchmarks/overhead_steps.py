@@ -11,7 +11,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -28,7 +28,6 @@ from pipeline.runtime.parameters import piece_of
 from pipeline.runtime.passes import run_passes
 
 Step = Callable[[], Tensor]
-Around = Callable[[], AbstractContextManager[Any]]
 RATE = 1e-5  # of learning: small, so that rounding does not grow from step to step
 
 
@@ -66,16 +65,14 @@ def middle(ratios: list[float]) -> tuple[float, float]:
 
 
 def timed(step: Step) -> tuple[float, float]:
-    """Seconds until the step is done on this rank's device, all ranks having begun together; and the ranks' mean loss.
+    """Seconds until the step is done, all ranks having begun together; and the ranks' mean loss.
 
     A peer of data parallelism knows the loss of its own part of the batch alone, ours is that of the whole.
     """
     if dist.is_initialized():
         dist.barrier()
-    _finish()
     start = time.perf_counter()
     loss = step()
-    _finish()
     seconds = time.perf_counter() - start
     if dist.is_initialized():
         dist.all_reduce(loss)
@@ -83,15 +80,10 @@ def timed(step: Step) -> tuple[float, float]:
     return seconds, float(loss)
 
 
-def _finish() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 # -------------------------------------------------------------------------------------------------------------- ours
 
 
-def our_step(program: ModuleType, model: nn.Module, batch: dict[str, Tensor], around: Around = nullcontext) -> Step:
+def our_step(program: ModuleType, model: nn.Module, batch: dict[str, Tensor]) -> Step:
     """A step of the program as the train stage runs it, from the model's values."""
     set_mesh(program.MESH)
     axes = list(program.MESH)
@@ -106,7 +98,7 @@ def our_step(program: ModuleType, model: nn.Module, batch: dict[str, Tensor], ar
     body = program.Program(tensors)
 
     def step() -> Tensor:
-        (loss,) = run_passes(body, gradients, [own], 1, around)
+        (loss,) = run_passes(body, gradients, [own], 1, nullcontext)
         optimizer.step()
         gradients.publish()
         return loss
@@ -117,18 +109,12 @@ def our_step(program: ModuleType, model: nn.Module, batch: dict[str, Tensor], ar
 # ------------------------------------------------------------------------------------------------------------- peers
 
 
-def plain_step(
-    model: Callable[..., Any],
-    parameters: Iterable[nn.Parameter],
-    batch: dict[str, Tensor],
-    around: Around = nullcontext,
-) -> Step:
+def plain_step(model: Callable[..., Any], parameters: Iterable[nn.Parameter], batch: dict[str, Tensor]) -> Step:
     optimizer = torch.optim.AdamW(parameters, lr=RATE)
 
     def step() -> Tensor:
         optimizer.zero_grad()
-        with around():
-            output = model(**batch)
+        output = model(**batch)
         loss: Tensor = output if isinstance(output, Tensor) else output.loss
         loss.backward()
         optimizer.step()
