@@ -26,8 +26,7 @@ from benchmarks.measure_steps import image, locate, text
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Strategy
 from pipeline.ops.dims import strategies
-from pipeline.ops.mesh import followers, graph_strategies
-from pipeline.ops.rule import view_op
+from pipeline.ops.mesh import followers, graph_strategies, view_op
 from pipeline.ops.table import rule_of, table
 from pipeline.tracing.build import fake_mode, to_fake
 from pipeline.tracing.chain import find_chain

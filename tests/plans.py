@@ -29,7 +29,7 @@ from pipeline.ir.verify import gathered, verify_graph, verify_sharding
 from pipeline.lowering import lower
 from pipeline.models import gpt, mlp
 from pipeline.ops.dims import strategies
-from pipeline.ops.rule import view_op
+from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
 from pipeline.ops.uneven import uneven_in
 from pipeline.runtime.gradients import Gradients, Row

@@ -13,7 +13,7 @@ from pipeline.ir.layout import Layout, R
 from pipeline.ir.plan import Plan, Prediction, Region, Sharding
 from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
-from pipeline.ops.rule import view_op
+from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
 from stages.codegen.module import write_module
 from tests.graphs import GRAPHS, gpt, gpt_batch, mlp, mlp_batch, trace

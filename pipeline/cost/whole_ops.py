@@ -16,7 +16,7 @@ from pipeline.ir.cluster import Compute
 from pipeline.ir.graph import Op, OpGraph
 from pipeline.ir.plan import Plan, Sharding
 from pipeline.ir.profile import Profile
-from pipeline.ops.rule import view_op
+from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
 from pipeline.partitions import busiest, part_of
 

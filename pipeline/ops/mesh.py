@@ -13,12 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from pipeline.ir.graph import Arg, Args, OpGraph, Ref, Role, TensorType
+from pipeline.ir.graph import Arg, Args, Op, OpGraph, Ref, Role, TensorType
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Strategy
 from pipeline.ops.dims import local_factors, still_uneven, strategies
-from pipeline.ops.rule import OpRule, OpView, view_op
+from pipeline.ops.factors import factors_of
+from pipeline.ops.rule import OpRule, OpView, plain_view
 from pipeline.ops.table import rule_of
+from pipeline.ops.uneven import uneven_in
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,12 @@ class Signature:
     factors: tuple[tuple[str, tuple[int, ...]], ...]
     uneven: tuple[str, ...]
     view: OpView = field(compare=False)  # an op that has it
+
+
+def view_op(graph: OpGraph, op: Op) -> OpView:
+    """The op with what its neighbours say of its dims."""
+    factors, uneven = factors_of(graph).get(op.name, ()), uneven_in(graph).letters.get(op.name, ())
+    return replace(plain_view(graph, op), factors=factors, uneven=uneven)
 
 
 def signature(view: OpView) -> Signature:

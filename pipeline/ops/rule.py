@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipeline.ir.graph import Arg, Op, OpGraph, TensorType
 
@@ -25,14 +25,6 @@ class OpView:
 
     def constant(self, position: int, name: str, default: Arg) -> Arg:
         return self.op.args.get(position, name, default)
-
-
-def view_op(graph: OpGraph, op: Op) -> OpView:
-    from pipeline.ops.factors import factors_of
-    from pipeline.ops.uneven import uneven_in
-
-    factors, uneven = factors_of(graph).get(op.name, ()), uneven_in(graph).letters.get(op.name, ())
-    return replace(plain_view(graph, op), factors=factors, uneven=uneven)
 
 
 def plain_view(graph: OpGraph, op: Op) -> OpView:

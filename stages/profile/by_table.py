@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import OpCost, Profile
-from pipeline.ops.rule import OpRule, OpView, view_op
+from pipeline.ops.mesh import view_op
+from pipeline.ops.rule import OpRule, OpView
 from pipeline.ops.table import rule_of
 
 Order = tuple[int, ...] | None  # the dims of a tensor, outermost in memory first; None is some other order

@@ -33,8 +33,7 @@ from pipeline.ir.layout import B, Layout, Place, R, replicated, without_gradient
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.profile import Profile
 from pipeline.ir.verify import gathered
-from pipeline.ops.mesh import op_strategies
-from pipeline.ops.rule import view_op
+from pipeline.ops.mesh import op_strategies, view_op
 from stages.solve.data import FORBIDDEN, Array, Edge, Holding, Node, Problem, Reader, Share
 from stages.solve.moments import Moments
 from stages.solve.storage import Stored, Way, storage_choices

@@ -23,7 +23,7 @@ from pipeline.ir.profile import as_run
 from pipeline.ir.program import Convert, Tensor
 from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
-from pipeline.ops.rule import view_op
+from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
 from stages.profile.by_table import profile_graph
 from tests.graphs import (

@@ -15,8 +15,7 @@ from pipeline.ir.layout import R
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.program import Call
 from pipeline.ir.program import Tensor as Placed
-from pipeline.ops.mesh import _strategies, followers, graph_strategies, op_strategies, signature
-from pipeline.ops.rule import view_op
+from pipeline.ops.mesh import _strategies, followers, graph_strategies, op_strategies, signature, view_op
 from stages.codegen.block import BlockWriter, Mesh, Outside
 from tests.graphs import gpt_graph, mlp_graph
 from tests.meshes import check, distribute, mesh, run_threads

@@ -11,7 +11,8 @@ from pipeline.ir.layout import S
 from pipeline.ops import discover
 from pipeline.ops.child import Attempt
 from pipeline.ops.dims import read_line, strategies
-from pipeline.ops.rule import plain_view, view_op
+from pipeline.ops.mesh import view_op
+from pipeline.ops.rule import plain_view
 from pipeline.ops.table import rule_of
 from tests.families import FAMILIES
 from tests.programs import plan_for, uniform, write

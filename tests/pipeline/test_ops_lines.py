@@ -11,7 +11,8 @@ from pipeline.ir.graph import Args, Op, OpGraph, Ref, Role, TensorType, Value
 from pipeline.ir.layout import S
 from pipeline.ops import factors, register
 from pipeline.ops.dims import check_line, local_factors, read_line, strategies
-from pipeline.ops.rule import OpRule, call, view_op
+from pipeline.ops.mesh import view_op
+from pipeline.ops.rule import OpRule, call
 from pipeline.ops.table import forget, own_rules, rule_of
 from tests.one_op import check_rule, example, t
 

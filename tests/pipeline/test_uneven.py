@@ -17,8 +17,7 @@ from pipeline.cost.paths import Paths
 from pipeline.cost.price_tables import conversion_table
 from pipeline.ir.cluster import Compute, Curve
 from pipeline.ir.layout import Layout
-from pipeline.ops.mesh import op_strategies
-from pipeline.ops.rule import view_op
+from pipeline.ops.mesh import op_strategies, view_op
 from pipeline.ops.uneven import uneven_in
 from stages.solve.storage import Way, storage_choices
 from tests import plans

@@ -19,7 +19,7 @@ from pipeline.ir.layout import Layout, R
 from pipeline.ir.plan import Frontier, FrontierPoint, Plan, Proof, Region, Sharding
 from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
-from pipeline.ops.rule import view_op
+from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
 from pipeline.runtime.memory import measure_peak, storage_bytes
 from stages.checkpoint import rotor

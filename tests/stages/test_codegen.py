@@ -25,7 +25,7 @@ from pipeline.ir.plan import Sharding
 from pipeline.ir.program import Convert
 from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
-from pipeline.ops.rule import view_op
+from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
 from pipeline.runtime.onednn import use_kernels_of
 from pipeline.runtime.source import load_program

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipeline.cost.compute import local_bytes
 from pipeline.ir.graph import Op, OpGraph, Role, TensorType
 from pipeline.ir.layout import Layout
-from pipeline.ops.rule import view_op
+from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
 from stages.solve.explain.items import Item, Kind
 from stages.solve.explain.names import Subject, What
