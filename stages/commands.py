@@ -31,7 +31,7 @@ def _nothing(parser: argparse.ArgumentParser) -> None:
 class Command:
     help: str
     run: Callable[[Path, argparse.Namespace, Log], int]
-    arguments: Callable[[argparse.ArgumentParser], None] = _nothing
+    arguments: Callable[[argparse.ArgumentParser], object] = _nothing  # adds them
 
 
 def check(root: Path, arguments: argparse.Namespace, log: Log) -> int:

@@ -29,8 +29,11 @@ from stages.checkpoint.cuts_kernels import ahead, sweep, trace
 from stages.checkpoint.pipelines import Weights
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 ROUNDING = 1e-12
 NEARLY = 0.02  # worse by estimate than the best may be better as simulated: such are kept if met
+
+_Given = tuple[Floats, Floats, bool, Floats, Floats, Ints, Ints]  # what both kernels read of a field
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +165,7 @@ class _Search:
         found = [self.ending(count, given, slowest, most_once) for count in f.counts]
         return min((one for one in found if one is not None), key=lambda one: one.sum, default=None)
 
-    def ending(self, partitions: int, given: tuple[object, ...], slowest: float, most_once: float) -> _Relaxed | None:
+    def ending(self, partitions: int, given: _Given, slowest: float, most_once: float) -> _Relaxed | None:
         """The least sum with so many partitions."""
         ends = self.values[partitions, self.field.total, 0]
         plan = int(np.argmin(ends))

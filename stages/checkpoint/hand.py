@@ -93,7 +93,12 @@ def _runs(kinds: Sequence[int], start: int, stop: int) -> list[list[Span]]:
     begins = (
         (begin, size) for size in range(1, (stop - start) // 2 + 1) for begin in range(start, stop - 2 * size + 1)
     )
-    begin, size = max(begins, key=lambda one: (_repeated(kinds, *one, stop), -one[1], -one[0]), default=(start, 1))
+
+    def worth(one: tuple[int, int]) -> tuple[int, int, int]:
+        begin, size = one
+        return _repeated(kinds, begin, size, stop), -size, -begin
+
+    begin, size = max(begins, key=worth, default=(start, 1))
     links = _repeated(kinds, begin, size, stop)
     if not links:
         return []

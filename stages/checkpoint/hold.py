@@ -25,6 +25,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,7 +136,7 @@ class HoldTable:
         return np.asarray(whole * self.slots // self.memory)
 
     @cached_property
-    def _given(self) -> tuple[NDArray[np.int64] | NDArray[np.float64], ...]:
+    def _given(self) -> tuple[Any, ...]:
         n = self.numbers
         return (
             *(self.kinds.first, self.kinds.last, self.kinds.of, n.a, n.starts),
@@ -215,5 +216,5 @@ def cut_chain(chain: Chain, first: int, last: int) -> Chain:
         return (*values[first:end], values[end] if loss else 0.0)
 
     parts = {name: getattr(chain, name)[first:end] for name in ("saved", "f", "ft", "f_none", "ft_none", "more")}
-    ends = {name: both(getattr(chain, name)) for name in ("b", "bt", "grown")}
+    ends: dict[str, Any] = {name: both(getattr(chain, name)) for name in ("b", "bt", "grown")}
     return replace(chain, a=chain.a[first : end + 1], last=chain.last[first:end], **ends, **parts)

@@ -66,8 +66,8 @@ def fullest(each: Passage, last: Passage | None, flight: int) -> Moment:
 def run_partition(chain: Chain, region: Region, first: int, last: int) -> Passage:
     """Run links first..last as the region says; the steps of the region itself are not recomputed."""
     ahead, waiting, back = _phases(chain, region, first, last)
-    seconds = [sum(step.seconds for step in steps) for steps in (ahead, back)]
-    return Passage(*seconds, held(chain, waiting), max(step.held for step in (*ahead, *back)))
+    forward, backward = (sum(step.seconds for step in steps) for steps in (ahead, back))
+    return Passage(forward, backward, held(chain, waiting), max(step.held for step in (*ahead, *back)))
 
 
 def worst_step(chain: Chain, region: Region, first: int, last: int) -> Step:

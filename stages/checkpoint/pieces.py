@@ -162,7 +162,7 @@ class Timer:
             every, before = terms.sent is Sent.TO_THE_END, terms.micro_batches - k
             left -= np.where(i > 0, sizes[i], 0.0)[:, None] * (before if every else np.minimum(before, 1))
             left -= np.where(l < loss, sizes[l + 1], 0.0)[:, None] * (terms.micro_batches - 1 if every else k - 1)
-        return left - np.where(l == loss, self.piece.loss_held, 0.0)[:, None] * (k - 1)
+        return np.asarray(left - np.where(l == loss, self.piece.loss_held, 0.0)[:, None] * (k - 1))
 
     # --------------------------------------------------------------------------------------------------------- time
 

@@ -105,7 +105,7 @@ class Floors:
     def recompute_floors(self, i: int, l: int) -> NDArray[np.int64]:
         """For j = i+1..l: the least m with which links i..j-1 can be recomputed."""
         after = self.links.a[i + 1 : l + 1] + self.need[i + 1 : l + 1, l]
-        return np.maximum(self.pass_floor(i, l), np.maximum(after, self.need[i, i:l]))
+        return np.asarray(np.maximum(self.pass_floor(i, l), np.maximum(after, self.need[i, i:l])))
 
     def binding(self, i: int, l: int) -> Op:
         """The op that holds N(i,l): follow the part of the recurrence that attains it."""
@@ -269,8 +269,8 @@ def curve(table: Table, first: int = 0, last: int | None = None) -> tuple[Point,
     last = table.chain.length if last is None else last
     size = int(table.floors.links.a[first])
     row = table.row(first, last)[: max(0, table.memory + 1 - size)]
-    falls = np.flatnonzero(row < np.concatenate([[math.inf], row[:-1]])) if len(row) else []
-    return tuple(Point(int(m) + size, float(row[m])) for m in falls)
+    falls = row < np.concatenate([[math.inf], row[:-1]])[: len(row)]
+    return tuple(Point(int(m) + size, float(row[m])) for m in np.flatnonzero(falls))
 
 
 def schedule(table: Table, memory: int | None = None, first: int = 0, last: int | None = None) -> Schedule:

@@ -167,7 +167,7 @@ def _attentions(clock: Clock, causal: bool = False) -> dict[str, float]:
     return {"forward": forward / flops, "backward": backward / (2.5 * flops)}
 
 
-OWN_FLOPS = {
+OWN_FLOPS: dict[str, Callable[[Clock], dict[str, float]]] = {
     "aten.conv2d.default": _convolutions,
     "aten.scaled_dot_product_attention.default": _attentions,
     "aten.scaled_dot_product_attention.default, causal": partial(_attentions, causal=True),

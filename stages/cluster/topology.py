@@ -46,7 +46,7 @@ def find_groups(
     root = _join_fastest(logs)
     _dissolve(root, math.log(distinct))
     _dissolve(root, math.log(distinct), _noise(root))
-    delays = symmetric(latency) if latency else [[0.0] * count for _ in range(count)]
+    delays = symmetric(latency or [[0.0] * count for _ in range(count)])
     return _group(root, delays, list(hosts), top=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 from pipeline import runtime_names
@@ -208,7 +208,7 @@ class BlockWriter:
         is_last = step.target == self.loss and not self.readers[step.target.value]
         text = convert_text(source, step, self.mesh, self.graph.values[step.source.value].type.shape, is_last)
         text = self._called_by("kept", text) if _path(step) in self.kept else text
-        self.used.update(re.match(r"(?:(?:again|kept)\(?)?\w+", text)[0].split("("))
+        self.used.update(re.findall(r"^(?:(?:again|kept)\(?)?\w+", text)[0].split("("))
         self.lines += statement(f"{target} = {text}", self._remark(step.target, arrow_from=step.source), self.indent)
 
     def _target(self, step: Convert) -> str:
@@ -373,10 +373,10 @@ def relative(name: str, prefix: str) -> str:
     return name.removeprefix(prefix).removeprefix(".") if prefix else name
 
 
-def _text(arg: Arg, names: object) -> str:
+def _text(arg: Arg, names: Iterator[str]) -> str:
     """An argument as source; values are taken from `names` in the order in which they are read."""
     if isinstance(arg, Ref):
-        return next(names)  # type: ignore[call-overload]
+        return next(names)
     if isinstance(arg, Torch):
         return "DEVICE" if arg.kind == "device" else f"torch.{arg.name}"
     if isinstance(arg, tuple):

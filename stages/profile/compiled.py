@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -171,7 +172,7 @@ def _as_good(one: CompiledWay, other: CompiledWay) -> bool:
 
 
 def _is_inexact(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+    return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
 def _nothing() -> None:
@@ -324,11 +325,16 @@ def _queued(block: Block, ahead: float = 0.0) -> tuple[float, list[list[torch.cu
         other.zero_()
         block.read_entering()
         began.record()
-        block.both(lambda mark=forward_done: (mark.record(), other.zero_()), gradients_made.record)
+        block.both(partial(_mark_and_clear, forward_done, other), gradients_made.record)
         done.record()
     seconds = time.perf_counter() - start
     torch.cuda.synchronize()
     return seconds, marks
+
+
+def _mark_and_clear(mark: torch.cuda.Event, other: Tensor) -> None:
+    mark.record()
+    other.zero_()
 
 
 def _keep_busy(seconds: float) -> None:

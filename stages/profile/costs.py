@@ -84,7 +84,11 @@ def _temporary(kernels: tuple[Kernel, ...], start: int, storages: tuple[Storage,
     if not moments or not own:
         return 0
     left = _alive(own, lambda s: s.died is None or s.died > moments[-1] + 1)
-    return max(_alive(own, lambda s, t=t: s.born <= t and (s.died is None or s.died > t)) for t in moments) - left
+
+    def held_at(moment: int) -> int:
+        return _alive(own, lambda s: s.born <= moment and (s.died is None or s.died > moment))
+
+    return max(map(held_at, moments)) - left
 
 
 def _alive(storages: Iterable[Storage], is_alive: Callable[[Storage], bool]) -> int:
@@ -93,7 +97,7 @@ def _alive(storages: Iterable[Storage], is_alive: Callable[[Storage], bool]) -> 
 
 def all_kernels(graph: OpGraph, step: StepProfile) -> Kernels:
     places: dict[int, int] = {}
-    links = []
+    links: list[LinkKernels] = []
     for link, run in zip(graph.chain, step.runs, strict=True):
         if id(run) not in places:
             places[id(run)] = len(links)
@@ -104,7 +108,7 @@ def all_kernels(graph: OpGraph, step: StepProfile) -> Kernels:
 
 def _joined(graph: OpGraph, step: StepProfile) -> tuple[tuple[Joined, ...], tuple[LinkKernels, ...]]:
     places: dict[int, int] = {}
-    runs = []
+    runs: list[LinkKernels] = []
     for group in step.joined:
         if id(group.run) not in places:
             places[id(group.run)] = len(runs)

@@ -222,7 +222,7 @@ class Runner:
         if autocast:
             positional, named = autocast.arguments(op.target, (positional, named))
         parts = autocast.composites.get(op.target) if autocast else None
-        function = parts or self.lowered.get(op.target) or overload_of(op.target)
+        function: Any = parts or self.lowered.get(op.target) or overload_of(op.target)
         result = function(*positional, **named)
         return [result] if isinstance(result, Tensor) else list(result)
 

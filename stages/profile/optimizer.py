@@ -43,7 +43,7 @@ def optimizer_copies(settings: Mapping[str, Any], where: str, device: str = "cpu
     """State tensors of the parameter's own size, counted in copies of it: by a step of the real one on a small one."""
     optimizer, parameter = try_optimizer(settings, where, device)
     state = _tensors(optimizer.state.get(parameter, {}).values())
-    return sum(tensor.numel() for tensor in state if tensor.numel() > 1) / parameter.numel()
+    return float(sum(tensor.numel() for tensor in state if tensor.numel() > 1) / parameter.numel())
 
 
 def run_optimizer(build: Build, parameters: Mapping[str, TensorType], device: str) -> OptimizerRun:

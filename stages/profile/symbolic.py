@@ -50,7 +50,7 @@ class Storage:
 
 
 def storage_key(tensor: Tensor) -> int:
-    return StorageWeakRef(tensor.untyped_storage()).cdata
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
 class Watch(TorchDispatchMode):
@@ -180,7 +180,7 @@ def _touched(tensor: Tensor) -> int:
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= size if stride else 1
-    return elements * tensor.element_size()
+    return int(elements * tensor.element_size())
 
 
 def _in_order(tensor: Tensor) -> bool:

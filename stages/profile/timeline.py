@@ -158,8 +158,8 @@ class _Composer:
                 kind = ACTIVATIONS if kept or place in run.writes else TEMPORARIES
                 life = self._add(storage.size, kind, module, start + storage.born, died)
             placed.append(life)
-        for place, name in zip(run.writes, ends.writes, strict=True):
-            self.values[name] = None if place is None else placed[place]
+        for written, name in zip(run.writes, ends.writes, strict=True):
+            self.values[name] = None if written is None else placed[written]
         return placed
 
     def _backward(self, number: int, modules: dict[str, str], placed: list[Life | None]) -> None:

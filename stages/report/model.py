@@ -91,7 +91,7 @@ def model_of(parts: tuple[Priced, ...]) -> Model:
     links: list[LinkFacts] = []
     for part in parts:
         before = (*part.program.prologue, *part.program.shared)
-        listed = [(None, before)] if before else []
+        listed: list[tuple[int | None, tuple[Step, ...]]] = [(None, before)] if before else []
         listed += [(part.partition.first + n, steps) for n, steps in enumerate(part.program.links)]
         for number, steps in listed:
             at, body = _body(part, number, steps)

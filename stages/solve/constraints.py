@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from pipeline.config import Only, Solve
 from pipeline.errors import SolveError
@@ -151,7 +152,9 @@ class Hand:
     def forbids(self, name: str, choices: Choices, number: int) -> str | None:
         """The first setting that on its own leaves a node without that choice; None where every one allows it."""
         free = replace(self.settings, only=Only.any, constraints=None, shard_only=None)
-        asked = {f"constraints.{c.pattern}: {c.text}": {"constraints": {c.pattern: c.text}} for c in self.constraints}
+        asked: dict[str, dict[str, Any]] = {
+            f"constraints.{c.pattern}: {c.text}": {"constraints": {c.pattern: c.text}} for c in self.constraints
+        }
         if self.settings.only is not Only.any:
             asked[f"only: {self.settings.only.value}"] = {"only": self.settings.only}
         if self.settings.shard_only:

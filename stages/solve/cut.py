@@ -18,9 +18,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stages.solve.data import FORBIDDEN, Array, Edge, Holding, Node, Problem, Share
 from stages.solve.elimination import FREE, Elimination, Minimum, Prices, TooWide
@@ -83,7 +85,7 @@ class _Cut:
         parts = len(share.readers)
         for reader in share.readers:
             costs, *usages = (
-                self._once((id(table), id(reader.wants), parts), lambda t=table, w=reader.wants: t[:, w] / parts)
+                self._once((id(table), id(reader.wants), parts), partial(_part_of, table, reader.wants, parts))
                 for table in (share.costs, *(h.usages for h in share.holdings))
             )
             held = tuple(Holding(h.first, h.end, own) for h, own in zip(share.holdings, usages, strict=True))
@@ -99,7 +101,7 @@ class _Cut:
         for maker, copies in self.copies.items():
             node, parts = self.whole.nodes[maker], len(copies)
             costs, *usages = (
-                self._once((id(table), parts), lambda t=table, n=parts: t / n)
+                self._once((id(table), parts), partial(np.divide, table, parts))
                 for table in (node.costs, *(h.usages for h in node.holdings))
             )
             held = tuple(Holding(h.first, h.end, own) for h, own in zip(node.holdings, usages, strict=True))
@@ -237,3 +239,7 @@ def _narrow(problem: Problem) -> tuple[Elimination, tuple[Copies, ...], tuple[Sh
             continue
         return elimination, tuple(Copies(tuple(nodes)) for nodes in made.copies.values()), tuple(made.split)
     raise TooWide("even cut open")
+
+
+def _part_of(table: Array, wants: NDArray[np.int64], parts: int) -> Array:
+    return np.asarray(table[:, wants] / parts)

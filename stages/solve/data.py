@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Picked = Sequence[int] | NDArray[np.int64]  # of each node its choice
 FORBIDDEN = math.inf
 
 
@@ -58,7 +59,7 @@ class Share:
     costs: Array  # costs[choice of the maker, form]
     holdings: tuple[Holding, ...] = ()
 
-    def forms(self, picked: Sequence[int]) -> set[int]:
+    def forms(self, picked: Picked) -> set[int]:
         """The forms that are made."""
         return {int(reader.wants[picked[reader.node]]) for reader in self.readers}
 
@@ -69,7 +70,7 @@ class Problem:
     edges: tuple[Edge, ...]
     shares: tuple[Share, ...] = ()
 
-    def _taken(self, picked: Sequence[int]) -> Iterator[tuple[Node | Edge | Share, tuple[int, ...]]]:
+    def _taken(self, picked: Picked) -> Iterator[tuple[Node | Edge | Share, tuple[int, ...]]]:
         """Every entry of a cost array that these choices pay, and hold the memory of."""
         for node, k in zip(self.nodes, picked, strict=True):
             yield node, (k,)
@@ -79,16 +80,16 @@ class Problem:
             for form in share.forms(picked):
                 yield share, (picked[share.maker], form)
 
-    def cost(self, picked: Sequence[int]) -> float:
+    def cost(self, picked: Picked) -> float:
         return math.fsum(part.costs[entry] for part, entry in self._taken(picked))
 
     @cached_property
     def length(self) -> int:
         """Moments: 0 .. length - 1."""
-        parts = (*self.nodes, *self.edges, *self.shares)
+        parts: tuple[Node | Edge | Share, ...] = (*self.nodes, *self.edges, *self.shares)
         return max((h.end for part in parts for h in part.holdings), default=0)
 
-    def held(self, picked: Sequence[int]) -> Array:
+    def held(self, picked: Picked) -> Array:
         """Bytes at each moment."""
         change = np.zeros(self.length + 1)
         for part, entry in self._taken(picked):
@@ -97,5 +98,5 @@ class Problem:
                 change[h.end] -= h.usages[entry]
         return np.cumsum(change)[:-1]
 
-    def peak(self, picked: Sequence[int]) -> float:
+    def peak(self, picked: Picked) -> float:
         return float(self.held(picked).max(initial=0.0))

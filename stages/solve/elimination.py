@@ -241,7 +241,7 @@ def _tie(wants: NDArray[np.int64]) -> Array:
 
 def _sets(count: int) -> NDArray[np.bool_]:
     """Every set of so many forms: sets[number, form]."""
-    return (np.arange(2**count)[:, None] >> np.arange(count)[None, :]) % 2 == 1
+    return np.asarray((np.arange(2**count)[:, None] >> np.arange(count)[None, :]) % 2 == 1)
 
 
 def _in_set(wants: NDArray[np.int64], count: int) -> Array:

@@ -47,7 +47,7 @@ class Order:
             for variable in scope:
                 self.naming[variable].add(number)
         self.share = dict(groups)  # table of a share that is still there -> its forms
-        self.unit = {v: (v,) for v in range(len(sizes))}
+        self.unit: dict[int, tuple[int, ...]] = {v: (v,) for v in range(len(sizes))}
         self.group: dict[int, int] = {}  # form -> its share
         self.making: dict[int, set[int]] = {}  # maker -> its shares that are still there: it must wait for them
         for number, forms in groups.items():

@@ -15,11 +15,13 @@ more than its distinct layers further on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.cost.compute import op_seconds, optimizer_seconds, piece_bytes
 from pipeline.cost.conversions import gathered_share
@@ -66,16 +68,20 @@ class Given:
         return tuple(axis.size for axis in self.axes)
 
 
+T = TypeVar("T")
+
+
 class _Once:
     """Makes each array once per key."""
 
     def __init__(self) -> None:
         self.made: dict[Hashable, Any] = {}
 
-    def __call__(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self.made:
             self.made[key] = make()
-        return self.made[key]
+        found: T = self.made[key]
+        return found
 
 
 class _Builder:
@@ -234,7 +240,8 @@ class _Builder:
             (after, after + 1, cost.temporary_backward),
         ):
             if nbytes:
-                found.append(Holding(first, end, self.once(("part", id(pieces), nbytes), lambda n=nbytes: n / pieces)))
+                part = self.once(("part", id(pieces), nbytes), partial(np.divide, nbytes, pieces))
+                found.append(Holding(first, end, part))
         for position, name in enumerate(op.outputs):
             found += self._output_holdings(op, name, self.outputs(options, position))
         return found + self._kept_holdings(op, options)
@@ -296,9 +303,7 @@ class _Builder:
         rows = [
             Reader(
                 self.index[op.name],
-                self.once(
-                    ("wants", id(layouts), id(forms)), lambda x=layouts: np.array([number[layout] for layout in x])
-                ),
+                self.once(("wants", id(layouts), id(forms)), partial(_numbers, number, layouts)),
             )
             for op, layouts in wants
         ]
@@ -316,9 +321,12 @@ class _Builder:
         return costs, (Holding(first, end, copied),) if copied.any() else ()
 
     def conversions(self, value: Value, have: tuple[Layout, ...], forms: tuple[Layout, ...]) -> Array:
-        make = lambda: conversion_table(self.paths, have, forms, value.type.shape, value.type.nbytes, value.grad)  # noqa: E731
-        key = ("conversions", id(have), id(forms), value.type, value.grad)
-        return self.once(key, lambda: make() * self.given.micro_batches)
+        def make() -> Array:
+            kind = value.type
+            table = conversion_table(self.paths, have, forms, kind.shape, kind.nbytes, value.grad)
+            return table * self.given.micro_batches
+
+        return self.once(("conversions", id(have), id(forms), value.type, value.grad), make)
 
     def _copied(self, value: Value, have: tuple[Layout, ...], forms: tuple[Layout, ...]) -> Array:
         """Bytes of the copy that a conversion makes; none where it does nothing in the forward pass."""
@@ -411,7 +419,8 @@ def _goes(ways: tuple[Stored, ...], forms: tuple[Layout, ...], sizes: tuple[int,
     free = np.array([way.way is Way.regathered for way in ways])[:, None, None]
     partial = np.array([[state == B for state in form.states] for form in forms])
     stays = (have[:, None] < 0) | (have[:, None] == wanted[None]) | (free & partial[None])
-    return np.array([way.way is Way.gathered for way in ways])[:, None] | stays.all(axis=2)
+    gathered = np.array([way.way is Way.gathered for way in ways])
+    return np.asarray(gathered[:, None] | stays.all(axis=2))
 
 
 def _summed(have: Layout, axes: list[int]) -> Layout:
@@ -473,3 +482,7 @@ def to_sharding(graph: OpGraph, choices: Choices, picked: tuple[int, ...]) -> Sh
     apart = gathered(graph, found, choices.sizes)  # where nobody gathers, both ways of reading are the same
     again = (origin for origin, way in stored.items() if way.way is Way.regathered and origin in apart)
     return replace(found, regathered=tuple(again))
+
+
+def _numbers(number: Mapping[Layout, int], layouts: tuple[Layout, ...]) -> NDArray[np.int64]:
+    return np.array([number[layout] for layout in layouts])

@@ -7,7 +7,7 @@ graph and layouts must fit its shapes, so that a plan also serves the same model
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -59,7 +59,7 @@ def read_saved(name: str | None, root: Path, graph: OpGraph) -> tuple[Saved, ...
 
 def _check_graph(saved: Saved, graph: OpGraph) -> None:
     sharding = saved.sharding
-    names = {
+    names: dict[str, tuple[Mapping[str, object], list[str]]] = {
         "op": (sharding.strategies, [op.name for op in graph.ops]),
         "parameter": (sharding.storage, [value.origin for value in graph.of_role(Role.PARAMETER)]),
         "input": (sharding.inputs, [value.name for value in graph.of_role(Role.INPUT)]),

@@ -110,7 +110,7 @@ class Single:
         self.optimizer.step()
         if told is not None:
             told.wait()
-        return float(total) / self.passes / dist.get_world_size()
+        return float(total) / self.passes / _ranks()
 
     def evaluate(self, beat: Beat = unwatched) -> float:
         assert self.held_out is not None, "evaluate.every is 0"
@@ -130,7 +130,7 @@ class Single:
         told = _sum_later(found)
         if told is not None:
             told.wait()
-        return float(found) / dist.get_world_size()
+        return float(found) / _ranks()
 
     def resident(self) -> list[Tensor]:
         state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
@@ -248,6 +248,10 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def whole_of(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _ranks() -> int:
+    return int(dist.get_world_size())
 
 
 def _sum_later(total: Tensor) -> dist.Work | None:

@@ -171,6 +171,6 @@ def of_all(ranks: list[Breakdown]) -> Breakdown:
         return max(ranks, key=lambda rank: rank.compute_seconds)
 
     def mean(name: str) -> float:
-        return sum(getattr(rank, name) for rank in ranks) / len(ranks)
+        return float(sum(getattr(rank, name) for rank in ranks) / len(ranks))
 
     return Breakdown(*(mean(name) for name in Breakdown.__dataclass_fields__))

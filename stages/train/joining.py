@@ -88,7 +88,7 @@ def agree_on_start(store: dist.Store, rank: int, ranks: int, timeout: timedelta)
     if rank:
         store.set(f"question of {rank}", own)
         store.wait([f"answer to {own}"], timeout)
-        word = store.get(f"answer to {own}").decode()
+        word = str(store.get(f"answer to {own}").decode())
         store.set(f"{word} heard by {rank}", "")
         return word
     deadline = time.monotonic() + timeout.total_seconds()

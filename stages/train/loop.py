@@ -103,9 +103,14 @@ class Loop:
         return int(about["step"])
 
     def _numbers(self) -> About:
-        series = {"losses": self.losses, "seconds": self.seconds, "evaluated": self.evaluated}
-        copied = {name: found.copy() for name, found in series.items()}  # a snapshot may be written while they grow
-        return {**copied, "peak_bytes": self.peaks, "profiled_at": self.profiled_at}
+        """The series as they are now: a snapshot may be written while they grow."""
+        return {
+            "losses": [*self.losses],
+            "seconds": [*self.seconds],
+            "evaluated": [*self.evaluated],
+            "peak_bytes": self.peaks,
+            "profiled_at": self.profiled_at,
+        }
 
     def _write(self, lines: list[Note]) -> None:
         if dist.get_rank() == 0:

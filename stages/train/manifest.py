@@ -138,7 +138,8 @@ def wrong_numbers(about: Any, snapshot: Path) -> str:
     match = _STEP.fullmatch(snapshot.name)
     if type(step) is not int or not match or int(match[1]) != step:
         return f"it is of step {step!r:.20}"
-    losses, seconds = about.get("losses"), about.get("seconds")
+    losses: Any = about.get("losses")
+    seconds: Any = about.get("seconds")
     right = {
         "losses": _is_list(losses, _is_number) and len(losses) == step,
         "seconds": _is_list(seconds, lambda one: _is_number(one) and one > 0) and 0 < len(seconds) <= step,

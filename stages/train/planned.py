@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -120,7 +120,7 @@ class Planned:
             )
         return self._run_passes(given)
 
-    def _run_passes(self, batches: Iterable[Batch]) -> list[Tensor]:
+    def _run_passes(self, batches: Iterable[Mapping[str, Tensor]]) -> list[Tensor]:
         with self.statistics():
             return run_passes(self.program, self.gradients, batches, self.passes, self.precision.autocast)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts import KINDS
 from pipeline.config import Config, TrainEngine
@@ -34,6 +35,9 @@ from stages.train.tell import tell
 JOB_GROUPS = ("model", "data", "train")
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))  # NVIDIA's, AMD's, and Windows' under WSL
 WARM_UP = 3  # steps that are left out of the median: allocators and caches fill up
+
+
+Note = dict[str, Any]  # a line that rank 0 has written: a step, or something to tell
 
 
 def run(inputs: Inputs, config: Config) -> Result:
@@ -129,7 +133,7 @@ def tell_shared_gpus(plan: Plan, ranks: int, log: Log) -> None:
         log.warning("%d ranks share %d GPUs here: their memory is shared too, and they talk over the host", here, there)
 
 
-def launch(inputs: Inputs, config: Config, plan: Plan, job: dict) -> dict:
+def launch(inputs: Inputs, config: Config, plan: Plan, job: dict[str, Any]) -> dict[str, Any]:
     engine, ranks = config.train.engine, ranks_of(plan, config.train.engine)
     inputs.log.info("training %d steps on %d ranks%s", config.train.steps, ranks, _named(engine))
     try:
@@ -165,7 +169,7 @@ def _named(engine: TrainEngine) -> str:
     return "" if engine is TrainEngine.planned else f" with {engine.value}"
 
 
-def make_job(inputs: Inputs, config: Config, plan: Plan, first: bool = True) -> dict:
+def make_job(inputs: Inputs, config: Config, plan: Plan, first: bool = True) -> dict[str, Any]:
     """Everything a rank needs, as plain values; `first` is false for the others that a launcher outside started."""
     init_from = config.train.init_from
     return {
@@ -199,7 +203,7 @@ class Follower:
     Lines that are no steps are told; a step that is taken again after a restart is passed on once.
     """
 
-    def __init__(self, live: Live, advance: Advance, tell: Callable[[dict], None] = lambda note: None) -> None:
+    def __init__(self, live: Live, advance: Advance, tell: Callable[[Note], None] = lambda note: None) -> None:
         self.live, self.advance, self.tell = live, advance, tell
         self.position = 0
         self.next = 0
@@ -220,13 +224,13 @@ class Follower:
                 else:
                     self._note(found)
 
-    def _note(self, note: dict) -> None:
+    def _note(self, note: Note) -> None:
         self.tell(note)
         for step in range(self.next, note.get("resumed", 0)):  # taken before this run was started
             self.live.log(step, {"loss": note["losses"][step]})
             self.next = step + 1
 
-    def _pass_on(self, step: dict) -> None:
+    def _pass_on(self, step: Note) -> None:
         if step["step"] < self.next:
             return
         self.next = step["step"] + 1
@@ -241,7 +245,7 @@ class Follower:
         self.advance(step["step"] + 1, f"loss {step['loss']:.4f}")
 
 
-def make_report(measured: dict, plan: Plan, edited: bool) -> Report:
+def make_report(measured: dict[str, Any], plan: Plan, edited: bool) -> Report:
     seconds = tuple(measured["seconds"])
     median = median_seconds(seconds, measured["profiled_at"])
     breakdown = Breakdown(**measured["breakdown"]) if measured["breakdown"] else None

@@ -7,6 +7,7 @@ hide anyway. So the lines that ask for a lower type are noted, each beside the o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -39,7 +40,8 @@ def _fault(case: Case, line: int, dtype: str, ops: set[str]) -> Fault:
     text = case.text.splitlines()[line - 1].strip()
     op = next((op for op in case.graph.ops if op.name in ops), None)
     what = f"a cast to {dtype} that the model does not have: digits are lost"
-    return Fault(what, *((op.name, op.target, op.module, op.source) if op else ()), line=line, text=text)
+    fault = Fault(what, line=line, text=text)
+    return replace(fault, op=op.name, target=op.target, module=op.module, source=op.source) if op else fault
 
 
 def _widest(graph: OpGraph) -> torch.dtype:
@@ -51,7 +53,7 @@ def _widest(graph: OpGraph) -> torch.dtype:
 def _is_lower(dtype: torch.dtype, widest: torch.dtype) -> bool:
     """Fewer bits, or as many that are shared out otherwise."""
     own, wide = torch.finfo(dtype), torch.finfo(widest)
-    return own.bits < wide.bits or (own.bits == wide.bits and own.eps != wide.eps)
+    return bool(own.bits < wide.bits or (own.bits == wide.bits and own.eps != wide.eps))
 
 
 def _ops_by_name(names: Iterable[Names]) -> Mapping[tuple[str, str], set[str]]:

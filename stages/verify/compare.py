@@ -54,7 +54,7 @@ def own_gap(
     found = torch.zeros_like(wanted) if found is None else found.detach()
     if partial and (found.is_floating_point() or found.is_complex()):
         found = combine(found, joined(tuple(partial)))
-    if expected is not None and not padding and found.shape == wanted.shape:
+    if expected is not None and wanted is not None and not padding and found.shape == wanted.shape:
         found, wanted = (own_elements(x, tuple(expected.shape), whole, axes) for x in (found, wanted))
     wanted = torch.zeros_like(found) if wanted is None else wanted
     size = 0.0 if expected is None or not expected.numel() else float(_finite(expected).max())

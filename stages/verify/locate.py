@@ -195,10 +195,11 @@ class Expected:
     own: Values | None = None
 
     def is_far(self, name: str, far: Gap) -> bool:
-        return far.relative(SMALL) > self._near(self.exact.values, self.own and self.own.values, name, SMALL)
+        return far.relative(SMALL) > self._near(self.exact.values, self.own.values if self.own else None, name, SMALL)
 
     def is_gradient_far(self, name: str, far: Gap, floor: float) -> bool:
-        return far.relative(floor) > self._near(self.exact.gradients, self.own and self.own.gradients, name, floor)
+        own = self.own.gradients if self.own else None
+        return far.relative(floor) > self._near(self.exact.gradients, own, name, floor)
 
     def _near(self, exact: dict[str, Data], own: dict[str, Data] | None, name: str, floor: float) -> float:
         if own is None:

@@ -59,7 +59,7 @@ class PipedRank:
     def inside(self, around: Callable[[int, int], AbstractContextManager[None]]) -> None:
         """From now on forward passes run inside `around`: of which partition, and of which micro-batch."""
         for partition in self.pipeline.partitions:
-            partition.forward = _inside(partition.forward, partial(around, partition.number))  # type: ignore[method-assign]
+            partition.forward = _inside(partition.forward, partial(around, partition.number))  # type: ignore[method-assign, assignment]
 
     def run(self, batches: list[Batch]) -> list[Tensor]:
         """The losses of one step's passes, where the last partition is; gradients are there afterwards."""

@@ -126,12 +126,12 @@ def names_of(text: str, program: Program, written: str = "Program", first: int =
         found |= _match(steps[0][0], statements, tuple(step for _, step in steps[:count]), function.name)
         steps = steps[count:]
     assert not steps, "steps that no function has"
-    first = [s for s in _statements(methods["forward"].body) if _is_step(s, functions)]
+    before = [s for s in _statements(methods["forward"].body) if _is_step(s, functions)]
     if "copies" in methods:
         copies = [s for s in _statements(methods["copies"].body) if _is_step(s, functions)]
         found |= _match(BEFORE, copies, program.shared)
-        return found | _match(BEFORE, first, program.prologue)
-    return found | _match(BEFORE, first, (*program.prologue, *program.shared))
+        return found | _match(BEFORE, before, program.prologue)
+    return found | _match(BEFORE, before, (*program.prologue, *program.shared))
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:

@@ -115,7 +115,8 @@ class Searcher:
 
     def held(self, picked: Ints) -> Floats:
         nothing = np.full(len(picked), -1, np.int64)
-        return held_after(self.arrays.base, *self.arrays.holdings, nothing, picked)
+        found: Floats = held_after(self.arrays.base, *self.arrays.holdings, nothing, picked)
+        return found
 
     def total(self, picked: Ints) -> float:
         """Cost without memory's price."""
@@ -314,7 +315,7 @@ class Searcher:
         self.set_prices(self.best_prices)
         self.messages(SETTLING)
         found = beliefs(self.costs, a.start, a.arc_start, self.back, self.message_start, self.message)
-        return found - np.repeat(np.minimum.reduceat(found, a.start[:-1]), self.sizes)
+        return np.asarray(found - np.repeat(np.minimum.reduceat(found, a.start[:-1]), self.sizes))
 
     def _narrow(self, rank: Floats) -> None:
         """A turn among few choices of each node, the present one included."""

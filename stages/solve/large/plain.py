@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,8 @@ MOST_READERS = 6  # of a share, for a node per reader: they know of one another
 
 Setting = Callable[[Sequence[int]], int]  # a helper's choice, by the choices of a plan
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, eq=False)
 class Plain:
@@ -41,7 +44,7 @@ class Plain:
     places: tuple[int, ...]  # of the whole problem's nodes
     settings: dict[int, Setting]  # of the helpers, by their places
 
-    def read(self, picked: Sequence[int]) -> tuple[int, ...]:
+    def read(self, picked: Sequence[int] | NDArray[np.int64]) -> tuple[int, ...]:
         return tuple(int(picked[place]) for place in self.places)
 
     def write(self, picked: Sequence[int]) -> tuple[int, ...]:
@@ -96,10 +99,11 @@ class _Plain:
         self.settings: list[Setting] = []
         self.known: dict[Hashable, Any] = {}
 
-    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self.known:
             self.known[key] = make()
-        return self.known[key]
+        found: T = self.known[key]
+        return found
 
     def helper(self, name: str, holdings: tuple[Holding, ...], usages: tuple[Array, ...], count: int) -> int:
         held = tuple(Holding(h.first, h.end, own) for h, own in zip(holdings, usages, strict=True))
@@ -157,7 +161,7 @@ class _Plain:
         for reader in share.readers:
             if (reader.wants == form).any():
                 key = ("wants", id(reader.wants), form, count)
-                costs = self.once(key, lambda reader=reader: _wanting(reader.wants == form, count))
+                costs = self.once(key, partial(_wanting, reader.wants == form, count))
                 self.edges.append(Edge(reader.node, node, costs))
         self.settings.append(lambda picked: int(made.number[picked[share.maker]]) if form in share.forms(picked) else 0)
 
@@ -182,7 +186,8 @@ def _riding(tables: tuple[Array, ...], wants: tuple[NDArray[np.int64], ...]) -> 
     *before, own = wants
     count = costs.shape[1]
     made, riding = np.zeros(costs.shape, dtype=np.int64), np.zeros((len(before), count), dtype=np.int64)
-    to_maker, held, forms, on = [], [], [], []  # by choice; on: which reader before, -1 for itself
+    to_maker, held, on = [], [], []  # by choice; on: which reader before, -1 for itself
+    forms: list[int] = []
     for form in np.unique(own):
         rows = np.stack([u[:, form] for u in usages], axis=1) if usages else np.zeros((len(costs), 0))
         known, row_class = np.unique(rows, axis=0, return_inverse=True)
@@ -213,7 +218,8 @@ def _reading(tables: tuple[Array, ...]) -> _Reading:
     costs, *usages = tables
     _, columns, classes = np.unique(np.concatenate(tables), axis=1, return_index=True, return_inverse=True)
     number = np.zeros((len(costs), len(columns)), dtype=np.int64)
-    to_first, to_second, held = [], [], []
+    to_first, to_second = [], []
+    held: list[Array] = []
     for which, column in enumerate(columns):
         rows = np.stack([u[:, column] for u in usages], axis=1)
         known, row_class = np.unique(rows, axis=0, return_inverse=True)

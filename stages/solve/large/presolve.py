@@ -269,8 +269,8 @@ class _Work:
         return changed + self._support([(other, j) for j in lost for other in self.edges[j]])
 
     def _alone(self, i: int) -> list[int]:
-        best = int(self.costs[i].argmin())
-        best = min(np.flatnonzero(self.costs[i] == self.costs[i][best]), key=lambda k: self._bytes(i, int(k)))
+        cheapest = np.flatnonzero(self.costs[i] == self.costs[i].min())
+        best = int(min(cheapest, key=lambda k: self._bytes(i, int(k))))
         if not all(u[best] <= u.min() for u in self.held[i].values()):
             return []
         kept = np.zeros(len(self.costs[i]), bool)

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stages.solve.data import Edge, Holding, Node, Problem
 from stages.solve.large.arrays import Arrays, Ints, flatten
@@ -39,12 +40,17 @@ PACE = 10  # to tell of a solution takes at most one part in so many of the time
 LAST = 0.15  # seconds before the end at which the leader tells for the last time, and twice what telling takes
 
 
+def _shared(kind: Any, count: int) -> NDArray[Any]:
+    """Numbers that processes share."""
+    return np.ctypeslib.as_array(mp.RawArray(kind, count))
+
+
 class Board:
     """What one process has found, for the others to read without a lock: picks in two turns, then which is the last."""
 
     def __init__(self, nodes: int) -> None:
-        self.picks = [np.frombuffer(mp.RawArray(ctypes.c_int64, max(1, nodes)), np.int64)[:nodes] for _ in range(2)]
-        self.numbers = np.frombuffer(mp.RawArray(ctypes.c_double, 4), np.float64)  # turn, cost, bound, done
+        self.picks = [_shared(ctypes.c_int64, max(1, nodes))[:nodes] for _ in range(2)]
+        self.numbers = _shared(ctypes.c_double, 4)  # turn, cost, bound, done
         self.numbers[:] = (-1, math.inf, -math.inf, 0)
 
     def write(self, picked: Ints, cost: float) -> None:
