@@ -23,7 +23,7 @@ WIDEST = {
     "cpu": _names("cat index_copy stack"),
 }
 # In float32 on a GPU, where the call names no type.
-OF_THE_CALLER = _names("cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum")
+FULL_UNLESS_TYPED = _names("cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum")
 KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}  # by which torch knows the ops of a device
 REFUSED = "binary_cross_entropy"
 
@@ -50,6 +50,6 @@ def policy_of(target: str, device: str = "cuda", *, typed: bool = False) -> Poli
         return None
     if device == "cuda" and kind == REFUSED:
         return Policy.REFUSED
-    if device == "cuda" and typed and kind in OF_THE_CALLER:
+    if device == "cuda" and typed and kind in FULL_UNLESS_TYPED:
         return None
     return Policy.LOW if kind in LOW else Policy.WIDEST if kind in WIDEST[device] else Policy.FULL

@@ -23,9 +23,9 @@ def as_autocast(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def without_autocast(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """The function's result where the module has turned autocast off."""
-    with torch.autocast(_device_of(arguments), enabled=False):
+    with torch.autocast(_device_of((arguments, named)), enabled=False):
         return function(*arguments, **named)
 
 
-def _device_of(arguments: tuple[Any, ...]) -> str:
+def _device_of(arguments: Any) -> str:
     return next((a.device.type for a in tree_leaves(arguments) if isinstance(a, Tensor)), "cpu")

@@ -27,7 +27,7 @@ _OFF = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
 @contextmanager
-def as_on(device: str, amp: bool) -> Iterator[None]:
+def device_autocast(device: str, amp: bool) -> Iterator[None]:
     """Around an export: autocast as the device has it, if `amp`; a module's own `torch.autocast` is that of the CPU."""
     if device == "cpu":
         with torch.autocast("cpu", LOW, enabled=amp):
@@ -88,7 +88,7 @@ def _kernel(name: str) -> Callable[..., Any]:
     def run(*args: Any, **named: Any) -> Any:
         dtype = _type_of(name, op, (args, named))
         with torch._C._ExcludeDispatchKeyGuard(_OFF):
-            args, named = tree_map(lambda a: a.to(dtype) if dtype and _is_cast(a) else a, (args, named))
+            args, named = tree_map(lambda a: a.to(dtype) if dtype and _is_float(a) else a, (args, named))
             return op(*args, **named)
 
     cast = name in RECURRENT or policy_of(str(op)) is not None
@@ -104,10 +104,10 @@ def _type_of(name: str, op: Any, args: Any) -> torch.dtype | None:
     if policy is Policy.REFUSED:
         raise RuntimeError(f"{REFUSED} is unsafe to autocast: use binary_cross_entropy_with_logits")
     if policy is Policy.WIDEST:
-        wide = any(a.dtype == torch.float32 for a in leaves if _is_cast(a))
+        wide = any(a.dtype == torch.float32 for a in leaves if _is_float(a))
         return torch.float32 if wide else LOW
     return {Policy.LOW: LOW, Policy.FULL: torch.float32}.get(policy) if policy else None
 
 
-def _is_cast(value: Any) -> bool:
+def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64

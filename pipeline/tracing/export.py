@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pipeline.errors import TraceError
 from pipeline.loss import pick_loss
-from pipeline.tracing.autocast import as_on
+from pipeline.tracing.autocast import device_autocast
 from pipeline.tracing.certain import CertainBranches
 from pipeline.tracing.source import Stack, origin
 
@@ -47,7 +47,7 @@ def export_loss(
     # Torch writes and compiles the code of its graph after each pass over it, and reads no more than the last of that.
     with _quiet(), CertainBranches(), _lstm_states(), _short_stacks(), _use_lazy_graph_module(True):
         try:
-            with as_on(device, amp):
+            with device_autocast(device, amp):
                 return torch.export.export(LossOnly(model), (), batch, strict=False)
         except TraceError:
             raise

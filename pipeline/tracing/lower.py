@@ -262,7 +262,7 @@ class _Lowering:
             mutates = tuple(read[i] for i in rule.mutates if i < len(read))
         outputs = self._outputs(node, args, grad and not _reads_only_the_shape(target))
         source = op_line(node.meta.get("stack_trace"))
-        exact = self.amp and not self.autocast and _is_cast(node)
+        exact = self.amp and not self.autocast and _autocast_acts_on(node)
         origin = self.values[outputs[0]].origin
         self.ops.append(Op(origin, target, args, outputs, _module(node), source, mutates, exact))
         if _is_view(node) and target == str(node.target):
@@ -362,10 +362,10 @@ def _number_from_a_tensor(node: Node) -> TraceError:
 
 
 def _autocast_in_forward(region: GraphModule, dtype: str) -> TraceError:
-    first = next(node for node in region.graph.nodes if node.op == "call_function" and "stack_trace" in node.meta)
+    first = next((node for node in region.graph.nodes if "stack_trace" in node.meta), None)
     return TraceError(
-        f"forward() turns autocast to {dtype} on{_in_module(first)}",
-        where=_place(first),
+        f"forward() turns autocast to {dtype} on{_in_module(first) if first else ''}",
+        where=_place(first) if first else "conf/model: module",
         remedy="set `precision: amp` in your conf/model file, which is autocast to bfloat16 around all of forward()",
     )
 
@@ -425,7 +425,7 @@ def _is_view(node: Node) -> bool:
     return shared is not None and not shared.is_write and isinstance(node.args[0], Node)
 
 
-def _is_cast(node: Node) -> bool:
+def _autocast_acts_on(node: Node) -> bool:
     """Whether autocast would cast what the op reads, or what its parts read."""
     name, kind = node.target._schema.name, _kind(node)  # type: ignore[union-attr]
     overload = node.target._schema.overload_name  # type: ignore[union-attr]

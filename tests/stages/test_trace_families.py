@@ -23,7 +23,7 @@ from pipeline.ir.profile import Kernel, LinkKernels
 from pipeline.ir.verify import verify_graph
 from pipeline.loss import pick_loss
 from pipeline.tracing import simplify as simplify_module
-from pipeline.tracing.autocast import as_on
+from pipeline.tracing.autocast import device_autocast
 from pipeline.tracing.build import fake_mode, to_fake
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.export import export_loss
@@ -92,7 +92,7 @@ def test_under_autocast_the_graph_alone_is_the_model(build, device):
     """The types of its values too (tests/interpreter.py); a GPU's autocast as the CPU's does it for the export."""
     torch.manual_seed(0)
     model, graph = build().train(), trace(build, FAMILIES[build], device, amp=True)
-    check_equal(graph, model, FAMILIES[build], lambda: as_on(device, amp=True))
+    check_equal(graph, model, FAMILIES[build], lambda: device_autocast(device, amp=True))
     assert not value_types(graph, profile_step(graph, device, "amp")), "the simulated step has other types"
 
 
