@@ -32,7 +32,7 @@ def test_points_are_experiments_and_one_set_of_runs(make_project, capsys, warm_p
     rows = sweep(project, capsys, f"solve.memory_budget_gb={','.join(BUDGETS)}", name="memory")
 
     assert [row["solve.memory_budget_gb"] for row in rows] == list(BUDGETS)
-    assert [row.get("budget_mb") for row in rows] == [500.0, None, 500.0]
+    assert [row.get("budget_mb") for row in rows] == [500.0, None, 500.0], rows
     assert rows[0]["step_ms"] == rows[2]["step_ms"] > 0
     assert rows[1]["reason"].startswith("conf/solve/tiny.yaml: memory_budget_gb: no plan fits 1e-05 GB")
 
