@@ -52,7 +52,7 @@ class Server:
         import subprocess
         import tempfile
 
-        if self._folder is None:
+        if self._folder is None or self._process.poll() is not None:  # not yet, or something has ended it
             self._folder = Path(tempfile.mkdtemp(prefix="warm-"))
             ask = f'exec "{sys.executable}" -IS "{__file__}" ask "{self._folder}" "$@"'
             other = f'exec "{sys.executable}" "$@"'
