@@ -33,9 +33,7 @@ BARS = {
 }
 SHOWN = 5
 # How a stage is run, reported and launched, whatever it computes: dvc.yaml names none of it.
-HOW = """artifact_locations artifacts errors files garbage headline launch launch_failures lock log messages own_ops
-place point processes rank rendezvous secrets signals soundness spool stage tracker tracking tracking_store
-work_folder"""
+HOW = ("pipeline/base", "pipeline/config", "pipeline/launch", "pipeline/tracking", "pipeline/user/own_ops.py")
 STARTED = {"train": ("stages/train/worker.py",)}  # what a stage starts beside what it imports
 
 
@@ -197,7 +195,7 @@ def covers(dep: str, path: str) -> bool:
 
 
 def _is_how(path: Path) -> bool:
-    return path.is_relative_to("pipeline/config") or (path.parent == Path("pipeline") and path.stem in HOW.split())
+    return path.stem != "instantiate" and any(path.is_relative_to(part) for part in HOW)
 
 
 if __name__ == "__main__":

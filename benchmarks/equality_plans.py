@@ -10,16 +10,16 @@ from functools import cache
 from math import isfinite, prod
 
 from benchmarks.equality_models import GPT, MODELS, build
+from pipeline.base.errors import ShardwrightError
 from pipeline.config import Backend, Checkpoint, Recompute, Solve
-from pipeline.errors import ShardwrightError
 from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost, Mesh
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R, S
 from pipeline.ir.plan import Frontier, FrontierPoint, Plan, Prediction, Proof, Region, Sharding
 from pipeline.ir.verify import gathered, verify_graph, verify_sharding
-from pipeline.lowering import lower, with_paths
 from pipeline.ops.mesh import graph_strategies
 from pipeline.ops.uneven import uneven_in
+from pipeline.sharding.lowering import lower, with_paths
 from pipeline.tracing.build import fake_mode, to_fake
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.export import export_loss
@@ -28,12 +28,12 @@ from pipeline.tracing.simplify import simplify
 from stages.checkpoint.choose import choose, evaluate
 from stages.codegen.module import write_module
 from stages.profile.by_table import profile_graph
-from stages.solve.exact import restrict
-from stages.solve.families import Families, Parallel
 from stages.solve.on_mesh import OnMesh, price_point
-from stages.solve.problem import to_sharding
-from stages.solve.storage import Way, storage_choices
-from stages.solve.wide import fastest
+from stages.solve.problem.build import to_sharding
+from stages.solve.problem.families import Families, Parallel
+from stages.solve.problem.storage import Way, storage_choices
+from stages.solve.search.decomposition import fastest
+from stages.solve.search.exact import restrict
 
 COPIES, MEMORY, SECONDS = 2.0, 4 * 10**9, 5.0
 TIGHT = 0.6  # of what the solver's plan needs beyond what stays, where it is to recompute

@@ -102,8 +102,8 @@ def _answer(case: Case, path: Path) -> dict[str, Any]:
 
 def _judge(case: Case, path: Path) -> dict[str, Any]:
     from benchmarks.equality_models import optimizer
-    from pipeline.lowering import lower
-    from pipeline.runtime.source import load_program
+    from pipeline.runtime.programs.source import load_program
+    from pipeline.sharding.lowering import lower
     from stages.verify.float64 import draws_alike
     from stages.verify.locate import Case as Located
     from stages.verify.locate import locate

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from stages.train import manifest
-from stages.train.pieces import Piece
-from stages.train.tensor_files import (
+from stages.train.snapshots import manifest
+from stages.train.snapshots.boxes import Piece
+from stages.train.snapshots.tensor_files import (
     SavedBox,
     SavedTensor,
     Table,

@@ -6,13 +6,13 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline import artifacts
+from pipeline.base import artifacts
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan, Region, Sharding
 from pipeline.ir.verify import verify_sharding
-from pipeline.lowering import with_paths
 from pipeline.ops.uneven import uneven_in
+from pipeline.sharding.lowering import with_paths
 
 LAYER = re.compile(r"(?<=\blayers\.)\d+")
 

@@ -28,13 +28,13 @@ import torch.multiprocessing as processes
 from benchmarks.recompute_plans import unsplit
 from pipeline.ir.plan import Partition, Plan, Prediction, Region
 from pipeline.models import mlp
-from pipeline.partitions import restricted
+from pipeline.sharding.partitions import restricted
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.export import export_loss
 from pipeline.tracing.lower import lower as to_ops
 from pipeline.tracing.simplify import simplify
 from stages.codegen.partitions import write_partitions
-from stages.train.piped import Piped
+from stages.train.engines.pipelined import Piped
 
 BAR = 0.9
 PARTITIONS = 2

@@ -13,19 +13,19 @@ from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, Link
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan, Prediction, Region, Sharding
 from pipeline.ir.profile import as_run
-from pipeline.lowering import lower, with_paths
+from pipeline.sharding.lowering import lower, with_paths
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.export import export_loss
 from pipeline.tracing.lower import lower as to_ops
 from pipeline.tracing.simplify import simplify
-from stages.checkpoint.released import released
+from stages.checkpoint.recompute.released import released
 from stages.codegen.module import write_module
 from stages.profile.run import make_profile
 from stages.profile.step import adamw
-from stages.solve.exact import restrict
-from stages.solve.families import Families, named
-from stages.solve.problem import Given, build, to_sharding
-from stages.solve.wide import fastest
+from stages.solve.problem.build import Given, build, to_sharding
+from stages.solve.problem.families import Families, named
+from stages.solve.search.decomposition import fastest
+from stages.solve.search.exact import restrict
 
 SEARCH_S = 20.0
 FAMILIES = {"ddp": "DDP", "zero3": "ZeRO-3", "tensor": "tensor"}

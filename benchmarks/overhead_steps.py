@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from pipeline.ir.layout import Layout
 from pipeline.ir.names import look_up
-from pipeline.runtime.gradients import Gradients
-from pipeline.runtime.mesh import set_mesh
-from pipeline.runtime.parameters import piece_of
-from pipeline.runtime.passes import run_passes
+from pipeline.runtime.programs.mesh import set_mesh
+from pipeline.runtime.programs.parameters import piece_of
+from pipeline.runtime.step.gradients import Gradients
+from pipeline.runtime.step.passes import run_passes
 
 Step = Callable[[], Tensor]
 RATE = 1e-5  # of learning: small, so that rounding does not grow from step to step

@@ -17,11 +17,11 @@ import sys
 import time
 from collections import Counter
 
-from stages.checkpoint.chain import Chain, Slots
-from stages.checkpoint.given import Division, Effort, PartitionError
-from stages.checkpoint.in_full import PipelinePlan
-from stages.checkpoint.partition import partition
-from stages.checkpoint.pieces import Piece
+from stages.checkpoint.pipelines.partition import partition
+from stages.checkpoint.pipelines.refine import PipelinePlan
+from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError
+from stages.checkpoint.pipelines.submesh_plans import Piece
+from stages.checkpoint.recompute.chain import Chain, Slots
 from tests.partition_cases import least_estimate, random_case
 
 LAYERS, DEVICES, MICRO_BATCHES, MEMORY = 96, 64, 64, 80 * 10**9

@@ -56,8 +56,8 @@ def _plan(depth: int, backend: str) -> dict[str, Any]:
 
     from benchmarks.step_problems import binding_budget, given, traced, two_boxes
     from pipeline.config import Backend, Solve
-    from stages.solve.frontier import Sweep
-    from stages.solve.problem import build
+    from stages.solve.answer.frontier import Sweep
+    from stages.solve.problem.build import build
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

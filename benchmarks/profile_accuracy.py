@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from benchmarks.measure_steps import locate
-from pipeline.cost.kernels import Card
 from pipeline.cost.unsplit import StepSeconds, step_seconds
 from pipeline.ir.graph import OpGraph
+from pipeline.rates.kernels import Card
 from pipeline.tracing.build import fake_mode, to_fake
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.export import export_loss

@@ -46,7 +46,7 @@ from pipeline.ir.codec import decode, encode
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.profile import Compiled
 from pipeline.runtime import compiled
-from pipeline.runtime.source import load_program
+from pipeline.runtime.programs.source import load_program
 from stages.profile.compiled import KEEPS, measure_blocks, worth_choosing
 
 PARTS = ("trace", "peers", "blocks", "plan", "ours")
@@ -330,7 +330,7 @@ def compiled_once(function: FunctionType, keeps: float, **how: Any) -> Any:
 
 
 def load(path: Path) -> ModuleType:
-    with patch("pipeline.runtime.compiled", compiled_once):
+    with patch("pipeline.runtime.compiler.compiled", compiled_once):
         return load_program(str(path))
 
 

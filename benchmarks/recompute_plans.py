@@ -14,12 +14,12 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R
 from pipeline.ir.plan import Plan, Prediction, Sharding, Strategy
 from pipeline.ir.profile import Compiled, as_run
-from pipeline.lowering import lower
-from stages.checkpoint import rotor, schedule
-from stages.checkpoint.linearize import linearize
-from stages.checkpoint.released import released
-from stages.checkpoint.simulate import simulate
-from stages.checkpoint.within import fastest_within
+from pipeline.sharding.lowering import lower
+from stages.checkpoint.recompute import rotor, schedule
+from stages.checkpoint.recompute.fit_budget import fastest_within
+from stages.checkpoint.recompute.linearize import linearize
+from stages.checkpoint.recompute.released import released
+from stages.checkpoint.recompute.simulate import simulate
 from stages.codegen.module import write_module
 from stages.profile.run import make_profile
 from stages.profile.step import adamw

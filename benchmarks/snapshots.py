@@ -23,9 +23,9 @@ from typing import Any
 
 from benchmarks import small_project
 from pipeline.config import load_config
-from pipeline.launch import run_ranks
-from pipeline.rank import follow_parent
-from pipeline.rendezvous import init_process_group
+from pipeline.launch.launch import run_ranks
+from pipeline.launch.rank import follow_parent
+from pipeline.launch.rendezvous import init_process_group
 
 EVERY, BAR = 20, 1.03
 SIZES = {"width": 256, "batch": 16, "context": 128, "layers": 4}
@@ -68,8 +68,8 @@ def rank(work: Path) -> None:
     """One of the two processes."""
     import torch.distributed as dist
 
-    from stages.train.planned import Planned
-    from stages.train.snapshots import Snapshots
+    from stages.train.engines.planned import Planned
+    from stages.train.snapshots.writer import Snapshots
 
     follow_parent()
     given = json.loads((work / "job.json").read_text())

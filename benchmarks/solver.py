@@ -27,9 +27,9 @@ import numpy as np
 import orjson
 import psutil
 
-from stages.solve.data import FORBIDDEN, Edge, Holding, Node, Problem
-from stages.solve.large.presolve import NoChoice
-from stages.solve.large.run import Found, search
+from stages.solve.problem.data import FORBIDDEN, Edge, Holding, Node, Problem
+from stages.solve.search.large.presolve import NoChoice
+from stages.solve.search.large.run import Found, search
 
 TOO_DEAR = 10**18
 RESERVE = 0.8  # seconds to stop, check and print; and a share of the time that loading took

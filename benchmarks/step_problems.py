@@ -20,8 +20,8 @@ from pipeline.tracing.export import export_loss
 from pipeline.tracing.lower import lower
 from pipeline.tracing.simplify import simplify
 from stages.profile.by_table import profile_graph
-from stages.solve.frontier import Sweep
-from stages.solve.problem import Given
+from stages.solve.answer.frontier import Sweep
+from stages.solve.problem.build import Given
 
 FAMILIES = ("gpt", "llama")
 WIDTH, HEADS, CONTEXT, BATCH, VOCABULARY = 2048, 16, 1024, 8, 50304

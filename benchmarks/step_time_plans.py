@@ -19,21 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step_time_models import SCENARIOS, specs
-from pipeline import artifacts
+from pipeline.base import artifacts
+from pipeline.base.stage import STAGES, execute
 from pipeline.config import Backend, Checkpoint, Recompute, Solve
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Plan, Proof, Sharding
 from pipeline.ir.profile import Profile, as_run
-from pipeline.lowering import lower
-from pipeline.stage import STAGES, execute
+from pipeline.sharding.lowering import lower
 from stages.checkpoint.choose import choose, evaluate
-from stages.checkpoint.released import released
+from stages.checkpoint.recompute.released import released
 from stages.codegen.module import write_module
-from stages.solve.exact import restrict
-from stages.solve.families import Families, named
 from stages.solve.on_mesh import OnMesh, price_point
-from stages.solve.problem import to_sharding
-from stages.solve.wide import fastest
+from stages.solve.problem.build import to_sharding
+from stages.solve.problem.families import Families, named
+from stages.solve.search.decomposition import fastest
+from stages.solve.search.exact import restrict
 from tests.namespaces import OWN, address
 
 SOURCE = Path(__file__).resolve().parent.parent

@@ -1,8 +1,8 @@
 """The large search on whole steps: `python -m benchmarks.whole_step [--layers 24,96] [--seconds 100] [--families gpt]`.
 
 The GPT and the Llama of benchmarks/step_problems.py: forward, backward and optimizer, every op of every layer a node of
-its own, nothing shared between equal layers. Solved by the search of benchmarks.solver (stages/solve/large) in the
-given seconds, presolve included, within a budget half way between the smallest plan's memory and the fastest's.
+its own, nothing shared between equal layers. Solved by the search of benchmarks.solver (stages/solve/search/large) in
+the given seconds, presolve included, within a budget half way between the smallest plan's memory and the fastest's.
 Beside it the plan of `search: dp`, which folds equal layers and proves a bound of its own; it is exact for the GPT and
 cuts the Llama open, which is too wide for elimination. `ratio` is between the two costs, `gap` between the search's
 cost and the higher of the two bounds. Cost and memory are computed again from the whole problem, and the step's seconds
@@ -75,11 +75,11 @@ def plan(family: str, depth: int, seconds: float, seed: int, **sizes: int) -> di
 
     from benchmarks.step_problems import COPIES, Sizes, binding_budget, given, traced, two_boxes
     from pipeline.config import Backend, Search, Solve
-    from stages.solve.frontier import Sweep
-    from stages.solve.large.plain import plain
-    from stages.solve.large.run import search
+    from stages.solve.answer.frontier import Sweep
     from stages.solve.on_mesh import price_point
-    from stages.solve.problem import build, to_sharding
+    from stages.solve.problem.build import build, to_sharding
+    from stages.solve.search.large.plain import plain
+    from stages.solve.search.large.run import search
 
     start = time.monotonic()
     graph, profile = traced(family, depth, Sizes(**sizes))

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the rest is imported, Ctrl-C ends us without a word
 
-from pipeline import log as logs
-from pipeline.errors import ShardwrightError, Unforeseen
-from pipeline.files import told
-from pipeline.signals import Interrupted, interruptible
+from pipeline.base import log as logs
+from pipeline.base.errors import ShardwrightError, Unforeseen
+from pipeline.base.files import told
+from pipeline.base.signals import Interrupted, interruptible
 from stages import commands
 
 if TYPE_CHECKING:
+    from pipeline.base.stage import Inputs, Result
     from pipeline.config import Config
-    from pipeline.stage import Inputs, Result
 
 STAGES = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen", "train")
 PAGE_AFTER = ("codegen", "train")  # stages that tell something new of the plan
@@ -66,10 +66,10 @@ def _reader_is_gone() -> bool:
 
 
 def run_stage(name: str, root: Path, log: logs.Log) -> None:
+    from pipeline.base.stage import STAGES as specs
+    from pipeline.base.stage import execute
     from pipeline.config import load_config
-    from pipeline.place import find_place
-    from pipeline.stage import STAGES as specs
-    from pipeline.stage import execute
+    from pipeline.launch.place import find_place
 
     load_config(root)  # before the stage's own imports: a mistake in conf/ is told at once
     module = importlib.import_module(f"stages.{name}.run")

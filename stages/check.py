@@ -17,9 +17,8 @@ from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts import load_saved
-from pipeline.config import PIPELINE_AXIS, ClusterSource, Config, Device, Draft, Pipeline, TrainEngine, saved_file
-from pipeline.errors import (
+from pipeline.base.artifacts import load_saved
+from pipeline.base.errors import (
     ArtifactError,
     ConfigError,
     Mistakes,
@@ -28,9 +27,10 @@ from pipeline.errors import (
     TraceError,
     TrainError,
 )
-from pipeline.instantiate import add_code_path, instantiate
-from pipeline.log import Log
-from pipeline.messages import nearest
+from pipeline.base.instantiate import add_code_path, instantiate
+from pipeline.base.log import Log
+from pipeline.base.messages import nearest
+from pipeline.config import PIPELINE_AXIS, ClusterSource, Config, Device, Draft, Pipeline, TrainEngine, saved_file
 
 EVERY_AXIS = ("d0", "d1", "d2")  # as the meshes of a cluster name theirs
 RESUMED = re.compile(r"step-\d+")
@@ -118,7 +118,7 @@ def _as_taken(config: Config, model: Any) -> tuple[Config, list[TraceError]]:
 
 
 def _optimizer(config: Config) -> None:
-    from pipeline.optimizer import try_optimizer
+    from pipeline.user.optimizer import try_optimizer
 
     where, schedule = file_of(config, "train"), config.train.schedule
     device = config.cluster.device.value if config.cluster else "cpu"
@@ -148,7 +148,7 @@ def _data(config: Config) -> None:
 
 
 def _check_data_set(config: Config, settings: Mapping[str, Any], where: str, whole_batch: bool) -> None:
-    from pipeline.runtime.batches import length_of, sample_mistakes
+    from pipeline.runtime.step.batches import length_of, sample_mistakes
 
     dataset = instantiate(settings, where)
     length = length_of(dataset, where)
@@ -175,7 +175,7 @@ def _first(dataset: Any, where: str) -> Any:
 
 
 def _own_ops(config: Config, root: Path) -> Iterator[ShardwrightError]:
-    from pipeline.own_ops import know_own_ops
+    from pipeline.user.own_ops import know_own_ops
 
     return _raised(lambda: know_own_ops(config, None))
 
@@ -221,11 +221,11 @@ def _solver(config: Config, root: Path) -> Iterator[ShardwrightError]:
     """The program that solves, the saved plan, and what the constraints' lines say."""
     solve, where = config.solve, file_of(config, "solve")
     if solve.glpsol is not None and solve.backend.value == "glpk":
-        from stages.solve.backends.glpk import find_glpsol
+        from stages.solve.search.backends.glpk import find_glpsol
 
         yield from _raised(lambda: find_glpsol(solve.glpsol, where))
     if solve.constraints:
-        from stages.solve.constraints import parse
+        from stages.solve.problem.constraints import parse
 
         axes = _axes(config)
         yield from _raised(*(lambda n=n, t=t: parse({n: t}, axes, where) for n, t in solve.constraints.items()))
@@ -276,7 +276,7 @@ def _micro_batches(config: Config, root: Path) -> Iterator[ShardwrightError]:
 
 
 def _engine(config: Config, root: Path) -> Iterator[ShardwrightError]:
-    from stages.train.choice import check_batch
+    from stages.train.engines.choice import check_batch
 
     ranks = 1 if config.train.engine is TrainEngine.single else config.cluster.all_devices
     return _raised(lambda: check_batch(config, ranks))
@@ -326,8 +326,8 @@ def _weights(config: Config, root: Path, model: Any) -> Iterator[ShardwrightErro
     """The file has the model's names and shapes."""
     if config.train.init_from is None or not (root / config.train.init_from).is_file():
         return  # that has been told
-    from pipeline.weights import match_names, open_weights
-    from stages.train.tensors import state_names
+    from pipeline.user.weights import match_names, open_weights
+    from stages.train.engines.tensors import state_names
 
     path, where = root / config.train.init_from, f"{file_of(config, 'train')}: init_from"
     named = {**dict(model.named_buffers()), **dict(model.named_parameters())}

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ShardwrightError
-from pipeline.lock import locked, refuse_locked
-from pipeline.log import QUIET, VERBOSE, Log, say
-from pipeline.signals import run_dvc
+from pipeline.base.errors import ShardwrightError
+from pipeline.base.lock import locked, refuse_locked
+from pipeline.base.log import QUIET, VERBOSE, Log, say
+from pipeline.base.signals import run_dvc
 
 
 class RunFailed(ShardwrightError):
@@ -48,8 +48,8 @@ def check(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 
 def settings(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Writes what solve reads of the train file, for DVC, which cannot track a key that is left to its default."""
+    from pipeline.base.files import write_atomic
     from pipeline.config import load_config
-    from pipeline.files import write_atomic
 
     config = load_config(root)
     found = {"micro_batches": config.plain("train.micro_batches")}
@@ -225,7 +225,7 @@ def _with_python() -> dict[str, str]:
 def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Sends tracked runs that the store could not take when they were made."""
     from pipeline.config import load_config
-    from pipeline.tracker import sync as send
+    from pipeline.tracking.tracker import sync as send
 
     try:
         done = send(root, load_config(root).tracking, log)
@@ -238,7 +238,7 @@ def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 def ui(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Serves the MLflow UI on 127.0.0.1."""
     from pipeline.config import load_config
-    from pipeline.tracker import ui_command
+    from pipeline.tracking.tracker import ui_command
 
     command = ui_command(root, load_config(root).tracking)
     os.execvp(command[0], command)

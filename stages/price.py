@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
+from pipeline.base.log import Log, say
 from pipeline.cluster_model import Layout, LayoutError, Machine, Price, Schedule, Transformer, Wanted, price, search
 from pipeline.cluster_model.layout import why_not
 from pipeline.cluster_model.words import Asked, find_machine, find_model, in_words, read_words
 from pipeline.config import load_config
-from pipeline.log import Log, say
 
 
 def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:

@@ -7,13 +7,13 @@ import re
 import shlex
 from pathlib import Path
 
-from pipeline import artifacts
+from pipeline.base import artifacts
+from pipeline.base.errors import ShardwrightError
+from pipeline.base.files import write_atomic
+from pipeline.base.log import Log
 from pipeline.config import Config, TrainEngine, load_config
-from pipeline.errors import ShardwrightError
-from pipeline.files import write_atomic
 from pipeline.ir.cluster import Cluster
-from pipeline.log import Log
-from pipeline.place import PORTS
+from pipeline.launch.place import PORTS
 
 SCRIPT = """\
 #!/bin/bash

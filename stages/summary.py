@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline import artifacts
-from pipeline.artifacts import KINDS
+from pipeline.base import artifacts
+from pipeline.base.artifacts import KINDS
+from pipeline.base.secrets import without_secrets
+from pipeline.base.stage import STAGES, read_summary
 from pipeline.config import load_config
 from pipeline.ir.plan import Partition, Plan, Sharding
 from pipeline.ir.report import Report
-from pipeline.secrets import without_secrets
-from pipeline.stage import STAGES, read_summary
-from pipeline.tracker import latest_run_url
+from pipeline.tracking.tracker import latest_run_url
 
 
 def summarise(root: Path) -> str:

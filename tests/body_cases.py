@@ -13,7 +13,7 @@ from pipeline.runtime import (
     expert_split,
     row_split_embedding,
 )
-from pipeline.runtime.deferred import Deferred
+from pipeline.runtime.step.running_stats import Deferred
 from tests.ranks import AXIS
 
 

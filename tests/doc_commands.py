@@ -15,8 +15,8 @@ from pathlib import Path
 
 import yaml
 
+from pipeline.base.errors import ShardwrightError
 from pipeline.config import load_config
-from pipeline.errors import ShardwrightError
 from stages.__main__ import STAGES
 from stages.__main__ import _parser as stages_parser
 from stages.commands import COMMANDS

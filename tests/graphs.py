@@ -27,10 +27,10 @@ from pipeline.tracing.simplify import simplify
 from stages.checkpoint.choose import choose, evaluate
 from stages.cluster.run import from_preset
 from stages.profile.by_table import profile_graph
-from stages.solve.data import Problem
-from stages.solve.frontier import Solution, Sweep
+from stages.solve.answer.frontier import Solution, Sweep
 from stages.solve.on_mesh import price_point
-from stages.solve.problem import Choices, Given, build, to_sharding
+from stages.solve.problem.build import Choices, Given, build, to_sharding
+from stages.solve.problem.data import Problem
 from tests.made import made_once
 from tests.skips import Ladder, Shared, sequences
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline import runtime
-from pipeline.cost.paths import cheapest_path
-from pipeline.runtime.mesh import axis_of, joined, set_mesh
-from pipeline.runtime.parameters import piece_of
+from pipeline.runtime.programs.mesh import axis_of, joined, set_mesh
+from pipeline.runtime.programs.parameters import piece_of
+from pipeline.sharding.paths import cheapest_path
 from tests.graphs import preset
 from tests.meshes import At, check, convert, distribute, everywhere, mesh, own_piece, random_layout
 from tests.pieces import FORWARD, GRADIENT

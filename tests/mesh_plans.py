@@ -10,8 +10,8 @@ from math import prod
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Plan, Prediction, Sharding
-from pipeline.lowering import with_paths
 from pipeline.ops.mesh import graph_strategies
+from pipeline.sharding.lowering import with_paths
 from tests import plans
 from tests.graphs import preset
 from tests.meshes import mesh, random_layout

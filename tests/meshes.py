@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from pipeline import runtime
-from pipeline.cost.conversions import conversion_of, step_arguments, step_axis
 from pipeline.ir.cluster import Axis
 from pipeline.ir.layout import B, Layout, P, Place, R, S, State, at_places
-from pipeline.runtime import axes as runtime_axes
-from pipeline.runtime import collectives
-from pipeline.runtime.mesh import MeshAxis
+from pipeline.runtime.programs import axes as runtime_axes
+from pipeline.runtime.programs import collectives
+from pipeline.runtime.programs.mesh import MeshAxis
+from pipeline.sharding.conversions import conversion_of, step_arguments, step_axis
 from stages.cluster.formulas import Link, group_links
 from tests.pieces import FORWARD, GRADIENT
 from tests.simulated import Done
@@ -245,7 +245,7 @@ def run_threads(function: Callable[[At], object], axes: tuple[Axis, ...]) -> dic
     with (
         mock.patch.multiple(collectives, dist=Simulated, axis_of=of_thread, **replaced),
         mock.patch.multiple(runtime_axes, dist=Simulated, axis_of=of_thread),
-        mock.patch("pipeline.runtime.regather.axis_of", of_thread),
+        mock.patch("pipeline.runtime.recompute.regather.axis_of", of_thread),
     ):
         threads = [threading.Thread(target=run, args=(at,)) for at in places]
         for thread in threads:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import strategies as st
 
 from pipeline.ir.graph import Torch
-from pipeline.ops.complex_numbers import TRANSFORMS
-from pipeline.ops.elementwise import BY_OUTPUT, CURVES, STEPS
+from pipeline.ops.families.complex_numbers import TRANSFORMS
+from pipeline.ops.families.elementwise import BY_OUTPUT, CURVES, STEPS
 from pipeline.ops.own_names import EMBEDDING_BAG
 from tests.one_op import Draw, t
 

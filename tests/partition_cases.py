@@ -1,4 +1,4 @@
-"""Small random pipelines, and the search of every way to cut them, which uses nothing of hold.py and cuts.py."""
+"""Small random pipelines, and the search of every way to cut them, without in_flight_dp.py and cuts.py."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 
-from stages.checkpoint.chain import Chain
-from stages.checkpoint.given import Division, Wishes
-from stages.checkpoint.in_flight import Passage, run_partition
-from stages.checkpoint.pieces import Piece
-from stages.checkpoint.pipelines import Load, Pipeline, estimate, in_flight, orders, refusal, weights_of
-from stages.checkpoint.schedule import Keep, Region
-from stages.checkpoint.simulate import InvalidSequence
+from stages.checkpoint.pipelines.schedules import Load, Pipeline, estimate, in_flight, orders, refusal, weights_of
+from stages.checkpoint.pipelines.search_inputs import Division, Wishes
+from stages.checkpoint.pipelines.submesh_plans import Piece
+from stages.checkpoint.recompute.chain import Chain
+from stages.checkpoint.recompute.in_flight import Passage, run_partition
+from stages.checkpoint.recompute.schedule import Keep, Region
+from stages.checkpoint.recompute.simulate import InvalidSequence
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pipeline.ir.layout import State
-from pipeline.ops.pieces import FORWARD, GRADIENT, gradients, values, wrong_gradients, wrong_values
+from pipeline.ops.discovery.shards import FORWARD, GRADIENT, gradients, values, wrong_gradients, wrong_values
 
 __all__ = ["FORWARD", "GRADIENT", "check_gradients", "check_values", "gradients", "values"]
 

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import runtime
-from pipeline.cost.conversions import conversion_of, step_arguments
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.layout import Layout, R
 from pipeline.ir.names import look_up
 from pipeline.ir.plan import Partition, Plan, Prediction, Region
 from pipeline.ir.verify import verify_sharding
 from pipeline.ops.uneven import uneven_in
-from pipeline.partitions import part_of, restricted
-from pipeline.runtime.gradients import Gradients
-from pipeline.runtime.mesh import set_mesh
-from pipeline.runtime.parameters import piece_of
-from pipeline.runtime.passes import Copies
-from pipeline.runtime.source import load_program
+from pipeline.runtime.programs.mesh import set_mesh
+from pipeline.runtime.programs.parameters import piece_of
+from pipeline.runtime.programs.source import load_program
+from pipeline.runtime.step.gradients import Gradients
+from pipeline.runtime.step.passes import Copies
+from pipeline.sharding.conversions import conversion_of, step_arguments
+from pipeline.sharding.partitions import part_of, restricted
 from tests.plans import keepable, random_regions
 from tests.ranks import AXIS
 

@@ -21,22 +21,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pipeline.blocks import blocks_of
 from pipeline.config import Config, DType, Model, TensorSpec, load_config
-from pipeline.cost.slices import slices_of
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Partition as Planned
 from pipeline.ir.plan import Plan, Region
-from pipeline.products import PRODUCTS, is_put_off, weights
-from pipeline.runtime.parameters import piece_of
-from pipeline.runtime.partition import Partition
-from pipeline.runtime.put_off import Border
-from pipeline.runtime.source import load_program
+from pipeline.ops.blocks import blocks_of
+from pipeline.ops.products import PRODUCTS, is_put_off, weights
+from pipeline.runtime.pipelining.deferred_weight_grads import Border
+from pipeline.runtime.pipelining.partition import Partition
+from pipeline.runtime.programs.parameters import piece_of
+from pipeline.runtime.programs.source import load_program
+from pipeline.sharding.slices import slices_of
 from pipeline.tracing.trace import trace
-from stages.checkpoint.pipelines import Pipeline, orders
+from stages.checkpoint.pipelines.schedules import Pipeline, orders
 from stages.codegen.partitions import write_partitions
 from stages.codegen.slices import graphs_of_slices
-from stages.train.piped import Piped
+from stages.train.engines.pipelined import Piped
 from stages.verify import truth as verify_truth
 from stages.verify.locate import Case as Verified
 from stages.verify.locate import Fault, locate

@@ -8,9 +8,9 @@ from pipeline.config import Checkpoint, Pipeline, Recompute
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.plan import Frontier, FrontierPoint, Plan
 from pipeline.ir.profile import Compiled
-from stages.checkpoint.alone import find_alone
 from stages.checkpoint.choose import choose
-from stages.checkpoint.piped import Pipelines, find_pipelines
+from stages.checkpoint.pipelines.pipelined import Pipelines, find_pipelines
+from stages.checkpoint.unpipelined import find_alone
 from stages.solve.on_mesh import OnMesh
 from tests.graphs import GRAPHS, SILENT, preset, profile_of, solve_settings
 from tests.made import made_once

@@ -26,28 +26,28 @@ from pipeline.ir.names import look_up
 from pipeline.ir.plan import Plan, Prediction, Region, Sharding, Strategy, path_name
 from pipeline.ir.program import Call, Convert, Program
 from pipeline.ir.verify import gathered, verify_graph, verify_sharding
-from pipeline.lowering import lower
 from pipeline.models import gpt, mlp
 from pipeline.ops.dims import strategies
 from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
 from pipeline.ops.uneven import uneven_in
-from pipeline.runtime.gradients import Gradients, Row
-from pipeline.runtime.mesh import set_mesh
-from pipeline.runtime.parameters import piece_of
-from pipeline.runtime.passes import run_passes
-from pipeline.runtime.source import load_program
+from pipeline.runtime.programs.mesh import set_mesh
+from pipeline.runtime.programs.parameters import piece_of
+from pipeline.runtime.programs.source import load_program
+from pipeline.runtime.step.gradients import Gradients, Row
+from pipeline.runtime.step.passes import run_passes
+from pipeline.sharding.lowering import lower
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.export import export_loss
 from pipeline.tracing.lower import lower as to_ops
 from pipeline.tracing.simplify import simplify
 from stages.codegen.module import write_module
 from stages.profile.by_table import profile_graph
-from stages.solve.constraints import Hand
-from stages.solve.exact import restrict
-from stages.solve.problem import Given, build, to_sharding
-from stages.solve.storage import Stored, Way, storage_choices
-from stages.solve.wide import fastest
+from stages.solve.problem.build import Given, build, to_sharding
+from stages.solve.problem.constraints import Hand
+from stages.solve.problem.storage import Stored, Way, storage_choices
+from stages.solve.search.decomposition import fastest
+from stages.solve.search.exact import restrict
 from tests import skips
 from tests.graphs import preset, solve_settings
 from tests.made import made_once

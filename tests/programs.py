@@ -11,10 +11,10 @@ from torch import nn
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R
 from pipeline.ir.plan import Plan, Prediction, Region, Sharding
-from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
 from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
+from pipeline.sharding.lowering import lower
 from stages.codegen.module import write_module
 from tests.graphs import GRAPHS, gpt, gpt_batch, mlp, mlp_batch, trace
 from tests.made import made_once

@@ -16,18 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline import runtime
-from pipeline.cost.conversions import TABLE, conversion
 from pipeline.ir.layout import B, Layout, P, R, S, State
-from pipeline.runtime import later
-from pipeline.runtime.collectives import SHORT, all_reduce, own_sum
-from pipeline.runtime.compiled import compiled
-from pipeline.runtime.gradients import Gradients
-from pipeline.runtime.losses import count_targets, mean_cross_entropy, mean_of_pieces
-from pipeline.runtime.memory import storage_bytes
-from pipeline.runtime.mesh import axis_of, set_mesh
-from pipeline.runtime.parameters import piece_of, scope, whole_of
-from pipeline.runtime.passes import run_passes
-from pipeline.runtime.recompute import recompute
+from pipeline.runtime.compiler.compiled import compiled
+from pipeline.runtime.programs.collectives import SHORT, all_reduce, own_sum
+from pipeline.runtime.programs.losses import count_targets, mean_cross_entropy, mean_of_pieces
+from pipeline.runtime.programs.mesh import axis_of, set_mesh
+from pipeline.runtime.programs.parameters import piece_of, scope, whole_of
+from pipeline.runtime.recompute.regions import recompute
+from pipeline.runtime.step import piggyback_sums
+from pipeline.runtime.step.gradients import Gradients
+from pipeline.runtime.step.memory import storage_bytes
+from pipeline.runtime.step.passes import run_passes
+from pipeline.sharding.conversions import TABLE, conversion
 from tests import pieces
 from tests.ranks import AXIS
 
@@ -482,17 +482,17 @@ def check_later() -> None:
         other.start()
         losses = [runtime.all_reduce((weight.sum() * (rank + 1)).to(dtype), axis=AXIS, is_last=True) for _ in range(3)]
         assert sum(seat.rider is not None for seat in (*gradients.seats, *other.seats)) == 2 * riding
-        assert len(later._under_way) == 3 - 2 * riding
+        assert len(piggyback_sums._under_way) == 3 - 2 * riding
         sum(losses).backward()
         other.wait()
         gradients.wait()
         for loss in losses:
             torch.testing.assert_close(loss.detach(), (value * total).to(dtype))
         torch.testing.assert_close(weight.grad, torch.full_like(weight, 3 * total))
-        assert not later.in_step() and not later._under_way
+        assert not piggyback_sums.in_step() and not piggyback_sums._under_way
     gradients.start()
     loss = runtime.all_reduce(weight.sum() * (rank + 1), axis=AXIS, is_last=True)
-    later.settle()
+    piggyback_sums.settle()
     torch.testing.assert_close(loss.detach(), value * total)
     gradients.wait()
     torch.testing.assert_close(loss.detach(), value * total)

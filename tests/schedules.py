@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-from stages.checkpoint.chain import LAST, Chain
-from stages.checkpoint.schedule import Kind, Op
-from stages.checkpoint.simulate import State, Step, apply, problem, start
+from stages.checkpoint.recompute.chain import LAST, Chain
+from stages.checkpoint.recompute.schedule import Kind, Op
+from stages.checkpoint.recompute.simulate import State, Step, apply, problem, start
 
 Moves = Callable[[State], list[Step]]
 

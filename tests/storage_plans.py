@@ -14,7 +14,7 @@ from pipeline.ir.plan import Plan, Region, Strategy
 from pipeline.ir.profile import Profile
 from pipeline.ops.mesh import graph_strategies
 from stages.profile.run import make_profile
-from stages.solve.storage import Stored, Way, storage_choices
+from stages.solve.problem.storage import Stored, Way, storage_choices
 from tests import mesh_plans, plans
 from tests.graphs import SILENT, preset
 from tests.meshes import mesh

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from benchmarks.complex_models import ComplexLayers, Fourier, Rotary
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan, Region
-from pipeline.lowering import lower
-from pipeline.runtime.source import load_program
+from pipeline.runtime.programs.source import load_program
+from pipeline.sharding.lowering import lower
 from stages.codegen.module import write_module
 from stages.verify.float32 import judge_in_float32, runner
 from stages.verify.float64 import draws_alike

@@ -87,8 +87,8 @@ def _words(root: Path, reader: str, kind: str) -> list[str]:
 
 
 def _without_ranks() -> None:
-    from pipeline import launch
-    from pipeline.work_folder import LaunchFailed
+    from pipeline.launch import launch
+    from pipeline.launch.work_folder import LaunchFailed
 
     def refuse(*_: Any, **__: Any) -> None:
         raise LaunchFailed("ranks are not started here")
@@ -126,7 +126,7 @@ def _settings(root: Path, group: str, **changed: Any) -> None:
 
 
 def _report(root: Path) -> None:
-    from pipeline import artifacts
+    from pipeline.base import artifacts
     from pipeline.ir.report import Breakdown, Compared, Evaluation, Report
 
     plan = artifacts.load("plan", root)

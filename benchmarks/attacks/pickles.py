@@ -23,13 +23,13 @@ from benchmarks import small_project
 from benchmarks.attacks.outcome import TRACEBACK, Outcome, refusal
 from benchmarks.forged_snapshots import FILES, read_all, sign, snapshot
 from benchmarks.stage_runs import run
-from pipeline import artifacts
+from pipeline.base import artifacts
+from pipeline.base.errors import ShardwrightError
 from pipeline.config import load_config
-from pipeline.errors import ShardwrightError
-from pipeline.ops import discover
-from pipeline.spool import Spool, State
-from pipeline.weights import open_weights
-from stages.train.manifest import Damaged, Unreadable, snapshots_in
+from pipeline.ops.discovery import discover
+from pipeline.tracking.spool import Spool, State
+from pipeline.user.weights import open_weights
+from stages.train.snapshots.manifest import Damaged, Unreadable, snapshots_in
 
 
 class Evil:

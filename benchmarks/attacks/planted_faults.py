@@ -78,7 +78,7 @@ FAULTS: dict[str, Edits] = {
     "no gradient through an addend": (("add = x + linear_1", "add = x.detach() + linear_1"),),
     "a parameter is detached": (('transpose_1 * p["scale"]', 'transpose_1 * p["scale"].detach()'),),
     "a second run that is another": (
-        _import("replaying", "pipeline.runtime.recompute"),
+        _import("replaying", "pipeline.runtime.recompute.regions"),
         ("F.silu(linear)", "F.silu(linear) * (1.001 if replaying() else 1.0)"),
     ),
     # Types
@@ -200,7 +200,7 @@ class WarmRanks:
         self.folder.cleanup()
 
     def run(self, module: str, job: dict[str, Any], count: int, limit: float | None) -> dict[str, Any]:
-        from pipeline.work_folder import LaunchFailed
+        from pipeline.launch.work_folder import LaunchFailed
 
         assert (module, count) == ("stages.verify.worker", RANKS)
         for pipe in self.pipes:

@@ -82,8 +82,8 @@ def _script(folder: Path, name: str) -> tuple[bool, str]:
 
 
 def _line(folder: Path, name: str) -> tuple[bool, str]:
-    from pipeline.errors import ShardwrightError
-    from pipeline.log import _Format
+    from pipeline.base.errors import ShardwrightError
+    from pipeline.base.log import _Format
 
     record = logging.LogRecord("x", logging.WARNING, "", 0, "%s is not there", (name,), None)
     shown = _Format("[x] ").format(record).replace("\n", "").replace("\t", "") + ShardwrightError(name).line()
@@ -102,7 +102,7 @@ def _key(folder: Path, name: str) -> tuple[bool, str]:
     """What MLflow takes as the name of a param."""
     from mlflow.utils.validation import _validate_param
 
-    from pipeline.tracking import _keys
+    from pipeline.tracking.sender import _keys
 
     keys = _keys("trace.", [name, f"{name}x"])
     for key in keys.values():

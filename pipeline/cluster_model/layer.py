@@ -19,7 +19,7 @@ from math import ceil
 from pipeline.cluster_model.layout import Attention, Layout, Recompute
 from pipeline.cluster_model.machine import Machine
 from pipeline.cluster_model.sizes import Transformer
-from pipeline.cost.kernels import ATTENTION, CAUSAL, TILE
+from pipeline.rates.kernels import ATTENTION, CAUSAL, TILE
 
 DEPTH = 64  # of a product at which half of its time is its start and end
 SPLIT = 1024  # of its depth: few tiles share a longer sum

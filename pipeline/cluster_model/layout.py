@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pipeline.base.errors import ShardwrightError
 from pipeline.cluster_model.sizes import Transformer
-from pipeline.errors import ShardwrightError
 
 
 class LayoutError(ShardwrightError):

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.base.errors import ClusterError
 from pipeline.config import Cluster, ClusterSource
-from pipeline.errors import ClusterError
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.errors import ConfigError, ShardwrightError
+from pipeline.base.messages import nearest
 from pipeline.cluster_model.layout import Attention, Recompute, Schedule
 from pipeline.cluster_model.machine import Machine, machine_of
 from pipeline.cluster_model.sizes import KNOWN, Transformer
 from pipeline.config import ClusterSource, Config, Model, listing, load_part
-from pipeline.errors import ConfigError, ShardwrightError
-from pipeline.messages import nearest
 
 GPT = "pipeline.models.gpt.build"
 DEFAULT_CLUSTER = "dgx_a100_infiniband"  # where the project's own is measured

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
+from pipeline.base.errors import ConfigError
+from pipeline.base.messages import nearest, shown, suggestion
 from pipeline.config.schema import AUTO, MISSING, SOLVE, Form, Rule, rule_of
 from pipeline.config.source import UNREAD, Key, Source
-from pipeline.errors import ConfigError
-from pipeline.messages import nearest, shown, suggestion
 from pipeline.ops.dims import check_line
 
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.errors import ConfigError, Mistakes, ShardwrightError, refuse
+from pipeline.base.messages import shown, suggestion
 from pipeline.config.load import ROOT_FILE, build, choices_remedy, choose, group_file, load_config
 from pipeline.config.schema import GROUPS, Config, Experiment, Root, Sweep
 from pipeline.config.source import Key, Source, listing, parse, parse_value, read, read_bytes
-from pipeline.errors import ConfigError, Mistakes, ShardwrightError, refuse
-from pipeline.messages import shown, suggestion
 
 ROOT_KEYS = ("code", "tracking")
 

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.errors import ConfigError, Mistakes, ShardwrightError, refuse
+from pipeline.base.messages import nearest, shown
 from pipeline.config.check import check, check_key, fields_of, mandatory
 from pipeline.config.pipelines import PIPELINE_CHECKS, check_checkpoint
 from pipeline.config.schema import (
@@ -30,8 +32,6 @@ from pipeline.config.schema import (
 )
 from pipeline.config.source import UNREAD, Key, Source, dotted, listing, read
 from pipeline.config.training import TRAINING_CHECKS
-from pipeline.errors import ConfigError, Mistakes, ShardwrightError, refuse
-from pipeline.messages import nearest, shown
 
 ROOT_FILE = "conf/config.yaml"
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".pt", ".pth", ".bin")

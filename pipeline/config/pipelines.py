@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from pipeline.base.errors import ConfigError
 from pipeline.config.schema import Checkpoint, Config, Pipeline, Recompute
 from pipeline.config.source import Source
-from pipeline.errors import ConfigError
 
 PIPELINE_AXIS = "pp"  # in `mesh` of conf/solve: partitions of equal meshes
 OFF, SOLVED, INTERLEAVED = Pipeline("off"), Pipeline("solve"), Pipeline("interleaved")

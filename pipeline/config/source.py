@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import ConfigError, refuse
-from pipeline.messages import shown
+from pipeline.base.errors import ConfigError, refuse
+from pipeline.base.messages import shown
 
 Key = tuple[str | int, ...]
 Mark = tuple[int, int]

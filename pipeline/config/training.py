@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from pipeline.base.errors import ConfigError
 from pipeline.config.schema import BatchNorm, Config, Decay, TrainEngine
 from pipeline.config.source import Source
-from pipeline.errors import ConfigError
 
 
 def _check_schedule(config: Config, source_of: Callable[[str], Source]) -> Iterator[ConfigError]:

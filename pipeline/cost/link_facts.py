@@ -13,22 +13,22 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from pipeline.autocast import LOW
-from pipeline.cost.compute import Seconds, local_bytes, op_seconds
-from pipeline.cost.conversions import conversion_of
 from pipeline.cost.groups import Group
-from pipeline.cost.kernels import Card, kernel_seconds
 from pipeline.cost.memory import LinkParts, link_parts
 from pipeline.cost.step import LinkPrice, convert_seconds
-from pipeline.cost.talks import talk_seconds
 from pipeline.cost.unsplit import card_of
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import Link, OpGraph, Role
 from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.profile import Held, Kernel, LinkKernels, OpCost, Profile
 from pipeline.ir.program import Call, Convert, Program, Step, Tensor
-from pipeline.lowering import home_layouts
+from pipeline.ops.autocast import LOW
 from pipeline.ops.table import rule_of
+from pipeline.rates.compute import Seconds, local_bytes, op_seconds
+from pipeline.rates.inner_collectives import talk_seconds
+from pipeline.rates.kernels import Card, kernel_seconds
+from pipeline.sharding.conversions import conversion_of
+from pipeline.sharding.lowering import home_layouts
 
 CAST = "_to_copy"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -11,7 +11,6 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.cost.compute import Seconds
 from pipeline.cost.groups import Group, Join, groups_of
 from pipeline.cost.link_facts import Facts, LinkFacts, LinkHost, StepFacts
 from pipeline.cost.step import LinkPrice
@@ -20,6 +19,7 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import CompiledWay, Profile
 from pipeline.ir.program import Program
+from pipeline.rates.compute import Seconds
 
 MOST_WAYS = 8  # of keeping a part of a link
 WORTH = 0.02  # of what a link keeps: a way that saves less than this on the one before is left out
@@ -36,7 +36,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a link with its backward to come. Bytes as in `stages.checkpoint.chain`.
+    """One way to run a link with its backward to come. Bytes as in `stages.checkpoint.recompute.chain`.
 
     Seconds are those of the line that takes longer.
     """

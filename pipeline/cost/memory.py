@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from pipeline.cost.compute import local_bytes
-from pipeline.cost.conversions import TABLE, conversion_of, gathered_beside, gathered_together
 from pipeline.ir.graph import Link, OpGraph
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
 from pipeline.ir.program import GATHERED_ALONE, Call, Convert, Step, Tensor
+from pipeline.rates.compute import local_bytes
+from pipeline.sharding.conversions import TABLE, conversion_of, gathered_beside, gathered_together
 
 
 @dataclass(frozen=True)

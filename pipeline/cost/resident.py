@@ -8,10 +8,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pipeline.cost.compute import local_bytes
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Sharding
-from pipeline.lowering import state_layouts
+from pipeline.rates.compute import local_bytes
+from pipeline.sharding.lowering import state_layouts
 
 
 class Kept(StrEnum):

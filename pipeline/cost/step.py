@@ -8,8 +8,8 @@ optimizer state that is split over axes Z on which the parameter is not (ZeRO-1)
                      all-reduced over A without Z                   m' / |both| bytes
     after optimizer  the new values are all-gathered over Z         m bytes
 
-Without Z this is the all-reduce of DDP. Axes of one collective are taken as one (pipeline.cost.joined). A collective's
-latency belongs to a bucket; a parameter pays its share of it. That backward hides the sums is not priced.
+Without Z this is the all-reduce of DDP. Axes of one collective are taken as one (pipeline.rates.joined_axes). A
+collective's latency belongs to a bucket; a parameter pays its share of it. That backward hides the sums is not priced.
 
 The parameters that a link gathers (ZeRO-2, ZeRO-3) are one collective too, of which each pays its share.
 
@@ -22,9 +22,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from pipeline.cost.allocator import spare
-from pipeline.cost.compute import Seconds, local_bytes, op_seconds, optimizer_seconds
-from pipeline.cost.conversions import (
+from pipeline.cost.memory import LinkMemory, link_memory
+from pipeline.ir.cluster import LATER, Axis, Cluster
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.layout import Layout
+from pipeline.ir.plan import Sharding
+from pipeline.ir.profile import Profile
+from pipeline.ir.program import Call, Convert, Program, Step, Tensor
+from pipeline.rates.allocator import spare
+from pipeline.rates.compute import Seconds, local_bytes, op_seconds, optimizer_seconds
+from pipeline.rates.inner_collectives import talk_seconds
+from pipeline.rates.joined_axes import joined_link
+from pipeline.sharding.conversions import (
     TABLE,
     conversion_of,
     gathered_beside,
@@ -32,19 +41,10 @@ from pipeline.cost.conversions import (
     gathered_together,
     step_axis,
 )
-from pipeline.cost.joined import joined_link
-from pipeline.cost.memory import LinkMemory, link_memory
-from pipeline.cost.paths import Paths
-from pipeline.cost.talks import talk_seconds
-from pipeline.ir.cluster import LATER, Axis, Cluster
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Sharding
-from pipeline.ir.profile import Profile
-from pipeline.ir.program import Call, Convert, Program, Step, Tensor
-from pipeline.lowering import home_layouts, state_layouts
+from pipeline.sharding.lowering import home_layouts, state_layouts
+from pipeline.sharding.paths import Paths
 
-BUCKET_BYTES = 25e6  # of the buckets of pipeline.runtime.gradients
+BUCKET_BYTES = 25e6  # of the buckets of pipeline.runtime.step.gradients
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _left_over(graph: OpGraph, cluster: Cluster, sharding: Sharding, optimizer_c
 
 
 def ahead_bytes(graph: OpGraph, steps: Sequence[Step], sizes: tuple[int, ...]) -> int:
-    """What a link's gather of parameters as they are stored receives and sends (pipeline.runtime.ahead)."""
+    """What a link's gather of parameters as they are stored receives and sends (pipeline.runtime.step.prefetch)."""
     again = [step for step in steps if isinstance(step, Convert) and step.again]
     made = {step.target for step in again}
     joined = {step for run in gathered_together(graph, steps, sizes) for step in run}

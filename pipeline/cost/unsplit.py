@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
-from pipeline.cost.kernels import Card, Part, kernel_seconds, queue_seconds
 from pipeline.ir.cluster import HALF, Compute
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel, Kernels
+from pipeline.rates.kernels import Card, Part, kernel_seconds, queue_seconds
 
 
 @dataclass(frozen=True)

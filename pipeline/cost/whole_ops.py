@@ -10,15 +10,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.cost.compute import op_seconds
-from pipeline.cost.slices import sliced
 from pipeline.ir.cluster import Compute
 from pipeline.ir.graph import Op, OpGraph
 from pipeline.ir.plan import Plan, Sharding
 from pipeline.ir.profile import Profile
 from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
-from pipeline.partitions import busiest, part_of
+from pipeline.rates.compute import op_seconds
+from pipeline.sharding.partitions import busiest, part_of
+from pipeline.sharding.slices import sliced
 
 LACK = "whole on every rank for lack of a rule"
 
@@ -82,7 +82,7 @@ def lacks_rule(graph: OpGraph, op: Op, sizes: tuple[int, ...]) -> bool:
     dims = {size for kind in graph.types((*op.inputs, *op.outputs)) for size in kind.shape}
     if rule_of(op) is not None or not any(axis > 1 and size and size % axis == 0 for axis in sizes for size in dims):
         return False
-    from pipeline.ops.discover import find  # needs torch, and only ops without a rule need it
+    from pipeline.ops.discovery.discover import find  # needs torch, and only ops without a rule need it
 
     return not any(state.kind == "S" for one in find(view_op(graph, op)) for state in (*one.inputs, *one.outputs))
 

@@ -28,7 +28,7 @@ class Role(Enum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     RESULT = "result"
-    ENTERS = "enters"  # in the graph of a partition alone (pipeline.partitions): an earlier one has written it
+    ENTERS = "enters"  # in the graph of a partition alone (pipeline.sharding.partitions): an earlier one has written it
 
 
 @dataclass(frozen=True)

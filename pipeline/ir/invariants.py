@@ -1,7 +1,7 @@
 """What must hold of the bodies of artifacts beside their types: in each by itself, and beside those that it names.
 
 A digest is no signature: whoever writes a file can write its digest. So what a stage reads is checked once, where it is
-read (pipeline/artifacts.py, pipeline/stage.py), and all that follows may rely on it.
+read (pipeline/base/artifacts.py, pipeline/base/stage.py), and all that follows may rely on it.
 """
 
 from __future__ import annotations

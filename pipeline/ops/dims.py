@@ -162,7 +162,7 @@ def strategies(rule: OpRule | None, view: OpView, size: int) -> tuple[Strategy, 
 
 
 def _discovered(view: OpView, size: int) -> list[Strategy]:
-    from pipeline.ops.discover import discovered  # needs torch, and only ops without a rule need it
+    from pipeline.ops.discovery.discover import discovered  # needs torch, and only ops without a rule need it
 
     return list(discovered(view, size))
 

@@ -11,7 +11,6 @@ from pipeline.ops.dims import check_line
 from pipeline.ops.public import public_call
 from pipeline.ops.rule import Dims, Flops, Linear, OpRule, Rendered, no_flops
 
-# The files that have RULES; others of this folder try ops out, and need torch.
 FAMILIES = (
     "attention", "complex_numbers", "convolution", "elementwise", "embedding", "factory", "indexing", "joining", "loss",
     "matmul", "norm", "pooling", "recurrent", "reduction", "views",
@@ -22,7 +21,7 @@ FAMILIES = (
 def table() -> dict[str, OpRule]:
     rules: dict[str, OpRule] = {}
     for family in FAMILIES:
-        for rule in importlib.import_module(f"pipeline.ops.{family}").RULES:
+        for rule in importlib.import_module(f"pipeline.ops.families.{family}").RULES:
             if rule.target in rules:
                 raise ValueError(f"{rule.target} has two rules; keep one")
             rules[rule.target] = rule

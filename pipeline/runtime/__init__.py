@@ -1,7 +1,8 @@
 """What generated programs import: conversions between layouts, losses over split batches, recompute, parameters."""
 
-from pipeline.runtime.autocast import without_autocast
-from pipeline.runtime.collectives import (
+from pipeline.runtime.compiler.compiled import channels_last, compiled
+from pipeline.runtime.programs.autocast import without_autocast
+from pipeline.runtime.programs.collectives import (
     all_gather,
     all_reduce,
     all_reduce_both,
@@ -16,15 +17,19 @@ from pipeline.runtime.collectives import (
     shard,
     sum_gradient,
 )
-from pipeline.runtime.compiled import channels_last, compiled
-from pipeline.runtime.embedding import row_split_embedding, row_split_embedding_bag
-from pipeline.runtime.experts import expert_split
-from pipeline.runtime.losses import class_split_cross_entropy, count_targets, mean_cross_entropy, mean_of_pieces
-from pipeline.runtime.norms import batch_norm
-from pipeline.runtime.parameters import scope
-from pipeline.runtime.random import drawn_apart
-from pipeline.runtime.recompute import kept, recompute, recompute_except_last
-from pipeline.runtime.regather import again, all_gather_together, keep_shards, regather, regather_together
+from pipeline.runtime.programs.embedding import row_split_embedding, row_split_embedding_bag
+from pipeline.runtime.programs.experts import expert_split
+from pipeline.runtime.programs.losses import (
+    class_split_cross_entropy,
+    count_targets,
+    mean_cross_entropy,
+    mean_of_pieces,
+)
+from pipeline.runtime.programs.norms import batch_norm
+from pipeline.runtime.programs.parameters import scope
+from pipeline.runtime.programs.random import drawn_apart
+from pipeline.runtime.recompute.regather import again, all_gather_together, keep_shards, regather, regather_together
+from pipeline.runtime.recompute.regions import kept, recompute, recompute_except_last
 
 __all__ = [
     "again",

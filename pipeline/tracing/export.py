@@ -22,11 +22,11 @@ from torch.fx import proxy
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from pipeline.errors import TraceError
-from pipeline.loss import pick_loss
+from pipeline.base.errors import TraceError
 from pipeline.tracing.autocast import device_autocast
 from pipeline.tracing.certain import CertainBranches
 from pipeline.tracing.source import Stack, origin
+from pipeline.user.loss import pick_loss
 
 
 class LossOnly(nn.Module):

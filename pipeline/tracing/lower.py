@@ -19,9 +19,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.autocast import KEYS, policy_of
-from pipeline.errors import TraceError
+from pipeline.base.errors import TraceError
 from pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
+from pipeline.ops.autocast import KEYS, policy_of
 from pipeline.ops.own_names import CONSTANT
 from pipeline.ops.table import table
 from pipeline.tracing.autocast import LOW

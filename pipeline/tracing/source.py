@@ -18,7 +18,7 @@ _LIBRARIES = tuple(f"{_TORCH}{folder}/" for folder in ("distributions", "nn/util
 _NOT_THEIRS = (
     _TORCH,
     *(f"{_HERE / folder}/" for folder in ("pipeline/tracing", "stages")),
-    *(str(_HERE / "pipeline" / file) for file in ("loss.py", "stage.py", "instantiate.py")),
+    *(str(_HERE / "pipeline" / file) for file in ("user/loss.py", "base/stage.py", "base/instantiate.py")),
     "<frozen",
     "<string>",
 )

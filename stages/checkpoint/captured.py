@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pipeline.errors import SolveError
+from pipeline.base.errors import SolveError
 from pipeline.ir.cluster import NO_HOST, Cluster
 from pipeline.ir.plan import Plan
 

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pipeline.base.errors import BudgetError, SolveError
 from pipeline.config import Checkpoint
 from pipeline.cost.resident import budget_of, gigabytes, resident_parts
 from pipeline.cost.step import StepPrice, price_step
-from pipeline.errors import BudgetError, SolveError
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Alternative, Frontier, Partition, Plan, Prediction, Region, Sharding
 from pipeline.ir.profile import Profile
-from pipeline.lowering import lower
-from pipeline.partitions import restricted
-from stages.checkpoint import rotor, schedule, timeline
-from stages.checkpoint.chain import Chain, Slots
+from pipeline.sharding.lowering import lower
+from pipeline.sharding.partitions import restricted
+from stages.checkpoint import timeline
 from stages.checkpoint.describe import axes_in_words, passes_in_words, pipeline_in_words, recompute_in_words
-from stages.checkpoint.given import Floor
-from stages.checkpoint.hand import fixed_schedule, join_of
-from stages.checkpoint.linearize import Linear, linearize, loss_temporaries
 from stages.checkpoint.offers import Offer, alternatives
-from stages.checkpoint.piped import Piped, Pipelines, predict
-from stages.checkpoint.simulate import Outcome, State, Step, simulate
-from stages.checkpoint.two_lines import played
-from stages.checkpoint.within import fastest_within
+from stages.checkpoint.pipelines.pipelined import Piped, Pipelines, predict
+from stages.checkpoint.pipelines.search_inputs import Floor
+from stages.checkpoint.recompute import rotor, schedule
+from stages.checkpoint.recompute.chain import Chain, Slots
+from stages.checkpoint.recompute.fit_budget import fastest_within
+from stages.checkpoint.recompute.linearize import Linear, linearize, loss_temporaries
+from stages.checkpoint.recompute.simulate import Outcome, State, Step, simulate
+from stages.checkpoint.recompute.two_lines import played
+from stages.checkpoint.user_choices import fixed_schedule, join_of
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from pipeline.cost.step import StepPrice
 from pipeline.ir.plan import Event, Timeline, Total
-from stages.checkpoint.in_full import PipelinePlan
-from stages.checkpoint.linearize import Linear
-from stages.checkpoint.schedule import Kind
-from stages.checkpoint.simulate import Outcome
+from stages.checkpoint.pipelines.refine import PipelinePlan
+from stages.checkpoint.recompute.linearize import Linear
+from stages.checkpoint.recompute.schedule import Kind
+from stages.checkpoint.recompute.simulate import Outcome
 
 MOST_EVENTS = 2000
 PHASES = {"F": "forward", "B": "backward", "W": "weight gradients"}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pipeline.cost.compute import optimizer_bytes
+from pipeline.rates.compute import optimizer_bytes
 from stages.cluster.timing import Clock, Work, slowest
 
 SIDES = {"cpu": (32, 64, 128, 256, 384), "cuda": (128, 512, 1024, 2048, 4096)}

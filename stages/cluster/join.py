@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pipeline.launch import Node, run_ranks
-from pipeline.work_folder import LaunchFailed
+from pipeline.launch.launch import Node, run_ranks
+from pipeline.launch.work_folder import LaunchFailed
 from stages.cluster.meeting import Arrival, Guest
 
 

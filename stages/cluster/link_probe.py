@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from pipeline.ir.cluster import SEND
-from pipeline.runtime.collectives import all_gather_into, own_sum
-from pipeline.runtime.mesh import MeshAxis
+from pipeline.runtime.programs.collectives import all_gather_into, own_sum
+from pipeline.runtime.programs.mesh import MeshAxis
 from stages.cluster.fit import reduce_times
 from stages.cluster.rounds import Round
 from stages.cluster.sizes import SMALLEST, ends_first

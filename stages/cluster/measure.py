@@ -9,13 +9,13 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from pipeline.base.errors import ClusterError
+from pipeline.base.log import Log
 from pipeline.config import Cluster as Settings
 from pipeline.config import Device
-from pipeline.errors import ClusterError
 from pipeline.ir.cluster import LATER, Axis, Cluster, Compute, Curve, Group, Host, LinkCost, Measured, Mesh, Pace
-from pipeline.launch import Node, run_ranks
-from pipeline.log import Log
-from pipeline.work_folder import LaunchFailed
+from pipeline.launch.launch import Node, run_ranks
+from pipeline.launch.work_folder import LaunchFailed
 from stages.cluster.fit import fit_errors, fit_links, in_a_step, least_squares_line, link_beyond
 from stages.cluster.meshes import candidate_meshes, candidate_splits
 from stages.cluster.topology import common_group, device_order, find_groups, pair_matrices, with_uplinks

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.ir.cluster import LinkCost
-from pipeline.rank import end_after_cause, follow_parent, report_error, write_result
-from pipeline.rendezvous import init_process_group
+from pipeline.launch.rank import end_after_cause, follow_parent, report_error, write_result
+from pipeline.launch.rendezvous import init_process_group
 from stages.cluster.compute_probe import measure_compute
 from stages.cluster.link_probe import axis_groups, measure_axis, measure_crossing, measure_overlap, measure_pairs
 from stages.cluster.meeting import Voice

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from pipeline.base.files import write_atomic
+from pipeline.base.stage import Inputs, Result
 from pipeline.config import ClusterSource, Config
-from pipeline.files import write_atomic
 from pipeline.ir.cluster import Cluster
-from pipeline.stage import Inputs, Result
 from stages.cluster.described import from_preset, simulate
 from stages.cluster.measure import measure
 from stages.cluster.picture import draw

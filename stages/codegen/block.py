@@ -8,15 +8,6 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 from pipeline import runtime_names
-from pipeline.cost.conversions import (
-    REGATHER,
-    TABLE,
-    conversion_of,
-    gathered_together,
-    made_again,
-    step_arguments,
-    step_axis,
-)
 from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
 from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import is_name, printable
@@ -25,6 +16,15 @@ from pipeline.ir.program import Call, Convert, Step, Tensor
 from pipeline.ops.public import public_call
 from pipeline.ops.rule import Rendered, plain_view
 from pipeline.ops.table import rule_of
+from pipeline.sharding.conversions import (
+    REGATHER,
+    TABLE,
+    conversion_of,
+    gathered_together,
+    made_again,
+    step_arguments,
+    step_axis,
+)
 from stages.codegen.counts import counted_together
 from stages.codegen.text import LINE, quoted, without_literals
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from math import isclose, prod
 
 from pipeline.ir.graph import Arg, Op, OpGraph, Ref
-from pipeline.ops.loss import SUM
+from pipeline.ops.families.loss import SUM
 from pipeline.ops.public import overload_of
 
 Powers = frozenset[int]  # of the terms of a value; none: not known

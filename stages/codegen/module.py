@@ -10,7 +10,7 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.names import pattern
 from pipeline.ir.plan import Plan, Sharding
 from pipeline.ir.program import Program
-from pipeline.lowering import state_layouts
+from pipeline.sharding.lowering import state_layouts
 from stages.codegen.functions import functions_of
 from stages.codegen.part import Part, class_text, write_part
 from stages.codegen.text import one_or_many, quoted, runtime_import

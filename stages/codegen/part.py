@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from pipeline.blocks import convolves, relus_between
 from pipeline.ir.graph import Link, Op, OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.names import is_name, printable
 from pipeline.ir.plan import Region, Sharding
 from pipeline.ir.program import Call, Program, Tensor
-from pipeline.lowering import home_layouts
+from pipeline.ops.blocks import convolves, relus_between
+from pipeline.sharding.lowering import home_layouts
 from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, Outside, free_name, returned, statement
 from stages.codegen.text import one_or_many, quoted
 

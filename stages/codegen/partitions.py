@@ -17,8 +17,8 @@ from pipeline.ir.graph import OpGraph, Role, Value
 from pipeline.ir.layout import Layout
 from pipeline.ir.names import ranges
 from pipeline.ir.plan import Plan, Region
-from pipeline.lowering import lower
-from pipeline.partitions import crossing, part_of
+from pipeline.sharding.lowering import lower
+from pipeline.sharding.partitions import crossing, part_of
 from stages.codegen.block import RESERVED, Outside
 from stages.codegen.functions import functions_of
 from stages.codegen.module import parameter_rows, told_device, told_digest, told_slices

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from pipeline.base.errors import CodegenError
+from pipeline.base.stage import Inputs, Result
 from pipeline.config import Config
-from pipeline.errors import CodegenError
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan
 from pipeline.ir.verify import verify_sharding
-from pipeline.lowering import lower
 from pipeline.ops.uneven import uneven_in
-from pipeline.partitions import part_of
-from pipeline.stage import Inputs, Result
+from pipeline.sharding.lowering import lower
+from pipeline.sharding.partitions import part_of
 from stages.codegen.module import write_module
 from stages.codegen.partitions import write_partitions
 from stages.codegen.slices import graphs_of_slices

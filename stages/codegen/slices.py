@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
 
+from pipeline.base.errors import SolveError, TraceError
 from pipeline.config import Config
-from pipeline.errors import SolveError, TraceError
 from pipeline.ir.graph import Arg, Args, Op, OpGraph, Ref
 from pipeline.ir.plan import Plan
 from pipeline.ir.verify import InvalidSharding, verify_sharding
 from pipeline.ops.uneven import uneven_in
-from pipeline.partitions import part_of
+from pipeline.sharding.partitions import part_of
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.lower import Ops
 from pipeline.tracing.trace import trace

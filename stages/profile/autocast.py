@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.autocast import Policy, policy_of
+from pipeline.ops.autocast import Policy, policy_of
 from stages.profile import recurrent
 
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 import pipeline.ops.own  # noqa: F401  -- blocks may call them
-from pipeline.blocks import blocks_of, convolves, relus_between
-from pipeline.cost.allocator import SPARE, uneven
-from pipeline.garbage import no_collection
+from pipeline.base.garbage import no_collection
 from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
 from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
-from pipeline.runtime.autocast import without_autocast
-from pipeline.runtime.compiled import compiled
+from pipeline.ops.blocks import blocks_of, convolves, relus_between
+from pipeline.rates.allocator import SPARE, uneven
+from pipeline.runtime.compiler.compiled import compiled
+from pipeline.runtime.programs.autocast import without_autocast
 from stages.profile.link import Ends, link_ends
 from stages.profile.step import ends_of
 

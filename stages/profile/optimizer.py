@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.cost.kernels import OPTIMIZER_KERNELS
 from pipeline.ir.graph import TensorType
 from pipeline.ir.profile import Kernel
-from pipeline.optimizer import try_optimizer
+from pipeline.rates.kernels import OPTIMIZER_KERNELS
+from pipeline.user.optimizer import try_optimizer
 from stages.profile.symbolic import Storage, Watch, rounded
 
 Build = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]

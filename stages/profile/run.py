@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
+from pipeline.base.files import write_atomic
+from pipeline.base.log import Log
+from pipeline.base.stage import Inputs, Result
 from pipeline.config import Config
-from pipeline.files import write_atomic
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.profile import Compiled, Profile, as_run
-from pipeline.log import Log
 from pipeline.ops.table import rule_of
-from pipeline.optimizer import build_optimizer
-from pipeline.stage import Inputs, Result
+from pipeline.user.optimizer import build_optimizer
 from stages.profile.by_table import profile_graph, saved_bytes
 from stages.profile.costs import all_kernels, op_costs, value_types
 from stages.profile.optimizer import Build, optimizer_copies

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pipeline.cost.conversions import conversion_of, made_again, step_axis
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.program import Call, Convert, Step, Tensor
+from pipeline.sharding.conversions import conversion_of, made_again, step_axis
 from stages.report.priced import Priced, class_of
 
 HERE = "{}"

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pipeline.cost.compute import Seconds, op_seconds
-from pipeline.cost.conversions import conversion_of
-from pipeline.cost.slices import sliced
 from pipeline.cost.step import StepPrice, convert_seconds, price_step
-from pipeline.cost.talks import talk_seconds
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Partition
 from pipeline.ir.profile import Profile, as_run
 from pipeline.ir.program import Call, Convert, Program, Step
-from pipeline.lowering import lower
-from pipeline.partitions import part_of
+from pipeline.rates.compute import Seconds, op_seconds
+from pipeline.rates.inner_collectives import talk_seconds
+from pipeline.sharding.conversions import conversion_of
+from pipeline.sharding.lowering import lower
+from pipeline.sharding.partitions import part_of
+from pipeline.sharding.slices import sliced
 from stages.report.sources import Sources
 
 VIEWS = "views"

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline.base.errors import ShardwrightError
+from pipeline.base.files import write_atomic
+from pipeline.base.instantiate import add_code_path
+from pipeline.base.log import Log
+from pipeline.base.stage import Inputs, Result
 from pipeline.config import Config, load_config
-from pipeline.errors import ShardwrightError
-from pipeline.files import write_atomic
-from pipeline.instantiate import add_code_path
 from pipeline.ir.report import Report
-from pipeline.log import Log
-from pipeline.ops.remembered import remember_in
-from pipeline.stage import Inputs, Result
+from pipeline.ops.discovery.remembered import remember_in
 from stages.report.facts import facts_of
 from stages.report.page import page_of, page_without_facts
 from stages.report.sources import ABOVE, read_sources

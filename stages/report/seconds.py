@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pipeline.ir.plan import Plan
 from pipeline.ir.program import Call, Step
-from pipeline.partitions import busiest
+from pipeline.sharding.partitions import busiest
 from stages.report.priced import Priced, class_of
 
 SUMS = "gradient sums, in buckets"

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline import artifacts
-from pipeline.artifacts import KINDS, Artifact
+from pipeline.base import artifacts
+from pipeline.base.artifacts import KINDS, Artifact
+from pipeline.base.errors import ArtifactError
+from pipeline.base.soundness import check_sound
 from pipeline.config import Config
-from pipeline.errors import ArtifactError
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Plan
 from pipeline.ir.profile import Profile
 from pipeline.ir.report import Report
-from pipeline.own_ops import know_own_ops
-from pipeline.soundness import check_sound
+from pipeline.user.own_ops import know_own_ops
 
 ABOVE = ("graph", "profile", "cluster", "frontier")
 

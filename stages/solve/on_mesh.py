@@ -8,22 +8,22 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 
+from pipeline.base.log import Advance, Log
 from pipeline.config import Solve
 from pipeline.cost.step import price_step
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Baseline, FrontierPoint, Proof, Sharding
 from pipeline.ir.profile import Profile
-from pipeline.log import Advance, Log
-from pipeline.lowering import lower, with_paths
-from stages.solve.baselines import baselines
-from stages.solve.constraints import Hand
-from stages.solve.exact import Reduced, as_it_is, restrict
-from stages.solve.frontier import PRICES, Solution, Sweep
-from stages.solve.least import least_resident
-from stages.solve.problem import Given, build, to_sharding
-from stages.solve.saved import Saved, check_allowed, found_among
-from stages.solve.storage import Way
+from pipeline.sharding.lowering import lower, with_paths
+from stages.solve.answer.baselines import baselines
+from stages.solve.answer.frontier import PRICES, Solution, Sweep
+from stages.solve.answer.saved import Saved, check_allowed, found_among
+from stages.solve.problem.build import Given, build, to_sharding
+from stages.solve.problem.constraints import Hand
+from stages.solve.problem.storage import Way
+from stages.solve.search.exact import Reduced, as_it_is, restrict
+from stages.solve.search.least_resident import least_resident
 
 GIVEN = "given"  # a proof's method: the plan was saved, not found
 

@@ -6,22 +6,22 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from pipeline.base.errors import SolveError
+from pipeline.base.files import write_atomic
+from pipeline.base.log import Log, progress
+from pipeline.base.stage import Inputs, Result
 from pipeline.config import Config, PlanUse, Solve
 from pipeline.cost.unsplit import card_of, step_seconds
 from pipeline.cost.whole_ops import LACK, figures_of, in_words, whole_ops
-from pipeline.errors import SolveError
-from pipeline.files import write_atomic
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.plan import Frontier, FrontierPoint
 from pipeline.ir.profile import as_run
-from pipeline.log import Log, progress
-from pipeline.ops.remembered import remember_in
-from pipeline.stage import Inputs, Result
-from stages.solve.meshes import asks_for_pipeline, meshes_of, pieces_of
+from pipeline.ops.discovery.remembered import remember_in
+from stages.solve.answer.refusal import refusal, refusal_of_saved
+from stages.solve.answer.saved import mesh_for, read_saved
+from stages.solve.answer.table import beside, table
 from stages.solve.on_mesh import OnMesh, best_rows, most_promising
-from stages.solve.refusal import refusal, refusal_of_saved
-from stages.solve.saved import mesh_for, read_saved
-from stages.solve.table import beside, table
+from stages.solve.problem.meshes import asks_for_pipeline, meshes_of, pieces_of
 
 PAGE = "runs/solve/plans.md"
 

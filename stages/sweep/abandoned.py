@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipeline.files import write_atomic
+from pipeline.base.files import write_atomic
 
 COPIES = Path(".dvc/tmp/exps/standalone")  # of the project, with DVC's notes in `run`
 ENDED, CANCELED = 4, 5  # of DVC's states: from the first on it takes an experiment for ended

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from pipeline.errors import ShardwrightError
+from pipeline.base.errors import ShardwrightError
 
 MOST = 500
 

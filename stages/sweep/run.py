@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.files import write_atomic
+from pipeline.base.log import Log, say
+from pipeline.base.stage import as_cached, up_to
 from pipeline.config import Config, Sweep, find_sweep, try_settings
 from pipeline.config.schema import Until
-from pipeline.files import write_atomic
-from pipeline.log import Log, say
-from pipeline.point import SWEEP_TAG, Point
-from pipeline.spool import StageRecord
-from pipeline.stage import as_cached, up_to
-from pipeline.tracker import Tracker
+from pipeline.tracking.point import SWEEP_TAG, Point
+from pipeline.tracking.spool import StageRecord
+from pipeline.tracking.tracker import Tracker
 from stages.sweep.abandoned import forget_killed, held
 from stages.sweep.experiments import check_repository, metrics_of, run_point
 from stages.sweep.points import SweepError, points_of

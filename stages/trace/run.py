@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pipeline.base.stage import Inputs, Result
 from pipeline.config import Config
 from pipeline.ir.graph import OpGraph, Role
-from pipeline.stage import Inputs, Result
 from pipeline.tracing.trace import trace
 
 

@@ -23,8 +23,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeline.ir.report import Breakdown
-from pipeline.runtime.collectives import AROUND
-from pipeline.runtime.transfer import ACROSS
+from pipeline.runtime.pipelining.transfer import ACROSS
+from pipeline.runtime.programs.collectives import AROUND
 
 STEP = "shardwright step"
 HOLE_NS = 100_000  # between two ops it is the program's own time: no collective of two processes is so short

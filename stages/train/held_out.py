@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.errors import TrainError
-from pipeline.instantiate import instantiate
+from pipeline.base.errors import TrainError
+from pipeline.base.instantiate import instantiate
 from pipeline.ir.layout import Layout
-from pipeline.runtime.batches import Batches
-from pipeline.runtime.slices import Slices
-from stages.train.engine import Batch, Job
-from stages.train.watchdog import Beat, with_beats
+from pipeline.runtime.step.batches import Batches
+from pipeline.runtime.step.slices import Slices
+from stages.train.engines.engine import Batch, Job
+from stages.train.ranks.watchdog import Beat, with_beats
 
 
 def held_out_batches(

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.rank import tell_user
-from pipeline.work_folder import ROOM
+from pipeline.launch.rank import tell_user
+from pipeline.launch.work_folder import ROOM
 
 
 class Journal:

@@ -10,19 +10,19 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pipeline.errors import TrainError
+from pipeline.base.errors import TrainError
 from pipeline.ir.report import Breakdown
-from pipeline.runtime.host_calls import why_python
-from pipeline.runtime.memory import measure_peak, storage_bytes
+from pipeline.runtime.compiler.host_calls import why_python
+from pipeline.runtime.step.memory import measure_peak, storage_bytes
 from stages.train.breakdown import of_all, profiled
-from stages.train.engine import Batch, Engine, Job
+from stages.train.engines.engine import Batch, Engine, Job
 from stages.train.journal import Journal
-from stages.train.peers import Peers
 from stages.train.prefetch import Prefetched
-from stages.train.safety import Note, Safety
+from stages.train.ranks.peers import Peers
+from stages.train.ranks.safety import Note, Safety
+from stages.train.ranks.watchdog import Watchdog
 from stages.train.schedule import Rate
-from stages.train.snapshots import About
-from stages.train.watchdog import Watchdog
+from stages.train.snapshots.writer import About
 
 MEASURED_STEP = 1  # memory is measured on the second step taken here: by then the optimizer state exists
 PROFILED_STEP = 2  # of those taken here, where `trace_step` names no other; still one of the steps that warm up

@@ -12,24 +12,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts import KINDS
+from pipeline.base.artifacts import KINDS
+from pipeline.base.errors import TrainError
+from pipeline.base.files import write_atomic
+from pipeline.base.log import Advance, Log, progress
+from pipeline.base.stage import STAGES, Inputs, Result, read
 from pipeline.config import Config, TrainEngine
-from pipeline.errors import TrainError
-from pipeline.files import write_atomic
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan
 from pipeline.ir.report import Breakdown, Evaluation, Report
-from pipeline.launch import Watch
-from pipeline.log import Advance, Log, progress
-from pipeline.place import find_place
-from pipeline.stage import STAGES, Inputs, Result, read
-from pipeline.tracker import Live, Tracker
-from pipeline.work_folder import ROOM, LaunchFailed
-from stages.train.choice import check_batch, ranks_of
-from stages.train.manifest import finish
+from pipeline.launch.launch import Watch
+from pipeline.launch.place import find_place
+from pipeline.launch.work_folder import ROOM, LaunchFailed
+from pipeline.tracking.tracker import Live, Tracker
+from stages.train.engines.choice import check_batch, ranks_of
 from stages.train.measured import compare
-from stages.train.outside import start_ranks
-from stages.train.starting import prepare
+from stages.train.ranks.outside import start_ranks
+from stages.train.snapshots.manifest import finish
+from stages.train.snapshots.starting import prepare
 from stages.train.tell import tell
 
 JOB_GROUPS = ("model", "data", "train")
@@ -85,7 +85,7 @@ def check_export(graph: OpGraph, config: Config) -> None:
     """Before training, not after its last step."""
     if not config.train.export:
         return
-    from pipeline.weights import TYPES  # needs torch
+    from pipeline.user.weights import TYPES  # needs torch
 
     stored = {str(dtype).removeprefix("torch.") for dtype in TYPES}
     for value in (*graph.of_role(Role.PARAMETER), *graph.of_role(Role.BUFFER)):
@@ -116,13 +116,13 @@ def check_device(plan: Plan, where: str) -> None:
     """
     if plan.device != "cuda" or any(driver.exists() for driver in GPU_DRIVERS):
         return
-    from stages.train.joining import require_gpu  # needs torch, as only the ranks do otherwise
+    from stages.train.ranks.joining import require_gpu  # needs torch, as only the ranks do otherwise
 
     require_gpu(where)
 
 
 def tell_shared_gpus(plan: Plan, ranks: int, log: Log) -> None:
-    """Ranks that share a GPU train as well (stages/train/joining.py); nobody should take it for what was planned."""
+    """Ranks that share a GPU train as well (ranks/joining.py); nobody should take it for what was planned."""
     place = find_place(os.environ)
     here = place.local_ranks if place else ranks
     if plan.device != "cuda" or here == 1:

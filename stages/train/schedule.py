@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.errors import TrainError
+from pipeline.base.errors import TrainError
 
 
 def part_of_rate(schedule: Mapping[str, Any], step: int, steps: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.log import Log
+from pipeline.base.log import Log
 
 
 def tell(log: Log, root: Path, note: dict[str, Any]) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipeline.errors import ShardwrightError, TrainError
-from pipeline.files import told
-from pipeline.rank import (
+from pipeline.base.errors import ShardwrightError, TrainError
+from pipeline.base.files import told
+from pipeline.launch.rank import (
     STOPPED,
     end_after_cause,
     error_path,
@@ -25,13 +25,13 @@ from pipeline.rank import (
     report_error,
     write_result,
 )
-from pipeline.runtime.batches import SampleError
-from stages.train.engine import Engine, Job
-from stages.train.joining import join, require_gpu
+from pipeline.runtime.step.batches import SampleError
+from stages.train.engines.engine import Engine, Job
+from stages.train.engines.program import is_pipeline
 from stages.train.loop import Loop
-from stages.train.peers import Peers
-from stages.train.program import is_pipeline
-from stages.train.watchdog import Watchdog, end_process, watch_process
+from stages.train.ranks.joining import join, require_gpu
+from stages.train.ranks.peers import Peers
+from stages.train.ranks.watchdog import Watchdog, end_process, watch_process
 
 
 def main(work: Path) -> None:
@@ -128,13 +128,13 @@ def make_engine(job: Job) -> Engine:
     name = job["train"]["engine"]
     if name == "planned":
         if is_pipeline(job):
-            from stages.train.piped import Piped  # torch's schedules are slow to import
+            from stages.train.engines.pipelined import Piped  # torch's schedules are slow to import
 
             return Piped(job)
-        from stages.train.planned import Planned
+        from stages.train.engines.planned import Planned
 
         return Planned(job)
-    from stages.train.baselines import ENGINES
+    from stages.train.engines.baselines import ENGINES
 
     return ENGINES[name](job)
 

@@ -1,6 +1,6 @@
 """Batch norms of the user's module whose running statistics change once a step, by the numbers of all its passes.
 
-As `batch_norm: deferred` asks of a program, which sees one pass after another (pipeline/runtime/deferred.py).
+As `batch_norm: deferred` asks of a program, which sees one pass after another (pipeline/runtime/step/running_stats.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipeline.runtime.deferred import COUNTER
+from pipeline.runtime.step.running_stats import COUNTER
 
 ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),

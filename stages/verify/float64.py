@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_map
 from pipeline.ir.graph import Op, OpGraph
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ops.table import rule_of
-from pipeline.runtime.recompute import replaying
+from pipeline.runtime.recompute.regions import replaying
 
 WIDENED = {  # to the one type, the others
     torch.float64: {

@@ -17,8 +17,8 @@ from torch import Tensor
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.layout import of_gradient
 from pipeline.ir.plan import Plan
-from pipeline.lowering import lower
-from pipeline.partitions import part_of
+from pipeline.sharding.lowering import lower
+from pipeline.sharding.partitions import part_of
 from stages.verify.compare import TOLERANCE, own_gap
 from stages.verify.float32 import Float32Step
 from stages.verify.float64 import in_float32, in_float64

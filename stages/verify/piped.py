@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
-from pipeline.runtime.deferred import statistics_of
-from pipeline.runtime.parameters import piece_of
-from pipeline.runtime.piped import Pipeline, Places
+from pipeline.runtime.pipelining.pipelined import Pipeline, Places
+from pipeline.runtime.programs.parameters import piece_of
+from pipeline.runtime.step.running_stats import statistics_of
 from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, Gap, everywhere, largest, own_gap, widest
 from stages.verify.float64 import in_float64
 from stages.verify.steps import AFTER_UPDATE, LOSS, UNIT, Difference, Verdict

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts import KINDS
+from pipeline.base.artifacts import KINDS
+from pipeline.base.errors import TrainError
+from pipeline.base.log import Log, say
+from pipeline.base.stage import read
 from pipeline.config import Config
-from pipeline.errors import TrainError
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan
-from pipeline.launch import run_ranks
-from pipeline.log import Log, say
-from pipeline.stage import read
-from pipeline.work_folder import LaunchFailed
+from pipeline.launch.launch import run_ranks
+from pipeline.launch.work_folder import LaunchFailed
 
 Write = Callable[[OpGraph, Plan, Config], tuple[str, tuple[OpGraph, ...]]]
 SHOWN = 8  # rows of the table, beside the loss

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
-from pipeline.runtime.deferred import statistics_of
-from pipeline.runtime.gradients import Gradients, Row
-from pipeline.runtime.mesh import set_mesh
-from pipeline.runtime.parameters import piece_of
-from pipeline.runtime.passes import run_passes
+from pipeline.runtime.programs.mesh import set_mesh
+from pipeline.runtime.programs.parameters import piece_of
+from pipeline.runtime.step.gradients import Gradients, Row
+from pipeline.runtime.step.passes import run_passes
+from pipeline.runtime.step.running_stats import statistics_of
 from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, everywhere, largest, own_gap
 from stages.verify.float64 import in_float64
 from stages.verify.truth import Batch, MakeOptimizer, Passes, State, Truth, seeded

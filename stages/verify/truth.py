@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.loss import pick_loss
-from pipeline.runtime.collectives import in_memory
+from pipeline.runtime.programs.collectives import in_memory
+from pipeline.user.loss import pick_loss
 from stages.verify.compare import widest
 from stages.verify.deferred import statistics_of_step
 from stages.verify.float64 import WIDENED, Within, in_float64

@@ -16,21 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline import artifacts
-from pipeline.errors import ShardwrightError, TrainError
-from pipeline.instantiate import instantiate
+from pipeline.base import artifacts
+from pipeline.base.errors import ShardwrightError, TrainError
+from pipeline.base.instantiate import instantiate
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.layout import replicated
 from pipeline.ir.plan import Plan
-from pipeline.lowering import lower
-from pipeline.optimizer import build_optimizer
-from pipeline.rank import end_after_cause, follow_parent, report_error, write_result
-from pipeline.rendezvous import init_process_group
-from pipeline.runtime.batches import Batches
-from pipeline.runtime.mesh import set_mesh
-from pipeline.runtime.piped import Places
-from pipeline.runtime.slices import Slices
-from pipeline.runtime.source import load_program
+from pipeline.launch.rank import end_after_cause, follow_parent, report_error, write_result
+from pipeline.launch.rendezvous import init_process_group
+from pipeline.runtime.pipelining.pipelined import Places
+from pipeline.runtime.programs.mesh import set_mesh
+from pipeline.runtime.programs.source import load_program
+from pipeline.runtime.step.batches import Batches
+from pipeline.runtime.step.slices import Slices
+from pipeline.sharding.lowering import lower
+from pipeline.user.optimizer import build_optimizer
 from stages.verify.casts import foreign_cast
 from stages.verify.float32 import TRIES, Float32Verdict, judge_in_float32, runner
 from stages.verify.float64 import Asked, draws_alike, split_draws

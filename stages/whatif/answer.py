@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.errors import ShardwrightError
+from pipeline.base.errors import ShardwrightError
 
 PLANNER, FORMULA = "the planner", "formula"
 QUESTIONS = {

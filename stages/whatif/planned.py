@@ -10,13 +10,13 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.errors import BudgetError
+from pipeline.base.log import Log
 from pipeline.config import ClusterSource, Config, DType, TensorSpec, listing, load_part
-from pipeline.errors import BudgetError
-from pipeline.headline import mesh_text
 from pipeline.ir.codec import encode
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Frontier, Plan
-from pipeline.log import Log
+from pipeline.tracking.headline import mesh_text
 from stages.whatif.answer import PLANNER, Answer, Row, WhatIfError, short, shown
 from stages.whatif.links import Slower, slower
 from stages.whatif.planner import Outcome, Planner, with_budget

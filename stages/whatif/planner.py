@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline import artifacts
-from pipeline.artifacts import Artifact
+from pipeline.base import artifacts
+from pipeline.base.artifacts import Artifact
+from pipeline.base.errors import ArtifactError, ConfigError, ShardwrightError
+from pipeline.base.instantiate import add_code_path
+from pipeline.base.log import Log
+from pipeline.base.stage import STAGES, Inputs, Result
 from pipeline.config import Config, Tracking
-from pipeline.errors import ArtifactError, ConfigError, ShardwrightError
-from pipeline.instantiate import add_code_path
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.plan import Frontier, Plan
-from pipeline.log import Log
-from pipeline.own_ops import know_own_ops
-from pipeline.stage import STAGES, Inputs, Result
-from pipeline.tracker import Tracker
+from pipeline.tracking.tracker import Tracker
+from pipeline.user.own_ops import know_own_ops
 
 Run = Callable[[Inputs, Config], Result]
 RunOf = Callable[[str], Run]  # by name of the stage

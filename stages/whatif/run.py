@@ -13,10 +13,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.log import QUIET, VERBOSE, Log, get_log, say
 from pipeline.cluster_model import KNOWN
 from pipeline.cluster_model.words import WORDS, find_machine, find_model, read_words
 from pipeline.config import GROUPS, load_config, try_settings
-from pipeline.log import QUIET, VERBOSE, Log, get_log, say
 from stages.whatif import formula, planned
 from stages.whatif.answer import Answer, WhatIfError
 from stages.whatif.links import Slower

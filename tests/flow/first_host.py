@@ -4,8 +4,8 @@ import json
 import logging
 import sys
 
+from pipeline.base.errors import ClusterError
 from pipeline.config import Cluster, ClusterSource, Device, Probe
-from pipeline.errors import ClusterError
 from pipeline.ir.codec import encode
 from stages.cluster import meeting
 from stages.cluster.measure import measure

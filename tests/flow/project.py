@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import yaml
 
-from pipeline import artifacts
+from pipeline.base import artifacts
 from pipeline.config import load_config
 from tests.flow.warm import Server
 

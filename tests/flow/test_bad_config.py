@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from pipeline.artifacts import KINDS
+from pipeline.base.artifacts import KINDS
 from stages.__main__ import main
 from tests.config_mutations import Mutation, invalid_mutations
 from tests.flow.conftest import Maker

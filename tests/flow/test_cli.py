@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from pipeline.artifacts import KINDS
-from pipeline.stage import STAGES as SPECS
+from pipeline.base.artifacts import KINDS
+from pipeline.base.stage import STAGES as SPECS
 from stages.commands import COMMANDS
 from tests.flow.conftest import Maker
 from tests.flow.project import SOURCE, STAGES, Project

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.artifacts import KINDS
+from pipeline.base.artifacts import KINDS
+from pipeline.base.stage import STAGES as SPECS
 from pipeline.config import try_settings
-from pipeline.stage import STAGES as SPECS
 from stages.sweep.points import points_of
 from tests.flow.conftest import Maker
 from tests.flow.project import STAGES, TINY, Done, Project

@@ -9,8 +9,8 @@ import shutil
 
 import pytest
 
-from pipeline.artifacts import KINDS
-from pipeline.stage import STAGES as SPECS
+from pipeline.base.artifacts import KINDS
+from pipeline.base.stage import STAGES as SPECS
 from tests.flow.conftest import Maker
 from tests.flow.project import STAGES, TINY, Project, check_against_plain, undone
 from tests.flow.tracked import Tracked

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 from benchmarks.equality_plans import Case, cases, graph_of
 from benchmarks.equality_ranks import Group
 from pipeline.ir.verify import verify_sharding
-from pipeline.lowering import lower
+from pipeline.sharding.lowering import lower
 from stages.codegen.module import write_module
 from tests import plans
 from tests.ranks import run_ranks

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import artifacts
-from pipeline.artifacts import KINDS
-from pipeline.errors import ArtifactError
-from pipeline.stage import STAGES as SPECS
-from pipeline.stage import read_summary
+from pipeline.base import artifacts
+from pipeline.base.artifacts import KINDS
+from pipeline.base.errors import ArtifactError
+from pipeline.base.stage import STAGES as SPECS
+from pipeline.base.stage import read_summary
 from tests.flow.conftest import Maker
 from tests.flow.project import STAGES, TINY, WARM, Project
 

@@ -116,7 +116,7 @@ def test_a_plan_for_one_rank(model: str, tmp_path: Path) -> None:
 
 def test_random_plans_use_every_conversion_and_nested_recompute() -> None:
     """What the random plans are worth: all of the table occurs in them."""
-    from pipeline.cost.conversions import TABLE
+    from pipeline.sharding.conversions import TABLE
 
     seen, nested, states, again, every = set(), 0, 0, 0, []
     for ranks, name in RANDOM:

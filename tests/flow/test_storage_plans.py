@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.cost.step import price_step
 from pipeline.ir.graph import Role
-from pipeline.runtime.memory import Tally
+from pipeline.runtime.step.memory import Tally
 from stages.checkpoint.describe import describe
 from tests import plans, storage_plans
 from tests.programs import SCHEDULES

@@ -17,13 +17,13 @@ from pipeline.cost.step import StepPrice, price_step
 from pipeline.ir.plan import Plan
 from pipeline.models import gpt
 from pipeline.models.data import TokenSequences
-from pipeline.runtime.gradients import _Sum
-from pipeline.runtime.memory import storage_bytes
-from stages.checkpoint import schedule
-from stages.checkpoint.linearize import Linear, linearize
-from stages.checkpoint.simulate import simulate
+from pipeline.runtime.step.gradients import _Sum
+from pipeline.runtime.step.memory import storage_bytes
+from stages.checkpoint.recompute import schedule
+from stages.checkpoint.recompute.linearize import Linear, linearize
+from stages.checkpoint.recompute.simulate import simulate
+from stages.train.engines.planned import Planned
 from stages.train.loop import Loop
-from stages.train.planned import Planned
 from tests import plans, storage_plans
 from tests.jobs import train_settings
 from tests.ranks import run_ranks

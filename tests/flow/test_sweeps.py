@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from pipeline.log import get_log
+from pipeline.base.log import get_log
 from stages.sweep.run import run
 from tests.flow.tracked import Tracked
 

@@ -132,7 +132,7 @@ def serve(place: Path) -> None:
         listener.bind(str(place / "socket"))
         listener.listen()
         print("listening", flush=True)
-        os.environ["MLFLOW_LOGGING_LEVEL"] = "CRITICAL"  # as pipeline.tracking_store sets it before it imports MLflow
+        os.environ["MLFLOW_LOGGING_LEVEL"] = "CRITICAL"  # as pipeline.tracking.store sets it before it imports MLflow
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
         for name in LARGE:
             importlib.import_module(name)

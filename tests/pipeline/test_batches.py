@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import TrainError
+from pipeline.base.errors import TrainError
 from pipeline.ir.layout import Layout
-from pipeline.runtime import batches
-from pipeline.runtime.mesh import MeshAxis
-from pipeline.runtime.slices import Slices
+from pipeline.runtime.programs.mesh import MeshAxis
+from pipeline.runtime.step import batches
+from pipeline.runtime.step.slices import Slices
 from tests.mesh_plans import stored
 from tests.meshes import everywhere, own_piece
 

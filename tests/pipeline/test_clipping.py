@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.runtime.clipping import Clipping
-from pipeline.runtime.mesh import set_mesh
-from pipeline.runtime.passes import run_passes
+from pipeline.runtime.programs.mesh import set_mesh
+from pipeline.runtime.step.clipping import Clipping
+from pipeline.runtime.step.passes import run_passes
 from tests import plans
 from tests.ranks import run_ranks
 from tests.storage_plans import NAMED, plan_named

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.base.errors import ClusterError
 from pipeline.cluster_model import (
     KNOWN,
     Attention,
@@ -33,7 +34,6 @@ from pipeline.cluster_model.memory import device_bytes, state_bytes
 from pipeline.cluster_model.search import candidates
 from pipeline.cluster_model.step import Stage, pipeline_seconds, stage_seconds
 from pipeline.config import listing, load_part
-from pipeline.errors import ClusterError
 
 ROOT = Path(__file__).resolve().parents[2]
 REACHED = Reached(0.8, 0.4, 0.7, 10e-6, 0.75, 0.8, 30e-6)

@@ -7,23 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runtime import compile_cache
+from pipeline.runtime.compiler import cache
 
 
 def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(compile_cache.CACHE, "")  # as it is afterwards, whatever is set in between
+    monkeypatch.setenv(cache.CACHE, "")  # as it is afterwards, whatever is set in between
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     own = tmp_path / "own"
-    assert compile_cache.is_own(own) and own.stat().st_mode & 0o777 == 0o700
+    assert cache.is_own(own) and own.stat().st_mode & 0o777 == 0o700
     own.chmod(0o777)
-    assert compile_cache.is_own(own) and own.stat().st_mode & 0o777 == 0o755
+    assert cache.is_own(own) and own.stat().st_mode & 0o777 == 0o755
     (tmp_path / "link").symlink_to(own)
     (tmp_path / "nowhere").symlink_to(tmp_path / "x")
-    assert not compile_cache.is_own(tmp_path / "link") and not compile_cache.is_own(tmp_path / "nowhere")
+    assert not cache.is_own(tmp_path / "link") and not cache.is_own(tmp_path / "nowhere")
     monkeypatch.setattr(os, "geteuid", lambda: own.stat().st_uid + 1)
-    compile_cache.own_cache_folder.__wrapped__()
-    assert Path(os.environ[compile_cache.CACHE]).parent == tmp_path
-    assert Path(os.environ[compile_cache.CACHE]).name.startswith("torchinductor-")
-    monkeypatch.setenv(compile_cache.CACHE, "named")
-    compile_cache.own_cache_folder.__wrapped__()
-    assert os.environ[compile_cache.CACHE] == "named"
+    cache.own_cache_folder.__wrapped__()
+    assert Path(os.environ[cache.CACHE]).parent == tmp_path
+    assert Path(os.environ[cache.CACHE]).name.startswith("torchinductor-")
+    monkeypatch.setenv(cache.CACHE, "named")
+    cache.own_cache_folder.__wrapped__()
+    assert os.environ[cache.CACHE] == "named"

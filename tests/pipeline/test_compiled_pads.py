@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.fx_passes import pad_mm
 
-from pipeline.runtime import compiled, padding, partitioner
+from pipeline.runtime import compiled
+from pipeline.runtime.compiler import padding, partitioner
 from tests.compiling import without_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles

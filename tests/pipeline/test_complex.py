@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from pipeline.ir.graph import Args, TensorType
-from pipeline.ops.discover import find
-from pipeline.runtime.clipping import Clipping
-from pipeline.runtime.collectives import in_memory
-from pipeline.runtime.put_off import PRODUCTS, _of_weight, _of_x
-from pipeline.runtime.strided import StridedView
-from pipeline.weights import write_weights
-from stages.train.replicas import checksum
-from stages.train.snapshots import _Staging
+from pipeline.ops.discovery.discover import find
+from pipeline.runtime.pipelining.deferred_weight_grads import PRODUCTS, _of_weight, _of_x
+from pipeline.runtime.programs.collectives import in_memory
+from pipeline.runtime.recompute.strided import StridedView
+from pipeline.runtime.step.clipping import Clipping
+from pipeline.user.weights import write_weights
+from stages.train.ranks.replicas import checksum
+from stages.train.snapshots.writer import _Staging
 from stages.verify.compare import whole_gap
 from tests.one_op import example, t
 

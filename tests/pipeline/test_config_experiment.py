@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.errors import ConfigError
 from pipeline.config import Backend, apply_experiment, experiments, listing, load_config
-from pipeline.errors import ConfigError
 
 PROJECT = Path(__file__).parents[2]
 

@@ -11,10 +11,10 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
+from pipeline.base.errors import ConfigError
 from pipeline.config import Backend, ClusterSource, Device, DType, Precision, Recompute, Solve, listing, load_config
 from pipeline.config.load import _too_deep
 from pipeline.config.source import parse
-from pipeline.errors import ConfigError
 
 PROJECT = Path(__file__).parents[2]
 SOLVE = "conf/solve/glpk.yaml"

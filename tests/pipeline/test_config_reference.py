@@ -6,10 +6,10 @@ from pathlib import Path
 
 import yaml
 
+from pipeline.base.stage import STAGES
 from pipeline.config import reference
 from pipeline.config.check import fields_of, mandatory
 from pipeline.config.schema import GROUPS
-from pipeline.stage import STAGES
 
 PROJECT = Path(__file__).parents[2]
 PAGE = PROJECT / "docs/configuration.md"

@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.cost.allocator import SPARE, spare
-from pipeline.cost.compute import Seconds, op_seconds, optimizer_bytes, optimizer_seconds
-from pipeline.cost.conversions import TABLE, conversion, conversion_seconds, gathered_beside, gathered_share
-from pipeline.cost.joined import joined_link
 from pipeline.cost.step import BUCKET_BYTES, gradient_sum_seconds, price_step, resident_bytes, update_seconds
-from pipeline.cost.talks import talk_seconds
 from pipeline.cost.unsplit import card_of
 from pipeline.ir.cluster import COLLECTIVES, LATER, Curve, LinkCost, Pace
 from pipeline.ir.graph import Role
@@ -21,10 +16,15 @@ from pipeline.ir.layout import B, Layout, P, R, S
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.profile import as_run
 from pipeline.ir.program import Convert, Tensor
-from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
 from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
+from pipeline.rates.allocator import SPARE, spare
+from pipeline.rates.compute import Seconds, op_seconds, optimizer_bytes, optimizer_seconds
+from pipeline.rates.inner_collectives import talk_seconds
+from pipeline.rates.joined_axes import joined_link
+from pipeline.sharding.conversions import TABLE, conversion, conversion_seconds, gathered_beside, gathered_share
+from pipeline.sharding.lowering import lower
 from stages.profile.by_table import profile_graph
 from tests.graphs import (
     GRAPHS,

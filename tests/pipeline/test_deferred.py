@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.runtime.compiled import compiled
-from pipeline.runtime.deferred import Deferred, Moments, combined, statistics_of
-from pipeline.runtime.norms import batch_norm
-from pipeline.runtime.recompute import recompute
+from pipeline.runtime.compiler.compiled import compiled
+from pipeline.runtime.programs.norms import batch_norm
+from pipeline.runtime.recompute.regions import recompute
+from pipeline.runtime.step.running_stats import Deferred, Moments, combined, statistics_of
 from tests.compiling import without_kernels
 
 CHANNELS = 3

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.headline import HEADLINES, numbered
 from pipeline.runtime_names import NAMES
+from pipeline.tracking.headline import HEADLINES, numbered
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from pipeline.runtime import drawn
-from pipeline.runtime.drawn import Drawn, StepDraws
+from pipeline.runtime.recompute import random_draws
+from pipeline.runtime.recompute.random_draws import Drawn, StepDraws
 
 GPU = torch.device("cuda", 0)
 
@@ -75,7 +75,7 @@ class Graph:
 @pytest.fixture
 def generator(monkeypatch: pytest.MonkeyPatch) -> Generator:
     found = Generator(State(1000))
-    monkeypatch.setattr(drawn, "generator_of", lambda device: found)
+    monkeypatch.setattr(random_draws, "generator_of", lambda device: found)
     return found
 
 

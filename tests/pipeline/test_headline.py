@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import artifacts
+from pipeline.base import artifacts
 from pipeline.config import Config, TrainEngine, load_config
-from pipeline.headline import headlines, mesh_text, numbered, run_name, run_tags
 from pipeline.ir.plan import Plan, Prediction, Sharding
+from pipeline.tracking.headline import headlines, mesh_text, numbered, run_name, run_tags
 
 PROJECT = Path(__file__).parents[2]
 

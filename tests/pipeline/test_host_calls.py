@@ -12,7 +12,8 @@ from torch import Tensor
 from torch._inductor import config as inductor
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 
-from pipeline.runtime import compiled, host_calls
+from pipeline.runtime import compiled
+from pipeline.runtime.compiler import host_calls
 from stages.train import loop
 
 TOO_OLD = """#!/bin/sh

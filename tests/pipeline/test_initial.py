@@ -18,15 +18,15 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
 from pipeline.models import gpt, mlp
-from pipeline.runtime import initial
-from pipeline.runtime.initial import Initial
+from pipeline.runtime.step import initial_values
+from pipeline.runtime.step.initial_values import Initial
 from tests.families import FAMILIES
 
 
 @pytest.fixture(autouse=True)
 def give_back_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of these tests are small."""
-    monkeypatch.setattr(initial, "SMALL", 0)
+    monkeypatch.setattr(initial_values, "SMALL", 0)
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:
@@ -267,8 +267,8 @@ class Drawn(nn.Module):
     st.sampled_from([0, 1.5]),
 )
 def test_random_constructors(steps: list[tuple[int, int, int]], room: float) -> None:
-    before = initial.SMALL, initial.ROOM
-    initial.SMALL, initial.ROOM = 0, room
+    before = initial_values.SMALL, initial_values.ROOM
+    initial_values.SMALL, initial_values.ROOM = 0, room
     try:
         torch.manual_seed(1)
         wanted, after = state(Drawn(steps)), torch.get_rng_state()
@@ -279,7 +279,7 @@ def test_random_constructors(steps: list[tuple[int, int, int]], room: float) -> 
         for name, value in zip(have, found.values(have.values()), strict=True):
             assert torch.equal(value, wanted[name]) or bool((value != value).any()), name
     finally:
-        initial.SMALL, initial.ROOM = before
+        initial_values.SMALL, initial_values.ROOM = before
 
 
 # ------------------------------------------------------------------------------------------------------------- memory
@@ -341,7 +341,7 @@ def test_few_tensors_are_in_memory_at_a_time(build: Callable[[], nn.Module]) -> 
     states = sum(state.nbytes for entry in values._keeper.tape.entries for _, state in entry.states)
     slack = 64 * 1024 + states  # small tensors; states of the generator
     temporaries = 3 if build is deep_truncated else 0
-    assert found.peak <= (1 + initial.ROOM + temporaries) * largest + slack
+    assert found.peak <= (1 + initial_values.ROOM + temporaries) * largest + slack
     shards = []
     with Weigh() as cutting:
         for value in values.values(state(values.module).values()):

@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pipeline import runtime
 from pipeline.ir.plan import Region
 from pipeline.runtime import kept, recompute
-from pipeline.runtime.recompute import replaying
-from pipeline.runtime.regather import _notes
+from pipeline.runtime.recompute.regather import _notes
+from pipeline.runtime.recompute.regions import replaying
 from tests.meshes import mesh, run_threads
 from tests.plans import random_regions
 

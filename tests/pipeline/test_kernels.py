@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.cost.kernels import (
+from pipeline.ir.profile import Kernel
+from pipeline.rates.kernels import (
     ATTENTION,
     BATCH_NORM,
     CONVOLUTIONS,
@@ -21,7 +22,6 @@ from pipeline.cost.kernels import (
     kernel_seconds,
     queue_seconds,
 )
-from pipeline.ir.profile import Kernel
 
 CARD = Card(products={"bfloat16": 700e12, "float32": 50e12}, memory=4e12)
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"

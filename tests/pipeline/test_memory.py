@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.runtime.memory import measure_peak
+from pipeline.runtime.step.memory import measure_peak
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pipeline.ir.graph import Args, Op, OpGraph, Ref, Role, TensorType, Value
-from pipeline.ops import child, discover, remembered
 from pipeline.ops.dims import strategies
+from pipeline.ops.discovery import child, discover, remembered
 from pipeline.ops.rule import OpView, plain_view
 from pipeline.ops.table import rule_of
 from tests.one_op import check_rule, example, t

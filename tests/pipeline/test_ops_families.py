@@ -8,9 +8,9 @@ pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
 from pipeline.ir.graph import Op, OpGraph
 from pipeline.ir.layout import S
-from pipeline.ops import discover
-from pipeline.ops.child import Attempt
 from pipeline.ops.dims import read_line, strategies
+from pipeline.ops.discovery import discover
+from pipeline.ops.discovery.child import Attempt
 from pipeline.ops.mesh import view_op
 from pipeline.ops.rule import plain_view
 from pipeline.ops.table import rule_of

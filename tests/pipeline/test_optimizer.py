@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.instantiate import TargetError
-from pipeline.optimizer import build_optimizer, refuse_mixing, refuse_moving_zeros, try_optimizer, updates_elements
+from pipeline.base.instantiate import TargetError
+from pipeline.user.optimizer import build_optimizer, refuse_mixing, refuse_moving_zeros, try_optimizer, updates_elements
 
 WHERE = "conf/train/x.yaml: optimizer"
 

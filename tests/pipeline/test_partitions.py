@@ -16,8 +16,8 @@ from pipeline.ir.graph import Role
 from pipeline.ir.layout import P
 from pipeline.ir.program import Convert, Step, Tensor
 from pipeline.ir.verify import InvalidSharding, verify_sharding
-from pipeline.lowering import home_layouts, lower
-from pipeline.partitions import crossing, part_of, restricted
+from pipeline.sharding.lowering import home_layouts, lower
+from pipeline.sharding.partitions import crossing, part_of, restricted
 from tests.graphs import trace
 from tests.plans import graph_of, random_plan
 

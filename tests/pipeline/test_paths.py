@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cost.compute import Seconds
-from pipeline.cost.conversions import conversion_seconds, step_arguments, step_axis
-from pipeline.cost.paths import Path, Paths, cheapest_path
 from pipeline.ir.cluster import COLLECTIVES, Axis, LinkCost
 from pipeline.ir.layout import B, Layout, P, Place, R, S
+from pipeline.rates.compute import Seconds
+from pipeline.sharding.conversions import conversion_seconds, step_arguments, step_axis
+from pipeline.sharding.paths import Path, Paths, cheapest_path
 from tests import mesh_cases
 from tests.graphs import preset
 from tests.meshes import all_layouts, check_path, mesh, placed

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import TrainError
-from pipeline.launch import run_here
-from pipeline.place import PORTS, Place, find_place, first_host, tasks_of_nodes
-from pipeline.work_folder import LaunchFailed
+from pipeline.base.errors import TrainError
+from pipeline.launch.launch import run_here
+from pipeline.launch.place import PORTS, Place, find_place, first_host, tasks_of_nodes
+from pipeline.launch.work_folder import LaunchFailed
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1",

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline import runtime
-from pipeline.ops.matmul import RULES
-from pipeline.products import PRODUCTS
-from pipeline.runtime import gradients, kept, recompute
-from pipeline.runtime.gradients import Gradients
-from pipeline.runtime.mesh import MeshAxis
-from pipeline.runtime.passes import Copies
-from pipeline.runtime.put_off import PutOff, split_products
+from pipeline.ops.families.matmul import RULES
+from pipeline.ops.products import PRODUCTS
+from pipeline.runtime import kept, recompute
+from pipeline.runtime.pipelining.deferred_weight_grads import PutOff, split_products
+from pipeline.runtime.programs.mesh import MeshAxis
+from pipeline.runtime.step import gradients
+from pipeline.runtime.step.gradients import Gradients
+from pipeline.runtime.step.passes import Copies
 from tests.meshes import Simulated, mesh, run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # where the processor has no bf16

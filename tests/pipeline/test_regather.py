@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline import runtime
-from pipeline.cost.conversions import REGATHER, TABLE, entry_bytes, entry_seconds
-from pipeline.runtime import collectives
-from pipeline.runtime.mesh import MeshAxis
-from pipeline.runtime.recompute import recompute
-from pipeline.runtime.regather import _notes, _source_of
+from pipeline.runtime.programs import collectives
+from pipeline.runtime.programs.mesh import MeshAxis
+from pipeline.runtime.recompute.regather import _notes, _source_of
+from pipeline.runtime.recompute.regions import recompute
+from pipeline.sharding.conversions import REGATHER, TABLE, entry_bytes, entry_seconds
 from tests.graphs import preset
 from tests.meshes import Simulated, mesh, run_threads
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeline import runtime, runtime_names
-from pipeline.cost.conversions import TABLE, conversion
 from pipeline.ir.layout import B, P, R, S
+from pipeline.sharding.conversions import TABLE, conversion
 from tests import runtime_cases
 from tests.ranks import run_ranks
 

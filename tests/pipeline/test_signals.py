@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import signals
-from pipeline.signals import Interrupted, gentle, interruptible, run_dvc
+from pipeline.base import signals
+from pipeline.base.signals import Interrupted, gentle, interruptible, run_dvc
 from stages import __main__ as command_line
 
 
@@ -95,7 +95,7 @@ import os, runpy, signal, sys
 
 class Interrupting:
     def find_spec(self, name, path=None, target=None):
-        if name == "pipeline.errors":
+        if name == "pipeline.base.errors":
             os.kill(os.getpid(), signal.SIGINT)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import spool
-from pipeline.spool import Point, Spool, StageRecord, State
+from pipeline.tracking import spool
+from pipeline.tracking.spool import Point, Spool, StageRecord, State
 
 LOG = logging.getLogger("test")
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,7 +183,7 @@ def test_is_dvc(line, expected):
     assert spool.is_dvc(line.split()) is expected
 
 
-PRINT_ID = "from pipeline.spool import execution_id; print(execution_id())"
+PRINT_ID = "from pipeline.tracking.spool import execution_id; print(execution_id())"
 
 
 def environment(**more):

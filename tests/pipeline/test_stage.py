@@ -15,13 +15,13 @@ import pytest
 import torch
 import yaml
 
-from pipeline import artifacts
-from pipeline.artifacts import KINDS
+from pipeline.base import artifacts
+from pipeline.base.artifacts import KINDS
+from pipeline.base.errors import ShardwrightError
+from pipeline.base.files import NotWritten, told, write_atomic
+from pipeline.base.stage import STAGES, Result, _record, execute, summary_path
 from pipeline.config import load_config
-from pipeline.errors import ShardwrightError
-from pipeline.files import NotWritten, told, write_atomic
-from pipeline.stage import STAGES, Result, _record, execute, summary_path
-from pipeline.weights import write_weights
+from pipeline.user.weights import write_weights
 from tests.graphs import SILENT
 from tests.plans import graph_of
 

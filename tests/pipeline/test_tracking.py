@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import tracker as tracking
-from pipeline import tracking as sender
-from pipeline import tracking_store as store_module
-from pipeline.artifact_locations import Location, mend
-from pipeline.errors import ShardwrightError
-from pipeline.tracker import Point, StageRecord, Tracker, sync, ui_command
-from pipeline.tracking_store import Store, connect
+from pipeline.base.errors import ShardwrightError
+from pipeline.tracking import sender as sender
+from pipeline.tracking import store as store_module
+from pipeline.tracking import tracker as tracking
+from pipeline.tracking.artifact_locations import Location, mend
+from pipeline.tracking.store import Store, connect
+from pipeline.tracking.tracker import Point, StageRecord, Tracker, sync, ui_command
 
 LOG = logging.getLogger("test")
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,8 +39,8 @@ class Settings:
 
 NEW_STORE = """
 import logging, shutil, sys; from pathlib import Path; logging.basicConfig(level=logging.INFO)
-from test_tracking import Settings; from pipeline.tracker import StageRecord, Tracker
-from pipeline.tracking_store import Store, connect
+from test_tracking import Settings; from pipeline.tracking.tracker import StageRecord, Tracker
+from pipeline.tracking.store import Store, connect
 assert 'mlflow' not in sys.modules
 connect(Store.of(Path('.'), Settings()))
 shutil.copyfile('runs/mlflow.db', sys.argv[1])
@@ -345,7 +345,7 @@ KILLED = """
 import json, logging, os, signal, sys
 from pathlib import Path
 from mlflow.tracking import MlflowClient
-from pipeline.tracker import StageRecord, Tracker
+from pipeline.tracking.tracker import StageRecord, Tracker
 from test_tracking import Settings, series
 
 def deadly(method, count, after):

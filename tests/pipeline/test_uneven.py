@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipeline.cost import slices
-from pipeline.cost.conversions import step_arguments
-from pipeline.cost.paths import Paths
-from pipeline.cost.price_tables import conversion_table
 from pipeline.ir.cluster import Compute, Curve
 from pipeline.ir.layout import Layout
 from pipeline.ops.mesh import op_strategies, view_op
 from pipeline.ops.uneven import uneven_in
-from stages.solve.storage import Way, storage_choices
+from pipeline.sharding import slices
+from pipeline.sharding.conversions import step_arguments
+from pipeline.sharding.path_tables import conversion_table
+from pipeline.sharding.paths import Paths
+from stages.solve.problem.storage import Way, storage_choices
 from tests import plans
 from tests.graphs import gpt, gpt_batch, trace
 from tests.meshes import check_path, everywhere, mesh

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.ir.layout import Layout
-from pipeline.weights import TYPES, WeightsError, match_names, open_weights, read_piece, write_weights
+from pipeline.user.weights import TYPES, WeightsError, match_names, open_weights, read_piece, write_weights
 
 STATE = {
     "token.weight": torch.arange(48.0).view(8, 6),

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline import artifacts
+from pipeline.base import artifacts
+from pipeline.base.errors import BudgetError, SolveError
 from pipeline.config import Checkpoint, Pipeline, Recompute
-from pipeline.cost.slices import fits, sliced
-from pipeline.errors import BudgetError, SolveError
 from pipeline.ir.plan import Plan
 from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
+from pipeline.sharding.slices import fits, sliced
 from stages.__main__ import main
-from stages.checkpoint.alone import find_alone
 from stages.checkpoint.choose import choose, evaluate
+from stages.checkpoint.unpipelined import find_alone
 from stages.report.priced import priced_partitions
 from stages.report.seconds import seconds_of
 from stages.report.sources import Sources

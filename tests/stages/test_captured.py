@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.errors import ConfigError, SolveError, TrainError
 from pipeline.config import load_config
-from pipeline.errors import ConfigError, SolveError, TrainError
 from pipeline.ir.cluster import NO_HOST, Cluster
 from pipeline.ir.plan import Plan
-from pipeline.lowering import lower
-from pipeline.runtime.cuda_graphs import NotCaptured
+from pipeline.runtime.step.cuda_graphs import NotCaptured
+from pipeline.sharding.lowering import lower
 from stages.checkpoint.captured import captured_or_not
 from stages.codegen.module import write_module
-from stages.train.planned import Planned
+from stages.train.engines.planned import Planned
 from tests.plans import graph_of, preset
 from tests.programs import plan_for, uniform
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pipeline.base.errors import ClusterError, ConfigError
 from pipeline.config import load_config, load_part, read_draft
-from pipeline.errors import ClusterError, ConfigError
 from stages.__main__ import main
 from stages.cluster import measure
 from stages.train.run import tell_shared_gpus

@@ -10,25 +10,25 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.base.errors import SolveError
 from pipeline.config import Checkpoint, Recompute
 from pipeline.cost.step import price_step
-from pipeline.errors import SolveError
 from pipeline.ir.cluster import Mesh
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R
 from pipeline.ir.plan import Frontier, FrontierPoint, Plan, Proof, Region, Sharding
-from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
 from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
-from pipeline.runtime.memory import measure_peak, storage_bytes
-from stages.checkpoint import rotor
+from pipeline.runtime.step.memory import measure_peak, storage_bytes
+from pipeline.sharding.lowering import lower
 from stages.checkpoint.choose import choose, evaluate
 from stages.checkpoint.describe import describe
-from stages.checkpoint.linearize import linearize
+from stages.checkpoint.recompute import rotor
+from stages.checkpoint.recompute.linearize import linearize
+from stages.checkpoint.recompute.schedule import no_recompute
+from stages.checkpoint.recompute.simulate import simulate
 from stages.checkpoint.run import figures
-from stages.checkpoint.schedule import no_recompute
-from stages.checkpoint.simulate import simulate
 from stages.codegen.module import write_module
 from stages.profile.by_table import profile_graph
 from tests.graphs import GRAPHS, frontier_of, plan_of, preset, profile_of, trace
@@ -188,9 +188,9 @@ def test_a_budget_below_what_stays_resident():
 
 def test_a_model_of_one_link():
     """Nothing to choose: it fits or it does not."""
-    from stages.solve.frontier import Sweep
+    from stages.solve.answer.frontier import Sweep
     from stages.solve.on_mesh import price_point
-    from stages.solve.problem import Given, build, to_sharding
+    from stages.solve.problem.build import Given, build, to_sharding
     from tests.graphs import SILENT, solve_settings
 
     class One(nn.Module):

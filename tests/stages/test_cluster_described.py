@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.stage import Inputs
 from pipeline.config import Cluster as Settings
 from pipeline.config import ClusterSource, Device, Preset, Simulate, load_config
-from pipeline.cost.paths import Paths
 from pipeline.cost.step import price_step
 from pipeline.cost.unsplit import card_of
 from pipeline.ir.cluster import COLLECTIVES, SEND
@@ -17,8 +17,8 @@ from pipeline.ir.codec import decode, encode
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, P, R
 from pipeline.ir.plan import Sharding, Strategy
-from pipeline.lowering import lower
-from pipeline.stage import Inputs
+from pipeline.sharding.lowering import lower
+from pipeline.sharding.paths import Paths
 from stages.__main__ import main
 from stages.cluster.described import describe_compute, from_preset, simulate
 from stages.cluster.formulas import Link, group_links

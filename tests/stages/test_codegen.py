@@ -16,21 +16,21 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import artifacts
-from pipeline.cost.conversions import gathered_together
+from pipeline.base import artifacts
+from pipeline.base.stage import Inputs
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R, S
 from pipeline.ir.names import look_up
 from pipeline.ir.plan import Sharding
 from pipeline.ir.program import Convert
-from pipeline.lowering import lower
 from pipeline.ops.dims import strategies
 from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
-from pipeline.runtime.onednn import use_kernels_of
-from pipeline.runtime.source import load_program
+from pipeline.runtime.compiler.onednn import use_kernels_of
+from pipeline.runtime.programs.source import load_program
 from pipeline.runtime_names import NAMES
-from pipeline.stage import Inputs
+from pipeline.sharding.conversions import gathered_together
+from pipeline.sharding.lowering import lower
 from stages.codegen.block import statement
 from stages.codegen.module import write_module
 from stages.codegen.run import run

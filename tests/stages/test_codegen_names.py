@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.errors import CodegenError
+from pipeline.base.errors import CodegenError
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.names import look_up, printable, ranges
 from pipeline.ir.plan import Sharding

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import artifacts
+from pipeline.base import artifacts
+from pipeline.base.stage import Inputs
 from pipeline.config import load_config
 from pipeline.ir.graph import OpGraph, Role, TensorType, Value
 from pipeline.ir.layout import Layout, R, S
 from pipeline.ir.names import look_up
 from pipeline.ir.plan import Partition, Plan, Region
 from pipeline.ir.verify import InvalidSharding
-from pipeline.lowering import home_layouts
-from pipeline.partitions import crossing, part_of
-from pipeline.runtime.source import load_program
+from pipeline.runtime.programs.source import load_program
 from pipeline.runtime_names import NAMES
-from pipeline.stage import Inputs
+from pipeline.sharding.lowering import home_layouts
+from pipeline.sharding.partitions import crossing, part_of
 from stages.codegen import run as codegen
 from stages.codegen.partitions import sent_row, write_partitions
 from tests.graphs import GRAPHS, SILENT, gpt_graph

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline import artifacts
+from pipeline.base import artifacts
+from pipeline.base.errors import SolveError
+from pipeline.base.stage import Inputs
 from pipeline.config import Config, DType, Model, TensorSpec, load_config
-from pipeline.cost.slices import slices_of
-from pipeline.errors import SolveError
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan
 from pipeline.ir.verify import verify_graph
-from pipeline.stage import Inputs
+from pipeline.sharding.slices import slices_of
 from pipeline.tracing.trace import trace
 from stages.codegen import run as codegen
 from stages.codegen.slices import graphs_of_slices, with_contiguous

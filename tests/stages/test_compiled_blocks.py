@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.blocks import MOST_OPS, blocks_of, relus_between
 from pipeline.ir.graph import Role
 from pipeline.ir.profile import CompiledWay
-from pipeline.runtime.compiled import compiled
+from pipeline.ops.blocks import MOST_OPS, blocks_of, relus_between
+from pipeline.runtime.compiler.compiled import compiled
 from stages.profile import compiled as profiling
 from stages.profile.compiled import Block, as_function, measure_blocks, no_garbage, worth_choosing
 from tests.compiling import without_kernels

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeline import artifacts
-from pipeline.artifacts import Artifact
+from pipeline.base import artifacts
+from pipeline.base.artifacts import Artifact
 from pipeline.config import Checkpoint, Recompute, Solve, load_config
 from pipeline.cost.step import price_step
 from pipeline.ir.cluster import Cluster
@@ -24,12 +24,10 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Frontier, Plan, Sharding
 from pipeline.ir.profile import Profile
-from pipeline.lowering import lower, with_paths
+from pipeline.sharding.lowering import lower, with_paths
 from stages.__main__ import main
 from stages.checkpoint.choose import choose, evaluate
 from stages.profile.by_table import profile_graph
-from stages.solve.elimination import Elimination
-from stages.solve.exact import restrict
 from stages.solve.explain.diff import Changed, explain_diff
 from stages.solve.explain.items import Kind
 from stages.solve.explain.names import Subject, What, find_subject
@@ -38,6 +36,8 @@ from stages.solve.explain.options import Options, Verdict
 from stages.solve.explain.part import ExplainError, Planned, planned
 from stages.solve.explain.run import text_of
 from stages.solve.explain.whole import explain_module, explain_whole
+from stages.solve.search.elimination import Elimination
+from stages.solve.search.exact import restrict
 from tests.graphs import GRAPHS, SILENT, frontier_of, plan_of, preset, profile_of, solve_settings, trace
 from tests.pipeline_plans import plan_with_pipelines, with_pieces
 
@@ -237,9 +237,9 @@ class Odd(nn.Module):
 def odd() -> Planned:
     graph = trace(Odd(), {"x": torch.randn(4, 7)})
     profile, cluster = profile_graph(graph), preset(2)
-    from stages.solve.frontier import Sweep
+    from stages.solve.answer.frontier import Sweep
     from stages.solve.on_mesh import price_point
-    from stages.solve.problem import Given, build, to_sharding
+    from stages.solve.problem.build import Given, build, to_sharding
 
     problem, choices = build(graph, profile, Given(cluster.axes, cluster.compute, 2.0))
     best = Sweep(problem, solve_settings(), WHERE, SILENT).frontier(math.inf, lambda done, note="": None)[0]

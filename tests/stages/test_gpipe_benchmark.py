@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks import gpipe
 from pipeline.ir.names import look_up
-from pipeline.runtime.source import load_program
+from pipeline.runtime.programs.source import load_program
 
 
 def test_the_partitions_are_equal(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stages.checkpoint import rotor
-from stages.checkpoint.chain import Chain, Option
-from stages.checkpoint.hold import HoldTable, contents_of, cut_chain, kinds_of
-from stages.checkpoint.in_flight import drop_all, held, keep_all, run_partition, sent
-from stages.checkpoint.schedule import Kind
-from stages.checkpoint.simulate import start
+from stages.checkpoint.recompute import rotor
+from stages.checkpoint.recompute.chain import Chain, Option
+from stages.checkpoint.recompute.in_flight import drop_all, held, keep_all, run_partition, sent
+from stages.checkpoint.recompute.in_flight_dp import HoldTable, contents_of, cut_chain, kinds_of
+from stages.checkpoint.recompute.schedule import Kind
+from stages.checkpoint.recompute.simulate import start
 from tests.schedules import Moves, moves, pins
 
 

@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import solver
-from stages.solve.data import FORBIDDEN, Edge, Holding, Node, Problem
-from stages.solve.large import descent, presolve, run
-from stages.solve.large.arrays import flatten
-from stages.solve.large.descent import Searcher
-from stages.solve.large.presolve import NoChoice, reduce
-from stages.solve.large.run import Found
+from stages.solve.problem.data import FORBIDDEN, Edge, Holding, Node, Problem
+from stages.solve.search.large import descent, presolve, run
+from stages.solve.search.large.arrays import flatten
+from stages.solve.search.large.descent import Searcher
+from stages.solve.search.large.presolve import NoChoice, reduce
+from stages.solve.search.large.run import Found
 from tests.clocks import Ticks
 
 SLOW = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

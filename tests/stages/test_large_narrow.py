@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from stages.solve.data import Edge, Holding, Node, Problem
-from stages.solve.large import descent, presolve, run
-from stages.solve.large.arrays import Arrays, flatten
-from stages.solve.large.descent import Searcher
-from stages.solve.large.narrow import candidates, narrowed
-from stages.solve.large.presolve import reduce
-from stages.solve.large.run import search
+from stages.solve.problem.data import Edge, Holding, Node, Problem
+from stages.solve.search.large import descent, presolve, run
+from stages.solve.search.large.arrays import Arrays, flatten
+from stages.solve.search.large.descent import Searcher
+from stages.solve.search.large.narrow import candidates, narrowed
+from stages.solve.search.large.presolve import reduce
+from stages.solve.search.large.run import search
 from tests.clocks import Ticks
 
 LENGTH = 40

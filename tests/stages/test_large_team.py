@@ -8,12 +8,12 @@ import numpy as np
 import psutil
 import pytest
 
-from stages.solve.data import Edge, Holding, Node, Problem
-from stages.solve.large import presolve, run, team
-from stages.solve.large.dominated import undominated
-from stages.solve.large.presolve import NoChoice, Reduced, reduce
-from stages.solve.large.run import Found, search
-from stages.solve.large.turns import LEAST, Turns
+from stages.solve.problem.data import Edge, Holding, Node, Problem
+from stages.solve.search.large import presolve, run, team
+from stages.solve.search.large.dominated import undominated
+from stages.solve.search.large.presolve import NoChoice, Reduced, reduce
+from stages.solve.search.large.run import Found, search
+from stages.solve.search.large.turns import LEAST, Turns
 from tests.clocks import Ticks
 
 LONG_S = 600.0  # what is tested hangs for good, or ends by itself

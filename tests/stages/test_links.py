@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.recompute_plans import unsplit
-from pipeline.cost.compute import Seconds
 from pipeline.cost.groups import Join
 from pipeline.cost.link_facts import LinkFacts
 from pipeline.cost.links import MOST_WAYS, LinkCosts, Way, link_costs
@@ -21,16 +20,17 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan, Prediction, Region, Sharding, path_name
 from pipeline.ir.profile import Profile, as_run
 from pipeline.ir.program import Convert, Program
-from pipeline.lowering import lower
 from pipeline.models import gpt, mlp
-from pipeline.runtime.memory import measure_peak
-from stages.checkpoint import rotor
-from stages.checkpoint.linearize import Linear, growing, linearize
-from stages.checkpoint.released import LARGE, released
-from stages.checkpoint.schedule import Keep, Schedule, full_recompute, no_recompute, scheduled
-from stages.checkpoint.schedule import Region as Nested
-from stages.checkpoint.simulate import simulate
-from stages.checkpoint.within import fastest_within
+from pipeline.rates.compute import Seconds
+from pipeline.runtime.step.memory import measure_peak
+from pipeline.sharding.lowering import lower
+from stages.checkpoint.recompute import rotor
+from stages.checkpoint.recompute.fit_budget import fastest_within
+from stages.checkpoint.recompute.linearize import Linear, growing, linearize
+from stages.checkpoint.recompute.released import LARGE, released
+from stages.checkpoint.recompute.schedule import Keep, Schedule, full_recompute, no_recompute, scheduled
+from stages.checkpoint.recompute.schedule import Region as Nested
+from stages.checkpoint.recompute.simulate import simulate
 from stages.codegen.module import write_module
 from stages.profile.by_table import profile_graph
 from stages.profile.run import make_profile
@@ -377,7 +377,7 @@ def test_released_values_are_large_and_nobody_s(name):
 @pytest.mark.parametrize("name", ["gpt", "bert", "resnet"])
 def test_the_fastest_within_a_budget(name, share):
     """In bytes it fits, and it is no slower than what slots alone would find."""
-    from stages.checkpoint.chain import discretise
+    from stages.checkpoint.recompute.chain import discretise
 
     chain = case(name, "cuda", "amp").linear.chain
     slots = max(500, 20 * (chain.length + 1))

@@ -10,13 +10,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from stages.checkpoint.chain import Chain, ChainError, Slots
-from stages.checkpoint.given import Division, Effort, PartitionError, Wishes
-from stages.checkpoint.in_flight import Passage, fullest, run_partition
-from stages.checkpoint.in_full import PipelinePlan
-from stages.checkpoint.partition import partition
-from stages.checkpoint.pieces import Piece, Recompute, Sent, Terms, Timer
-from stages.checkpoint.pipelines import Order, Pipeline, in_flight, orders, refusal
+from stages.checkpoint.pipelines.partition import partition
+from stages.checkpoint.pipelines.refine import PipelinePlan
+from stages.checkpoint.pipelines.schedules import Order, Pipeline, in_flight, orders, refusal
+from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError, Wishes
+from stages.checkpoint.pipelines.submesh_plans import Piece, Recompute, Sent, Terms, Timer
+from stages.checkpoint.recompute.chain import Chain, ChainError, Slots
+from stages.checkpoint.recompute.in_flight import Passage, fullest, run_partition
 from tests.partition_cases import Case, least_estimate, random_case
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from stages.train import peers as module
 from stages.train.loop import Loop
-from stages.train.manifest import snapshots_in
-from stages.train.peers import Peers, told
+from stages.train.ranks import peers as module
+from stages.train.ranks.peers import Peers, told
+from stages.train.snapshots.manifest import snapshots_in
 from stages.train.worker import make_engine
 from tests.ranks import run_ranks
 from tests.snapshot_runs import job, write_programs

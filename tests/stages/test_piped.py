@@ -10,31 +10,39 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import artifacts
-from pipeline.blocks import blocks_of
+from pipeline.base import artifacts
+from pipeline.base.errors import SolveError
+from pipeline.base.stage import Inputs
 from pipeline.config import Cluster as ClusterSettings
 from pipeline.config import ClusterSource, Device, Preset, load_config
-from pipeline.cost.slices import sliced
 from pipeline.cost.step import price_step
-from pipeline.errors import SolveError
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.codec import decode, encode
 from pipeline.ir.layout import B, Layout, P, R, S
 from pipeline.ir.plan import Partition, Plan, Region
 from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
-from pipeline.lowering import lower
-from pipeline.stage import Inputs
-from stages.checkpoint import pipelines, schedule
+from pipeline.ops.blocks import blocks_of
+from pipeline.sharding.lowering import lower
+from pipeline.sharding.slices import sliced
 from stages.checkpoint import run as stage
 from stages.checkpoint.choose import choose
 from stages.checkpoint.describe import describe
-from stages.checkpoint.fill import fill, readers
-from stages.checkpoint.linearize import Linear, linearize_partitions
-from stages.checkpoint.partition import partition
-from stages.checkpoint.piped import Piped, find_pipelines, offered_slices, predict, slice_counts, usable_splits
-from stages.checkpoint.reshard import Resharding
+from stages.checkpoint.pipelines import schedules
+from stages.checkpoint.pipelines.partition import partition
+from stages.checkpoint.pipelines.pipelined import (
+    Piped,
+    find_pipelines,
+    offered_slices,
+    predict,
+    slice_counts,
+    usable_splits,
+)
+from stages.checkpoint.pipelines.reshard import Resharding
+from stages.checkpoint.pipelines.submesh_costs import fill, readers
+from stages.checkpoint.recompute import schedule
+from stages.checkpoint.recompute.linearize import Linear, linearize_partitions
+from stages.checkpoint.recompute.simulate import State, apply, start
 from stages.checkpoint.run import figures
-from stages.checkpoint.simulate import State, apply, start
 from stages.checkpoint.timeline import waits
 from stages.cluster.run import from_preset
 from tests.graphs import GRAPHS, SILENT, profile_of
@@ -101,10 +109,10 @@ def replayed(linear: Linear, part: Partition) -> tuple[float, float, float, floa
     return (*seconds, replace(waiting, gradient=None).bytes(chain), peak)
 
 
-def played(order: pipelines.Order, loads: list[tuple[float, float, float, float]], sends: list[float]) -> list[float]:
+def played(order: schedules.Order, loads: list[tuple[float, float, float, float]], sends: list[float]) -> list[float]:
     """When each device has done its tasks: the longest path through them, by going round until nothing changes."""
     ends: dict[str, float] = {}
-    split = order.pipeline is pipelines.Pipeline.ZERO_BUBBLE
+    split = order.pipeline is schedules.Pipeline.ZERO_BUBBLE
     for _ in range(sum(map(len, order.tasks)) + 1):
         for row in order.tasks:
             now = 0.0
@@ -166,7 +174,7 @@ def again(name: str, piped: Piped, plan: Plan) -> tuple[float, list[float]]:
         sizes.append(own + k * (sum(filled.piece.held[span]) + put_off + filled.piece.everywhere_held))
     sends = [sent(name, cluster, piped, number, plan) for number in range(len(plan.partitions) - 1)]
     devices = len(plan.partitions) // plan.chunks
-    order = pipelines.orders(pipelines.Pipeline(plan.schedule), devices, plan.micro_batches, plan.chunks)
+    order = schedules.orders(schedules.Pipeline(plan.schedule), devices, plan.micro_batches, plan.chunks)
     ends = played(order, loads, sends)
     seconds = max(end + sum(load[3] for load in loads[d::devices]) for d, end in enumerate(ends))
     return seconds, [sum(sizes[d::devices]) for d in range(devices)]
@@ -733,7 +741,7 @@ def test_slots_per_link_is_obeyed(monkeypatch) -> None:
         efforts.append(effort)
         return partition(divisions, memory, wishes, effort, reshard)
 
-    monkeypatch.setattr("stages.checkpoint.piped.partition", noted)
+    monkeypatch.setattr("stages.checkpoint.pipelines.pipelined.partition", noted)
     for per_link in (1, 300):
         assert pipelines_of("gpt", slots_per_link=per_link).found
     assert [effort.slots.of(10) for effort in efforts] == [500, 3000]

@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import artifacts
+from pipeline.base import artifacts
+from pipeline.base.errors import ArtifactError, SolveError
+from pipeline.base.stage import Inputs
 from pipeline.config import Checkpoint, Recompute, load_config
-from pipeline.cost.slices import fits, sliced, slices_of
 from pipeline.cost.step import price_step
-from pipeline.errors import ArtifactError, SolveError
 from pipeline.ir.graph import Role
 from pipeline.ir.layout import Layout, S
 from pipeline.ir.plan import Region
-from pipeline.lowering import lower
-from pipeline.stage import Inputs
-from stages.checkpoint.chain import Chain
-from stages.checkpoint.hand import block_runs, fixed_schedule
+from pipeline.sharding.lowering import lower
+from pipeline.sharding.slices import fits, sliced, slices_of
+from stages.checkpoint.recompute.chain import Chain
+from stages.checkpoint.user_choices import block_runs, fixed_schedule
 from stages.solve import run as solve
-from stages.solve.meshes import meshes_of, pieces_of
-from stages.solve.saved import read_saved
+from stages.solve.answer.saved import read_saved
+from stages.solve.problem.meshes import meshes_of, pieces_of
 from tests.graphs import GRAPHS, SILENT, frontier_of, plan_of, preset, profile_of, solve_settings
 from tests.pipeline_plans import plan_with_pipelines
 

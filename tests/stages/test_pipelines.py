@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.checkpoint.chain import ChainError
-from stages.checkpoint.pipelines import (
+from stages.checkpoint.pipelines.schedules import (
     Load,
     Pipeline,
     draw,
@@ -22,6 +21,7 @@ from stages.checkpoint.pipelines import (
     simulate,
     weights_of,
 )
+from stages.checkpoint.recompute.chain import ChainError
 
 GPIPE, ONE, INTER, ZERO = Pipeline.GPIPE, Pipeline.ONE_F_ONE_B, Pipeline.INTERLEAVED, Pipeline.ZERO_BUBBLE
 

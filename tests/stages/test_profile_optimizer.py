@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.ir.graph import TensorType
-from pipeline.runtime.memory import measure_peak, storage_bytes
+from pipeline.runtime.step.memory import measure_peak, storage_bytes
 from stages.profile.optimizer import OptimizerRun, optimizer_copies, run_optimizer
 from stages.profile.symbolic import rounded
 

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeline.cost.kernels import Card, kernel_seconds
 from pipeline.cost.unsplit import step_seconds
 from pipeline.ir.cluster import NO_HOST
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.models.gpt import GPT
 from pipeline.models.mlp import MLP
-from pipeline.runtime.memory import measure_peak
+from pipeline.rates.kernels import Card, kernel_seconds
+from pipeline.runtime.step.memory import measure_peak
 from stages.profile.costs import all_kernels
 from stages.profile.link import meta
 from stages.profile.step import StepProfile, profile_step

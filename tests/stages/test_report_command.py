@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline import artifacts
+from pipeline.base import artifacts
+from pipeline.base.stage import Inputs, Result
 from pipeline.config import load_config
-from pipeline.stage import Inputs, Result
 from stages.__main__ import main
 from stages.report.run import PAGE, page_after, with_page
 from stages.report.sources import read_sources

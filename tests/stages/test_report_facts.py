@@ -14,7 +14,7 @@ from pipeline.ir.graph import Role
 from pipeline.ir.plan import Event, Region
 from pipeline.ir.program import Convert
 from pipeline.ir.report import Compared
-from pipeline.partitions import busiest
+from pipeline.sharding.partitions import busiest
 from stages.report.facts import facts_of
 from stages.report.memory import kept_at
 from stages.report.model import folds_of

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from stages.checkpoint.chain import Chain, ChainError, Option, default_slots, discretise
-from stages.checkpoint.rotor import InfeasibleBudget, schedule, solve, tightest
-from stages.checkpoint.schedule import Keep, Kind, Op, Region, Schedule, flatten, full_recompute, no_recompute
-from stages.checkpoint.simulate import InvalidSequence, simulate
+from stages.checkpoint.recompute.chain import Chain, ChainError, Option, default_slots, discretise
+from stages.checkpoint.recompute.rotor import InfeasibleBudget, schedule, solve, tightest
+from stages.checkpoint.recompute.schedule import Keep, Kind, Op, Region, Schedule, flatten, full_recompute, no_recompute
+from stages.checkpoint.recompute.simulate import InvalidSequence, simulate
 from tests.schedules import fastest
 
 

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import rotor as benchmark
-from stages.checkpoint.chain import Chain, ChainError, Option, discretise
-from stages.checkpoint.kernels import WIDTH
-from stages.checkpoint.rotor import Table, curve, schedule, solve, tightest
-from stages.checkpoint.schedule import no_recompute
-from stages.checkpoint.simulate import simulate
+from stages.checkpoint.recompute.chain import Chain, ChainError, Option, discretise
+from stages.checkpoint.recompute.kernels import WIDTH
+from stages.checkpoint.recompute.rotor import Table, curve, schedule, solve, tightest
+from stages.checkpoint.recompute.schedule import no_recompute
+from stages.checkpoint.recompute.simulate import simulate
 from tests.schedules import fastest, recurrence
 
 SIZES = {

@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 
+from pipeline.base.errors import ShardwrightError
 from pipeline.config import TrainEngine
-from pipeline.errors import ShardwrightError
-from pipeline.place import PORTS
+from pipeline.launch.place import PORTS
 from stages import sbatch as written
 from stages.__main__ import _parser
 from stages.commands import COMMANDS

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pipeline.errors import TrainError
-from stages.train import replicas
+from pipeline.base.errors import TrainError
 from stages.train.loop import Loop
+from stages.train.ranks import replicas
 from stages.train.worker import make_engine
 from tests.ranks import run_ranks
 from tests.snapshot_runs import job

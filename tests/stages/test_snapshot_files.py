@@ -20,13 +20,15 @@ from hypothesis import settings as settings_of_tests
 from hypothesis import strategies as st
 
 from benchmarks.forged_snapshots import FILES, about, read_all, snapshot
-from pipeline.artifacts import Artifact
+from pipeline.base.artifacts import Artifact
+from pipeline.base.errors import TrainError
+from pipeline.base.stage import Inputs
 from pipeline.config import load_config
-from pipeline.errors import TrainError
 from pipeline.ir.layout import Layout, R, S
-from pipeline.stage import Inputs
-from stages.train import manifest, snapshots
-from stages.train.manifest import (
+from stages.train.ranks.replicas import checksum, difference
+from stages.train.snapshots import manifest, writer
+from stages.train.snapshots.boxes import Piece, boxes_of, shared_out
+from stages.train.snapshots.manifest import (
     Damaged,
     Unreadable,
     check_files,
@@ -35,12 +37,8 @@ from stages.train.manifest import (
     snapshots_in,
     write_manifest,
 )
-from stages.train.pieces import Piece, boxes_of, shared_out
-from stages.train.replicas import checksum, difference
-from stages.train.snapshots import not_seen, table_of
-from stages.train.starting import launch_of, prepare
-from stages.train.tell import tell
-from stages.train.tensor_files import (
+from stages.train.snapshots.starting import launch_of, prepare
+from stages.train.snapshots.tensor_files import (
     TensorFiles,
     check_boxes,
     file_of,
@@ -49,7 +47,9 @@ from stages.train.tensor_files import (
     write_boxes,
     write_table,
 )
-from stages.train.trajectory import differing, digest_of_run, settings_of
+from stages.train.snapshots.trajectory import differing, digest_of_run, settings_of
+from stages.train.snapshots.writer import not_seen, table_of
+from stages.train.tell import tell
 
 PROJECT = Path(__file__).parents[2]
 CONFIG = load_config(PROJECT)
@@ -157,7 +157,7 @@ def test_what_may_be_whole_is_not_called_damaged(tmp_path: Path, file: str, happ
 
 
 def test_the_first_host_sees_every_file_or_says_which_it_does_not(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(snapshots, "SEEN_S", 0.0)
+    monkeypatch.setattr(writer, "SEEN_S", 0.0)
     path = snapshot(tmp_path, 40)
     files = read_manifest(path)["files"]
     assert not_seen(path, files) == ""

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.forged_snapshots import about
-from pipeline.errors import TrainError
-from pipeline.launch import run_ranks as launch
-from stages.train import replicas
-from stages.train.manifest import snapshots_in
-from stages.train.planned import Planned
-from stages.train.resume import find, restore
-from stages.train.snapshots import Snapshots
+from pipeline.base.errors import TrainError
+from pipeline.launch.launch import run_ranks as launch
+from stages.train.engines.planned import Planned
+from stages.train.ranks import replicas
+from stages.train.snapshots.manifest import snapshots_in
+from stages.train.snapshots.resume import find, restore
+from stages.train.snapshots.writer import Snapshots
 from tests.ranks import run_ranks
 from tests.snapshot_runs import Faulty, job, train, write_programs
 
@@ -132,7 +132,7 @@ def unshared(here: Path) -> tuple[str, list[str]]:
     engine, folder = Planned(job(here, "zero1", 1)), here / f"host{dist.get_rank()}"
     snapshots = Snapshots(folder, 2, True, 60)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stages.train.snapshots.SEEN_S", 0.2)
+        patch.setattr("stages.train.snapshots.writer.SEEN_S", 0.2)
         snapshots.take(engine, 1, about(1))
         outcome = snapshots.done(wait=True)
     dist.barrier()
@@ -189,7 +189,7 @@ def on_one_rank(folder: str) -> list[dict[str, Any]]:
     here = Path(folder)
     found = [train(job(here, "one", STEPS, every=2), here / work) for work in ("journey", "again")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stages.train.snapshots.write_boxes", _break)
+        patch.setattr("stages.train.snapshots.writer.write_boxes", _break)
         with pytest.raises(TrainError, match=r"RuntimeError: a surprise; mend that, .* goes on from the start"):
             train(job(here, "one", 1, every=1, folder=str(here / "broken")), here / "broken_work")
     return found

@@ -13,24 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline import artifacts
+from pipeline.base import artifacts
+from pipeline.base.errors import SolveError
+from pipeline.base.stage import Inputs
 from pipeline.config import load_config
 from pipeline.cost.step import price_step
-from pipeline.errors import SolveError
 from pipeline.ir.plan import Frontier
 from pipeline.ir.program import Convert
 from pipeline.ir.verify import verify_sharding
-from pipeline.lowering import lower, with_paths
-from pipeline.stage import Inputs
+from pipeline.sharding.lowering import lower, with_paths
 from stages.profile.by_table import profile_graph
 from stages.solve import run as stage
-from stages.solve.backends import glpk
-from stages.solve.bound import Bounder
-from stages.solve.data import Node, Problem
-from stages.solve.exact import best_prices, solve
-from stages.solve.frontier import Sweep
-from stages.solve.problem import Given, build, to_sharding
-from stages.solve.storage import Way
+from stages.solve.answer.frontier import Sweep
+from stages.solve.problem.build import Given, build, to_sharding
+from stages.solve.problem.data import Node, Problem
+from stages.solve.problem.storage import Way
+from stages.solve.search.backends import glpk
+from stages.solve.search.exact import best_prices, solve
+from stages.solve.search.memory_price import Bounder
 from tests.graphs import (
     GRAPHS,
     SILENT,

@@ -16,10 +16,10 @@ from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Baseline, FrontierPoint, Sharding
 from pipeline.ir.program import Convert
-from pipeline.lowering import lower
+from pipeline.sharding.lowering import lower
 from stages.profile.by_table import profile_graph
 from stages.solve.on_mesh import OnMesh, price_point
-from stages.solve.problem import to_sharding
+from stages.solve.problem.build import to_sharding
 from tests.graphs import SILENT, mesh, solve_settings, trace
 
 

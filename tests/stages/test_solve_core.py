@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from stages.solve.backends import NothingFound
-from stages.solve.bound import Bounder
-from stages.solve.data import Holding, Node, Problem
-from stages.solve.elimination import Elimination, Prices, TooWide
-from stages.solve.exact import best_prices, restrict, solve, without_dominated, without_hopeless
-from stages.solve.frontier import Sweep
-from stages.solve.model import Plane
+from stages.solve.answer.frontier import Sweep
+from stages.solve.problem.data import Holding, Node, Problem
+from stages.solve.search.backends import NothingFound
+from stages.solve.search.elimination import Elimination, Prices, TooWide
+from stages.solve.search.exact import best_prices, restrict, solve, without_dominated, without_hopeless
+from stages.solve.search.integer_program import Plane
+from stages.solve.search.memory_price import Bounder
 from tests.graphs import SILENT, solve_settings
 from tests.problems import LENGTH, a_limit, best, every_plan, random_problem
 
@@ -209,7 +209,7 @@ def test_a_solver_that_finds_nothing_in_time_leaves_the_plan_of_prices(monkeypat
     def nothing(*_):
         raise NothingFound("the solver found no plan", where=WHERE)
 
-    monkeypatch.setattr("stages.solve.frontier.solve", nothing)
+    monkeypatch.setattr("stages.solve.answer.frontier.solve", nothing)
     limit = next(x for x in (38.5, 33.5, 27.5) if sweep.bounder.within(x, 0, math.inf).bound < best(problem, x) - 1e-6)
     stand_in = sweep.within(limit)
     assert stand_in.peak <= limit and 0 < stand_in.proof.gap < 1

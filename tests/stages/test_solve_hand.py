@@ -6,19 +6,19 @@ import math
 
 import pytest
 
+from pipeline.base.errors import SolveError
 from pipeline.config import Only, Search
-from pipeline.errors import SolveError
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Sharding
-from pipeline.lowering import lower
-from stages.solve.baselines import baselines
-from stages.solve.constraints import Hand
-from stages.solve.elimination import Elimination
-from stages.solve.exact import restrict
-from stages.solve.families import Families, named
-from stages.solve.frontier import Sweep
-from stages.solve.problem import Given, build, to_sharding
-from stages.solve.storage import Way, storage_choices
+from pipeline.sharding.lowering import lower
+from stages.solve.answer.baselines import baselines
+from stages.solve.answer.frontier import Sweep
+from stages.solve.problem.build import Given, build, to_sharding
+from stages.solve.problem.constraints import Hand
+from stages.solve.problem.families import Families, named
+from stages.solve.problem.storage import Way, storage_choices
+from stages.solve.search.elimination import Elimination
+from stages.solve.search.exact import restrict
 from tests.graphs import SILENT, gpt_graph, mesh, mlp_graph, preset, profile_of, solve_settings
 
 WHERE = "conf/solve/test.yaml"

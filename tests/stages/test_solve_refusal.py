@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline import artifacts
+from pipeline.base import artifacts
+from pipeline.base.errors import SolveError
+from pipeline.base.stage import Inputs
 from pipeline.config import Checkpoint, Config, Only, Recompute, load_config
 from pipeline.cost.resident import Kept, budget_of, resident_parts, total_of
-from pipeline.errors import SolveError
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier
 from pipeline.ir.verify import verify_sharding
-from pipeline.stage import Inputs
 from stages.checkpoint.choose import choose, evaluate
 from stages.profile.by_table import profile_graph
 from stages.solve import run as stage
-from stages.solve.least import least_resident
+from stages.solve.search.least_resident import least_resident
 from tests.graphs import GRAPHS, SILENT, frontier_of, plan_of, preset, solve_settings, trace
 from tests.problems import every_plan, random_problem
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 import yaml
 
-from pipeline import artifacts
-from pipeline.artifacts import KINDS, Artifact
+from pipeline.base import artifacts
+from pipeline.base.artifacts import KINDS, Artifact
+from pipeline.base.errors import ArtifactError, ConfigError, ShardwrightError, SolveError
+from pipeline.base.stage import Inputs
 from pipeline.config import Config, Only, PlanUse, Search, load_config
-from pipeline.errors import ArtifactError, ConfigError, ShardwrightError, SolveError
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Plan, Prediction, Region, Sharding
 from pipeline.models.mlp import MLP
-from pipeline.stage import Inputs
 from stages.profile.by_table import profile_graph
 from stages.solve import run as stage
 from tests.graphs import SILENT, frontier_of, mlp_batch, mlp_graph, plan_of, preset, profile_of, solve_settings, trace

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from pipeline.config import Search
 from stages.profile.by_table import profile_graph
-from stages.solve.baselines import baselines
-from stages.solve.cut import CutOpen
-from stages.solve.data import Edge, Holding, Node, Problem
-from stages.solve.elimination import Elimination, Prices, TooWide
-from stages.solve.exact import best_prices, restrict
-from stages.solve.frontier import Sweep
-from stages.solve.large.plain import plain
-from stages.solve.large.priced import Wide
-from stages.solve.problem import Given, build
-from stages.solve.wide import CutBounder, WideBounder, fastest
+from stages.solve.answer.baselines import baselines
+from stages.solve.answer.frontier import Sweep
+from stages.solve.problem.build import Given, build
+from stages.solve.problem.data import Edge, Holding, Node, Problem
+from stages.solve.search.decomposition import CutBounder, WideBounder, fastest
+from stages.solve.search.elimination import Elimination, Prices, TooWide
+from stages.solve.search.exact import best_prices, restrict
+from stages.solve.search.large.plain import plain
+from stages.solve.search.large.priced import Wide
+from stages.solve.search.separators import CutOpen
 from tests.graphs import SILENT, mesh, solve_settings, trace
 from tests.problems import LENGTH, a_limit, best, every_plan, random_problem
 
@@ -53,7 +53,7 @@ def some_prices(problem: Problem, seed: int) -> Prices:
 def way(request, monkeypatch):
     """To make shares plain."""
     if request.param == "a node per form":
-        monkeypatch.setattr("stages.solve.large.plain.MOST_READERS", 1)
+        monkeypatch.setattr("stages.solve.search.large.plain.MOST_READERS", 1)
 
 
 @pytest.mark.usefixtures("way")

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.kernel_cache import COPY, OfTheProject
+from pipeline.base.signals import Interrupted, interruptible
 from pipeline.config import Backend, overrides, try_settings
-from pipeline.kernel_cache import COPY, OfTheProject
-from pipeline.point import ROOT, Point, current
-from pipeline.signals import Interrupted, interruptible
+from pipeline.tracking.point import ROOT, Point, current
 from stages.__main__ import main
-from stages.checkpoint import schedule
+from stages.checkpoint.recompute import schedule
 from stages.sweep import experiments
 from stages.sweep.abandoned import COPIES, forget_killed, held
 from stages.sweep.experiments import _override, _reason, run_point
@@ -96,9 +96,9 @@ def test_a_process_knows_its_point(tmp_path):
 
 
 def test_a_copy_of_the_project_takes_its_kernels_where_the_source_is_equal(tmp_path, monkeypatch):
-    own = tmp_path / "stages/checkpoint/schedule.py"
+    own = tmp_path / "stages/checkpoint/recompute/schedule.py"
     own.parent.mkdir(parents=True)
-    file, function = str(COPY / "stages/checkpoint/schedule.py"), schedule.no_recompute
+    file, function = str(COPY / "stages/checkpoint/recompute/schedule.py"), schedule.no_recompute
     assert OfTheProject.from_function(function, file) is None  # not in a sweep
     monkeypatch.setenv(ROOT, str(tmp_path))
     assert OfTheProject.from_function(function, file) is None  # the project has no such file

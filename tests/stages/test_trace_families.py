@@ -15,13 +15,12 @@ from torch.nn import functional as F
 
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 
-from pipeline.cost.kernels import Card
+from pipeline.base.errors import TraceError
 from pipeline.cost.unsplit import step_seconds
-from pipeline.errors import TraceError
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel, LinkKernels
 from pipeline.ir.verify import verify_graph
-from pipeline.loss import pick_loss
+from pipeline.rates.kernels import Card
 from pipeline.tracing import simplify as simplify_module
 from pipeline.tracing.autocast import device_autocast
 from pipeline.tracing.build import fake_mode, to_fake
@@ -29,6 +28,7 @@ from pipeline.tracing.chain import find_chain
 from pipeline.tracing.export import export_loss
 from pipeline.tracing.lower import Ops, lower
 from pipeline.tracing.simplify import simplify
+from pipeline.user.loss import pick_loss
 from stages.profile.costs import all_kernels, op_costs, value_types
 from stages.profile.step import profile_step
 from tests.families import FAMILIES, LENGTH, llama, mixtral, t5, tokens

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from pipeline.base.errors import TrainError
 from pipeline.config import TrainEngine
-from pipeline.errors import TrainError
 from pipeline.models import gpt
 from pipeline.models.data import TokenSequences
-from pipeline.runtime.parameters import whole_of
-from stages.train.baselines import numbered_blocks
-from stages.train.choice import check_batch, ranks_of
+from pipeline.runtime.programs.parameters import whole_of
+from stages.train.engines.baselines import numbered_blocks
+from stages.train.engines.choice import check_batch, ranks_of
 from stages.train.loop import Loop
 from stages.train.worker import agree, make_engine
 from tests import plans

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from pipeline.ir.plan import Prediction
 from pipeline.ir.report import Breakdown
-from pipeline.runtime.collectives import AROUND
-from pipeline.runtime.transfer import ACROSS
+from pipeline.runtime.pipelining.transfer import ACROSS
+from pipeline.runtime.programs.collectives import AROUND
 from stages.train.breakdown import HOLE_NS, STEP, Event, break_down, joined, length, of_all, profiled, within, without
+from stages.train.engines.pipelined import Piped
+from stages.train.engines.planned import Planned
 from stages.train.loop import Loop, looked_at
 from stages.train.measured import compare
-from stages.train.piped import Piped
-from stages.train.planned import Planned
 from stages.train.run import figures, make_report, median_seconds
 from tests import plans
 from tests.piped_training import Case, job_of, write_case

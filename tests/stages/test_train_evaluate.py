@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pipeline.errors import TrainError
-from pipeline.instantiate import TargetError, instantiate
+from pipeline.base.errors import TrainError
+from pipeline.base.instantiate import TargetError, instantiate
 from pipeline.ir.layout import Layout
-from pipeline.runtime.slices import Slices
-from pipeline.runtime.source import load_program
+from pipeline.runtime.programs.source import load_program
+from pipeline.runtime.step.slices import Slices
+from stages.train.engines.planned import Planned
 from stages.train.held_out import held_out_batches
 from stages.train.loop import Loop
-from stages.train.planned import Planned
 from tests import evaluated_models as models
 from tests.graphs import trace
 from tests.jobs import train_settings

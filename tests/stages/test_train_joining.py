@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeline.errors import TrainError
-from stages.train import joining
+from pipeline.base.errors import TrainError
+from stages.train.ranks import joining
 
 
 @pytest.mark.parametrize(

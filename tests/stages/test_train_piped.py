@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runtime.source import load_program
+from pipeline.runtime.programs.source import load_program
 from stages.verify.locate import Fault
 from tests.compiling import compiles_attention_in_float64
 from tests.piped_training import Case, judge, put_off_in, train, write_case

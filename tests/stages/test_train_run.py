@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import artifacts
-from pipeline.artifacts import Artifact
+from pipeline.base import artifacts
+from pipeline.base.artifacts import Artifact
+from pipeline.base.errors import ShardwrightError, TrainError
+from pipeline.base.stage import Inputs
 from pipeline.config import load_config
-from pipeline.errors import ShardwrightError, TrainError
 from pipeline.ir.graph import Role
-from pipeline.stage import Inputs
 from stages.commands import COMMANDS
 from stages.train import run as training
-from stages.train.manifest import is_finished, snapshots_in
-from stages.train.piped import Piped
-from stages.train.planned import Planned
-from stages.train.program import is_pipeline
+from stages.train.engines.pipelined import Piped
+from stages.train.engines.planned import Planned
+from stages.train.engines.program import is_pipeline
 from stages.train.run import Follower, keep_weights, weights_path
+from stages.train.snapshots.manifest import is_finished, snapshots_in
 from tests.graphs import SILENT, mlp_graph
 from tests.plans import graph_of
 from tests.programs import plan_for, uniform

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import TrainError
+from pipeline.base.errors import TrainError
 from stages.train.prefetch import Prefetched
 from stages.train.schedule import Rate, part_of_rate
 

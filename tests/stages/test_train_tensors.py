@@ -16,12 +16,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from pipeline.instantiate import TargetError
+from pipeline.base.instantiate import TargetError
 from pipeline.models import gpt
 from pipeline.models.data import TokenSequences
-from pipeline.weights import WeightsError
+from pipeline.user.weights import WeightsError
+from stages.train.engines.planned import Planned
 from stages.train.loop import Loop
-from stages.train.planned import Planned
 from tests import plans
 from tests.jobs import train_settings
 from tests.ranks import run_ranks

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cost.compute import Seconds
 from pipeline.cost.links import Lines, LinkCosts, Way
-from stages.checkpoint.chain import LAST
-from stages.checkpoint.schedule import Kind, Op
-from stages.checkpoint.simulate import Outcome, State, Step
-from stages.checkpoint.two_lines import played
+from pipeline.rates.compute import Seconds
+from stages.checkpoint.recompute.chain import LAST
+from stages.checkpoint.recompute.schedule import Kind, Op
+from stages.checkpoint.recompute.simulate import Outcome, State, Step
+from stages.checkpoint.recompute.two_lines import played
 
 NOTHING = State(frozenset(), frozenset(), None)
 SECONDS = st.floats(0.0, 4.0)

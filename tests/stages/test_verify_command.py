@@ -17,17 +17,17 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.base.stage import read
 from pipeline.config import load_config
-from pipeline.cost.conversions import gathered_together
 from pipeline.ir.graph import Role
 from pipeline.ir.layout import Layout, S
 from pipeline.ir.plan import Strategy
 from pipeline.ir.program import Call
-from pipeline.lowering import lower
+from pipeline.launch.work_folder import LaunchFailed
 from pipeline.ops.dims import strategies
 from pipeline.ops.table import rule_of, table
-from pipeline.stage import read
-from pipeline.work_folder import LaunchFailed
+from pipeline.sharding.conversions import gathered_together
+from pipeline.sharding.lowering import lower
 from stages.__main__ import main
 from stages.verify import run as verify_run
 from stages.verify import worker

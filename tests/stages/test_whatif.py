@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifacts import load
+from pipeline.base.artifacts import load
 from pipeline.cluster_model import KNOWN, LayoutError, machine_of, price, search
 from pipeline.config import load_part
 from pipeline.ir.cluster import Group, LinkCost

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline import artifacts
+from pipeline.base import artifacts
+from pipeline.base.stage import Inputs, Result
 from pipeline.config import load_config
 from pipeline.cost.whole_ops import lacks_rule, whole_ops_of
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan
 from pipeline.ops.table import forget, register
-from pipeline.stage import Inputs, Result
 from stages import summary
 from stages.checkpoint import run as checkpoint
 from stages.profile.by_table import profile_graph

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import whole_step
 from benchmarks.step_problems import Sizes, traced
 from pipeline.ir.graph import Role
-from stages.solve.large import descent, presolve, run
+from stages.solve.search.large import descent, presolve, run
 from tests.clocks import Ticks
 
 SMALL = {"width": 32, "heads": 4, "kv_heads": 2, "inner": 48, "context": 8, "batch": 8, "vocabulary": 32}

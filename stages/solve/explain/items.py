@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pipeline.cost.compute import op_seconds
-from pipeline.cost.conversions import conversion_of, made_again, step_axis
 from pipeline.cost.step import convert_seconds, parameter_prices
-from pipeline.cost.talks import talk_seconds
 from pipeline.ir.cluster import COLLECTIVES, Cluster
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
 from pipeline.ir.program import Call, Convert, Program, Step
+from pipeline.rates.compute import op_seconds
+from pipeline.rates.inner_collectives import talk_seconds
+from pipeline.sharding.conversions import conversion_of, made_again, step_axis
 
 
 class Kind(StrEnum):

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.cost.compute import local_bytes
 from pipeline.ir.graph import Op, OpGraph, Role, TensorType
 from pipeline.ir.layout import Layout
 from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
+from pipeline.rates.compute import local_bytes
 from stages.solve.explain.items import Item, Kind
 from stages.solve.explain.names import Subject, What
 from stages.solve.explain.options import Option, Options
 from stages.solve.explain.part import ExplainError, Part, Planned
-from stages.solve.problem import Choices
+from stages.solve.problem.build import Choices
 
 
 @dataclass(frozen=True)

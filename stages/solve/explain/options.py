@@ -12,24 +12,24 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
+from pipeline.base.errors import ArtifactError
+from pipeline.base.log import Log
 from pipeline.config import Checkpoint, Solve
 from pipeline.cost.resident import gigabytes
-from pipeline.errors import ArtifactError
 from pipeline.ir.cluster import Mesh
 from pipeline.ir.plan import FrontierPoint, Proof, Sharding
 from pipeline.ir.verify import InvalidSharding, gathered, verify_sharding
-from pipeline.log import Log
-from pipeline.lowering import with_paths
 from pipeline.ops.uneven import uneven_in
-from stages.solve.backends import NothingFound
-from stages.solve.constraints import Hand
-from stages.solve.data import Problem
-from stages.solve.exact import restrict
+from pipeline.sharding.lowering import with_paths
+from stages.solve.answer.frontier import Sweep
+from stages.solve.answer.saved import Saved, found_among
 from stages.solve.explain.part import Part, Planned
-from stages.solve.frontier import Sweep
-from stages.solve.problem import Given, build, to_sharding
-from stages.solve.saved import Saved, found_among
-from stages.solve.storage import Way
+from stages.solve.problem.build import Given, build, to_sharding
+from stages.solve.problem.constraints import Hand
+from stages.solve.problem.data import Problem
+from stages.solve.problem.storage import Way
+from stages.solve.search.backends import NothingFound
+from stages.solve.search.exact import restrict
 
 NOT_PROVEN = Proof("", "", 0.0, 0.0, 0.0, 0, 0)
 NOT_FOUND = "the search ended before it, within its gap"

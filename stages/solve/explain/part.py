@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pipeline.artifacts import Artifact
-from pipeline.cost.slices import sliced
+from pipeline.base.artifacts import Artifact
+from pipeline.base.errors import ShardwrightError
 from pipeline.cost.step import ParameterPrice, StepPrice, parameter_prices, price_step
-from pipeline.errors import ShardwrightError
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Partition, Plan, Sharding
 from pipeline.ir.profile import Profile, as_run
 from pipeline.ir.program import Program
-from pipeline.lowering import lower
-from pipeline.partitions import part_of
+from pipeline.sharding.lowering import lower
+from pipeline.sharding.partitions import part_of
+from pipeline.sharding.slices import sliced
 from stages.solve.explain.items import Item, items_of
 
 KINDS = ("graph", "profile", "cluster", "frontier", "plan")

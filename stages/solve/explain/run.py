@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipeline import artifacts
+from pipeline.base import artifacts
+from pipeline.base.errors import ShardwrightError
+from pipeline.base.log import Log, say
+from pipeline.base.stage import read
 from pipeline.config import Config, load_config
-from pipeline.errors import ShardwrightError
 from pipeline.ir.codec import encode
-from pipeline.log import Log, say
-from pipeline.ops.remembered import remember_in
-from pipeline.stage import read
+from pipeline.ops.discovery.remembered import remember_in
 from stages.solve.explain.diff import Changed, Diff, changed_settings, explain_diff
 from stages.solve.explain.names import Subject, What, find_subject
 from stages.solve.explain.one import One, explain_one, home_of

@@ -1,0 +1,76 @@
+"""Lines that say which stage speaks, and progress that a terminal shows as a bar and a file as plain lines."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from pipeline.base.secrets import without_secrets
+from pipeline.ir.names import printable
+
+QUIET, NORMAL, VERBOSE = 0, 1, 2
+Log = logging.Logger
+
+
+class Advance(Protocol):
+    def __call__(self, done: int, note: str = "") -> None: ...
+
+
+def get_log(stage: str, verbosity: int = NORMAL) -> Log:
+    """A logger whose lines read `[solve] text`; warnings are always shown, details with -v."""
+    log = logging.getLogger(f"shardwright.{stage}")
+    log.setLevel({QUIET: logging.WARNING, NORMAL: logging.INFO, VERBOSE: logging.DEBUG}[verbosity])
+    log.propagate = False
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Format(f"[{stage}] "))
+    log.handlers = [handler]
+    return log
+
+
+class _Format(logging.Formatter):
+    def __init__(self, prefix: str) -> None:
+        super().__init__(f"{prefix}%(message)s")
+        self._warning = logging.Formatter(f"{prefix}warning: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = self._warning.format(record) if record.levelno >= logging.WARNING else super().format(record)
+        return printable(without_secrets(text), keep="\n\t")
+
+
+def say(text: str) -> None:
+    """What a command answers, on the output that may be read by a program; names in it do nothing to a terminal."""
+    print(printable(text, keep="\n\t"), flush=True)
+
+
+@contextmanager
+def progress(log: Log, what: str, total: int) -> Iterator[Advance]:
+    """A bar in a terminal; elsewhere a line at every fifth of the way."""
+    if not log.isEnabledFor(logging.INFO):
+        yield lambda done, note="": None
+        return
+    if not sys.stderr.isatty():
+        yield _Lines(log, what, total)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    stage = log.name.rpartition(".")[2]
+    columns = (TextColumn(f"[{stage}]", markup=False), TextColumn("{task.description}", markup=False), BarColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done, note="": bar.update(task, completed=done, description=f"{what} {note}".strip())
+
+
+class _Lines:
+    def __init__(self, log: Log, what: str, total: int) -> None:
+        self.log, self.what, self.total = log, what, total
+        self.shown = 0
+
+    def __call__(self, done: int, note: str = "") -> None:
+        if done * 5 // self.total > self.shown * 5 // self.total or (done == self.total and self.shown != done):
+            self.shown = done
+            self.log.info("%s %d/%d %s", self.what, done, self.total, note)

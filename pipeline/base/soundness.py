@@ -1,0 +1,73 @@
+"""Whether artifacts that are read together can be worked on: their layouts fit the graph, their ops are ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pipeline.base.artifacts import KINDS, Artifact, check_beside
+from pipeline.base.errors import ArtifactError
+from pipeline.ir.graph import Op, OpGraph
+from pipeline.ir.plan import Frontier, Plan, Sharding
+from pipeline.ir.verify import InvalidSharding, verify_sharding
+from pipeline.ops.dims import read_line
+from pipeline.ops.public import overload_of
+from pipeline.ops.rule import plain_view
+from pipeline.ops.table import rule_of
+from pipeline.ops.uneven import uneven_in
+from pipeline.sharding.partitions import part_of
+
+
+def check_sound(found: Mapping[str, Artifact]) -> None:
+    """Own ops must be known by now (pipeline/user/own_ops.py)."""
+    check_beside(found.values())
+    if "graph" not in found:
+        return
+    graph: OpGraph = found["graph"].body
+    for op in graph.ops:
+        _check_op(graph, op)
+    for kind in ("frontier", "plan"):
+        if kind in found:
+            _check_shardings(kind, graph, found[kind].body)
+
+
+def _check_op(graph: OpGraph, op: Op) -> None:
+    """Torch has it, it does nothing but compute, and its tensors are such as its rule speaks of."""
+    rule = rule_of(op)
+    if rule is None:
+        overload = overload_of(op.target)
+        if overload is None:
+            raise _refusal("graph", f"{op.name} calls {op.target}, and torch has no such op")
+        schema = overload._schema
+        if not schema.returns or any(argument.name == "filename" for argument in schema.arguments):
+            raise _refusal("graph", f"{op.name} calls {op.target}, which does not compute with tensors alone")
+        return
+    try:
+        read_line(rule.line(view := plain_view(graph, op)), view)
+    except Exception as error:  # whatever a rule says to arguments that its op never has
+        raise _refusal("graph", f"{op.name} is no {op.target}: {type(error).__name__}: {error}") from error
+
+
+def _check_shardings(kind: str, graph: OpGraph, body: Frontier | Plan) -> None:
+    for own, sharding, sizes in _shardings(graph, body):
+        try:
+            verify_sharding(own, sharding, sizes, uneven_in(graph).spots)
+        except InvalidSharding as error:
+            raise _refusal(kind, str(error)) from error
+
+
+def _shardings(graph: OpGraph, body: Frontier | Plan) -> Iterator[tuple[OpGraph, Sharding, tuple[int, ...]]]:
+    if isinstance(body, Frontier):
+        yield from ((graph, point.sharding, body.meshes[point.mesh].sizes) for point in body.points)
+        return
+    for partition in body.partitions:
+        own = part_of(graph, partition.first, partition.last) if body.pipelined else graph
+        yield own, partition.sharding, partition.sizes
+
+
+def _refusal(kind: str, problem: str) -> ArtifactError:
+    known = KINDS[kind]
+    return ArtifactError(
+        f"its body is not valid ({problem})",
+        where=f"runs/{known.stage}/{known.file}",
+        remedy=f"run `dvc repro -f {known.stage}`",
+    )

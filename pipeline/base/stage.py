@@ -1,0 +1,213 @@
+"""How a stage runs: check the configuration, read what it needs, do its work, write its artifact, record the run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.base import artifacts
+from pipeline.base.artifacts import KINDS, Artifact
+from pipeline.base.errors import ShardwrightError
+from pipeline.base.files import told, write_atomic
+from pipeline.base.instantiate import add_code_path
+from pipeline.base.lock import locked
+from pipeline.base.log import Log
+from pipeline.base.secrets import without_secrets
+from pipeline.base.soundness import check_sound
+from pipeline.config import Config, load_config
+from pipeline.tracking.headline import headlines, run_name, run_tags
+from pipeline.tracking.point import current
+from pipeline.tracking.spool import StageRecord
+from pipeline.tracking.tracker import Tracker
+from pipeline.user.own_ops import know_own_ops
+
+Figures = Mapping[str, float | int | str]
+
+
+@dataclass(frozen=True)
+class Stage:
+    name: str
+    reads: tuple[str, ...]  # kinds of artifact
+    writes: str
+    config: tuple[str, ...]  # groups or keys of the configuration that its result depends on
+
+
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("trace", (), "graph", ("model", "cluster.device")),
+        Stage("profile", ("graph",), "profile", ("model.precision", "cluster.device", "train.optimizer")),
+        Stage("cluster", (), "cluster", ("cluster",)),
+        Stage("solve", ("graph", "profile", "cluster"), "frontier", ("solve", "train.micro_batches")),
+        Stage("checkpoint", ("graph", "profile", "cluster", "frontier"), "plan", ("checkpoint",)),
+        Stage("codegen", ("graph", "plan"), "module", ("model",)),
+        Stage("train", ("graph", "plan", "module"), "report", ("model", "data", "train")),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a stage reads, by kind, and where it works."""
+
+    root: Path
+    artifacts: dict[str, Artifact]
+    log: Log
+    tracker: Tracker
+
+    def __getitem__(self, kind: str) -> Any:
+        return self.artifacts[kind].body
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a stage made: the body of its artifact, and figures for the summary and the tracked run."""
+
+    body: Any
+    figures: Figures
+    files: tuple[Path, ...] = field(default=())  # further files for the tracked run
+    settle: Callable[[], None] = lambda: None  # once all that is on the disk: until then the stage can be killed
+
+
+def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
+    """Runs one stage on what is in runs/. The artifact is written last: until then the old one is not replaced."""
+    with told(root), locked(root / "runs"):
+        return _execute(stage, run, root, log)
+
+
+def _execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
+    config, found = read(stage.reads, root)
+    tracker = Tracker(root, config.tracking, log, run_name=run_name(config, found.get("plan")))
+    started = time.perf_counter()
+    log.info(f"{_reading(stage)}")
+    for kind, artifact in found.items():
+        log.debug("%s is %s", KINDS[kind].file, artifact.digest)
+    try:
+        with told(root):
+            result = run(Inputs(root, found, log, tracker), config)
+            figures = {**result.figures, "seconds": round(time.perf_counter() - started, 3)}
+            digests = {key: config.digest(key) for key in stage.config}
+            made = artifacts.make(stage.writes, result.body, found.values(), digests)
+            path = artifacts.save(made, root)
+            _write_summary(stage, root, figures)
+            result.settle()
+    except ShardwrightError as error:
+        failed = _record(stage, config, {}, (), status="failed", error=error.line())
+        tracker.stage(_known(failed, config, found.get("plan")), _upstream(stage, root, config))
+        raise
+    log.info(f"wrote {path.relative_to(root)} in {figures['seconds']:.1f} s")
+    done = _record(stage, config, figures, (path, *result.files))
+    plan = {**found, made.kind: made}.get("plan")
+    tracker.stage(_known(done, config, plan), _upstream(stage, root, config))
+    return made
+
+
+def _known(record: StageRecord, config: Config, plan: Artifact | None) -> StageRecord:
+    """With the name and the tags of the run, as far as the plan is known."""
+    name = run_name(config, plan) if current() is None else None  # a point of a sweep is called after its settings
+    return replace(record, run_name=name, tags=run_tags(config, plan))
+
+
+def _all_keys() -> tuple[str, ...]:
+    return tuple(dict.fromkeys(key for stage in STAGES.values() for key in stage.config))
+
+
+def read(kinds: Iterable[str], root: Path) -> tuple[Config, dict[str, Artifact]]:
+    """The configuration and the artifacts of these kinds, which belong together and to it; own ops are then known."""
+    config = load_config(root)
+    add_code_path(root, config.code)
+    accept = config.train.accept_edited_module
+    found = {kind: artifacts.load(kind, root, accept_edited=accept) for kind in kinds}
+    artifacts.check_together(found.values(), {key: config.digest(key) for key in _all_keys()})
+    know_own_ops(config, found["graph"].body if "graph" in found else None)
+    check_sound(found)
+    return config, found
+
+
+def _reading(stage: Stage) -> str:
+    names = ", ".join(KINDS[kind].file for kind in stage.reads)
+    return f"reading {names}" if names else "starting"
+
+
+def summary_path(stage: str, root: Path) -> Path:
+    return root / "runs" / stage / "summary.json"
+
+
+def _write_summary(stage: Stage, root: Path, figures: Figures) -> None:
+    """All figures, and those that DVC shows and compares in a file of their own."""
+    path, first = summary_path(stage.name, root), headlines(stage.name, figures)
+    write_atomic(path, _json(figures))
+    if first:
+        write_atomic(path.with_name("metrics.json"), _json(first))
+
+
+def _json(figures: Figures) -> bytes:
+    return (json.dumps(dict(figures), indent=1) + "\n").encode()
+
+
+def read_summary(stage: str, root: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(summary_path(stage, root).read_text())
+    except (OSError, RecursionError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _upstream(stage: Stage, root: Path, config: Config) -> list[StageRecord]:
+    """The stages above, as they stand on disk: logged as cached where this execution did not run them."""
+    records = []
+    for name in _above(stage):
+        summary = read_summary(name, root)
+        if summary is not None:
+            path = KINDS[STAGES[name].writes].path(root)
+            records.append(_record(STAGES[name], config, summary, (path,), status="cached"))
+    return records
+
+
+def up_to(last: str) -> list[str]:
+    """The stages that end in this one, in the pipeline's order."""
+    return [*_above(STAGES[last]), last]
+
+
+def as_cached(stages: Iterable[str], config: Config, figures: Mapping[str, Figures]) -> list[StageRecord]:
+    """Records of stages that did not run: their figures come from elsewhere."""
+    found = (_record(STAGES[name], config, figures[name], (), status="cached") for name in stages)
+    return [replace(record, tags=run_tags(config, None)) for record in found]
+
+
+def _above(stage: Stage) -> list[str]:
+    """Every stage whose artifact this one rests on, in the pipeline's order."""
+    makers = {s.writes: s for s in STAGES.values()}
+    wanted: set[str] = set()
+    todo = list(stage.reads)
+    while todo:
+        maker = makers[todo.pop()]
+        if maker.name not in wanted:
+            wanted.add(maker.name)
+            todo += maker.reads
+    return [name for name in STAGES if name in wanted]
+
+
+def _record(
+    stage: Stage,
+    config: Config,
+    figures: Figures,
+    files: tuple[Path, ...],
+    *,
+    status: str = "executed",
+    error: str = "",
+) -> StageRecord:
+    params = {f"{key}.{name}": value for key in stage.config for name, value in _flat(config.plain(key)).items()}
+    return StageRecord(stage.name, status, params, dict(figures), files, error=error or None)
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """For all who may look into the store: no passwords of a URI."""
+    if isinstance(value, Mapping):
+        return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}{key}.").items()}
+    name = prefix.removesuffix(".") or "value"
+    return {name: without_secrets(str(value)) if isinstance(value, list | str) else value}

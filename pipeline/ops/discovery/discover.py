@@ -1,0 +1,303 @@
+"""Strategies of an op that has no rule, found by trying: split random tensors, run the op on the pieces, compare.
+
+The op runs on small tensors (trial.py). What each input holds forward (the whole, a piece of a dim, a summand) is tried
+in all combinations; what the outputs then hold, and how the gradients come back, decides the states. A strategy counts
+when outputs and all gradients are right on two and on three ranks. Ops that are random, change their inputs, depend on
+values or fail have none: they run replicated.
+
+An op may do anything with such tensors, indices that point nowhere among them: it is tried in a child process. One that
+crashes it, or does not come back, has no strategies.
+
+What is found is kept by the op's signature, in memory and, once `remember_in` named a folder, as JSON for later runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline.base.files import write_atomic
+from pipeline.ir.graph import Arg, Ref
+from pipeline.ir.layout import B, Layout, P, R, S, State
+from pipeline.ir.plan import Strategy
+from pipeline.ops.discovery import remembered, shards
+from pipeline.ops.discovery.child import attempt
+from pipeline.ops.discovery.trial import (
+    Trial,
+    can_be_tried,
+    integers,
+    is_finite,
+    is_triable,
+    shrunk_in_order,
+    small_trial,
+)
+from pipeline.ops.rule import OpView
+
+NAME = "discovered"
+SEARCH = 2  # of the way to search: what another one found is not read
+RANKS = (2, 3)
+MOST_TRIALS = 3000  # combinations of input states
+
+
+@dataclass(frozen=True)
+class Found:
+    """A state for each input and each output."""
+
+    inputs: tuple[State, ...]
+    outputs: tuple[State, ...]
+
+
+# ---- for the planner
+
+_known: dict[str, tuple[Found, ...]] = {}
+
+
+def discovered(view: OpView, size: int) -> tuple[Strategy, ...]:
+    """The strategies that were found for an op, where the op's own sizes divide by that many ranks."""
+    found = []
+    tensors = (*view.inputs, *view.outputs)
+    for number, one in enumerate(find(view)):
+        states = (*one.inputs, *one.outputs)
+        if all(s.kind != "S" or shards.splits(s, t.shape, size) for s, t in zip(states, tensors, strict=True)):
+            inputs, outputs = (tuple(Layout((s,)) for s in side) for side in (one.inputs, one.outputs))
+            found.append(Strategy(f"{NAME} {number}", inputs, outputs))
+    return tuple(found)
+
+
+def find(view: OpView) -> tuple[Found, ...]:
+    """What holds for the op, from memory, from the folder, or by search."""
+    key = _signature(view)
+    if key not in _known:
+        folder = remembered.folder()
+        place = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json" if folder else None
+        kept = _read(place, key) if place else None
+        if kept is not None and not all(_fits(one, view) for one in kept):
+            kept = None
+        found, certain = (kept, True) if kept is not None else search(view)
+        _known[key] = found
+        if place and kept is None and certain:
+            _write(place, key, found)
+    return _known[key]
+
+
+def _signature(view: OpView) -> str:
+    """Equal for ops that shrink to the same trial: by their own sizes where a constant might name one of them."""
+    tensors = (*view.inputs, *view.outputs)
+    sizes = shrunk_in_order(tensors)
+    constants = integers((view.op.args.positional, *(v for _, v in view.op.args.named)))
+    named = any(n > 1 and n in sizes for n in constants)
+    shapes = [list(t.shape) if named else [sizes[n] for n in t.shape] for t in tensors]
+    kinds = [t.dtype for t in tensors]
+    return json.dumps(
+        [SEARCH, view.op.target, torch.__version__, shapes, kinds, list(view.input_grads), _constants(view)]
+    )
+
+
+def _constants(view: OpView) -> str:
+    """The constants, with tensors by number: names differ from layer to layer."""
+    numbers = itertools.count()
+
+    def plain(arg: Arg) -> object:
+        if isinstance(arg, Ref):
+            return f"tensor {next(numbers)}"
+        return [plain(a) for a in arg] if isinstance(arg, tuple) else repr(arg)
+
+    return json.dumps([plain(view.op.args.positional), {k: plain(v) for k, v in view.op.args.named}])
+
+
+def _read(place: Path, key: str) -> tuple[Found, ...] | None:
+    """What an earlier run kept; a file that cannot be read is as good as none."""
+    try:
+        data = json.loads(place.read_text())
+        return _parse(data["found"]) if data["signature"] == key else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _fits(one: Found, view: OpView) -> bool:
+    """A state for each tensor, of a dim that it has: the file may come from anywhere."""
+    if (len(one.inputs), len(one.outputs)) != (len(view.inputs), len(view.outputs)):
+        return False
+    tensors = zip((*one.inputs, *one.outputs), (*view.inputs, *view.outputs), strict=True)
+    return all(state.kind != "S" or state.dim < len(tensor.shape) for state, tensor in tensors)
+
+
+def _write(place: Path, key: str, found: tuple[Found, ...]) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(place, json.dumps({"signature": key, "found": _plain(found)}, indent=1).encode())
+
+
+def _plain(found: tuple[Found, ...]) -> list[list[list[str]]]:
+    return [[[str(s) for s in one.inputs], [str(s) for s in one.outputs]] for one in found]
+
+
+def _parse(plain: list[list[list[str]]]) -> tuple[Found, ...]:
+    sides = [tuple(tuple(State.parse(s) for s in side) for side in one) for one in plain]
+    return tuple(Found(*one) for one in sides)
+
+
+# ---- the search
+
+
+def search(view: OpView) -> tuple[tuple[Found, ...], bool]:
+    """Every valid assignment of states that splits something or sums, and whether another search would find the same.
+
+    None where the op cannot be tried.
+    """
+    if not is_triable(view):
+        return (), True
+    answer = attempt(_try_and_tell, view)
+    if answer.text is None:
+        told = "%s runs whole on every rank: the process that tried it %s; give its rule in conf/model, under ops"
+        logging.getLogger("shardwright.solve").warning(told, view.op.target, answer.why)
+        return (), answer.certain
+    return _parse(json.loads(answer.text)), True
+
+
+def _try_and_tell(view: OpView) -> str:
+    return json.dumps(_plain(try_all(view)))
+
+
+def try_all(view: OpView) -> tuple[Found, ...]:
+    """What `search` finds, in this process."""
+    with torch.random.fork_rng(devices=[]):
+        trial = small_trial(view)
+        if trial is None or not can_be_tried(trial):
+            return ()
+        found = dict.fromkeys(_candidates(trial, RANKS[0], seed=1))
+        drawn = [trial.draw(2 + ranks, signed) for signed in (False, True) for ranks in RANKS]
+        tries = [(ranks, tensors) for ranks, tensors in zip(2 * RANKS, drawn, strict=True) if is_finite(trial, tensors)]
+        return tuple(one for one in found if all(_holds(trial, one, *each) for each in tries))
+
+
+def _candidates(trial: Trial, ranks: int, seed: int) -> Iterator[Found]:
+    """Tries every combination of what the inputs hold forward."""
+    tensors = trial.draw(seed)
+    options = [_forms(tensor, grad, ranks) for tensor, grad in zip(tensors, trial.grads, strict=True)]
+    if math.prod(map(len, options)) > MOST_TRIALS:
+        options = [[s for s in own if s.kind != "P"] for own in options]
+    if math.prod(map(len, options)) > MOST_TRIALS:
+        return
+    for states in itertools.product(*options):
+        if any(s.kind != "R" for s in states):
+            yield from _states(trial, tensors, states, ranks)
+
+
+def _forms(tensor: Tensor, grad: bool, ranks: int) -> list[State]:
+    pieces_of = [S(d) for d, n in enumerate(tensor.shape) if n and n % ranks == 0]
+    return [R, *pieces_of, *([P] if grad and (tensor.is_floating_point() or tensor.is_complex()) else [])]
+
+
+def _states(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ranks: int) -> list[Found]:
+    """The states that follow where the inputs hold this forward; `R` stands for the whole, with either gradient."""
+    try:
+        return list(_tried(trial, tensors, forward, ranks))
+    except Exception:  # the op does not take such pieces, or gives what cannot be compared
+        return []
+
+
+def _tried(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ranks: int) -> Iterator[Found]:
+    whole, expected = _run(trial, tensors)
+    local = [shards.values(s, x, ranks) for s, x in zip(forward, tensors, strict=True)]
+    runs = [_run(trial, [own[rank] for own in local]) for rank in range(ranks)]
+    if any(len(run[1]) != len(expected) for run in runs):
+        return
+    outputs = [_output_state([run[1][i] for run in runs], x, ranks) for i, x in enumerate(expected)]
+    if any(s is None for s in outputs):
+        return
+    known = [s for s in outputs if s is not None]
+    carries = [x.requires_grad for x in expected]
+    for choice in (R, B) if any(s == R and c for s, c in zip(known, carries, strict=True)) else (R,):
+        made = tuple(choice if s == R and c else s for s, c in zip(known, carries, strict=True))
+        inputs = _input_states(trial, forward, made, whole, expected, runs, ranks)
+        if inputs is not None:
+            yield Found(inputs, made)
+
+
+Run = tuple[list[Tensor], tuple[Tensor, ...]]
+
+
+def _run(trial: Trial, tensors: Sequence[Tensor]) -> Run:
+    own = [x.detach().clone().requires_grad_(grad) for x, grad in zip(tensors, trial.grads, strict=True)]
+    return own, trial(own)
+
+
+def _output_state(found: list[Tensor], whole: Tensor, ranks: int) -> State | None:
+    """What the ranks' outputs are of the whole output: the whole, a piece or a summand."""
+    near = _near(whole)
+    values = [x.detach() for x in found]
+    if values[0].dim() != whole.dim() or len({x.shape for x in values}) > 1:
+        return None
+    for dim in range(whole.dim()):
+        if whole.shape[dim] != values[0].shape[dim]:
+            state = S(dim)
+            fits = shards.splits(state, tuple(whole.shape), ranks)
+            return state if fits and not shards.wrong_values(state, values, whole.detach(), near) else None
+    for state in (R, P):
+        if not shards.wrong_values(state, values, whole.detach(), near):
+            return state
+    return None
+
+
+def _input_states(
+    trial: Trial,
+    forward: tuple[State, ...],
+    made: tuple[State, ...],
+    whole: list[Tensor],
+    expected: tuple[Tensor, ...],
+    runs: list[Run],
+    ranks: int,
+) -> tuple[State, ...] | None:
+    """The states of the inputs by the gradients that come back, or None where they are wrong."""
+    if not any(x.requires_grad for x in expected):
+        return forward if all(s.kind != "P" for s in forward) else None
+    coming = [torch.randn_like(x) if x.requires_grad else None for x in expected]
+    try:
+        full = _gradients(expected, coming, whole)
+        arriving = [shards.gradients(s, g, ranks) if g is not None else None for s, g in zip(made, coming, strict=True)]
+        local = [
+            _gradients(run[1], [None if g is None else g[rank] for g in arriving], run[0])
+            for rank, run in enumerate(runs)
+        ]
+    except Exception:  # no derivative
+        return None
+    states: list[State] = []
+    for number, (state, grad) in enumerate(zip(forward, trial.grads, strict=True)):
+        options = (R, B) if state == R and grad else (state,)
+        found = [x[number] for x in local]
+        right = [
+            s for s in options if not grad or not shards.wrong_gradients(s, found, full[number], _near(full[number]))
+        ]
+        if not right:
+            return None
+        states.append(right[-1])
+    return tuple(states)
+
+
+def _gradients(outputs: Sequence[Tensor], coming: Sequence[Tensor | None], inputs: list[Tensor]) -> list[Tensor]:
+    pairs = [(x, g) for x, g in zip(outputs, coming, strict=True) if g is not None and x.requires_grad]
+    wanted = [x for x in inputs if x.requires_grad]
+    found = torch.autograd.grad(
+        [x for x, _ in pairs], wanted, [g for _, g in pairs], retain_graph=True, allow_unused=True
+    )
+    by_input = dict(zip(map(id, wanted), found, strict=True))
+    return [torch.zeros_like(x) if by_input.get(id(x)) is None else by_input[id(x)] for x in inputs]
+
+
+def _near(tensor: Tensor) -> float:
+    return 1e-8 if tensor.dtype in (torch.float64, torch.complex128) else 1e-4
+
+
+def _holds(trial: Trial, one: Found, ranks: int, tensors: list[Tensor]) -> bool:
+    """The same states again, with other numbers."""
+    forward = tuple(R if s == B else s for s in one.inputs)
+    return one in set(_states(trial, tensors, forward, ranks))

@@ -1,0 +1,227 @@
+"""A tensor from the ranks of one mesh to those of another, whatever its layouts on both.
+
+Every element goes once to each rank that holds it. Which rank sends it:
+
+| the sender's axis | sends                                                                                 |
+|-------------------|---------------------------------------------------------------------------------------|
+| S                 | the piece that overlaps with what the reader holds                                     |
+| R, B              | one of the equal ranks, another for each reader                                        |
+| P                 | all of them, and the reader adds up                                                    |
+
+On an axis where the reader's layout is P the first rank takes the values and the others have zeros. Where both meshes
+and layouts are alike each rank has one reader, and what it holds goes as it is. The gradient takes the same ways back:
+of a tensor in B it lies in P, of one in P in R (`of_gradient`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.ir.layout import B, Layout, P, R, Run, of_gradient
+from pipeline.runtime.programs.collectives import in_memory
+
+ACROSS = "shardwright across partitions"  # as the profiler sees collectives of all partitions, in which ranks wait
+
+Shape = tuple[int, ...]
+Index = tuple[slice | Tensor, ...]  # of a tensor's elements
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a tensor lies: a run of ranks, the sizes of their mesh, and its layout on that."""
+
+    first: int
+    sizes: tuple[int, ...]
+    layout: Layout
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + prod(self.sizes))
+
+    def place(self, rank: int) -> tuple[int, ...]:
+        """On each axis of the mesh."""
+        found, rest = [], rank - self.first
+        for size in reversed(self.sizes):
+            found.append(rest % size)
+            rest //= size
+        return tuple(reversed(found))
+
+    def runs(self, shape: Shape, rank: int) -> tuple[tuple[Run, ...], ...]:
+        return self.layout.runs(shape, self.sizes, self.place(rank))
+
+    def of_gradient(self) -> Site:
+        return Site(self.first, self.sizes, of_gradient(self.layout))
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """What one rank sends another: these elements of its piece, for those of the reader's."""
+
+    source: int
+    target: int
+    taken: Index
+    put: Index
+
+
+def messages(source: Site, target: Site, shape: Shape) -> Iterator[Message]:
+    """In the order of the readers, and for each of the senders."""
+    if source.sizes == target.sizes and source.layout == target.layout:
+        every = tuple(slice(None) for _ in shape)
+        yield from (Message(a, b, every, every) for a, b in zip(source.ranks, target.ranks, strict=True))
+        return
+    for reader in target.ranks:
+        if not _takes_values(target, reader):
+            continue
+        wanted = target.runs(shape, reader)
+        for sender in source.ranks:
+            if _is_asked(source, sender, reader - target.first):
+                overlaps = [_overlap(have, want) for have, want in zip(source.runs(shape, sender), wanted, strict=True)]
+                if all(overlaps):
+                    taken = tuple(_index([(a, length) for a, _, length in dim]) for dim in overlaps)
+                    put = tuple(_index([(b, length) for _, b, length in dim]) for dim in overlaps)
+                    yield Message(sender, reader, taken, put)
+
+
+def _takes_values(target: Site, reader: int) -> bool:
+    return not any(n for n, state in zip(target.place(reader), target.layout.states, strict=True) if state == P)
+
+
+def _is_asked(source: Site, sender: int, number: int) -> bool:
+    """Of ranks that hold the same, each reader asks one."""
+    place = source.place(sender)
+    for axis in reversed([n for n, state in enumerate(source.layout.states) if state in (R, B)]):
+        if place[axis] != number % source.sizes[axis]:
+            return False
+        number //= source.sizes[axis]
+    return True
+
+
+def _overlap(have: Sequence[Run], want: Sequence[Run]) -> list[tuple[int, int, int]]:
+    """Of two pieces of a dim, what both hold: its start in each of them, and its length."""
+    found = []
+    for (a, count_a), at_a in zip(have, _offsets(have), strict=True):
+        for (b, count_b), at_b in zip(want, _offsets(want), strict=True):
+            low, high = max(a, b), min(a + count_a, b + count_b)
+            if low < high:
+                found.append((at_a + low - a, at_b + low - b, high - low))
+    return found
+
+
+def _offsets(runs: Sequence[Run]) -> list[int]:
+    found = [0]
+    for _, count in runs:
+        found.append(found[-1] + count)
+    return found[:-1]
+
+
+def _index(runs: list[Run]) -> slice | Tensor:
+    if all(sum(one) == other[0] for one, other in pairwise(runs)):
+        return slice(runs[0][0], sum(runs[-1]))
+    return torch.cat([torch.arange(start, start + count) for start, count in runs])
+
+
+def _at(index: Index) -> Index:
+    """As torch takes it for the product of the dims."""
+    if all(isinstance(dim, slice) for dim in index):
+        return index
+    last = len(index) - 1
+    numbers = [torch.arange(dim.start, dim.stop) if isinstance(dim, slice) else dim for dim in index]
+    return tuple(dim.view(-1, *[1] * (last - n)) for n, dim in enumerate(numbers))
+
+
+class Transfer:
+    """The messages of a tensor, as far as this rank has part in them; all of a step's tags are different."""
+
+    def __init__(self, source: Site, target: Site, shape: Shape, rank: int | None = None) -> None:
+        rank = dist.get_rank() if rank is None else rank
+        self.shape: Shape | None = None  # of this rank's piece, where it is a reader
+        if rank in target.ranks:
+            self.shape = target.layout.local_shape(shape, target.sizes)
+        self.sums = P in source.layout.states
+        own = [m for m in messages(source, target, shape) if rank in (m.source, m.target)]
+        self.sent = [message for message in own if message.source == rank]
+        self.received = [message for message in own if message.target == rank]
+        self.as_it_is = source.sizes == target.sizes and source.layout == target.layout
+
+    def send(self, piece: Tensor, tag: int) -> list[dist.P2POp]:
+        """To all readers but this rank itself."""
+        others = [message for message in self.sent if message.source != message.target]
+        return [_op(dist.isend, on_host(self.taken(m, piece)), m.target, tag) for m in others]
+
+    def receive(self, dtype: torch.dtype, device: torch.device, tag: int, own: Tensor | None = None) -> Arriving:
+        """`own` is the piece of this rank, where it is a sender too."""
+        assert self.shape is not None
+        blocks: list[Tensor] = []
+        ops = []
+        for message in self.received:
+            if message.source == message.target:
+                assert own is not None
+                blocks.append(self.taken(message, own).clone())
+                continue
+            block = torch.empty(self._block_shape(message), dtype=dtype, device=meeting_device(device))
+            ops.append(_op(dist.irecv, block, message.source, tag))
+            blocks.append(block)
+        return Arriving(self, ops, blocks, dtype, device)
+
+    def taken(self, message: Message, piece: Tensor) -> Tensor:
+        """What the message carries of the sender's piece."""
+        own = piece if self.as_it_is else piece[_at(message.taken)]
+        return in_memory(own.detach()).contiguous()
+
+    def _block_shape(self, message: Message) -> list[int]:
+        assert self.shape is not None
+        lengths = []
+        for size, dim in zip(self.shape, message.put, strict=True):
+            lengths.append(len(range(*dim.indices(size))) if isinstance(dim, slice) else len(dim))
+        return lengths
+
+    def put(self, blocks: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The reader's piece, of what all its messages carry."""
+        assert self.shape is not None
+        if self.as_it_is:
+            return blocks[0].to(device)
+        whole = torch.zeros(self.shape, dtype=dtype, device=device)
+        for message, block in zip(self.received, blocks, strict=True):
+            at = _at(message.put)
+            whole[at] = whole[at] + block.to(device) if self.sums else block.to(device)
+        return whole
+
+
+@dataclass(frozen=True, eq=False)
+class Arriving:
+    """A tensor under way to this rank: it is there when the work of all `ops` is done."""
+
+    transfer: Transfer
+    ops: list[dist.P2POp]
+    blocks: list[Tensor]
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self) -> Tensor:
+        return self.transfer.put(self.blocks, self.dtype, self.device)
+
+
+def run(ops: list[dist.P2POp]) -> None:
+    """Until all are done."""
+    for work in dist.batch_isend_irecv(ops) if ops else ():
+        work.wait()
+
+
+def meeting_device(device: torch.device) -> torch.device:
+    """Where the backend takes messages from: gloo sends from the host alone."""
+    return torch.device("cpu") if dist.get_backend() == "gloo" else device
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    return tensor.to(meeting_device(tensor.device))
+
+
+def _op(kind: object, tensor: Tensor, peer: int, tag: int) -> dist.P2POp:
+    return dist.P2POp(kind, tensor, peer, tag=tag)

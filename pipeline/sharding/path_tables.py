@@ -1,0 +1,113 @@
+"""What all conversions between many layouts of one tensor cost, found together.
+
+The search of pipeline.sharding.paths asks for one pair at a time; a solver wants every pair of the layouts that an op
+writes and the layouts that the next one reads. So all layouts between them form one array with a dim per axis of the
+mesh, a step along an axis is a minimum over that dim, and from all sources at once the least cost of every layout is
+brought up to date, axis by axis, until nothing changes. Costs are those of `Paths`, in the same whole femtoseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.ir.layout import Layout, Place
+from pipeline.sharding.paths import FEMTO, WHOLE, Paths, Spot, is_clear, spots_between, uneven_at
+from pipeline.sharding.relax import relax
+
+Array = NDArray[np.float64]
+
+
+def conversion_table(
+    paths: Paths,
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
+    shape: tuple[int, ...],
+    nbytes: int,
+    grad: bool,
+) -> Array:
+    """Seconds from each source to each target, forward and backward."""
+    if len({*sources, *targets}) == 1:  # always so on one device
+        return np.zeros((len(sources), len(targets)))
+    lattice = _Lattice(paths, (*sources, *targets), shape, nbytes, grad)
+    starts = {layout: None for layout in sources}
+    least = lattice.spread(list(starts))
+    row = {layout: number for number, layout in enumerate(starts)}
+    columns = tuple(np.array(part) for part in zip(*(lattice.node(t) for t in targets), strict=True))
+    found: Array = least[(np.array([row[s] for s in sources])[:, None], *(c[None, :] for c in columns))] / FEMTO
+    return found
+
+
+class _Lattice:
+    """The layouts, one dim per axis of the mesh and one entry per spot, and the price of a step along each dim."""
+
+    def __init__(self, paths: Paths, ends: Sequence[Layout], shape: tuple[int, ...], nbytes: int, grad: bool) -> None:
+        self.paths, self.sizes, self.nbytes, self.grad = paths, paths.sizes, nbytes, grad
+        self.spots = spots_between(ends, shape, grad, self.sizes)
+        self.uneven = uneven_at(ends, shape, self.sizes)
+        self.shape = tuple(len(own) for own in self.spots)
+        self.numbers = [{spot: number for number, spot in enumerate(own)} for own in self.spots]
+        self.split = [np.array([isinstance(spot, Place) for spot in own]) for own in self.spots]
+        self.steps = [self._steps(axis) for axis in range(len(self.sizes))]
+
+    def node(self, layout: Layout) -> tuple[int, ...]:
+        places = layout.places(self.sizes)
+        return tuple(self.numbers[a][places.get(a, state.kind)] for a, state in enumerate(layout.states))
+
+    def _steps(self, axis: int) -> Array:
+        """Femtoseconds[spots of the other axes..., from, to]; infinite where the two are no step, or no layout."""
+        others = [a for a in range(len(self.sizes)) if a != axis]
+        found = np.empty((*(self.shape[a] for a in others), self.shape[axis], self.shape[axis]))
+        halves = [self.sizes[a] ** self.split[a].astype(int) for a in others]
+        pieces = prod(np.ix_(*halves), start=np.ones((1,) * len(others), dtype=int)) if others else np.array(1)
+        pieces = np.broadcast_to(pieces, found.shape[:-2])
+        for count in np.unique(pieces):
+            found[pieces == count] = self._by_kind(axis, self.nbytes // int(count))
+        own = self.spots[axis]
+        apart = np.array(
+            [[self._clear(axis, a, axis, b) or i == j for j, b in enumerate(own)] for i, a in enumerate(own)]
+        )
+        found[..., ~apart] = np.inf
+        for position, other in enumerate(others):
+            free = np.array([[self._clear(other, b, axis, a) for a in own] for b in self.spots[other]])
+            spread = free.reshape(*(len(free) if n == position else 1 for n in range(len(others))), 1, len(own))
+            found = np.where(spread & np.swapaxes(spread, -1, -2), found, np.inf)
+        return found
+
+    def _by_kind(self, axis: int, local: int) -> Array:
+        """The price of a step between any two spots of the axis, of a tensor with so many bytes without it."""
+        kinds = ["S" if isinstance(spot, Place) else spot for spot in self.spots[axis]]
+        known = (*WHOLE, "S")
+        price = {
+            (a, b): float(self.paths.cost(axis, a, b, local, self.grad))
+            for a in known
+            for b in known
+            if a + b not in ("RR", "BB", "PP")
+        }
+        table = np.array([[price.get((a, b), 0.0) for b in kinds] for a in kinds])
+        np.fill_diagonal(table, 0.0)
+        return table
+
+    def _clear(self, axis: int, spot: Spot, other: int, taken: Spot) -> bool:
+        return is_clear((axis, spot), (other, taken), self.sizes, self.uneven)
+
+    def spread(self, sources: list[Layout]) -> Array:
+        """The least cost from each source to every node, by relaxing one axis after another until all is quiet."""
+        least = np.full((len(sources), *self.shape), np.inf)
+        for row, layout in enumerate(sources):
+            least[(row, *self.node(layout))] = 0.0
+        cells = np.arange(prod(self.shape)).reshape(self.shape)
+        lines = [np.moveaxis(cells, axis, -1).reshape(-1, count) for axis, count in enumerate(self.shape)]
+        relax(
+            least.reshape(len(sources), -1),
+            np.array(self.shape),
+            np.array([prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]),
+            np.concatenate([own[:, 0] for own in lines]),
+            np.cumsum([0, *(len(own) for own in lines)]),
+            np.concatenate([own.reshape(-1) for own in self.steps]),
+            np.cumsum([0, *(own.size for own in self.steps[:-1])]),
+        )
+        return least

@@ -1,0 +1,44 @@
+"""Ops of the user's own: their rules, from YAML or registered in the user's package, made known to a stage."""
+
+from __future__ import annotations
+
+from pipeline.base.errors import ConfigError
+from pipeline.base.instantiate import locate
+from pipeline.config import Config
+from pipeline.ir.graph import OpGraph
+from pipeline.ops.dims import read_line
+from pipeline.ops.rule import plain_view
+from pipeline.ops.table import own_rules, register, rule_of, table
+
+_OURS = ("aten", "prims", "shardwright")
+
+
+def know_own_ops(config: Config, graph: OpGraph | None) -> None:
+    """Registers the rules that conf/model names, and imports the user's package where the graph has ops of its own."""
+    where = f"conf/model/{config.choices['model']}.yaml"
+    given = config.model.ops or {}
+    for target, line in given.items():
+        if target in table():
+            raise ConfigError("has a rule already, in pipeline/ops", where=f"{where}: ops.{target}", remedy="remove it")
+        register(target, line)
+    if graph is None:
+        return
+    if any(op.target.split(".")[0] not in _OURS for op in graph.ops):
+        locate(str(config.model.module["_target_"]), f"{where}: module")  # defines the ops, and may register rules
+        for target, line in given.items():  # the file is the last word
+            register(target, line)
+    _check_fit(graph, where, given)
+
+
+def _check_fit(graph: OpGraph, where: str, given: dict[str, str]) -> None:
+    own = own_rules()
+    for op in graph.ops:
+        if op.target not in own:
+            continue
+        rule = rule_of(op)
+        assert rule is not None
+        try:
+            read_line(rule.line(view := plain_view(graph, op)), view)
+        except ValueError as error:
+            place = f"{where}: ops.{op.target}" if op.target in given else f"register({op.target!r})"
+            raise ConfigError(str(error), where=place, remedy="one name per dim of every tensor") from error

@@ -1,0 +1,207 @@
+"""Where to cut a chain, and which plan each partition takes: the dynamic program of Alpa, on plain numbers.
+
+Partitions are numbered s = 0, 1.. from the end: the one at s has flight[s] micro-batches in flight, whatever comes
+before it. For partitions that are no slower than `slowest` and have at most `most_once` to do once a step,
+
+    V(s+1, d, i, p) = least over the next cut j, and the plan q after it, of
+                      seconds(p, flight[s], i..j-1) - credit(p, i..j-1) + send(j, p, q) + V(s, d - devices(p), j, q)
+
+is the least sum over s+1 partitions that hold links i.. on d devices (`cuts_kernels.sweep`). The step is estimated as
+
+    weights.sum * sum + weights.peak * slowest + most once a step
+
+so that V is needed for the right `slowest` and `most_once`. Alpa tries every value; here boxes of values are halved,
+best first: within a box [low, high] of `slowest` the sum is at least V(high) and the rest at least what low gives.
+A box whose bound is no better than the best plan known (less `gap`) is dropped: with a gap of 0 the answer is optimal.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stages.checkpoint.pipelines.cuts_kernels import ahead, sweep, trace
+from stages.checkpoint.pipelines.schedules import Weights
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+ROUNDING = 1e-12
+NEARLY = 0.02  # worse by estimate than the best may be better as simulated: such are kept if met
+
+_Given = tuple[Floats, Floats, bool, Floats, Floats, Ints, Ints]  # what both kernels read of a field
+
+
+@dataclass(frozen=True, eq=False)
+class Field:
+    """All that the search looks at; times are seconds of one micro-batch, forwards and backwards."""
+
+    seconds: Floats  # [plan, flight, last link, first link]; infinite where it does not fit
+    send: Floats  # [cut, plan before, plan after]: both transfers
+    once: Floats  # [plan, link]: seconds once a step, summed up to each link
+    credit: Floats  # [plan, link]: off the sum, summed up to each link
+    devices: NDArray[np.int64]  # of each plan
+    total: int  # devices: all are used
+    flight: NDArray[np.int64]  # [number from the end]: which of the flights of `seconds`
+    allowed: NDArray[np.bool_]  # [number from the end, plan]
+    starts: NDArray[np.bool_]  # [link]: whether a partition may begin with it
+    counts: tuple[int, ...]  # numbers of partitions that are wanted
+
+    @property
+    def links(self) -> int:
+        return int(self.seconds.shape[2])
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """A way to cut: for each partition its first link and its plan."""
+
+    firsts: tuple[int, ...]
+    plans: tuple[int, ...]
+    estimate: float
+
+    def spans(self, links: int) -> list[tuple[int, int, int]]:
+        """First link, last link and plan of each partition."""
+        return [(a, b - 1, p) for a, b, p in zip(self.firsts, (*self.firsts[1:], links), self.plans, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Relaxed:
+    """The least sum within a box, and how slow its partitions really are."""
+
+    cuts: Cuts
+    sum: float
+    slowest: float
+    once: float
+
+
+def search(
+    field: Field,
+    weights: Weights,
+    gap: float = 0.0,
+    keep: int = 8,
+    known: float = math.inf,
+    slowest: float = math.inf,
+) -> list[Cuts]:
+    """Good ways to cut, best first: the first is optimal within the gap. Where nothing fits there is none.
+
+    `known`: an estimate that some plan is known to have; worse ones, or with a partition slower than `slowest`, are not
+    looked for.
+    """
+    return _Search(field, weights, gap, known).run(keep, slowest)
+
+
+class _Search:
+    def __init__(self, field: Field, weights: Weights, gap: float, known: float) -> None:
+        self.field, self.weights, self.gap = field, weights, max(gap, ROUNDING)
+        shape = (len(field.flight) + 1, field.total + 1, field.links, len(field.devices))
+        self.values = np.empty(shape)
+        self.least = np.ascontiguousarray(field.seconds.min(axis=1))
+        self.met: dict[tuple[tuple[int, ...], tuple[int, ...]], Cuts] = {}
+        self.best = known * (1 + 1e-9) if known < math.inf else known
+
+    def run(self, keep: int, slowest: float) -> list[Cuts]:
+        ticket = count()
+        boxes: list[tuple[float, int, _Box]] = []
+
+        def add(box: _Box | None) -> None:
+            if box is not None and not self.hopeless(box.bound):
+                heapq.heappush(boxes, (box.bound, next(ticket), box))
+
+        add(self.box(0.0, slowest, 0.0, math.inf))
+        while boxes:
+            bound, _, box = heapq.heappop(boxes)
+            if self.hopeless(bound):
+                break
+            for part in self.halves(box):
+                add(part)
+        return self.varied(keep)
+
+    def varied(self, keep: int) -> list[Cuts]:
+        """The best of each number of partitions, as the estimate errs most between these; then the best others."""
+        ways = sorted(self.met.values(), key=lambda cuts: (cuts.estimate, cuts.firsts, cuts.plans))
+        first_of = {len(cuts.firsts): cuts for cuts in reversed(ways)}
+        leaders = sorted(first_of.values(), key=lambda cuts: cuts.estimate)
+        others = [cuts for cuts in ways if cuts not in leaders]
+        few = leaders[: max(1, keep // 2)]
+        return sorted([*few, *others[: keep - len(few)]], key=lambda cuts: cuts.estimate)
+
+    def hopeless(self, bound: float) -> bool:
+        return bound >= self.best - self.gap * abs(self.best)
+
+    def box(self, low: float, high: float, low_once: float, high_once: float) -> _Box | None:
+        """None where nothing in it can be better than what is known."""
+        rest = self.weights.peak * low + low_once
+        found = self.relaxed(high, high_once, (self.best * (1 + NEARLY) - rest) / self.weights.sum)
+        if found is None:
+            return None
+        return _Box(low, high, low_once, high_once, found, self.weights.sum * found.sum + rest)
+
+    def halves(self, box: _Box) -> list[_Box | None]:
+        """Two boxes with all that may still be better; the upper one needs no new sweep."""
+        found, weights = box.found, self.weights
+        time, once = weights.peak * (found.slowest - box.low), found.once - box.low_once
+        if time >= once:
+            middle = (box.low + found.slowest) / 2
+            lower = self.box(box.low, middle, box.low_once, box.high_once)
+            bound = box.bound + weights.peak * (middle - box.low)
+            return [lower, _Box(middle, box.high, box.low_once, box.high_once, found, bound)]
+        middle = (box.low_once + found.once) / 2
+        lower = self.box(box.low, box.high, box.low_once, middle)
+        bound = box.bound + middle - box.low_once
+        return [lower, _Box(box.low, box.high, middle, box.high_once, found, bound)]
+
+    def relaxed(self, slowest: float, most_once: float, limit: float) -> _Relaxed | None:
+        f, peaked = self.field, self.weights.send_in_peak
+        given = (f.seconds, f.send, peaked, f.once, f.credit, f.devices, f.flight)
+        largest = float(np.finfo(np.float64).max)
+        slowest, limit = min(slowest, largest), min(limit, largest)
+        before = ahead(self.least, f.once, f.credit, f.devices, f.total, f.starts, slowest, most_once)
+        sweep(self.values, before, *given, f.allowed, f.starts, slowest, most_once, limit)
+        found = [self.ending(count, given, slowest, most_once) for count in f.counts]
+        return min((one for one in found if one is not None), key=lambda one: one.sum, default=None)
+
+    def ending(self, partitions: int, given: _Given, slowest: float, most_once: float) -> _Relaxed | None:
+        """The least sum with so many partitions."""
+        ends = self.values[partitions, self.field.total, 0]
+        plan = int(np.argmin(ends))
+        if ends[plan] == math.inf:
+            return None
+        rows = trace(self.values, partitions, plan, *given, slowest, most_once)
+        return self.note(tuple(map(int, rows[:, 0])), tuple(map(int, rows[:, 1])), float(ends[plan]))
+
+    def note(self, firsts: tuple[int, ...], plans: tuple[int, ...], total: float) -> _Relaxed:
+        slowest, once = measure(self.field, self.weights, firsts, plans)
+        estimate = self.weights.sum * total + self.weights.peak * slowest + once
+        cuts = self.met.setdefault((firsts, plans), Cuts(firsts, plans, estimate))
+        self.best = min(self.best, estimate)
+        return _Relaxed(cuts, total, slowest, once)
+
+
+@dataclass(frozen=True)
+class _Box:
+    """Bounds on the slowest partition and on what is done once a step; the least sum within, a bound on the step."""
+
+    low: float
+    high: float
+    low_once: float
+    high_once: float
+    found: _Relaxed
+    bound: float
+
+
+def measure(field: Field, weights: Weights, firsts: tuple[int, ...], plans: tuple[int, ...]) -> tuple[float, float]:
+    """The slowest partition, with its transfers if they count, and the most that one does once a step."""
+    slowest = once = 0.0
+    spans = Cuts(firsts, plans, 0.0).spans(field.links)
+    for number, (first, last, p) in enumerate(spans):
+        seconds = float(field.seconds[p, field.flight[len(spans) - 1 - number], last, first])
+        if weights.send_in_peak and number + 1 < len(spans):
+            seconds += float(field.send[last + 1, p, plans[number + 1]])
+        slowest = max(slowest, seconds)
+        once = max(once, float(field.once[p, last + 1] - field.once[p, first]))
+    return slowest, once

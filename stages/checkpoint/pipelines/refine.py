@@ -1,0 +1,103 @@
+"""A way to cut worked out in full: the recompute of every partition in finer slots, then the schedule played."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from stages.checkpoint.pipelines.cuts import Cuts
+from stages.checkpoint.pipelines.schedules import Load, Order, Pipeline, Timeline, orders, simulate
+from stages.checkpoint.pipelines.search_space import Task
+from stages.checkpoint.pipelines.submesh_plans import Piece, Timer
+from stages.checkpoint.recompute.in_flight import Moment, Passage, fullest
+from stages.checkpoint.recompute.schedule import Keep, Region
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Links first..last on one piece, and what they are predicted to take."""
+
+    first: int
+    last: int
+    piece: Piece
+    flight: int  # micro-batches whose forward has begun and whose backward has not ended, at most
+    region: Region  # its steps are run in order; those that are regions are recomputed
+    load: Load
+    fullest: Moment  # at which it holds the most
+    peak_bytes: float  # in all, then
+    room_bytes: float  # in all
+
+    @property
+    def regions(self) -> str:
+        return str(self.region)
+
+    @property
+    def recomputes(self) -> bool:
+        return any(isinstance(step, Region) for step in self.region.steps)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    pipeline: Pipeline
+    chunks: int  # partitions on a device
+    micro_batches: int
+    partitions: tuple[Partition, ...]
+    estimate: float  # of a step, by closed form
+    seconds: float  # of a step, as simulated
+    division: int  # of those given
+    order: Order = field(repr=False)
+    timeline: Timeline = field(repr=False)
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the last micro-batch of a step recomputes nothing, and those before it do."""
+        return any(part.load.last is not None and part.recomputes for part in self.partitions)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(part.piece.devices for part in self.partitions)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        return tuple(part.first for part in self.partitions)
+
+
+def plan_of(task: Task, cuts: Cuts) -> PipelinePlan:
+    """The schedules of all partitions, and the step as simulated."""
+    spans = cuts.spans(task.plain.links)
+    parts = []
+    for number, (first, last, p) in enumerate(spans):
+        then = spans[number + 1] if number + 1 < len(spans) else None
+        send = float(task.plain.send[last + 1, p, then[2]]) / 2 if then else 0.0
+        parts.append(_part(task.timers[p], first, last, task.flights[len(spans) - 1 - number], send))
+    order = orders(task.pipeline, len(spans) // task.chunks, task.micro_batches, task.chunks)
+    timeline = simulate(order, [part.load for part in parts])
+    return PipelinePlan(
+        pipeline=task.pipeline,
+        chunks=task.chunks,
+        micro_batches=task.micro_batches,
+        partitions=tuple(parts),
+        estimate=cuts.estimate,
+        seconds=timeline.seconds,
+        division=task.division,
+        order=order,
+        timeline=timeline,
+    )
+
+
+def _part(timer: Timer, first: int, last: int, flight: int, send: float) -> Partition:
+    piece, span = timer.piece, slice(first, last + 1)
+    region, passage = timer.schedule(first, last, flight)
+    whole = [step.link for step in region.steps if isinstance(step, Keep) and not step.option]  # else it is recomputed
+    of_last = timer.last_passage(first, last)
+    last_load = _load(piece, of_last, range(first, last + 1), send) if of_last is not None else None
+    load = replace(_load(piece, passage, whole, send), once=sum(piece.once[span]), last=last_load)
+    room, moment = timer.terms.memory * timer.terms.share, fullest(passage, of_last, flight)
+    used = room - timer.room(first, last, flight) + moment.memory
+    return Partition(first, last, piece, flight, region, load, moment, used, room)
+
+
+def _load(piece: Piece, passage: Passage, whole: Iterable[int], send: float) -> Load:
+    """Of a micro-batch; the gradients of weights of the links that are not recomputed can be put off."""
+    weight = min(sum(piece.weight[link] for link in whole), passage.backward)
+    return Load(passage.forward, passage.backward, send, weight)

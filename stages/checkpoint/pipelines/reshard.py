@@ -1,0 +1,67 @@
+"""An activation from the plan of one partition to that of the next: what its layout costs beside the transfer.
+
+Between meshes of one shape and equal layouts every device sends what it has to its neighbour. Otherwise
+
+    sender     summands are summed (`P -> R`)
+    transfer   the larger of what a device of either side has (partition.one_way)
+    receiver   on a mesh of the same shape: from the sender's layout to its own; on another: each device gets an equal
+               part, which is gathered to its own layout
+
+by the cheapest path (pipeline.sharding.paths), forward and its gradient backward; a transfer counts in both directions,
+so that each has half.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from pipeline.ir.cluster import Cluster, Mesh
+from pipeline.ir.graph import OpGraph, Value
+from pipeline.ir.layout import Layout, R, S
+from pipeline.sharding.paths import Paths
+from stages.checkpoint.pipelines.submesh_costs import Filled
+from stages.checkpoint.pipelines.submesh_plans import Piece
+
+
+class Resharding:
+    """Seconds of one direction by cut, for pieces that are known by their names."""
+
+    def __init__(self, graph: OpGraph, filled: dict[str, Filled], cluster: Cluster) -> None:
+        self.graph, self.filled, self.cluster = graph, filled, cluster
+        self._paths: dict[int, Paths] = {}  # by mesh
+        self._known: dict[object, float] = {}
+
+    def __call__(self, cut: int, before: Piece, after: Piece) -> float:
+        sender, receiver = self.filled[before.name], self.filled[after.name]
+        name = self.graph.chain[sender.linear.spans[cut][0]].input
+        if name is None:
+            return 0.0
+        value, ends = self.graph.values[name], (sender.home[name], receiver.home[name])
+        key = value.type, value.grad, ends, id(sender.mesh), id(receiver.mesh), receiver.slices
+        if key not in self._known:
+            self._known[key] = self._seconds(value, *ends, sender, receiver) / 2
+        return self._known[key]
+
+    def _seconds(self, value: Value, source: Layout, target: Layout, sender: Filled, receiver: Filled) -> float:
+        alike = sender.mesh.sizes == receiver.mesh.sizes
+        if alike and source == target:
+            return 0.0
+        if alike:
+            return self._cheapest(value, source, target, receiver)
+        whole = Layout(tuple(state if state.kind == "S" else R for state in source.states))
+        summed = self._cheapest(value, source, whole, sender)
+        return summed + self._cheapest(value, _parts(value, receiver.mesh), target, receiver)
+
+    def _cheapest(self, value: Value, source: Layout, target: Layout, on: Filled) -> float:
+        """Of a micro-batch; its shape is the whole one, as which of its dims is cut does not matter."""
+        paths = self._paths.setdefault(id(on.mesh), Paths(on.mesh.axes, self.cluster.compute))
+        nbytes = value.type.nbytes * on.slices[0] // sum(on.slices)
+        return paths.cheapest(source, target, value.type.shape, nbytes, value.grad).seconds.total
+
+
+def _parts(value: Value, mesh: Mesh) -> Layout:
+    """Split over all devices on the first dim that allows it; else all of it on each."""
+    for dim, size in enumerate(value.type.shape):
+        if size % prod(mesh.sizes) == 0:
+            return Layout(tuple(S(dim) for _ in mesh.sizes))
+    return Layout(tuple(R for _ in mesh.sizes))

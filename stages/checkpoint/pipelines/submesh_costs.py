@@ -1,0 +1,257 @@
+"""Plans of the frontier as `Piece`s: the sharded program of a piece of the cluster, priced link by link.
+
+A partition needs what its links read, and links are added up one by one, so that what several links share is put so:
+
+    read by       bytes (an upper bound)              seconds once a step
+    one link      that link                           that link
+    two           both                                both (each updates its copy, and they sum their gradients)
+    more          any partition (`Piece.everywhere`)  the first and the last
+
+Parameters count with gradient and optimizer state; copies of parameters that several links read, and buffers, are put
+in the same way. A common value is held by the link that writes it and by its reader, or by any partition, for each
+micro-batch in flight, and crosses every cut in between. The prologue runs in every partition, beside the others: it
+counts once, in the first link.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from pipeline.cost.groups import Join
+from pipeline.cost.step import StepPrice, convert_seconds, copied_bytes, parameter_prices, price_step, steps_seconds
+from pipeline.ir.cluster import Cluster, Mesh
+from pipeline.ir.graph import Op, OpGraph, Role
+from pipeline.ir.layout import Layout
+from pipeline.ir.plan import Sharding
+from pipeline.ir.profile import Profile
+from pipeline.ir.program import Call, Convert, Program, Step
+from pipeline.ops.products import is_put_off, weights
+from pipeline.rates.compute import local_bytes, op_seconds
+from pipeline.sharding.lowering import home_layouts, lower
+from pipeline.sharding.slices import sliced
+from stages.checkpoint.pipelines.submesh_plans import Piece
+from stages.checkpoint.recompute.linearize import Linear, linearize_partitions
+
+FEW = 2  # links that each get what they share
+
+
+@dataclass(frozen=True)
+class Once:
+    """Seconds of a link once a step, by what they are for."""
+
+    compute: float = 0.0  # the prologue, of all micro-batches
+    communication: float = 0.0  # gradient sums, new values gathered, copies for several links
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communication + self.optimizer
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A plan on a piece of the cluster as numbers, with what they were made from."""
+
+    piece: Piece
+    mesh: Mesh
+    sharding: Sharding
+    price: StepPrice  # of one micro-batch, and of all of them for the whole model
+    linear: Linear
+    once: tuple[Once, ...]  # of each link of the graph
+    slices: tuple[int, ...]  # samples of those into which a pass of the model is cut
+    home: dict[str, Layout] = field(repr=False)
+
+
+def fill(
+    name: str,
+    graph: OpGraph,
+    profile: Profile,
+    cluster: Cluster,
+    sharding: Sharding,
+    copies: float,
+    passes: int,
+    slices: tuple[int, ...],
+    link: Callable[[float], float],
+    join: Join = Join.NONE,
+) -> Filled | None:
+    """For a step of so many passes, each cut into slices. None where the model is one link: it cannot be cut.
+
+    `cluster` is on the piece's mesh; `link` leads to the next piece. A link of the chain may stand for several.
+    """
+    graph, profile = sliced(graph, profile, slices)
+    program = lower(graph, sharding, passes * len(slices))
+    price = price_step(graph, profile, cluster, sharding, program, copies)
+    linear = linearize_partitions(graph, profile, cluster, sharding, program, price, join)
+    if linear.chain is None:
+        return None
+    shares = _Shares(graph, profile, cluster, sharding, program, copies, link)
+    held, everywhere_held = shares.held(price)
+    once, crosses = shares.once(), shares.crosses()
+
+    def joined(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(sum(values[first : last + 1]) for first, last in linear.spans)
+
+    piece = Piece(
+        name=name,
+        devices=prod(cluster.sizes),
+        chain=linear.chain,
+        resident=joined(shares.resident),
+        once=joined([part.total for part in once]),
+        weight=joined(shares.weight()),
+        put_off=joined(shares.put_off()),
+        mesh=" x ".join(map(str, cluster.sizes)),
+        loss_held=price.links[-1].memory.kept if join is Join.NONE else linear.costs[-1].ways[0].saved,
+        held=joined(held),
+        crosses=tuple(crosses[first] for first, _ in linear.spans),
+        everywhere=shares.everywhere,
+        everywhere_held=everywhere_held,
+    )
+    home = home_layouts(graph, sharding)
+    return Filled(piece, Mesh(cluster.axes), sharding, price, linear, once, slices, home)
+
+
+class _Shares:
+    """What each link has of a program that is priced as a whole."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        profile: Profile,
+        cluster: Cluster,
+        sharding: Sharding,
+        program: Program,
+        copies: float,
+        link: Callable[[float], float],
+    ) -> None:
+        self.graph, self.profile, self.cluster, self.sharding = graph, profile, cluster, sharding
+        self.program, self.copies, self.link = program, copies, link
+        self.readers, self.weights = readers(graph), weights(graph)
+        self.home = home_layouts(graph, sharding)
+        self.prices = parameter_prices(graph, cluster, sharding, program, copies)
+        self.resident, self.everywhere = self._resident()
+
+    def _links(self, value: str) -> tuple[int, ...]:
+        """Those that read a parameter; one that nobody reads lies with the first."""
+        return self.readers.get(value) or (0,)
+
+    def _resident(self) -> tuple[tuple[float, ...], float]:
+        sizes: list[tuple[tuple[int, ...], float]] = []
+        sizes += [(self._links(name), price.resident) for name, price in self.prices.items()]
+        sizes += [
+            (self._links(step.target.value), copied_bytes(self.graph, self.cluster, step, self.program.micro_batches))
+            for step in self.program.shared
+        ]
+        of_prologue = {name for op in self.graph.prologue for name in self.graph.op(op).inputs}
+        for buffer in self.graph.of_role(Role.BUFFER):
+            sizes.append((() if buffer.name in of_prologue else self._links(buffer.name), buffer.type.nbytes))
+        return self._spread(sizes)
+
+    def _spread(self, sizes: Iterable[tuple[tuple[int, ...], float]]) -> tuple[tuple[float, ...], float]:
+        """Bytes of each link, and of any partition; what has no link is of any."""
+        own, everywhere = [0.0] * len(self.graph.chain), 0.0
+        for links, nbytes in sizes:
+            if 0 < len(links) <= FEW:
+                for number in links:
+                    own[number] += nbytes
+            else:
+                everywhere += nbytes
+        return tuple(own), everywhere
+
+    def held(self, price: StepPrice) -> tuple[tuple[float, ...], float]:
+        """Of common values and their gradients, for one micro-batch."""
+        sizes = []
+        for writer, (link, priced) in enumerate(zip(self.graph.chain, price.links, strict=True)):
+            later = {number for name in link.common for number in self.readers.get(name, ())} - {writer}
+            sizes.append(((writer, *sorted(later)), priced.memory.common))
+        return self._spread(sizes)
+
+    def crosses(self) -> tuple[float, ...]:
+        """Before each link: the common values that are written before it, and read by it or later."""
+        crossing = [0.0] * len(self.graph.chain)
+        for name, writer in self.graph.common.items():
+            nbytes = local_bytes(self.graph, name, self.home[name], self.cluster.sizes)
+            for number in range(writer + 1, max(self.readers.get(name, (0,))) + 1):
+                crossing[number] += nbytes
+        return tuple(crossing)
+
+    def once(self) -> tuple[Once, ...]:
+        found: dict[int, list[Once]] = defaultdict(list)
+        for name, price in self.prices.items():
+            ends = self._ends(name)
+            tied = 0.0
+            if len(ends) > 1 and self.graph.values[name].grad:  # the copies sum their gradients
+                tied = self.link(local_bytes(self.graph, name, self.home[name], self.cluster.sizes))
+            for number in ends:
+                found[number].append(Once(0.0, price.gradient_sum + tied, price.optimizer))
+        for step in self.program.shared:
+            _, moved = self._seconds((step,))
+            for number in self._ends(step.target.value):
+                found[number].append(Once(communication=moved))
+        computed, moved = self._seconds(self.program.prologue)
+        found[0].append(Once(self.program.micro_batches * (computed + moved)))
+        return tuple(
+            Once(
+                sum(part.compute for part in found[number]),
+                sum(part.communication for part in found[number]),
+                sum(part.optimizer for part in found[number]),
+            )
+            for number in range(len(self.graph.chain))
+        )
+
+    def _ends(self, value: str) -> tuple[int, ...]:
+        links = self._links(value)
+        return tuple(sorted({links[0], links[-1]}))
+
+    def _seconds(self, steps: tuple[Step, ...]) -> tuple[float, float]:
+        ops, moves = steps_seconds(self.graph, self.profile, self.cluster, self.sharding, steps)
+        return ops.total, moves.total
+
+    def weight(self) -> tuple[float, ...]:
+        """Seconds of backward that make weight gradients, as far as training puts them off.
+
+        The backward of a product of an activation and a weight is two products of the same size; where the activation
+        has no gradient it is one. Other ops (norms, tables, convolutions) and compiled blocks make all gradients at
+        once, and so does a recompute region. The gradient of a converted weight goes back through its conversions when
+        it is there.
+        """
+        found = []
+        for link, steps in zip(self.graph.chain, self.program.links, strict=True):
+            converts = [step for step in steps if isinstance(step, Convert) and step.source.value in self.weights]
+            moved = sum(convert_seconds(self.graph, self.cluster, step, kept=False).backward for step in converts)
+            found.append(moved + sum(self._weight(self.graph.op(name)) for name in link.ops))
+        return tuple(found)
+
+    def put_off(self) -> tuple[float, ...]:
+        """Bytes of what these gradients are made of, beside what backward keeps anyway: gradients of products."""
+        found = []
+        for steps in self.program.links:
+            calls = (step for step in steps if isinstance(step, Call))
+            own = [s for s in calls if self._is_put_off(self.graph.op(s.op))]
+            made = (step.outputs[0] for step in own)
+            found.append(float(sum(local_bytes(self.graph, x.value, x.layout, self.cluster.sizes) for x in made)))
+        return tuple(found)
+
+    def _is_put_off(self, op: Op) -> bool:
+        """A compiled block makes all gradients at once."""
+        return self.profile.compiled is None and is_put_off(self.graph, op, self.weights)
+
+    def _weight(self, op: Op) -> float:
+        if not self._is_put_off(op):
+            return 0.0
+        cost, strategy = self.profile.ops[op.name], self.sharding.strategies[op.name]
+        seconds = op_seconds(self.graph, op.name, cost, strategy, self.cluster.compute, self.cluster.sizes).backward
+        others = any(self.graph.values[name].grad for name in op.inputs if name not in self.weights)
+        return seconds / 2 if others else seconds
+
+
+def readers(graph: OpGraph) -> dict[str, tuple[int, ...]]:
+    """Each value -> the links whose ops read it, ascending."""
+    found: dict[str, dict[int, None]] = defaultdict(dict)
+    for number, link in enumerate(graph.chain):
+        for op in link.ops:
+            for name in graph.op(op).inputs:
+                found[name][number] = None
+    return {name: tuple(links) for name, links in found.items()}

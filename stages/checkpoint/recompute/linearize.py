@@ -1,0 +1,238 @@
+"""The links of a sharded program, as they cost, as a chain of numbers for Rotor; the last link is the loss.
+
+Gradients of parameters are either there all the time (they lie in buckets, or add up over several passes), or each
+appears in backward and stays until the optimizer has used it: then they are no part of `fixed_bytes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from pipeline.cost.groups import Join
+from pipeline.cost.links import LinkCosts, Way, link_costs
+from pipeline.cost.step import StepPrice
+from pipeline.cost.unsplit import card_of
+from pipeline.ir import plan
+from pipeline.ir.cluster import Cluster
+from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.layout import Layout
+from pipeline.ir.plan import Sharding
+from pipeline.ir.profile import Profile
+from pipeline.ir.program import Program
+from pipeline.rates.compute import local_bytes
+from pipeline.rates.kernels import kernel_seconds
+from pipeline.sharding.lowering import home_layouts, state_layouts
+from stages.checkpoint.recompute.chain import Chain, Option
+from stages.checkpoint.recompute.schedule import Region
+
+
+@dataclass(frozen=True)
+class Linear:
+    chain: Chain | None  # None where the whole model is one link: there is nothing to choose
+    costs: tuple[LinkCosts, ...]
+    fixed_bytes: int  # there whatever is recomputed
+    optimizer_peak: int  # bytes, when nothing of the chain is left
+    optimizer_seconds: float
+    compiled: bool = False  # every function of the program is
+    device_chain: Chain | None = None  # where the links know of a host: with the seconds of the device alone
+
+    @property
+    def once(self) -> float:
+        """Seconds of the device for every link once, forward and backward."""
+        return sum(own.ways[0].device.total for own in self.costs)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The links of the graph that each link of the chain stands for."""
+        return tuple((own.first, own.last_link) for own in self.costs)
+
+    def regions(self, region: Region) -> tuple[plan.Region, ...]:
+        """As the plan has them: links that keep a part of themselves are a region with what they keep."""
+        found = tuple(self._regions(region))
+        return tuple(map(_compiled, found)) if self.compiled else found
+
+    def _regions(self, region: Region) -> Iterator[plan.Region]:
+        for step in region.steps:
+            if isinstance(step, Region):
+                first, last = self.costs[step.first].first, self.costs[step.last].last_link
+                yield plan.Region(first, last, True, self.regions(step))
+                continue
+            own = self.costs[step.link]
+            way = own.ways[step.option]
+            if way.compiled is not None:
+                yield plan.Region(own.first, own.last_link, False, (), (), way.compiled, way.cheapest)
+                continue
+            each = tuple(plan.Region(n, n, False, ()) for n in range(own.first, own.last_link + 1))
+            if way.kept is None:
+                yield from each
+            else:
+                yield plan.Region(own.first, own.last_link, True, each, way.kept)
+
+
+def _compiled(region: plan.Region) -> plan.Region:
+    """With every function compiled, also where the links of the graph are taken one by one."""
+    if region.recompute:
+        return replace(region, inner=tuple(map(_compiled, region.inner)))
+    return region if region.compiled is not None else replace(region, compiled=1.0)
+
+
+def linearize(
+    graph: OpGraph,
+    profile: Profile,
+    cluster: Cluster,
+    sharding: Sharding,
+    program: Program,
+    price: StepPrice,
+    join: Join = Join.NEEDLESS,
+) -> Linear:
+    owned = growing(graph, sharding, program)
+    costs = link_costs(graph, profile, cluster, sharding, program, price.links, owned, join)
+    grown = tuple(_grown(graph, cluster, sharding, costs, owned))
+    given = _given(graph, profile, cluster, sharding) + cluster.compute.workspace
+    fixed = price.fixed_bytes + given - sum(grown)
+    part = _updated_part(graph, cluster, sharding)
+    extra = profile.step.optimizer_bytes if profile.step else 0
+    beside = math.ceil(max(part, _largest_part(graph, cluster, sharding)) * extra)
+    peak = price.resident_bytes + given + beside + _apart_bytes(graph, cluster, sharding)
+    optimizer = _optimizer_seconds(profile, cluster, price, part)
+    issued = _chain(tuple(map(_of_device, costs)), grown) if costs[0].ways[0].lines else None
+    return Linear(_chain(costs, grown), costs, fixed, peak, optimizer, profile.compiled is not None, issued)
+
+
+def _of_device(costs: LinkCosts) -> LinkCosts:
+    def alone(way: Way) -> Way:
+        return replace(way, forward=way.device.forward, backward=way.device.backward)
+
+    ways = tuple(map(alone, costs.ways))
+    return replace(costs, ways=ways, last=alone(costs.last), dropped=ways[0].forward)
+
+
+def _given(graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding) -> int:
+    """Bytes of the batch, and of what is computed before the chain for its links (masks, rotary angles)."""
+    home = home_layouts(graph, sharding)
+    read = {profile.storage[name] for link in graph.chain for op in link.ops for name in graph.op(op).inputs}
+    made = {name for op in graph.prologue for name in graph.op(op).outputs} & read
+    inputs = {value.name for value in graph.of_role(Role.INPUT)}
+    nbytes = {name: local_bytes(graph, name, home[name], cluster.sizes) for name in inputs | made}
+    return sum(nbytes.values())
+
+
+def _updated_part(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> float:
+    """Of all that the optimizer updates, what one rank does."""
+    states = state_layouts(graph, sharding)
+    own = sum(local_bytes(graph, name, layout, cluster.sizes) for name, layout in states.items())
+    return own / max(1, sum(graph.values[name].type.nbytes for name in states))
+
+
+def _largest_part(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> float:
+    """The same of the largest that is updated: an optimizer may go from one to the next."""
+    states = state_layouts(graph, sharding)
+    own = max((local_bytes(graph, name, layout, cluster.sizes) for name, layout in states.items()), default=0)
+    return own / max(1, max((graph.values[name].type.nbytes for name in states), default=0))
+
+
+def _apart_bytes(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> int:
+    """Of the shards that the optimizer updates apart from their parameters, as they do not lie there in one run."""
+    found = 0
+    for name, state in state_layouts(graph, sharding).items():
+        value = graph.values[name]
+        if not _lies_in(sharding.storage[value.origin], state, value.type.shape, cluster.sizes):
+            found += local_bytes(graph, name, state, cluster.sizes)
+    return found
+
+
+def _lies_in(stored: Layout, state: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether a rank's piece of a parameter is one run of what it stores: cut on the first dim, from the outside."""
+    cuts = sorted((place.dim, place.outside, sizes[axis]) for axis, place in stored.further(state, sizes).items())
+    if state.uneven(shape, sizes):  # on the last rank it is padded
+        return False
+    before, whole = stored.local_shape(shape, sizes), 1
+    for dim, outside, size in cuts:
+        if size > 1 and (outside != whole or any(length > 1 for length in before[:dim])):
+            return False
+        whole *= size
+    return True
+
+
+def _optimizer_seconds(profile: Profile, cluster: Cluster, price: StepPrice, part: float) -> float:
+    """Of a GPU, those of its kernels; else as the step is priced."""
+    if profile.kernels is None or profile.device != "cuda":
+        return price.optimizer
+    card = card_of(cluster.compute)
+    return part * sum(kernel_seconds(kernel, card) for kernel in profile.kernels.optimizer)
+
+
+def linearize_partitions(
+    graph: OpGraph,
+    profile: Profile,
+    cluster: Cluster,
+    sharding: Sharding,
+    program: Program,
+    price: StepPrice,
+    join: Join = Join.NONE,
+) -> Linear:
+    """For a pipeline: every link (or compiled block) may begin a partition, gradients add up over micro-batches, and
+    the last link of a partition makes its output for the next."""
+    found = linearize(graph, profile, cluster, sharding, program, price, join)
+    chain = found.chain and replace(found.chain, last=(), grown=())
+    return replace(found, chain=chain, device_chain=None, fixed_bytes=price.fixed_bytes + cluster.compute.workspace)
+
+
+def growing(graph: OpGraph, sharding: Sharding, program: Program) -> frozenset[str]:
+    """The parameters whose gradients are not there until backward makes them: complete as they are, in one pass."""
+    if program.micro_batches > 1:
+        return frozenset()
+    states = state_layouts(graph, sharding)
+    stored = {name: sharding.storage[graph.values[name].origin] for name in states}
+    return frozenset(name for name in states if name not in program.reduced and states[name] == stored[name])
+
+
+def _grown(
+    graph: OpGraph, cluster: Cluster, sharding: Sharding, costs: tuple[LinkCosts, ...], owned: frozenset[str]
+) -> Iterator[int]:
+    """Of each link, the bytes of gradients that its backward leaves: of parameters that no later link reads."""
+    last: dict[str, int] = {}
+    for number, own in enumerate(costs):
+        for link in graph.chain[own.first : own.last_link + 1]:
+            last |= {read: number for op in link.ops for read in graph.op(op).inputs if read in owned}
+    for number in range(len(costs)):
+        mine = (name for name, place in last.items() if place == number)
+        layouts = ((name, sharding.storage[graph.values[name].origin]) for name in mine)
+        yield sum(local_bytes(graph, name, layout, cluster.sizes) for name, layout in layouts)
+
+
+def _chain(costs: tuple[LinkCosts, ...], grown: tuple[int, ...]) -> Chain | None:
+    links, loss = costs[:-1], costs[-1]
+    if not links:
+        return None
+    plain = [link.ways[0] for link in links]
+    return Chain(
+        a=tuple(link.input_bytes for link in costs),
+        saved=tuple(_saved(way, after) for way, after in zip(plain, costs[1:], strict=True)),
+        f=tuple(way.forward for way in plain),
+        b=(*(way.backward for way in plain), loss.ways[0].forward + loss.ways[0].backward),
+        ft=tuple(way.forward_extra for way in plain),
+        bt=(*(way.backward_extra for way in plain), loss_temporaries(loss)),
+        f_none=tuple(link.dropped for link in links),
+        ft_none=tuple(link.dropped_extra for link in links),
+        more=tuple(tuple(_option(way, _saved(way, after)) for way in link.ways[1:]) for link, after in pairwise(costs)),
+        last=tuple(_option(link.last, link.last.saved) for link in links),
+        grown=grown,
+    )
+
+
+def _saved(way: Way, after: LinkCosts) -> int:
+    return max(way.saved, after.input_bytes)
+
+
+def _option(way: Way, saved: int) -> Option:
+    return Option(way.forward, way.backward, saved, way.forward_extra, way.backward_extra)
+
+
+def loss_temporaries(loss: LinkCosts) -> int:
+    """The loss runs forwards and backwards at once: what it keeps is alive beside the gradient it makes."""
+    way = loss.ways[0]
+    return max(way.saved + way.forward_extra, way.saved + loss.output_bytes + way.backward_extra)

@@ -1,0 +1,36 @@
+"""The plans that people know by name, priced as ours are: the fastest of each kind on this mesh."""
+
+from __future__ import annotations
+
+import math
+
+from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Baseline
+from stages.solve.problem.build import Choices
+from stages.solve.problem.data import Problem
+from stages.solve.problem.families import Families, named
+from stages.solve.search.decomposition import fastest
+from stages.solve.search.exact import restrict
+
+SECONDS = 5.0  # for a kind that only the search for large problems can plan
+
+
+def baselines(graph: OpGraph, choices: Choices, problem: Problem) -> tuple[Baseline, ...]:
+    """Kinds that the model's shapes do not allow on this mesh are left out; so are all on one device."""
+    sizes = len(next(iter(choices.ops.values()))[0].outputs[0].states)
+    families = Families(graph, choices)
+    found = []
+    for name, roles in named(sizes).items() if _splits(choices) else ():
+        kept = families.kept(roles)
+        if kept is None:
+            continue
+        left = restrict(problem, kept)
+        picked = left.expand(fastest(left.problem, SECONDS))
+        seconds = problem.cost(picked)
+        if math.isfinite(seconds):
+            found.append(Baseline(name, seconds, round(problem.peak(picked)), mesh=0))
+    return tuple(found)
+
+
+def _splits(choices: Choices) -> bool:
+    return any(len(options) > 1 for options in choices.ops.values())

@@ -1,0 +1,147 @@
+"""Why nothing fits: the least that stays resident, the largest part of it, and what would make it less.
+
+Every number that is named was worked out: a setting is blamed, or its lifting advised, only if the least falls with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pipeline.base.errors import BudgetError, SolveError
+from pipeline.config import Only, Solve
+from pipeline.cost.resident import Kept, Part, budget_of, gigabytes, resident_parts, total_of
+from pipeline.ir.graph import Role
+from pipeline.ir.plan import FrontierPoint, Sharding
+from stages.solve.on_mesh import OnMesh
+from stages.solve.problem.storage import Way
+
+MATTERS = 0.999  # of the least: what falls by less is not worth a word
+
+
+@dataclass(frozen=True)
+class Lift:
+    """A setting of the user's that may stand in the way, and settings without it."""
+
+    setting: str  # empty: several at once
+    advice: str
+    settings: Solve
+    ways: tuple[Way, ...] = ()
+
+
+@dataclass(frozen=True)
+class Helps:
+    lift: Lift
+    nbytes: int  # the least that stays resident then
+
+
+def refusal(mesh: OnMesh, least: FrontierPoint, smallest: int, budget: int) -> BudgetError:
+    """`least` is the plan that keeps least for good, `smallest` the least peak of a plan without recompute."""
+    parts = resident_parts(mesh.graph, least.sharding, mesh.cluster.sizes, mesh.copies)
+    helping = [found for lift in _lifts(mesh.settings, parts[0]) for found in _helps(mesh, lift, least.resident_bytes)]
+    classes = ", ".join(f"{kept} {gigabytes(total)}" for kept in Kept if (total := total_of(parts, kept)))
+    return BudgetError(
+        f"no plan fits {gigabytes(budget)}: parameters, gradients and optimizer state alone need "
+        f"{budget_of(least.resident_bytes)} on each device ({classes}); the largest part is the {parts[0].label} with "
+        f"{gigabytes(parts[0].nbytes)}, {_why(mesh, parts[0], helping)}",
+        where=f"{mesh.where}: memory_budget_gb",
+        remedy=", or ".join(_remedies(mesh, least, parts, helping, smallest, budget)),
+    )
+
+
+def refusal_of_saved(mesh: OnMesh, saved: FrontierPoint, budget: int) -> BudgetError:
+    """The saved plan was to be taken as it is, and is too large."""
+    largest = resident_parts(mesh.graph, saved.sharding, mesh.cluster.sizes, mesh.copies)[0]
+    return BudgetError(
+        f"the saved plan does not fit {gigabytes(budget)}: parameters, gradients and optimizer state alone need "
+        f"{budget_of(saved.resident_bytes)} on each device; the largest part is the {largest.label} with "
+        f"{gigabytes(largest.nbytes)}",
+        where=f"{mesh.where}: plan",
+        remedy="set `plan_use: start` to look for a smaller one, or raise memory_budget_gb above that",
+    )
+
+
+def _lifts(settings: Solve, largest: Part) -> Iterator[Lift]:
+    """Each setting on its own, the mildest change first; then all together."""
+    everything = replace(settings, only=Only.any, constraints=None, shard_only=None)
+    constraints = dict(settings.constraints or {})
+    for pattern, text in constraints.items():
+        others = {p: t for p, t in constraints.items() if p != pattern} or None
+        setting = f"constraints.{pattern}: {text}"
+        what, on, axis = text.partition(" on ")
+        if what.strip() == "R" and largest.kept is Kept.state:
+            zero1 = f"zero1{on}{axis}"
+            changed = replace(settings, constraints={**constraints, pattern: zero1})
+            yield Lift(setting, f"try ZeRO-1 (`constraints.{pattern}: {zero1}`)", changed)
+        yield Lift(setting, f"drop `constraints.{pattern}`", replace(settings, constraints=others))
+    if settings.only is Only.data:
+        zero, where = replace(settings, only=Only.zero), "allowed by `only: zero`"
+        yield Lift("only: data", f"try ZeRO-1 ({where})", zero, (Way.as_it_lies, Way.zero1))
+        yield Lift("only: data", f"try ZeRO-3 ({where})", zero)
+    if settings.only is not Only.any:
+        yield Lift(f"only: {settings.only.value}", "allow every way (`only: any`)", replace(settings, only=Only.any))
+    if settings.shard_only:
+        yield Lift(f"shard_only: {settings.shard_only}", "drop `shard_only`", replace(settings, shard_only=None))
+    asked = {"constraints": constraints, "only": settings.only is not Only.any, "shard_only": settings.shard_only}
+    if len(constraints) + sum(bool(what) for key, what in asked.items() if key != "constraints") > 1:
+        yield Lift("", f"drop {' and '.join(f'`{key}`' for key, what in asked.items() if what)}", everything)
+
+
+def _helps(mesh: OnMesh, lift: Lift, least: int) -> Iterator[Helps]:
+    try:
+        sharding = mesh.least(lift.settings, lift.ways)
+    except SolveError:  # what it asks for instead cannot be
+        return
+    if sharding is not None and (nbytes := _total(mesh, sharding)) < MATTERS * least:
+        yield Helps(lift, nbytes)
+
+
+def _total(mesh: OnMesh, sharding: Sharding) -> int:
+    return sum(part.nbytes for part in resident_parts(mesh.graph, sharding, mesh.cluster.sizes, mesh.copies))
+
+
+def _why(mesh: OnMesh, part: Part, helping: list[Helps]) -> str:
+    """Why the largest part is not smaller."""
+    devices = mesh.cluster.devices
+    if part.kept is Kept.buffers:
+        return "which every device keeps whole"
+    if devices == 1:
+        return "on the only device"
+    if part.pieces == devices:
+        return f"split over all {devices} devices"
+    split = f"split into {part.pieces}" if part.pieces > 1 else "whole"
+    if helping:
+        settings = " or ".join(dict.fromkeys(f"`{found.lift.setting}`" for found in helping if found.lift.setting))
+        return f"{split} on {devices} devices because of {settings or 'these settings'}"
+    shape = next(v.type.shape for v in mesh.graph.of_role(Role.PARAMETER) if v.origin == part.names[0])
+    return f"{split} on {devices} devices because no dim of {' x '.join(map(str, shape))} divides further"
+
+
+def _remedies(
+    mesh: OnMesh, least: FrontierPoint, parts: tuple[Part, ...], helping: list[Helps], smallest: int, budget: int
+) -> Iterator[str]:
+    """What fits, if anything does; else what comes nearest to it, and what goes further."""
+    fitting = [found for found in helping if found.nbytes <= budget]
+    nearest = sorted(helping, key=lambda found: found.nbytes)
+    for found in (fitting or nearest)[:1]:
+        yield f"{found.lift.advice}, which needs {budget_of(found.nbytes)}"
+    if not fitting:
+        stateless = least.resident_bytes - total_of(parts, Kept.state)
+        if stateless < MATTERS * least.resident_bytes:
+            yield f"use an optimizer that keeps less: without any state it is {budget_of(stateless)}"
+        sharding = least.sharding if not helping else mesh.least(nearest[0].lift.settings, nearest[0].lift.ways)
+        if sharding is not None and (devices := _devices_for(mesh, sharding, budget)):
+            yield f"use about {devices} devices"
+    if least.resident_bytes <= mesh.cluster.memory_bytes:
+        more = f" (about {gigabytes(smallest)} without recompute)" if smallest > least.resident_bytes else ""
+        yield f"raise memory_budget_gb above {budget_of(least.resident_bytes)[:-3]}{more}"
+
+
+def _devices_for(mesh: OnMesh, sharding: Sharding, budget: int) -> int | None:
+    """How many would hold it, if what is split over all devices now divides among more; None where none would."""
+    devices = mesh.cluster.devices
+    parts = resident_parts(mesh.graph, sharding, mesh.cluster.sizes, mesh.copies)
+    split = sum(p.nbytes for p in parts if p.kept is not Kept.buffers and p.pieces == devices)
+    room = budget - (sum(p.nbytes for p in parts) - split)
+    return max(devices + 1, math.ceil(split * devices / room)) if split and room > 0 else None

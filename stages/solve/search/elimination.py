@@ -1,0 +1,316 @@
+"""Exact minimisation of a problem without a memory row, by eliminating one variable after another.
+
+A table holds a cost for every combination of choices of some variables; at first there is one per node, edge and share.
+To eliminate a variable: add up the tables that name it, and replace them by one table that holds, for every combination
+of its neighbours' choices, the least cost over its own. When all are gone the least cost is known, and going back in
+the reverse order tells every choice. The work is exponential in how many neighbours a variable gathers (the graph's
+tree-width), not in the number of nodes.
+
+A share of few forms gets one variable: the set of forms that are made. Where there are too many sets, its readers enter
+it by the form they want, not by their choice: a variable of its own, tied to the reader's. Such forms are eliminated
+together, once the readers are gone: a kernel that knows that a form is made once tries only those which can be of use.
+
+Equal work is done once: tables are numbered by what they were made from, so the layers of a deep model, whose arrays
+are the same objects, share one elimination. Costs are whole ticks held in floats: sums are exact, in whatever order
+they are added, and infinity stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stages.solve.problem.data import Array, Edge, Node, Problem, Share
+from stages.solve.search.kernels import least_shared, least_sums
+from stages.solve.search.order import Order, Rule
+
+MOST_ENTRIES = 200_000_000  # of one elimination: beyond this the graph is too wide
+MOST_SETS = 256  # of the forms of a share, to be told one by one
+
+
+class TooWide(Exception):
+    """The graph has no order of elimination with tables that can be held."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds that a byte costs at some moments: memory as just another cost.
+
+    Nodes before `turn` pay a little less than those from there on: among plans that are equally good at these prices,
+    which of them hold more can so be told.
+    """
+
+    moments: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+    turn: int = 0
+    tilt: float = 0.0
+
+    def tilt_of(self, node: int) -> float:
+        return 1 - self.tilt if node < self.turn else 1 + self.tilt
+
+
+FREE = Prices()
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    number: int
+    costs: Array
+
+
+@dataclass(frozen=True, eq=False)
+class _Factor:
+    """A table of the problem, before it has numbers; of a share, the making of its forms."""
+
+    variables: tuple[int, ...]
+    part: Node | Edge | Share | None  # None: ties a reader to the form it wants
+    wants: tuple[NDArray[np.int64], ...] = ()  # the forms that each variable after the first stands for
+    in_sets: bool = False  # the last variable is the set of forms that are made
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A step without names: its axes' sizes (own variables last), where each table's dims lie, a share's forms."""
+
+    sizes: tuple[int, ...]
+    places: tuple[tuple[int, ...], ...]
+    forms: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Minimum:
+    value: float  # seconds, with the prices of bytes; never above the true minimum, by less than a tick per array
+    picked: tuple[int, ...]
+    has_it: tuple[int, ...] | None = None  # choices of another, looser problem that have the value; None: those picked
+
+
+class Elimination:
+    """The order of elimination of one problem, and what was worked out so far."""
+
+    def __init__(self, problem: Problem, tick: float = 1e-12, most_entries: int = MOST_ENTRIES) -> None:
+        self.problem, self.tick = problem, tick
+        self.sizes = [len(node.costs) for node in problem.nodes]
+        self.factors = self._factors()
+        shares = [n for n, f in enumerate(self.factors) if isinstance(f.part, Share) and not f.in_sets]
+        groups = {n: self.factors[n].variables[1:] for n in shares}
+        scopes = [f.variables for f in self.factors]
+        orders = [Order(self.sizes, scopes, groups, rule, most_entries) for rule in Rule]
+        possible = [order for order in orders if order.most <= most_entries]
+        if not possible:
+            raise TooWide(f"a table of {min(order.most for order in orders):.1g} entries")
+        best = min(possible, key=lambda order: order.total)
+        self.steps, self.dense = best.steps, best.dense
+        self._numbers: dict[Hashable, _Table] = {}  # arrays are told by identity: the problem keeps them
+        self._eliminated: dict[Hashable, tuple[_Table, NDArray[np.int32]]] = {}
+        self._coverage: dict[tuple[int, ...], list[tuple[int, list[tuple[Array, list[int]]]]]] = {}
+        self._forms = self._find_forms()
+        self._node = [max(v for v in f.variables if v < len(problem.nodes)) for f in self.factors]
+        self._unpriced = [self._table(number, []) for number in range(len(self.factors))]
+
+    def _factors(self) -> list[_Factor]:
+        problem = self.problem
+        found = [_Factor((i,), node) for i, node in enumerate(problem.nodes)]
+        found += [_Factor((e.first, e.second), e) for e in problem.edges]
+        for share in problem.shares:
+            if 2 ** share.costs.shape[1] <= MOST_SETS:
+                made = len(self.sizes)
+                self.sizes.append(2 ** share.costs.shape[1])
+                found.append(_Factor((share.maker, made), share, in_sets=True))
+                found += [
+                    _Factor((reader.node, made), share, (reader.wants,), in_sets=True) for reader in share.readers
+                ]
+                continue
+            variables, wants = [share.maker], []
+            for reader in share.readers:
+                variables.append(len(self.sizes))
+                wants.append(np.unique(reader.wants))
+                self.sizes.append(len(wants[-1]))
+                found.append(_Factor((reader.node, variables[-1]), None, (reader.wants,)))
+            found.append(_Factor(tuple(variables), share, tuple(wants)))
+        return found
+
+    def minimise(self, prices: Prices = FREE, shifts: Mapping[int, Array] | None = None) -> Minimum:
+        """`shifts`: seconds that the choices of some nodes cost more."""
+        tables = list(self._unpriced)
+        for number, held in self._covered(prices.moments):
+            tables[number] = self._priced(number, held, prices)
+        for node, shift in (shifts or {}).items():  # the tables of nodes come first, in their order
+            tables[node] = self._shifted(tables[node], shift)
+        answers: list[NDArray[np.int32]] = []
+        total = 0.0
+        for step, form in zip(self.steps, self._forms, strict=True):
+            table, best = self._eliminate(form, [tables[t] for t in step.tables])
+            tables.append(table)
+            answers.append(best)
+            if not step.neighbours:
+                total += float(table.costs)
+        picked = np.zeros(len(self.sizes), dtype=np.int64)
+        for step, best in zip(reversed(self.steps), reversed(answers), strict=True):
+            picked[list(step.variables)] = best[tuple(picked[n] for n in step.neighbours)]
+        return Minimum(total * self.tick, tuple(int(k) for k in picked[: len(self.problem.nodes)]))
+
+    # ---- the tables of the problem
+
+    def _covered(self, moments: tuple[int, ...]) -> list[tuple[int, list[tuple[Array, list[int]]]]]:
+        """The factors that hold memory at these moments: which arrays, and at which of the moments."""
+        if moments not in self._coverage:
+            found = []
+            for number, factor in enumerate(self.factors):
+                holdings = factor.part.holdings if factor.part and not (factor.in_sets and factor.wants) else ()
+                held = [(h.usages, [n for n, m in enumerate(moments) if h.first <= m < h.end]) for h in holdings]
+                if held := [(usages, at) for usages, at in held if at]:
+                    found.append((number, held))
+            self._coverage[moments] = found
+        return self._coverage[moments]
+
+    def _priced(self, number: int, held: list[tuple[Array, list[int]]], prices: Prices) -> _Table:
+        tilt = prices.tilt_of(self._node[number])
+        priced = [(usages, tilt * sum(prices.values[n] for n in at)) for usages, at in held]
+        return self._table(number, [(usages, price) for usages, price in priced if price])
+
+    def _shifted(self, table: _Table, shift: Array) -> _Table:
+        return self._numbered(
+            ("shifted", table.number, shift.tobytes()), lambda: table.costs + np.floor(shift / self.tick)
+        )
+
+    def _table(self, number: int, priced: list[tuple[Array, float]]) -> _Table:
+        factor, part = self.factors[number], self.factors[number].part
+        if part is None:
+            (wants,) = factor.wants
+            return self._numbered(("tie", id(wants)), lambda: _tie(wants))
+        if factor.in_sets and factor.wants:
+            (wants,), count = factor.wants, part.costs.shape[1]
+            return self._numbered(("in set", id(wants), count), lambda: _in_set(wants, count))
+        key = (id(part.costs), *((id(usages), price) for usages, price in priced))
+        if factor.in_sets:
+            return self._numbered(("sets", *key), lambda: _by_set(self._ticks(part.costs, priced)))
+        if number in self.dense:
+            forms = tuple(f.tobytes() for f in factor.wants)
+            return self._numbered((*key, forms), lambda: _spread(self._ticks(part.costs, priced), factor.wants))
+        return self._numbered(key, lambda: self._ticks(part.costs, priced))
+
+    def _ticks(self, costs: Array, priced: list[tuple[Array, float]]) -> Array:
+        total = np.array(costs, dtype=float)
+        for usages, price in priced:
+            total += price * usages
+        return np.floor(total / self.tick)
+
+    def _numbered(self, key: Hashable, make: Callable[[], Array]) -> _Table:
+        if key not in self._numbers:
+            self._numbers[key] = _Table(len(self._numbers) + len(self._eliminated), make())
+        return self._numbers[key]
+
+    # ---- what elimination makes of them
+
+    def _find_forms(self) -> list[_Form]:
+        """The form of every step: one object for steps that differ in the names of variables alone."""
+        scopes = [factor.variables for factor in self.factors]
+        known: dict[_Form, _Form] = {}
+        found = []
+        for step in self.steps:
+            axes = (*step.neighbours, *step.variables)
+            place = {variable: n for n, variable in enumerate(axes)}
+            forms = self.factors[step.tables[0]].wants if len(step.variables) > 1 else ()
+            form = _Form(
+                tuple(self.sizes[v] for v in axes),
+                tuple(tuple(place[v] for v in scopes[t]) for t in step.tables),
+                tuple(tuple(int(n) for n in own) for own in forms),
+            )
+            found.append(known.setdefault(form, form))
+            scopes.append(step.neighbours)
+        return found
+
+    def _eliminate(self, form: _Form, tables: list[_Table]) -> tuple[_Table, NDArray[np.int32]]:
+        key = (id(form), *(table.number for table in tables))
+        if key not in self._eliminated:
+            placed = [(table.costs, list(places)) for table, places in zip(tables, form.places, strict=True)]
+            least, best = _least_shared(placed, form) if form.forms else _least(placed, list(form.sizes))
+            number = len(self._numbers) + len(self._eliminated)
+            self._eliminated[key] = (_Table(number, least), best)
+        return self._eliminated[key]
+
+
+def _tie(wants: NDArray[np.int64]) -> Array:
+    forms = np.unique(wants)
+    return np.where(wants[:, None] == forms[None, :], 0.0, np.inf)
+
+
+def _sets(count: int) -> NDArray[np.bool_]:
+    """Every set of so many forms: sets[number, form]."""
+    return np.asarray((np.arange(2**count)[:, None] >> np.arange(count)[None, :]) % 2 == 1)
+
+
+def _in_set(wants: NDArray[np.int64], count: int) -> Array:
+    return np.where(_sets(count)[:, wants].T, 0.0, np.inf)
+
+
+def _by_set(costs: Array) -> Array:
+    """The cost of making all forms of a set, by the maker's choice."""
+    members = _sets(costs.shape[1])
+    return np.array([[row[chosen].sum() for chosen in members] for row in costs])
+
+
+def _spread(costs: Array, wants: tuple[NDArray[np.int64], ...]) -> Array:
+    """Cost by the maker's choice and the form that each reader takes: a form that several take counts once."""
+    count = len(wants)
+    shaped = [w.reshape(*(len(w) if n == at else 1 for n in range(count))) for at, w in enumerate(wants)]
+    total = np.zeros((len(costs), *(len(w) for w in wants)))
+    for at, forms in enumerate(wants):
+        own = costs[:, forms].reshape(len(costs), *shaped[at].shape)
+        again = np.zeros((1,) * count, dtype=bool)
+        for earlier in shaped[:at]:
+            again = again | (earlier == shaped[at])
+        total = total + np.where(again[None], 0.0, own)
+    return total
+
+
+def _flat(tables: list[tuple[Array, list[int]]], dims: int) -> tuple[Array, NDArray[np.int64], NDArray[np.int64]]:
+    """Tables one after another, each with the last of its axes together in memory; starts, and strides by axis."""
+    strides = np.zeros((len(tables), dims), dtype=np.int64)
+    starts = np.zeros(len(tables), dtype=np.int64)
+    parts: list[Array] = []
+    for number, (costs, axes) in enumerate(tables):
+        starts[number] = sum(len(part) for part in parts)
+        order = sorted(range(len(axes)), key=axes.__getitem__)
+        costs = np.ascontiguousarray(costs.transpose(order))
+        parts.append(costs.reshape(-1))
+        for dim, n in enumerate(order):
+            strides[number, axes[n]] = prod(costs.shape[dim + 1 :])
+    return np.concatenate(parts), starts, strides
+
+
+def _least(tables: list[tuple[Array, list[int]]], sizes: list[int]) -> tuple[Array, NDArray[np.int32]]:
+    """The least sum over the last of the axes, and where it is; each table comes with the axes of its dims."""
+    if len(sizes) == 1:
+        total = sum((costs for costs, _ in tables), np.zeros(sizes[0]))
+        return np.array(total.min()), np.array([total.argmin()], dtype=np.int32)
+    least, best = least_sums(*_flat(tables, len(sizes)), np.array(sizes))
+    return least.reshape(sizes[:-1]), best.reshape(*sizes[:-1], 1)
+
+
+def _least_shared(tables: list[tuple[Array, list[int]]], form: _Form) -> tuple[Array, NDArray[np.int32]]:
+    """The same over all forms of a share, which stand last among the axes; the first table is that of making them."""
+    (making, (maker, *_)), *others = tables
+    readers = len(form.forms)
+    around = len(form.sizes) - readers
+    owner = [max(axes) - around for _, axes in others]
+    known = np.zeros((readers, max(map(len, form.forms))), dtype=np.int64)
+    for r, own in enumerate(form.forms):
+        known[r, : len(own)] = own
+    data, starts, strides = _flat(others, len(form.sizes))
+    least, best = least_shared(
+        data,
+        starts,
+        strides[:, :around].copy(),
+        np.array(form.sizes[:around]),
+        np.array(owner),
+        np.array(form.sizes[around:]),
+        making,
+        maker,
+        known,
+    )
+    return least.reshape(form.sizes[:around]), best.reshape(*form.sizes[:around], readers)

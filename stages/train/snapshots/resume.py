@@ -1,0 +1,185 @@
+"""Going on from a snapshot: which one, and all of the state from it, whatever plan wrote it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeline.base.errors import TrainError
+from pipeline.runtime.programs.random import go_apart
+from stages.train.engines.engine import Engine
+from stages.train.snapshots.boxes import Piece, mismatch
+from stages.train.snapshots.manifest import (
+    Damaged,
+    Missing,
+    Unreadable,
+    check_files,
+    damaged_in,
+    read_manifest,
+    set_aside,
+    snapshots_in,
+    sweep,
+)
+from stages.train.snapshots.tensor_files import Table, TensorFiles, check_boxes, read_table
+from stages.train.snapshots.writer import SHARE, About, random_pieces
+
+
+@dataclass(frozen=True)
+class Found:
+    """The same on all ranks: where to go on, or nothing; and which snapshots were found to be damaged, and how."""
+
+    path: Path | None
+    about: About = field(default_factory=dict)
+    tensors: Table = field(default_factory=dict)
+    damaged: tuple[str, ...] = ()
+    before: Path | None = None  # the one before it in the same folder
+
+
+def find(folder: Path, origin: str | None, where: str) -> Found:
+    """The newest snapshot of this run that is whole, or else the one that the run is to begin from.
+
+    One that is damaged is passed over for an older one, and set aside. Where none of a run's is whole, or it cannot be
+    told, the run ends: it would otherwise begin anew beside the work of hours.
+    """
+    names: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        sweep(folder)
+        names = [[path.name for path in snapshots_in(folder)], [path.name for path in damaged_in(folder)]]
+    dist.broadcast_object_list(names, src=0)
+    newest, aside = names
+    damaged: dict[str, str] = {}
+    for name, before in zip_longest(newest, newest[1:]):
+        manifest, tensors, problem = _checked(folder / name, where)
+        if not problem:
+            if dist.get_rank() == 0:
+                for other in damaged:
+                    set_aside(folder / other)
+            told = tuple(f"{name}: {problem}" for name, problem in damaged.items())
+            return Found(folder / name, manifest["about"], tensors, told, before and folder / before)
+        damaged[name] = problem
+    if damaged or aside:
+        raise _all_damaged(folder, {**damaged, **dict.fromkeys(aside, "set aside before")}, origin, where)
+    if origin is None:
+        return Found(None)
+    manifest, tensors, problem = _checked(Path(origin), where)
+    if problem:
+        raise TrainError(f"{origin} is damaged: {problem}", where=where, remedy="name another snapshot")
+    return Found(Path(origin), manifest["about"], tensors)
+
+
+def _all_damaged(folder: Path, damaged: dict[str, str], origin: str | None, where: str) -> TrainError:
+    named = ", ".join(f"{name} ({problem})" for name, problem in damaged.items())
+    anew = f"move them away to begin from {origin} again" if origin else "begin anew with `resume: never`"
+    return TrainError(
+        f"no snapshot of this run in {folder} is whole: {named}",
+        where=where,
+        remedy=f"bring one back from a copy of yours, or {anew}, which keeps these; nothing was changed",
+    )
+
+
+def _checked(snapshot: Path, where: str) -> tuple[dict[str, Any], Table, str]:
+    """Its manifest, its tensors, what is wrong with it; ranks share the files. All ranks end where one cannot tell."""
+    manifest: dict[str, Any] = {}
+    tensors: Table = {}
+    unreadable, damaged, missing = "", "", ""
+    part = dist.get_rank(), dist.get_world_size()
+    try:
+        manifest = read_manifest(snapshot)
+        check_files(snapshot, manifest, *part)
+        tensors = read_table(snapshot, manifest["files"])
+        check_boxes(snapshot, tensors, *part)
+    except Missing as error:
+        damaged, missing = str(error), error.file
+    except Damaged as error:
+        damaged = str(error)
+    except Unreadable as error:
+        unreadable = str(error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (unreadable, damaged, missing))
+    unseen = [_unseen(snapshot, [file for _, _, file in everyone])]
+    dist.broadcast_object_list(unseen, src=0)
+    problem = next((text for text, _, _ in everyone if text), unseen[0])
+    if problem:
+        raise TrainError(f"{snapshot} cannot be used: {problem}", where=where)
+    return manifest, tensors, next((text for _, text, _ in everyone if text), "")
+
+
+def _unseen(snapshot: Path, missing: list[str]) -> str:
+    """Asked by all, answered by rank 0: whether it sees files that others miss. Then nothing is damaged."""
+    for rank, file in enumerate(missing):
+        if rank and file and dist.get_rank() == 0 and (snapshot / file).exists():
+            return f"rank {rank} does not see {file}, and rank 0 does: {SHARE}"
+    return ""
+
+
+def restore(engine: Engine, found: Found, program: str) -> None:
+    """All of the state, cut as this run cuts it, and the streams of random numbers.
+
+    A rank of the same program has its own streams back. Under another plan all go on from those of rank 0: equal on
+    the ranks that draw alike, as `pipeline.runtime.programs.random` wants them; others leave it for streams of their
+    own.
+    """
+    assert found.path is not None
+    make_optimizer_state(engine.optimizer)
+    drop_optimizer_state(engine, found.tensors.keys())
+    same = found.about["ranks"] == dist.get_world_size() and found.about["program"] == program
+    streams = random_pieces(engine.device, dist.get_rank() if same else 0)
+    pieces = {piece.name: piece for piece in map(Piece.of, engine.state())}
+    known = {piece.name: piece for piece in streams if piece.name in found.tensors}
+    problem = mismatch(pieces | known, {name: (saved.dtype, saved.shape) for name, saved in found.tensors.items()})
+    if problem:
+        raise TrainError(
+            f"{found.path} does not fit the model or the optimizer: {problem}",
+            remedy="begin anew with `resume: never`",
+        )
+    files = TensorFiles(found.path, found.tensors)
+    with torch.no_grad():
+        for piece in (pieces | known).values():
+            if piece.boxes:
+                files.fill(piece)
+    engine.restored()
+    for piece in streams:
+        _set_stream(piece, engine.device, found.path)
+    if not same:
+        go_apart(engine.stream)
+
+
+def _set_stream(piece: Piece, device: torch.device, snapshot: Path) -> None:
+    try:
+        if piece.name.endswith("/cpu"):
+            torch.set_rng_state(piece.tensor)
+        else:
+            torch.cuda.set_rng_state(piece.tensor, device)
+    except RuntimeError as error:
+        raise TrainError(
+            f"{snapshot} cannot be used: {piece.name} is no state of random numbers ({str(error)[:80]})",
+            remedy="name another snapshot as `resume`, or begin anew with `resume: never`",
+        ) from None
+
+
+def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Optimizers make their state in their first step: one without a gradient makes it here.
+
+    It may change parameters; they are overwritten, and so is the state.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    without = [p for p in parameters if p.grad is None]
+    for parameter in without:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in without:
+        parameter.grad = None
+
+
+def drop_optimizer_state(engine: Engine, saved: Any) -> None:
+    """A parameter that has never had a gradient has no state, neither then nor now."""
+    unknown = [h.piece for h in engine.state() if h.name.startswith("optimizer/") and h.name not in saved]
+    numbers = {id(tensor) for tensor in unknown}
+    for state in engine.optimizer.state.values():
+        if any(id(value) in numbers for value in state.values()):
+            state.clear()

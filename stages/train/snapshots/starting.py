@@ -1,0 +1,103 @@
+"""Before the ranks start: which snapshots belong to this run, and whether it may go on from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.errors import TrainError
+from pipeline.base.stage import Inputs
+from pipeline.config import Config
+from stages.train.snapshots.manifest import (
+    Damaged,
+    Unreadable,
+    begin_anew,
+    claim,
+    is_finished,
+    is_of,
+    is_snapshot_name,
+    read_manifest,
+    snapshots_in,
+    step_of,
+)
+from stages.train.snapshots.trajectory import differing, digest_of_run, public, settings_of
+
+AUTO, NEVER = "auto", "never"
+
+
+def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any]:
+    """What the ranks need to know; a run that begins anew finds nothing of an earlier one.
+
+    Where every rank asks, as a launcher outside has started them, the first one alone looks at the folder and puts
+    aside what there is: others may see it before, after or in the midst of that. A launcher that starts the ranks
+    again runs the whole stage again: they go on from what this very run wrote, whatever `resume` says.
+    """
+    settings = settings_of(config.plain("model"), config.plain("data"), config.plain("train"))
+    origin, manifest = _origin(inputs.root, config)
+    if manifest:
+        changed = differing(manifest["about"]["settings"], public(settings))
+        if changed:
+            inputs.log.info("the run begins from %s with other settings of %s", config.train.resume, ", ".join(changed))
+    digest = digest_of_run(settings, inputs.artifacts["graph"].digest, manifest.get("digest"))
+    folder = inputs.root / "runs" / "train" / "snapshots" / digest
+    if first:
+        launch, again = launch_of(os.environ)
+        goes_on = again and is_of(folder, launch)
+        if not goes_on and (config.train.resume == NEVER or is_finished(folder)):
+            _begin_anew(inputs, folder)
+        if config.train.snapshots.every:
+            claim(folder, launch)
+        _check_steps(config, [*snapshots_in(folder), *([Path(origin)] if origin else [])])
+    return {
+        "folder": str(folder),
+        "settings": public(settings),
+        "origin": origin,
+        **config.plain("train.snapshots"),
+        "hang_s": config.train.hang_s,
+        "compare_every": config.train.compare_replicas_every,
+    }
+
+
+def launch_of(environment: Mapping[str, str]) -> tuple[str, bool]:
+    """The job that a launcher outside runs this process for, or nothing; and whether it has started it before."""
+    launch = environment.get("SLURM_JOB_ID") or environment.get("TORCHELASTIC_RUN_ID", "")
+    counts = [environment.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    return launch, any(count not in ("", "0") for count in counts)
+
+
+def _begin_anew(inputs: Inputs, folder: Path) -> None:
+    aside = begin_anew(folder)
+    if aside:
+        shown = ", ".join(str(path.relative_to(inputs.root)) for path in aside)
+        inputs.log.info("training begins anew: %s has the run before until this one has come as far", shown)
+
+
+def _check_steps(config: Config, snapshots: list[Path]) -> None:
+    """A run that has come further than it is to go is not cut back without a word."""
+    for path in snapshots[:1]:
+        if step_of(path) > config.train.steps:
+            raise TrainError(
+                f"{config.train.steps} steps are asked for, and the run has come to step {step_of(path)}",
+                where=f"conf/train/{config.choices['train']}.yaml: steps",
+                remedy="raise `steps`, or begin anew with `resume: never`",
+            )
+
+
+def _origin(root: Path, config: Config) -> tuple[str | None, dict[str, Any]]:
+    """The snapshot that a run is told to begin from, and its manifest."""
+    if config.train.resume in (AUTO, NEVER):
+        return None, {}
+    path = root / config.train.resume
+    where = f"conf/train/{config.choices['train']}.yaml: resume"
+    if not is_snapshot_name(path.name) or not path.is_dir():
+        remedy = "give auto, never or a folder such as runs/train/snapshots/0123456789ab/step-000040"
+        raise TrainError(f"there is no snapshot {config.train.resume}", where=where, remedy=remedy)
+    try:
+        return str(path), read_manifest(path)
+    except Damaged as error:
+        what = f"{config.train.resume} is not a whole snapshot: {error}"
+        raise TrainError(what, where=where, remedy="name another one") from None
+    except Unreadable as error:
+        raise TrainError(f"{config.train.resume} cannot be used: {error}", where=where) from None

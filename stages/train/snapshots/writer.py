@@ -1,0 +1,274 @@
+"""Snapshots of the training state, written while training goes on.
+
+A snapshot is 1. copied to the host between two steps, into memory that is used again, 2. written by a thread, every
+rank the boxes that fall to it, each replica once (`boxes.py`, `tensor_files.py`), 3. read back for its digests, 4.
+given its name by rank 0 when all are done. Steps 2 to 4 talk over a process group of their own. Only then is it
+acknowledged (`Outcome`). What goes wrong on one rank is known to all; then nothing is left of the snapshot, those
+before it stay, and training goes on.
+
+Weights may be so large that the next loss is no number: a snapshot is proven by the loss of the step after it. When one
+is taken, all before it are proven, and it is not: so two stay until then, also where one is to be kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.base.errors import TrainError
+from stages.train.engines.engine import Engine
+from stages.train.snapshots.boxes import BoxWriters, Piece, Place, shared_out
+from stages.train.snapshots.manifest import (
+    TENSORS,
+    digest_of,
+    keep_newest,
+    publish,
+    remove_replaced,
+    unfinished,
+    write_manifest,
+)
+from stages.train.snapshots.tensor_files import SavedBox, SavedTensor, file_of, write_boxes, write_table
+
+About = dict[str, Any]  # the numbers beside the tensors
+SHARE = "put runs/ on a file system that all hosts share, or set `snapshots.every: 0` (docs/launch.md)"
+SEEN_S = 10.0  # within which a file system that hosts share shows what another host wrote
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one snapshot: the same on all ranks."""
+
+    step: int
+    problem: str  # nothing: it is on the disk
+
+    def note(self) -> dict[str, Any]:
+        """As it stands in steps.jsonl."""
+        return {"snapshot": self.step, **({"problem": self.problem} if self.problem else {})}
+
+
+class Snapshots:
+    def __init__(self, folder: Path, keep: int, background: bool, timeout_s: float) -> None:
+        self.folder, self.keep, self.background = folder, keep, background
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.staging = _Staging()
+        self.thread: threading.Thread | None = None
+        self.outcome: Outcome | None = None
+
+    def take(self, engine: Engine, step: int, about: About) -> None:
+        """All ranks do this together, between the same two steps; the snapshot before must have been asked for."""
+        assert self.thread is None and self.outcome is None
+        refuse_plain_state(engine.optimizer)
+        held = (held for held in engine.state() if not held.drifts or dist.get_rank() == 0)
+        pieces = self.staging.copied([*map(Piece.of, held), *random_pieces(engine.device)])
+        if self.background:
+            work = (pieces, step, about)
+            self.thread = threading.Thread(target=self._write, args=work, daemon=True, name=f"snapshot {step}")
+            self.thread.start()
+        else:
+            self._write(pieces, step, about)
+
+    def done(self, *, wait: bool = False) -> Outcome | None:
+        """What became of the snapshot that was taken, once."""
+        if self.thread is not None:
+            self.thread.join(None if wait else 0)
+            if self.thread.is_alive():
+                return None
+            self.thread = None
+        outcome, self.outcome = self.outcome, None
+        return outcome
+
+    def _write(self, pieces: dict[str, Piece], step: int, about: About) -> None:
+        """Whatever happens there is an outcome: a thread that dies takes its error with it."""
+        temporary = unfinished(self.folder, step)
+        try:
+            if dist.get_rank() == 0:
+                self._prune(self.keep)
+            problem = self._name(temporary, step, about, self._save(pieces, temporary))
+        except Exception as error:  # of talking to the others
+            problem = _text(error)
+        if problem:  # every rank: what it wrote may be seen by nobody else
+            shutil.rmtree(temporary, ignore_errors=True)
+        self.outcome = Outcome(step, problem)
+
+    def _save(self, pieces: dict[str, Piece], temporary: Path) -> str:
+        """What went wrong on this rank: the others hear of it in `_name`."""
+        mine, shared = self._share_out(pieces)
+        self.staging.wrote(pieces, mine.keys())
+
+        def write() -> None:
+            if mine:
+                write_boxes(temporary / file_of(dist.get_rank()), pieces.values(), mine)
+            if shared:
+                write_table(temporary, table_of(shared))
+
+        return _attempt(write) or _first(
+            f"nobody has all of {n}" for n, found in shared.items() if not found.is_whole()
+        )
+
+    def _share_out(self, pieces: dict[str, Piece]) -> tuple[dict[str, set[Place]], dict[str, BoxWriters]]:
+        """The boxes that this rank is to write, by tensor; and on rank 0 who writes all others."""
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank()
+        offers: list[Any] = [None] * ranks
+        dist.gather_object([piece.spec() for piece in pieces.values()], offers if rank == 0 else None, group=self.group)
+        shared: dict[str, BoxWriters] = shared_out(offers) if rank == 0 else {}
+        parts: list[dict[str, set[Place]]] = [{} for _ in range(ranks)]
+        for name, found in shared.items():
+            for place, writer in found.writers.items():
+                parts[writer].setdefault(name, set()).add(place)
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, parts if rank == 0 else None, src=0, group=self.group)
+        return own[0], shared
+
+    def _name(self, temporary: Path, step: int, about: About, problem_here: str) -> str:
+        """Digests of all ranks together, in a manifest; then the name."""
+        own = ({}, problem_here) if problem_here else self._digests(temporary)
+        everyone: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, own, group=self.group)
+        problem = [_first([problem for _, problem in everyone])]
+        if dist.get_rank() == 0 and not problem[0]:
+            files = {name: digest for found, _ in everyone for name, digest in found.items()}
+            problem = [not_seen(temporary, files) or _attempt(lambda: self._publish(temporary, step, about, files))]
+        dist.broadcast_object_list(problem, src=0, group=self.group)
+        return str(problem[0])
+
+    def _digests(self, temporary: Path) -> tuple[dict[str, Any], str]:
+        found: dict[str, Any] = {}
+        problem: list[str] = []
+        own = [file_of(dist.get_rank()), *([TENSORS] if dist.get_rank() == 0 else [])]
+
+        def read() -> None:
+            found.update({name: digest_of(temporary / name) for name in own if (temporary / name).exists()})
+            problem.append(self.staging.not_finite())
+
+        return found, _attempt(read) or problem[0]
+
+    def _publish(self, temporary: Path, step: int, about: About, files: dict[str, Any]) -> None:
+        write_manifest(temporary, about, files)
+        publish(temporary, step)
+        self._prune(max(self.keep, 2), replaced=True)
+
+    def _prune(self, keep: int, *, replaced: bool = False) -> None:
+        """What cannot be removed stays: that is no fault of the snapshot."""
+        with contextlib.suppress(OSError):
+            if replaced:
+                remove_replaced(self.folder)
+            keep_newest(self.folder, keep)
+
+
+class _Staging:
+    """Copies on the host. Of replicas only one is written, the same ones every time: the others need no copy again."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+        self.known: set[str] = set()  # names of which it is settled who writes them
+        self.mine: set[str] = set()
+        self.trained: set[str] = set()  # parameters that the optimizer keeps a state of
+
+    def copied(self, pieces: Sequence[Piece]) -> dict[str, Piece]:
+        self.trained |= {piece.name.split("/")[1] for piece in pieces if piece.name.startswith("optimizer/")}
+        kept = [piece for piece in pieces if piece.name in self.mine or piece.name not in self.known]
+        copies = {p.name: Piece(p.name, self._copy(p), p.shape, p.cut, p.boxes) for p in kept}
+        if any(piece.tensor.is_cuda for piece in kept):
+            torch.cuda.synchronize()
+        self.buffers = {name: piece.tensor for name, piece in copies.items()}
+        return copies
+
+    def _copy(self, piece: Piece) -> Tensor:
+        buffer, tensor = self.buffers.get(piece.name), piece.tensor
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return buffer.copy_(tensor, non_blocking=True)
+
+    def wrote(self, pieces: dict[str, Piece], written: Iterable[str]) -> None:
+        self.known |= pieces.keys()
+        self.mine.update(written)
+        self.buffers = {name: buffer for name, buffer in self.buffers.items() if name in self.mine}
+
+    def not_finite(self) -> str:
+        """A buffer of the model may well hold an infinity, such as a mask; what the optimizer trains may not."""
+        for name, tensor in self.buffers.items():
+            if bool(tensor.isnan().any()):
+                return f"{name} is not a number"
+            if name.split("/")[1] in self.trained and bool(tensor.isinf().any()):
+                return f"{name} is infinite"
+        return ""
+
+
+def table_of(shared: dict[str, BoxWriters]) -> dict[str, SavedTensor]:
+    return {
+        name: SavedTensor(
+            found.dtype, found.shape, tuple(SavedBox(file_of(rank), place) for place, rank in found.writers.items())
+        )
+        for name, found in shared.items()
+    }
+
+
+def not_seen(folder: Path, files: dict[str, dict[str, Any]]) -> str:
+    """On rank 0: which file of another rank it does not see as that wrote it; hosts may have folders of their own."""
+    end = time.monotonic() + SEEN_S
+    for name, wanted in files.items():
+        while _size(folder / name) != wanted["bytes"]:
+            if time.monotonic() > end:
+                return f"the first host does not see {name}, which another one wrote; {SHARE}"
+            time.sleep(0.1)
+    return ""
+
+
+def _size(path: Path) -> int | None:
+    try:
+        with open(path, "rb") as file:  # hosts that share a folder agree on a file once it is opened
+            return os.fstat(file.fileno()).st_size
+    except OSError:
+        return None
+
+
+def random_pieces(device: torch.device, rank: int | None = None) -> list[Piece]:
+    """Where this rank stands in its streams of random numbers, under the name of a rank: its own or another."""
+    number = dist.get_rank() if rank is None else rank
+    found = [Piece.whole(f"random/{number}/cpu", torch.get_rng_state())]
+    if device.type == "cuda":
+        found.append(Piece.whole(f"random/{number}/cuda", torch.cuda.get_rng_state(device)))
+    return found
+
+
+def refuse_plain_state(optimizer: torch.optim.Optimizer) -> None:
+    """State that is no tensor would be lost without a word."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if value is not None and not isinstance(value, Tensor):
+                name, kind = type(optimizer).__name__, type(value).__name__
+                raise TrainError(
+                    f"{name} keeps its {key} as a {kind}, and only tensors can be saved",
+                    remedy="set `snapshots.every: 0`, or name an optimizer of torch.optim",
+                )
+
+
+def _attempt(act: Callable[[], None]) -> str:
+    """What went wrong, as a text that can be told to the other ranks."""
+    try:
+        act()
+    except Exception as error:
+        return _text(error)
+    return ""
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _first(texts: Iterable[str]) -> str:
+    return next((text for text in texts if text), "")
