@@ -12,6 +12,7 @@ from math import isfinite, prod
 from benchmarks.equality_models import GPT, MODELS, build
 from pipeline.base.errors import ShardwrightError
 from pipeline.config import Backend, Checkpoint, Recompute, Solve
+from pipeline.cost.step import Workload
 from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost, Mesh
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R, S
@@ -19,7 +20,7 @@ from pipeline.ir.plan import Frontier, FrontierPoint, Plan, Prediction, Proof, R
 from pipeline.ir.verify import gathered, verify_graph, verify_sharding
 from pipeline.ops.mesh import graph_strategies
 from pipeline.ops.uneven import uneven_in
-from pipeline.sharding.lowering import lower, with_paths
+from pipeline.sharding.lowering import with_paths
 from pipeline.tracing.build import fake_mode, to_fake
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.export import export_loss
@@ -111,7 +112,7 @@ def cases(model: str, ranks: int, names: tuple[str, ...]) -> Iterator[Case | Ski
 
 def _case(model: str, name: str, graph: OpGraph, plan: Plan, sizes: tuple[int, ...]) -> Case:
     verify_sharding(graph, plan.sharding, plan.sizes, uneven_in(graph).spots)
-    text = write_module(graph, plan, lower(graph, plan.sharding, plan.micro_batches))
+    text = write_module(graph, plan)
     return Case(model, name, sizes, graph, plan, text)
 
 
@@ -140,7 +141,8 @@ class _Planner:
         self.profile = profile_graph(self.graph)
         settings = Solve(backend=Backend.highs, frontier_points=1)
         log = logging.getLogger("benchmarks.equality")
-        self.solver = OnMesh(self.graph, self.profile, self.cluster, COPIES, settings, "", log)
+        self.workload = Workload(self.graph, self.profile, self.cluster, COPIES)
+        self.solver = OnMesh(self.workload, settings, "", log)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -198,7 +200,7 @@ class _Planner:
         return tuple(kept)
 
     def plan(self, sharding: Sharding, recompute: Recompute) -> Plan:
-        point = price_point(self.graph, self.profile, self.cluster, COPIES, sharding, _PROOF)
+        point = price_point(self.workload, sharding, _PROOF)
         if recompute is Recompute.optimal:
             span = point.peak_bytes - point.resident_bytes
             for share in (TIGHT, (1 + TIGHT) / 2):

@@ -9,11 +9,12 @@ from typing import Any
 from benchmarks.overhead_models import batch_two, build_two
 from benchmarks.profile_accuracy import trace_row
 from benchmarks.recompute_plans import unsplit
+from pipeline.cost.step import Workload
 from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan, Prediction, Region, Sharding
 from pipeline.ir.profile import as_run
-from pipeline.sharding.lowering import lower, with_paths
+from pipeline.sharding.lowering import with_paths
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.export import export_loss
 from pipeline.tracing.lower import lower as to_ops
@@ -22,7 +23,7 @@ from stages.checkpoint.recompute.released import released
 from stages.codegen.module import write_module
 from stages.profile.run import make_profile
 from stages.profile.step import adamw
-from stages.solve.problem.build import Given, build, to_sharding
+from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.families import Families, named
 from stages.solve.search.decomposition import fastest
 from stages.solve.search.exact import restrict
@@ -48,7 +49,7 @@ def _forced(graph: OpGraph, family: str) -> Sharding:
     cluster = two_processes()
     profile, _ = make_profile(graph, "cpu", "fp32", adamw, logging.getLogger())
     priced = as_run(graph, profile.types)
-    problem, choices = build(priced, profile, Given(cluster.axes, cluster.compute, 2.0))
+    problem, choices = build(Workload(priced, profile, cluster, 2.0))
     kept = Families(priced, choices).kept(named(1)[family])
     assert kept is not None, f"{family} does not fit this model"
     left = restrict(problem, kept)
@@ -68,4 +69,4 @@ def _text(graph: OpGraph, sharding: Sharding, ranks: int) -> str:
     regions = tuple(Region(number, number, False, ()) for number in range(len(graph.chain)))
     plan = Plan.whole((("d0", ranks),), "cpu", 0, sharding, regions, Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0))
     plan = replace(plan, released=released(as_run(graph, profile.types), profile))
-    return write_module(graph, plan, lower(graph, sharding))
+    return write_module(graph, plan)

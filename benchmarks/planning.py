@@ -54,8 +54,9 @@ def main(arguments: list[str]) -> int:
 def _plan(depth: int, backend: str) -> dict[str, Any]:
     import logging
 
-    from benchmarks.step_problems import binding_budget, given, traced, two_boxes
+    from benchmarks.step_problems import COPIES, binding_budget, traced, two_boxes
     from pipeline.config import Backend, Solve
+    from pipeline.cost.step import Workload
     from stages.solve.answer.frontier import Sweep
     from stages.solve.problem.build import build
 
@@ -63,7 +64,7 @@ def _plan(depth: int, backend: str) -> dict[str, Any]:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     graph, profile = traced("gpt", depth)
     start = time.perf_counter()
-    problem, _ = build(graph, profile, given(two_boxes()))
+    problem, _ = build(Workload(graph, profile, two_boxes(), COPIES))
     built = time.perf_counter()
     sweep = Sweep(
         problem, Solve(backend=Backend(backend), gap=GAP / 2, time_limit_s=60), "--backend", logging.getLogger()

@@ -8,13 +8,12 @@ from typing import Any
 
 from benchmarks.profile_accuracy import card_of
 from pipeline.cost.groups import Join
-from pipeline.cost.step import price_step
+from pipeline.cost.step import Workload
 from pipeline.ir.cluster import COLLECTIVES, NO_HOST, Axis, Cluster, Compute, Curve, LinkCost
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R
 from pipeline.ir.plan import Plan, Prediction, Sharding, Strategy
 from pipeline.ir.profile import Compiled, as_run
-from pipeline.sharding.lowering import lower
 from stages.checkpoint.recompute import rotor, schedule
 from stages.checkpoint.recompute.fit_budget import fastest_within
 from stages.checkpoint.recompute.linearize import linearize
@@ -32,14 +31,12 @@ class Planner:
         self.graph = graph
         profile, _ = make_profile(self.graph, "cuda", "amp", adamw, logging.getLogger())
         self.profile = replace(profile, compiled=compiled)
-        priced = as_run(self.graph, self.profile.types)
+        typed = as_run(self.graph, self.profile.types)
         cluster = one_card(calibration)
         self.sharding = unsplit(self.graph)
-        self.program = lower(priced, self.sharding)
-        price = price_step(priced, self.profile, cluster, self.sharding, self.program, optimizer_copies=2.0)
-        way = Join.COMPILED if compiled else Join.NEEDLESS
-        self.linear = linearize(priced, self.profile, cluster, self.sharding, self.program, price, way)
-        self.released = released(priced, self.profile)
+        workload = Workload(typed, self.profile, cluster, optimizer_copies=2.0)
+        self.linear = linearize(workload.priced(self.sharding), Join.COMPILED if compiled else Join.NEEDLESS)
+        self.released = released(typed, self.profile)
 
     def schedule(self, budget: int) -> dict[str, Any] | None:
         """Its program, predicted peak and milliseconds; None where nothing fits."""
@@ -57,7 +54,7 @@ class Planner:
         regions = self.linear.regions(found.regions)
         plan = Plan.whole((("d0", 1),), "cuda", budget, self.sharding, regions, nothing)
         plan = replace(plan, released=self.released)
-        text = write_module(self.graph, plan, self.program)
+        text = write_module(self.graph, plan)
         return {
             "budget": budget,
             "predicted_peak": max(fixed + int(outcome.peak), self.linear.optimizer_peak),

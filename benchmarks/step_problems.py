@@ -21,7 +21,6 @@ from pipeline.tracing.lower import lower
 from pipeline.tracing.simplify import simplify
 from stages.profile.by_table import profile_graph
 from stages.solve.answer.frontier import Sweep
-from stages.solve.problem.build import Given
 
 FAMILIES = ("gpt", "llama")
 WIDTH, HEADS, CONTEXT, BATCH, VOCABULARY = 2048, 16, 1024, 8, 50304
@@ -83,10 +82,6 @@ def two_boxes() -> Cluster:
         for name, size, latency, rate in (("boxes", 2, 20e-6, 25e9), ("inside", 4, 8e-6, 200e9))
     )
     return Cluster("preset", "cuda", 8, MEMORY, Compute(Curve((1e9,), (60e12,)), 2e12, 5e-6, 5e-6), axes)
-
-
-def given(cluster: Cluster) -> Given:
-    return Given(cluster.axes, cluster.compute, COPIES)
 
 
 def binding_budget(sweep: Sweep, deadline: float) -> float:

@@ -22,10 +22,10 @@ from benchmarks.step_time_models import SCENARIOS, specs
 from pipeline.base import artifacts
 from pipeline.base.stage import STAGES, execute
 from pipeline.config import Backend, Checkpoint, Recompute, Solve
+from pipeline.cost.step import Workload
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Plan, Proof, Sharding
 from pipeline.ir.profile import Profile, as_run
-from pipeline.sharding.lowering import lower
 from stages.checkpoint.choose import choose, evaluate
 from stages.checkpoint.recompute.released import released
 from stages.codegen.module import write_module
@@ -137,7 +137,7 @@ def forced(root: Path) -> Iterator[Written]:
                 plan = planner.plan(sharding, Recompute(recompute))
                 name = f"{family}{' + recompute' if recompute == 'full' else ''}"
                 path = root / f"{name.replace(' ', '_')}.py"
-                text = write_module(planner.traced, plan, lower(planner.traced, plan.sharding))
+                text = write_module(planner.traced, plan)
                 if text not in programs:
                     programs.add(text)
                     path.write_text(text)
@@ -155,7 +155,8 @@ class _Planner:
         self.cluster = cluster.on(next(mesh for mesh in cluster.mesh_candidates() if len(mesh.axes) == 1))
         settings = Solve(backend=Backend.highs, frontier_points=1)
         log = logging.getLogger("benchmarks.step_time")
-        self.on_mesh = OnMesh(self.graph, self.profile, self.cluster, self.frontier.optimizer_copies, settings, "", log)
+        self.workload = Workload(self.graph, self.profile, self.cluster, self.frontier.optimizer_copies)
+        self.on_mesh = OnMesh(self.workload, settings, "", log)
 
     def sharding(self, family: str) -> Sharding | None:
         problem, choices = self.on_mesh.problem, self.on_mesh.choices
@@ -168,7 +169,7 @@ class _Planner:
 
     def plan(self, sharding: Sharding, recompute: Recompute) -> Plan:
         copies = self.frontier.optimizer_copies
-        point = price_point(self.graph, self.profile, self.cluster, copies, sharding, _PROOF)
+        point = price_point(self.workload, sharding, _PROOF)
         meshes = tuple(mesh for mesh in self.frontier.meshes if mesh.axes == self.cluster.axes)
         frontier = Frontier(int(FREE * 1e9), copies, meshes[:1], (point,))
         candidate = evaluate(self.graph, self.profile, self.cluster, frontier, 0, Checkpoint(recompute=recompute))

@@ -73,8 +73,9 @@ def _line(family: str, depth: int, row: dict[str, Any]) -> str:
 def plan(family: str, depth: int, seconds: float, seed: int, **sizes: int) -> dict[str, Any]:
     import logging
 
-    from benchmarks.step_problems import COPIES, Sizes, binding_budget, given, traced, two_boxes
+    from benchmarks.step_problems import COPIES, Sizes, binding_budget, traced, two_boxes
     from pipeline.config import Backend, Search, Solve
+    from pipeline.cost.step import Workload
     from stages.solve.answer.frontier import Sweep
     from stages.solve.on_mesh import price_point
     from stages.solve.problem.build import build, to_sharding
@@ -84,7 +85,8 @@ def plan(family: str, depth: int, seconds: float, seed: int, **sizes: int) -> di
     start = time.monotonic()
     graph, profile = traced(family, depth, Sizes(**sizes))
     traced_at, cluster = time.monotonic(), two_boxes()
-    problem, choices = build(graph, profile, given(cluster))
+    workload = Workload(graph, profile, cluster, COPIES)
+    problem, choices = build(workload)
     built_at = time.monotonic()
     settings = Solve(backend=Backend.highs, gap=1e-4, time_limit_s=EXACT_SECONDS, search=Search.dp, frontier_points=1)
     sweep = Sweep(problem, settings, "--layers", logging.getLogger())
@@ -116,7 +118,7 @@ def plan(family: str, depth: int, seconds: float, seed: int, **sizes: int) -> di
     if picked is None:
         return row
     cost, peak = problem.cost(picked), problem.peak(picked)
-    priced = price_point(graph, profile, cluster, COPIES, to_sharding(graph, choices, picked), exact.proof).seconds
+    priced = price_point(workload, to_sharding(graph, choices, picked), exact.proof).seconds
     fits = peak <= budget and abs(cost - found.cost) <= 1e-9 * cost and abs(priced - cost) <= PRICED * cost
     return row | {
         "cost_ms": cost * 1e3,

@@ -13,6 +13,7 @@ from torch import nn
 from pipeline.config import Backend, Checkpoint, Preset, Recompute, Solve
 from pipeline.config import Cluster as ClusterSettings
 from pipeline.config.schema import ClusterSource, Device
+from pipeline.cost.step import Workload
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Plan
@@ -29,7 +30,7 @@ from stages.cluster.run import from_preset
 from stages.profile.by_table import profile_graph
 from stages.solve.answer.frontier import Solution, Sweep
 from stages.solve.on_mesh import price_point
-from stages.solve.problem.build import Choices, Given, build, to_sharding
+from stages.solve.problem.build import Choices, build, to_sharding
 from stages.solve.problem.data import Problem
 from tests.made import made_once
 from tests.skips import Ladder, Shared, sequences
@@ -148,21 +149,17 @@ def solve_settings(backend: str = "highs", **changes: object) -> Solve:
 def solved(
     name: str, devices: int = 2, copies: float = 2.0, micro_batches: int = 1
 ) -> tuple[Problem, Choices, tuple[Solution, ...]]:
-    cluster = preset(devices)
-    given = Given(cluster.axes, cluster.compute, copies, micro_batches)
-    problem, choices = build(GRAPHS[name](), profile_of(name), given)
+    problem, choices = build(Workload(GRAPHS[name](), profile_of(name), preset(devices), copies, micro_batches))
     sweep = Sweep(problem, solve_settings(), "conf/solve/test.yaml", SILENT)
     return problem, choices, tuple(sweep.frontier(float("inf"), lambda done, note="": None))
 
 
 @made_once
 def frontier_of(name: str, devices: int = 2, micro_batches: int = 1) -> Frontier:
-    graph, profile, cluster = GRAPHS[name](), profile_of(name), preset(devices)
+    graph, cluster = GRAPHS[name](), preset(devices)
+    workload = Workload(graph, profile_of(name), cluster, 2.0, micro_batches)
     _, choices, solutions = solved(name, devices, micro_batches=micro_batches)
-    points = [
-        price_point(graph, profile, cluster, 2.0, to_sharding(graph, choices, s.picked), s.proof, micro_batches)
-        for s in solutions
-    ]
+    points = [price_point(workload, to_sharding(graph, choices, s.picked), s.proof) for s in solutions]
     return Frontier(cluster.memory_bytes, 2.0, (Mesh(cluster.axes),), tuple(points), micro_batches=micro_batches)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeline.config import Checkpoint, Pipeline, Recompute
+from pipeline.cost.step import Workload
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.plan import Frontier, FrontierPoint, Plan
 from pipeline.ir.profile import Compiled
@@ -33,8 +34,8 @@ def with_pieces(name: str, devices: int = 4, micro_batches: int = 4) -> tuple[Cl
 
 def _points(name: str, cluster: Cluster, mesh: Mesh, number: int, micro_batches: int) -> list[FrontierPoint]:
     settings = solve_settings(frontier_points=2)
-    given = (GRAPHS[name](), profile_of(name), cluster.part(mesh), 2.0, settings, "conf/solve/test.yaml", SILENT)
-    points = OnMesh(*given, micro_batches).points(1e12, lambda done, note="": None)
+    workload = Workload(GRAPHS[name](), profile_of(name), cluster.part(mesh), 2.0, micro_batches)
+    points = OnMesh(workload, settings, "conf/solve/test.yaml", SILENT).points(1e12, lambda done, note="": None)
     return [replace(point, mesh=number) for point in points]
 
 

@@ -20,6 +20,7 @@ from hypothesis.strategies import DrawFn
 from torch import Tensor, nn
 
 from pipeline.config import Only
+from pipeline.cost.step import Workload
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import B, Layout, R, S
 from pipeline.ir.names import look_up
@@ -43,7 +44,7 @@ from pipeline.tracing.lower import lower as to_ops
 from pipeline.tracing.simplify import simplify
 from stages.codegen.module import write_module
 from stages.profile.by_table import profile_graph
-from stages.solve.problem.build import Given, build, to_sharding
+from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.constraints import Hand
 from stages.solve.problem.storage import Stored, Way, storage_choices
 from stages.solve.search.decomposition import fastest
@@ -435,7 +436,7 @@ def megatron(graph: OpGraph, ranks: int) -> Plan:
 def sequence(graph: OpGraph, ranks: int) -> Plan:
     """What `only: sequence` leaves: tensor parallel, and what lies between the blocks split along the sequence."""
     cluster = preset(ranks)
-    problem, choices = build(graph, profile_graph(graph), Given(cluster.axes, cluster.compute, 2.0))
+    problem, choices = build(Workload(graph, profile_graph(graph), cluster, 2.0))
     hand = Hand(graph, tuple(axis.name for axis in cluster.axes), solve_settings(only=Only.sequence), "conf/solve")
     left = restrict(problem, hand.kept(choices))
     picked = left.expand(fastest(left.problem, seconds=5.0))
@@ -450,7 +451,7 @@ def lowered(model: str, plan: Plan) -> tuple[Program, str]:
     graph = graph_of(model)
     verify_sharding(graph, plan.sharding, plan.sizes, uneven_in(graph).spots)
     program = lower(graph, plan.sharding, plan.micro_batches)
-    return program, write_module(graph, plan, program)
+    return program, write_module(graph, plan)
 
 
 # ---- running them

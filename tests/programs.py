@@ -14,7 +14,6 @@ from pipeline.ir.plan import Plan, Prediction, Region, Sharding
 from pipeline.ops.dims import strategies
 from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
-from pipeline.sharding.lowering import lower
 from stages.codegen.module import write_module
 from tests.graphs import GRAPHS, gpt, gpt_batch, mlp, mlp_batch, trace
 from tests.made import made_once
@@ -85,7 +84,7 @@ def uniform(graph: OpGraph, devices: int, split: bool = True) -> Sharding:
 
 
 def write(graph: OpGraph, plan: Plan) -> str:
-    return write_module(graph, plan, lower(graph, plan.sharding, plan.micro_batches))
+    return write_module(graph, plan)
 
 
 def load(text: str) -> dict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeline.config import Checkpoint, Recompute
+from pipeline.cost.step import Workload
 from pipeline.ir.cluster import Mesh
 from pipeline.ir.plan import Baseline, Frontier, Plan, Proof
 from pipeline.ir.report import Compared, Report
@@ -36,7 +37,7 @@ def deep_sources(layers: int) -> Sources:
     graph = gpt_graph(layers)
     profile, cluster = profile_graph(graph), preset()
     sharding = data_parallel(graph, 2).sharding
-    point = price_point(graph, profile, cluster, 2.0, sharding, Proof("none", "given", 0.0, 0.0, 0.0, 0, 0), 1)
+    point = price_point(Workload(graph, profile, cluster, 2.0), sharding, Proof("none", "given", 0.0, 0.0, 0.0, 0, 0))
     frontier = Frontier(point.peak_bytes, 2.0, (Mesh(cluster.axes),), (point,), BASELINES)
     settings = Checkpoint(recompute=Recompute("full"))
     candidate = evaluate(graph, profile, cluster, frontier, 0, settings)

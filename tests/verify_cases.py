@@ -234,7 +234,7 @@ def case_of(tried: Tried, path: Path) -> Case:
     graph = tried.traced(trace(seeded(tried.build), tried.batch()))
     plan = replace(tried.plan(graph), micro_batches=tried.passes)
     program = lower(graph, plan.sharding, plan.micro_batches)
-    written = write_module(graph, plan, program)
+    written = write_module(graph, plan)
     assert tried.edit[0] in written
     text = written.replace(*tried.edit) if tried.edit[0] else written
     path.write_text(text)

@@ -8,32 +8,30 @@ itself where no conversion moves memory in it; else as pipeline.cost.memory has 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from pipeline.cost.groups import Group
-from pipeline.cost.memory import LinkParts, link_parts
-from pipeline.cost.step import LinkPrice, convert_seconds
+from pipeline.cost.memory import link_parts
+from pipeline.cost.step import Priced, total
 from pipeline.cost.unsplit import card_of
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import Link, OpGraph, Role
-from pipeline.ir.plan import Sharding, path_name
-from pipeline.ir.profile import Held, Kernel, LinkKernels, OpCost, Profile
-from pipeline.ir.program import Call, Convert, Program, Step, Tensor
+from pipeline.ir.graph import Link, Role
+from pipeline.ir.plan import path_name
+from pipeline.ir.profile import Held, Kernel, LinkKernels, OpCost
+from pipeline.ir.program import Call, Convert, Step
 from pipeline.ops.autocast import LOW
 from pipeline.ops.table import rule_of
-from pipeline.rates.compute import Seconds, local_bytes, op_seconds
-from pipeline.rates.inner_collectives import talk_seconds
+from pipeline.rates.compute import Seconds, op_seconds
 from pipeline.rates.kernels import Card, kernel_seconds
 from pipeline.sharding.conversions import conversion_of
-from pipeline.sharding.lowering import home_layouts
 
 CAST = "_to_copy"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
+NO_SECONDS = Seconds(0.0, 0.0)
 Life = tuple[Any, int, int, int]  # what it is, its bytes, and from which kernel until before which it is there
 
 
@@ -71,7 +69,6 @@ class LinkHost:
 @dataclass(frozen=True)
 class LinkFacts:
     steps: tuple[StepFacts, ...]
-    seconds: Seconds  # of the device
     output: Mapping[Any, int]
     kept: Mapping[Any, int]  # for its own backward
     input_bytes: int
@@ -79,6 +76,7 @@ class LinkFacts:
     dropped_peak: int
     backward_peak: int  # with the gradients at both ends
     lives: tuple[Life, ...] = ()  # of what its forward pass holds, where it was run
+    seconds: Seconds = NO_SECONDS  # of the device
     host: LinkHost = LinkHost()
 
     def second_peak(self, present: Container[Any]) -> int:
@@ -89,66 +87,59 @@ class LinkFacts:
         return max(self.forward_peak, _peak(lives, 0, max(died for *_, died in lives)))
 
 
-class Facts:
-    def __init__(
-        self,
-        graph: OpGraph,
-        profile: Profile,
-        cluster: Cluster,
-        sharding: Sharding,
-        program: Program,
-        growing: Container[str] = (),
-    ) -> None:
-        """`growing` are the parameters whose gradients appear in backward."""
-        self.graph, self.profile, self.cluster, self.sharding, self.program = graph, profile, cluster, sharding, program
-        self.growing = growing
-        self.home = home_layouts(graph, sharding)
-        self.sizes = cluster.sizes
-        self.slices = profile.kernels.slices if profile.kernels else 1
-        self.card = card_of(cluster.compute) if profile.kernels and profile.device == "cuda" else None
+class ChainFacts:
+    """Of the links of a priced program; `growing` are the parameters whose gradients appear in backward."""
 
-    def link(self, group: Group, prices: Sequence[LinkPrice]) -> LinkFacts:
-        link = group.link
-        steps = tuple(step for number in range(group.first, group.last + 1) for step in self.program.links[number])
-        last = group.last == len(self.program.links) - 1
-        exit_ = self.program.output if last else Tensor(link.output, self.home[link.output])
-        moved = any(isinstance(s, Convert) and self._moves(s) for s in steps)
-        own = prices[group.first : group.last + 1]
-        priced = Seconds(sum(price.forward for price in own), sum(price.backward for price in own))
-        times, seconds = self._seconds(group, steps, priced)
-        host = self._host(group, steps)
+    def __init__(self, priced: Priced, growing: Container[str] = ()) -> None:
+        self.priced, self.sharded, self.growing = priced, priced.sharded, growing
+        self.graph, self.sizes = priced.graph, priced.sharded.sizes
+        kernels = priced.profile.kernels
+        self.slices = kernels.slices if kernels else 1
+        on_gpu = kernels is not None and priced.profile.device == "cuda"
+        self.card = card_of(priced.cluster.compute) if on_gpu else None
+
+    def link(self, group: Group) -> LinkFacts:
+        steps = self.steps(group)
+        times, seconds = self._seconds(group, steps)
+        moved = any(isinstance(s, Convert) and self._forward_of(s) for s in steps)
         if group.run is not None and group.run.held and not moved and self.slices == 1:
-            return replace(self._as_run(group, group.run, steps, times, seconds, own[0].input_bytes), host=host)
-        beside = {name for name in self._parameters(link) if name not in self.growing}
-        parts = link_parts(self.graph, self.profile, self.sharding, link, steps, exit_, self.sizes, beside)
-        return replace(self._as_priced(link, steps, parts, times, seconds, own[0].input_bytes), host=host)
+            found = _AsRun(self, group, group.run).facts(steps, times)
+        else:
+            found = self._as_priced(group, steps, times)
+        return replace(found, seconds=seconds, host=self._host(group, steps))
 
-    def _moves(self, step: Convert) -> bool:
-        return conversion_of(step.source.layout, step.target.layout, self.sizes).forward != ""
+    def steps(self, group: Group) -> tuple[Step, ...]:
+        links = self.priced.program.links[group.first : group.last + 1]
+        return tuple(step for link in links for step in link)
+
+    def input_bytes(self, group: Group) -> int:
+        return self.priced.step.links[group.first].input_bytes
+
+    def _forward_of(self, step: Convert) -> str:
+        """What a conversion does in the forward pass."""
+        return conversion_of(step.source.layout, step.target.layout, self.sizes).forward
 
     # ---- seconds
 
-    def _seconds(
-        self, group: Group, steps: tuple[Step, ...], priced: Seconds
-    ) -> tuple[list[tuple[float, float]], Seconds]:
+    def _seconds(self, group: Group, steps: tuple[Step, ...]) -> tuple[list[tuple[float, float]], Seconds]:
         """Of each step its forward seconds and those of its casts alone; and of the whole link."""
         run, card, ops = group.run, self.card, group.ops
         if run is None or card is None:
+            own = self.priced.step.links[group.first : group.last + 1]
+            priced = Seconds(sum(price.forward for price in own), sum(price.backward for price in own))
             return [(self._forward(step), 0.0) for step in steps], priced
-        forward, casts = _by_op(run.forward, card), _by_op((k for k in run.forward if self._is_cast(k)), card)
+        forward, casts = _by_op(run.forward, card), _by_op((k for k in run.forward if self.is_cast(k)), card)
         backward = _by_op(run.backward, card)
-        times = []
-        whole = Seconds(0.0, 0.0)
+        times, each = [], []
         for step in steps:
             if isinstance(step, Convert):
-                moved = convert_seconds(self.graph, self.cluster, step)
-                times.append((moved.forward, 0.0))
-                whole = Seconds(whole.forward + moved.forward, whole.backward + moved.backward)
+                each.append(self.priced.conversion(step))
+                times.append((each[-1].forward, 0.0))
             else:
                 there, part = ops[step.op], self._part(step.op)
                 times.append((part.forward * forward.get(there, 0.0), part.forward * casts.get(there, 0.0)))
-                undone = part.backward * backward.get(there, 0.0)
-                whole = Seconds(whole.forward + times[-1][0], whole.backward + undone)
+                each.append(Seconds(times[-1][0], part.backward * backward.get(there, 0.0)))
+        whole = total(each)
         beside = sum(seconds for op, seconds in backward.items() if op not in ops.values())
         return times, Seconds(whole.forward, whole.backward + beside)
 
@@ -167,220 +158,79 @@ class Facts:
 
     def share(self, group: Group) -> tuple[Seconds, float]:
         """Of the whole block's seconds and bytes, what one rank has; its collectives are not in it."""
-        own, whole = Seconds(0.0, 0.0), Seconds(0.0, 0.0)
-        held = [0, 0]
+        own, whole = total(map(self.priced.op, group.link.ops)), total(map(self._unsplit, group.link.ops))
+        local = unsplit = 0
         for name in group.link.ops:
-            cost, strategy = self.profile.ops[name], self.sharding.strategies[name]
-            mine = op_seconds(self.graph, name, cost, strategy, self.cluster.compute, self.sizes)
-            unsplit = _unsliced(cost, self.slices)
-            all_ = op_seconds(self.graph, name, unsplit, strategy, self.cluster.compute, (1,) * len(self.sizes))
-            own = Seconds(own.forward + mine.forward, own.backward + mine.backward)
-            whole = Seconds(whole.forward + all_.forward, whole.backward + all_.backward)
-            for output, layout in zip(self.graph.op(name).outputs, strategy.outputs, strict=True):
+            for output, layout in zip(self.graph.op(name).outputs, self.sharded.strategy(name).outputs, strict=True):
                 nbytes = self.graph.values[output].type.nbytes
-                held[0] += nbytes // layout.pieces(self.sizes)
-                held[1] += self.slices * nbytes
-        seconds = Seconds(
-            own.forward / whole.forward if whole.forward else 1.0,
-            own.backward / whole.backward if whole.backward else 1.0,
-        )
-        return seconds, held[0] / held[1] if held[1] else 1.0
+                local += nbytes // layout.pieces(self.sizes)
+                unsplit += self.slices * nbytes
+        return _ratio(own, whole), local / unsplit if unsplit else 1.0
 
     def moved(self, group: Group) -> Seconds:
         """Seconds of its conversions."""
-        steps = (step for number in range(group.first, group.last + 1) for step in self.program.links[number])
-        each = [convert_seconds(self.graph, self.cluster, step) for step in steps if isinstance(step, Convert)]
-        return Seconds(sum(one.forward for one in each), sum(one.backward for one in each))
+        return total(self.priced.conversion(step) for step in self.steps(group) if isinstance(step, Convert))
 
-    def output_bytes(self, group: Group) -> int:
-        name = group.link.output
-        return local_bytes(self.graph, name, self.home[name], self.sizes)
-
-    def _is_cast(self, kernel: Kernel) -> bool:
+    def is_cast(self, kernel: Kernel) -> bool:
         """Of an argument, as `kept` makes it apart from the product itself."""
         return kernel.name == CAST and bool(kernel.op) and self.graph.op(kernel.op).target.split(".")[1] in LOW
 
     def _part(self, op: str) -> Seconds:
         """Of the whole op's seconds, what one rank's part takes by the roofline."""
-        strategy, cost, compute = self.sharding.strategies[op], self.profile.ops[op], self.cluster.compute
-        own = op_seconds(self.graph, op, cost, strategy, compute, self.sizes)
-        whole = op_seconds(self.graph, op, _unsliced(cost, self.slices), strategy, compute, (1,) * len(self.sizes))
-        return Seconds(
-            own.forward / whole.forward if whole.forward else 1.0,
-            own.backward / whole.backward if whole.backward else 1.0,
-        )
+        return _ratio(self.priced.op(op), self._unsplit(op))
+
+    def _unsplit(self, op: str) -> Seconds:
+        """Of the op on the whole batch, on one rank."""
+        cost, one = _unsliced(self.priced.profile.ops[op], self.slices), (1,) * len(self.sizes)
+        return op_seconds(self.graph, op, cost, self.sharded.strategy(op), self.priced.cluster.compute, one)
 
     def _forward(self, step: Step) -> float:
         if isinstance(step, Convert):
-            return convert_seconds(self.graph, self.cluster, step).forward
-        strategy, cost = self.sharding.strategies[step.op], self.profile.ops[step.op]
-        own = op_seconds(self.graph, step.op, cost, strategy, self.cluster.compute, self.sizes)
-        return own.forward + talk_seconds(self.graph, step.op, strategy, self.cluster.axes).forward
+            return self.priced.conversion(step).forward
+        return self.priced.op(step.op).forward + self.priced.collectives_inside(step.op).forward
 
-    def _name(self, step: Step) -> str:
+    # ---- steps
+
+    def name(self, step: Step) -> str:
         if isinstance(step, Convert):
             return path_name(step.source.value, step.source.layout, step.target.layout)
         return step.op
 
-    def _dear(self, step: Step) -> bool:
+    def may_be_kept(self, step: Step) -> bool:
         if isinstance(step, Convert):
-            moved = conversion_of(step.source.layout, step.target.layout, self.sizes).forward
             trained = self.graph.values[step.source.value].role is Role.PARAMETER
-            return moved in COLLECTIVES and not trained
+            return self._forward_of(step) in COLLECTIVES and not trained
         rule = rule_of(self.graph.op(step.op))
-        return rule is not None and rule.is_product and not self.sharding.strategies[step.op].body.strip(",")
+        return rule is not None and rule.is_product and not self.sharded.strategy(step.op).body.strip(",")
 
-    # ---- bytes, as the link was run by itself
-
-    def _as_run(
-        self,
-        group: Group,
-        run: LinkKernels,
-        steps: tuple[Step, ...],
-        times: list[tuple[float, float]],
-        seconds: Seconds,
-        input_bytes: int,
-    ) -> LinkFacts:
-        link, ops = group.link, group.ops
-        here = {there: op for op, there in ops.items()}
-        values = self._values(ops)
-        named = self._read(ops) | values
-        size = [
-            self._local(held.nbytes, values.get(held.value) or named.get(held.gradient, ""), here.get(held.op, ""))
-            for held in run.held
-        ]
-        count, end = len(run.forward), len(run.forward) + len(run.backward)
-        beside = self._beside(link)
-        common = {values.get(run.held[n].value) for n in run.writes if n is not None} & set(link.common)
-        outside = {n for n, held in enumerate(run.held) if values.get(held.value) in common}
-        kept = {
-            n: size[n]
-            for n, held in enumerate(run.held)
-            if held.born < count and (held.died is None or held.died > count) and n not in outside
-        }
-        result = next((n for n in run.writes if n is not None and self._is_output(run, n, link, values)), None)
-        output: dict[Any, int] = {} if result is None else {result: size[result]}
-        if not output:  # a view of what entered
-            output = {"output": self.graph.values[link.output].type.nbytes // self.home[link.output].pieces(self.sizes)}
-        found = []
-        for step, (forward, casts) in zip(steps, times, strict=True):
-            there = ops[step.op] if isinstance(step, Call) else ""
-            saved = set(run.saved.get(there, ())) - outside
-            results = {n: size[n] for n in run.results.get(there, ()) if n is not None and n not in outside}
-            given = {n for n in saved if run.held[n].value and n not in results}
-            cast = {n for n in saved if run.held[n].born < count and self._is_cast(run.forward[run.held[n].born])}
-            private = {n: size[n] for n in saved - given - cast - set(results) if run.held[n].op == there}
-            keeps = bool(run.saved.get(there))
-            found.append(
-                StepFacts(
-                    self._name(step),
-                    forward,
-                    casts,
-                    self._dear(step),
-                    results,
-                    private,
-                    keeps,
-                    bool(saved & set(results)),
-                )
-            )
-        lives = [
-            (size[n], held.born, self._died(run, held, named.get(held.gradient, "") in beside))
-            for n, held in enumerate(run.held)
-            if n not in outside
-        ]
-        ratio = sum(size) / max(1, sum(held.nbytes for held in run.held))
-        return LinkFacts(
-            steps=tuple(found),
-            seconds=seconds,
-            output=output,
-            kept=kept,
-            input_bytes=input_bytes,
-            forward_peak=max(_peak(lives, 0, count), sum({**kept, **output}.values())),
-            dropped_peak=round(run.dropped_peak * ratio),
-            backward_peak=_peak(lives, count, end),
-            lives=tuple(
-                (n, size[n], held.born, count if held.died is None else min(held.died, count))
-                for n, held in enumerate(run.held)
-                if n not in outside and held.born < count
-            ),
-        )
-
-    def _is_output(self, run: LinkKernels, number: int, link: Link, values: Mapping[str, str]) -> bool:
-        storage = self.profile.storage
-        return storage.get(values.get(run.held[number].value, ""), "") == storage[link.output]
-
-    def _values(self, ops: Mapping[str, str]) -> dict[str, str]:
-        """A value of the link that was run -> this link's."""
-        found: dict[str, str] = {}
-        for here, there in ops.items():
-            found |= dict(zip(self.graph.op(there).outputs, self.graph.op(here).outputs, strict=True))
-        return found
-
-    def _read(self, ops: Mapping[str, str]) -> dict[str, str]:
-        """A value that the link that was run reads -> what this one reads in its place."""
-        found: dict[str, str] = {}
-        for here, there in ops.items():
-            found |= dict(zip(self.graph.op(there).inputs, self.graph.op(here).inputs, strict=True))
-        return found
-
-    def _beside(self, link: Link) -> set[str]:
-        """Parameters whose gradients have a place already, and one op that makes them."""
-        readers = Counter(name for op in link.ops for name in self.graph.op(op).inputs)
-        return {name for name in self._parameters(link) if name not in self.growing and readers[name] == 1}
-
-    @staticmethod
-    def _died(run: LinkKernels, held: Held, is_added: bool) -> int:
-        """The kernel before which it goes: what is added to a place of its own, when the op that made it is undone."""
-        count, end = len(run.forward), len(run.forward) + len(run.backward)
-        if not is_added:
-            return end if held.died is None else held.died
-        after = (n for n in range(held.born + 1, end) if run.backward[n - count].op != held.op)
-        return min(next(after, end), end if held.died is None else held.died)
-
-    def _parameters(self, link: Link) -> list[str]:
+    def parameters(self, link: Link) -> list[str]:
         read = dict.fromkeys(name for op in link.ops for name in self.graph.op(op).inputs)
         return [name for name in read if self.graph.values[name].role is Role.PARAMETER]
 
-    def _local(self, nbytes: int, value: str, op: str) -> int:
-        if value:
-            return nbytes // self.home[value].pieces(self.sizes)
-        if not op:
-            return nbytes
-        strategy = self.sharding.strategies[op]
-        return nbytes // max(x.pieces(self.sizes) for x in (*strategy.inputs, *strategy.outputs))
-
     # ---- bytes, as they are priced
 
-    def _as_priced(
-        self,
-        link: Link,
-        steps: tuple[Step, ...],
-        parts: LinkParts,
-        times: list[tuple[float, float]],
-        seconds: Seconds,
-        input_bytes: int,
-    ) -> LinkFacts:
-        whole = parts.whole
-        grown = (name for name in self._parameters(link) if name in self.growing)
-        appear = sum(local_bytes(self.graph, name, self.home[name], self.sizes) for name in grown)
-        found = []
-        for step, (forward, casts), own in zip(steps, times, parts.steps, strict=True):
-            found.append(
-                StepFacts(
-                    self._name(step),
-                    forward,
-                    casts,
-                    self._dear(step),
-                    own.results,
-                    own.private,
-                    keeps=bool(own.kept),
-                    keeps_result=bool(own.kept.keys() & own.results.keys()),
-                    collective=isinstance(step, Convert),
-                )
+    def _as_priced(self, group: Group, steps: tuple[Step, ...], times: list[tuple[float, float]]) -> LinkFacts:
+        link, exit_ = group.link, self.sharded.leaving(group.last)
+        beside = {name for name in self.parameters(link) if name not in self.growing}
+        parts = link_parts(self.sharded, self.priced.profile, link, steps, exit_, beside)
+        whole, input_bytes = parts.whole, self.input_bytes(group)
+        appear = sum(self.sharded.local_bytes(name) for name in self.parameters(link) if name in self.growing)
+        found = [
+            StepFacts(
+                self.name(step),
+                forward,
+                casts,
+                self.may_be_kept(step),
+                own.results,
+                own.private,
+                keeps=bool(own.kept),
+                keeps_result=bool(own.kept.keys() & own.results.keys()),
+                collective=isinstance(step, Convert),
             )
+            for step, (forward, casts), own in zip(steps, times, parts.steps, strict=True)
+        ]
         return LinkFacts(
             steps=tuple(found),
-            seconds=seconds,
             output={parts.output: whole.output},
             kept=dict(parts.kept),
             input_bytes=input_bytes,
@@ -388,6 +238,97 @@ class Facts:
             dropped_peak=whole.dropped_peak,
             backward_peak=whole.kept + whole.backward_extra + input_bytes + whole.output + appear,
         )
+
+
+class _AsRun:
+    """The bytes of a link as it was run by itself: each memory by its number in that run, with what a rank has of it.
+
+    The run may be that of another, equal link: `ops` leads from the ops of this link to those that were run.
+    """
+
+    def __init__(self, chain: ChainFacts, group: Group, run: LinkKernels) -> None:
+        self.chain, self.sharded, self.group, self.link, self.run = chain, chain.sharded, group, group.link, run
+        self.count, self.end = len(run.forward), len(run.forward) + len(run.backward)
+        op = chain.graph.op
+        pairs = [(op(there), op(here)) for here, there in group.ops.items()]
+        self.values = {old: new for there, here in pairs for old, new in zip(there.outputs, here.outputs, strict=True)}
+        read = {old: new for there, here in pairs for old, new in zip(there.inputs, here.inputs, strict=True)}
+        self.named = read | self.values
+        here_of = {there: here for here, there in group.ops.items()}
+        self.size = [self._local(held, here_of.get(held.op, "")) for held in run.held]
+        written = {self.values.get(run.held[n].value) for n in run.writes if n is not None}
+        common = written & set(self.link.common)
+        self.outside = {n for n, held in enumerate(run.held) if self.values.get(held.value) in common}
+
+    def _local(self, held: Held, op: str) -> int:
+        if value := self.values.get(held.value) or self.named.get(held.gradient, ""):
+            return held.nbytes // self.sharded.home[value].pieces(self.sharded.sizes)
+        return held.nbytes // self.sharded.shards_of(op) if op else held.nbytes
+
+    def facts(self, steps: tuple[Step, ...], times: list[tuple[float, float]]) -> LinkFacts:
+        run, size, count = self.run, self.size, self.count
+        inside = [(n, held) for n, held in enumerate(run.held) if n not in self.outside]
+        kept = {n: size[n] for n, h in inside if h.born < count and (h.died is None or h.died > count)}
+        output = self._output()
+        beside = self._added()
+        lives = [(size[n], h.born, self._died(h, self.named.get(h.gradient, "") in beside)) for n, h in inside]
+        ratio = sum(size) / max(1, sum(held.nbytes for held in run.held))
+        return LinkFacts(
+            steps=tuple(self._step(step, *seconds) for step, seconds in zip(steps, times, strict=True)),
+            output=output,
+            kept=kept,
+            input_bytes=self.chain.input_bytes(self.group),
+            forward_peak=max(_peak(lives, 0, count), sum({**kept, **output}.values())),
+            dropped_peak=round(run.dropped_peak * ratio),
+            backward_peak=_peak(lives, count, self.end),
+            lives=tuple(
+                (n, size[n], held.born, count if held.died is None else min(held.died, count))
+                for n, held in inside
+                if held.born < count
+            ),
+        )
+
+    def _output(self) -> dict[Any, int]:
+        storage, name = self.chain.priced.profile.storage, self.link.output
+        for n in self.run.writes:
+            if n is not None and storage.get(self.values.get(self.run.held[n].value, ""), "") == storage[name]:
+                return {n: self.size[n]}
+        nbytes = self.chain.graph.values[name].type.nbytes  # a view of what entered
+        return {"output": nbytes // self.sharded.home[name].pieces(self.sharded.sizes)}
+
+    def _step(self, step: Step, forward: float, casts: float) -> StepFacts:
+        run, size, chain = self.run, self.size, self.chain
+        there = self.group.ops[step.op] if isinstance(step, Call) else ""
+        saved = set(run.saved.get(there, ())) - self.outside
+        results = {n: size[n] for n in run.results.get(there, ()) if n is not None and n not in self.outside}
+        given = {n for n in saved if run.held[n].value and n not in results}
+        forwards = {n for n in saved if run.held[n].born < self.count}
+        cast = {n for n in forwards if chain.is_cast(run.forward[run.held[n].born])}
+        private = {n: size[n] for n in saved - given - cast - set(results) if run.held[n].op == there}
+        keeps, keeps_result = bool(run.saved.get(there)), bool(saved & set(results))
+        dear = chain.may_be_kept(step)
+        return StepFacts(chain.name(step), forward, casts, dear, results, private, keeps, keeps_result)
+
+    def _added(self) -> set[str]:
+        """Parameters whose gradients have a place already, and one op that makes them."""
+        readers = Counter(name for op in self.link.ops for name in self.chain.graph.op(op).inputs)
+        parameters = self.chain.parameters(self.link)
+        return {name for name in parameters if name not in self.chain.growing and readers[name] == 1}
+
+    def _died(self, held: Held, is_added: bool) -> int:
+        """The kernel before which it goes: what is added to a place of its own, when the op that made it is undone."""
+        end = self.end if held.died is None else held.died
+        if not is_added:
+            return end
+        after = (n for n in range(held.born + 1, self.end) if self.run.backward[n - self.count].op != held.op)
+        return min(next(after, self.end), end)
+
+
+def _ratio(own: Seconds, whole: Seconds) -> Seconds:
+    return Seconds(
+        own.forward / whole.forward if whole.forward else 1.0,
+        own.backward / whole.backward if whole.backward else 1.0,
+    )
 
 
 def _unsliced(cost: OpCost, slices: int) -> OpCost:

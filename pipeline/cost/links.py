@@ -12,13 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.cost.groups import Group, Join, groups_of
-from pipeline.cost.link_facts import Facts, LinkFacts, LinkHost, StepFacts
-from pipeline.cost.step import LinkPrice
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Sharding
-from pipeline.ir.profile import CompiledWay, Profile
-from pipeline.ir.program import Program
+from pipeline.cost.link_facts import ChainFacts, LinkFacts, LinkHost, StepFacts
+from pipeline.cost.step import Priced
+from pipeline.ir.profile import CompiledWay
 from pipeline.rates.compute import Seconds
 
 MOST_WAYS = 8  # of keeping a part of a link
@@ -71,28 +67,19 @@ class LinkCosts:
     dropped_host: float = 0.0  # seconds of the host, for what the second run asks of it as well
 
 
-def link_costs(
-    graph: OpGraph,
-    profile: Profile,
-    cluster: Cluster,
-    sharding: Sharding,
-    program: Program,
-    prices: Sequence[LinkPrice],
-    growing: Container[str] = (),
-    join: Join = Join.NEEDLESS,
-) -> tuple[LinkCosts, ...]:
-    """Of every link of the chain, priced by pipeline.cost.step.price_step; or of several that are taken as one.
+def link_costs(priced: Priced, growing: Container[str] = (), join: Join = Join.NEEDLESS) -> tuple[LinkCosts, ...]:
+    """Of every link of the chain, or of several that are taken as one.
 
     `growing` are the parameters whose gradients appear in backward; those of others are there all the time.
     """
-    facts = Facts(graph, profile, cluster, sharding, program, growing)
-    groups = groups_of(graph, profile, join)
+    facts, compiled = ChainFacts(priced, growing), priced.profile.compiled
+    groups = groups_of(priced.graph, priced.profile, join)
     if join is not Join.COMPILED:
-        return tuple(_costs(group, facts.link(group, prices)) for group in groups)
-    if profile.compiled is None or not profile.compiled.runs:
-        return tuple(_unmeasured(_costs(group, facts.link(group, prices))) for group in groups)
-    runs = {block.first: profile.compiled.runs[block.run] for block in profile.compiled.blocks}
-    return tuple(_measured(group, facts, prices[group.first].input_bytes, runs[group.first]) for group in groups)
+        return tuple(_costs(group, facts.link(group)) for group in groups)
+    if compiled is None or not compiled.runs:
+        return tuple(_unmeasured(_costs(group, facts.link(group))) for group in groups)
+    runs = {block.first: compiled.runs[block.run] for block in compiled.blocks}
+    return tuple(_measured(group, facts, runs[group.first]) for group in groups)
 
 
 # ------------------------------------------------------------------------------------------------------- compiled
@@ -103,9 +90,10 @@ def _unmeasured(costs: LinkCosts) -> LinkCosts:
     return replace(costs, ways=(replace(costs.ways[0], compiled=1.0),))
 
 
-def _measured(group: Group, facts: Facts, input_bytes: int, runs: Sequence[CompiledWay]) -> LinkCosts:
+def _measured(group: Group, facts: ChainFacts, runs: Sequence[CompiledWay]) -> LinkCosts:
     part, held = facts.share(group)
-    moved, output = facts.moved(group), facts.output_bytes(group)
+    moved, output = facts.moved(group), facts.sharded.local_bytes(group.link.output)
+    input_bytes = facts.input_bytes(group)
 
     def way(run: CompiledWay, saved: float) -> Way:
         nbytes = round(held * saved)

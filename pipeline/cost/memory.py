@@ -15,16 +15,15 @@ a region that writes the value again does so when every later reader is undone a
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
-from pipeline.ir.graph import Link, OpGraph
+from pipeline.ir.graph import Link
 from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
 from pipeline.ir.program import GATHERED_ALONE, Call, Convert, Step, Tensor
-from pipeline.rates.compute import local_bytes
 from pipeline.sharding.conversions import TABLE, conversion_of, gathered_beside, gathered_together
+from pipeline.sharding.sharded import Sharded
 
 
 @dataclass(frozen=True)
@@ -56,17 +55,60 @@ class LinkParts:
     kept: dict[Tensor, int]  # for the link's own backward
 
 
+def link_memory(sharded: Sharded, profile: Profile, number: int) -> LinkMemory:
+    steps, output = sharded.program.links[number], sharded.leaving(number)
+    return link_parts(sharded, profile, sharded.graph.chain[number], steps, output).whole
+
+
+def link_parts(
+    sharded: Sharded,
+    profile: Profile,
+    link: Link,
+    steps: tuple[Step, ...],
+    output: Tensor,
+    beside: Container[str] = (),
+) -> LinkParts:
+    """`beside` are parameters whose gradients have a place already, to which what backward makes is added."""
+    storage = _Storage(sharded, profile, steps)
+    common = [t for step in steps if isinstance(step, Call) for t in step.outputs if t.value in link.common]
+    common_bytes = _common_bytes(common, storage, link.input)
+    exit_ = storage.find(output)
+    for tensor in common:
+        if (owner := storage.find(tensor)) != exit_:  # where the output is a view of it, Rotor counts that memory too
+            storage.bytes.pop(owner, None)
+    kept_by = tuple(_kept(step, storage) for step in steps)
+    again = {s.target for s in steps if isinstance(s, Convert) and s.again}
+    own = {owner: size for held in kept_by for owner, size in held.items() if owner not in again}
+    kept = {exit_: storage.size(exit_), **own}
+    most = max((_temporaries(step, storage)[0] for step in steps), default=0)
+    together = _together(sharded, steps)
+    gathered = _gather_peak(steps, storage, together)
+    walk = _Backward(storage, steps, output, kept_by, kept, together, sharded.graph.reads_common(link), beside)
+    whole = LinkMemory(
+        output=storage.size(exit_),
+        kept=sum(kept.values()),
+        forward_peak=max(_forward_peak(steps, storage, kept) + most, gathered),
+        dropped_peak=max(_forward_peak(steps, storage, {exit_: storage.size(exit_)}) + most, gathered),
+        backward_extra=walk.extra(),
+        common=common_bytes,
+    )
+    by_step = (_step_memory(step, held, storage) for step, held in zip(steps, kept_by, strict=True))
+    return LinkParts(whole, tuple(by_step), exit_, own)
+
+
 class _Storage:
     """Which memory each tensor of a link lies in, and how large each piece of memory is."""
 
-    def __init__(self, graph: OpGraph, profile: Profile, sizes: tuple[int, ...]) -> None:
-        self.graph, self.profile, self.sizes = graph, profile, sizes
+    def __init__(self, sharded: Sharded, profile: Profile, steps: tuple[Step, ...]) -> None:
+        self.sharded, self.profile, self.sizes = sharded, profile, sharded.sizes
         self.owner: dict[Tensor, Tensor] = {}
         self.bytes: dict[Tensor, int] = {}  # of the memory that this link allocates
+        for step in steps:
+            self._add(step)
 
-    def add(self, step: Step) -> None:
+    def _add(self, step: Step) -> None:
         if isinstance(step, Convert):
-            if _moves_bytes(step, self.sizes):
+            if conversion_of(step.source.layout, step.target.layout, self.sizes).forward:
                 self._allocate(step.target)
             else:
                 self.owner[step.target] = self.find(step.source)
@@ -80,7 +122,10 @@ class _Storage:
 
     def _allocate(self, tensor: Tensor) -> None:
         self.owner[tensor] = tensor
-        self.bytes[tensor] = local_bytes(self.graph, tensor.value, tensor.layout, self.sizes)
+        self.bytes[tensor] = self.local(tensor)
+
+    def local(self, tensor: Tensor) -> int:
+        return self.sharded.local_bytes(tensor.value, tensor.layout)
 
     def find(self, tensor: Tensor) -> Tensor:
         return self.owner.get(tensor, tensor)
@@ -88,63 +133,8 @@ class _Storage:
     def size(self, tensor: Tensor) -> int:
         return self.bytes.get(self.find(tensor), 0)
 
-
-def _moves_bytes(step: Convert, sizes: tuple[int, ...]) -> bool:
-    return conversion_of(step.source.layout, step.target.layout, sizes).forward != ""
-
-
-def link_memory(
-    graph: OpGraph,
-    profile: Profile,
-    sharding: Sharding,
-    link: Link,
-    steps: tuple[Step, ...],
-    output: Tensor,
-    sizes: tuple[int, ...],
-) -> LinkMemory:
-    return link_parts(graph, profile, sharding, link, steps, output, sizes).whole
-
-
-def link_parts(
-    graph: OpGraph,
-    profile: Profile,
-    sharding: Sharding,
-    link: Link,
-    steps: tuple[Step, ...],
-    output: Tensor,
-    sizes: tuple[int, ...],
-    beside: Container[str] = (),
-) -> LinkParts:
-    """`beside` are parameters whose gradients have a place already, to which what backward makes is added."""
-    storage = _Storage(graph, profile, sizes)
-    for step in steps:
-        storage.add(step)
-    needs = [_temporaries(profile, sharding, step, sizes) for step in steps]
-    common = [t for step in steps if isinstance(step, Call) for t in step.outputs if t.value in link.common]
-    common_bytes = _common_bytes(graph, common, storage, link.input)
-    exit_ = storage.find(output)
-    for tensor in common:
-        if (owner := storage.find(tensor)) != exit_:  # where the output is a view of it, Rotor counts that memory too
-            storage.bytes.pop(owner, None)
-    kept_by = [_kept(graph, profile, sharding, step, storage, sizes) for step in steps]
-    again = {s.target for s in steps if isinstance(s, Convert) and s.again}
-    own = {owner: size for held in kept_by for owner, size in held.items() if owner not in again}
-    kept = {exit_: storage.size(exit_), **own}
-    most = max((need.forward for need in needs), default=0)
-    together = _together(graph, steps, sizes)
-    gathered = _gather_peak(steps, storage, together)
-    whole = LinkMemory(
-        output=storage.size(exit_),
-        kept=sum(kept.values()),
-        forward_peak=max(_forward_peak(steps, storage, kept) + most, gathered),
-        dropped_peak=max(_forward_peak(steps, storage, {exit_: storage.size(exit_)}) + most, gathered),
-        backward_extra=_backward_extra(
-            graph, steps, storage, kept_by, kept, output, needs, graph.reads_common(link), together, beside
-        ),
-        common=common_bytes,
-    )
-    by_step = (_step_memory(step, held, storage) for step, held in zip(steps, kept_by, strict=True))
-    return LinkParts(whole, tuple(by_step), exit_, own)
+    def has_gradient(self, tensor: Tensor) -> bool:
+        return self.sharded.graph.values[tensor.value].grad
 
 
 def _step_memory(step: Step, kept: dict[Tensor, int], storage: _Storage) -> StepMemory:
@@ -153,50 +143,38 @@ def _step_memory(step: Step, kept: dict[Tensor, int], storage: _Storage) -> Step
     return StepMemory(results, kept, private)
 
 
-def _common_bytes(graph: OpGraph, common: list[Tensor], storage: _Storage, entry: str | None) -> int:
+def _common_bytes(common: list[Tensor], storage: _Storage, entry: str | None) -> int:
     """Each piece of memory once; a view of a parameter, or of another link's common value, needs none."""
     total = sum(storage.size(owner) for owner in dict.fromkeys(storage.find(t) for t in common))
     for tensor in common:
-        own = local_bytes(graph, tensor.value, tensor.layout, storage.sizes)
+        own = storage.local(tensor)
         of_entry = storage.find(tensor).value == entry and not storage.size(tensor)
         total += own if of_entry else 0  # the link before lets go of that memory, a view of it is still there
-        total += own if graph.values[tensor.value].grad else 0
+        total += own if storage.has_gradient(tensor) else 0
     return total
 
 
-def _kept(
-    graph: OpGraph, profile: Profile, sharding: Sharding, step: Step, storage: _Storage, sizes: tuple[int, ...]
-) -> dict[Tensor, int]:
+def _kept(step: Step, storage: _Storage) -> dict[Tensor, int]:
     """The memory that this step keeps for backward, by owner."""
     if isinstance(step, Convert):
         return {}
-    cost = profile.ops[step.op]
+    cost = storage.profile.ops[step.op]
     kept = {}
     for tensor in (*step.inputs, *step.outputs):
         if tensor.value in cost.saves and storage.size(tensor):
             kept[storage.find(tensor)] = storage.size(tensor)
     if cost.extra_saved:
         private = Tensor(f"{step.op}:extra", Layout(()))
-        kept[private] = cost.extra_saved // _pieces(sharding, step.op, sizes)
+        kept[private] = cost.extra_saved // storage.sharded.shards_of(step.op)
     return kept
 
 
-def _pieces(sharding: Sharding, op: str, sizes: tuple[int, ...]) -> int:
-    strategy = sharding.strategies[op]
-    return max((layout.pieces(sizes) for layout in (*strategy.inputs, *strategy.outputs)), default=1)
-
-
-@dataclass(frozen=True)
-class _Temporaries:
-    forward: int = 0
-    backward: int = 0
-
-
-def _temporaries(profile: Profile, sharding: Sharding, step: Step, sizes: tuple[int, ...]) -> _Temporaries:
+def _temporaries(step: Step, storage: _Storage) -> tuple[int, int]:
+    """Bytes that an op takes while it runs, forward and backward."""
     if isinstance(step, Convert):
-        return _Temporaries()
-    cost, pieces = profile.ops[step.op], _pieces(sharding, step.op, sizes)
-    return _Temporaries(cost.temporary_forward // pieces, cost.temporary_backward // pieces)
+        return 0, 0
+    cost, shards = storage.profile.ops[step.op], storage.sharded.shards_of(step.op)
+    return cost.temporary_forward // shards, cost.temporary_backward // shards
 
 
 def _forward_peak(steps: tuple[Step, ...], storage: _Storage, kept: dict[Tensor, int]) -> int:
@@ -209,7 +187,8 @@ def _forward_peak(steps: tuple[Step, ...], storage: _Storage, kept: dict[Tensor,
 Together = tuple[tuple[Tensor, int], ...]  # copies that are made at once, and what is received beside each
 
 
-def _together(graph: OpGraph, steps: tuple[Step, ...], sizes: tuple[int, ...]) -> tuple[Together, ...]:
+def _together(sharded: Sharded, steps: tuple[Step, ...]) -> tuple[Together, ...]:
+    graph, sizes = sharded.graph, sharded.sizes
     runs = gathered_together(graph, steps, sizes)
     return tuple(tuple((step.target, gathered_beside(graph, step, sizes)[1]) for step in run) for run in runs)
 
@@ -225,71 +204,77 @@ def _gather_peak(steps: tuple[Step, ...], storage: _Storage, together: tuple[Tog
     return peak
 
 
-def _backward_extra(
-    graph: OpGraph,
-    steps: tuple[Step, ...],
-    storage: _Storage,
-    kept_by: list[dict[Tensor, int]],
-    kept: dict[Tensor, int],
-    output: Tensor,
-    needs: list[_Temporaries],
-    carried: tuple[str, ...],
-    together: tuple[Together, ...],
-    beside: Container[str],
-) -> int:
-    """Walks the link backwards: gradients appear as ops are undone, what was kept goes when no earlier op needs it.
+@dataclass(frozen=True)
+class _Backward:
+    """A link walked backwards: gradients appear as ops are undone, what was kept goes when no earlier op needs it.
 
     Gradients at the link's input and of its parameters are counted elsewhere. So are those of the common values that it
     reads, but the link's own share lies beside what has come together so far; and that of a parameter whose gradient
     has a place already lies beside it until it is added.
     """
-    needed_until: dict[Tensor, int] = {}
-    for index in reversed(range(len(steps))):
-        for owner in kept_by[index]:
-            needed_until[owner] = index
-    made = {tensor: index for index, step in enumerate(steps) for tensor in _written(step)}
-    run_of = {copy: run for run in together for copy, _ in run}
-    alone = [owner for owner in needed_until if owner in made and owner not in kept and owner not in run_of]
-    needed_until |= {owner: made[owner] + 1 for owner in alone}
-    held = dict(kept)
-    gradients: dict[Tensor, int] = {output: storage.size(output)}
-    start = sum(held.values())
-    peak = 0
-    asked: set[Together] = set()
-    converts = [s for s in steps if isinstance(s, Convert)]
-    last = [s for s in converts if any(s.target == run[-1][0] for run in together)]
-    summed = {s.target for s in converts if _sums_gradient(s, storage.sizes)}
-    source = {s.target: s.source for s in converts}
-    for index in reversed(range(len(steps))):
-        step = steps[index]
-        held |= {owner: size for owner, size in kept_by[index].items() if owner not in kept}
-        for run in {run_of[owner] for owner in kept_by[index] if owner in run_of and owner not in kept} - asked:
-            asked.add(run)
-            again = [(copy, received) for copy, received in run if copy in needed_until]
-            held |= {copy: storage.size(copy) for copy, _ in again}
-            peak = max(peak, sum(held.values()) + sum(gradients.values()) + sum(received for _, received in again))
-        run = run_of[step.target] if step in last else ()
-        sent = _most_sent([storage.size(copy) for copy, _ in run if copy in summed])
-        for tensor in (*_read(step), *(source[copy] for copy, _ in run)):  # the pieces of all come at once
-            if graph.values[tensor.value].grad:
-                gradients.setdefault(tensor, local_bytes(graph, tensor.value, tensor.layout, storage.sizes))
-        peak = max(peak, sum(held.values()) + sum(gradients.values()) + needs[index].backward + sent)
-        added = [tensor for tensor in _read(step) if tensor.value in beside and tensor not in made]
-        for tensor in (*_written(step), *added):
-            gradients.pop(tensor, None)
-        held = {t: n for t, n in held.items() if needed_until.get(t, len(steps)) < index}
-    ends = sum(n for tensor, n in gradients.items() if tensor.value not in carried) + storage.size(output)
-    return max(0, peak - start - ends)
+
+    storage: _Storage
+    steps: tuple[Step, ...]
+    output: Tensor
+    kept_by: tuple[Mapping[Tensor, int], ...]  # by each step
+    kept: Mapping[Tensor, int]
+    together: tuple[Together, ...]
+    carried: tuple[str, ...]  # common values that the link reads
+    beside: Container[str]  # parameters whose gradients have a place already
+
+    def extra(self) -> int:
+        """The most that is alive beyond what is kept and the gradients at the two ends."""
+        steps, storage, kept = self.steps, self.storage, self.kept
+        made = {tensor: index for index, step in enumerate(steps) for tensor in _written(step)}
+        run_of = {copy: run for run in self.together for copy, _ in run}
+        needed_until = self._needed_until(made, run_of)
+        held = dict(kept)
+        gradients: dict[Tensor, int] = {self.output: storage.size(self.output)}
+        start, peak = sum(held.values()), 0
+        asked: set[Together] = set()
+        converts = [step for step in steps if isinstance(step, Convert)]
+        last = [step for step in converts if any(step.target == run[-1][0] for run in self.together)]
+        summed = {step.target for step in converts if self._sums_gradient(step)}
+        source = {step.target: step.source for step in converts}
+        for index in reversed(range(len(steps))):
+            step, own = steps[index], self.kept_by[index]
+            held |= {owner: size for owner, size in own.items() if owner not in kept}
+            for run in {run_of[owner] for owner in own if owner in run_of and owner not in kept} - asked:
+                asked.add(run)
+                again = [(copy, received) for copy, received in run if copy in needed_until]
+                held |= {copy: storage.size(copy) for copy, _ in again}
+                received = sum(beside for _, beside in again)
+                peak = max(peak, sum(held.values()) + sum(gradients.values()) + received)
+            run = run_of[step.target] if isinstance(step, Convert) and step in last else ()
+            sent = _most_sent([storage.size(copy) for copy, _ in run if copy in summed])
+            for tensor in (*_read(step), *(source[copy] for copy, _ in run)):  # the shards of all come at once
+                if storage.has_gradient(tensor):
+                    gradients.setdefault(tensor, storage.local(tensor))
+            temporary = _temporaries(step, storage)[1]
+            peak = max(peak, sum(held.values()) + sum(gradients.values()) + temporary + sent)
+            added = [tensor for tensor in _read(step) if tensor.value in self.beside and tensor not in made]
+            for tensor in (*_written(step), *added):
+                gradients.pop(tensor, None)
+            held = {t: n for t, n in held.items() if needed_until.get(t, len(steps)) < index}
+        ends = sum(n for tensor, n in gradients.items() if tensor.value not in self.carried)
+        return max(0, peak - start - ends - storage.size(self.output))
+
+    def _needed_until(self, made: Mapping[Tensor, int], run_of: Mapping[Tensor, Together]) -> dict[Tensor, int]:
+        """The first step that needs each memory, with which it goes; a copy made again for one op goes right after."""
+        found: dict[Tensor, int] = {}
+        for index in reversed(range(len(self.steps))):
+            found |= dict.fromkeys(self.kept_by[index], index)
+        alone = [owner for owner in found if owner in made and owner not in self.kept and owner not in run_of]
+        return found | {owner: made[owner] + 1 for owner in alone}
+
+    def _sums_gradient(self, step: Convert) -> bool:
+        """Of what is gathered: its gradient is sent. That of S -> R is there on every rank."""
+        return conversion_of(step.source.layout, step.target.layout, self.storage.sizes) is TABLE["SB"]
 
 
 def _most_sent(sizes: list[int]) -> int:
     """Gradients that are summed go one after the other where they are large, and the others together."""
     return max([sum(size for size in sizes if size < GATHERED_ALONE), *sizes], default=0)
-
-
-def _sums_gradient(step: Convert, sizes: tuple[int, ...]) -> bool:
-    """Of what is gathered: its gradient is sent. That of S -> R is there on every rank."""
-    return conversion_of(step.source.layout, step.target.layout, sizes) is TABLE["SB"]
 
 
 def _read(step: Step) -> tuple[Tensor, ...]:

@@ -8,10 +8,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Sharding
-from pipeline.rates.compute import local_bytes
-from pipeline.sharding.lowering import state_layouts
+from pipeline.ir.graph import Role
+from pipeline.sharding.sharded import Sharded
 
 
 class Kept(StrEnum):
@@ -37,18 +35,18 @@ class Part:
         return f"{self.kept} {name}" if self.kept is Kept.buffers else f"{self.kept} of {name}"
 
 
-def resident_parts(graph: OpGraph, sharding: Sharding, sizes: tuple[int, ...], copies: float) -> tuple[Part, ...]:
+def resident_parts(sharded: Sharded, optimizer_copies: float) -> tuple[Part, ...]:
     """Largest first; of equal ones the optimizer's state, which is the easiest to shard."""
-    states = state_layouts(graph, sharding)
+    graph, sizes = sharded.graph, sharded.sizes
     found: dict[tuple[str, Kept, int], list[tuple[str, float]]] = defaultdict(list)
     for value in graph.of_role(Role.PARAMETER):
-        stored, state = sharding.storage[value.origin], states[value.name]
+        stored, state = sharded.sharding.storage[value.origin], sharded.states[value.name]
         shards = state.pieces(sizes) // stored.pieces(sizes)
-        value_bytes, state_bytes = (local_bytes(graph, value.name, layout, sizes) for layout in (stored, state))
+        value_bytes, state_bytes = (sharded.local_bytes(value.name, layout) for layout in (stored, state))
         for kept, layout, nbytes in (
             (Kept.values, stored, value_bytes),
             (Kept.gradients, stored, max(value_bytes, shards * state_bytes)),
-            (Kept.state, state, copies * state_bytes),
+            (Kept.state, state, optimizer_copies * state_bytes),
         ):
             found[_pattern(value.origin), kept, layout.pieces(sizes)].append((value.origin, nbytes))
     for value in graph.of_role(Role.BUFFER):

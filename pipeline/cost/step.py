@@ -18,19 +18,19 @@ A step of several micro-batches runs prologue and links for each; all else is on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from pipeline.cost.memory import LinkMemory, link_memory
 from pipeline.ir.cluster import LATER, Axis, Cluster
 from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
-from pipeline.ir.program import Call, Convert, Program, Step, Tensor
+from pipeline.ir.program import Call, Convert, Program, Step
 from pipeline.rates.allocator import spare
-from pipeline.rates.compute import Seconds, local_bytes, op_seconds, optimizer_seconds
+from pipeline.rates.compute import Seconds, op_seconds, optimizer_seconds
 from pipeline.rates.inner_collectives import talk_seconds
 from pipeline.rates.joined_axes import joined_link
 from pipeline.sharding.conversions import (
@@ -41,8 +41,8 @@ from pipeline.sharding.conversions import (
     gathered_together,
     step_axis,
 )
-from pipeline.sharding.lowering import home_layouts, state_layouts
 from pipeline.sharding.paths import Paths
+from pipeline.sharding.sharded import Sharded
 
 BUCKET_BYTES = 25e6  # of the buckets of pipeline.runtime.step.gradients
 
@@ -144,119 +144,161 @@ class ParameterPrice:
     optimizer: float
 
 
-def parameter_prices(
-    graph: OpGraph, cluster: Cluster, sharding: Sharding, program: Program, optimizer_copies: float
-) -> dict[str, ParameterPrice]:
-    home = home_layouts(graph, sharding)
-    found = {}
-    for name, layout in state_layouts(graph, sharding).items():
-        stored, state = (local_bytes(graph, name, own, cluster.sizes) for own in (home[name], layout))
-        axes = _axes(cluster, program.reduced.get(name, ()), home[name], layout)
-        shards = layout.pieces(cluster.sizes) // home[name].pieces(cluster.sizes)
-        found[name] = ParameterPrice(
-            resident_bytes(stored, state, optimizer_copies, shards),
-            update_seconds(stored, *axes),
-            optimizer_seconds(state, optimizer_copies, cluster.compute),
+@dataclass(frozen=True)
+class Priced:
+    """A sharded model with what its step takes. The cluster is on its mesh; prices are made once."""
+
+    sharded: Sharded
+    profile: Profile
+    cluster: Cluster
+    optimizer_copies: float  # tensors of a parameter's size that the optimizer keeps
+
+    @property
+    def graph(self) -> OpGraph:
+        return self.sharded.graph
+
+    @property
+    def sharding(self) -> Sharding:
+        return self.sharded.sharding
+
+    @property
+    def program(self) -> Program:
+        return self.sharded.program
+
+    def with_sharding(self, sharding: Sharding) -> Priced:
+        return replace(self, sharded=replace(self.sharded, sharding=sharding))
+
+    # ---- seconds
+
+    def op(self, name: str) -> Seconds:
+        """Without the collectives inside it."""
+        strategy, sizes = self.sharded.strategy(name), self.sharded.sizes
+        return op_seconds(self.graph, name, self.profile.ops[name], strategy, self.cluster.compute, sizes)
+
+    def collectives_inside(self, op: str) -> Seconds:
+        return talk_seconds(self.graph, op, self.sharded.strategy(op), self.cluster.axes)
+
+    def conversion(self, step: Convert, kept: bool = True) -> Seconds:
+        """Made again only where backward keeps something of the value: of a bias or a table it does not."""
+        value = self.graph.values[step.source.value]
+        paths = Paths(self.cluster.axes, self.cluster.compute, gathered_share(self.graph, step.source.value))
+        again = step.again and kept
+        return paths.step(step.source.layout, step.target.layout, value.type.nbytes, value.grad, again)[0]
+
+    def kept_by(self, steps: Sequence[Step]) -> set[str]:
+        """Values that the ops among these steps keep for backward."""
+        saved = (name for step in steps if isinstance(step, Call) for name in self.profile.ops[step.op].saves)
+        return {self.profile.storage.get(name, name) for name in saved}
+
+    def seconds(self, steps: Sequence[Step]) -> tuple[Seconds, Seconds]:
+        """Of ops, and of conversions and the collectives inside ops."""
+        calls, kept = [step.op for step in steps if isinstance(step, Call)], self.kept_by(steps)
+        moves = [self.conversion(s, s.source.value in kept) for s in steps if isinstance(s, Convert)]
+        return total(map(self.op, calls)), total([*moves, *map(self.collectives_inside, calls)])
+
+    @cached_property
+    def parameters(self) -> dict[str, ParameterPrice]:
+        found, compute = {}, self.cluster.compute
+        for name, (stored, state, shards) in self._stored().items():
+            found[name] = ParameterPrice(
+                resident_bytes(stored, state, self.optimizer_copies, shards),
+                update_seconds(stored, *self._axes(name)),
+                optimizer_seconds(state, self.optimizer_copies, compute),
+            )
+        return found
+
+    def _stored(self) -> dict[str, tuple[int, int, int]]:
+        """Bytes of each parameter and of a tensor of its optimizer state, and how many of these one of those has."""
+        own, sizes = self.sharded, self.sharded.sizes
+        return {
+            name: (own.local_bytes(name), own.local_bytes(name, state), state.pieces(sizes) // home.pieces(sizes))
+            for name, state in own.states.items()
+            for home in (own.home[name],)
+        }
+
+    def _axes(self, parameter: str) -> tuple[list[Axis], list[Axis]]:
+        """Those over which its gradient is summed, and those on which its state alone is split."""
+        home, state = self.sharded.home[parameter], self.sharded.states[parameter]
+        split = [n for n, (a, b) in enumerate(zip(home.states, state.states, strict=True)) if a.kind != "S" == b.kind]
+        axes = self.cluster.axes
+        return [axes[n] for n in self.program.reduced.get(parameter, ())], [axes[n] for n in split]
+
+    # ---- the step
+
+    @cached_property
+    def step(self) -> StepPrice:
+        program = self.program
+        before = [(program.prologue, program.micro_batches), (program.shared, 1)]
+        priced = [(*self.seconds(steps), times) for steps, times in before]
+        outside = Seconds(
+            sum(times * (ops.forward + moves.forward) for ops, moves, times in priced),
+            sum(times * (ops.backward + moves.backward) for ops, moves, times in priced),
         )
-    return found
+        owned = self.parameters.values()
+        return StepPrice(
+            links=tuple(map(self._link, range(len(program.links)))),
+            outside=outside,
+            gradient_sum=sum(one.gradient_sum for one in owned),
+            optimizer=sum(one.optimizer for one in owned),
+            resident_bytes=round(sum(one.resident for one in owned))
+            + sum(value.type.nbytes for value in self.graph.of_role(Role.BUFFER))
+            + self._left_over(),
+            shared_bytes=sum(map(self.copied_bytes, program.shared)),
+            micro_batches=program.micro_batches,
+            ahead_bytes=max(map(self._ahead_bytes, program.links), default=0),
+        )
+
+    def _link(self, number: int) -> LinkPrice:
+        entry = self.graph.chain[number].input
+        compute, communication = self.seconds(self.program.links[number])
+        memory = link_memory(self.sharded, self.profile, number)
+        return LinkPrice(compute, communication, memory, self.sharded.local_bytes(entry) if entry else 0)
+
+    def _left_over(self) -> int:
+        """What a GPU's memory may lose between parameters, their gradients and the optimizer's tensors."""
+        if self.cluster.device != "cuda":
+            return 0
+        stored = self._stored().values()
+        return round(sum(resident_bytes(spare(own), spare(state), self.optimizer_copies) for own, state, _ in stored))
+
+    def _ahead_bytes(self, steps: Sequence[Step]) -> int:
+        """What a link's gather of parameters as they are stored receives and sends (pipeline.runtime.step.prefetch)."""
+        sizes = self.sharded.sizes
+        again = [step for step in steps if isinstance(step, Convert) and step.again]
+        made = {step.target for step in again}
+        joined = {step for run in gathered_together(self.graph, steps, sizes) for step in run}
+        found: dict[int, int] = {}
+        for step in again:
+            ends = step.source.layout, step.target.layout
+            if step.source not in made and (step in joined or conversion_of(*ends, sizes) is TABLE["SB"]):
+                axis, whole = step_axis(*ends, sizes), self.sharded.local_bytes(step.target.value, step.target.layout)
+                sent, _ = gathered_beside(self.graph, step, sizes)
+                found[axis] = found.get(axis, 0) + whole + sent
+        return max(found.values(), default=0)
+
+    def copied_bytes(self, step: Convert) -> int:
+        """Of a copy that is there for the whole step, of its gradient, and of what micro-batches before added up."""
+        moved = conversion_of(step.source.layout, step.target.layout, self.sharded.sizes).forward != ""
+        copies = 1 + moved + (self.program.micro_batches > 1)
+        return copies * self.sharded.local_bytes(step.target.value, step.target.layout)
 
 
-def price_step(
-    graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, program: Program, optimizer_copies: float
-) -> StepPrice:
-    home = home_layouts(graph, sharding)
-    links = []
-    for index, steps in enumerate(program.links):
-        link = graph.chain[index]
-        last = index == len(program.links) - 1
-        exit_ = program.output if last else Tensor(link.output, home[link.output])
-        compute, communication = steps_seconds(graph, profile, cluster, sharding, steps)
-        memory = link_memory(graph, profile, sharding, link, steps, exit_, cluster.sizes)
-        entry = local_bytes(graph, link.input, home[link.input], cluster.sizes) if link.input else 0
-        links.append(LinkPrice(compute, communication, memory, entry))
-    before = [(program.prologue, program.micro_batches), (program.shared, 1)]
-    priced = [(*steps_seconds(graph, profile, cluster, sharding, steps), times) for steps, times in before]
-    outside = Seconds(
-        sum(times * (ops.forward + moves.forward) for ops, moves, times in priced),
-        sum(times * (ops.backward + moves.backward) for ops, moves, times in priced),
-    )
-    owned = parameter_prices(graph, cluster, sharding, program, optimizer_copies).values()
-    return StepPrice(
-        links=tuple(links),
-        outside=outside,
-        gradient_sum=sum(one.gradient_sum for one in owned),
-        optimizer=sum(one.optimizer for one in owned),
-        resident_bytes=round(sum(one.resident for one in owned))
-        + sum(v.type.nbytes for v in graph.of_role(Role.BUFFER))
-        + _left_over(graph, cluster, sharding, optimizer_copies),
-        shared_bytes=sum(copied_bytes(graph, cluster, step, program.micro_batches) for step in program.shared),
-        micro_batches=program.micro_batches,
-        ahead_bytes=max((ahead_bytes(graph, steps, cluster.sizes) for steps in program.links), default=0),
-    )
+@dataclass(frozen=True)
+class Workload:
+    """A model with its batch, its optimizer and the mesh that it is planned for: all of a price but the sharding."""
+
+    graph: OpGraph
+    profile: Profile
+    cluster: Cluster  # on the mesh
+    optimizer_copies: float
+    micro_batches: int = 1
+    to_loss: bool = True
+
+    def priced(self, sharding: Sharding) -> Priced:
+        sharded = Sharded(self.graph, sharding, self.cluster.sizes, self.micro_batches, self.to_loss)
+        return Priced(sharded, self.profile, self.cluster, self.optimizer_copies)
 
 
-def _left_over(graph: OpGraph, cluster: Cluster, sharding: Sharding, optimizer_copies: float) -> int:
-    """What a GPU's memory may lose between parameters, their gradients and the optimizer's tensors."""
-    if cluster.device != "cuda":
-        return 0
-    home, found = home_layouts(graph, sharding), 0.0
-    for name, layout in state_layouts(graph, sharding).items():
-        stored, state = (spare(local_bytes(graph, name, own, cluster.sizes)) for own in (home[name], layout))
-        found += resident_bytes(stored, state, optimizer_copies)
-    return round(found)
-
-
-def ahead_bytes(graph: OpGraph, steps: Sequence[Step], sizes: tuple[int, ...]) -> int:
-    """What a link's gather of parameters as they are stored receives and sends (pipeline.runtime.step.prefetch)."""
-    again = [step for step in steps if isinstance(step, Convert) and step.again]
-    made = {step.target for step in again}
-    joined = {step for run in gathered_together(graph, steps, sizes) for step in run}
-    found: dict[int, int] = {}
-    for step in again:
-        ends = step.source.layout, step.target.layout
-        if step.source not in made and (step in joined or conversion_of(*ends, sizes) is TABLE["SB"]):
-            axis, whole = step_axis(*ends, sizes), local_bytes(graph, step.target.value, step.target.layout, sizes)
-            sent, _ = gathered_beside(graph, step, sizes)
-            found[axis] = found.get(axis, 0) + whole + sent
-    return max(found.values(), default=0)
-
-
-def _axes(cluster: Cluster, summed: tuple[int, ...], home: Layout, state: Layout) -> tuple[list[Axis], list[Axis]]:
-    """Those over which the gradient is summed, and those on which the state alone is split."""
-    split = [n for n, (a, b) in enumerate(zip(home.states, state.states, strict=True)) if a.kind != "S" == b.kind]
-    return [cluster.axes[n] for n in summed], [cluster.axes[n] for n in split]
-
-
-def copied_bytes(graph: OpGraph, cluster: Cluster, step: Convert, micro_batches: int) -> int:
-    """Bytes of a copy that is there for the whole step, of its gradient, and of what micro-batches before added up."""
-    moved = conversion_of(step.source.layout, step.target.layout, cluster.sizes).forward != ""
-    return (1 + moved + (micro_batches > 1)) * local_bytes(graph, step.target.value, step.target.layout, cluster.sizes)
-
-
-def steps_seconds(
-    graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, steps: tuple[Step, ...]
-) -> tuple[Seconds, Seconds]:
-    """Seconds of ops, and of conversions and the collectives inside ops."""
-    calls = [s for s in steps if isinstance(s, Call)]
-    kept = {profile.storage.get(name, name) for s in calls for name in profile.ops[s.op].saves}
-    ops = [_call_seconds(graph, profile, cluster, sharding, s) for s in calls]
-    moves = [convert_seconds(graph, cluster, s, s.source.value in kept) for s in steps if isinstance(s, Convert)]
-    moves += [talk_seconds(graph, s.op, sharding.strategies[s.op], cluster.axes) for s in calls]
-    return _total(ops), _total(moves)
-
-
-def _total(parts: list[Seconds]) -> Seconds:
-    return Seconds(sum(p.forward for p in parts), sum(p.backward for p in parts))
-
-
-def _call_seconds(graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, step: Call) -> Seconds:
-    strategy = sharding.strategies[step.op]
-    return op_seconds(graph, step.op, profile.ops[step.op], strategy, cluster.compute, cluster.sizes)
-
-
-def convert_seconds(graph: OpGraph, cluster: Cluster, step: Convert, kept: bool = True) -> Seconds:
-    """A conversion is made again only where backward keeps something of the value: of a bias or a table it does not."""
-    value = graph.values[step.source.value]
-    paths = Paths(cluster.axes, cluster.compute, gathered_share(graph, step.source.value))
-    again = step.again and kept
-    return paths.step(step.source.layout, step.target.layout, value.type.nbytes, value.grad, again)[0]
+def total(parts: Iterable[Seconds]) -> Seconds:
+    each = list(parts)
+    return Seconds(sum(part.forward for part in each), sum(part.backward for part in each))

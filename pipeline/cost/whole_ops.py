@@ -10,14 +10,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.ir.cluster import Compute
+from pipeline.cost.step import Priced
+from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import Op, OpGraph
-from pipeline.ir.plan import Plan, Sharding
+from pipeline.ir.plan import Plan
 from pipeline.ir.profile import Profile
 from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
-from pipeline.rates.compute import op_seconds
-from pipeline.sharding.partitions import busiest, part_of
+from pipeline.sharding.partitions import busiest, sharded_parts
 from pipeline.sharding.slices import sliced
 
 LACK = "whole on every rank for lack of a rule"
@@ -37,36 +37,23 @@ class WholeOp:
         return f"{self.target}{times} ({self.share:.1%} of the step)"
 
 
-def whole_ops(
-    graph: OpGraph,
-    profile: Profile,
-    compute: Compute,
-    sizes: tuple[int, ...],
-    sharding: Sharding,
-    micro_batches: int,
-    step_seconds: float,
-) -> tuple[WholeOp, ...]:
-    """Of a sharding on a mesh of these sizes, the dearest first."""
-    return _joined(_seconds(graph, profile, compute, sizes, sharding, micro_batches), step_seconds)
+def whole_ops(priced: Priced, step_seconds: float) -> tuple[WholeOp, ...]:
+    """Of a sharded model, the dearest first."""
+    return _joined(_seconds(priced), step_seconds)
 
 
-def whole_ops_of(plan: Plan, graph: OpGraph, profile: Profile, compute: Compute) -> tuple[WholeOp, ...]:
+def whole_ops_of(plan: Plan, graph: OpGraph, profile: Profile, cluster: Cluster) -> tuple[WholeOp, ...]:
     """Of the plan; of a pipeline those on its busiest devices, which the step waits for. The graph is as it runs."""
     cut, costs = sliced(graph, profile, plan.slices)
-    found: list[tuple[str, float]] = []
-    for partition in (plan.partitions[number] for number in busiest(plan)):
-        own = part_of(cut, partition.first, partition.last) if plan.pipelined else cut
-        found += _seconds(own, costs, compute, partition.sizes, partition.sharding, plan.micro_batches)
+    parts = sharded_parts(plan, cut)
+    found = [one for n in busiest(plan) for one in _seconds(Priced(parts[n], costs, cluster, 0.0))]
     return _joined(found, plan.prediction.step_seconds)
 
 
-def _seconds(
-    graph: OpGraph, profile: Profile, compute: Compute, sizes: tuple[int, ...], sharding: Sharding, micro_batches: int
-) -> Iterator[tuple[str, float]]:
-    for op in graph.ops:
-        if lacks_rule(graph, op, sizes):
-            ran = op_seconds(graph, op.name, profile.ops[op.name], sharding.strategies[op.name], compute, sizes)
-            yield op.target, micro_batches * ran.total
+def _seconds(priced: Priced) -> Iterator[tuple[str, float]]:
+    for op in priced.graph.ops:
+        if lacks_rule(priced.graph, op, priced.sharded.sizes):
+            yield op.target, priced.sharded.micro_batches * priced.op(op.name).total
 
 
 def _joined(found: Iterable[tuple[str, float]], step_seconds: float) -> tuple[WholeOp, ...]:

@@ -13,6 +13,7 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Plan, Sharding
 from pipeline.sharding.lowering import home_layouts
+from pipeline.sharding.sharded import Sharded
 
 
 def crossing(graph: OpGraph, cut: int) -> tuple[str, ...]:
@@ -34,6 +35,20 @@ def part_of(graph: OpGraph, first: int, last: int) -> OpGraph:
     values = {name: value for name, value in graph.values.items() if name in used}
     values |= {name: replace(values[name], role=Role.ENTERS) for name in enters}
     return OpGraph(values, ops, chain[-1].output, prologue, chain)
+
+
+def sharded_parts(plan: Plan, graph: OpGraph) -> tuple[Sharded, ...]:
+    """Each partition as it runs, or the whole model; of a graph of one micro-batch."""
+    return tuple(
+        Sharded(
+            part_of(graph, part.first, part.last) if plan.pipelined else graph,
+            part.sharding,
+            part.sizes,
+            plan.micro_batches,
+            to_loss=part is plan.partitions[-1],
+        )
+        for part in plan.partitions
+    )
 
 
 def restricted(graph: OpGraph, sharding: Sharding, first: int, last: int) -> Sharding:

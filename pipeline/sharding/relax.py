@@ -1,4 +1,4 @@
-"""The inner loop of price_tables, compiled by numba on first use and kept on disk."""
+"""The inner loop of path_tables.py, compiled by numba on first use and kept on disk."""
 
 from __future__ import annotations
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from pipeline.base.errors import BudgetError, SolveError
 from pipeline.config import Checkpoint
 from pipeline.cost.resident import budget_of, gigabytes, resident_parts
-from pipeline.cost.step import StepPrice, price_step
-from pipeline.ir.cluster import Cluster, Mesh
+from pipeline.cost.step import Priced, StepPrice, Workload
+from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Alternative, Frontier, Partition, Plan, Prediction, Region, Sharding
+from pipeline.ir.plan import Alternative, Frontier, Partition, Plan, Prediction, Region
 from pipeline.ir.profile import Profile
-from pipeline.sharding.lowering import lower
 from pipeline.sharding.partitions import restricted
 from stages.checkpoint import timeline
 from stages.checkpoint.describe import axes_in_words, passes_in_words, pipeline_in_words, recompute_in_words
@@ -33,8 +32,7 @@ class Candidate:
     """A plan of the frontier with its recompute schedule; without one where none fits."""
 
     point: int
-    mesh: Mesh
-    sharding: Sharding
+    priced: Priced
     price: StepPrice  # its optimizer as `linear` has it
     linear: Linear
     regions: tuple[Region, ...] | None
@@ -66,21 +64,20 @@ LITTLE = 0.01  # of the time, that a device may wait for its host
 def evaluate(
     graph: OpGraph, profile: Profile, cluster: Cluster, frontier: Frontier, number: int, settings: Checkpoint
 ) -> Candidate:
-    sharding, mesh = frontier.points[number].sharding, frontier.meshes[frontier.points[number].mesh]
-    cluster = cluster.on(mesh)
-    program = lower(graph, sharding, frontier.micro_batches)
-    price = price_step(graph, profile, cluster, sharding, program, frontier.optimizer_copies)
-    join = join_of(settings, profile.compiled is not None)
-    linear = linearize(graph, profile, cluster, sharding, program, price, join)
-    price = replace(price, optimizer=linear.optimizer_seconds)
-    candidate = Candidate(number, mesh, sharding, price, linear, None, NOTHING, 0)
+    point = frontier.points[number]
+    mesh = frontier.meshes[point.mesh]
+    workload = Workload(graph, profile, cluster.on(mesh), frontier.optimizer_copies, frontier.micro_batches)
+    priced = workload.priced(point.sharding)
+    linear = linearize(priced, join_of(settings, profile.compiled is not None))
+    price = replace(priced.step, optimizer=linear.optimizer_seconds)
+    candidate = Candidate(number, priced, price, linear, None, NOTHING, 0)
     chain, fixed, budget = linear.chain, linear.fixed_bytes, frontier.budget_bytes
     if chain is None:
         loss = linear.costs[0].ways[0]
         need = loss_temporaries(linear.costs[0])
         found = replace(candidate, peak_bytes=max(fixed + need, linear.optimizer_peak))
         if found.peak_bytes > budget:
-            return _refused(found, graph, cluster, frontier, None)
+            return _refused(found, None)
         compiled = None if profile.compiled is None else 1.0
         regions = tuple(Region(link, link, False, (), (), compiled) for link in range(len(graph.chain)))
         return replace(found, regions=regions, outcome=_of_one_link(loss.forward + loss.backward, need))
@@ -88,14 +85,14 @@ def evaluate(
         best, outcome = _played_schedule(graph, linear, budget - fixed, settings, frontier.micro_batches)
     except rotor.InfeasibleBudget as refusal:
         found = replace(candidate, peak_bytes=max(fixed + refusal.tightest, linear.optimizer_peak))
-        return _refused(found, graph, cluster, frontier, refusal.op)
+        return _refused(found, refusal.op)
     peak = max(fixed + int(outcome.peak), linear.optimizer_peak)
     found = replace(candidate, outcome=outcome, peak_bytes=peak)
     if found.peak_bytes <= budget:
         return replace(found, regions=linear.regions(best.regions))
     worst = max(outcome.steps, key=lambda step: step.held).op
     least = max(fixed + rotor.tightest(chain, _slots(chain, settings)).memory, linear.optimizer_peak)
-    return replace(_refused(found, graph, cluster, frontier, worst), optimal_bytes=least)
+    return replace(_refused(found, worst), optimal_bytes=least)
 
 
 def _of_one_link(seconds: float, held: int) -> Outcome:
@@ -104,12 +101,10 @@ def _of_one_link(seconds: float, held: int) -> Outcome:
     return Outcome((Step(schedule.Op(schedule.Kind.B, 0), nothing, held, seconds),), seconds, held)
 
 
-def _refused(
-    candidate: Candidate, graph: OpGraph, cluster: Cluster, frontier: Frontier, op: schedule.Op | None
-) -> Candidate:
+def _refused(candidate: Candidate, op: schedule.Op | None) -> Candidate:
     """With a word on what its least is made of: what is resident, and the activations as that op runs."""
-    price = candidate.price
-    parts = resident_parts(graph, candidate.sharding, cluster.sizes, frontier.optimizer_copies)
+    price, graph = candidate.price, candidate.priced.graph
+    parts = resident_parts(candidate.priced.sharded, candidate.priced.optimizer_copies)
     largest = f" (the largest part: {parts[0].label} with {gigabytes(parts[0].nbytes)})" if parts else ""
     common = price.fixed_bytes - price.resident_bytes
     least, linear = candidate.peak_bytes, candidate.linear
@@ -215,7 +210,8 @@ def _plan_alone(
 ) -> Plan:
     assert best.regions is not None
     last = len(best.price.links) - 1
-    only = Partition(0, last, _axes(best.mesh), best.sharding, best.regions, 1, best.peak_bytes, best.chain_seconds)
+    axes, sharding = _axes(best.priced), best.priced.sharding
+    only = Partition(0, last, axes, sharding, best.regions, 1, best.peak_bytes, best.chain_seconds)
     return Plan(
         device=cluster.device,
         onednn=cluster.compute.onednn,
@@ -242,8 +238,8 @@ def _plan_piped(
         Partition(
             first=first,
             last=last,
-            axes=_axes(filled.mesh),
-            sharding=restricted(graph, filled.sharding, first, last),
+            axes=_axes(filled.priced),
+            sharding=restricted(graph, filled.priced.sharding, first, last),
             regions=filled.linear.regions(part.region),
             in_flight=part.flight,
             peak_bytes=round(part.peak_bytes),
@@ -267,14 +263,14 @@ def _plan_piped(
     )
 
 
-def _axes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
-    return tuple((axis.name, axis.size) for axis in mesh.axes)
+def _axes(priced: Priced) -> tuple[tuple[str, int], ...]:
+    return tuple((axis.name, axis.size) for axis in priced.cluster.axes)
 
 
 def _offer(candidate: Candidate) -> Offer:
     regions = candidate.regions or ()
     words = [
-        f"plan {candidate.point} of the frontier on {axes_in_words(_axes(candidate.mesh))}",
+        f"plan {candidate.point} of the frontier on {axes_in_words(_axes(candidate.priced))}",
         "no pipeline",
         passes_in_words(candidate.price.micro_batches),
         recompute_in_words(sum(region.recompute for region in regions)),
@@ -287,7 +283,7 @@ def _offer(candidate: Candidate) -> Offer:
 
 
 def _piped_offer(piped: Piped) -> Offer:
-    plan, axes = piped.plan, [_axes(filled.mesh) for filled in piped.fills]
+    plan, axes = piped.plan, [_axes(filled.priced) for filled in piped.fills]
     spans = [(*span, own) for span, own in zip(piped.spans, axes, strict=True)]
     again = sum(isinstance(step, schedule.Region) for part in plan.partitions for step in part.region.steps)
     what = ", ".join(

@@ -39,7 +39,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     plan = replace(plan, released=released(graph, profile))
     inputs.log.info(describe(graph, plan))
     remember_in(inputs.root / "runs" / "ops")
-    whole = whole_ops_of(plan, graph, profile, cluster.compute)
+    whole = whole_ops_of(plan, graph, profile, cluster)
     return Result(plan, figures(plan) | figures_of(whole))
 
 

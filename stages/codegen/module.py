@@ -8,22 +8,22 @@ from collections.abc import Iterator
 
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.names import pattern
-from pipeline.ir.plan import Plan, Sharding
-from pipeline.ir.program import Program
-from pipeline.sharding.lowering import state_layouts
+from pipeline.ir.plan import Plan
+from pipeline.sharding.partitions import sharded_parts
 from stages.codegen.functions import functions_of
 from stages.codegen.part import Part, class_text, write_part
 from stages.codegen.text import one_or_many, quoted, runtime_import
 
 
-def write_module(graph: OpGraph, plan: Plan, program: Program, digest: str = "") -> str:
+def write_module(graph: OpGraph, plan: Plan, digest: str = "") -> str:
     """`digest` is that of the plan's artifact, for the header."""
-    part = Part(graph, plan.sharding, plan.axes, plan.regions, program, plan.released)
+    (sharded,) = sharded_parts(plan, graph)
+    part = Part(sharded, plan.axes, plan.regions, plan.released)
     written = write_part(part)
     functions = functions_of([written])
     parts = [*functions.texts, class_text(written, functions.names)]
     functional = any(re.search(r"\bF\.", text) for text in parts)
-    return "\n\n\n".join([_header(graph, plan, program, written.used, functional, digest), *parts]) + "\n"
+    return "\n\n\n".join([_header(part, plan, written.used, functional, digest), *parts]) + "\n"
 
 
 def told_digest(digest: str) -> str:
@@ -42,12 +42,12 @@ def told_slices(graph: OpGraph, plan: Plan) -> str:
     return " + ".join(f"({size},) * {times}" if times > 1 else f"({size},)" for size, times in counted.items())
 
 
-def _header(graph: OpGraph, plan: Plan, program: Program, used: set[str], functional: bool, digest: str) -> str:
+def _header(part: Part, plan: Plan, used: set[str], functional: bool, digest: str) -> str:
     mesh = ", ".join(f"{name}={size}" for name, size in plan.axes)
-    rows = "\n".join(f"    {quoted(name)}: {entry}," for name, entry in _parameters(graph, plan, program).items())
+    rows = "\n".join(f"    {quoted(name)}: {entry}," for name, entry in _parameters(part).items())
     inputs = [f'{quoted(name)}: "{layout}"' for name, layout in plan.sharding.inputs.items()]
     functions = "import torch.nn.functional as F\n" if functional else ""
-    slices = f"SLICES = {told_slices(graph, plan)}  # samples of those of one batch\n" if plan.slices else ""
+    slices = f"SLICES = {told_slices(part.graph, plan)}  # samples of those of one batch\n" if plan.slices else ""
     return f'''"""The training program for the mesh {mesh}, written from runs/checkpoint/plan.json.{told_digest(digest)}
 
 Each line's layout stands behind it with the shape of one rank's piece: R replicated, B replicated with a partial
@@ -65,7 +65,7 @@ import torch
 
 {told_device(plan)}
 MESH = {{{", ".join(f"{quoted(name)}: {size}" for name, size in plan.axes)}}}
-MICRO_BATCHES = {program.micro_batches}  # forward and backward passes of a step
+MICRO_BATCHES = {plan.micro_batches}  # forward and backward passes of a step
 {slices}{one_or_many("INPUTS = {", inputs, "}")}
 # Of each parameter: how it is stored, the axes over which its gradient is summed during backward, and how the
 # optimizer's state is stored; `*` stands for a number.
@@ -74,19 +74,17 @@ PARAMETERS = {{
 }}'''
 
 
-def _parameters(graph: OpGraph, plan: Plan, program: Program) -> dict[str, str]:
+def _parameters(part: Part) -> dict[str, str]:
     """One row per parameter; equal rows of numbered modules are written once, with `*` for the number."""
-    rows = dict(parameter_rows(graph, plan.axes, plan.sharding, program))
+    rows = dict(parameter_rows(part))
     entries: dict[str, set[str]] = {}
     for name, row in rows.items():
         entries.setdefault(pattern(name), set()).add(row)
     return {pattern(name) if len(entries[pattern(name)]) == 1 else name: row for name, row in rows.items()}
 
 
-def parameter_rows(
-    graph: OpGraph, axes: tuple[tuple[str, int], ...], sharding: Sharding, program: Program
-) -> Iterator[tuple[str, str]]:
-    for name, state in state_layouts(graph, sharding).items():
-        origin, summed = graph.values[name].origin, program.reduced.get(name, ())
-        over = "+".join(axes[axis][0] for axis in summed)
-        yield origin, f'("{sharding.storage[origin]}", {quoted(over)}, "{state}")'
+def parameter_rows(part: Part) -> Iterator[tuple[str, str]]:
+    for name, state in part.sharded.states.items():
+        origin, summed = part.graph.values[name].origin, part.program.reduced.get(name, ())
+        over = "+".join(part.axes[axis][0] for axis in summed)
+        yield origin, f'("{part.sharding.storage[origin]}", {quoted(over)}, "{state}")'

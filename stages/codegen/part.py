@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 
 from pipeline.ir.graph import Link, Op, OpGraph, Role
@@ -14,7 +13,7 @@ from pipeline.ir.names import is_name, printable
 from pipeline.ir.plan import Region, Sharding
 from pipeline.ir.program import Call, Program, Tensor
 from pipeline.ops.blocks import convolves, relus_between
-from pipeline.sharding.lowering import home_layouts
+from pipeline.sharding.sharded import Sharded
 from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, Outside, free_name, returned, statement
 from stages.codegen.text import one_or_many, quoted
 
@@ -23,11 +22,9 @@ from stages.codegen.text import one_or_many, quoted
 class Part:
     """What a class is written from. A partition's graph, sharding and regions are its own, numbered from zero."""
 
-    graph: OpGraph
-    sharding: Sharding
+    sharded: Sharded
     axes: tuple[tuple[str, int], ...]
     regions: tuple[Region, ...]
-    program: Program
     released: tuple[str, ...]
     name: str = "Program"
     first: int = 0  # link of the model with which it begins
@@ -44,10 +41,21 @@ class Part:
     def mesh(self) -> Mesh:
         return Mesh(self.axes)
 
-    @cached_property
+    @property
+    def graph(self) -> OpGraph:
+        return self.sharded.graph
+
+    @property
+    def sharding(self) -> Sharding:
+        return self.sharded.sharding
+
+    @property
+    def program(self) -> Program:
+        return self.sharded.program
+
+    @property
     def home(self) -> dict[str, Layout]:
-        """The layout in which each value is born."""
-        return home_layouts(self.graph, self.sharding)
+        return self.sharded.home
 
     @property
     def entry(self) -> Tensor | None:

@@ -17,8 +17,7 @@ from pipeline.ir.graph import OpGraph, Role, Value
 from pipeline.ir.layout import Layout
 from pipeline.ir.names import ranges
 from pipeline.ir.plan import Plan, Region
-from pipeline.sharding.lowering import lower
-from pipeline.sharding.partitions import crossing, part_of
+from pipeline.sharding.partitions import crossing, sharded_parts
 from stages.codegen.block import RESERVED, Outside
 from stages.codegen.functions import functions_of
 from stages.codegen.module import parameter_rows, told_device, told_digest, told_slices
@@ -74,15 +73,10 @@ def _same(lines: Sequence[str], others: Sequence[str]) -> bool:
 
 def _part(graph: OpGraph, plan: Plan, number: int, common: dict[str, Outside], name: str) -> Part:
     partition = plan.partitions[number]
-    own = part_of(graph, partition.first, partition.last)
-    last = partition.last == len(graph.chain) - 1
-    program = lower(own, partition.sharding, plan.micro_batches, to_loss=last)
     return Part(
-        own,
-        partition.sharding,
+        sharded_parts(plan, graph)[number],
         partition.axes,
         tuple(_shifted(region, partition.first) for region in partition.regions),
-        program,
         plan.released,
         name=f"{name}{number}",
         first=partition.first,
@@ -101,7 +95,7 @@ def _attributes(part: Part) -> str:
     last = part.first + len(part.graph.chain) - 1
     links = f"Links {part.first} to {last}" if last > part.first else f"Link {last}"
     inputs = [f'{quoted(value.name)}: "{part.sharding.inputs[value.name]}"' for value in part.graph.of_role(Role.INPUT)]
-    parameters = ranges(dict(parameter_rows(part.graph, part.axes, part.sharding, part.program)))
+    parameters = ranges(dict(parameter_rows(part)))
     rows = [f"    {quoted(name)}: {row}," for name, row in parameters.items()]
     buffers = [quoted(name) for name in ranges({value.origin: "" for value in part.graph.of_role(Role.BUFFER)})]
     return "\n".join(

@@ -9,7 +9,6 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan
 from pipeline.ir.verify import verify_sharding
 from pipeline.ops.uneven import uneven_in
-from pipeline.sharding.lowering import lower
 from pipeline.sharding.partitions import part_of
 from stages.codegen.module import write_module
 from stages.codegen.partitions import write_partitions
@@ -27,7 +26,7 @@ def write_program(graph: OpGraph, plan: Plan, config: Config, digest: str = "") 
     graph, *smaller = graphs_of_slices(graph, plan, config)
     if not plan.pipelined:
         verify_sharding(graph, plan.sharding, plan.sizes, uneven_in(graph).spots)
-        text = write_module(graph, plan, lower(graph, plan.sharding, plan.micro_batches), digest)
+        text = write_module(graph, plan, digest)
         return check_parses(text), (graph,)
     for partition in plan.partitions:
         part = part_of(graph, partition.first, partition.last)

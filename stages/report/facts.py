@@ -100,7 +100,7 @@ def _whole_ops(sources: Sources) -> tuple[WholeOp, ...]:
     graph, profile, cluster = sources.graph, sources.profile, sources.cluster
     if graph is None or profile is None or cluster is None:
         return ()
-    return whole_ops_of(sources.plan, as_run(graph, profile.types), profile, cluster.compute)
+    return whole_ops_of(sources.plan, as_run(graph, profile.types), profile, cluster)
 
 
 def thinned(report: Report, every: int) -> Report:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pipeline.cost.resident import Kept, resident_parts, total_of
 from pipeline.ir.plan import Event, Plan, Region
 from stages.report.model import place_of
-from stages.report.priced import Priced
+from stages.report.priced import PricedPartition
 
 REST = "temporaries, gradients of activations and what is kept in part"
 
@@ -40,7 +40,7 @@ class Memory:
     devices: tuple[DeviceMemory, ...]
 
 
-def memory_of(plan: Plan, parts: tuple[Priced, ...], optimizer_copies: float | None) -> Memory:
+def memory_of(plan: Plan, parts: tuple[PricedPartition, ...], optimizer_copies: float | None) -> Memory:
     pieces = len(plan.partitions) // plan.chunks
     event = peak_event(plan)
     devices = tuple(
@@ -57,7 +57,7 @@ def peak_event(plan: Plan) -> int | None:
 
 
 def _device(
-    plan: Plan, parts: tuple[Priced, ...], numbers: tuple[int, ...], copies: float | None, event: int | None
+    plan: Plan, parts: tuple[PricedPartition, ...], numbers: tuple[int, ...], copies: float | None, event: int | None
 ) -> DeviceMemory:
     own = [plan.partitions[number] for number in numbers]
     peak = plan.prediction.peak_bytes if not plan.pipelined else sum(part.peak_bytes for part in own)
@@ -75,16 +75,16 @@ def _device(
     return DeviceMemory(numbers, peak, resident, flight, tuple(alive))
 
 
-def _resident(parts: Iterable[Priced], copies: float) -> list[Alive]:
+def _resident(parts: Iterable[PricedPartition], copies: float) -> list[Alive]:
     sums: Counter[Kept] = Counter()
     for part in parts:
-        found = resident_parts(part.graph, part.partition.sharding, part.sizes, copies)
+        found = resident_parts(part.sharded, copies)
         sums.update({kept: total_of(found, kept) for kept in Kept})
     names = {Kept.values: "parameters"}
     return [Alive(names.get(kept, kept.value), names.get(kept, kept.value), sums[kept]) for kept in Kept if sums[kept]]
 
 
-def _activations(plan: Plan, part: Priced, event: int, room: int) -> list[Alive]:
+def _activations(plan: Plan, part: PricedPartition, event: int, room: int) -> list[Alive]:
     """What the links keep at that event, equal ones together; less each where their sum is more than there is room."""
     assert part.price is not None
     links, chain = part.price.links, part.graph.chain
@@ -103,7 +103,7 @@ def _activations(plan: Plan, part: Priced, event: int, room: int) -> list[Alive]
     ]
 
 
-def _named(part: Priced, links: list[int], whole: bool) -> str:
+def _named(part: PricedPartition, links: list[int], whole: bool) -> str:
     """`link 3 (layers.0) and 95 like it`"""
     place = place_of(part.graph, part.graph.chain[links[0]].ops)
     others = f" and {len(links) - 1} like it" if len(links) > 1 else ""

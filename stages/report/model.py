@@ -13,7 +13,7 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.program import Call, Convert, Step, Tensor
 from pipeline.sharding.conversions import conversion_of, made_again, step_axis
-from stages.report.priced import Priced, class_of
+from stages.report.priced import PricedPartition, class_of
 
 HERE = "{}"
 LONGEST_PERIOD = 24  # links of a layer, at most, that are seen to repeat
@@ -86,7 +86,7 @@ class Model:
     folds: tuple[Fold, ...]
 
 
-def model_of(parts: tuple[Priced, ...]) -> Model:
+def model_of(parts: tuple[PricedPartition, ...]) -> Model:
     bodies: dict[Body, int] = {}
     links: list[LinkFacts] = []
     for part in parts:
@@ -127,7 +127,7 @@ def place_of(graph: OpGraph, ops: tuple[str, ...]) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _body(part: Priced, number: int | None, steps: tuple[Step, ...]) -> tuple[str, Body]:
+def _body(part: PricedPartition, number: int | None, steps: tuple[Step, ...]) -> tuple[str, Body]:
     calls = [step for step in steps if isinstance(step, Call)]
     at = place_of(part.graph, tuple(call.op for call in calls)) if number is not None else ""
     writer = _Writer(part, at, steps)
@@ -157,7 +157,7 @@ def _title(modules: list[str]) -> str:
 class _Writer:
     """Names the values of one link as every equal link names them."""
 
-    def __init__(self, part: Priced, at: str, steps: tuple[Step, ...]) -> None:
+    def __init__(self, part: PricedPartition, at: str, steps: tuple[Step, ...]) -> None:
         self.part, self.at, self.steps = part, at, steps
         self.kept = part.kept(steps)
         calls = [step for step in steps if isinstance(step, Call)]
@@ -172,7 +172,7 @@ class _Writer:
         if isinstance(step, Convert):
             return self._conversion(step, *times)
         op = self.part.graph.op(step.op)
-        free = bool(self.part.profile and self.part.profile.ops[step.op].free)
+        free = bool(self.part.priced and self.part.priced.profile.ops[step.op].free)
         return OpFacts(
             name=self._short(step.op),
             module=self._inside(op.module),

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.cost.step import StepPrice, convert_seconds, price_step
+from pipeline.cost.step import Priced, StepPrice
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Partition
 from pipeline.ir.profile import Profile, as_run
 from pipeline.ir.program import Call, Convert, Program, Step
-from pipeline.rates.compute import Seconds, op_seconds
-from pipeline.rates.inner_collectives import talk_seconds
+from pipeline.rates.compute import Seconds
 from pipeline.sharding.conversions import conversion_of
-from pipeline.sharding.lowering import lower
-from pipeline.sharding.partitions import part_of
+from pipeline.sharding.partitions import sharded_parts
+from pipeline.sharding.sharded import Sharded
 from pipeline.sharding.slices import sliced
 from stages.report.sources import Sources
 
@@ -39,54 +38,53 @@ def class_of(target: str, free: bool = False) -> str:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedPartition:
     """A partition as it runs; prices where profile, cluster and frontier are known."""
 
     number: int
     partition: Partition
-    graph: OpGraph  # of the partition, with the types it runs in
-    program: Program
-    cluster: Cluster | None
-    profile: Profile | None
-    price: StepPrice | None
+    sharded: Sharded  # with the types it runs in
+    priced: Priced | None
+
+    @property
+    def graph(self) -> OpGraph:
+        return self.sharded.graph
+
+    @property
+    def program(self) -> Program:
+        return self.sharded.program
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return self.partition.sizes
+        return self.sharded.sizes
 
-    def seconds(self, step: Step, kept: frozenset[str]) -> Seconds | None:
+    @property
+    def price(self) -> StepPrice | None:
+        return self.priced.step if self.priced else None
+
+    def seconds(self, step: Step, kept: Container[str]) -> Seconds | None:
         """Of an op without the collectives inside it, or of a conversion."""
-        if self.cluster is None or self.profile is None:
+        if self.priced is None:
             return None
         if isinstance(step, Convert):
-            return convert_seconds(self.graph, self.cluster, step, step.source.value in kept)
-        strategy = self.partition.sharding.strategies[step.op]
-        cost = self.profile.ops[step.op]
-        return op_seconds(self.graph, step.op, cost, strategy, self.cluster.compute, self.sizes)
+            return self.priced.conversion(step, step.source.value in kept)
+        return self.priced.op(step.op)
 
-    def kept(self, steps: Iterable[Step]) -> frozenset[str]:
+    def kept(self, steps: Sequence[Step]) -> Container[str]:
         """Values that the ops among these steps keep for backward."""
-        profile = self.profile
-        if profile is None:
-            return frozenset()
-        calls = (step for step in steps if isinstance(step, Call))
-        return frozenset(profile.storage.get(name, name) for call in calls for name in profile.ops[call.op].saves)
+        return self.priced.kept_by(steps) if self.priced else ()
 
-    def collectives(self, step: Step, kept: frozenset[str]) -> Iterator[tuple[str, float]]:
+    def collectives(self, step: Step, kept: Container[str]) -> Iterator[tuple[str, float]]:
         """The seconds of a conversion by what it does, and those of collectives inside an op."""
-        if self.cluster is None:
+        if self.priced is None:
             return
         if isinstance(step, Call):
-            inside = talk_seconds(
-                self.graph, step.op, self.partition.sharding.strategies[step.op], self.cluster.axes
-            ).total
-            if inside:
+            if inside := self.priced.collectives_inside(step.op).total:
                 yield "inside ops", inside
             return
         entry = conversion_of(step.source.layout, step.target.layout, self.sizes)
-        whole = self.seconds(step, kept)
-        once = convert_seconds(self.graph, self.cluster, step, False)
-        assert whole is not None
+        whole = self.priced.conversion(step, step.source.value in kept)
+        once = self.priced.conversion(step, False)
         parts = (
             (entry.forward, whole.forward),
             (entry.backward, once.backward),
@@ -101,28 +99,25 @@ def _named(move: str) -> str:
     return move.replace("_", "-") if "_" in move else f"local {move or 'move'}"
 
 
-def priced_partitions(sources: Sources) -> tuple[Priced, ...]:
+def priced_partitions(sources: Sources) -> tuple[PricedPartition, ...]:
     """Nothing where there is no graph: without it a plan says little of the model."""
     if sources.graph is None:
         return ()
-    types = sources.profile.types if sources.profile else {}
-    graph, profile = as_run(sources.graph, types), sources.profile
+    plan, profile = sources.plan, sources.profile
+    graph = as_run(sources.graph, profile.types if profile else {})
     if profile is not None:
-        graph, profile = sliced(graph, profile, sources.plan.slices)
-    return tuple(_priced(sources, graph, profile, number) for number in range(len(sources.plan.partitions)))
+        graph, profile = sliced(graph, profile, plan.slices)
+    return tuple(
+        PricedPartition(number, plan.partitions[number], own, _priced(sources, own, profile, plan.partitions[number]))
+        for number, own in enumerate(sharded_parts(plan, graph))
+    )
 
 
-def _priced(sources: Sources, graph: OpGraph, profile: Profile | None, number: int) -> Priced:
-    plan, partition = sources.plan, sources.plan.partitions[number]
-    own = part_of(graph, partition.first, partition.last) if plan.pipelined else graph
-    to_loss = number == len(plan.partitions) - 1
-    program = lower(own, partition.sharding, plan.micro_batches, to_loss=to_loss)
-    cluster = _cluster(sources, partition)
-    price = None
-    if cluster is not None and profile is not None and sources.frontier is not None:
-        copies = sources.frontier.optimizer_copies
-        price = price_step(own, profile, cluster, partition.sharding, program, copies)
-    return Priced(number, partition, own, program, cluster if price else None, profile if price else None, price)
+def _priced(sources: Sources, own: Sharded, profile: Profile | None, partition: Partition) -> Priced | None:
+    cluster, frontier = _cluster(sources, partition), sources.frontier
+    if cluster is None or profile is None or frontier is None:
+        return None
+    return Priced(own, profile, cluster, frontier.optimizer_copies)
 
 
 def _cluster(sources: Sources, partition: Partition) -> Cluster | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pipeline.ir.plan import Plan
 from pipeline.ir.program import Call, Step
 from pipeline.sharding.partitions import busiest
-from stages.report.priced import Priced, class_of
+from stages.report.priced import PricedPartition, class_of
 
 SUMS = "gradient sums, in buckets"
 BEFORE = "conversions before the chain"
@@ -34,7 +34,7 @@ class StepSeconds:
     scale: dict[str, float]  # of the parts whose rows did not sum to the prediction by themselves
 
 
-def seconds_of(plan: Plan, parts: tuple[Priced, ...]) -> StepSeconds:
+def seconds_of(plan: Plan, parts: tuple[PricedPartition, ...]) -> StepSeconds:
     predicted = plan.prediction
     own = [parts[number] for number in busiest(plan)] if parts else []
     compute: Counter[str] = Counter()
@@ -71,7 +71,7 @@ def _divided(found: Mapping[str, float], known: float) -> tuple[list[tuple[str, 
     return sorted(rows, key=lambda row: -row[1]), factor
 
 
-def _add(part: Priced, compute: Counter[str], communication: Counter[str]) -> None:
+def _add(part: PricedPartition, compute: Counter[str], communication: Counter[str]) -> None:
     program, times = part.program, part.program.micro_batches
     assert part.price is not None
     for steps in program.links:
@@ -84,15 +84,15 @@ def _add(part: Priced, compute: Counter[str], communication: Counter[str]) -> No
 
 
 def _add_steps(
-    part: Priced, steps: Iterable[Step], times: int, compute: Counter[str], communication: Counter[str]
+    part: PricedPartition, steps: Iterable[Step], times: int, compute: Counter[str], communication: Counter[str]
 ) -> None:
     steps = tuple(steps)
     kept = part.kept(steps)
     for step in steps:
         if isinstance(step, Call):
             seconds = part.seconds(step, kept)
-            assert seconds is not None and part.profile is not None
-            kind = class_of(part.graph.op(step.op).target, part.profile.ops[step.op].free)
+            assert seconds is not None and part.priced is not None
+            kind = class_of(part.graph.op(step.op).target, part.priced.profile.ops[step.op].free)
             compute[kind] += times * seconds.total  # type: ignore[assignment]
         for name, each in part.collectives(step, kept):
             communication[name] += times * each  # type: ignore[assignment]

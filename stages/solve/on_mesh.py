@@ -10,16 +10,13 @@ from functools import cached_property
 
 from pipeline.base.log import Advance, Log
 from pipeline.config import Solve
-from pipeline.cost.step import price_step
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import OpGraph
+from pipeline.cost.step import Workload
 from pipeline.ir.plan import Baseline, FrontierPoint, Proof, Sharding
-from pipeline.ir.profile import Profile
-from pipeline.sharding.lowering import lower, with_paths
+from pipeline.sharding.lowering import with_paths
 from stages.solve.answer.baselines import baselines
 from stages.solve.answer.frontier import PRICES, Solution, Sweep
 from stages.solve.answer.saved import Saved, check_allowed, found_among
-from stages.solve.problem.build import Given, build, to_sharding
+from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.constraints import Hand
 from stages.solve.problem.storage import Way
 from stages.solve.search.exact import Reduced, as_it_is, restrict
@@ -29,23 +26,12 @@ GIVEN = "given"  # a proof's method: the plan was saved, not found
 
 
 class OnMesh:
-    def __init__(
-        self,
-        graph: OpGraph,
-        profile: Profile,
-        cluster: Cluster,
-        copies: float,
-        settings: Solve,
-        where: str,
-        log: Log,
-        micro_batches: int = 1,
-    ) -> None:
-        """`cluster` is on the mesh; `copies` are tensors of a parameter's size that the optimizer keeps."""
-        self.graph, self.profile, self.cluster, self.copies = graph, profile, cluster, copies
-        self.settings, self.where, self.micro_batches = settings, where, micro_batches
+    def __init__(self, workload: Workload, settings: Solve, where: str, log: Log) -> None:
+        self.workload, self.settings, self.where = workload, settings, where
+        self.graph, self.cluster = workload.graph, workload.cluster
         self.given: list[tuple[int, ...]] = []  # plans that were saved, by what is left of the problem
         start = time.monotonic()
-        self.problem, self.choices = build(graph, profile, Given(cluster.axes, cluster.compute, copies, micro_batches))
+        self.problem, self.choices = build(workload)
         self.left = self._left_by(settings)
         self.build_seconds = time.monotonic() - start
         self.sweep = Sweep(self.left.problem, settings, where, log)
@@ -94,9 +80,7 @@ class OnMesh:
 
     def _point(self, solution: Solution) -> FrontierPoint:
         sharding = to_sharding(self.graph, self.choices, self.left.expand(solution.picked))
-        return price_point(
-            self.graph, self.profile, self.cluster, self.copies, sharding, solution.proof, self.micro_batches
-        )
+        return price_point(self.workload, sharding, solution.proof)
 
     def least(self, settings: Solve, ways: Collection[Way] = ()) -> Sharding | None:
         """The plan that keeps least for good under these settings; None where it is not known."""
@@ -123,18 +107,10 @@ class OnMesh:
         return baselines(self.graph, self.choices, self.problem)
 
 
-def price_point(
-    graph: OpGraph,
-    profile: Profile,
-    cluster: Cluster,
-    copies: float,
-    sharding: Sharding,
-    proof: Proof,
-    micro_batches: int = 1,
-) -> FrontierPoint:
+def price_point(workload: Workload, sharding: Sharding, proof: Proof) -> FrontierPoint:
     """The plan with its conversions' paths, and what its program is predicted to cost."""
-    sharding = with_paths(graph, sharding, cluster)
-    price = price_step(graph, profile, cluster, sharding, lower(graph, sharding, micro_batches), copies)
+    sharding = with_paths(workload.graph, sharding, workload.cluster)
+    price = workload.priced(sharding).step
     peak = price.fixed_bytes + sum(link.memory.kept for link in price.links)
     return FrontierPoint(sharding, price.seconds, price.resident_bytes, peak, proof)
 

@@ -11,6 +11,7 @@ from pipeline.base.files import write_atomic
 from pipeline.base.log import Log, progress
 from pipeline.base.stage import Inputs, Result
 from pipeline.config import Config, PlanUse, Solve
+from pipeline.cost.step import Workload
 from pipeline.cost.unsplit import card_of, step_seconds
 from pipeline.cost.whole_ops import LACK, figures_of, in_words, whole_ops
 from pipeline.ir.cluster import Cluster, Mesh
@@ -38,8 +39,8 @@ def run(inputs: Inputs, config: Config) -> Result:
     remember_in(inputs.root / "runs" / "ops")
 
     def on(meshes: Iterable[Mesh]) -> list[OnMesh]:
-        given = (copies, settings, where, inputs.log, micro_batches)
-        return [OnMesh(graph, profile, cluster.part(mesh), *given) for mesh in meshes]
+        loads = (Workload(graph, profile, cluster.part(mesh), copies, micro_batches) for mesh in meshes)
+        return [OnMesh(load, settings, where, inputs.log) for load in loads]
 
     saved = read_saved(settings.plan, inputs.root, graph)
     as_is = bool(saved) and settings.plan_use is PlanUse.as_is
@@ -89,9 +90,7 @@ def run(inputs: Inputs, config: Config) -> Result:
 def _whole_ops(frontier: Frontier, planned: list[OnMesh], log: Log) -> dict[str, float | int | str]:
     """Of the fastest plan: what no setting makes faster, and the user's own rule does."""
     point = (frontier.points or frontier.pieces)[0]
-    own = planned[point.mesh]
-    given = (own.cluster.compute, own.cluster.sizes, point.sharding, frontier.micro_batches, point.seconds)
-    found = whole_ops(own.graph, own.profile, *given)
+    found = whole_ops(planned[point.mesh].workload.priced(point.sharding), point.seconds)
     if found:
         log.warning("%s: %s; a rule lets it be split (docs/how-to-add-an-op.md)", LACK, in_words(found))
     return figures_of(found)

@@ -14,7 +14,6 @@ pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 from benchmarks.equality_plans import Case, cases, graph_of
 from benchmarks.equality_ranks import Group
 from pipeline.ir.verify import verify_sharding
-from pipeline.sharding.lowering import lower
 from stages.codegen.module import write_module
 from tests import plans
 from tests.ranks import run_ranks
@@ -50,7 +49,7 @@ def mixtral_cases() -> list[Case]:
     named = cases("mixtral", 2, ("ddp", "sequence"))
     plan = plans.random_plan(graph, 2, seed=0)
     verify_sharding(graph, plan.sharding, plan.sizes)
-    text = write_module(graph, plan, lower(graph, plan.sharding))
+    text = write_module(graph, plan)
     drawn = Case("mixtral", "random", (2,), graph, plan, text)
     return [*(case for case in named if isinstance(case, Case) and "recompute" not in case.name), drawn]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cost.step import price_step
+from pipeline.cost.step import Workload
 from pipeline.ir.graph import Role
 from pipeline.runtime.step.memory import Tally
 from stages.checkpoint.describe import describe
@@ -127,11 +127,9 @@ def test_a_regathered_copy_is_not_kept(model: str, tmp_path: Path) -> None:
     graph, predicted = plans.graph_of(model), {}
     for name in KEPT:
         plan = plan_named(model, name)
-        program, source = plans.lowered(model, plan)
-        (tmp_path / f"{model}-{name}.py").write_text(source)
-        price = price_step(
-            graph, storage_plans.profile_of(model), storage_plans.cluster((2,)), plan.sharding, program, 2
-        )
+        (tmp_path / f"{model}-{name}.py").write_text(plans.lowered(model, plan)[1])
+        workload = Workload(graph, storage_plans.profile_of(model), storage_plans.cluster((2,)), 2, plan.micro_batches)
+        price = workload.priced(plan.sharding).step
         predicted[name] = sum(link.memory.kept for link in price.links) + price.shared_bytes // 2
     for held in run_ranks(2, bytes_after_forward, str(tmp_path)):
         measured = {name: held[f"{model}-{name}"] for name in KEPT}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.cost.step import StepPrice, price_step
+from pipeline.cost.step import StepPrice, Workload
 from pipeline.ir.plan import Plan
 from pipeline.models import gpt
 from pipeline.models.data import TokenSequences
@@ -122,10 +122,9 @@ def reports(tmp_path_factory) -> dict[str, list[dict]]:
 
 def priced(name: str) -> tuple[StepPrice, Linear]:
     model, plan = MODELS[name], plan_of(name)
-    program, _ = plans.lowered(model, plan)
-    given = (plans.graph_of(model), storage_plans.profile_of(model), storage_plans.cluster(plan.sizes), plan.sharding)
-    price = price_step(*given, program, 2.0)
-    return price, linearize(*given, program, price)
+    given = (plans.graph_of(model), storage_plans.profile_of(model), storage_plans.cluster(plan.sizes), 2.0)
+    priced = Workload(*given, plan.micro_batches).priced(plan.sharding)
+    return priced.step, linearize(priced)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.cost.step import BUCKET_BYTES, gradient_sum_seconds, price_step, resident_bytes, update_seconds
+from pipeline.cost.step import BUCKET_BYTES, Workload, gradient_sum_seconds, resident_bytes, update_seconds
 from pipeline.cost.unsplit import card_of
 from pipeline.ir.cluster import COLLECTIVES, LATER, Curve, LinkCost, Pace
 from pipeline.ir.graph import Role
@@ -80,7 +80,7 @@ def data_parallel() -> Sharding:
 def price(name: str, sharding: Sharding, devices: int = 2, copies: float = 2.0, micro_batches: int = 1, **figures):
     graph = GRAPHS[name]()
     cluster = preset(devices, **figures)
-    return price_step(graph, profile_of(name), cluster, sharding, lower(graph, sharding, micro_batches), copies)
+    return Workload(graph, profile_of(name), cluster, copies, micro_batches).priced(sharding).step
 
 
 # ------------------------------------------------------------------------------------------------------------ ops
@@ -420,7 +420,7 @@ def test_gradients_that_are_not_sent_need_no_memory_to_send():
     profile, extra = profile_graph(graph), {}
     for name in ("R", "B"):
         sharding = stored(everywhere(graph, name))
-        (first, *_) = price_step(graph, profile, preset(), sharding, lower(graph, sharding), 2.0).links
+        (first, *_) = Workload(graph, profile, preset(), 2.0).priced(sharding).step.links
         extra[name] = first.memory.backward_extra
     weight, bias = (graph.values[n].type.nbytes for n in graph.ops[0].inputs[1:])
     assert extra["R"] < weight < weight + bias < extra["B"]
@@ -575,7 +575,7 @@ def test_a_common_value_may_share_memory(kind, pieces):
     """Gradient and value; the memory of a parameter is there anyway. A view of it as output counts as any output."""
     graph = trace(Views(kind), {"x": torch.randn(6, 6)})
     sharding = everywhere(graph, "R")
-    found = price_step(graph, profile_graph(graph), preset(1), sharding, lower(graph, sharding), 0.0)
+    found = Workload(graph, profile_graph(graph), preset(1), 0.0).priced(sharding).step
     assert len(graph.common) == 1
     assert found.common_bytes == pieces * 4 * 6 * 6
     (writer,) = (held for link, held in zip(graph.chain, found.links, strict=True) if link.common)
@@ -624,7 +624,7 @@ def test_on_a_gpu_uneven_parameters_are_counted_with_what_is_left_over(device: s
     """With value, gradient and two states: of 3 MiB, in one piece; an even one and a small one beside it."""
     graph = trace(Uneven(), {"x": torch.randn(2, 512)})
     sharding, cluster = everywhere(graph, "R"), replace(preset(1), device=device)
-    found = price_step(graph, profile_graph(graph), cluster, sharding, lower(graph, sharding), 2.0)
+    found = Workload(graph, profile_graph(graph), cluster, 2.0).priced(sharding).step
     assert found.resident_bytes == 4 * 4 * (512 * 1536 + 512 * 1024 + 8) + left_over
 
 

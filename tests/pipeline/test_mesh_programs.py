@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from pipeline.cost.step import convert_seconds, price_step
+from pipeline.cost.step import Workload
 from pipeline.ir.codec import decode, encode
 from pipeline.ir.graph import Args, Link, Op, OpGraph, Ref, Role, Value
 from pipeline.ir.layout import Layout, R
@@ -15,7 +15,7 @@ from pipeline.ir.plan import Plan, Prediction, Region, Sharding
 from pipeline.ir.program import Call, Convert, Step, Tensor
 from pipeline.ops.mesh import graph_strategies
 from pipeline.sharding.conversions import gathered_share, gathered_together
-from pipeline.sharding.lowering import home_layouts, lower, with_paths
+from pipeline.sharding.lowering import lower, with_paths
 from pipeline.sharding.paths import Paths
 from stages.codegen.module import write_module
 from tests.graphs import gpt_graph, mlp_graph, preset, profile_of
@@ -46,7 +46,7 @@ def write(sharding: Sharding) -> str:
     graph = mlp_graph()
     links = tuple(Region(i, i, False, ()) for i in range(len(graph.chain)))
     plan = Plan.whole((("rows", 2), ("columns", 2)), "cpu", 0, sharding, links, Prediction(*[0] * 7))
-    return write_module(graph, plan, lower(graph, sharding))
+    return write_module(graph, plan)
 
 
 def calls(steps: tuple[Step, ...]) -> list[Call]:
@@ -84,7 +84,8 @@ def test_factors_are_told_to_the_runtime() -> None:
 
 def test_every_conversion_is_one_step_and_its_price_the_path_s() -> None:
     graph, sharding = mlp_graph(), sharded("S(0),S(1)", "S(0),S(1)")
-    program, home = lower(graph, sharding), home_layouts(graph, sharding)
+    priced = Workload(graph, profile_of("mlp"), CLUSTER, 2.0).priced(sharding)
+    program, home = priced.program, priced.sharded.home
     name, weight = first_linear()
     paths = Paths(CLUSTER.axes, CLUSTER.compute, gathered_share(graph, weight))
     (index,) = (i for i, link in enumerate(graph.chain) if name in link.ops)
@@ -92,9 +93,8 @@ def test_every_conversion_is_one_step_and_its_price_the_path_s() -> None:
     value = graph.values[weight]
     whole = paths.cheapest(home[weight], Layout((R, R)), value.type.shape, value.type.nbytes, True)
     assert [(s.source.layout, s.target.layout) for s in steps] == list(whole.steps) and len(steps) == 2
-    assert sum(convert_seconds(graph, CLUSTER, s).total for s in steps) == pytest.approx(whole.seconds.total)
-    price = price_step(graph, profile_of("mlp"), CLUSTER, sharding, program, 2.0)
-    moved = sum(convert_seconds(graph, CLUSTER, s).total for s in program.conversions())
+    assert sum(priced.conversion(s).total for s in steps) == pytest.approx(whole.seconds.total)
+    price, moved = priced.step, sum(priced.conversion(s).total for s in program.conversions())
     assert sum(link.communication.total for link in price.links) + price.outside.total == pytest.approx(moved)
 
 

@@ -13,7 +13,6 @@ from pipeline.config import load_config
 from pipeline.ir.cluster import NO_HOST, Cluster
 from pipeline.ir.plan import Plan
 from pipeline.runtime.step.cuda_graphs import NotCaptured
-from pipeline.sharding.lowering import lower
 from stages.checkpoint.captured import captured_or_not
 from stages.codegen.module import write_module
 from stages.train.engines.planned import Planned
@@ -65,7 +64,7 @@ def test_what_cannot_be_captured() -> None:
 def test_the_program_says_it() -> None:
     plan = planned(on("cuda"))
     for captured in (False, True):
-        text = write_module(GRAPH, replace(plan, cuda_graphs=captured), lower(GRAPH, plan.sharding, 1))
+        text = write_module(GRAPH, replace(plan, cuda_graphs=captured))
         assert ("\nCUDA_GRAPHS = True  #" in text) == captured
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeline.base.errors import SolveError
 from pipeline.config import Checkpoint, Recompute
-from pipeline.cost.step import price_step
+from pipeline.cost.step import Workload
 from pipeline.ir.cluster import Mesh
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R
@@ -21,7 +21,6 @@ from pipeline.ops.dims import strategies
 from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
 from pipeline.runtime.step.memory import measure_peak, storage_bytes
-from pipeline.sharding.lowering import lower
 from stages.checkpoint.choose import choose, evaluate
 from stages.checkpoint.describe import describe
 from stages.checkpoint.recompute import rotor
@@ -169,7 +168,7 @@ def test_the_best_of_all_plans_is_chosen_and_the_others_are_told():
     (chosen,) = set(points) - {a.point for a in plan.alternatives}
     every = {point: candidate("gpt", point, budget) for point in points}
     assert plan.prediction.step_seconds == min(c.step_seconds for c in every.values() if c.regions is not None)
-    assert plan.sharding == every[chosen].sharding
+    assert plan.sharding == every[chosen].priced.sharding
     fitting = [a for a in plan.alternatives if a.seconds is not None]
     assert list(plan.alternatives) == sorted(plan.alternatives, key=lambda a: (a.seconds is None, a.seconds))
     assert all(a.peak_bytes <= budget and a.seconds == every[a.point].step_seconds for a in fitting)
@@ -190,7 +189,7 @@ def test_a_model_of_one_link():
     """Nothing to choose: it fits or it does not."""
     from stages.solve.answer.frontier import Sweep
     from stages.solve.on_mesh import price_point
-    from stages.solve.problem.build import Given, build, to_sharding
+    from stages.solve.problem.build import build, to_sharding
     from tests.graphs import SILENT, solve_settings
 
     class One(nn.Module):
@@ -204,13 +203,12 @@ def test_a_model_of_one_link():
     graph = trace(One(), {"x": torch.zeros(4, 4)})
     assert len(graph.chain) == 1
     profile, cluster = profile_graph(graph), preset(1)
-    problem, choices = build(graph, profile, Given(cluster.axes, cluster.compute, 0.0))
+    problem, choices = build(Workload(graph, profile, cluster, 0.0))
     (solution,) = Sweep(problem, solve_settings(), WHERE, SILENT).frontier(math.inf, lambda done, note="": None)
     sharding = to_sharding(graph, choices, solution.picked)
-    point = price_point(graph, profile, cluster, 0.0, sharding, solution.proof)
-    price = price_step(graph, profile, cluster, point.sharding, lower(graph, point.sharding), 0.0)
-    program = lower(graph, point.sharding)
-    assert linearize(graph, profile, cluster, point.sharding, program, price).chain is None
+    workload = Workload(graph, profile, cluster, 0.0)
+    point = price_point(workload, sharding, solution.proof)
+    assert linearize(workload.priced(point.sharding)).chain is None
     settings = Checkpoint(recompute=Recompute.optimal)
     for budget, fits in ((10**6, True), (100, False)):
         frontier = Frontier(budget, 0.0, (Mesh(cluster.axes),), (point,))
@@ -225,9 +223,8 @@ def test_a_model_of_one_link():
 def test_the_chain_in_numbers():
     frontier = frontier_of("gpt")
     graph, sharding = GRAPHS["gpt"](), frontier.points[0].sharding
-    program = lower(graph, sharding)
-    price = price_step(graph, profile_of("gpt"), preset(), sharding, program, 2.0)
-    chain = linearize(graph, profile_of("gpt"), preset(), sharding, program, price).chain
+    priced = Workload(graph, profile_of("gpt"), preset(), 2.0).priced(sharding)
+    price, chain = priced.step, linearize(priced).chain
     assert chain.length == len(graph.chain) - 1
     assert chain.a[0] == 0  # the first link reads inputs, which stay where they are
     assert sum(chain.f) + sum(chain.b) == pytest.approx(sum(link.forward + link.backward for link in price.links))
@@ -260,7 +257,7 @@ def test_common_values_are_beside_every_schedule():
     """A budget that ends between what any schedule needs with and without them is refused."""
     frontier = frontier_of("ladder")
     graph, sharding = GRAPHS["ladder"](), frontier.points[0].sharding
-    price = price_step(graph, profile_of("ladder"), preset(), sharding, lower(graph, sharding), 2.0)
+    price = Workload(graph, profile_of("ladder"), preset(), 2.0).priced(sharding).step
     least = candidate("ladder", 0, 1).peak_bytes
     assert price.common_bytes > 0
     assert candidate("ladder", 0, least).regions is not None
@@ -276,8 +273,8 @@ def test_a_ladder_holds_no_more_than_predicted(share):
     model, batch = Ladder(rungs=12), sequences()
     graph = trace(model, batch)
     sharding, profile, cluster = replicated(graph), profile_graph(graph), preset(1)
-    price = price_step(graph, profile, cluster, sharding, lower(graph, sharding), 0.0)
-    linear = linearize(graph, profile, cluster, sharding, lower(graph, sharding), price)
+    priced = Workload(graph, profile, cluster, 0.0).priced(sharding)
+    price, linear = priced.step, linearize(priced)
     chain = linear.chain
     least, most = rotor.tightest(chain, 500).memory, simulate(chain, no_recompute(chain).sequence).peak
     budget = linear.fixed_bytes + math.ceil(least + share * (most - least))
@@ -304,7 +301,7 @@ def replicated(graph: OpGraph) -> Sharding:
 def measured(graph: OpGraph, plan: Plan, model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
     """Bytes that a step holds at its worst, beyond parameters and the batch."""
     namespace: dict = {}
-    exec(write_module(graph, plan, lower(graph, plan.sharding)), namespace)
+    exec(write_module(graph, plan), namespace)
     program = namespace["Program"](dict(model.named_parameters()))
     there = [*model.parameters(), *batch.values()]
     work = measure_peak(lambda: program.forward(**batch).backward(), lambda: there, torch.device("cpu"))

@@ -10,14 +10,13 @@ import pytest
 from pipeline.base.stage import Inputs
 from pipeline.config import Cluster as Settings
 from pipeline.config import ClusterSource, Device, Preset, Simulate, load_config
-from pipeline.cost.step import price_step
+from pipeline.cost.step import Workload
 from pipeline.cost.unsplit import card_of
 from pipeline.ir.cluster import COLLECTIVES, SEND
 from pipeline.ir.codec import decode, encode
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, P, R
 from pipeline.ir.plan import Sharding, Strategy
-from pipeline.sharding.lowering import lower
 from pipeline.sharding.paths import Paths
 from stages.__main__ import main
 from stages.cluster.described import describe_compute, from_preset, simulate
@@ -116,7 +115,7 @@ def test_each_candidate_mesh_prices_conversions_and_steps(project):
                 assert priced.seconds.forward == axis.links["all_reduce"].seconds(nbytes) > 0
                 assert path.seconds.total <= priced.seconds.total
         sharding = replicated(graph, len(mesh.axes))
-        price = price_step(graph, profile_of("mlp"), cluster.on(mesh), sharding, lower(graph, sharding), 2.0)
+        price = Workload(graph, profile_of("mlp"), cluster.on(mesh), 2.0).priced(sharding).step
         assert price.seconds > 0 and price.communication == 0
 
 

@@ -224,7 +224,7 @@ def other_first_layer(graph: OpGraph) -> Sharding:
 
 def check_parameters(graph: OpGraph, sharding: Sharding) -> dict:
     program = lower(graph, sharding)
-    table = load(write_module(graph, plan_for(graph, sharding, 2), program))["PARAMETERS"]
+    table = load(write_module(graph, plan_for(graph, sharding, 2)))["PARAMETERS"]
     for value in graph.of_role(Role.PARAMETER):
         stored = str(sharding.storage[value.origin])
         wanted = (stored, "d0" if value.name in program.reduced else "", str(sharding.state.get(value.origin, stored)))
@@ -349,7 +349,7 @@ def test_wrapping_does_not_change_what_is_called():
 
 def test_the_sum_of_the_loss_is_the_last_line_and_alone_is_last():
     graph, plan = plans.graph_of("gpt"), storage_plans.plan_named("gpt", "ddp")
-    text = write_module(graph, plan, lower(graph, plan.sharding))
+    text = write_module(graph, plan)
     (line,) = (line for line in text.splitlines() if "is_last=True" in line)
     before_class = text[: text.index("class Program")].rstrip().splitlines()
     assert before_class[-2] == line and "all_reduce(" in line and "P -> R []" in line
@@ -357,14 +357,14 @@ def test_the_sum_of_the_loss_is_the_last_line_and_alone_is_last():
 
 def test_targets_are_counted_before_the_first_link():
     graph, plan = plans.graph_of("gpt"), storage_plans.plan_named("gpt", "ddp")
-    text = write_module(graph, plan, lower(graph, plan.sharding))
+    text = write_module(graph, plan)
     forward = text[text.index("def forward") :].splitlines()
     (place,) = (n for n, line in enumerate(forward) if "count_targets(" in line)
     (target,) = re.findall(r"count_targets\((\w+), axis=\"\w+\"\)  #", forward[place])
     first = next(n for n, line in enumerate(forward) if line.strip().startswith("x = "))
     assert any(line.strip().startswith(f"{target} =") for line in forward[:place]) and place < first
     split = plans.megatron(graph, 2)
-    assert "count_targets" not in write_module(graph, split, lower(graph, split.sharding)), "all ranks have all targets"
+    assert "count_targets" not in write_module(graph, split), "all ranks have all targets"
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_on_both", "ddp_zero3", "zero3_tp"])
@@ -373,7 +373,7 @@ def test_a_function_gathers_its_parameters_together(name, tmp_path):
     plan = storage_plans.plan_named("gpt8" if "_" in name else "gpt", name)
     graph = plans.graph_of("gpt8" if "_" in name else "gpt")
     program = lower(graph, plan.sharding)
-    text = write_module(graph, plan, program)
+    text = write_module(graph, plan)
     parameters = {value.name for value in graph.of_role(Role.PARAMETER) if name == "zero2"}
     for steps in program.links:
         gathers = [isinstance(s, Convert) and (s.again or s.source.value in parameters) for s in steps]

@@ -17,14 +17,14 @@ from torch import nn
 from pipeline.base import artifacts
 from pipeline.base.artifacts import Artifact
 from pipeline.config import Checkpoint, Recompute, Solve, load_config
-from pipeline.cost.step import price_step
+from pipeline.cost.step import Workload
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.codec import encode
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Frontier, Plan, Sharding
 from pipeline.ir.profile import Profile
-from pipeline.sharding.lowering import lower, with_paths
+from pipeline.sharding.lowering import with_paths
 from stages.__main__ import main
 from stages.checkpoint.choose import choose, evaluate
 from stages.profile.by_table import profile_graph
@@ -87,8 +87,7 @@ def with_sharding(plan: Planned, sharding: Sharding) -> Planned:
 def repriced(plan: Planned, sharding: Sharding) -> float:
     part = plan.parts[0]
     sharding = with_paths(plan.graph, replace(sharding, paths={}), part.cluster)
-    program = lower(plan.graph, sharding, part.micro_batches)
-    return price_step(plan.graph, plan.profile, part.cluster, sharding, program, 2.0).seconds
+    return part.priced.with_sharding(sharding).step.seconds
 
 
 # -------------------------------------------------------------------------------------------------------- the items
@@ -239,12 +238,12 @@ def odd() -> Planned:
     profile, cluster = profile_graph(graph), preset(2)
     from stages.solve.answer.frontier import Sweep
     from stages.solve.on_mesh import price_point
-    from stages.solve.problem.build import Given, build, to_sharding
+    from stages.solve.problem.build import build, to_sharding
 
-    problem, choices = build(graph, profile, Given(cluster.axes, cluster.compute, 2.0))
+    problem, choices = build(Workload(graph, profile, cluster, 2.0))
     best = Sweep(problem, solve_settings(), WHERE, SILENT).frontier(math.inf, lambda done, note="": None)[0]
     sharding = to_sharding(graph, choices, best.picked)
-    point = price_point(graph, profile, cluster, 2.0, sharding, best.proof)
+    point = price_point(Workload(graph, profile, cluster, 2.0), sharding, best.proof)
     frontier = replace(frontier_of("mlp"), points=(point,))
     plan = choose([evaluate(graph, profile, cluster, frontier, 0, Checkpoint())], cluster, frontier, WHERE)
     return planned(made(graph, profile, cluster, frontier, plan))

@@ -15,15 +15,13 @@ from benchmarks.recompute_plans import unsplit
 from pipeline.cost.groups import Join
 from pipeline.cost.link_facts import LinkFacts
 from pipeline.cost.links import MOST_WAYS, LinkCosts, Way, link_costs
-from pipeline.cost.step import StepPrice, price_step
+from pipeline.cost.step import Priced, StepPrice, Workload
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan, Prediction, Region, Sharding, path_name
 from pipeline.ir.profile import Profile, as_run
 from pipeline.ir.program import Convert, Program
 from pipeline.models import gpt, mlp
-from pipeline.rates.compute import Seconds
 from pipeline.runtime.step.memory import measure_peak
-from pipeline.sharding.lowering import lower
 from stages.checkpoint.recompute import rotor
 from stages.checkpoint.recompute.fit_budget import fastest_within
 from stages.checkpoint.recompute.linearize import Linear, growing, linearize
@@ -100,21 +98,35 @@ def graph_of(name: str) -> OpGraph:
 
 @dataclass(frozen=True)
 class Case:
-    graph: OpGraph
-    profile: Profile
-    sharding: Sharding
-    program: Program
-    price: StepPrice
+    priced: Priced
     linear: Linear
+
+    @property
+    def graph(self) -> OpGraph:
+        return self.priced.graph
+
+    @property
+    def profile(self) -> Profile:
+        return self.priced.profile
+
+    @property
+    def sharding(self) -> Sharding:
+        return self.priced.sharding
+
+    @property
+    def program(self) -> Program:
+        return self.priced.program
+
+    @property
+    def price(self) -> StepPrice:
+        return self.priced.step
 
     @property
     def everything(self) -> int:
         return int(simulate(self.linear.chain, no_recompute(self.linear.chain).sequence).peak)
 
     def costs(self, join: bool = True) -> tuple[LinkCosts, ...]:
-        grown = growing(self.graph, self.sharding, self.program)
-        given = self.graph, self.profile, preset(1), self.sharding, self.program, self.price.links, grown
-        return link_costs(*given, join=Join.NEEDLESS if join else Join.NONE)
+        return link_costs(self.priced, growing(self.priced.sharded), Join.NEEDLESS if join else Join.NONE)
 
 
 @functools.cache
@@ -123,12 +135,8 @@ def case(name: str, device: str, precision: str, copies: float = 2.0) -> Case:
     profile, why = make_profile(graph, device, precision, adamw, logging.getLogger())
     assert not why
     graph = as_run(graph, profile.types)
-    sharding = unsplit(graph)
-    program = lower(graph, sharding)
-    price = price_step(graph, profile, preset(1), sharding, program, optimizer_copies=copies)
-    return Case(
-        graph, profile, sharding, program, price, linearize(graph, profile, preset(1), sharding, program, price)
-    )
+    priced = Workload(graph, profile, preset(1), copies).priced(unsplit(graph))
+    return Case(priced, linearize(priced))
 
 
 # --------------------------------------------------------------------------------- against the step that is composed
@@ -183,8 +191,8 @@ def test_gradients_that_grow_are_no_part_of_what_is_fixed():
     tied = case("tied", "cuda", "fp32").linear
     table = WORDS * WIDTH * 4
     assert tied.chain.grown[-1] >= table and tied.chain.grown[0] < table  # the head is the first to have its gradient
-    several = replace(found.program, micro_batches=2)
-    assert not growing(found.graph, found.sharding, several)  # they add up over the passes, from the first on
+    several = replace(found.priced.sharded, micro_batches=2)
+    assert not growing(several)  # they add up over the passes, from the first on
 
 
 # ------------------------------------------------------------------------------------------------ against measurement
@@ -210,7 +218,7 @@ def check_measured(name: str, schedule: Schedule, least: float = 0.98) -> str:
     found = case(name, "cpu", "fp32", copies=0.0)
     outcome = simulate(found.linear.chain, schedule.sequence)
     predicted = found.linear.fixed_bytes + int(outcome.peak)
-    text = write_module(found.graph, plan_of(found, found.linear.regions(schedule.regions)), found.program)
+    text = write_module(found.graph, plan_of(found, found.linear.regions(schedule.regions)))
     held = measured(name, text)
     # scalars such as the loss, and vectors such as a norm's statistics, may be beside it
     assert held <= predicted * 1.0002, f"{schedule.regions}: {held} of {predicted}"
@@ -292,10 +300,9 @@ def test_ways_of_sharded_links(model):
     profile, kept, ways = profile_graph(graph), set(), 0
     for seed in range(8):
         sharding = plans.random_plan(graph, 2, seed).sharding
-        program = lower(graph, sharding)
-        price = price_step(graph, profile, preset(), sharding, program, 2.0)
-        costs = link_costs(graph, profile, preset(), sharding, program, price.links)
-        ways += check_ways(costs, program)
+        priced = Workload(graph, profile, preset(), 2.0).priced(sharding)
+        costs = link_costs(priced)
+        ways += check_ways(costs, priced.program)
         kept |= {name for own in costs for way in own.ways for name in way.kept or ()}
     assert ways > 0 and any(name not in {op.name for op in graph.ops} for name in kept)
     trained = [value.name for value in graph.of_role(Role.PARAMETER)]
@@ -306,10 +313,8 @@ def test_a_rank_of_two_keeps_half():
     """Where the batch is split nothing is converted: each link's memory is its part of what the whole link held."""
     found = case("gpt", "cuda", "fp32")
     plan = plans.data_parallel(found.graph, 2)
-    program = lower(found.graph, plan.sharding)
-    price = price_step(found.graph, found.profile, preset(2), plan.sharding, program, 2.0)
-    given = found.graph, found.profile, preset(2), plan.sharding, program, price.links
-    for half, whole in zip(link_costs(*given), found.costs(), strict=True):
+    priced = Workload(found.graph, found.profile, preset(2), 2.0).priced(plan.sharding)
+    for half, whole in zip(link_costs(priced), found.costs(), strict=True):
         assert half.ways[0].saved == pytest.approx(whole.ways[0].saved / 2, rel=0.01)
         assert half.last.saved == pytest.approx(whole.last.saved / 2, rel=0.01)
         assert half.ways[0].forward < whole.ways[0].forward
@@ -318,7 +323,7 @@ def test_a_rank_of_two_keeps_half():
 def test_a_second_run_has_what_it_kept_from_its_beginning():
     """Beside what it needs for a moment before the kept result would be made."""
     lives = (("large", 10, 0, 1), ("kept", 4, 1, 2), ("other", 3, 1, 3))
-    facts = LinkFacts((), Seconds(0.0, 0.0), {}, {}, 0, 10, 0, 0, lives)
+    facts = LinkFacts((), {}, {}, 0, 10, 0, 0, lives)
     assert facts.second_peak(()) == 10 and facts.second_peak({"other"}) == 13
     assert facts.second_peak({"kept"}) == 14 and facts.second_peak({"kept", "other"}) == 17
     assert replace(facts, lives=()).second_peak({"kept"}) == 10  # where it was not run, as priced

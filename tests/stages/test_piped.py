@@ -15,14 +15,13 @@ from pipeline.base.errors import SolveError
 from pipeline.base.stage import Inputs
 from pipeline.config import Cluster as ClusterSettings
 from pipeline.config import ClusterSource, Device, Preset, load_config
-from pipeline.cost.step import price_step
+from pipeline.cost.step import Workload
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.codec import decode, encode
 from pipeline.ir.layout import B, Layout, P, R, S
 from pipeline.ir.plan import Partition, Plan, Region
 from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
 from pipeline.ops.blocks import blocks_of
-from pipeline.sharding.lowering import lower
 from pipeline.sharding.slices import sliced
 from stages.checkpoint import run as stage
 from stages.checkpoint.choose import choose
@@ -39,6 +38,7 @@ from stages.checkpoint.pipelines.pipelined import (
 )
 from stages.checkpoint.pipelines.reshard import Resharding
 from stages.checkpoint.pipelines.submesh_costs import fill, readers
+from stages.checkpoint.pipelines.submesh_plans import Piece
 from stages.checkpoint.recompute import schedule
 from stages.checkpoint.recompute.linearize import Linear, linearize_partitions
 from stages.checkpoint.recompute.simulate import State, apply, start
@@ -139,10 +139,13 @@ def sent(name: str, cluster: Cluster, piped: Piped, number: int, plan: Plan) -> 
     value, sizes = graph.values[graph.chain[cut].input], []
     common = [v for v, writer in graph.common.items() if writer < cut and any(cut <= r for r in readers(graph)[v])]
     for one in (before, after):
-        own = [graph.values[v].type.nbytes / one.home[v].pieces(one.mesh.sizes) for v in (value.name, *common)]
+        own = [
+            graph.values[v].type.nbytes / one.priced.sharded.home[v].pieces(one.sizes) for v in (value.name, *common)
+        ]
         sizes.append(sum(own) * 4 / plan.micro_batches)
     moved = 0.0
-    if (before.mesh.sizes, before.home[value.name]) != (after.mesh.sizes, after.home[value.name]):
+    home, wanted = (one.priced.sharded.home[value.name] for one in (before, after))
+    if (before.sizes, home) != (after.sizes, wanted):
         moved = Resharding(graph, {f.piece.name: f for f in piped.fills}, cluster)(cut, before.piece, after.piece)
     return cluster.splits[0].link.seconds(max(sizes)) + moved
 
@@ -153,10 +156,10 @@ def again(name: str, piped: Piped, plan: Plan) -> tuple[float, list[float]]:
     graph, profile = sliced(GRAPHS[name](), profile_of(name), plan.slices)
     loads, sizes = [], []
     for part, filled in zip(plan.partitions, piped.fills, strict=True):
-        on = cluster.part(filled.mesh)
-        program = lower(graph, filled.sharding, plan.micro_batches)
-        price = price_step(graph, profile, on, filled.sharding, program, frontier.optimizer_copies)
-        linear = linearize_partitions(graph, profile, on, filled.sharding, program, price)
+        on = cluster.part(Mesh(filled.priced.cluster.axes))
+        workload = Workload(graph, profile, on, frontier.optimizer_copies, plan.micro_batches)
+        priced = workload.priced(filled.priced.sharding)
+        price, linear = priced.step, linearize_partitions(priced)
         chain = linear.chain
         forward, backward, hold, peak = replayed(linear, part)
         span = slice(part.first, part.last + 1)
@@ -214,8 +217,8 @@ def test_the_links_prices_are_the_steps() -> None:
         for point in (*frontier.points, *frontier.pieces):
             on = cluster.part(frontier.meshes[point.mesh])
             graph, profile = GRAPHS[name](), profile_of(name)
-            found = fill("x", graph, profile, on, point.sharding, 2.0, 4, (1,), lambda nbytes: 1.0)
-            price, piece = found.price, found.piece
+            priced = Workload(graph, profile, on, 2.0, 4).priced(point.sharding)
+            price, piece = priced.step, fill("x", priced, (1,), lambda nbytes: 1.0).piece
             assert sum(piece.resident) + piece.everywhere == pytest.approx(price.resident_bytes + price.shared_bytes)
             assert sum(piece.once) == pytest.approx(price.gradient_sum + price.optimizer + price.outside.total)
             assert not any(piece.held) and not any(piece.crosses) and not piece.everywhere_held
@@ -226,28 +229,26 @@ def test_the_links_prices_are_the_steps() -> None:
             assert piece.putting_off().held == piece.put_off
 
 
-def test_what_links_share_counts_in_every_partition_that_needs_it() -> None:
-    cluster, frontier = with_pieces("gpt_tied")
+def first_piece(name: str) -> Piece:
+    cluster, frontier = with_pieces(name)
     on = cluster.part(frontier.meshes[frontier.pieces[0].mesh])
-    given = (on, frontier.pieces[0].sharding, 2.0, 4, (1,), lambda nbytes: 1.0)
-    tied = fill("x", GRAPHS["gpt_tied"](), profile_of("gpt_tied"), *given).piece
+    priced = Workload(GRAPHS[name](), profile_of(name), on, 2.0, 4).priced(frontier.pieces[0].sharding)
+    return fill("x", priced, (1,), lambda nbytes: 1.0).piece
+
+
+def test_what_links_share_counts_in_every_partition_that_needs_it() -> None:
+    tied = first_piece("gpt_tied")
     table = next(v for v in GRAPHS["gpt_tied"]().values.values() if v.origin == "token.weight")
     assert min(tied.resident[0], tied.resident[-2]) >= table.type.nbytes // 4  # both ends hold it, split or not
     assert min(tied.once[0], tied.once[-2]) > 1.0  # and sum its gradient over the link
     graph = GRAPHS["shared"]()
-    cluster, frontier = with_pieces("shared")
-    on = cluster.part(frontier.meshes[frontier.pieces[0].mesh])
-    given = (on, frontier.pieces[0].sharding, 2.0, 4, (1,), lambda nbytes: 1.0)
-    read_by_many = fill("x", graph, profile_of("shared"), *given).piece
+    read_by_many = first_piece("shared")
     assert read_by_many.everywhere_held > 0 and not any(read_by_many.held)
     writer = min(graph.common.values())
     last = max(i for i, link in enumerate(graph.chain) if graph.reads_common(link))
     assert [i for i, nbytes in enumerate(read_by_many.crosses) if nbytes] == list(range(writer + 1, last + 1))
     ladder = GRAPHS["ladder"]()
-    cluster, frontier = with_pieces("ladder")
-    on = cluster.part(frontier.meshes[frontier.pieces[0].mesh])
-    given = (on, frontier.pieces[0].sharding, 2.0, 4, (1,), lambda nbytes: 1.0)
-    skips = fill("x", ladder, profile_of("ladder"), *given).piece
+    skips = first_piece("ladder")
     ends = {link for name, writer in ladder.common.items() for link in (writer,)}
     ends |= {i for i, link in enumerate(ladder.chain) if ladder.reads_common(link)}
     assert {i for i, nbytes in enumerate(skips.held) if nbytes} == ends and not skips.everywhere_held
@@ -665,7 +666,7 @@ def test_where_links_differ_pieces_are_those_of_a_split() -> None:
     found = find_pipelines(GRAPHS["mlp"](), profile_of("mlp"), cluster, frontier, settings_of("1f1b"), FILE).found
     assert {piped.plan.devices for piped in found} == {(2, 2), (1, 1, 1, 1)}
     two = next(piped for piped in found if piped.plan.devices == (2, 2))
-    assert two.fills[0].mesh.axes[0].links == cluster.splits[0].meshes["2"][0].axes[0].links
+    assert two.fills[0].priced.cluster.axes[0].links == cluster.splits[0].meshes["2"][0].axes[0].links
     sends = [part.load.send for part in two.plan.partitions[:-1]]
     assert all(send >= cluster.splits[0].link.latency for send in sends)
 
@@ -683,8 +684,9 @@ def test_what_it_costs_to_lay_out_an_activation_anew() -> None:
 
     def filled(name: str, on: Mesh, layout: Layout):
         point = points[prod(on.sizes)]
-        found = fill(name, graph, profile_of("gpt"), cluster.part(on), point.sharding, 2.0, 4, (1,), lambda nbytes: 0.0)
-        return replace(found, mesh=on, home={**found.home, value.name: layout})
+        priced = Workload(graph, profile_of("gpt"), cluster.part(on), 2.0, 4).priced(point.sharding)
+        priced.sharded.home[value.name] = layout
+        return fill(name, priced, (1,), lambda nbytes: 0.0)
 
     def seconds(a: tuple[Mesh, Layout], b: tuple[Mesh, Layout]) -> float:
         both = {"a": filled("a", *a), "b": filled("b", *b)}

@@ -14,11 +14,10 @@ from pipeline.base import artifacts
 from pipeline.base.errors import ArtifactError, SolveError
 from pipeline.base.stage import Inputs
 from pipeline.config import Checkpoint, Recompute, load_config
-from pipeline.cost.step import price_step
+from pipeline.cost.step import Workload
 from pipeline.ir.graph import Role
 from pipeline.ir.layout import Layout, S
 from pipeline.ir.plan import Region
-from pipeline.sharding.lowering import lower
 from pipeline.sharding.slices import fits, sliced, slices_of
 from stages.checkpoint.recompute.chain import Chain
 from stages.checkpoint.user_choices import block_runs, fixed_schedule
@@ -130,8 +129,7 @@ def test_a_slice_of_the_batch_has_its_part_of_the_work(name: str) -> None:
         assert part.kernels_forward == whole.kernels_forward and part.saves == whole.saves
     sharding, cluster = frontier_of(name).points[0].sharding, preset()
     one, many = (
-        price_step(g, p, cluster, sharding, lower(g, sharding, n), 2.0)
-        for g, p, n in ((graph, profile, 1), (small, costs, q))
+        Workload(g, p, cluster, 2.0, n).priced(sharding).step for g, p, n in ((graph, profile, 1), (small, costs, q))
     )
     assert one.resident_bytes == many.resident_bytes and one.optimizer == many.optimizer
     for a, b in zip(one.links, many.links, strict=True):

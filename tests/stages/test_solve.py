@@ -17,7 +17,7 @@ from pipeline.base import artifacts
 from pipeline.base.errors import SolveError
 from pipeline.base.stage import Inputs
 from pipeline.config import load_config
-from pipeline.cost.step import price_step
+from pipeline.cost.step import Workload
 from pipeline.ir.plan import Frontier
 from pipeline.ir.program import Convert
 from pipeline.ir.verify import verify_sharding
@@ -25,7 +25,7 @@ from pipeline.sharding.lowering import lower, with_paths
 from stages.profile.by_table import profile_graph
 from stages.solve import run as stage
 from stages.solve.answer.frontier import Sweep
-from stages.solve.problem.build import Given, build, to_sharding
+from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.data import Node, Problem
 from stages.solve.problem.storage import Way
 from stages.solve.search.backends import glpk
@@ -53,7 +53,7 @@ def silent(done, note=""):
 
 
 def problem_of(graph, cluster, copies: float = 2.0):
-    return build(graph, profile_graph(graph), Given(cluster.axes, cluster.compute, copies))
+    return build(Workload(graph, profile_graph(graph), cluster, copies))
 
 
 @pytest.mark.parametrize("backend", ["glpk", "highs"])
@@ -93,7 +93,7 @@ def test_the_objective_is_the_price_of_the_program(name, devices, micro_batches)
 def test_the_cost_of_any_plan_is_the_price_of_its_program():
     """Also of plans that nobody would take, in which links read what they share in many layouts."""
     draw, graph, profile, cluster = random.Random(0), GRAPHS["gpt_tied"](), profile_of("gpt_tied"), preset(2)
-    problems = {n: build(graph, profile, Given(cluster.axes, cluster.compute, 2.0, n)) for n in (1, 3)}
+    problems = {n: build(Workload(graph, profile, cluster, 2.0, n)) for n in (1, 3)}
     choices, copies = problems[1][1], 0
     for _ in range(40):
         picked = [draw.randrange(len(node.costs)) for node in problems[1][0].nodes]
@@ -102,10 +102,9 @@ def test_the_cost_of_any_plan_is_the_price_of_its_program():
             picked[choices.index[value]] = draw.choice(free or [0])
         sharding = with_paths(graph, to_sharding(graph, choices, tuple(picked)), cluster)
         for n, (problem, _) in problems.items():
-            program = lower(graph, sharding, n)
-            copies += n > 1 and bool(program.shared)
-            found = price_step(graph, profile, cluster, sharding, program, 2.0)
-            assert found.seconds == pytest.approx(problem.cost(tuple(picked)), rel=1e-9)
+            found = Workload(graph, profile, cluster, 2.0, n).priced(sharding)
+            copies += n > 1 and bool(found.program.shared)
+            assert found.step.seconds == pytest.approx(problem.cost(tuple(picked)), rel=1e-9)
     assert copies > 10
 
 
@@ -157,7 +156,7 @@ def test_slow_compute_and_a_fast_link_give_column_and_row():
     graph = trace(TwoLayers(width), {"x": torch.zeros(3, width), "y": torch.zeros(3, dtype=torch.int64)})
     cluster = preset(2, matmul_gflops=0.1, latency_us=0.01, link_gbytes_per_s=2)
     profile = profile_graph(graph)
-    problem, choices = build(graph, profile, Given(cluster.axes, cluster.compute, 2.0))
+    problem, choices = build(Workload(graph, profile, cluster, 2.0))
     fastest = Bounder(problem, best_prices(solve_settings(), WHERE)).fastest
     sharding = to_sharding(graph, choices, fastest.picked)
     split = {name: str(layout) for name, layout in sharding.storage.items()}
@@ -263,7 +262,7 @@ def test_the_stage_plans_for_the_pieces_of_a_pipeline(tmp_path):
     for point in found.pieces:
         verify_sharding(mlp_graph(), point.sharding, found.meshes[point.mesh].sizes)
         own = preset(4).part(found.meshes[point.mesh])
-        price = price_step(mlp_graph(), profile_of("mlp"), own, point.sharding, lower(mlp_graph(), point.sharding), 2.0)
+        price = Workload(mlp_graph(), profile_of("mlp"), own, 2.0).priced(point.sharding).step
         assert price.seconds == pytest.approx(point.seconds)
     none = stage.run(inputs(tmp_path, "mlp", 4), config(frontier_points=3, piece_meshes=0))
     assert not none.body.pieces and none.body.points == found.points
@@ -298,7 +297,7 @@ def test_a_fused_qkv_weight_is_stored_head_by_head():
 
     graph = graph_of("gpt2")
     cluster = preset(2, link_gbytes_per_s=50, latency_us=0.001)
-    problem, choices = build(graph, profile_graph(graph), Given(cluster.axes, cluster.compute, 2.0, shards=False))
+    problem, choices = build(Workload(graph, profile_graph(graph), cluster, 2.0), shards=False)
     best = Bounder(problem, best_prices(solve_settings(), WHERE)).fastest
     storage = to_sharding(graph, choices, best.picked).storage
     layer = {name.rpartition("h.0.")[2]: str(layout) for name, layout in storage.items() if "h.0." in name}

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pipeline.cost.step import Workload
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Baseline, FrontierPoint, Sharding
@@ -26,7 +27,7 @@ from tests.graphs import SILENT, mesh, solve_settings, trace
 def on(graph: OpGraph, cluster: Cluster) -> OnMesh:
     """With Adam, whose state is two copies of the parameters."""
     settings = solve_settings(frontier_points=1)
-    return OnMesh(graph, profile_graph(graph), cluster, 2.0, settings, "conf/solve/test.yaml", SILENT)
+    return OnMesh(Workload(graph, profile_graph(graph), cluster, 2.0), settings, "conf/solve/test.yaml", SILENT)
 
 
 def best(planned: OnMesh, budget: float = float("inf")) -> FrontierPoint:
@@ -35,7 +36,7 @@ def best(planned: OnMesh, budget: float = float("inf")) -> FrontierPoint:
         return planned.points(budget, lambda done, note="": None)[0]
     found = planned.sweep.within(budget)
     sharding = to_sharding(planned.graph, planned.choices, planned.left.expand(found.picked))
-    return price_point(planned.graph, planned.profile, planned.cluster, planned.copies, sharding, found.proof)
+    return price_point(planned.workload, sharding, found.proof)
 
 
 def rows(planned: OnMesh) -> dict[str, Baseline]:

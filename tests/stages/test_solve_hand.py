@@ -8,12 +8,13 @@ import pytest
 
 from pipeline.base.errors import SolveError
 from pipeline.config import Only, Search
+from pipeline.cost.step import Workload
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Sharding
 from pipeline.sharding.lowering import lower
 from stages.solve.answer.baselines import baselines
 from stages.solve.answer.frontier import Sweep
-from stages.solve.problem.build import Given, build, to_sharding
+from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.constraints import Hand
 from stages.solve.problem.families import Families, named
 from stages.solve.problem.storage import Way, storage_choices
@@ -30,7 +31,7 @@ def silent(done, note=""):
 
 def problem_of(name: str, cluster):
     graph = {"gpt": gpt_graph, "mlp": mlp_graph}[name]()
-    problem, choices = build(graph, profile_of(name), Given(cluster.axes, cluster.compute, 2.0))
+    problem, choices = build(Workload(graph, profile_of(name), cluster, 2.0))
     return graph, problem, choices
 
 

@@ -21,6 +21,7 @@ from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier
 from pipeline.ir.verify import verify_sharding
+from pipeline.sharding.sharded import Sharded
 from stages.checkpoint.choose import choose, evaluate
 from stages.profile.by_table import profile_graph
 from stages.solve import run as stage
@@ -184,7 +185,7 @@ def test_the_least_is_that_of_all_plans(seed):
 
 def test_the_parts_add_up_to_what_is_resident():
     for point in frontier_of("mlp").points:
-        parts = resident_parts(GRAPHS["mlp"](), point.sharding, (2,), 2.0)
+        parts = resident_parts(Sharded(GRAPHS["mlp"](), point.sharding, (2,)), 2.0)
         assert sum(part.nbytes for part in parts) == point.resident_bytes
         assert total_of(parts, Kept.values) == total_of(parts, Kept.gradients)
         assert [part.nbytes for part in parts] == sorted((part.nbytes for part in parts), reverse=True)

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.config import Search
+from pipeline.cost.step import Workload
 from stages.profile.by_table import profile_graph
 from stages.solve.answer.baselines import baselines
 from stages.solve.answer.frontier import Sweep
-from stages.solve.problem.build import Given, build
+from stages.solve.problem.build import build
 from stages.solve.problem.data import Edge, Holding, Node, Problem
 from stages.solve.search.decomposition import CutBounder, WideBounder, fastest
 from stages.solve.search.elimination import Elimination, Prices, TooWide
@@ -225,7 +226,7 @@ def one_block():
 def problem_on(sizes: tuple[int, ...]):
     graph, profile = one_block()
     cluster = mesh(sizes)
-    return build(graph, profile, Given(cluster.axes, cluster.compute, 2.0))
+    return build(Workload(graph, profile, cluster, 2.0))
 
 
 class Lines(logging.Handler):

@@ -397,9 +397,9 @@ def test_what_one_collective_gathers_has_its_names(way: str) -> None:
 
 def test_names_of_copies_that_are_made_once_a_step() -> None:
     graph = plans.graph_of("tied")
-    plan = plans.zero(graph, 2)
+    plan = replace(plans.zero(graph, 2), micro_batches=3)
     program = lower(graph, plan.sharding, 3)
-    names = names_of(programs.write_module(graph, plan, program), program)
+    names = names_of(programs.write_module(graph, plan), program)
     assert program.shared
     assert {convert.target for convert in program.shared} <= {w.tensor for (n, _), w in names.items() if n == BEFORE}
 

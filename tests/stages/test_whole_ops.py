@@ -100,7 +100,7 @@ def test_solve_and_checkpoint_name_it_with_its_share(
     (warning,) = (line for line in solved[1].splitlines() if line.startswith("WARNING"))
     assert f"{OP} x 2 (" in warning and "of the step" in warning and "how-to-add-an-op.md" in warning
     plan: Plan = planned_by[1].body
-    (one,) = whole_ops_of(plan, graph, profile_graph(graph), preset().compute)
+    (one,) = whole_ops_of(plan, graph, profile_graph(graph), preset())
     assert (one.target, one.count) == (OP, 2)
     assert 0 < one.share < 1 and one.share == pytest.approx(one.seconds / plan.prediction.step_seconds)
     for result in (solved[0], planned_by[1]):  # MLflow has figures as metrics, and those that are text as tags

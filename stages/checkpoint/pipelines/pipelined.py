@@ -9,18 +9,19 @@ that the devices of every piece can share out: the slices of each grain make div
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from pipeline.base.errors import SolveError
 from pipeline.config import Checkpoint, Pipeline, Recompute
 from pipeline.config.schema import SOLVE
 from pipeline.cost.groups import Join, groups_of
+from pipeline.cost.step import Workload
 from pipeline.ir.cluster import Cluster, LinkCost, Mesh, Split
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Prediction
 from pipeline.ir.profile import Profile
-from pipeline.sharding.slices import fits, slices_of
+from pipeline.sharding.slices import fits, sliced, slices_of
 from stages.checkpoint.pipelines import schedules, submesh_plans
 from stages.checkpoint.pipelines.partition import partition
 from stages.checkpoint.pipelines.refine import Partition, PipelinePlan
@@ -89,12 +90,12 @@ def find_pipelines(
     join = join_in_partitions(settings, profile.compiled is not None)
     spans = [(group.first, group.last) for group in groups_of(graph, profile, join)]
     wishes = _wishes(graph, spans, settings, where)
-    filled: dict[str, Filled] = {}
+    pieces = _Pieces(graph, profile, cluster, frontier, join)
     divisions = tuple(
         division
         for split in usable_splits(cluster)
         for offered in offered_slices(graph.batch, counts, cluster.devices)
-        if (division := _division(graph, profile, cluster, frontier, split, offered, filled, join)) is not None
+        if (division := pieces.division(split, offered)) is not None
     )
     if not divisions or len(spans) < 2:
         if _may_do_without(settings, frontier):
@@ -102,7 +103,7 @@ def find_pipelines(
         raise _impossible(graph, cluster, frontier, settings, where)
     try:
         effort = Effort(Slots(settings.slots_per_link))
-        plans = partition(divisions, frontier.budget_bytes, wishes, effort, Resharding(graph, filled, cluster))
+        plans = partition(divisions, frontier.budget_bytes, wishes, effort, Resharding(graph, pieces.filled, cluster))
     except PartitionError as refused:
         if refused.floor is not None:
             refused.floor = _of_graph(refused.floor, spans)
@@ -112,6 +113,7 @@ def find_pipelines(
             return Pipelines()
         remedy = refused.remedy if counts == (1,) else f"{refused.remedy}, or ask for fewer micro-batches"
         raise SolveError(refused.what, where=f"{where}: {key}", remedy=remedy) from refused
+    filled = pieces.filled
     return Pipelines(tuple(Piped(plan, tuple(filled[part.piece.name] for part in plan.partitions)) for plan in plans))
 
 
@@ -230,58 +232,44 @@ def _slowest(splits: Iterable[Split]) -> LinkCost:
     return max((split.link for split in splits), key=lambda link: link.seconds(1e6))
 
 
-def _division(
-    graph: OpGraph,
-    profile: Profile,
-    cluster: Cluster,
-    frontier: Frontier,
-    split: Usable,
-    offered: tuple[tuple[int, ...], ...],
-    filled: dict[str, Filled],
-    join: Join,
-) -> Division | None:
-    """With the pieces that have plans, added to `filled`; None where a size has none."""
-    by_count = {}
-    for slices in offered:
-        own = list(_fills(graph, profile, cluster, frontier, split, slices, join))
-        have = {one.piece.devices for one in own}
-        if own and have.issuperset(split.sizes):
-            filled |= {one.piece.name: one for one in own}
-            by_count[frontier.micro_batches * len(slices)] = tuple(one.piece for one in own)
-    if not by_count:
-        return None
-    return Division(cluster.devices, by_count, split.link.seconds, split.sizes)
+@dataclass(frozen=True)
+class _Pieces:
+    """The plans of the frontier on pieces of the cluster."""
 
+    graph: OpGraph
+    profile: Profile
+    cluster: Cluster
+    frontier: Frontier
+    join: Join
+    filled: dict[str, Filled] = field(default_factory=dict)  # those that were priced, by name
 
-def _fills(
-    graph: OpGraph,
-    profile: Profile,
-    cluster: Cluster,
-    frontier: Frontier,
-    split: Usable,
-    slices: tuple[int, ...],
-    join: Join,
-) -> Iterator[Filled]:
-    for number, point in enumerate(frontier.pieces):
-        mesh = _mesh_in(split, frontier.meshes[point.mesh])
-        if mesh is None or not fits(graph, point.sharding, mesh.sizes, slices):
-            continue
-        sizes = " + ".join(map(str, split.sizes)) or "any"
-        name = f"plan {number} of {prod(mesh.sizes)} in {sizes}, {len(slices)} slices of {slices[0]} to {slices[-1]}"
-        found = fill(
-            name,
-            graph,
-            profile,
-            cluster.part(mesh),
-            point.sharding,
-            frontier.optimizer_copies,
-            frontier.micro_batches,
-            slices,
-            split.link.seconds,
-            join,
-        )
-        if found is not None:
-            yield found
+    def division(self, split: Usable, offered: tuple[tuple[int, ...], ...]) -> Division | None:
+        """With the pieces that have plans; None where a size has none."""
+        by_count = {}
+        for slices in offered:
+            own = list(self._fills(split, slices))
+            have = {one.piece.devices for one in own}
+            if own and have.issuperset(split.sizes):
+                self.filled.update({one.piece.name: one for one in own})
+                by_count[self.frontier.micro_batches * len(slices)] = tuple(one.piece for one in own)
+        if not by_count:
+            return None
+        return Division(self.cluster.devices, by_count, split.link.seconds, split.sizes)
+
+    def _fills(self, split: Usable, slices: tuple[int, ...]) -> Iterator[Filled]:
+        frontier, passes = self.frontier, self.frontier.micro_batches * len(slices)
+        graph, profile = sliced(self.graph, self.profile, slices)
+        for number, point in enumerate(frontier.pieces):
+            mesh = _mesh_in(split, frontier.meshes[point.mesh])
+            if mesh is None or not fits(self.graph, point.sharding, mesh.sizes, slices):
+                continue
+            sizes = " + ".join(map(str, split.sizes)) or "any"
+            cut = f"{len(slices)} slices of {slices[0]} to {slices[-1]}"
+            workload = Workload(graph, profile, self.cluster.part(mesh), frontier.optimizer_copies, passes)
+            name = f"plan {number} of {prod(mesh.sizes)} in {sizes}, {cut}"
+            found = fill(name, workload.priced(point.sharding), slices, split.link.seconds, self.join)
+            if found is not None:
+                yield found
 
 
 def _mesh_in(split: Usable, mesh: Mesh) -> Mesh | None:
@@ -308,7 +296,7 @@ def predict(piped: Piped) -> Prediction:
         costs = filled.linear.costs[part.first : part.last + 1]
         span = slice(costs[0].first, costs[-1].last_link + 1)
         once, kept = filled.once[span], sum(own.ways[0].forward + own.ways[0].backward for own in costs)
-        moved = sum(link.communication.total for link in filled.price.links[span])
+        moved = sum(link.communication.total for link in filled.priced.step.links[span])
         compute += plan.micro_batches * (kept - moved) + sum(one.compute for one in once)
         communication += plan.micro_batches * moved + sum(one.communication for one in once)
         recompute += _recompute(part, kept, plan.micro_batches)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from math import prod
 
-from pipeline.ir.cluster import Cluster, Mesh
+from pipeline.ir.cluster import Axis, Cluster
 from pipeline.ir.graph import OpGraph, Value
 from pipeline.ir.layout import Layout, R, S
 from pipeline.sharding.paths import Paths
@@ -28,7 +28,7 @@ class Resharding:
 
     def __init__(self, graph: OpGraph, filled: dict[str, Filled], cluster: Cluster) -> None:
         self.graph, self.filled, self.cluster = graph, filled, cluster
-        self._paths: dict[int, Paths] = {}  # by mesh
+        self._paths: list[tuple[tuple[Axis, ...], Paths]] = []  # by mesh
         self._known: dict[object, float] = {}
 
     def __call__(self, cut: int, before: Piece, after: Piece) -> float:
@@ -36,32 +36,42 @@ class Resharding:
         name = self.graph.chain[sender.linear.spans[cut][0]].input
         if name is None:
             return 0.0
-        value, ends = self.graph.values[name], (sender.home[name], receiver.home[name])
-        key = value.type, value.grad, ends, id(sender.mesh), id(receiver.mesh), receiver.slices
+        home, wanted = (side.priced.sharded.home[name] for side in (sender, receiver))
+        value, ends = self.graph.values[name], (home, wanted)
+        key = value.type, value.grad, ends, self._mesh(sender), self._mesh(receiver), receiver.slices
         if key not in self._known:
             self._known[key] = self._seconds(value, *ends, sender, receiver) / 2
         return self._known[key]
 
     def _seconds(self, value: Value, source: Layout, target: Layout, sender: Filled, receiver: Filled) -> float:
-        alike = sender.mesh.sizes == receiver.mesh.sizes
+        alike = sender.sizes == receiver.sizes
         if alike and source == target:
             return 0.0
         if alike:
             return self._cheapest(value, source, target, receiver)
         whole = Layout(tuple(state if state.kind == "S" else R for state in source.states))
         summed = self._cheapest(value, source, whole, sender)
-        return summed + self._cheapest(value, _parts(value, receiver.mesh), target, receiver)
+        return summed + self._cheapest(value, _parts(value, receiver.sizes), target, receiver)
 
     def _cheapest(self, value: Value, source: Layout, target: Layout, on: Filled) -> float:
         """Of a micro-batch; its shape is the whole one, as which of its dims is cut does not matter."""
-        paths = self._paths.setdefault(id(on.mesh), Paths(on.mesh.axes, self.cluster.compute))
+        _, paths = self._paths[self._mesh(on)]
         nbytes = value.type.nbytes * on.slices[0] // sum(on.slices)
         return paths.cheapest(source, target, value.type.shape, nbytes, value.grad).seconds.total
 
+    def _mesh(self, on: Filled) -> int:
+        """Its number among the meshes that were seen."""
+        own = on.priced.cluster.axes
+        for number, (axes, _) in enumerate(self._paths):
+            if axes == own:
+                return number
+        self._paths.append((own, Paths(own, self.cluster.compute)))
+        return len(self._paths) - 1
 
-def _parts(value: Value, mesh: Mesh) -> Layout:
+
+def _parts(value: Value, sizes: tuple[int, ...]) -> Layout:
     """Split over all devices on the first dim that allows it; else all of it on each."""
     for dim, size in enumerate(value.type.shape):
-        if size % prod(mesh.sizes) == 0:
-            return Layout(tuple(S(dim) for _ in mesh.sizes))
-    return Layout(tuple(R for _ in mesh.sizes))
+        if size % prod(sizes) == 0:
+            return Layout(tuple(S(dim) for _ in sizes))
+    return Layout(tuple(R for _ in sizes))

@@ -17,21 +17,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 from pipeline.cost.groups import Join
-from pipeline.cost.step import StepPrice, convert_seconds, copied_bytes, parameter_prices, price_step, steps_seconds
-from pipeline.ir.cluster import Cluster, Mesh
+from pipeline.cost.step import Priced
 from pipeline.ir.graph import Op, OpGraph, Role
-from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Sharding
-from pipeline.ir.profile import Profile
-from pipeline.ir.program import Call, Convert, Program, Step
+from pipeline.ir.program import Call, Convert, Step
 from pipeline.ops.products import is_put_off, weights
-from pipeline.rates.compute import local_bytes, op_seconds
-from pipeline.sharding.lowering import home_layouts, lower
-from pipeline.sharding.slices import sliced
 from stages.checkpoint.pipelines.submesh_plans import Piece
 from stages.checkpoint.recompute.linearize import Linear, linearize_partitions
 
@@ -56,39 +49,26 @@ class Filled:
     """A plan on a piece of the cluster as numbers, with what they were made from."""
 
     piece: Piece
-    mesh: Mesh
-    sharding: Sharding
-    price: StepPrice  # of one micro-batch, and of all of them for the whole model
+    priced: Priced  # the whole model on the piece's mesh
     linear: Linear
     once: tuple[Once, ...]  # of each link of the graph
     slices: tuple[int, ...]  # samples of those into which a pass of the model is cut
-    home: dict[str, Layout] = field(repr=False)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.priced.sharded.sizes
 
 
 def fill(
-    name: str,
-    graph: OpGraph,
-    profile: Profile,
-    cluster: Cluster,
-    sharding: Sharding,
-    copies: float,
-    passes: int,
-    slices: tuple[int, ...],
-    link: Callable[[float], float],
-    join: Join = Join.NONE,
+    name: str, priced: Priced, slices: tuple[int, ...], link: Callable[[float], float], join: Join = Join.NONE
 ) -> Filled | None:
-    """For a step of so many passes, each cut into slices. None where the model is one link: it cannot be cut.
-
-    `cluster` is on the piece's mesh; `link` leads to the next piece. A link of the chain may stand for several.
-    """
-    graph, profile = sliced(graph, profile, slices)
-    program = lower(graph, sharding, passes * len(slices))
-    price = price_step(graph, profile, cluster, sharding, program, copies)
-    linear = linearize_partitions(graph, profile, cluster, sharding, program, price, join)
+    """`link` leads to the next piece; a link of the chain may stand for several. None where the model is one link:
+    it cannot be cut."""
+    linear = linearize_partitions(priced, join)
     if linear.chain is None:
         return None
-    shares = _Shares(graph, profile, cluster, sharding, program, copies, link)
-    held, everywhere_held = shares.held(price)
+    shares, sizes, loss = _Shares(priced, link), priced.sharded.sizes, priced.step.links[-1]
+    held, everywhere_held = shares.held()
     once, crosses = shares.once(), shares.crosses()
 
     def joined(values: Sequence[float]) -> tuple[float, ...]:
@@ -96,41 +76,29 @@ def fill(
 
     piece = Piece(
         name=name,
-        devices=prod(cluster.sizes),
+        devices=prod(sizes),
         chain=linear.chain,
         resident=joined(shares.resident),
         once=joined([part.total for part in once]),
         weight=joined(shares.weight()),
         put_off=joined(shares.put_off()),
-        mesh=" x ".join(map(str, cluster.sizes)),
-        loss_held=price.links[-1].memory.kept if join is Join.NONE else linear.costs[-1].ways[0].saved,
+        mesh=" x ".join(map(str, sizes)),
+        loss_held=loss.memory.kept if join is Join.NONE else linear.costs[-1].ways[0].saved,
         held=joined(held),
         crosses=tuple(crosses[first] for first, _ in linear.spans),
         everywhere=shares.everywhere,
         everywhere_held=everywhere_held,
     )
-    home = home_layouts(graph, sharding)
-    return Filled(piece, Mesh(cluster.axes), sharding, price, linear, once, slices, home)
+    return Filled(piece, priced, linear, once, slices)
 
 
 class _Shares:
     """What each link has of a program that is priced as a whole."""
 
-    def __init__(
-        self,
-        graph: OpGraph,
-        profile: Profile,
-        cluster: Cluster,
-        sharding: Sharding,
-        program: Program,
-        copies: float,
-        link: Callable[[float], float],
-    ) -> None:
-        self.graph, self.profile, self.cluster, self.sharding = graph, profile, cluster, sharding
-        self.program, self.copies, self.link = program, copies, link
-        self.readers, self.weights = readers(graph), weights(graph)
-        self.home = home_layouts(graph, sharding)
-        self.prices = parameter_prices(graph, cluster, sharding, program, copies)
+    def __init__(self, priced: Priced, link: Callable[[float], float]) -> None:
+        self.priced, self.sharded, self.graph, self.program = priced, priced.sharded, priced.graph, priced.program
+        self.link = link
+        self.readers, self.weights = readers(self.graph), weights(self.graph)
         self.resident, self.everywhere = self._resident()
 
     def _links(self, value: str) -> tuple[int, ...]:
@@ -139,11 +107,8 @@ class _Shares:
 
     def _resident(self) -> tuple[tuple[float, ...], float]:
         sizes: list[tuple[tuple[int, ...], float]] = []
-        sizes += [(self._links(name), price.resident) for name, price in self.prices.items()]
-        sizes += [
-            (self._links(step.target.value), copied_bytes(self.graph, self.cluster, step, self.program.micro_batches))
-            for step in self.program.shared
-        ]
+        sizes += [(self._links(name), price.resident) for name, price in self.priced.parameters.items()]
+        sizes += [(self._links(step.target.value), self.priced.copied_bytes(step)) for step in self.program.shared]
         of_prologue = {name for op in self.graph.prologue for name in self.graph.op(op).inputs}
         for buffer in self.graph.of_role(Role.BUFFER):
             sizes.append((() if buffer.name in of_prologue else self._links(buffer.name), buffer.type.nbytes))
@@ -160,10 +125,10 @@ class _Shares:
                 everywhere += nbytes
         return tuple(own), everywhere
 
-    def held(self, price: StepPrice) -> tuple[tuple[float, ...], float]:
+    def held(self) -> tuple[tuple[float, ...], float]:
         """Of common values and their gradients, for one micro-batch."""
         sizes = []
-        for writer, (link, priced) in enumerate(zip(self.graph.chain, price.links, strict=True)):
+        for writer, (link, priced) in enumerate(zip(self.graph.chain, self.priced.step.links, strict=True)):
             later = {number for name in link.common for number in self.readers.get(name, ())} - {writer}
             sizes.append(((writer, *sorted(later)), priced.memory.common))
         return self._spread(sizes)
@@ -172,18 +137,18 @@ class _Shares:
         """Before each link: the common values that are written before it, and read by it or later."""
         crossing = [0.0] * len(self.graph.chain)
         for name, writer in self.graph.common.items():
-            nbytes = local_bytes(self.graph, name, self.home[name], self.cluster.sizes)
+            nbytes = self.sharded.local_bytes(name)
             for number in range(writer + 1, max(self.readers.get(name, (0,))) + 1):
                 crossing[number] += nbytes
         return tuple(crossing)
 
     def once(self) -> tuple[Once, ...]:
         found: dict[int, list[Once]] = defaultdict(list)
-        for name, price in self.prices.items():
+        for name, price in self.priced.parameters.items():
             ends = self._ends(name)
             tied = 0.0
             if len(ends) > 1 and self.graph.values[name].grad:  # the copies sum their gradients
-                tied = self.link(local_bytes(self.graph, name, self.home[name], self.cluster.sizes))
+                tied = self.link(self.sharded.local_bytes(name))
             for number in ends:
                 found[number].append(Once(0.0, price.gradient_sum + tied, price.optimizer))
         for step in self.program.shared:
@@ -206,7 +171,7 @@ class _Shares:
         return tuple(sorted({links[0], links[-1]}))
 
     def _seconds(self, steps: tuple[Step, ...]) -> tuple[float, float]:
-        ops, moves = steps_seconds(self.graph, self.profile, self.cluster, self.sharding, steps)
+        ops, moves = self.priced.seconds(steps)
         return ops.total, moves.total
 
     def weight(self) -> tuple[float, ...]:
@@ -220,7 +185,7 @@ class _Shares:
         found = []
         for link, steps in zip(self.graph.chain, self.program.links, strict=True):
             converts = [step for step in steps if isinstance(step, Convert) and step.source.value in self.weights]
-            moved = sum(convert_seconds(self.graph, self.cluster, step, kept=False).backward for step in converts)
+            moved = sum(self.priced.conversion(step, kept=False).backward for step in converts)
             found.append(moved + sum(self._weight(self.graph.op(name)) for name in link.ops))
         return tuple(found)
 
@@ -231,18 +196,17 @@ class _Shares:
             calls = (step for step in steps if isinstance(step, Call))
             own = [s for s in calls if self._is_put_off(self.graph.op(s.op))]
             made = (step.outputs[0] for step in own)
-            found.append(float(sum(local_bytes(self.graph, x.value, x.layout, self.cluster.sizes) for x in made)))
+            found.append(float(sum(self.sharded.local_bytes(x.value, x.layout) for x in made)))
         return tuple(found)
 
     def _is_put_off(self, op: Op) -> bool:
         """A compiled block makes all gradients at once."""
-        return self.profile.compiled is None and is_put_off(self.graph, op, self.weights)
+        return self.priced.profile.compiled is None and is_put_off(self.graph, op, self.weights)
 
     def _weight(self, op: Op) -> float:
         if not self._is_put_off(op):
             return 0.0
-        cost, strategy = self.profile.ops[op.name], self.sharding.strategies[op.name]
-        seconds = op_seconds(self.graph, op.name, cost, strategy, self.cluster.compute, self.cluster.sizes).backward
+        seconds = self.priced.op(op.name).backward
         others = any(self.graph.values[name].grad for name in op.inputs if name not in self.weights)
         return seconds / 2 if others else seconds
 

@@ -13,18 +13,14 @@ from itertools import pairwise
 
 from pipeline.cost.groups import Join
 from pipeline.cost.links import LinkCosts, Way, link_costs
-from pipeline.cost.step import StepPrice
+from pipeline.cost.step import Priced
 from pipeline.cost.unsplit import card_of
 from pipeline.ir import plan
-from pipeline.ir.cluster import Cluster
-from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.graph import Role
 from pipeline.ir.layout import Layout
-from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
-from pipeline.ir.program import Program
-from pipeline.rates.compute import local_bytes
 from pipeline.rates.kernels import kernel_seconds
-from pipeline.sharding.lowering import home_layouts, state_layouts
+from pipeline.sharding.sharded import Sharded
 from stages.checkpoint.recompute.chain import Chain, Option
 from stages.checkpoint.recompute.schedule import Region
 
@@ -79,27 +75,25 @@ def _compiled(region: plan.Region) -> plan.Region:
     return region if region.compiled is not None else replace(region, compiled=1.0)
 
 
-def linearize(
-    graph: OpGraph,
-    profile: Profile,
-    cluster: Cluster,
-    sharding: Sharding,
-    program: Program,
-    price: StepPrice,
-    join: Join = Join.NEEDLESS,
-) -> Linear:
-    owned = growing(graph, sharding, program)
-    costs = link_costs(graph, profile, cluster, sharding, program, price.links, owned, join)
-    grown = tuple(_grown(graph, cluster, sharding, costs, owned))
-    given = _given(graph, profile, cluster, sharding) + cluster.compute.workspace
-    fixed = price.fixed_bytes + given - sum(grown)
-    part = _updated_part(graph, cluster, sharding)
+def linearize(priced: Priced, join: Join = Join.NEEDLESS) -> Linear:
+    sharded, price, profile = priced.sharded, priced.step, priced.profile
+    owned = growing(sharded)
+    costs = link_costs(priced, owned, join)
+    grown = tuple(_grown(sharded, costs, owned))
+    given = _given(sharded, profile) + priced.cluster.compute.workspace
+    part = _updated_part(sharded)
     extra = profile.step.optimizer_bytes if profile.step else 0
-    beside = math.ceil(max(part, _largest_part(graph, cluster, sharding)) * extra)
-    peak = price.resident_bytes + given + beside + _apart_bytes(graph, cluster, sharding)
-    optimizer = _optimizer_seconds(profile, cluster, price, part)
+    beside = math.ceil(max(part, _largest_part(sharded)) * extra)
     issued = _chain(tuple(map(_of_device, costs)), grown) if costs[0].ways[0].lines else None
-    return Linear(_chain(costs, grown), costs, fixed, peak, optimizer, profile.compiled is not None, issued)
+    return Linear(
+        chain=_chain(costs, grown),
+        costs=costs,
+        fixed_bytes=price.fixed_bytes + given - sum(grown),
+        optimizer_peak=price.resident_bytes + given + beside + _apart_bytes(sharded),
+        optimizer_seconds=_optimizer_seconds(priced, part),
+        compiled=profile.compiled is not None,
+        device_chain=issued,
+    )
 
 
 def _of_device(costs: LinkCosts) -> LinkCosts:
@@ -110,37 +104,33 @@ def _of_device(costs: LinkCosts) -> LinkCosts:
     return replace(costs, ways=ways, last=alone(costs.last), dropped=ways[0].forward)
 
 
-def _given(graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding) -> int:
+def _given(sharded: Sharded, profile: Profile) -> int:
     """Bytes of the batch, and of what is computed before the chain for its links (masks, rotary angles)."""
-    home = home_layouts(graph, sharding)
+    graph = sharded.graph
     read = {profile.storage[name] for link in graph.chain for op in link.ops for name in graph.op(op).inputs}
     made = {name for op in graph.prologue for name in graph.op(op).outputs} & read
-    inputs = {value.name for value in graph.of_role(Role.INPUT)}
-    nbytes = {name: local_bytes(graph, name, home[name], cluster.sizes) for name in inputs | made}
-    return sum(nbytes.values())
+    return sum(map(sharded.local_bytes, made | {value.name for value in graph.of_role(Role.INPUT)}))
 
 
-def _updated_part(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> float:
+def _updated_part(sharded: Sharded) -> float:
     """Of all that the optimizer updates, what one rank does."""
-    states = state_layouts(graph, sharding)
-    own = sum(local_bytes(graph, name, layout, cluster.sizes) for name, layout in states.items())
-    return own / max(1, sum(graph.values[name].type.nbytes for name in states))
+    own = sum(sharded.local_bytes(*state) for state in sharded.states.items())
+    return own / max(1, sum(sharded.graph.values[name].type.nbytes for name in sharded.states))
 
 
-def _largest_part(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> float:
+def _largest_part(sharded: Sharded) -> float:
     """The same of the largest that is updated: an optimizer may go from one to the next."""
-    states = state_layouts(graph, sharding)
-    own = max((local_bytes(graph, name, layout, cluster.sizes) for name, layout in states.items()), default=0)
-    return own / max(1, max((graph.values[name].type.nbytes for name in states), default=0))
+    own = max((sharded.local_bytes(*state) for state in sharded.states.items()), default=0)
+    return own / max(1, max((sharded.graph.values[name].type.nbytes for name in sharded.states), default=0))
 
 
-def _apart_bytes(graph: OpGraph, cluster: Cluster, sharding: Sharding) -> int:
+def _apart_bytes(sharded: Sharded) -> int:
     """Of the shards that the optimizer updates apart from their parameters, as they do not lie there in one run."""
     found = 0
-    for name, state in state_layouts(graph, sharding).items():
-        value = graph.values[name]
-        if not _lies_in(sharding.storage[value.origin], state, value.type.shape, cluster.sizes):
-            found += local_bytes(graph, name, state, cluster.sizes)
+    for name, state in sharded.states.items():
+        value = sharded.graph.values[name]
+        if not _lies_in(sharded.sharding.storage[value.origin], state, value.type.shape, sharded.sizes):
+            found += sharded.local_bytes(name, state)
     return found
 
 
@@ -157,51 +147,43 @@ def _lies_in(stored: Layout, state: Layout, shape: tuple[int, ...], sizes: tuple
     return True
 
 
-def _optimizer_seconds(profile: Profile, cluster: Cluster, price: StepPrice, part: float) -> float:
+def _optimizer_seconds(priced: Priced, part: float) -> float:
     """Of a GPU, those of its kernels; else as the step is priced."""
-    if profile.kernels is None or profile.device != "cuda":
-        return price.optimizer
-    card = card_of(cluster.compute)
-    return part * sum(kernel_seconds(kernel, card) for kernel in profile.kernels.optimizer)
+    kernels = priced.profile.kernels
+    if kernels is None or priced.profile.device != "cuda":
+        return priced.step.optimizer
+    card = card_of(priced.cluster.compute)
+    return part * sum(kernel_seconds(kernel, card) for kernel in kernels.optimizer)
 
 
-def linearize_partitions(
-    graph: OpGraph,
-    profile: Profile,
-    cluster: Cluster,
-    sharding: Sharding,
-    program: Program,
-    price: StepPrice,
-    join: Join = Join.NONE,
-) -> Linear:
+def linearize_partitions(priced: Priced, join: Join = Join.NONE) -> Linear:
     """For a pipeline: every link (or compiled block) may begin a partition, gradients add up over micro-batches, and
     the last link of a partition makes its output for the next."""
-    found = linearize(graph, profile, cluster, sharding, program, price, join)
+    found = linearize(priced, join)
     chain = found.chain and replace(found.chain, last=(), grown=())
-    return replace(found, chain=chain, device_chain=None, fixed_bytes=price.fixed_bytes + cluster.compute.workspace)
+    fixed = priced.step.fixed_bytes + priced.cluster.compute.workspace
+    return replace(found, chain=chain, device_chain=None, fixed_bytes=fixed)
 
 
-def growing(graph: OpGraph, sharding: Sharding, program: Program) -> frozenset[str]:
+def growing(sharded: Sharded) -> frozenset[str]:
     """The parameters whose gradients are not there until backward makes them: complete as they are, in one pass."""
-    if program.micro_batches > 1:
+    if sharded.micro_batches > 1:
         return frozenset()
-    states = state_layouts(graph, sharding)
-    stored = {name: sharding.storage[graph.values[name].origin] for name in states}
-    return frozenset(name for name in states if name not in program.reduced and states[name] == stored[name])
+    graph, stored = sharded.graph, sharded.sharding.storage
+    as_stored = {name for name, state in sharded.states.items() if state == stored[graph.values[name].origin]}
+    return frozenset(as_stored - sharded.program.reduced.keys())
 
 
-def _grown(
-    graph: OpGraph, cluster: Cluster, sharding: Sharding, costs: tuple[LinkCosts, ...], owned: frozenset[str]
-) -> Iterator[int]:
+def _grown(sharded: Sharded, costs: tuple[LinkCosts, ...], owned: frozenset[str]) -> Iterator[int]:
     """Of each link, the bytes of gradients that its backward leaves: of parameters that no later link reads."""
+    graph, stored = sharded.graph, sharded.sharding.storage
     last: dict[str, int] = {}
     for number, own in enumerate(costs):
         for link in graph.chain[own.first : own.last_link + 1]:
             last |= {read: number for op in link.ops for read in graph.op(op).inputs if read in owned}
     for number in range(len(costs)):
         mine = (name for name, place in last.items() if place == number)
-        layouts = ((name, sharding.storage[graph.values[name].origin]) for name in mine)
-        yield sum(local_bytes(graph, name, layout, cluster.sizes) for name, layout in layouts)
+        yield sum(sharded.local_bytes(name, stored[graph.values[name].origin]) for name in mine)
 
 
 def _chain(costs: tuple[LinkCosts, ...], grown: tuple[int, ...]) -> Chain | None:

@@ -38,7 +38,7 @@ class Helps:
 
 def refusal(mesh: OnMesh, least: FrontierPoint, smallest: int, budget: int) -> BudgetError:
     """`least` is the plan that keeps least for good, `smallest` the least peak of a plan without recompute."""
-    parts = resident_parts(mesh.graph, least.sharding, mesh.cluster.sizes, mesh.copies)
+    parts = resident_of(mesh, least.sharding)
     helping = [found for lift in _lifts(mesh.settings, parts[0]) for found in _helps(mesh, lift, least.resident_bytes)]
     classes = ", ".join(f"{kept} {gigabytes(total)}" for kept in Kept if (total := total_of(parts, kept)))
     return BudgetError(
@@ -52,7 +52,7 @@ def refusal(mesh: OnMesh, least: FrontierPoint, smallest: int, budget: int) -> B
 
 def refusal_of_saved(mesh: OnMesh, saved: FrontierPoint, budget: int) -> BudgetError:
     """The saved plan was to be taken as it is, and is too large."""
-    largest = resident_parts(mesh.graph, saved.sharding, mesh.cluster.sizes, mesh.copies)[0]
+    largest = resident_of(mesh, saved.sharding)[0]
     return BudgetError(
         f"the saved plan does not fit {gigabytes(budget)}: parameters, gradients and optimizer state alone need "
         f"{budget_of(saved.resident_bytes)} on each device; the largest part is the {largest.label} with "
@@ -60,6 +60,10 @@ def refusal_of_saved(mesh: OnMesh, saved: FrontierPoint, budget: int) -> BudgetE
         where=f"{mesh.where}: plan",
         remedy="set `plan_use: start` to look for a smaller one, or raise memory_budget_gb above that",
     )
+
+
+def resident_of(mesh: OnMesh, sharding: Sharding) -> tuple[Part, ...]:
+    return resident_parts(mesh.workload.priced(sharding).sharded, mesh.workload.optimizer_copies)
 
 
 def _lifts(settings: Solve, largest: Part) -> Iterator[Lift]:
@@ -98,7 +102,7 @@ def _helps(mesh: OnMesh, lift: Lift, least: int) -> Iterator[Helps]:
 
 
 def _total(mesh: OnMesh, sharding: Sharding) -> int:
-    return sum(part.nbytes for part in resident_parts(mesh.graph, sharding, mesh.cluster.sizes, mesh.copies))
+    return sum(part.nbytes for part in resident_of(mesh, sharding))
 
 
 def _why(mesh: OnMesh, part: Part, helping: list[Helps]) -> str:
@@ -141,7 +145,7 @@ def _remedies(
 def _devices_for(mesh: OnMesh, sharding: Sharding, budget: int) -> int | None:
     """How many would hold it, if what is split over all devices now divides among more; None where none would."""
     devices = mesh.cluster.devices
-    parts = resident_parts(mesh.graph, sharding, mesh.cluster.sizes, mesh.copies)
+    parts = resident_of(mesh, sharding)
     split = sum(p.nbytes for p in parts if p.kept is not Kept.buffers and p.pieces == devices)
     room = budget - (sum(p.nbytes for p in parts) - split)
     return max(devices + 1, math.ceil(split * devices / room)) if split and room > 0 else None

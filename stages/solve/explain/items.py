@@ -1,6 +1,6 @@
 """A step as a list of items that add up to its price: ops, conversions, gradient sums and optimizer, each with seconds.
 
-What `pipeline.cost.step.price_step` adds up is listed here one by one, in the order of the program.
+What `pipeline.cost.step.Priced.step` adds up is listed here one by one, in the order of the program.
 """
 
 from __future__ import annotations
@@ -9,14 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pipeline.cost.step import convert_seconds, parameter_prices
-from pipeline.ir.cluster import COLLECTIVES, Cluster
-from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Sharding
-from pipeline.ir.profile import Profile
-from pipeline.ir.program import Call, Convert, Program, Step
-from pipeline.rates.compute import op_seconds
-from pipeline.rates.inner_collectives import talk_seconds
+from pipeline.cost.step import Priced
+from pipeline.ir.cluster import COLLECTIVES
+from pipeline.ir.graph import Role
+from pipeline.ir.program import Call, Convert, Step
 from pipeline.sharding.conversions import conversion_of, made_again, step_axis
 
 
@@ -46,15 +42,14 @@ class Item:
         return self.forward + self.backward
 
 
-def items_of(
-    graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, program: Program, copies: float
-) -> tuple[Item, ...]:
+def items_of(priced: Priced) -> tuple[Item, ...]:
     """Their seconds add up to the price of the step."""
+    graph, cluster, sharding, program = priced.graph, priced.cluster, priced.sharding, priced.program
     found: list[Item] = []
     passes = [(program.prologue, program.micro_batches), (program.shared, 1)]
     for steps, times in (*passes, *((steps, program.micro_batches) for steps in program.links)):
-        found += _of_steps(graph, profile, cluster, sharding, steps, times)
-    for name, price in parameter_prices(graph, cluster, sharding, program, copies).items():
+        found += _of_steps(priced, steps, times)
+    for name, price in priced.parameters.items():
         origin, axes = graph.values[name].origin, program.reduced.get(name, ())
         over = "+".join(cluster.axes[axis].name for axis in axes)
         state = sharding.state.get(origin)
@@ -68,22 +63,20 @@ def items_of(
     return tuple(found)
 
 
-def _of_steps(
-    graph: OpGraph, profile: Profile, cluster: Cluster, sharding: Sharding, steps: tuple[Step, ...], times: int
-) -> Iterator[Item]:
-    calls = [step for step in steps if isinstance(step, Call)]
-    kept = {profile.storage.get(name, name) for step in calls for name in profile.ops[step.op].saves}
+def _of_steps(priced: Priced, steps: tuple[Step, ...], times: int) -> Iterator[Item]:
+    kept = priced.kept_by(steps)
     for number, step in enumerate(steps):
         if isinstance(step, Convert):
-            yield _conversion(graph, cluster, step, step.source.value in kept, times, _reader(steps[number:]))
+            yield _conversion(priced, step, step.source.value in kept, times, _reader(steps[number:]))
             continue
-        op, strategy = graph.op(step.op), sharding.strategies[step.op]
-        ran = op_seconds(graph, op.name, profile.ops[op.name], strategy, cluster.compute, cluster.sizes)
+        op, strategy = priced.graph.op(step.op), priced.sharded.strategy(step.op)
+        ran = priced.op(op.name)
         how = f"{strategy.name}: {', '.join(map(str, strategy.outputs))}"
         yield Item(Kind.op, op.name, op.module, op.target, how, times * ran.forward, times * ran.backward, op=op.name)
-        said = talk_seconds(graph, op.name, strategy, cluster.axes)
+        said = priced.collectives_inside(op.name)
         if said.total:
-            over = "+".join(a.name for a, body in zip(cluster.axes, strategy.body.split(","), strict=False) if body)
+            bodies = zip(priced.cluster.axes, strategy.body.split(","), strict=False)
+            over = "+".join(axis.name for axis, body in bodies if body)
             named = (f"inside the op over {over}",)
             there, back = times * said.forward, times * said.backward
             yield Item(Kind.talk, op.name, op.module, op.target, how, there, back, named, op.name)
@@ -101,12 +94,13 @@ def _reader(steps: tuple[Step, ...]) -> str:
     return ""
 
 
-def _conversion(graph: OpGraph, cluster: Cluster, step: Convert, kept: bool, times: int, reader: str) -> Item:
+def _conversion(priced: Priced, step: Convert, kept: bool, times: int, reader: str) -> Item:
+    graph, cluster = priced.graph, priced.cluster
     value, ends = graph.values[step.source.value], (step.source.layout, step.target.layout)
     entry = conversion_of(*ends, cluster.sizes)
     entry = made_again(entry) if step.again and kept else entry
     axis = cluster.axes[step_axis(*ends, cluster.sizes)].name
-    seconds = convert_seconds(graph, cluster, step, kept)
+    seconds = priced.conversion(step, kept)
     moves = (entry.forward, entry.again, entry.backward) if value.grad else (entry.forward,)
     named = tuple(f"{move} over {axis}" for move in moves if move in COLLECTIVES)
     parameter = value.role is Role.PARAMETER

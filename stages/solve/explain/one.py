@@ -9,7 +9,6 @@ from pipeline.ir.graph import Op, OpGraph, Role, TensorType
 from pipeline.ir.layout import Layout
 from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
-from pipeline.rates.compute import local_bytes
 from stages.solve.explain.items import Item, Kind
 from stages.solve.explain.names import Subject, What
 from stages.solve.explain.options import Option, Options
@@ -109,21 +108,21 @@ def _shape(kind: TensorType) -> str:
 
 
 def _held(part: Part, subject: Subject) -> Iterator[Held]:
-    graph, sizes = part.graph, part.cluster.sizes
+    graph, local = part.graph, part.priced.sharded.local_bytes
     if subject.what is What.op:
         op, strategy = graph.op(subject.name), part.sharding.strategies[subject.name]
         layouts = dict(zip((*op.inputs, *op.outputs), (*strategy.inputs, *strategy.outputs), strict=True))
-        yield Held("writes", sum(local_bytes(graph, name, layouts[name], sizes) for name in op.outputs))
-        saved = [name for name in part.profile.ops[op.name].saves if name in layouts]
-        yield Held("keeps for backward", sum(local_bytes(graph, name, layouts[name], sizes) for name in saved))
+        yield Held("writes", sum(local(name, layouts[name]) for name in op.outputs))
+        saved = [name for name in part.priced.profile.ops[op.name].saves if name in layouts]
+        yield Held("keeps for backward", sum(local(name, layouts[name]) for name in saved))
     elif subject.what is What.parameter:
         stored = part.sharding.storage[graph.values[subject.name].origin]
-        yield Held("value", local_bytes(graph, subject.name, stored, sizes))
-        yield Held("value, gradient and optimizer state", round(part.parameter_prices()[subject.name].resident))
+        yield Held("value", local(subject.name, stored))
+        yield Held("value, gradient and optimizer state", round(part.priced.parameters[subject.name].resident))
     else:
         layout = part.sharding.inputs.get(subject.name)
         whole = graph.values[subject.name].type.nbytes
-        yield Held("value", local_bytes(graph, subject.name, layout, sizes) if layout else whole)
+        yield Held("value", local(subject.name, layout) if layout else whole)
 
 
 # ------------------------------------------------------------------------------------------------ what is not offered

@@ -16,6 +16,7 @@ from pipeline.base.errors import ArtifactError
 from pipeline.base.log import Log
 from pipeline.config import Checkpoint, Solve
 from pipeline.cost.resident import gigabytes
+from pipeline.cost.step import Workload
 from pipeline.ir.cluster import Mesh
 from pipeline.ir.plan import FrontierPoint, Proof, Sharding
 from pipeline.ir.verify import InvalidSharding, gathered, verify_sharding
@@ -24,7 +25,7 @@ from pipeline.sharding.lowering import with_paths
 from stages.solve.answer.frontier import Sweep
 from stages.solve.answer.saved import Saved, found_among
 from stages.solve.explain.part import Part, Planned
-from stages.solve.problem.build import Given, build, to_sharding
+from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.constraints import Hand
 from stages.solve.problem.data import Problem
 from stages.solve.problem.storage import Way
@@ -99,8 +100,10 @@ class Options:
         self.plan, self.part, self.solve, self.checkpoint = plan, part, solve, checkpoint
         self.evaluate, self.where, self.log = evaluate, where, log
         axes = part.cluster.axes
-        given = Given(axes, part.cluster.compute, part.copies, part.micro_batches)
-        self.problem, self.choices = build(plan.graph, plan.profile, given)
+        priced = part.priced
+        passes = priced.sharded.micro_batches
+        load = Workload(plan.graph, plan.profile, priced.cluster, priced.optimizer_copies, passes)
+        self.problem, self.choices = build(load)
         self.hand = Hand(plan.graph, tuple(axis.name for axis in axes), solve, where)
         self.picked = self._picked()
         self.now = self.outcome(part.sharding)
@@ -209,7 +212,10 @@ class Options:
             return self.problem.cost(change.picked)
         if self.picked is not None or self._misfit(change.sharding):
             return math.inf
-        return self.part.price(with_paths(self.part.graph, change.sharding, self.part.cluster)).seconds
+        return self.part.priced.with_sharding(self._with_paths(change.sharding)).step.seconds
+
+    def _with_paths(self, sharding: Sharding) -> Sharding:
+        return with_paths(self.part.graph, sharding, self.part.cluster)
 
     def _misfit(self, changed: Sharding) -> str:
         try:
@@ -225,7 +231,7 @@ class Options:
         if self.picked is not None and change.picked is None:
             alone = Option(words, Verdict.neighbours, READ_OTHERWISE)
             return alone if again is None else self._solved(alone, name, change, again)
-        outcome = self.outcome(with_paths(self.part.graph, change.sharding, self.part.cluster))
+        outcome = self.outcome(self._with_paths(change.sharding))
         more = outcome.seconds - self.now.seconds
         peak = outcome.peak_bytes - self.now.peak_bytes
         setting = self.hand.forbids(name, self.choices, k) if self.hand.asks else None
@@ -247,11 +253,11 @@ class Options:
         """Of the step; of a pipeline's partition what its devices do and hold, with nothing recomputed."""
         part = self.part
         if self.picked is None:
-            price = part.price(sharding)
+            price = part.priced.with_sharding(sharding).step
             return Outcome(price.seconds, price.fixed_bytes + sum(link.memory.kept for link in price.links))
         point = FrontierPoint(sharding, 0.0, 0, 0, NOT_PROVEN)
         frontier = replace(self.plan.frontier, meshes=(Mesh(part.cluster.axes),), points=(point,), pieces=())
-        found = self.evaluate(part.graph, part.profile, part.cluster, frontier, 0, self.checkpoint)
+        found = self.evaluate(part.graph, part.priced.profile, part.cluster, frontier, 0, self.checkpoint)
         if found.regions is not None:
             return Outcome(found.step_seconds, found.peak_bytes)
         over = found.peak_bytes - frontier.budget_bytes
@@ -262,7 +268,7 @@ class Options:
         sharding = self.solved(name, change, seconds)
         found = [] if option.seconds is None else [(option.seconds, option.peak_bytes)]
         if sharding is not None:
-            outcome = self.outcome(with_paths(self.part.graph, sharding, self.part.cluster))
+            outcome = self.outcome(self._with_paths(sharding))
             if not outcome.over:
                 more = outcome.seconds - self.now.seconds
                 found.append((more, outcome.peak_bytes - self.now.peak_bytes))

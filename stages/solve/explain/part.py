@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 
 from pipeline.base.artifacts import Artifact
 from pipeline.base.errors import ShardwrightError
-from pipeline.cost.step import ParameterPrice, StepPrice, parameter_prices, price_step
+from pipeline.cost.step import Priced
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Partition, Plan, Sharding
 from pipeline.ir.profile import Profile, as_run
-from pipeline.ir.program import Program
-from pipeline.sharding.lowering import lower
-from pipeline.sharding.partitions import part_of
+from pipeline.sharding.partitions import sharded_parts
 from pipeline.sharding.slices import sliced
 from stages.solve.explain.items import Item, items_of
 
@@ -30,28 +28,23 @@ class Part:
     """A partition; the whole model where there is no pipeline."""
 
     number: int
-    graph: OpGraph
-    profile: Profile
-    cluster: Cluster  # on its mesh
-    sharding: Sharding
-    copies: float  # tensors of a parameter's size that the optimizer keeps
-    micro_batches: int
-    last: bool
+    priced: Priced
 
-    def program(self, sharding: Sharding) -> Program:
-        return lower(self.graph, sharding, self.micro_batches, to_loss=self.last)
+    @property
+    def graph(self) -> OpGraph:
+        return self.priced.graph
 
-    def price(self, sharding: Sharding) -> StepPrice:
-        program = self.program(sharding)
-        return price_step(self.graph, self.profile, self.cluster, sharding, program, self.copies)
+    @property
+    def cluster(self) -> Cluster:
+        """On its mesh."""
+        return self.priced.cluster
 
-    def parameter_prices(self) -> dict[str, ParameterPrice]:
-        program = self.program(self.sharding)
-        return parameter_prices(self.graph, self.cluster, self.sharding, program, self.copies)
+    @property
+    def sharding(self) -> Sharding:
+        return self.priced.sharding
 
     def items(self) -> tuple[Item, ...]:
-        program = self.program(self.sharding)
-        return items_of(self.graph, self.profile, self.cluster, self.sharding, program, self.copies)
+        return items_of(self.priced)
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,7 @@ class Planned:
         """The partition whose devices have most to do in a step: those that the step waits for."""
         if len(self.parts) == 1:
             return self.parts[0]
-        return max(self.parts, key=lambda part: part.price(part.sharding).seconds)
+        return max(self.parts, key=lambda part: part.priced.step.seconds)
 
 
 def planned(found: Mapping[str, Artifact]) -> Planned:
@@ -78,25 +71,13 @@ def planned(found: Mapping[str, Artifact]) -> Planned:
     copies = frontier.optimizer_copies
     config = dict(found["plan"].config)
     cut, costs = sliced(graph, profile, plan.slices)
-    if not plan.pipelined:
-        mesh = mesh_of(plan.partitions[0], frontier, cluster)
-        part = Part(0, cut, costs, cluster.part(mesh), plan.sharding, copies, plan.micro_batches, True)
-        own = replace(frontier, micro_batches=plan.micro_batches)
-        return Planned(cut, costs, cluster, own, plan, (part,), config)
     parts = tuple(
-        Part(
-            number,
-            part_of(cut, one.first, one.last),
-            costs,
-            cluster.part(mesh_of(one, frontier, cluster)),
-            one.sharding,
-            copies,
-            plan.micro_batches,
-            number == len(plan.partitions) - 1,
-        )
-        for number, one in enumerate(plan.partitions)
+        Part(number, Priced(own, costs, cluster.part(mesh_of(one, frontier, cluster)), copies))
+        for number, (one, own) in enumerate(zip(plan.partitions, sharded_parts(plan, cut), strict=True))
     )
-    return Planned(graph, profile, cluster, frontier, plan, parts, config)
+    if plan.pipelined:
+        return Planned(graph, profile, cluster, frontier, plan, parts, config)
+    return Planned(cut, costs, cluster, replace(frontier, micro_batches=plan.micro_batches), plan, parts, config)
 
 
 def mesh_of(partition: Partition, frontier: Frontier, cluster: Cluster) -> Mesh:

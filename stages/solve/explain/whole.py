@@ -48,7 +48,7 @@ class Whole:
 def explain_whole(plan: Planned) -> Whole:
     own, part = plan.plan, plan.busiest()
     items, predicted = part.items(), own.prediction
-    kept = resident_parts(part.graph, part.sharding, part.cluster.sizes, part.copies)
+    kept = resident_parts(part.priced.sharded, part.priced.optimizer_copies)
     peak = own.partitions[part.number].peak_bytes if own.pipelined else predicted.peak_bytes
     resident = [Held(kind.value, total_of(kept, kind)) for kind in Kept]
     rest = peak - sum(one.nbytes for one in resident)
@@ -66,16 +66,7 @@ def explain_whole(plan: Planned) -> Whole:
         collectives=_dearest((_move(item), item) for item in items if item.collectives),
         parameters=_stored(part, items),
         whole_ops=tuple(
-            Cost(one.target, one.seconds, one.count)
-            for one in whole_ops(
-                part.graph,
-                part.profile,
-                part.cluster.compute,
-                part.cluster.sizes,
-                part.sharding,
-                part.micro_batches,
-                predicted.step_seconds,
-            )
+            Cost(one.target, one.seconds, one.count) for one in whole_ops(part.priced, predicted.step_seconds)
         ),
         alternatives=own.alternatives,
     )
@@ -180,7 +171,7 @@ def explain_module(plan: Planned, pattern: str) -> Module:
         for item in part.items():
             if item.kind not in OF_PARAMETERS and inside(pattern, item.module):
                 rows[item.kind, _label(item, grouped), _short(item.what), item.how].append(item.seconds)
-        for value, price in part.parameter_prices().items():
+        for value, price in part.priced.parameters.items():
             name = part.graph.values[value].origin
             if inside(pattern, name):
                 kept[starred(name) if grouped else name, stored_as(part.sharding, name)].append(price)

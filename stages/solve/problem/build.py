@@ -16,19 +16,18 @@ more than its distinct layers further on.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.cost.step import update_seconds
-from pipeline.ir.cluster import Axis, Compute
+from pipeline.cost.step import Workload, update_seconds
+from pipeline.ir.cluster import Axis
 from pipeline.ir.graph import Op, OpGraph, Role, TensorType, Value
 from pipeline.ir.layout import B, Layout, Place, R, replicated, without_gradient
 from pipeline.ir.plan import Sharding, Strategy
-from pipeline.ir.profile import Profile
 from pipeline.ir.verify import gathered
 from pipeline.ops.mesh import op_strategies, view_op
 from pipeline.rates.compute import op_seconds, optimizer_seconds, piece_bytes
@@ -52,22 +51,6 @@ class Choices:
     sizes: tuple[int, ...]  # of the mesh's axes
 
 
-@dataclass(frozen=True)
-class Given:
-    """What a problem is made from, beside the graph and its profile."""
-
-    axes: tuple[Axis, ...]
-    compute: Compute
-    optimizer_copies: float  # tensors of a parameter's size that the optimizer keeps
-    micro_batches: int = 1  # forward and backward passes of a step
-    shards: bool = True  # whether ZeRO may be chosen
-    allowed: Callable[[str, Any], bool] = field(default=lambda name, choice: True)  # the user's constraints
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(axis.size for axis in self.axes)
-
-
 T = TypeVar("T")
 
 
@@ -85,9 +68,11 @@ class _Once:
 
 
 class _Builder:
-    def __init__(self, graph: OpGraph, profile: Profile, given: Given) -> None:
-        self.graph, self.profile, self.given, self.sizes = graph, profile, given, given.sizes
-        self.paths = Paths(given.axes, given.compute)
+    def __init__(self, workload: Workload, shards: bool) -> None:
+        graph, profile, cluster = workload.graph, workload.profile, workload.cluster
+        self.graph, self.profile, self.workload, self.shards = graph, profile, workload, shards
+        self.axes, self.compute, self.sizes = cluster.axes, cluster.compute, cluster.sizes
+        self.paths = Paths(self.axes, self.compute)
         self.moments = Moments(graph, profile)
         self.once = _Once()
         self.nodes: list[Node] = []
@@ -105,9 +90,7 @@ class _Builder:
         }
 
     def _options(self, op: Op) -> tuple[Strategy, ...]:
-        options = op_strategies(view_op(self.graph, op), self.sizes)
-        kept = tuple(s for s in options if self.given.allowed(op.name, s))
-        return options if len(kept) == len(options) else kept
+        return op_strategies(view_op(self.graph, op), self.sizes)
 
     def add(self, name: str, costs: Array, holdings: list[Holding]) -> int:
         self.index[name] = len(self.nodes)
@@ -143,7 +126,7 @@ class _Builder:
         if value.role is Role.BUFFER:
             self.source(value, (replicated(len(self.sizes)),))
             return
-        shards = value.role is Role.PARAMETER and self.given.shards
+        shards = value.role is Role.PARAMETER and self.shards
         ways = self.once(
             ("ways", id(wanted), value.type.shape, shards),
             lambda: storage_choices(value.type.shape, wanted, self.sizes, shards=shards),
@@ -164,24 +147,22 @@ class _Builder:
 
     def source(self, value: Value, layouts: tuple[Layout, ...]) -> None:
         """An input or a buffer: there for the whole step."""
-        layouts = self.same(tuple(x for x in layouts if self.given.allowed(value.name, x)))
+        layouts = self.same(layouts)
         held = Holding(0, self.moments.end, self.split_bytes(layouts, value.type))
         zero = self.once(("zeros", len(layouts)), lambda: np.zeros(len(layouts)))
         self.maker[value.name] = self.add(value.name, zero, [held])
         self.layouts[value.name] = layouts
 
     def parameter(self, value: Value, ways: tuple[Stored, ...]) -> None:
-        allowed = tuple(way for way in ways if self.given.allowed(value.name, way))
-        ways = ways if len(allowed) == len(ways) else self.once(("allowed", allowed), lambda: allowed)
         layouts = self.once(("layouts of", id(ways)), lambda: (self.same(tuple(way.layout for way in ways)), ways))[0]
         states = self.once(("states of", id(ways)), lambda: self.same(tuple(way.state for way in ways)))
-        copies, axes = self.given.optimizer_copies, self.given.axes
+        copies, axes = self.workload.optimizer_copies, self.axes
         stored, state = self.split_bytes(layouts, value.type), self.split_bytes(states, value.type)
         seconds = self.once(
             ("optimizer", id(ways), value.type),
             lambda: np.array(
                 [
-                    optimizer_seconds(owned, copies, self.given.compute) + update_seconds(n, [], _sharded(way, axes))
+                    optimizer_seconds(owned, copies, self.compute) + update_seconds(n, [], _sharded(way, axes))
                     for way, n, owned in zip(ways, stored, state, strict=True)
                 ]
             ),
@@ -212,13 +193,13 @@ class _Builder:
         return self.graph.values[self.graph.output].origin
 
     def _op_seconds(self, op: Op, options: tuple[Strategy, ...]) -> Array:
-        cost, compute = self.profile.ops[op.name], self.given.compute
+        cost, compute = self.profile.ops[op.name], self.compute
         times = [
             op_seconds(self.graph, op.name, cost, s, compute, self.sizes).total
-            + talk_seconds(self.graph, op.name, s, self.given.axes).total
+            + talk_seconds(self.graph, op.name, s, self.axes).total
             for s in options
         ]
-        return np.array(times) * self.given.micro_batches
+        return np.array(times) * self.workload.micro_batches
 
     def _to_whole_loss(self, op: Op, options: tuple[Strategy, ...]) -> Array:
         """The step ends with the loss on every rank."""
@@ -324,7 +305,7 @@ class _Builder:
         def make() -> Array:
             kind = value.type
             table = conversion_table(self.paths, have, forms, kind.shape, kind.nbytes, value.grad)
-            return table * self.given.micro_batches
+            return table * self.workload.micro_batches
 
         return self.once(("conversions", id(have), id(forms), value.type, value.grad), make)
 
@@ -342,7 +323,7 @@ class _Builder:
     ) -> tuple[Array, tuple[Holding, ...]]:
         ways, have = self.stored[value.name], self.layouts[value.name]
         saved = any((self.moments.link.get(r.name), value.name) in self.saved for r in readers)
-        times = 1 if self._shared(readers) else self.given.micro_batches
+        times = 1 if self._shared(readers) else self.workload.micro_batches
         key = (id(ways), id(forms), value.type, value.grad, saved, times, gathered_share(self.graph, value.name))
         make = lambda: (_parameter_seconds(self, value, ways, forms, saved, times), ways)  # noqa: E731
         costs = self.once(("reading", *key), make)[0]
@@ -352,7 +333,7 @@ class _Builder:
         op = min(readers, key=lambda r: self.moments.forward(r.name))
         first, undone = self.moments.forward(op.name), self.moments.backward(op.name) + 1
         end = max(self.moments.forgotten(r, value.name) for r in readers)
-        if self.given.micro_batches > 1 and self._shared(readers):  # there between passes: it, its gradient, the next
+        if self.workload.micro_batches > 1 and self._shared(readers):  # between passes: it, its gradient, the next
             return costs, (Holding(0, self.moments.end, self.once(("between passes", *key), lambda: 3 * whole)),)
         stays = np.array([way.way is not Way.regathered and saved for way in ways])[:, None]
         kept, dropped = self.once(("copies", *key), lambda: (whole * stays, whole * ~stays))
@@ -392,7 +373,7 @@ def _parameter_seconds(
             source[i, at] = rows.setdefault(_summed(way.layout, axes), len(rows))
             step[i, at] = _step_seconds(builder, value, way, axes)
     share = gathered_share(builder.graph, value.name)
-    paths = builder.once(("paths", share), lambda: Paths(builder.given.axes, builder.given.compute, share))
+    paths = builder.once(("paths", share), lambda: Paths(builder.axes, builder.compute, share))
     there, again = (
         conversion_table(paths, tuple(rows), forms, value.type.shape, value.type.nbytes, grad)
         for grad in (value.grad, False)  # without a gradient it is the forward pass alone
@@ -431,7 +412,7 @@ def _summed(have: Layout, axes: list[int]) -> Layout:
 def _step_seconds(builder: _Builder, value: Value, way: Stored, summed: list[int]) -> float:
     """Once a step: gradients summed over these axes, on which the parameter is replicated."""
     nbytes = value.type.nbytes // way.layout.pieces(builder.sizes)
-    axes = builder.given.axes
+    axes = builder.axes
     split = _sharded(way, axes)
     over = [axes[a] for a in summed] if value.grad else []
     return update_seconds(nbytes, over, split) - update_seconds(nbytes, [], split)
@@ -443,8 +424,9 @@ def _sharded(way: Stored, axes: tuple[Axis, ...]) -> list[Axis]:
     return [axis for axis, have, state in pairs if have.kind != "S" == state.kind]
 
 
-def build(graph: OpGraph, profile: Profile, given: Given) -> tuple[Problem, Choices]:
-    builder = _Builder(graph, profile, given)
+def build(workload: Workload, *, shards: bool = True) -> tuple[Problem, Choices]:
+    """`shards`: whether ZeRO may be chosen."""
+    builder, graph = _Builder(workload, shards), workload.graph
     readers = builder.moments.readers
     for name in builder.moments.position:
         op = graph.op(name)
