@@ -99,7 +99,7 @@ def cases(draw, most: int = 4, rich: bool = False):
 
 def solved(chain: Chain, first: int, last: int, flight: int, memory: int, step: int = 1):
     table = HoldTable(chain, max(memory, 1), max(memory, 1), step=step)
-    best, extras = table.least((flight,), np.full((len(table.kinds), 1), float(memory)))
+    best, extras = table.least((flight,), np.full((len(table.kinds.first), 1), float(memory)))
     kind = table.kinds.of[first, last]
     if best[kind, 0] == math.inf:
         return math.inf, None
@@ -164,7 +164,7 @@ def test_equal_links_share_their_tables() -> None:
     n = 40
     chain = Chain((1,) * (n + 1), (3,) * n, (1,) * n, (2,) * n + (0,), (0,) * n, (0,) * (n + 1))
     kinds = kinds_of(contents_of(chain))
-    assert len(kinds) == 2 * n + 1  # by length, with the loss and without
+    assert len(kinds.first) == 2 * n + 1  # by length, with the loss and without
     assert kinds.of[3, 9] == kinds.of[20, 26] != kinds.of[20, 27]
     assert kinds_of(contents_of(chain), 5).of[0, 5] == -1
 

@@ -25,15 +25,12 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.checkpoint.pipelines.cuts_kernels import ahead, sweep, trace
+from stages.checkpoint.pipelines.cuts_kernels import Bounds, Costs, ahead, sweep, trace
 from stages.checkpoint.pipelines.schedules import Weights
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 ROUNDING = 1e-12
 NEARLY = 0.02  # worse by estimate than the best may be better as simulated: such are kept if met
-
-_Given = tuple[Floats, Floats, bool, Floats, Floats, Ints, Ints]  # what both kernels read of a field
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +98,8 @@ class _Search:
         shape = (len(field.flight) + 1, field.total + 1, field.links, len(field.devices))
         self.values = np.empty(shape)
         self.least = np.ascontiguousarray(field.seconds.min(axis=1))
+        own = {name: getattr(field, name) for name in Costs._fields if name != "send_in_peak"}
+        self.costs = Costs(send_in_peak=weights.send_in_peak, **own)
         self.met: dict[tuple[tuple[int, ...], tuple[int, ...]], Cuts] = {}
         self.best = known * (1 + 1e-9) if known < math.inf else known
 
@@ -156,22 +155,20 @@ class _Search:
         return [lower, _Box(box.low, box.high, middle, box.high_once, found, bound)]
 
     def relaxed(self, slowest: float, most_once: float, limit: float) -> _Relaxed | None:
-        f, peaked = self.field, self.weights.send_in_peak
-        given = (f.seconds, f.send, peaked, f.once, f.credit, f.devices, f.flight)
         largest = float(np.finfo(np.float64).max)
-        slowest, limit = min(slowest, largest), min(limit, largest)
-        before = ahead(self.least, f.once, f.credit, f.devices, f.total, f.starts, slowest, most_once)
-        sweep(self.values, before, *given, f.allowed, f.starts, slowest, most_once, limit)
-        found = [self.ending(count, given, slowest, most_once) for count in f.counts]
+        bounds = Bounds(min(slowest, largest), most_once, min(limit, largest))
+        before = ahead(self.least, self.costs, self.field.total, bounds)
+        sweep(self.values, before, self.costs, bounds)
+        found = [self.ending(count, bounds) for count in self.field.counts]
         return min((one for one in found if one is not None), key=lambda one: one.sum, default=None)
 
-    def ending(self, partitions: int, given: _Given, slowest: float, most_once: float) -> _Relaxed | None:
+    def ending(self, partitions: int, bounds: Bounds) -> _Relaxed | None:
         """The least sum with so many partitions."""
         ends = self.values[partitions, self.field.total, 0]
         plan = int(np.argmin(ends))
         if ends[plan] == math.inf:
             return None
-        rows = trace(self.values, partitions, plan, *given, slowest, most_once)
+        rows = trace(self.values, partitions, plan, self.costs, bounds)
         return self.note(tuple(map(int, rows[:, 0])), tuple(map(int, rows[:, 1])), float(ends[plan]))
 
     def note(self, firsts: tuple[int, ...], plans: tuple[int, ...], total: float) -> _Relaxed:

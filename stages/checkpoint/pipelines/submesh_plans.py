@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from stages.checkpoint.recompute.chain import SLOTS, Chain, ChainError, Slots
 from stages.checkpoint.recompute.in_flight import Passage, drop_all, keep_all, run_partition
-from stages.checkpoint.recompute.in_flight_dp import HoldTable, Kinds, contents_of, cut_chain, kinds_of, passing_of
+from stages.checkpoint.recompute.in_flight_dp import HoldTable, contents_of, cut_chain, kinds_of, passing_of, up_to
+from stages.checkpoint.recompute.in_flight_kernels import Kinds
 from stages.checkpoint.recompute.schedule import Keep, Region
 
 Floats = NDArray[np.float64]
@@ -189,7 +190,7 @@ class Timer:
         best = np.minimum(kept, dropped)
         rooms[fits] = -1  # nothing is faster
         table = self._table(slowest)
-        some = slice(len(table.kinds))
+        some = slice(len(table.kinds.first))
         if not roughly and np.any(rooms[some] >= 0):
             found = table.least(flights, rooms[some])
             self._solved[flights] = table, *found
@@ -204,7 +205,7 @@ class Timer:
         if length not in self._tables:
             slots = self.terms.slots.of(length)
             step = self.terms.slots.step_of(slots)
-            self._tables[length] = HoldTable(self.chain, self.terms.memory, slots, self.kinds.up_to(length), step)
+            self._tables[length] = HoldTable(self.chain, self.terms.memory, slots, up_to(self.kinds, length), step)
         return self._tables[length]
 
     @property
@@ -235,7 +236,7 @@ class Timer:
     def kept(self) -> Form:
         """Nothing recomputed."""
         chain, kinds = self.chain, self.kinds
-        time, hold, peak = (np.zeros(len(kinds)) for _ in range(3))
+        time, hold, peak = (np.zeros(len(kinds.first)) for _ in range(3))
         for u, (i, l) in enumerate(zip(kinds.first.tolist(), kinds.last.tolist(), strict=True)):
             link = chain.options(i)[0]
             backward = chain.size(i) + chain.size(i + 1) + link.saved + link.bt
@@ -339,7 +340,7 @@ class Timer:
         slots = finer.of(l - i + 1)
         memory, step = max(1, math.floor(room)), finer.step_of(slots)
         fine = HoldTable(cut_chain(self.chain, i, l), memory, slots, step=step)
-        best, extras = fine.least((flight,), np.full((len(fine.kinds), 1), room))
+        best, extras = fine.least((flight,), np.full((len(fine.kinds.first), 1), room))
         if best[fine.kinds.of[0, l - i], 0] < math.inf:
             extra = int(extras[fine.kinds.of[0, l - i], 0])
             found.append(_moved(fine.region(0, l - i, flight, room, extra), i))

@@ -13,7 +13,7 @@ where at most h is held beside a_i, and m beside a_i while it runs (the gradient
     answer     least over h of T(i,l,h,m): `HoldTable.least`; as a nested region: `HoldTable.region`
 
 Every step takes as much from h as from m, so m - h ("extra") stays what it is: for each extra one table over h serves
-all partitions and all k (`hold_kernels.fill`), and C is the same recursion with the extra 0 and no drop. Equal
+all partitions and all k (`in_flight_kernels.fill`), and C is the same recursion with the extra 0 and no drop. Equal
 sub-chains (equal links in equal order) share a row. In slots the answer is exact when every extra is tried; with
 `step` > 1 only each step-th is, which wastes fewer than `step` slots. One in flight, h free: T is C.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -31,28 +31,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.checkpoint.recompute.chain import Chain
-from stages.checkpoint.recompute.in_flight_kernels import fill, least_over_holds
+from stages.checkpoint.recompute.in_flight_kernels import Kinds, Numbers, fill, least_over_holds
 from stages.checkpoint.recompute.schedule import Keep, Region
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
-class Kinds:
-    """The distinct sub-chains: `of[i, l]` is the kind of links i..l (-1: none, or too long), shorter ones first."""
-
-    of: Ints
-    first: Ints  # of each kind, one that is such
-    last: Ints
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-    def up_to(self, length: int) -> Kinds:
-        """Those of so many links at most, with the numbers they have here."""
-        count = int(np.searchsorted(self.last - self.first, length))
-        return Kinds(np.where(self.of < count, self.of, -1), self.first[:count], self.last[:count])
+def up_to(kinds: Kinds, length: int) -> Kinds:
+    """Those of so many links at most, with the numbers they have."""
+    count = int(np.searchsorted(kinds.last - kinds.first, length))
+    return Kinds(np.where(kinds.of < count, kinds.of, -1), kinds.first[:count], kinds.last[:count])
 
 
 def kinds_of(contents: Sequence[Hashable], longest: int | None = None) -> Kinds:
@@ -78,20 +67,6 @@ def contents_of(chain: Chain) -> list[Hashable]:
         (chain.a[i], chain.a[i + 1], chain.options(i), chain.f_none[i], chain.ft_none[i]) for i in range(chain.length)
     ]
     return [*links, ("loss", chain.a[-1], chain.b[-1], chain.bt[-1])]
-
-
-@dataclass(frozen=True, eq=False)
-class Numbers:
-    """A chain of whole sizes as arrays, for the kernels."""
-
-    a: Ints
-    starts: Ints  # of the options of each link in the arrays that follow
-    seconds: Floats
-    saved: Ints
-    forward: Ints  # what F_all holds beside the gradient that waits
-    backward: Ints
-    passing: Ints  # [i, j]: the most that passing over i..j-1 holds beside the gradient that waits
-    passed: Floats
 
 
 def numbers_of(chain: Chain) -> Numbers:
@@ -136,18 +111,10 @@ class HoldTable:
         return np.asarray(whole * self.slots // self.memory)
 
     @cached_property
-    def _given(self) -> tuple[Any, ...]:
-        n = self.numbers
-        return (
-            *(self.kinds.first, self.kinds.last, self.kinds.of, n.a, n.starts),
-            *(n.seconds, n.saved, n.forward, n.backward, n.passing, n.passed),
-        )
-
-    @cached_property
     def inner(self) -> Floats:
         """C of every kind, by slots."""
-        rows = np.empty((len(self.kinds), self.slots + 1))
-        fill(rows, rows, 0, False, *self._given)
+        rows = np.empty((len(self.kinds.first), self.slots + 1))
+        fill(rows, rows, 0, False, self.kinds, self.numbers)
         return rows
 
     def least(self, flights: Sequence[int], rooms: Floats) -> tuple[Floats, Ints]:
@@ -163,7 +130,8 @@ class HoldTable:
         if several and slots[:, several].max() >= 0:
             tried = np.arange(0, self.slots + 1, self.step)
             ways = np.array(flights, dtype=np.int64)[several]
-            found = least_over_holds(self.inner, np.ascontiguousarray(slots[:, several]), ways, tried, *self._given)
+            own = np.ascontiguousarray(slots[:, several])
+            found = least_over_holds(self.inner, own, ways, tried, self.kinds, self.numbers)
             best[:, several], extras[:, several] = found
         return best, extras
 
@@ -173,8 +141,8 @@ class HoldTable:
         if flight == 1:
             return Region(self._steps(self.inner, i, l, slots - int(self.numbers.a[i]), 0))
         h = (slots - extra) // flight - int(self.numbers.a[i])
-        rows = np.empty((len(self.kinds), h + 1))
-        fill(rows, self.inner, extra, True, *self._given)
+        rows = np.empty((len(self.kinds.first), h + 1))
+        fill(rows, self.inner, extra, True, self.kinds, self.numbers)
         return Region(self._steps(rows, i, l, h, extra))
 
     def _steps(self, rows: Floats, i: int, l: int, h: int, extra: int) -> tuple[Keep | Region, ...]:
