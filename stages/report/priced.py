@@ -1,23 +1,30 @@
-"""Each partition's program with its price: what an op or a conversion takes, as the plan was priced."""
+"""What the page is made from: the artifacts under runs/ that belong to the plan, and each partition with its price."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from pipeline.base import artifacts
+from pipeline.base.artifacts import KINDS, Artifact
+from pipeline.base.errors import ArtifactError
+from pipeline.base.soundness import check_sound
+from pipeline.config import Config
 from pipeline.cost.step import StepPrice, convert_seconds, price_step
-from pipeline.ir.cluster import Cluster, Mesh
+from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Partition
+from pipeline.ir.plan import Frontier, Partition, Plan
 from pipeline.ir.profile import Profile, as_run
 from pipeline.ir.program import Call, Convert, Program, Step
+from pipeline.ir.report import Report
 from pipeline.rates.compute import Seconds, op_seconds
 from pipeline.rates.inner_collectives import talk_seconds
 from pipeline.sharding.conversions import conversion_of
 from pipeline.sharding.lowering import lower
 from pipeline.sharding.partitions import part_of
 from pipeline.sharding.slices import sliced
-from stages.report.sources import Sources
+from pipeline.user.own_ops import know_own_ops
 
 VIEWS = "views"
 CLASSES = (
@@ -28,6 +35,7 @@ CLASSES = (
     ("lookups", ("embedding", "gather", "index", "scatter", "topk", "one_hot")),
 )
 ELEMENTWISE = "elementwise and other"
+ABOVE = ("graph", "profile", "cluster", "frontier")
 
 
 def class_of(target: str, free: bool = False) -> str:
@@ -39,7 +47,49 @@ def class_of(target: str, free: bool = False) -> str:
 
 
 @dataclass(frozen=True)
-class Priced:
+class Sources:
+    """The plan, and of the other artifacts those that are there; `notes` say why one is not."""
+
+    title: str
+    plan: Plan
+    graph: OpGraph | None = None
+    profile: Profile | None = None
+    cluster: Cluster | None = None
+    frontier: Frontier | None = None
+    report: Report | None = None
+    digest: str = ""  # of the plan
+    notes: tuple[str, ...] = ()
+
+
+def read_sources(root: Path, config: Config, kinds: tuple[str, ...] = (*ABOVE, "report")) -> Sources:
+    """An artifact of another run is left out; without a plan there is nothing to show, which is an error."""
+    plan = artifacts.load("plan", root)
+    found: dict[str, Artifact] = {}
+    notes = []
+    for kind in kinds:
+        try:
+            own = artifacts.load(kind, root)
+        except ArtifactError as error:
+            if KINDS[kind].path(root).exists():
+                notes.append(error.line())
+            continue
+        of_plan = own.inputs.get("plan") == plan.digest if kind == "report" else plan.inputs.get(kind) == own.digest
+        if of_plan:
+            found[kind] = own
+        else:
+            notes.append(f"{KINDS[kind].file} is of another run and left out")
+    know_own_ops(config, found["graph"].body if "graph" in found else None)
+    check_sound(found | {"plan": plan})
+    title = f"{config.choices['model']} on {config.choices['cluster']}"
+    bodies = {kind: own.body for kind, own in found.items()}
+    return Sources(title, plan.body, **bodies, digest=plan.digest, notes=tuple(notes))
+
+
+# ---- what an op or a conversion takes, as the plan was priced
+
+
+@dataclass(frozen=True)
+class PricedPartition:
     """A partition as it runs; prices where profile, cluster and frontier are known."""
 
     number: int
@@ -77,9 +127,8 @@ class Priced:
         if self.cluster is None:
             return
         if isinstance(step, Call):
-            inside = talk_seconds(
-                self.graph, step.op, self.partition.sharding.strategies[step.op], self.cluster.axes
-            ).total
+            strategy = self.partition.sharding.strategies[step.op]
+            inside = talk_seconds(self.graph, step.op, strategy, self.cluster.axes).total
             if inside:
                 yield "inside ops", inside
             return
@@ -94,14 +143,10 @@ class Priced:
         )
         for move, seconds in parts:
             if seconds:
-                yield _named(move), seconds
+                yield move.replace("_", "-") if "_" in move else f"local {move or 'move'}", seconds
 
 
-def _named(move: str) -> str:
-    return move.replace("_", "-") if "_" in move else f"local {move or 'move'}"
-
-
-def priced_partitions(sources: Sources) -> tuple[Priced, ...]:
+def priced_partitions(sources: Sources) -> tuple[PricedPartition, ...]:
     """Nothing where there is no graph: without it a plan says little of the model."""
     if sources.graph is None:
         return ()
@@ -112,7 +157,7 @@ def priced_partitions(sources: Sources) -> tuple[Priced, ...]:
     return tuple(_priced(sources, graph, profile, number) for number in range(len(sources.plan.partitions)))
 
 
-def _priced(sources: Sources, graph: OpGraph, profile: Profile | None, number: int) -> Priced:
+def _priced(sources: Sources, graph: OpGraph, profile: Profile | None, number: int) -> PricedPartition:
     plan, partition = sources.plan, sources.plan.partitions[number]
     own = part_of(graph, partition.first, partition.last) if plan.pipelined else graph
     to_loss = number == len(plan.partitions) - 1
@@ -122,24 +167,18 @@ def _priced(sources: Sources, graph: OpGraph, profile: Profile | None, number: i
     if cluster is not None and profile is not None and sources.frontier is not None:
         copies = sources.frontier.optimizer_copies
         price = price_step(own, profile, cluster, partition.sharding, program, copies)
-    return Priced(number, partition, own, program, cluster if price else None, profile if price else None, price)
+    if price is None:
+        return PricedPartition(number, partition, own, program, None, None, None)
+    return PricedPartition(number, partition, own, program, cluster, profile, price)
 
 
 def _cluster(sources: Sources, partition: Partition) -> Cluster | None:
     """The devices of a partition with the curves of its axes."""
     if sources.cluster is None:
         return None
-    known = [*_meshes(sources.cluster), *(sources.frontier.meshes if sources.frontier else ())]
-    mesh = next((mesh for mesh in reversed(known) if _axes(mesh) == partition.axes), None)
-    return sources.cluster.part(mesh) if mesh else None
-
-
-def _meshes(cluster: Cluster) -> Iterator[Mesh]:
-    for split in cluster.splits:
-        for own in split.meshes.values():
-            yield from own
-    yield from cluster.mesh_candidates()
-
-
-def _axes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
-    return tuple((axis.name, axis.size) for axis in mesh.axes)
+    known = [mesh for split in sources.cluster.splits for meshes in split.meshes.values() for mesh in meshes]
+    known += [*sources.cluster.mesh_candidates(), *(sources.frontier.meshes if sources.frontier else ())]
+    for mesh in reversed(known):
+        if tuple((axis.name, axis.size) for axis in mesh.axes) == partition.axes:
+            return sources.cluster.part(mesh)
+    return None
