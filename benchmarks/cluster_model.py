@@ -28,10 +28,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.calibrate import FITTED, MeasuredStep, calibrated
 from benchmarks.published import GPIPE, MEGATRON, TORCHGPIPE, MegatronRow, relative_errors
-from pipeline.cluster_model import Attention, Layout, Machine, Recompute, Transformer, Wanted, machine_of, price, search
-from pipeline.cluster_model.calibrate import FITTED, Measured, calibrated
-from pipeline.cluster_model.layout import why_not
+from pipeline.cluster_model.machine import Machine, machine_of
+from pipeline.cluster_model.search import Wanted, search
+from pipeline.cluster_model.step import price
+from pipeline.cluster_model.transformer import AttentionKernel, ParallelLayout, RecomputeMode, Transformer, why_not
 from pipeline.config import listing, load_part
 
 ROOT = Path(__file__).parents[1]
@@ -42,8 +44,8 @@ ONE_NODE, BEYOND, RANKS, EACH, TOGETHER = 0.084, 0.147, 0.98, 0.10, 0.10
 # and sample (hidden 2048, one GPU), in which full recompute would need 99% of the card's FLOP/s beside all of its
 # bandwidth; and GPT-2's 50,257 words, because the last stage is four times slower on one GPU than on two, as products
 # with odd rows are.
-ALONE = {"recompute": Recompute.none, "vocabulary": 50257}
-ACROSS = {"recompute": Recompute.full, "vocabulary": 51200}
+ALONE = {"recompute": RecomputeMode.none, "vocabulary": 50257}
+ACROSS = {"recompute": RecomputeMode.full, "vocabulary": 51200}
 NETWORK = 100.0  # GB/s of a node: four HDR cards, as the authors of these measurements describe their cluster
 COLUMNS = {
     "# GPUs": "devices",
@@ -63,7 +65,9 @@ COLUMNS = {
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=Path, required=True)
-    parser.add_argument("--recompute", choices=[way.value for way in Recompute], help="of the steps, where it is known")
+    parser.add_argument(
+        "--recompute", choices=[way.value for way in RecomputeMode], help="of the steps, where it is known"
+    )
     parser.add_argument("--vocabulary", type=int, help="of the steps, where it is known")
     parser.add_argument("--network", type=float, default=NETWORK, help="GB/s of a node, one direction")
     parser.add_argument(
@@ -101,10 +105,10 @@ def read_rows(file: Path) -> list[dict[str, float]]:
 
 def measured_steps(
     rows: Sequence[dict[str, float]], alone: bool, recompute: str | None, vocabulary: int | None
-) -> list[Measured]:
+) -> list[MeasuredStep]:
     """What can be priced: rows whose sizes do not divide are left out, each with a line that says so."""
     known: dict[str, Any] = ALONE if alone else ACROSS
-    way = Recompute(recompute) if recompute else known["recompute"]
+    way = RecomputeMode(recompute) if recompute else known["recompute"]
     words = vocabulary or known["vocabulary"]
     steps = []
     for number, row in enumerate(rows, 1):
@@ -117,30 +121,32 @@ def measured_steps(
     return steps
 
 
-def as_they_recompute(steps: list[Measured], card: Machine) -> list[Measured]:
+def as_they_recompute(steps: list[MeasuredStep], card: Machine) -> list[MeasuredStep]:
     """Those that are left to be predicted, with the recompute that the others have; a few cannot tell."""
     looked_at = min(CALIBRATED, len(steps) // QUARTER)
     if not looked_at:
         return steps
     shuffled = random.Random(SEED).sample(steps, len(steps))
 
-    def error(way: Recompute) -> float:
+    def error(way: RecomputeMode) -> float:
         own = (_with(step, way) for step in shuffled[:looked_at])
         return statistics.median(abs(price(s.model, s.layout, card).seconds / s.seconds - 1) for s in own)
 
-    way = min((Recompute.full, Recompute.none), key=error)
+    way = min((RecomputeMode.full, RecomputeMode.none), key=error)
     print(f"recompute of the steps, by {looked_at} of {len(steps)} rows: {way.value}")
     return [_with(step, way) for step in shuffled[looked_at:]]
 
 
-def _with(step: Measured, way: Recompute) -> Measured:
+def _with(step: MeasuredStep, way: RecomputeMode) -> MeasuredStep:
     return replace(step, layout=replace(step.layout, recompute=way))
 
 
-def _measured(row: dict[str, int], milliseconds: float, way: Recompute, words: int) -> Measured:
+def _measured(row: dict[str, int], milliseconds: float, way: RecomputeMode, words: int) -> MeasuredStep:
     model = Transformer(row["hidden"], row["layers"], row["heads"], row["sequence"], words)
     sizes = (row[key] for key in ("dp", "tp", "pp", "micro_batch", "batch"))
-    return Measured(model, Layout(*sizes, recompute=way, attention=Attention.plain), milliseconds / 1e3)
+    return MeasuredStep(
+        model, ParallelLayout(*sizes, recompute=way, attention=AttentionKernel.plain), milliseconds / 1e3
+    )
 
 
 def machine(devices: int, network: float | None = None, name: str = CLUSTER) -> Machine:
@@ -149,7 +155,7 @@ def machine(devices: int, network: float | None = None, name: str = CLUSTER) -> 
     return found if network is None else replace(found, network=network * 1e9)
 
 
-def _steps(steps: list[Measured], alone: bool, card: Machine) -> dict[str, Any]:
+def _steps(steps: list[MeasuredStep], alone: bool, card: Machine) -> dict[str, Any]:
     """Predicted with the card as the preset has it, or as it is calibrated on some of the steps."""
     rest = steps
     if alone:
@@ -200,9 +206,9 @@ def _megatron() -> dict[str, Any]:
     return {"megatron_errors": errors, "search_speedup": faster}
 
 
-def _fastest(row: MegatronRow, card: Machine) -> tuple[Layout, Any]:
+def _fastest(row: MegatronRow, card: Machine) -> tuple[ParallelLayout, Any]:
     """With the attention that the published runs had."""
-    return search(row.model, card, row.layout.batch, Wanted(attention=(Attention.plain,)), most=1)[0]
+    return search(row.model, card, row.layout.batch, Wanted(attention=(AttentionKernel.plain,)), most=1)[0]
 
 
 def _speeds() -> dict[str, Any]:

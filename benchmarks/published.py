@@ -6,29 +6,35 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.cluster_model import Attention, Layout, Recompute, Schedule, Transformer
-from pipeline.cluster_model.sizes import KNOWN
-from pipeline.cluster_model.step import Stage, pipeline_seconds
+from pipeline.cluster_model.step import MicroBatchSeconds, pipeline_seconds
+from pipeline.cluster_model.transformer import (
+    KNOWN,
+    AttentionKernel,
+    ParallelLayout,
+    PipelineSchedule,
+    RecomputeMode,
+    Transformer,
+)
 
 
 @dataclass(frozen=True)
 class MegatronRow:
     name: str
     model: Transformer
-    layout: Layout
+    layout: ParallelLayout
     teraflops: float  # of one GPU, with what is computed again
 
 
 def _row(name: str, devices: int, tp: int, pp: int, micro_batch: int, teraflops: float) -> MegatronRow:
     model = KNOWN[name]
-    layout = Layout(
+    layout = ParallelLayout(
         devices // (tp * pp),
         tp,
         pp,
         micro_batch,
         model.batch,
-        recompute=Recompute.full,
-        attention=Attention.plain,
+        recompute=RecomputeMode.full,
+        attention=AttentionKernel.plain,
     )
     return MegatronRow(name, model, layout, teraflops)
 
@@ -73,8 +79,10 @@ def predicted_speed(row: Speed) -> float:
         return 1 / 3
     least, more = divmod(row.blocks, row.devices)
     part = [(least + (stage < more)) / row.blocks / row.micro_batches for stage in range(row.devices)]
-    stages = tuple(Stage(forward=own, backward=2 * own, again=own, communication=0.0) for own in part)
-    layout = Layout(1, 1, row.devices, 1, row.micro_batches, schedule=Schedule.gpipe, recompute=Recompute.full)
+    stages = tuple(MicroBatchSeconds(forward=own, backward=2 * own, again=own, communication=0.0) for own in part)
+    layout = ParallelLayout(
+        1, 1, row.devices, 1, row.micro_batches, schedule=PipelineSchedule.gpipe, recompute=RecomputeMode.full
+    )
     return 1 / sum(pipeline_seconds(stages, layout))
 
 

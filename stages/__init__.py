@@ -1,1 +1,1 @@
-"""The seven rooms: trace, profile, cluster, solve, checkpoint, codegen, train. None imports another."""
+"""The command line and the seven stages: trace, profile, cluster, solve, checkpoint, codegen, train."""

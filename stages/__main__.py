@@ -8,9 +8,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while the rest is imported, Ctrl-C ends us without a word
@@ -20,10 +18,6 @@ from pipeline.base.errors import ShardwrightError, Unforeseen
 from pipeline.base.files import told
 from pipeline.base.signals import Interrupted, interruptible
 from stages import commands
-
-if TYPE_CHECKING:
-    from pipeline.base.stage import Inputs, Result
-    from pipeline.config import Config
 
 STAGES = ("trace", "profile", "cluster", "solve", "checkpoint", "codegen", "train")
 PAGE_AFTER = ("codegen", "train")  # stages that tell something new of the plan
@@ -76,13 +70,12 @@ def run_stage(name: str, root: Path, log: logs.Log) -> None:
     if name == "train" and (place := find_place(os.environ)) and place.rank:
         module.take_part(root, log)
     else:
-        execute(specs[name], _with_page(module.run, name) if name in PAGE_AFTER else module.run, root, log)
+        run = module.run
+        if name in PAGE_AFTER:
+            from stages.report.run import with_page
 
-
-def _with_page(run: Callable[[Inputs, Config], Result], stage: str) -> Callable[[Inputs, Config], Result]:
-    from stages.report.run import with_page
-
-    return with_page(run, stage)
+            run = with_page(run, name)
+        execute(specs[name], run, root, log)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,7 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     for name in STAGES:
         below.add_parser(name, parents=[loudness], help=f"run the stage {name} on what is in runs/")
     for name, command in commands.COMMANDS.items():
-        command.arguments(below.add_parser(name, parents=[loudness], help=command.help))
+        own = below.add_parser(name, parents=[loudness], help=command.help)
+        for names, options in command.arguments:
+            own.add_argument(*names, **options)
     return parser
 
 

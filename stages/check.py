@@ -30,7 +30,7 @@ from pipeline.base.errors import (
 from pipeline.base.instantiate import add_code_path, instantiate
 from pipeline.base.log import Log
 from pipeline.base.messages import nearest
-from pipeline.config import PIPELINE_AXIS, ClusterSource, Config, Device, Draft, Pipeline, TrainEngine, saved_file
+from pipeline.config import PIPELINE_AXIS, ClusterSource, Config, Device, Draft, TrainEngine, saved_file
 
 EVERY_AXIS = ("d0", "d1", "d2")  # as the meshes of a cluster name theirs
 RESUMED = re.compile(r"step-\d+")
@@ -45,12 +45,17 @@ def check(root: Path, draft: Draft, log: Log) -> None:
     mistakes.add(folder.found)
 
     def there(part: Any, key: str) -> bool:
-        return part is not None and (not folder.found or importable(getattr(part, key)))
+        """Whether a target can be there although the user's folder is not: that folder is what is told then."""
+        if part is None or not folder.found:
+            return part is not None
+        return importlib.util.find_spec(str(getattr(part, key)["_target_"]).split(".")[0]) is not None
 
     sound, model = draft.sound, None
     if there(sound.model, "module"):
-        with mistakes.gather():
-            model = _model(sound)
+        from pipeline.tracing.build import build_module
+
+        with mistakes.gather():  # built on the meta device, or for real where it must be
+            model = build_module(sound.model.module, f"{file_of(sound, 'model')}: module")
             sound, odd = _as_taken(sound, model)
             mistakes.add(odd)
     if there(sound.train, "optimizer"):
@@ -72,11 +77,6 @@ def file_of(config: Config, group: str) -> str:
     return f"conf/{group}/{config.choices[group]}.yaml"
 
 
-def importable(settings: Mapping[str, Any]) -> bool:
-    """Whether a target can be there although the user's folder is not: that folder is what is told then."""
-    return importlib.util.find_spec(str(settings["_target_"]).split(".")[0]) is not None
-
-
 def _raised(*calls: Any) -> Iterator[ShardwrightError]:
     """What these calls raise, one after another."""
     for call in calls:
@@ -87,13 +87,6 @@ def _raised(*calls: Any) -> Iterator[ShardwrightError]:
 
 
 # ------------------------------------------------------------------------------------------------------ the user's code
-
-
-def _model(config: Config) -> Any:
-    """Built on the meta device, or for real where it must be."""
-    from pipeline.tracing.build import build_module
-
-    return build_module(config.model.module, f"{file_of(config, 'model')}: module")
 
 
 def _as_taken(config: Config, model: Any) -> tuple[Config, list[TraceError]]:
@@ -125,11 +118,11 @@ def _optimizer(config: Config) -> None:
     optimizer, _ = try_optimizer(config.train.optimizer, f"{where}: optimizer", device)
     moves = schedule.warm_up > 0 or schedule.decay.value != "none"
     if moves and not all("lr" in group for group in optimizer.param_groups):
-        raise TrainError(
+        what, remedy = (
             f"{type(optimizer).__name__} has no learning rate `lr`",
-            where=f"{where}: schedule",
-            remedy="leave `schedule` out, or name another optimizer",
+            "leave `schedule` out, or name another optimizer",
         )
+        raise TrainError(what, where=f"{where}: schedule", remedy=remedy)
 
 
 def _data(config: Config) -> None:
@@ -152,7 +145,11 @@ def _check_data_set(config: Config, settings: Mapping[str, Any], where: str, who
 
     dataset = instantiate(settings, where)
     length = length_of(dataset, where)
-    item = _first(dataset, where)
+    try:
+        item = dataset[0]
+    except (Exception, SystemExit) as error:  # the user's data set: one line, not our traceback
+        what = f"its first item cannot be read: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise TrainError(what, where=where, remedy="see its `__getitem__`") from error
     if config.model is None or not config.model.batch:  # that has been refused
         return
     specs = config.plain("model.batch")
@@ -163,15 +160,6 @@ def _check_data_set(config: Config, settings: Mapping[str, Any], where: str, who
     if whole_batch and length < size:
         what = f"it has {length} samples, and a batch of the model {size}"
         raise TrainError(what, where=where, remedy="hold out more of them")
-
-
-def _first(dataset: Any, where: str) -> Any:
-    try:
-        return dataset[0]
-    except (Exception, SystemExit) as error:  # the user's data set: one line, not our traceback
-        told = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        what = f"its first item cannot be read: {told}"
-        raise TrainError(what, where=where, remedy="see its `__getitem__`") from error
 
 
 def _own_ops(config: Config, root: Path) -> Iterator[ShardwrightError]:
@@ -204,17 +192,15 @@ def _mesh(config: Config, root: Path) -> Iterator[ShardwrightError]:
         what = f"got {budget:g}, and `memory_gb` of {file_of(config, 'cluster')} gives a device {memory:g}"
         remedy = "lower it, or set null to use what the device has"
         yield SolveError(what, where=f"{where}: memory_budget_gb", remedy=remedy)
-    if config.checkpoint.pipeline not in (Pipeline("off"), Pipeline("solve")) and devices == 1:
+    pipeline = config.checkpoint.pipeline.value
+    if pipeline not in ("off", "solve") and devices == 1:
         what = "a pipeline needs several devices, and the cluster has one"
         yield SolveError(what, where=f"{file_of(config, 'checkpoint')}: pipeline", remedy="set `pipeline: off`")
     partitions = config.checkpoint.partitions
-    if partitions is not None and partitions > devices > 1 and config.checkpoint.pipeline in map(Pipeline, ONE_EACH):
+    if partitions is not None and partitions > devices > 1 and pipeline in ("gpipe", "1f1b"):
         what = f"got {partitions}, and the cluster has {devices} devices"
         remedy = "lower it: with this schedule a device has one partition"
         yield SolveError(what, where=f"{file_of(config, 'checkpoint')}: partitions", remedy=remedy)
-
-
-ONE_EACH = ("gpipe", "1f1b")
 
 
 def _solver(config: Config, root: Path) -> Iterator[ShardwrightError]:
@@ -265,11 +251,10 @@ def _micro_batches(config: Config, root: Path) -> Iterator[ShardwrightError]:
     if not isinstance(asked, int):
         return
     if asked % passes or asked // passes > batch:
-        what = (
-            f"got {asked}, and a step has {passes} passes of {batch} samples, each of which is cut into as many parts"
-        )
+        each = "each of which is cut into as many parts"
+        what = f"got {asked}, and a step has {passes} passes of {batch} samples, {each}"
         yield SolveError(what, where=where, remedy=f"use a multiple of {passes}, and at most {passes * batch}")
-    elif batch % (asked // passes) and config.checkpoint.pipeline is Pipeline("off"):
+    elif batch % (asked // passes) and config.checkpoint.pipeline.value == "off":
         what = f"got {asked}, and without a pipeline the {batch} samples of a pass are cut equally"
         remedy = f"use {passes} times a number that divides {batch}, or set `pipeline`"
         yield SolveError(what, where=where, remedy=remedy)

@@ -23,19 +23,51 @@ class RunFailed(ShardwrightError):
     """`dvc repro` did not get through; the stage has already said why."""
 
 
-def _nothing(parser: argparse.ArgumentParser) -> None:
-    pass
+Run = Callable[[Path, argparse.Namespace, Log], int]
+Argument = tuple[tuple[str, ...], dict[str, Any]]  # names and options, as `add_argument` takes them
 
 
 @dataclass(frozen=True)
 class Command:
     help: str
-    run: Callable[[Path, argparse.Namespace, Log], int]
-    arguments: Callable[[argparse.ArgumentParser], object] = _nothing  # adds them
+    run: Run
+    arguments: tuple[Argument, ...] = ()
 
 
+COMMANDS: dict[str, Command] = {}
+QUESTIONS = {
+    "batch": "the largest batch (by formula: micro-batch) that fits",
+    "sequence": "the longest sequence that fits",
+    "devices": "the fewest devices that fit",
+    "budget": "the memory budgets at which the plan changes",
+    "link": "what links cost that are slower: bandwidth=0.5 latency=2",
+    "clusters": "the plan on several clusters: a100_80,h100",
+}
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    return names, options
+
+
+def command(help: str, *arguments: Argument) -> Callable[[Run], Run]:
+    """Makes a function the command of its name."""
+
+    def register(run: Run) -> Run:
+        COMMANDS[run.__name__] = Command(help, run, arguments)
+        return run
+
+    return register
+
+
+@command("check the configuration: files, classes, one item of the data, devices")
 def check(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Checks the configuration, and what it names, without running anything."""
     from pipeline.config import read_draft
     from stages.check import check as judge
 
@@ -46,6 +78,7 @@ def check(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return 0
 
 
+@command("write what solve reads of the train file (for DVC)")
 def settings(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Writes what solve reads of the train file, for DVC, which cannot track a key that is left to its default."""
     from pipeline.base.files import write_atomic
@@ -58,8 +91,11 @@ def settings(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return 0
 
 
+@command(
+    "check, `dvc repro`, summary",
+    argument("targets", nargs="*", help="stages to reproduce; all where none is named"),
+)
 def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Checks the configuration, runs `dvc repro`, prints the summary."""
     check(root, arguments, log)
     refuse_locked(root / "runs")  # before DVC removes what a stage is to write
     loud = {QUIET: ["--quiet"], VERBOSE: ["--verbose"]}.get(arguments.verbosity, [])
@@ -70,6 +106,7 @@ def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return summary(root, arguments, log)
 
 
+@command("print the plan and what was measured")
 def summary(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     from stages.summary import summarise
 
@@ -77,15 +114,21 @@ def summary(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return 0
 
 
+@command(
+    "write the page of the run: model, time, memory, schedule, frontier, measured",
+    argument("--out", type=Path, default=Path("runs/report.html"), help="(runs/report.html)"),
+)
 def report(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Writes the page of the run."""
     from stages.report.run import report as write
 
     return write(root, arguments, log)
 
 
+@command(
+    "write an experiment's settings into conf/",
+    argument("name", help="a file of conf/experiment/, without its ending"),
+)
 def apply(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Writes the settings of an experiment into conf/."""
     from pipeline.config import apply_experiment
 
     for line in apply_experiment(root, arguments.name):
@@ -94,6 +137,11 @@ def apply(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return 0
 
 
+@command(
+    "hold the written program against the unsplit module, in float64",
+    argument("--steps", type=_positive, default=3, help="optimizer steps that are compared"),
+    argument("--all", action="store_true", help="every gradient and buffer, not just the furthest"),
+)
 def verify(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Runs the written program beside the unsplit module; status 1 where they differ."""
     from stages.codegen.run import write_program
@@ -102,20 +150,11 @@ def verify(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return compare(root, arguments.steps, write_program, log, arguments.all)
 
 
-def _of_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=_positive, default=3, help="optimizer steps that are compared")
-    parser.add_argument("--all", action="store_true", help="every gradient and buffer, not just the furthest")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number
-
-
+@command(
+    "copy the trained weights to a safetensors file",
+    argument("--out", type=Path, required=True, metavar="FILE.safetensors"),
+)
 def export(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Copies the weights that the last training run wrote."""
     weights = root / "runs" / "train" / "weights" / "model.safetensors"
     if not weights.is_file():
         raise ShardwrightError(
@@ -135,85 +174,72 @@ def export(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return 0
 
 
+@command(
+    "write a Slurm script that trains the plan",
+    argument("--out", type=Path, default=Path("train.sbatch"), help="the script (train.sbatch)"),
+    argument("--time", default="24:00:00", help="time limit of the job (24:00:00)"),
+    argument("--python", default="python", help="the interpreter on the nodes (python)"),
+    argument(
+        "--option", action="append", default=[], metavar="OPTION", help="a further option: --option=--partition=gpu"
+    ),
+)
 def sbatch(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Writes a Slurm script for the plan."""
     from stages.sbatch import sbatch as write
 
     return write(root, arguments, log)
 
 
-def _of_sbatch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=Path("train.sbatch"), help="the script (train.sbatch)")
-    parser.add_argument("--time", default="24:00:00", help="time limit of the job (24:00:00)")
-    parser.add_argument("--python", default="python", help="the interpreter on the nodes (python)")
-    parser.add_argument(
-        "--option", action="append", default=[], metavar="OPTION", help="a further option: --option=--partition=gpu"
-    )
-
-
+@command(
+    "price layouts on a cluster without solving: dp=8 tp=4 pp=2 micro_batch=2, or search (docs/price.md)",
+    argument("words", nargs="*", metavar="name=value", help="what is given; `search` frees the rest"),
+)
 def price(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Prices layouts on a described cluster, or finds the fastest."""
     from stages.price import run as priced
 
     return priced(root, arguments, log)
 
 
+@command(
+    "say what was chosen, what else there was, and why not (docs/explain.md)",
+    argument("name", nargs="?", help="a module (also with *), parameter, tensor or op; none: the plan"),
+    argument("--solve", action="store_true", help="solve all else again with each option fixed"),
+    argument("--seconds", type=_positive, default=5, help="that each of these may take (5)"),
+    argument("--most", type=_positive, default=10, help="options that are priced in full (10)"),
+    argument("--diff", nargs=2, metavar="RUNS", help="two run folders: what changed, and the time with it"),
+    argument("--json", action="store_true", help="the same facts as JSON"),
+)
 def explain(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Says what was chosen, what else there was, and why it was not taken."""
     from stages.checkpoint.choose import evaluate
     from stages.solve.explain.run import explain as told
 
     return told(root, arguments, evaluate, log)
 
 
-def _of_explain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="a module (also with *), parameter, tensor or op; none: the plan")
-    parser.add_argument("--solve", action="store_true", help="solve all else again with each option fixed")
-    parser.add_argument("--seconds", type=_positive, default=5, help="that each of these may take (5)")
-    parser.add_argument("--most", type=_positive, default=10, help="options that are priced in full (10)")
-    parser.add_argument("--diff", nargs=2, metavar="RUNS", help="two run folders: what changed, and the time with it")
-    parser.add_argument("--json", action="store_true", help="the same facts as JSON")
-
-
+@command(
+    "answer what would happen: batch, sequence, devices, budget, link, clusters (docs/what-if.md)",
+    argument("question", choices=QUESTIONS, help="; ".join(f"{n}: {what}" for n, what in QUESTIONS.items())),
+    argument("words", nargs="*", metavar="name=value", help="settings, or a transformer as `price` takes it"),
+    argument("--step", type=_positive, help="batch and sequence: what the answer is a multiple of"),
+    argument("--most", type=_positive, help="batch, sequence and devices: the largest that is tried"),
+    argument("--json", action="store_true", help="the same facts as JSON"),
+)
 def whatif(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Answers by planning, or by formula, for values that nobody wrote down."""
     from stages.whatif.run import run as answered
 
-    return answered(root, arguments, _stage_run, log)
+    return answered(root, arguments, lambda stage: importlib.import_module(f"stages.{stage}.run").run, log)
 
 
-def _stage_run(name: str) -> Any:
-    """The `run` of a stage, imported when it is asked for."""
-    return importlib.import_module(f"stages.{name}.run").run
-
-
-def _of_whatif(parser: argparse.ArgumentParser) -> None:
-    from stages.whatif.answer import QUESTIONS
-
-    parser.add_argument("question", choices=QUESTIONS, help="; ".join(f"{n}: {what}" for n, what in QUESTIONS.items()))
-    parser.add_argument("words", nargs="*", metavar="name=value", help="settings, or a transformer as `price` takes it")
-    parser.add_argument("--step", type=_positive, help="batch and sequence: what the answer is a multiple of")
-    parser.add_argument("--most", type=_positive, help="batch, sequence and devices: the largest that is tried")
-    parser.add_argument("--json", action="store_true", help="the same facts as JSON")
-
-
+@command(
+    "run points as DVC experiments and compare them (docs/what-if.md)",
+    argument("words", nargs="+", metavar="name=value,value", help="what is varied; or a file of conf/sweep"),
+    argument("--name", help="of the sweep, before the time at which it began"),
+    argument("--until", choices=("checkpoint", "codegen", "train"), help="the last stage (checkpoint)"),
+    argument("--json", action="store_true", help="the table as JSON"),
+)
 def sweep(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Runs points as DVC experiments."""
     from stages.sweep.run import run as swept
 
     return swept(root, arguments, _with_python(), log)
-
-
-def _of_sweep(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "words",
-        nargs="+",
-        metavar="name=value,value",
-        help="what is varied; or a file of conf/sweep",
-    )
-    parser.add_argument("--name", help="of the sweep, before the time at which it began")
-    parser.add_argument("--until", choices=("checkpoint", "codegen", "train"), help="the last stage (checkpoint)")
-    parser.add_argument("--json", action="store_true", help="the table as JSON")
 
 
 def _with_python() -> dict[str, str]:
@@ -222,6 +248,7 @@ def _with_python() -> dict[str, str]:
     return {**os.environ, "PATH": path}
 
 
+@command("send tracked runs that are still waiting")
 def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     """Sends tracked runs that the store could not take when they were made."""
     from pipeline.config import load_config
@@ -235,59 +262,10 @@ def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return 1 if done.left else 0
 
 
+@command("serve the MLflow UI on 127.0.0.1")
 def ui(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Serves the MLflow UI on 127.0.0.1."""
     from pipeline.config import load_config
     from pipeline.tracking.tracker import ui_command
 
     command = ui_command(root, load_config(root).tracking)
     os.execvp(command[0], command)
-
-
-COMMANDS = {
-    "check": Command("check the configuration: files, classes, one item of the data, devices", check),
-    "settings": Command("write what solve reads of the train file (for DVC)", settings),
-    "run": Command(
-        "check, `dvc repro`, summary",
-        run,
-        lambda p: p.add_argument("targets", nargs="*", help="stages to reproduce; all where none is named"),
-    ),
-    "summary": Command("print the plan and what was measured", summary),
-    "report": Command(
-        "write the page of the run: model, time, memory, schedule, frontier, measured",
-        report,
-        lambda p: p.add_argument("--out", type=Path, default=Path("runs/report.html"), help="(runs/report.html)"),
-    ),
-    "apply": Command(
-        "write an experiment's settings into conf/",
-        apply,
-        lambda p: p.add_argument("name", help="a file of conf/experiment/, without its ending"),
-    ),
-    "verify": Command(
-        "hold the written program against the unsplit module, in float64",
-        verify,
-        _of_verify,
-    ),
-    "export": Command(
-        "copy the trained weights to a safetensors file",
-        export,
-        lambda p: p.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors"),
-    ),
-    "sbatch": Command("write a Slurm script that trains the plan", sbatch, _of_sbatch),
-    "price": Command(
-        "price layouts on a cluster without solving: dp=8 tp=4 pp=2 micro_batch=2, or search (docs/price.md)",
-        price,
-        lambda p: p.add_argument(
-            "words", nargs="*", metavar="name=value", help="what is given; `search` frees the rest"
-        ),
-    ),
-    "explain": Command("say what was chosen, what else there was, and why not (docs/explain.md)", explain, _of_explain),
-    "whatif": Command(
-        "answer what would happen: batch, sequence, devices, budget, link, clusters (docs/what-if.md)",
-        whatif,
-        _of_whatif,
-    ),
-    "sweep": Command("run points as DVC experiments and compare them (docs/what-if.md)", sweep, _of_sweep),
-    "sync": Command("send tracked runs that are still waiting", sync),
-    "ui": Command("serve the MLflow UI on 127.0.0.1", ui),
-}

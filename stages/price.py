@@ -12,8 +12,10 @@ from itertools import product
 from pathlib import Path
 
 from pipeline.base.log import Log, say
-from pipeline.cluster_model import Layout, LayoutError, Machine, Price, Schedule, Transformer, Wanted, price, search
-from pipeline.cluster_model.layout import why_not
+from pipeline.cluster_model.machine import Machine
+from pipeline.cluster_model.search import Wanted, search
+from pipeline.cluster_model.step import Price, price
+from pipeline.cluster_model.transformer import LayoutError, ParallelLayout, PipelineSchedule, Transformer, why_not
 from pipeline.cluster_model.words import Asked, find_machine, find_model, in_words, read_words
 from pipeline.config import load_config
 
@@ -35,25 +37,22 @@ def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return 0
 
 
-# -------------------------------------------------------------------------------------------------------- the layouts
-
-
-def layouts(model: Transformer, asked: Asked) -> Iterator[Layout]:
+def layouts(model: Transformer, asked: Asked) -> Iterator[ParallelLayout]:
     """Every combination, in the order of the words' values."""
     given = {"dp": (1,), "tp": (1,), "pp": (1,), "micro_batch": (1,), **asked.layout}
     for values in product(*given.values()):
         chosen = dict(zip(given, values, strict=True))
         if chosen.get("chunks", 1) > 1 and "schedule" not in chosen:
-            chosen["schedule"] = Schedule.interleaved
-        if chosen.get("schedule") is Schedule.interleaved and "chunks" not in chosen:
+            chosen["schedule"] = PipelineSchedule.interleaved
+        if chosen.get("schedule") is PipelineSchedule.interleaved and "chunks" not in chosen:
             chosen["chunks"] = 2
-        yield Layout(batch=model.batch, **chosen)
+        yield ParallelLayout(batch=model.batch, **chosen)
 
 
-Row = tuple[Layout, Price | str]
+Row = tuple[ParallelLayout, Price | str]
 
 
-def _priced(model: Transformer, layout: Layout, machine: Machine, alone: bool) -> Row:
+def _priced(model: Transformer, layout: ParallelLayout, machine: Machine, alone: bool) -> Row:
     """One of several that cannot be has its reason in the table."""
     what = why_not(model, layout)
     if what is None and layout.devices > machine.devices:
@@ -82,16 +81,11 @@ def table(rows: Sequence[Row], each: str) -> str:
     return "\n".join(lines)
 
 
-def _layout_cells(layout: Layout) -> list[str]:
+def _layout_cells(layout: ParallelLayout) -> list[str]:
     chunks = f" x{layout.chunks}" if layout.chunks > 1 else ""
-    whole = (layout.dp, layout.tp, layout.pp, layout.micro_batch)
-    return [
-        *map(str, whole),
-        f"{layout.schedule.value}{chunks}",
-        layout.recompute.value,
-        str(layout.zero),
-        "yes" if layout.sequence_parallel else "no",
-    ]
+    sizes = [str(size) for size in (layout.dp, layout.tp, layout.pp, layout.micro_batch)]
+    sliced = "yes" if layout.sequence_parallel else "no"
+    return [*sizes, f"{layout.schedule.value}{chunks}", layout.recompute.value, str(layout.zero), sliced]
 
 
 def _price_cells(priced: Price) -> list[str]:

@@ -68,7 +68,7 @@ def sbatch(root: Path, given: argparse.Namespace, log: Log) -> int:
         root=shlex.quote(str(root)),
         low=PORTS.start,
         ports=len(PORTS),
-        python=_in_quotes(given.python),
+        python=re.sub(r'([\\"$`])', r"\\\1", shlex.quote(given.python)),  # within the double quotes of the script's
     )
     try:
         write_atomic(root / given.out, text.encode())
@@ -86,11 +86,6 @@ def _one_line(option: str) -> str:
             f"the option {option!r} is more than a line", where="sbatch", remedy="give each by itself"
         )
     return option
-
-
-def _in_quotes(program: str) -> str:
-    """A word for the shell of each task, within the double quotes of the script's."""
-    return re.sub(r'([\\"$`])', r"\\\1", shlex.quote(program))
 
 
 def nodes_of(cluster: Cluster, config: Config) -> tuple[int, int]:

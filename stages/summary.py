@@ -9,7 +9,7 @@ from pipeline.base.artifacts import KINDS
 from pipeline.base.secrets import without_secrets
 from pipeline.base.stage import STAGES, read_summary
 from pipeline.config import load_config
-from pipeline.ir.plan import Partition, Plan, Sharding
+from pipeline.ir.plan import Plan, Sharding
 from pipeline.ir.report import Report
 from pipeline.tracking.tracker import latest_run_url
 
@@ -18,15 +18,20 @@ def summarise(root: Path) -> str:
     config = load_config(root)
     plan: Plan = artifacts.load("plan", root).body
     report: Report = artifacts.load("report", root).body
+    shardings = [partition.sharding for partition in plan.partitions]
+    pipeline = f"{len(plan.partitions)} partitions, {plan.micro_batches} micro-batches"
+    meshes = (" x ".join(f"{name}={size}" for name, size in partition.axes) for partition in plan.partitions)
+    inputs = (f"{name} {layout}" for sharding in shardings for name, layout in sharding.inputs.items())
     regions = sum(region.recompute for partition in plan.partitions for region in partition.regions)
+    but_last = ", not in the last micro-batch" if plan.keeps_last else ""
     whole = (read_summary("checkpoint", root) or {}).get("whole_ops")
     rows = [
         ("model", f"{config.choices['model']} on {config.choices['cluster']}"),
-        *([("pipeline", _pipeline(plan))] if plan.pipelined else []),
-        ("mesh", ", ".join(map(_mesh, plan.partitions))),
-        ("inputs", ", ".join(dict.fromkeys(text for partition in plan.partitions for text in _inputs(partition)))),
-        ("parameters", _parameters([partition.sharding for partition in plan.partitions])),
-        ("recompute", f"{regions} regions{_but_last(plan)}" if regions else "nothing"),
+        *([("pipeline", f"{plan.schedule} of {pipeline}")] if plan.pipelined else []),
+        ("mesh", ", ".join(meshes)),
+        ("inputs", ", ".join(dict.fromkeys(inputs))),
+        ("parameters", _parameters(shardings)),
+        ("recompute", f"{regions} regions{but_last}" if regions else "nothing"),
         *([("whole ops", f"{whole}; for lack of a rule")] if whole else []),
         ("engine", report.engine),
         ("loss", f"{report.losses[0]:.4f} -> {report.losses[-1]:.4f} in {report.steps} steps"),
@@ -36,37 +41,15 @@ def summarise(root: Path) -> str:
     ]
     table = [("", "predicted", "measured", "ratio"), *_compared(report)]
     places = [f"  {KINDS[s.writes].path(root).relative_to(root)}" for s in STAGES.values()]
+    if (root / "runs/train/report.html").is_file():
+        places.append("  runs/train/report.html")
     uri = config.tracking.uri or "sqlite:///runs/mlflow.db"
-    return "\n".join(
-        [
-            "",
-            *(f"{name:12}{text}" for name, text in rows),
-            "",
-            *(f"{name:16}{left:>18}{right:>20}{ratio:>8}" for name, left, right, ratio in table),
-            "",
-            "artifacts",
-            *places,
-            *(f"  {page}" for page in ["runs/train/report.html"] if (root / page).is_file()),
-            f"MLflow store  {without_secrets(uri, uris=[uri]) if config.tracking.enabled else 'tracking is off'}",
-            f"MLflow UI     {latest_run_url(root, config.tracking) or '`make ui`'}",
-        ]
-    )
-
-
-def _pipeline(plan: Plan) -> str:
-    return f"{plan.schedule} of {len(plan.partitions)} partitions, {plan.micro_batches} micro-batches"
-
-
-def _but_last(plan: Plan) -> str:
-    return ", not in the last micro-batch" if plan.keeps_last else ""
-
-
-def _mesh(partition: Partition) -> str:
-    return " x ".join(f"{name}={size}" for name, size in partition.axes)
-
-
-def _inputs(partition: Partition) -> list[str]:
-    return [f"{name} {layout}" for name, layout in partition.sharding.inputs.items()]
+    lines = ["", *(f"{name:12}{text}" for name, text in rows), ""]
+    lines += (f"{name:16}{left:>18}{right:>20}{ratio:>8}" for name, left, right, ratio in table)
+    lines += ["", "artifacts", *places]
+    lines += [f"MLflow store  {without_secrets(uri, uris=[uri]) if config.tracking.enabled else 'tracking is off'}"]
+    lines += [f"MLflow UI     {latest_run_url(root, config.tracking) or '`make ui`'}"]
+    return "\n".join(lines)
 
 
 def _parameters(shardings: list[Sharding]) -> str:

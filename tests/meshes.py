@@ -25,7 +25,7 @@ from pipeline.runtime.programs import axes as runtime_axes
 from pipeline.runtime.programs import collectives
 from pipeline.runtime.programs.mesh import MeshAxis
 from pipeline.sharding.conversions import conversion_of, step_arguments, step_axis
-from stages.cluster.formulas import Link, group_links
+from stages.cluster.meshes import LinkRates, group_links
 from tests.pieces import FORWARD, GRADIENT
 from tests.simulated import Done
 
@@ -35,7 +35,9 @@ SHAPES = [(12,), (24, 12), (36, 8), (12, 5, 8), (8, 12, 36)]
 
 
 def mesh(*sizes: int, latency: float = 5e-6, bandwidth: float = 10e9) -> tuple[Axis, ...]:
-    return tuple(Axis(f"d{i}", size, group_links(size, Link.alike(latency, bandwidth))) for i, size in enumerate(sizes))
+    return tuple(
+        Axis(f"d{i}", size, group_links(size, LinkRates.alike(latency, bandwidth))) for i, size in enumerate(sizes)
+    )
 
 
 # ---- layouts

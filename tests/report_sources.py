@@ -11,7 +11,7 @@ from pipeline.ir.plan import Baseline, Frontier, Plan, Proof
 from pipeline.ir.report import Compared, Report
 from stages.checkpoint.choose import choose, evaluate
 from stages.profile.by_table import profile_graph
-from stages.report.sources import Sources
+from stages.report.priced import Sources
 from stages.solve.on_mesh import price_point
 from tests.graphs import GRAPHS, frontier_of, gpt_graph, plan_of, preset, profile_of
 from tests.pipeline_plans import plan_with_pipelines, with_pieces

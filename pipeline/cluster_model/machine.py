@@ -18,7 +18,7 @@ from pipeline.config import Cluster, ClusterSource
 
 
 @dataclass(frozen=True)
-class Reached:
+class Efficiency:
     """What steps reach of a card's figures: fitted by calibrate.py, or the schema's defaults."""
 
     products: float  # share of the rate, in large products
@@ -40,7 +40,7 @@ class Machine:
     processors: int
     link: float  # bytes/s, one direction
     network: float  # bytes/s of one host, one direction
-    reached: Reached
+    reached: Efficiency
 
     @property
     def devices(self) -> int:
@@ -51,13 +51,10 @@ class Machine:
         """Bytes/s of kernels that move memory."""
         return self.memory_rate * self.reached.memory
 
-    def inside(self, size: int, stride: int) -> int:
-        """Devices of a group in one host, of which neighbours are `stride` ranks apart."""
-        return max(1, min(size, self.host // stride))
-
     def around(self, size: int, stride: int) -> float:
+        """Bytes/s of a group of which neighbours are `stride` ranks apart."""
         links = self.link * self.reached.links
-        members = self.inside(size, stride)
+        members = max(1, min(size, self.host // stride))  # of it in one host
         if members == size:
             return links
         network = self.network * self.reached.network * members / self.host
@@ -91,6 +88,8 @@ def machine_of(cluster: Cluster, where: str) -> Machine:
     reached = preset.reached
     fastest = preset.memory_gbytes_per_s  # a device to itself
     kernel = preset.launch_us if reached.kernel_us is None else reached.kernel_us
+    islands = preset.island is not None and preset.island < cluster.host_sizes[0]
+    slowest = (preset.cross_gbytes_per_s if islands else preset.link_gbytes_per_s) or fastest  # inside a host
     return Machine(
         host=cluster.host_sizes[0],
         hosts=len(cluster.host_sizes),
@@ -98,22 +97,15 @@ def machine_of(cluster: Cluster, where: str) -> Machine:
         memory_rate=preset.memory_gbytes_per_s * 1e9,
         memory_bytes=round(cluster.memory_gb * 1e9),
         processors=preset.processors or 132,
-        link=_slowest(cluster, fastest) * 1e9,
+        link=slowest * 1e9,
         network=(preset.network_gbytes_per_s or fastest) * 1e9,
-        reached=Reached(
-            reached.products,
-            reached.unaligned,
-            reached.memory,
-            kernel / 1e6,
-            reached.links,
-            reached.network,
-            reached.collective_us / 1e6,
+        reached=Efficiency(
+            products=reached.products,
+            unaligned=reached.unaligned,
+            memory=reached.memory,
+            kernel=kernel / 1e6,
+            links=reached.links,
+            network=reached.network,
+            collective=reached.collective_us / 1e6,
         ),
     )
-
-
-def _slowest(cluster: Cluster, fastest: float) -> float:
-    """Of the links inside a host: where it has islands, those between them."""
-    preset = cluster.preset
-    islands = preset.island is not None and preset.island < cluster.host_sizes[0]
-    return (preset.cross_gbytes_per_s if islands else preset.link_gbytes_per_s) or fastest

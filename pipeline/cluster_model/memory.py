@@ -12,67 +12,70 @@ from __future__ import annotations
 
 from math import ceil
 
-from pipeline.cluster_model.layout import Attention, Layout, Recompute, Schedule, stage_layers
-from pipeline.cluster_model.sizes import Transformer
+from pipeline.cluster_model.transformer import (
+    AttentionKernel,
+    ParallelLayout,
+    PipelineSchedule,
+    RecomputeMode,
+    Transformer,
+    stage_layers,
+)
 
 LOGIT_HELD = 10  # bytes for each logit: in half, in single, its gradient
 OWN = 1.5e9  # of the driver, the libraries and their buffers
 SLACK = 1.03  # what the allocator wastes
 
 
-def device_bytes(model: Transformer, layout: Layout) -> float:
+def device_bytes(model: Transformer, layout: ParallelLayout) -> float:
     """At the peak of the stage that needs most: one of the two ends, or the fullest."""
     layers = stage_layers(model, layout)
     fullest = max(range(layout.pp), key=lambda stage: layers[stage])
     return max(_stage_bytes(model, layout, stage, layers[stage]) for stage in {0, layout.pp - 1, fullest})
 
 
-def stage_parameters(model: Transformer, layout: Layout, stage: int, layers: int) -> float:
-    """On one device; a tied embedding is held at both ends."""
+def stage_parameters(model: Transformer, layout: ParallelLayout, stage: int, layers: int) -> float:
+    """On one device; a tied embedding lies at both ends."""
     ends = (stage == 0) + (stage == layout.pp - 1)
     if model.tied and layout.pp == 1:
         ends = 1
     return (layers * model.layer_parameters + ends * model.end_parameters) / layout.tp
 
 
-def _stage_bytes(model: Transformer, layout: Layout, stage: int, layers: int) -> float:
+def _stage_bytes(model: Transformer, layout: ParallelLayout, stage: int, layers: int) -> float:
     parameters = stage_parameters(model, layout, stage, layers)
-    held = _held(layout, stage) * layers * kept_bytes(model, layout)
-    running = _whole_layer(model, layout) if layout.recompute is Recompute.full else 0.0
+    whole = _layer_bytes(model, layout, layout.recompute is not RecomputeMode.selective)
+    kept, running = whole, 0.0  # between forward and backward, and of the layer that is computed again
+    if layout.recompute is RecomputeMode.full:
+        kept, running = 2 * layout.micro_batch * model.sequence * model.hidden / layout.sliced, whole
+    activations = _in_flight(layout, stage) * layers * kept
     logits = 0.0
     if stage == layout.pp - 1:
         logits = LOGIT_HELD * layout.micro_batch * model.sequence * model.vocabulary / layout.tp
     gathered = 4 * model.layer_parameters / layout.tp if layout.zero == 3 and layout.dp > 1 else 0.0
-    return OWN + SLACK * (state_bytes(parameters, layout) + held + max(running, logits) + gathered)
+    return OWN + SLACK * (state_bytes(parameters, layout) + activations + max(running, logits) + gathered)
 
 
-def state_bytes(parameters: float, layout: Layout) -> float:
+def state_bytes(parameters: float, layout: ParallelLayout) -> float:
     over = [layout.dp if layout.zero >= level else 1 for level in (3, 2, 1)]
     return parameters * (2 / over[0] + 2 / over[1] + 12 / over[2])
 
 
-def _held(layout: Layout, stage: int) -> float:
-    """Micro-batches whose activations a stage holds."""
-    if layout.schedule is Schedule.gpipe:
+def _in_flight(layout: ParallelLayout, stage: int) -> float:
+    """Micro-batches whose activations a stage keeps."""
+    if layout.schedule is PipelineSchedule.gpipe:
         return layout.micro_batches
     if layout.chunks > 1:
         return min(layout.micro_batches, layout.pp * (1 + (layout.pp - 1) / (layout.pp * layout.chunks)))
     return min(layout.micro_batches, layout.pp - stage)
 
 
-def kept_bytes(model: Transformer, layout: Layout) -> float:
-    """Of one layer for one micro-batch, between its forward and its backward."""
-    if layout.recompute is Recompute.full:
-        return 2 * layout.micro_batch * model.sequence * model.hidden / layout.sliced
-    return _whole_layer(model, layout, layout.recompute is Recompute.selective)
-
-
-def _whole_layer(model: Transformer, layout: Layout, without_square: bool = False) -> float:
+def _layer_bytes(model: Transformer, layout: ParallelLayout, with_square: bool) -> float:
+    """Of one layer that keeps everything, for one micro-batch."""
     tokens = layout.micro_batch * model.sequence
     outside = (10 if model.dropout else 8) * tokens * model.hidden / layout.sliced
     heads = 2 * tokens * (model.projected + model.hidden) / layout.tp
     feed = (6 if model.gated else 4) * tokens * model.feed / layout.tp
     square = 0.0
-    if layout.attention is Attention.plain and not without_square:
+    if layout.attention is AttentionKernel.plain and with_square:
         square = (5 if model.dropout else 2) * tokens * model.sequence * ceil(model.heads / layout.tp)
     return outside + heads + feed + square

@@ -9,9 +9,8 @@ from typing import Any
 
 from pipeline.base.errors import ConfigError, ShardwrightError
 from pipeline.base.messages import nearest
-from pipeline.cluster_model.layout import Attention, Recompute, Schedule
 from pipeline.cluster_model.machine import Machine, machine_of
-from pipeline.cluster_model.sizes import KNOWN, Transformer
+from pipeline.cluster_model.transformer import KNOWN, AttentionKernel, PipelineSchedule, RecomputeMode, Transformer
 from pipeline.config import ClusterSource, Config, Model, listing, load_part
 
 GPT = "pipeline.models.gpt.build"
@@ -31,46 +30,25 @@ def _count(text: str) -> int:
     return number
 
 
-def _level(text: str) -> int:
-    return int(_one_of(("0", "1", "2", "3"))(text))
-
-
-def _yes(text: str) -> bool:
-    return _one_of(("yes", "no", "true", "false"))(text) in ("yes", "true")
-
-
-def _one_of(allowed: Sequence[str]) -> Callable[[str], str]:
-    def take(text: str) -> str:
-        if text not in allowed:
-            raise ValueError
-        return text
-
-    return take
-
-
-def _choice(kind: type[Recompute] | type[Schedule] | type[Attention]) -> Callable[[str], Any]:
-    return lambda text: kind(text)
-
-
 @dataclass(frozen=True)
 class Word:
-    take: Callable[[str], Any]
+    parse: Callable[[str], Any]  # ValueError or KeyError where it cannot be
     allowed: str
 
 
 COUNT = Word(_count, f"a whole number from 1 to {MOST:,}")
-YES = Word(_yes, "yes or no")
+YES = Word({"yes": True, "true": True, "no": False, "false": False}.__getitem__, "yes or no")
 LAYOUT = {
     "dp": COUNT,
     "tp": COUNT,
     "pp": COUNT,
     "micro_batch": COUNT,
-    "schedule": Word(_choice(Schedule), ", ".join(Schedule)),
+    "schedule": Word(PipelineSchedule, ", ".join(PipelineSchedule)),
     "chunks": COUNT,
-    "recompute": Word(_choice(Recompute), ", ".join(Recompute)),
-    "zero": Word(_level, "0, 1, 2 or 3"),
+    "recompute": Word(RecomputeMode, ", ".join(RecomputeMode)),
+    "zero": Word({str(level): level for level in range(4)}.__getitem__, "0, 1, 2 or 3"),
     "sequence_parallel": YES,
-    "attention": Word(_choice(Attention), ", ".join(Attention)),
+    "attention": Word(AttentionKernel, ", ".join(AttentionKernel)),
 }
 SIZES = {
     **dict.fromkeys(("hidden", "layers", "heads", "kv_heads", "inner", "sequence", "vocabulary", "batch"), COUNT),
@@ -90,9 +68,6 @@ class Asked:
     names: dict[str, Any]
 
 
-# --------------------------------------------------------------------------------------------------------- the words
-
-
 def read_words(words: Sequence[str]) -> Asked:
     layout: dict[str, tuple[Any, ...]] = {}
     single: dict[str, Any] = {}
@@ -101,34 +76,26 @@ def read_words(words: Sequence[str]) -> Asked:
             continue
         name, equals, text = word.partition("=")
         if not equals or name not in WORDS:
-            raise _unknown(word, name)
+            near = nearest(name, list(WORDS))
+            meant = f"did you mean '{near}='? " if near else ""
+            remedy = f"{meant}allowed are {FREE} and {', '.join(WORDS)}, with =value"
+            raise PriceError(f"there is no word '{word}'", remedy=remedy)
         if name in layout or name in single:
             raise PriceError(f"'{name}' is given twice", remedy=f"combine values as {name}=1,2")
         if name in LAYOUT:
-            layout[name] = tuple(_taken(word, name, one) for one in text.split(","))
+            layout[name] = tuple(_parsed(word, name, one) for one in text.split(","))
         else:
-            single[name] = _taken(word, name, text)
+            single[name] = _parsed(word, name, text)
     sizes = {name: value for name, value in single.items() if name in SIZES}
     names = {name: value for name, value in single.items() if name in NAMES}
     return Asked(FREE in words, layout, sizes, names)
 
 
-def _taken(word: str, name: str, text: str) -> Any:
+def _parsed(word: str, name: str, text: str) -> Any:
     try:
-        return WORDS[name].take(text)
-    except ValueError:
+        return WORDS[name].parse(text)
+    except (ValueError, KeyError):
         raise PriceError(f"'{word}' is not possible", remedy=f"{name} is {WORDS[name].allowed}") from None
-
-
-def _unknown(word: str, name: str) -> PriceError:
-    near = nearest(name, list(WORDS))
-    meant = f"did you mean '{near}='? " if near else ""
-    return PriceError(
-        f"there is no word '{word}'", remedy=f"{meant}allowed are {FREE} and {', '.join(WORDS)}, with =value"
-    )
-
-
-# -------------------------------------------------------------------------------------------- the model, the cluster
 
 
 def find_model(root: Path, asked: Asked, config: Config) -> Transformer:
@@ -166,10 +133,9 @@ def find_machine(root: Path, asked: Asked, config: Config, devices: int | None) 
     if name is None:
         measured = config.cluster.source is ClusterSource.probe
         name = DEFAULT_CLUSTER if measured else config.choices["cluster"]
-    if name not in listing(root, "cluster"):
-        raise PriceError(
-            f"there is no cluster '{name}'", remedy=f"choose one of: {', '.join(listing(root, 'cluster'))}"
-        )
+    known = listing(root, "cluster")
+    if name not in known:
+        raise PriceError(f"there is no cluster '{name}'", remedy=f"choose one of: {', '.join(known)}")
     written = load_part(root, "cluster", name)
     nodes = asked.names.get("nodes")
     if nodes is None and devices is not None and not written.per_host:
@@ -177,9 +143,8 @@ def find_machine(root: Path, asked: Asked, config: Config, devices: int | None) 
     try:
         cluster = written if nodes is None else load_part(root, "cluster", name, nodes=nodes)
     except ConfigError as error:
-        raise PriceError(
-            f"cluster '{name}' cannot have nodes={nodes}: {error.what}", remedy="choose another"
-        ) from error
+        what = f"cluster '{name}' cannot have nodes={nodes}: {error.what}"
+        raise PriceError(what, remedy="choose another") from error
     return name, machine_of(cluster, f"conf/cluster/{name}.yaml")
 
 

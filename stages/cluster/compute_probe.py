@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ ATTENTIONS = ((8, 4, 64, 32), (4, 4, 128, 64))  # batch, heads, length, width of
 THIN = ((8, 1024, 1024), (8, 512, 2048), (8, 2048, 512))  # rows, inputs, outputs
 FASTER = 0.9  # of the seconds with oneDNN
 LONG_S = 0.01  # a product that takes this long is the last of its dtype
+Case = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...], float]  # a function, its inputs, its FLOPs
 ENOUGH_S, MOST_CALLS = 1e-3, 200  # short work is called again and again in one measurement, up to this
 
 
@@ -55,7 +56,7 @@ def measure_compute(clock: Clock) -> dict[str, Any]:
         "launch": _launch(clock),
         "launch_backward": _launch_backward(clock),
         "ops": {name: _op(clock, function) for name, function in OPS.items()} if on_cpu else {},
-        "flops": {name: work(clock) for name, work in OWN_FLOPS.items()} if on_cpu else {},
+        "flops": _own_flops(clock) if on_cpu else {},
         "thin": _thin(clock) if on_cpu else None,
         "optimizer": [_optimizer(clock, n) for n in OPTIMIZED[device]],
         "processors": None if on_cpu else torch.cuda.get_device_properties(device).multi_processor_count,
@@ -78,25 +79,28 @@ def onednn_is_faster(clock: Clock) -> bool:
     """Of a convolution, a linear layer and GELU; where it hardly matters it stays as torch has it."""
     seconds = {}
     before = torch.backends.mkldnn.enabled
+    usual: list[tuple[Any, ...]] = [
+        (partial(F.conv2d, padding=1), torch.randn(8, 64, 16, 16), torch.randn(64, 64, 3, 3)),
+        (F.linear, torch.randn(512, 256), torch.randn(1024, 256)),
+        (F.gelu, torch.randn(512, 1024)),
+    ]
     for enabled in (True, False):
         torch.backends.mkldnn.enabled = enabled
-        seconds[enabled] = sum(sum(_both(clock, work, *inputs)) for work, *inputs in _usual_work())
+        seconds[enabled] = sum(sum(_both(clock, work, *inputs)) for work, *inputs in usual)
     torch.backends.mkldnn.enabled = before
     return seconds[False] > FASTER * seconds[True]
 
 
-def _usual_work() -> list[tuple[Any, ...]]:
-    images, filters = torch.randn(8, 64, 16, 16), torch.randn(64, 64, 3, 3)
-    rows, weight = torch.randn(512, 256), torch.randn(1024, 256)
-    return [(partial(F.conv2d, padding=1), images, filters), (F.linear, rows, weight), (F.gelu, torch.randn(512, 1024))]
-
-
 def _products(clock: Clock, sides: tuple[int, ...], dtype: torch.dtype) -> list[dict[str, float]]:
-    """Up to the first that takes long: a CPU without units for a dtype may need seconds."""
+    """Linear layers of a batch of `4 side` rows: the shape that training mostly sees.
+
+    Up to the first that takes long: a CPU without units for a dtype may need seconds.
+    """
     found: list[dict[str, float]] = []
     for side in sides:
         if not found or found[-1]["seconds"] < LONG_S:
-            found.append(_matmul(clock, side, dtype))
+            x, w = (torch.randn(n, side, device=clock.device).to(dtype) for n in (4 * side, side))
+            found.append({"flops": 8.0 * side**3, "seconds": _seconds(clock, partial(F.linear, x, w))})
     return found
 
 
@@ -107,13 +111,6 @@ def half_products(clock: Clock, sides: tuple[int, ...], dtype: torch.dtype) -> l
         return _products(clock, sides, dtype)
     finally:
         torch.backends.mkldnn.enabled = enabled
-
-
-def _matmul(clock: Clock, side: int, dtype: torch.dtype) -> dict[str, float]:
-    """A linear layer of a batch of `4 side` rows: the shape that training mostly sees."""
-    x = torch.randn(4 * side, side, device=clock.device).to(dtype)
-    w = torch.randn(side, side, device=clock.device).to(dtype)
-    return {"flops": 8.0 * side**3, "seconds": _seconds(clock, lambda: F.linear(x, w))}
 
 
 def _copy(clock: Clock, elements: int) -> dict[str, float]:
@@ -144,34 +141,36 @@ def _both(clock: Clock, function: Callable[..., torch.Tensor], *inputs: torch.Te
     return forward, max(both - forward, 0.0)
 
 
-def _convolutions(clock: Clock) -> dict[str, float]:
-    """Seconds for each FLOP; backward has twice as many."""
+def _per_flop(clock: Clock, cases: Iterable[Case], more: float) -> dict[str, float]:
+    """Seconds for each FLOP; backward has `more` times as many."""
     seconds, flops = [], 0.0
+    for function, inputs, own in cases:
+        seconds.append(_both(clock, function, *inputs))
+        flops += own
+    forward, backward = map(sum, zip(*seconds, strict=True))
+    return {"forward": forward / flops, "backward": backward / (more * flops)}
+
+
+def _convolutions() -> Iterator[Case]:
     for batch, channels, pixels in CONVOLUTIONS:
         x, w = torch.randn(batch, channels, pixels, pixels), torch.randn(channels, channels, 3, 3)
-        seconds.append(_both(clock, partial(F.conv2d, padding=1), x, w))
-        flops += 18.0 * channels * x.numel()
-    forward, backward = map(sum, zip(*seconds, strict=True))
-    return {"forward": forward / flops, "backward": backward / (2 * flops)}
+        yield partial(F.conv2d, padding=1), (x, w), 18.0 * channels * x.numel()
 
 
-def _attentions(clock: Clock, causal: bool = False) -> dict[str, float]:
-    """Seconds for each FLOP; backward has two and a half times as many. What a mask hides counts as no FLOP, and takes
-    a CPU as long."""
-    seconds, flops = [], 0.0
+def _attentions(causal: bool) -> Iterator[Case]:
+    """What a mask hides counts as no FLOP, and takes a CPU as long."""
     for batch, heads, length, width in ATTENTIONS:
-        inputs = (torch.randn(batch, heads, length, width) for _ in range(3))
-        seconds.append(_both(clock, partial(F.scaled_dot_product_attention, is_causal=causal), *inputs))
-        flops += (2.0 if causal else 4.0) * batch * heads * length**2 * width
-    forward, backward = map(sum, zip(*seconds, strict=True))
-    return {"forward": forward / flops, "backward": backward / (2.5 * flops)}
+        inputs = tuple(torch.randn(batch, heads, length, width) for _ in range(3))
+        flops = (2.0 if causal else 4.0) * batch * heads * length**2 * width
+        yield partial(F.scaled_dot_product_attention, is_causal=causal), inputs, flops
 
 
-OWN_FLOPS: dict[str, Callable[[Clock], dict[str, float]]] = {
-    "aten.conv2d.default": _convolutions,
-    "aten.scaled_dot_product_attention.default": _attentions,
-    "aten.scaled_dot_product_attention.default, causal": partial(_attentions, causal=True),
-}
+def _own_flops(clock: Clock) -> dict[str, dict[str, float]]:
+    return {
+        "aten.conv2d.default": _per_flop(clock, _convolutions(), 2),
+        "aten.scaled_dot_product_attention.default": _per_flop(clock, _attentions(False), 2.5),
+        "aten.scaled_dot_product_attention.default, causal": _per_flop(clock, _attentions(True), 2.5),
+    }
 
 
 def _thin(clock: Clock) -> list[dict[str, float]]:

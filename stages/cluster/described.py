@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from itertools import accumulate
 
 from pipeline.config import Cluster as Settings
 from pipeline.config import Device
 from pipeline.ir.cluster import Cluster, Compute, Curve, Group, Host, Measured
-from stages.cluster.formulas import FASTEST
-from stages.cluster.meshes import candidate_meshes, candidate_splits
+from stages.cluster.meshes import FASTEST, candidate_meshes, candidate_splits
 from stages.cluster.topology import device_order, find_groups, with_uplinks
 
 WORKSPACE = 2 << 25  # bytes that torch gives cuBLAS on a Hopper GPU, forward and backward; on older ones it is less
@@ -73,13 +72,13 @@ def describe_hosts(settings: Settings) -> tuple[Host, ...]:
     memory = round(settings.memory_gb * 1e9)
     return tuple(
         Host(f"host{number}", tuple(ranks), settings.device.value, memory)
-        for number, ranks in enumerate(_runs(settings.host_sizes, 0))
+        for number, ranks in enumerate(_ranks_of_hosts(settings))
     )
 
 
 def describe_group(settings: Settings) -> Group:
     """Islands in hosts in the cluster, as far as there are several of them."""
-    hosts = [_host(settings, ranks) for ranks in _runs(settings.host_sizes, 0)]
+    hosts = [_host(settings, ranks) for ranks in _ranks_of_hosts(settings)]
     if len(hosts) == 1:
         return hosts[0]
     preset = settings.preset
@@ -101,8 +100,7 @@ def _host(settings: Settings, ranks: range) -> Group:
     if len(ranks) == 1:
         return Group("host", tuple(ranks), FASTEST, 0.0)
     size = min(preset.island or len(ranks), len(ranks))
-    counts = [size] * (len(ranks) // size) + ([len(ranks) % size] if len(ranks) % size else [])
-    islands = [_island(settings, island, len(counts) == 1) for island in _runs(tuple(counts), ranks.start)]
+    islands = [_island(settings, ranks[at : at + size], size == len(ranks)) for at in range(0, len(ranks), size)]
     if len(islands) == 1:
         return islands[0]
     assert preset.cross_gbytes_per_s
@@ -125,10 +123,10 @@ def _island(settings: Settings, ranks: range, whole: bool) -> Group:
     return Group(kind, tuple(ranks), preset.link_gbytes_per_s * 1e9, preset.latency_us / 1e6)
 
 
-def _runs(sizes: tuple[int, ...], start: int) -> Iterator[range]:
-    for size in sizes:
-        yield range(start, start + size)
-        start += size
+def _ranks_of_hosts(settings: Settings) -> list[range]:
+    return [
+        range(end - size, end) for size, end in zip(settings.host_sizes, accumulate(settings.host_sizes), strict=True)
+    ]
 
 
 def draw_pairs(group: Group, noise: float, draw: random.Random) -> tuple[list[list[float]], list[list[float]]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from pipeline.ir.cluster import COLLECTIVES, LinkCost
-from stages.cluster.formulas import NOTHING
+from stages.cluster.meshes import NOTHING
 
 OUTLIER = 5.0  # times the median distance from the median
 RISEN = 3.0  # times the seconds of the smallest message: where the bandwidth begins to show
@@ -17,7 +17,7 @@ Points = list[dict[str, float]]  # bytes and seconds
 
 
 @dataclass(frozen=True)
-class Reduced:
+class ReducedTimes:
     """Repeated times as one."""
 
     seconds: float
@@ -26,7 +26,7 @@ class Reduced:
     mean: float  # of what is left without outliers
 
 
-def reduce_times(times: Sequence[float]) -> Reduced:
+def reduce_times(times: Sequence[float]) -> ReducedTimes:
     """The lower quarter of what is left without outliers: other programs make times longer, never shorter.
 
     Not the shortest: a thread that happens to be awake answers at once, and how many do varies from size to size.
@@ -36,7 +36,7 @@ def reduce_times(times: Sequence[float]) -> Reduced:
     kept = sorted(time for time in times if time - middle <= OUTLIER * max(near, middle / 100))
     quarter = len(kept) // 4
     spread = (kept[-1 - quarter] - kept[quarter]) / middle if middle else 0.0
-    return Reduced(kept[len(kept) // 4], spread, len(times) - len(kept), statistics.fmean(kept))
+    return ReducedTimes(kept[quarter], spread, len(times) - len(kept), statistics.fmean(kept))
 
 
 def fit_links(measured: Mapping[str, Points]) -> dict[str, LinkCost]:

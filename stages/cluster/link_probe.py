@@ -17,8 +17,7 @@ from pipeline.ir.cluster import SEND
 from pipeline.runtime.programs.collectives import all_gather_into, own_sum
 from pipeline.runtime.programs.mesh import MeshAxis
 from stages.cluster.fit import reduce_times
-from stages.cluster.rounds import Round
-from stages.cluster.sizes import SMALLEST, ends_first
+from stages.cluster.rounds import SMALLEST, Round, ends_first
 from stages.cluster.timing import Clock, slowest
 
 FEWEST_SIZES = 3
@@ -139,26 +138,26 @@ def _send_along(pairs: Round, message: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Axis:
+class AxisGroup:
     """The group of this rank on an axis, and its place there."""
 
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
 
 
-def axis_groups(order: list[int], stride: int, size: int) -> Axis:
+def axis_groups(order: list[int], stride: int, size: int) -> AxisGroup:
     """Makes the groups of an axis of a mesh, on every rank in the same order, and returns this rank's own."""
-    own: Axis | None = None
+    own: AxisGroup | None = None
     for block in range(0, len(order), stride * size):
         for first in range(block, block + stride):
             ranks = tuple(order[first + stride * number] for number in range(size))
             group = dist.new_group(list(ranks))
-            own = Axis(group, ranks) if dist.get_rank() in ranks else own
+            own = AxisGroup(group, ranks) if dist.get_rank() in ranks else own
     assert own is not None
     return own
 
 
-def measure_axis(clock: Clock, axis: Axis, last: int, budget: float) -> dict[str, Any]:
+def measure_axis(clock: Clock, axis: AxisGroup, last: int, budget: float) -> dict[str, Any]:
     """Each collective on messages of 1 KiB to `last`, all groups of the axis at once; bytes are of the unsplit tensor.
 
     Every second size is not for the fit: it tells how good the fit is. Each call follows a barrier: where
@@ -185,7 +184,7 @@ def measure_axis(clock: Clock, axis: Axis, last: int, budget: float) -> dict[str
     return found
 
 
-def measure_apart(clock: Clock, axis: Axis) -> float:
+def measure_apart(clock: Clock, axis: AxisGroup) -> float:
     """Seconds that a collective takes longer when its ranks come from computing: a little apart, with the threads that
     carry it asleep. The mean counts, as in a step: it is much longer for some calls than for others."""
     product = _product(clock)
@@ -218,7 +217,7 @@ def _product(clock: Clock) -> Callable[[], None]:
     return product
 
 
-def _moves(clock: Clock, axis: Axis, piece: int) -> dict[str, Callable[[], object]]:
+def _moves(clock: Clock, axis: AxisGroup, piece: int) -> dict[str, Callable[[], object]]:
     world, group = len(axis.ranks), axis.group
     whole, other = (torch.ones(piece * world, device=clock.device) for _ in range(2))
     part = torch.ones(piece, device=clock.device)

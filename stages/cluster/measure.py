@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from pipeline.base.errors import ClusterError
 from pipeline.base.log import Log
 from pipeline.config import Cluster as Settings
 from pipeline.config import Device
-from pipeline.ir.cluster import LATER, Axis, Cluster, Compute, Curve, Group, Host, LinkCost, Measured, Mesh, Pace
+from pipeline.ir.cluster import LATER, Cluster, Compute, Curve, Group, Host, LinkCost, Measured, Mesh, Pace
 from pipeline.launch.launch import Node, run_ranks
 from pipeline.launch.work_folder import LaunchFailed
 from stages.cluster.fit import fit_errors, fit_links, in_a_step, least_squares_line, link_beyond
@@ -21,6 +22,7 @@ from stages.cluster.meshes import candidate_meshes, candidate_splits
 from stages.cluster.topology import common_group, device_order, find_groups, pair_matrices, with_uplinks
 
 TWO = 2  # processes are measured on any machine, also on one core: the smallest plan there is
+Fitted = dict[tuple[int, int], dict[str, LinkCost]]  # links by stride and size of an axis
 OWN_LINKS = 0.7  # of what a pair of hosts' devices has alone: where each has more while others cross, nothing is shared
 
 
@@ -32,11 +34,8 @@ def measure(settings: Settings, choice: str, log: Log) -> Cluster:
     except LaunchFailed as error:
         for line in error.log.splitlines():
             log.debug(line)
-        raise ClusterError(
-            f"the probe failed: {error}",
-            where=where,
-            remedy="lower `devices`, raise `probe.timeout_s`, or use `source: preset`",
-        ) from error
+        remedy = "lower `devices`, raise `probe.timeout_s`, or use `source: preset`"
+        raise ClusterError(f"the probe failed: {error}", where=where, remedy=remedy) from error
     return make_cluster(settings, found)
 
 
@@ -51,9 +50,8 @@ def check_devices(settings: Settings, where: str) -> None:
         there, what = max(TWO, cores()), "this machine has {} cores"
         remedy = "lower it, or use `source: preset` with the figures of a core"
     if there < settings.devices:
-        raise ClusterError(
-            f"got {settings.devices}, and {what.format(there)}", where=f"{where}: devices", remedy=remedy
-        )
+        got = f"got {settings.devices}, and {what.format(there)}"
+        raise ClusterError(got, where=f"{where}: devices", remedy=remedy)
 
 
 def cores() -> int:
@@ -63,13 +61,14 @@ def cores() -> int:
 
 def run_probe(settings: Settings, log: Log) -> dict[str, Any]:
     """What the ranks measured, as plain values."""
-    from stages.cluster.meeting import Arrival, Meeting, own_name
+    from stages.cluster.meeting import Arrival, Meeting
 
     probe = settings.probe
-    names = tuple(probe.hosts or [own_name()])
+    names = tuple(probe.hosts or [socket.gethostname()])
     meeting = Meeting(Arrival(names[0], settings.devices), names[1:], probe.port)
     if names[1:]:
-        log.info("waiting for %s; on each: %s", ", ".join(names[1:]), join_command(settings))
+        join = f"python -m stages.cluster.join {names[0]}:{probe.port} --host NAME --devices {settings.devices}"
+        log.info("waiting for %s; on each: %s", ", ".join(names[1:]), join)
     arrived = meeting.gather(probe.join_s)
     job = {
         "device": settings.device.value,
@@ -94,11 +93,6 @@ def run_probe(settings: Settings, log: Log) -> dict[str, Any]:
     return found
 
 
-def join_command(settings: Settings) -> str:
-    hosts, port = settings.probe.hosts or ["FIRST"], settings.probe.port
-    return f"python -m stages.cluster.join {hosts[0]}:{port} --host NAME --devices {settings.devices}"
-
-
 # ---- from measurements to a cluster
 
 
@@ -109,9 +103,8 @@ def make_cluster(settings: Settings, found: dict[str, Any]) -> Cluster:
     memory = settings.memory_gb * 1e9 if settings.memory_gb else min(rank["memory_bytes"] for rank in ranks)
     measured = {(axis["stride"], axis["size"]): fit_links(axis["fitted"]) for axis in found["axes"]}
     apart = {(axis["stride"], axis["size"]): axis["apart"] for axis in found["axes"]}
-    meshes = tuple(_with_measured(mesh, measured, apart) for mesh in candidate_meshes(group))
-    if settings.device is Device.cpu:
-        meshes = tuple(map(_as_gloo_has_it, meshes))
+    gloo = settings.device is Device.cpu
+    meshes = tuple(_with_measured(mesh, measured, apart, gloo) for mesh in candidate_meshes(group))
     return Cluster(
         source="probe",
         device=settings.device.value,
@@ -136,27 +129,21 @@ def _crossing(group: Group, found: dict[str, Any] | None) -> Group:
     return with_uplinks(group, found["pairs"] * found["each"], found["alone"] / common.bandwidth)
 
 
-def _with_measured(
-    mesh: Mesh, measured: dict[tuple[int, int], dict[str, LinkCost]], apart: dict[tuple[int, int], float]
-) -> Mesh:
-    """Measured links in the place of formulas, for the axes that were measured (by stride and size)."""
-    keys = [(prod(mesh.sizes[number + 1 :]), axis.size) for number, axis in enumerate(mesh.axes)]
-    return Mesh(
-        tuple(
-            _measured_axis(axis, measured[key], apart[key]) if key in measured else axis
-            for axis, key in zip(mesh.axes, keys, strict=True)
-        )
-    )
+def _with_measured(mesh: Mesh, measured: Fitted, apart: dict[tuple[int, int], float], gloo: bool) -> Mesh:
+    """Measured links in the place of formulas, for the axes that were measured.
 
-
-def _measured_axis(axis: Axis, links: dict[str, LinkCost], apart: float) -> Axis:
-    beyond = {name: link_beyond(link, axis.links[name]) for name, link in links.items()}
-    return replace(axis, links=in_a_step(beyond, apart), measured=True)
-
-
-def _as_gloo_has_it(mesh: Mesh) -> Mesh:
-    """Sums that a rank does not wait for are scattered by an all-reduce."""
-    return Mesh(tuple(replace(axis, links=axis.links | {LATER: axis.links["all_reduce"]}) for axis in mesh.axes))
+    Gloo scatters sums that a rank does not wait for by an all-reduce.
+    """
+    axes = list(mesh.axes)
+    for number, axis in enumerate(mesh.axes):
+        key = prod(mesh.sizes[number + 1 :]), axis.size
+        if key in measured:
+            beyond = {name: link_beyond(link, axis.links[name]) for name, link in measured[key].items()}
+            axes[number] = replace(axis, links=in_a_step(beyond, apart[key]), measured=True)
+        if gloo:
+            links = axes[number].links
+            axes[number] = replace(axes[number], links=links | {LATER: links["all_reduce"]})
+    return Mesh(tuple(axes))
 
 
 def _hosts(ranks: list[dict[str, Any]]) -> Iterator[Host]:
@@ -166,10 +153,9 @@ def _hosts(ranks: list[dict[str, Any]]) -> Iterator[Host]:
         yield Host(name, tuple(own), ranks[own[0]]["device"], memory)
 
 
-def _trust(found: dict[str, Any], measured: dict[tuple[int, int], dict[str, LinkCost]]) -> Measured:
-    errors = [
-        error for axis in found["axes"] for error in fit_errors(measured[axis["stride"], axis["size"]], axis["unseen"])
-    ]
+def _trust(found: dict[str, Any], measured: Fitted) -> Measured:
+    axes = ((measured[axis["stride"], axis["size"]], axis["unseen"]) for axis in found["axes"])
+    errors = [error for links, unseen in axes for error in fit_errors(links, unseen)]
     return Measured(
         seconds=found["seconds"],
         rounds=found["rounds"],
@@ -182,11 +168,13 @@ def _trust(found: dict[str, Any], measured: dict[tuple[int, int], dict[str, Link
 
 
 def _compute(found: dict[str, Any]) -> Compute:
-    _, seconds_per_byte = least_squares_line([(m["bytes"], m["seconds"]) for m in found["copy"]])
-    optimizer_launch, optimizer_per_byte = least_squares_line([(m["bytes"], m["seconds"]) for m in found["optimizer"]])
+    (_, per_byte), (optimizer_launch, optimizer_per_byte) = (
+        least_squares_line([(m["bytes"], m["seconds"]) for m in found[what]]) for what in ("copy", "optimizer")
+    )
+    matmul = _curve(found["matmul"])
     return Compute(
-        matmul=_curve(found["matmul"]),
-        memory_rate=1 / seconds_per_byte,
+        matmul=matmul,
+        memory_rate=1 / per_byte,
         launch=found["launch"],
         launch_backward=found["launch_backward"],
         ops={name: Pace(**seconds) for name, seconds in found["ops"].items()},
@@ -197,7 +185,7 @@ def _compute(found: dict[str, Any]) -> Compute:
         workspace=found.get("workspace", 0),
         onednn=found["onednn"],
         flops={name: Pace(**seconds) for name, seconds in found["flops"].items()},
-        product_bytes=beside_arithmetic(found["thin"] or [], max(_curve(found["matmul"]).rates)),
+        product_bytes=beside_arithmetic(found["thin"] or [], max(matmul.rates)),
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import platform
-import socket
 import threading
 import time
 from dataclasses import asdict, dataclass, field
@@ -60,7 +59,8 @@ class Meeting:
                 address, port if others else 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5)
             )
         except (RuntimeError, OSError) as error:
-            raise LaunchFailed(f"port {port} of host {own.host} cannot be used: {_first_line(error)}") from error
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise LaunchFailed(f"port {port} of host {own.host} cannot be used: {reason}") from error
         self.ranks: list[str] = []  # host of each rank
         self.heard: dict[int, tuple[str, float]] = {}  # rank -> its last word, and when it was heard
 
@@ -139,9 +139,8 @@ class Meeting:
 
     def _last_words(self) -> str | None:
         """Of the hosts that gave up: a death first, since all other failures follow from it."""
-        words = [_peek(self.store, f"failed/{host}") for host in self.others]
-        told = [word for word in words if word]
-        return next((word for word in told if " died" in word), told[0] if told else None)
+        words = [word for host in self.others if (word := _peek(self.store, f"failed/{host}"))]
+        return next((word for word in words if " died" in word), words[0] if words else None)
 
 
 @dataclass
@@ -245,11 +244,3 @@ def _get(store: Any, key: str, deadline: float) -> str | None:
 def on_host(reason: str, host: str) -> str:
     """Which of the hosts it was, where a launcher tells that one of its ranks died."""
     return reason if " on host " in reason else reason.replace(" died of", f" on host {host} died of", 1)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def own_name() -> str:
-    return socket.gethostname()

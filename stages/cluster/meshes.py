@@ -1,28 +1,34 @@
-"""Candidate meshes and pipeline pieces of a topology, each axis priced by the slowest link it uses.
+"""Candidate meshes and splits into pipeline stages of a topology, each axis priced by the slowest link it uses.
 
 Devices are taken in the order of the tree (`device_order`), so neighbours are near: the inner axes of a row-major array
 run over fast links and the outer ones over slow links. The devices along an axis are linked as their lowest common
 group is. Where a member of that group (a host) has one uplink for all its devices, the k groups of the axis that cross
 it at once get 1/k of it each: with 8 tensor-parallel ranks on a host, each of their 8 data-parallel groups gets an
 eighth. A group with m devices in the host can send through each of them, so it gets at most m times what one has.
+
+Seconds of collectives from what the links of an axis carry, n devices, a tensor of N bytes:
+
+ring    all-reduce       2 (n-1) (latency + N / n / around)
+        gather, scatter    (n-1) (latency + N / n / around)
+        all-to-all         (n-1) (latency + N / n^2 / each)
+tree    all-reduce       2 log2(n) latency + 2 N / around, which is faster for small tensors
+next    send                     latency + N / one
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import prod
+from math import ceil, log2, prod
 
-from pipeline.ir.cluster import Axis, Group, LinkCost, Mesh, Split
-from stages.cluster.formulas import NOTHING, Link, group_links
+from pipeline.ir.cluster import COLLECTIVES, SEND, Axis, Group, LinkCost, Mesh, Split
 
+FASTEST = 1e15  # bytes/s that stand for "costs nothing": a device to itself
+NOTHING = LinkCost(0.0, FASTEST)
 MOST_PIECES = 64
 SAMPLES = 64  # groups of an axis that are looked at, evenly spread, where there are more
-
-
-def axis_name(number: int) -> str:
-    return f"d{number}"
 
 
 def candidate_meshes(group: Group) -> tuple[Mesh, ...]:
@@ -34,17 +40,9 @@ def candidate_meshes(group: Group) -> tuple[Mesh, ...]:
 def candidate_splits(group: Group) -> tuple[Split, ...]:
     """The devices in 2, 3... equal pieces, and in the members of each level of groups where these differ."""
     tree = _Tree(group)
-    found = []
-    for sizes in dict.fromkeys([*_equal_pieces(tree.count), *_levels(group)]):
-        if 1 < len(sizes) <= MOST_PIECES:
-            found.append(_split(tree, sizes))
-    return tuple(found)
-
-
-def _equal_pieces(count: int) -> Iterator[tuple[int, ...]]:
-    for pieces in range(2, min(count, MOST_PIECES) + 1):
-        if count % pieces == 0:
-            yield (count // pieces,) * pieces
+    equal = [(tree.count // n,) * n for n in range(2, min(tree.count, MOST_PIECES) + 1) if tree.count % n == 0]
+    every = dict.fromkeys([*equal, *_levels(group)])
+    return tuple(_split(tree, sizes) for sizes in every if 1 < len(sizes) <= MOST_PIECES)
 
 
 def _levels(group: Group) -> Iterator[tuple[int, ...]]:
@@ -104,26 +102,26 @@ class _Tree:
             found = inner
         return found
 
-    def between(self, first: int, last: int, crowd: int) -> Link:
+    def between(self, first: int, last: int, crowd: int) -> LinkRates:
         """From one place to another, while `crowd` of their neighbours do the same."""
         return self._link(self.common(first, last), crowd, 1, 2)
 
-    def along(self, first: int, stride: int, size: int) -> Link:
+    def along(self, first: int, stride: int, size: int) -> LinkRates:
         """Every `stride`-th place, while the `stride - 1` groups beside it are at work."""
         group = self.common(first, first + stride * (size - 1))
         return self._link(group, stride, self.largest[id(group)] // stride, size)
 
-    def _link(self, group: Group, crowd: int, within: int, size: int) -> Link:
+    def _link(self, group: Group, crowd: int, within: int, size: int) -> LinkRates:
         """`size` devices, up to `within` of them in one member of the group, while `crowd` such groups are at work."""
         if group.uplink is None or not group.members:
-            return Link.alike(group.latency, group.bandwidth)
+            return LinkRates.alike(group.latency, group.bandwidth)
         within = max(1, min(within, size - 1))
         share = group.uplink / min(crowd, self.largest[id(group)])
         around = min(share, within * group.bandwidth)
         if within > 1:  # the ring also runs inside the members
             around = min(around, *(member.bandwidth for member in group.members))
         out = share / within * (size - 1) / (size - within)  # what stays in the member needs no uplink
-        return Link(group.latency, around, min(share, group.bandwidth), min(out, group.bandwidth))
+        return LinkRates(group.latency, around, min(share, group.bandwidth), min(out, group.bandwidth))
 
 
 def _all(group: Group) -> Iterator[Group]:
@@ -143,8 +141,8 @@ def _shape(group: Group) -> tuple[object, ...]:
     return len(group.ranks), group.bandwidth, group.latency, group.uplink, members
 
 
-def _slowest(links: list[Link]) -> Link:
-    return Link(
+def _slowest(links: list[LinkRates]) -> LinkRates:
+    return LinkRates(
         latency=max(link.latency for link in links),
         around=min(link.around for link in links),
         one=min(link.one for link in links),
@@ -159,7 +157,7 @@ def _meshes(tree: _Tree, start: int, count: int) -> tuple[Mesh, ...]:
         strides = [prod(shape[number + 1 :]) for number in range(len(shape))]
         astray = sum(stride not in groups for stride in strides)
         axes = tuple(
-            Axis(axis_name(number), size, _axis_links(tree, start, count, stride, size))
+            Axis(f"d{number}", size, _axis_links(tree, start, count, stride, size))
             for number, (size, stride) in enumerate(zip(shape, strides, strict=True))
         )
         found.append((len(shape), astray, sum(_price(axis) for axis in axes), shape, Mesh(axes)))
@@ -191,3 +189,44 @@ def _price(axis: Axis) -> float:
     """Seconds to sum a megabyte: what axes are compared by."""
     link = axis.links["all_reduce"]
     return 0.0 if link == NOTHING else link.seconds(1e6)
+
+
+# ---- collectives by formula
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """What a group of devices has, in bytes/s, while the groups beside it do the same."""
+
+    latency: float
+    around: float  # past each device, from one to the next around a ring
+    one: float  # from one device to the next, nothing else in the group
+    each: float  # out of each device, to all others at once
+
+    @classmethod
+    def alike(cls, latency: float, bandwidth: float) -> LinkRates:
+        return cls(latency, bandwidth, bandwidth, bandwidth)
+
+
+def group_links(size: int, link: LinkRates) -> dict[str, LinkCost]:
+    """A ring sends 2 (n-1)/n of the tensor over each link for an all-reduce, (n-1)/n of it for the others."""
+    if size == 1:
+        return dict.fromkeys((*COLLECTIVES, SEND), NOTHING)
+    share, steps = (size - 1) / size, size - 1
+    once = LinkCost(steps * link.latency, link.around / share)
+    return {
+        "all_reduce": _ring_or_tree(LinkCost(2 * once.latency, once.bandwidth / 2), size, link),
+        "all_gather": once,
+        "reduce_scatter": once,
+        "all_to_all": LinkCost(once.latency, link.each * size / share),
+        SEND: LinkCost(link.latency, link.one),
+    }
+
+
+def _ring_or_tree(ring: LinkCost, size: int, link: LinkRates) -> LinkCost:
+    """The faster of ring and tree: two lines that cross."""
+    tree = LinkCost(2 * ceil(log2(size)) * link.latency, link.around / 2)
+    if tree.latency >= ring.latency:
+        return ring
+    crossing = (ring.latency - tree.latency) / (1 / tree.bandwidth - 1 / ring.bandwidth)
+    return LinkCost(ring.latency, ring.bandwidth, ((0.0, tree.latency), (crossing, ring.seconds(crossing))))

@@ -58,25 +58,21 @@ def _box(
     axes.add_patch(Rectangle(*box, facecolor=COLORS.get(group.kind, "#ffffff"), edgecolor="#6b7280", linewidth=0.6))
     drawn = width / (scale * total)  # share of the picture
     if len(group.ranks) > 1 and drawn > LEAST_LABELLED:
-        words = (names.get(group.ranks, group.kind), _rate(group.bandwidth), f"{group.latency * 1e6:.3g} us")
+        fast = group.bandwidth >= 1e8
+        rate = f"{group.bandwidth / 1e9:.3g} GB/s" if fast else f"{group.bandwidth / 1e6:.3g} MB/s"
+        words = (names.get(group.ranks, group.kind), rate, f"{group.latency * 1e6:.3g} us")
         label = ("  " if drawn > WIDE else "\n").join(words)
         size = 8 if drawn > WIDE else 6
         axes.text(left + width / 2, bottom + top - 0.15, label, ha="center", va="top", fontsize=size)
     elif len(group.ranks) == 1 and scale == 1.0:
         axes.text(left + width / 2, bottom + 0.3, str(group.ranks[0]), ha="center", fontsize=7, color="white")
+    members = group.members
+    if not members and len(group.ranks) > 1 and scale == 1.0:
+        members = tuple(Group("device", (rank,), 1.0, 0.0) for rank in group.ranks)
     at = left
-    for member in group.members or _devices(group, scale):
+    for member in members:
         at = _box(axes, member, at, level + 1, scale, total, names)
     return left + width
-
-
-def _devices(group: Group, scale: float) -> tuple[Group, ...]:
-    alone = len(group.ranks) == 1 or scale < 1.0
-    return () if alone else tuple(Group("device", (rank,), 1.0, 0.0) for rank in group.ranks)
-
-
-def _rate(bandwidth: float) -> str:
-    return f"{bandwidth / 1e9:.3g} GB/s" if bandwidth >= 1e8 else f"{bandwidth / 1e6:.3g} MB/s"
 
 
 def _curves(axes: Any, cluster: Cluster) -> None:

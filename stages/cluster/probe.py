@@ -26,8 +26,7 @@ from stages.cluster.compute_probe import measure_compute
 from stages.cluster.link_probe import axis_groups, measure_axis, measure_crossing, measure_overlap, measure_pairs
 from stages.cluster.meeting import Voice
 from stages.cluster.meshes import candidate_meshes
-from stages.cluster.rounds import crossing_pairs, pair_rounds
-from stages.cluster.sizes import farthest
+from stages.cluster.rounds import crossing_pairs, farthest, pair_rounds
 from stages.cluster.timing import Clock
 from stages.cluster.topology import device_order, find_groups, pair_matrices
 
@@ -65,19 +64,15 @@ def main(work: Path) -> None:
 
 def measure(job: dict[str, Any], voice: Voice) -> dict[str, Any]:
     clock = Clock(job["device"], job["repeats"])
-    ranks = _gather({"host": job["host"], **_own_device(job["device"])})
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, {"host": job["host"], **_own_device(job["device"])})
     voice.say("measuring computation")
     found: dict[str, Any] = {"ranks": ranks, "compute": measure_compute(clock)}
     links: dict[str, Any] = {"pairs": [], "crossing": None, "rounds": 0, "axes": []}
     if len(ranks) > 1:
         links = _measure_links(job, voice, clock, [rank["host"] for rank in ranks])
-    return {
-        **found,
-        **links,
-        "spread": statistics.median(clock.spreads),
-        "outliers": clock.outliers,
-        "seconds": clock.elapsed(),
-    }
+    found |= links | {"spread": statistics.median(clock.spreads), "outliers": clock.outliers}
+    return {**found, "seconds": clock.elapsed()}
 
 
 def _measure_links(job: dict[str, Any], voice: Voice, clock: Clock, hosts: list[str]) -> dict[str, Any]:
@@ -89,7 +84,9 @@ def _measure_links(job: dict[str, Any], voice: Voice, clock: Clock, hosts: list[
     across = crossing_pairs(hosts)
     least = min(pair["bandwidth"] for pair in pairs)
     crossing = measure_crossing(clock, across, least, largest) if len(across) > 1 else None
-    order, axes = _from_first(_axes_of(pairs, hosts) if dist.get_rank() == 0 else None)
+    chosen: list[Any] = [_axes_of(pairs, hosts) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(chosen, 0)
+    order, axes = chosen[0]
     found, share = [], (1 - PAIRS) * budget / len(axes)
     for (stride, size), links in axes.items():
         voice.say(f"measuring groups of {size}")
@@ -125,19 +122,6 @@ def _own_device(device: str) -> dict[str, Any]:
 
     beside = int(os.environ["LOCAL_WORLD_SIZE"])
     return {"device": platform.processor() or "cpu", "memory_bytes": psutil.virtual_memory().available // beside}
-
-
-def _gather(own: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
-
-
-def _from_first(value: Any) -> Any:
-    """What rank 0 has, on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, 0)
-    return box[0]
 
 
 if __name__ == "__main__":

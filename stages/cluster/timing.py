@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from stages.cluster.fit import Reduced, reduce_times
+from stages.cluster.fit import reduce_times
 
 MOST = 8  # times as many repeats as asked for
 
@@ -61,7 +61,7 @@ class Clock:
         return [self.reduce(slowest(own)) for own in times]
 
     def reduce(self, times: list[float]) -> float:
-        found: Reduced = reduce_times(times)
+        found = reduce_times(times)
         self.spreads.append(found.spread)
         self.outliers += found.outliers
         return found.seconds

@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from pipeline.ir.cluster import Group
-from stages.cluster.formulas import FASTEST
+from stages.cluster.meshes import FASTEST
 
 Matrix = Sequence[Sequence[float | None]]  # by rank and rank; None was not measured
 
@@ -33,7 +34,7 @@ class _Node:
 
     @property
     def level(self) -> float:
-        return _median(self.inside)
+        return median(self.inside)
 
 
 def find_groups(
@@ -66,11 +67,13 @@ def symmetric(matrix: Matrix) -> list[list[float | None]]:
     count = len(matrix)
     if any(len(row) != count for row in matrix):
         raise ValueError("a matrix of pairs needs as many columns as rows")
-    return [[_both(matrix[i][j], matrix[j][i]) for j in range(count)] for i in range(count)]
 
+    def both(one: float | None, other: float | None) -> float | None:
+        if one is None or other is None:
+            return one if other is None else other
+        return math.sqrt(one * other)
 
-def _both(one: float | None, other: float | None) -> float | None:
-    return math.sqrt(one * other) if one is not None and other is not None else one if other is None else other
+    return [[both(matrix[i][j], matrix[j][i]) for j in range(count)] for i in range(count)]
 
 
 def fill_gaps(matrix: Matrix) -> list[list[float]]:
@@ -97,12 +100,6 @@ def fill_gaps(matrix: Matrix) -> list[list[float]]:
     return [[found[i][j] if matrix[i][j] is not None else widest[i][j] for j in range(count)] for i in range(count)]
 
 
-def _median(values: list[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
 def _join_fastest(logs: list[list[float]]) -> _Node:
     """A binary tree: the two groups with the fastest links between them become one, until one is left."""
     nodes = {rank: _Node([rank]) for rank in range(len(logs))}
@@ -118,7 +115,7 @@ def _join_fastest(logs: list[list[float]]) -> _Node:
                 kept, gone = (min(i, k), max(i, k)), (min(j, k), max(j, k))
                 between[kept] += between.pop(gone)
                 del medians[gone]
-                medians[kept] = _median(between[kept])
+                medians[kept] = median(between[kept])
     return next(iter(nodes.values()))
 
 
@@ -129,7 +126,10 @@ def _dissolve(root: _Node, least: float, noise: float = 0.0) -> None:
     """
     while True:
         edges = list(_edges(root))
-        beyond = [_beyond(node, child, least, noise) for node, child in edges]
+        beyond = []  # by how much a child is faster than it must be to be a group of its own
+        for node, child in edges:
+            needed = SIGMAS * noise * math.sqrt(1 / len(node.inside) + 1 / len(child.inside))
+            beyond.append(child.level - node.level - max(least, needed))
         if not beyond or min(beyond) >= 0:
             return
         node, child = edges[beyond.index(min(beyond))]
@@ -138,17 +138,11 @@ def _dissolve(root: _Node, least: float, noise: float = 0.0) -> None:
         node.inside += child.inside
 
 
-def _beyond(node: _Node, child: _Node, least: float, noise: float) -> float:
-    """By how much the child is faster than it must be to be a group of its own; negative where it is not."""
-    needed = SIGMAS * noise * math.sqrt(1 / len(node.inside) + 1 / len(child.inside))
-    return child.level - node.level - max(least, needed)
-
-
 def _noise(root: _Node) -> float:
     """The standard deviation of like pairs on a logarithmic scale, from the median so that outliers do not count."""
     nodes = [root, *(child for _, child in _edges(root))]
     off = [abs(value - node.level) for node in nodes if len(node.inside) >= ENOUGH for value in node.inside]
-    return 1.4826 * _median(off) if off else 0.0
+    return 1.4826 * median(off) if off else 0.0
 
 
 def _edges(node: _Node) -> Iterator[tuple[_Node, _Node]]:
@@ -170,7 +164,7 @@ def _group(node: _Node, delays: list[list[float | None]], hosts: list[str], top:
         kind=_kind(ranks, hosts, top),
         ranks=ranks,
         bandwidth=math.exp(node.level),
-        latency=_median(seen) if seen else 0.0,
+        latency=median(seen) if seen else 0.0,
         members=() if flat else tuple(members),
     )
 

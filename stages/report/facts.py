@@ -1,22 +1,30 @@
-"""Everything the page shows, as plain values: gathered from the artifacts that are there."""
+"""Everything the page shows, as plain values: gathered from the artifacts that are there.
+
+The rows of the predicted step, by op class and collective, sum to what the plan predicts for each part. Ops and
+conversions are priced one by one, as the solver did; the plan may price a whole link by its kernels, or as it was
+measured, and a pipeline by its slices. Then the rows say how a part divides, and `scale` what they were multiplied by.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 
 from pipeline.cost.whole_ops import WholeOp, whole_ops_of
 from pipeline.ir.plan import Event, Plan, Prediction, Region, Total
 from pipeline.ir.profile import as_run
+from pipeline.ir.program import Call, Step
 from pipeline.ir.report import Report
-from stages.report.memory import Memory, memory_of
-from stages.report.model import Model, model_of
-from stages.report.priced import priced_partitions
-from stages.report.seconds import StepSeconds, seconds_of
-from stages.report.sources import Sources
+from pipeline.sharding.partitions import busiest
+from stages.report.memory import MemoryFacts, memory_of
+from stages.report.model import ModelFacts, model_of
+from stages.report.priced import PricedPartition, Sources, class_of, priced_partitions
 
 MOST_STEPS = 2000  # of training that are drawn: a long run must not make a large page
 MOST_RANKS = 8  # whose peaks are listed one by one
+SUMS = "gradient sums, in buckets"
+BEFORE = "conversions before the chain"
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,21 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Facts:
+class SecondsRow:
+    part: str  # compute, communication, recompute, optimizer, waiting
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SecondsFacts:
+    rows: tuple[SecondsRow, ...]
+    total: float
+    scale: dict[str, float]  # of the parts whose rows did not sum to the prediction by themselves
+
+
+@dataclass(frozen=True)
+class PageFacts:
     title: str
     digest: str
     device: str
@@ -52,10 +74,10 @@ class Facts:
     links: int
     partitions: tuple[PartitionFacts, ...]
     prediction: Prediction
-    model: Model | None  # None where there is no graph
-    seconds: StepSeconds
+    model: ModelFacts | None  # None where there is no graph
+    seconds: SecondsFacts
     whole_ops: tuple[WholeOp, ...]  # for lack of a rule
-    memory: Memory
+    memory: MemoryFacts
     events: tuple[Event, ...]
     totals: tuple[Total, ...]
     marks: tuple[Mark, ...]
@@ -64,12 +86,12 @@ class Facts:
     notes: tuple[str, ...]
 
 
-def facts_of(sources: Sources) -> Facts:
+def facts_of(sources: Sources) -> PageFacts:
     plan = sources.plan
     parts = priced_partitions(sources)
     copies = sources.frontier.optimizer_copies if sources.frontier else None
     every = -(-sources.report.steps // MOST_STEPS) if sources.report else 1
-    return Facts(
+    return PageFacts(
         title=sources.title,
         digest=sources.digest,
         device=plan.device,
@@ -79,7 +101,7 @@ def facts_of(sources: Sources) -> Facts:
         chunks=plan.chunks,
         links=plan.partitions[-1].last + 1,
         partitions=tuple(
-            PartitionFacts(part.first, part.last, part.axes, part.in_flight, part.seconds, part.regions)
+            PartitionFacts(**{own.name: getattr(part, own.name) for own in fields(PartitionFacts)})
             for part in plan.partitions
         ),
         prediction=plan.prediction,
@@ -127,3 +149,70 @@ def _words(plan: Plan) -> str:
     regions = sum(region.recompute for part in plan.partitions for region in part.regions)
     pipeline = f"{plan.schedule}, {len(plan.partitions)} partitions" if plan.pipelined else "no pipeline"
     return f"{pipeline}, {plan.micro_batches} micro-batches, {regions} recompute regions"
+
+
+# ---- seconds
+
+
+def seconds_of(plan: Plan, parts: tuple[PricedPartition, ...]) -> SecondsFacts:
+    predicted = plan.prediction
+    own = [parts[number] for number in busiest(plan)] if parts else []
+    compute: Counter[str] = Counter()
+    communication: Counter[str] = Counter()
+    for part in own:
+        _add(part, compute, communication)
+    rows, scale = [], {}
+    for name, found, known in (
+        ("compute", compute, predicted.compute_seconds),
+        ("communication", communication, predicted.communication_seconds),
+    ):
+        divided, factor = _divided(found, known)
+        rows += [SecondsRow(name, what, seconds) for what, seconds in divided]
+        if abs(factor - 1) > 1e-6:
+            scale[name] = factor
+    rest = (
+        ("recompute", "computed again", predicted.recompute_seconds),
+        ("optimizer", "optimizer", predicted.optimizer_seconds),
+        ("waiting", "pipeline bubble", predicted.bubble_seconds),
+        ("waiting", "the GPU for its host", predicted.host_seconds),
+    )
+    rows += [SecondsRow(part, name, seconds) for part, name, seconds in rest if seconds > 1e-12]
+    return SecondsFacts(tuple(rows), predicted.step_seconds, scale)
+
+
+def _divided(found: Mapping[str, float], known: float) -> tuple[list[tuple[str, float]], float]:
+    """Rows that sum to what is known, largest first, and the factor; one row where nothing says how it divides."""
+    total = sum(found.values())
+    if not total:
+        return ([("all", known)] if known else []), 1.0
+    factor = known / total
+    rows = [(name, seconds * factor) for name, seconds in found.items() if seconds]
+    return sorted(rows, key=lambda row: -row[1]), factor
+
+
+def _add(part: PricedPartition, compute: Counter[str], communication: Counter[str]) -> None:
+    program, times = part.program, part.program.micro_batches
+    if part.price is None:
+        return
+    for steps in program.links:
+        _add_steps(part, steps, times, compute, communication)
+    before: Counter[str] = Counter()  # the plan counts what runs before the chain as compute
+    _add_steps(part, program.prologue, times, compute, before)
+    _add_steps(part, program.shared, 1, compute, before)
+    compute[BEFORE] += sum(before.values())
+    communication[SUMS] += part.price.gradient_sum  # type: ignore[assignment]
+
+
+def _add_steps(
+    part: PricedPartition, steps: Iterable[Step], times: int, compute: Counter[str], communication: Counter[str]
+) -> None:
+    steps = tuple(steps)
+    kept = part.kept(steps)
+    for step in steps:
+        if isinstance(step, Call):
+            seconds = part.seconds(step, kept)
+            assert seconds is not None and part.priced is not None
+            kind = class_of(part.graph.op(step.op).target, part.priced.profile.ops[step.op].free)
+            compute[kind] += times * seconds.total  # type: ignore[assignment]
+        for name, each in part.collectives(step, kept):
+            communication[name] += times * each  # type: ignore[assignment]

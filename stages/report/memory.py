@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeline.cost.resident import Kept, resident_parts, total_of
@@ -33,27 +33,23 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryFacts:
     budget_bytes: int
     peak_bytes: int
     peak_event: int | None  # of the plan's timeline; None where it is in the optimizer, or not known
     devices: tuple[DeviceMemory, ...]
 
 
-def memory_of(plan: Plan, parts: tuple[PricedPartition, ...], optimizer_copies: float | None) -> Memory:
-    pieces = len(plan.partitions) // plan.chunks
-    event = peak_event(plan)
+def memory_of(plan: Plan, parts: tuple[PricedPartition, ...], optimizer_copies: float | None) -> MemoryFacts:
+    groups = len(plan.partitions) // plan.chunks  # of devices that share their partitions
+    sizes = [event.held_bytes or 0 for event in plan.timeline.events]
+    most = max(sizes, default=0)
+    event = sizes.index(most) if most and most >= plan.prediction.peak_bytes else None
     devices = tuple(
-        _device(plan, parts, tuple(range(device, len(plan.partitions), pieces)), optimizer_copies, event)
-        for device in range(pieces)
+        _device(plan, parts, tuple(range(group, len(plan.partitions), groups)), optimizer_copies, event)
+        for group in range(groups)
     )
-    return Memory(plan.budget_bytes, plan.prediction.peak_bytes, event, devices)
-
-
-def peak_event(plan: Plan) -> int | None:
-    held = [event.held_bytes or 0 for event in plan.timeline.events]
-    most = max(held, default=0)
-    return held.index(most) if most and most >= plan.prediction.peak_bytes else None
+    return MemoryFacts(plan.budget_bytes, plan.prediction.peak_bytes, event, devices)
 
 
 def _device(
@@ -68,10 +64,10 @@ def _device(
         alive += _activations(plan, priced[0], event, peak - sum(one.nbytes for one in alive))
     left = peak - sum(one.nbytes for one in alive)
     flight = max(part.in_flight for part in own)
+    name, kind = REST if event is not None else "everything else", "rest"
     if plan.pipelined:
-        alive.append(Alive(f"activations, at most {flight} micro-batches in flight", "activations", left))
-    else:
-        alive.append(Alive(REST if event is not None else "everything else", "rest", left))
+        name, kind = f"activations, at most {flight} micro-batches in flight", "activations"
+    alive.append(Alive(name, kind, left))
     return DeviceMemory(numbers, peak, resident, flight, tuple(alive))
 
 
@@ -80,8 +76,8 @@ def _resident(parts: Iterable[PricedPartition], copies: float) -> list[Alive]:
     for part in parts:
         found = resident_parts(part.sharded, copies)
         sums.update({kept: total_of(found, kept) for kept in Kept})
-    names = {Kept.values: "parameters"}
-    return [Alive(names.get(kept, kept.value), names.get(kept, kept.value), sums[kept]) for kept in Kept if sums[kept]]
+    names = {kept: "parameters" if kept is Kept.values else kept.value for kept in Kept}
+    return [Alive(name, name, sums[kept]) for kept, name in names.items() if sums[kept]]
 
 
 def _activations(plan: Plan, part: PricedPartition, event: int, room: int) -> list[Alive]:
@@ -96,19 +92,14 @@ def _activations(plan: Plan, part: PricedPartition, event: int, room: int) -> li
         like.setdefault(key, []).append(link)
     total = sum(sums.values())
     share = min(1.0, max(0, room) / total) if total else 0.0
-    return [
-        Alive(_named(part, like[key], key[1]), "activations", int(nbytes * share))
-        for key, nbytes in sums.most_common()
-        if int(nbytes * share)
-    ]
-
-
-def _named(part: PricedPartition, links: list[int], whole: bool) -> str:
-    """`link 3 (layers.0) and 95 like it`"""
-    place = place_of(part.graph, part.graph.chain[links[0]].ops)
-    others = f" and {len(links) - 1} like it" if len(links) > 1 else ""
-    what = "" if whole else ": what enters a region"
-    return f"link {links[0]}{f' ({place})' if place else ''}{others}{what}"
+    found = []
+    for (block, whole), nbytes in sums.most_common():
+        first, *others = like[block, whole]
+        place = place_of(part.graph, chain[first].ops)
+        name = f"link {first}{f' ({place})' if place else ''}"  # `link 3 (layers.0) and 95 like it`
+        name += (f" and {len(others)} like it" if others else "") + ("" if whole else ": what enters a region")
+        found.append(Alive(name, "activations", int(nbytes * share)))
+    return [one for one in found if one.nbytes]
 
 
 def kept_at(events: tuple[Event, ...], regions: tuple[Region, ...], until: int) -> dict[int, bool]:
@@ -116,8 +107,7 @@ def kept_at(events: tuple[Event, ...], regions: tuple[Region, ...], until: int) 
 
     A link inside n regions runs forward n times without keeping anything, and keeps all the next time.
     """
-    depth = dict(_depths(regions, 0))
-    starts = {region.first for region in _dropped(regions)}
+    depth, starts = _depths(regions)
     ran: Counter[int] = Counter()
     kept: dict[int, bool] = {}
     micro = events[until].micro_batch if events else None
@@ -136,16 +126,15 @@ def kept_at(events: tuple[Event, ...], regions: tuple[Region, ...], until: int) 
     return kept
 
 
-def _depths(regions: tuple[Region, ...], depth: int) -> Iterator[tuple[int, int]]:
+def _depths(regions: tuple[Region, ...], depth: int = 0) -> tuple[dict[int, int], set[int]]:
+    """In how many regions that drop what they compute each link lies, and the first links of these regions."""
+    depths: dict[int, int] = {}
+    starts: set[int] = set()
     for region in regions:
         if region.recompute and not region.kept:
-            yield from _depths(region.inner, depth + 1)
+            inner, firsts = _depths(region.inner, depth + 1)
+            depths |= inner
+            starts |= {region.first, *firsts}
         else:
-            yield from ((link, depth) for link in range(region.first, region.last + 1))
-
-
-def _dropped(regions: tuple[Region, ...]) -> Iterator[Region]:
-    for region in regions:
-        if region.recompute and not region.kept:
-            yield region
-            yield from _dropped(region.inner)
+            depths |= dict.fromkeys(range(region.first, region.last + 1), depth)
+    return depths, starts

@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 
 from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout
 from pipeline.ir.program import Call, Convert, Step, Tensor
 from pipeline.sharding.conversions import conversion_of, made_again, step_axis
 from stages.report.priced import PricedPartition, class_of
@@ -24,7 +23,7 @@ class TensorFacts:
     name: str
     layout: str
     shape: tuple[int, ...]
-    local: tuple[int, ...]  # of a rank's piece
+    local: tuple[int, ...]  # of a rank's shard
     dtype: str
 
 
@@ -64,7 +63,7 @@ class Body:
 
 
 @dataclass(frozen=True)
-class LinkFacts:
+class LinkPlace:
     number: int | None  # None: what runs before the chain
     at: str  # what `{}` is in its body
     body: int
@@ -80,23 +79,23 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelFacts:
     bodies: tuple[Body, ...]
-    links: tuple[LinkFacts, ...]
+    links: tuple[LinkPlace, ...]
     folds: tuple[Fold, ...]
 
 
-def model_of(parts: tuple[PricedPartition, ...]) -> Model:
+def model_of(parts: tuple[PricedPartition, ...]) -> ModelFacts:
     bodies: dict[Body, int] = {}
-    links: list[LinkFacts] = []
+    links: list[LinkPlace] = []
     for part in parts:
         before = (*part.program.prologue, *part.program.shared)
         listed: list[tuple[int | None, tuple[Step, ...]]] = [(None, before)] if before else []
         listed += [(part.partition.first + n, steps) for n, steps in enumerate(part.program.links)]
         for number, steps in listed:
             at, body = _body(part, number, steps)
-            links.append(LinkFacts(number, at, bodies.setdefault(body, len(bodies))))
-    return Model(tuple(bodies), tuple(links), folds_of(tuple(link.body for link in links)))
+            links.append(LinkPlace(number, at, bodies.setdefault(body, len(bodies))))
+    return ModelFacts(tuple(bodies), tuple(links), folds_of(tuple(link.body for link in links)))
 
 
 def folds_of(bodies: tuple[int, ...]) -> tuple[Fold, ...]:
@@ -130,20 +129,14 @@ def place_of(graph: OpGraph, ops: tuple[str, ...]) -> str:
 def _body(part: PricedPartition, number: int | None, steps: tuple[Step, ...]) -> tuple[str, Body]:
     calls = [step for step in steps if isinstance(step, Call)]
     at = place_of(part.graph, tuple(call.op for call in calls)) if number is not None else ""
-    writer = _Writer(part, at, steps)
+    writer = _Writer(part, at, steps, calls)
     lines = tuple(map(writer.line, steps))
     modules = [line.module for line in lines if line.kind != "conversion"]
     title = "before the chain" if number is None else _title(modules)
-    priced = [line for line in lines if line.forward is not None and line.backward is not None]
-    known = len(priced) == len(lines)
-    return at, Body(
-        part.number,
-        title,
-        lines,
-        tuple(writer.parameters()),
-        sum(line.forward or 0.0 for line in priced) if known else None,
-        sum(line.backward or 0.0 for line in priced) if known else None,
-    )
+    known = all(line.forward is not None and line.backward is not None for line in lines)
+    forward = sum(line.forward or 0.0 for line in lines) if known else None
+    backward = sum(line.backward or 0.0 for line in lines) if known else None
+    return at, Body(part.number, title, lines, tuple(writer.parameters()), forward, backward)
 
 
 def _title(modules: list[str]) -> str:
@@ -157,10 +150,9 @@ def _title(modules: list[str]) -> str:
 class _Writer:
     """Names the values of one link as every equal link names them."""
 
-    def __init__(self, part: PricedPartition, at: str, steps: tuple[Step, ...]) -> None:
-        self.part, self.at, self.steps = part, at, steps
+    def __init__(self, part: PricedPartition, at: str, steps: tuple[Step, ...], calls: list[Call]) -> None:
+        self.part, self.at, self.calls = part, at, calls
         self.kept = part.kept(steps)
-        calls = [step for step in steps if isinstance(step, Call)]
         self.writers = {
             tensor.value: f"{self._short(call.op)} {n}" for n, call in enumerate(calls) for tensor in call.outputs
         }
@@ -168,9 +160,9 @@ class _Writer:
 
     def line(self, step: Step) -> OpFacts:
         seconds = self.part.seconds(step, self.kept)
-        times = (seconds.forward, seconds.backward) if seconds else (None, None)
+        forward, backward = (seconds.forward, seconds.backward) if seconds else (None, None)
         if isinstance(step, Convert):
-            return self._conversion(step, *times)
+            return self._conversion(step, forward, backward)
         op = self.part.graph.op(step.op)
         free = bool(self.part.priced and self.part.priced.profile.ops[step.op].free)
         return OpFacts(
@@ -179,8 +171,8 @@ class _Writer:
             kind=class_of(op.target, free),
             reads=tuple(map(self._tensor, step.inputs)),
             writes=tuple(map(self._tensor, step.outputs)),
-            forward=times[0],
-            backward=times[1],
+            forward=forward,
+            backward=backward,
             source=op.source,
         )
 
@@ -203,31 +195,26 @@ class _Writer:
 
     def parameters(self) -> list[ParameterFacts]:
         sharding, values = self.part.partition.sharding, self.part.graph.values
-        read = dict.fromkeys(tensor.value for step in self.steps if isinstance(step, Call) for tensor in step.inputs)
-        found = []
-        for value in (values[name] for name in read):
-            if value.role is Role.PARAMETER:
-                state = sharding.state.get(value.origin)
-                again = value.origin in sharding.regathered
-                stored = str(sharding.storage[value.origin])
-                name = self._inside(value.origin)
-                found.append(ParameterFacts(name, stored, str(state or ""), again, value.type.shape))
-        return found
+        read = dict.fromkeys(tensor.value for call in self.calls for tensor in call.inputs)
+        return [
+            ParameterFacts(
+                name=self._inside(value.origin),
+                stored=str(sharding.storage[value.origin]),
+                state=str(sharding.state.get(value.origin) or ""),
+                regathered=value.origin in sharding.regathered,
+                shape=value.type.shape,
+            )
+            for value in map(values.__getitem__, read)
+            if value.role is Role.PARAMETER
+        ]
 
     def _tensor(self, tensor: Tensor) -> TensorFacts:
-        kind = self.part.graph.values[tensor.value].type
-        return TensorFacts(
-            self._name(tensor.value), str(tensor.layout), kind.shape, self._local(kind.shape, tensor.layout), kind.dtype
-        )
-
-    def _local(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-        return layout.local_shape(shape, self.part.sizes)
-
-    def _name(self, name: str) -> str:
-        value = self.part.graph.values[name]
-        if value.role is Role.PARAMETER or value.role is Role.BUFFER:
-            return self._inside(value.origin)
-        return self.writers.get(name) or ("what enters" if name == self.input else name)
+        value, layout = self.part.graph.values[tensor.value], tensor.layout
+        name = self.writers.get(tensor.value) or ("what enters" if tensor.value == self.input else tensor.value)
+        if value.role in (Role.PARAMETER, Role.BUFFER):
+            name = self._inside(value.origin)
+        local = layout.local_shape(value.type.shape, self.part.sizes)
+        return TensorFacts(name, str(layout), value.type.shape, local, value.type.dtype)
 
     def _short(self, op: str) -> str:
         target = self.part.graph.op(op).target

@@ -8,13 +8,13 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.report.facts import Facts
+from stages.report.facts import PageFacts
 
 HERE = Path(__file__).parent
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-def page_of(facts: Facts) -> str:
+def page_of(facts: PageFacts) -> str:
     """The same text for the same facts. Names are the user's: they are data to the script, never markup."""
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -51,7 +51,7 @@ def _file(name: str) -> str:
     return (HERE / name).read_text(encoding="utf-8")
 
 
-def _embedded(facts: Facts) -> str:
+def _embedded(facts: PageFacts) -> str:
     """JSON that cannot end its script element, whatever a module is named."""
     text = json.dumps(_plain(facts), separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,22 +1,29 @@
-"""Each partition's program with its price: what an op or a conversion takes, as the plan was priced."""
+"""What the page is made from: the artifacts under runs/ that belong to the plan, and each partition with its price."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from pipeline.base import artifacts
+from pipeline.base.artifacts import KINDS, Artifact
+from pipeline.base.errors import ArtifactError
+from pipeline.base.soundness import check_sound
+from pipeline.config import Config
 from pipeline.cost.step import Priced, StepPrice
-from pipeline.ir.cluster import Cluster, Mesh
+from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Partition
+from pipeline.ir.plan import Frontier, Partition, Plan
 from pipeline.ir.profile import Profile, as_run
 from pipeline.ir.program import Call, Convert, Program, Step
+from pipeline.ir.report import Report
 from pipeline.rates.compute import Seconds
 from pipeline.sharding.conversions import conversion_of
 from pipeline.sharding.partitions import sharded_parts
 from pipeline.sharding.sharded import Sharded
 from pipeline.sharding.slices import sliced
-from stages.report.sources import Sources
+from pipeline.user.own_ops import know_own_ops
 
 VIEWS = "views"
 CLASSES = (
@@ -27,6 +34,7 @@ CLASSES = (
     ("lookups", ("embedding", "gather", "index", "scatter", "topk", "one_hot")),
 )
 ELEMENTWISE = "elementwise and other"
+ABOVE = ("graph", "profile", "cluster", "frontier")
 
 
 def class_of(target: str, free: bool = False) -> str:
@@ -35,6 +43,48 @@ def class_of(target: str, free: bool = False) -> str:
         return VIEWS
     name = target.split(".")[1] if target.count(".") > 1 else target
     return next((kind for kind, words in CLASSES if any(word in name for word in words)), ELEMENTWISE)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The plan, and of the other artifacts those that are there; `notes` say why one is not."""
+
+    title: str
+    plan: Plan
+    graph: OpGraph | None = None
+    profile: Profile | None = None
+    cluster: Cluster | None = None
+    frontier: Frontier | None = None
+    report: Report | None = None
+    digest: str = ""  # of the plan
+    notes: tuple[str, ...] = ()
+
+
+def read_sources(root: Path, config: Config, kinds: tuple[str, ...] = (*ABOVE, "report")) -> Sources:
+    """An artifact of another run is left out; without a plan there is nothing to show, which is an error."""
+    plan = artifacts.load("plan", root)
+    found: dict[str, Artifact] = {}
+    notes = []
+    for kind in kinds:
+        try:
+            own = artifacts.load(kind, root)
+        except ArtifactError as error:
+            if KINDS[kind].path(root).exists():
+                notes.append(error.line())
+            continue
+        of_plan = own.inputs.get("plan") == plan.digest if kind == "report" else plan.inputs.get(kind) == own.digest
+        if of_plan:
+            found[kind] = own
+        else:
+            notes.append(f"{KINDS[kind].file} is of another run and left out")
+    know_own_ops(config, found["graph"].body if "graph" in found else None)
+    check_sound(found | {"plan": plan})
+    title = f"{config.choices['model']} on {config.choices['cluster']}"
+    bodies = {kind: own.body for kind, own in found.items()}
+    return Sources(title, plan.body, **bodies, digest=plan.digest, notes=tuple(notes))
+
+
+# ---- what an op or a conversion takes, as the plan was priced
 
 
 @dataclass(frozen=True)
@@ -92,11 +142,7 @@ class PricedPartition:
         )
         for move, seconds in parts:
             if seconds:
-                yield _named(move), seconds
-
-
-def _named(move: str) -> str:
-    return move.replace("_", "-") if "_" in move else f"local {move or 'move'}"
+                yield move.replace("_", "-") if "_" in move else f"local {move or 'move'}", seconds
 
 
 def priced_partitions(sources: Sources) -> tuple[PricedPartition, ...]:
@@ -124,17 +170,9 @@ def _cluster(sources: Sources, partition: Partition) -> Cluster | None:
     """The devices of a partition with the curves of its axes."""
     if sources.cluster is None:
         return None
-    known = [*_meshes(sources.cluster), *(sources.frontier.meshes if sources.frontier else ())]
-    mesh = next((mesh for mesh in reversed(known) if _axes(mesh) == partition.axes), None)
-    return sources.cluster.part(mesh) if mesh else None
-
-
-def _meshes(cluster: Cluster) -> Iterator[Mesh]:
-    for split in cluster.splits:
-        for own in split.meshes.values():
-            yield from own
-    yield from cluster.mesh_candidates()
-
-
-def _axes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
-    return tuple((axis.name, axis.size) for axis in mesh.axes)
+    known = [mesh for split in sources.cluster.splits for meshes in split.meshes.values() for mesh in meshes]
+    known += [*sources.cluster.mesh_candidates(), *(sources.frontier.meshes if sources.frontier else ())]
+    for mesh in reversed(known):
+        if tuple((axis.name, axis.size) for axis in mesh.axes) == partition.axes:
+            return sources.cluster.part(mesh)
+    return None

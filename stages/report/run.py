@@ -17,7 +17,7 @@ from pipeline.ir.report import Report
 from pipeline.ops.discovery.remembered import remember_in
 from stages.report.facts import facts_of
 from stages.report.page import page_of, page_without_facts
-from stages.report.sources import ABOVE, read_sources
+from stages.report.priced import ABOVE, read_sources
 
 PAGE = Path("runs") / "report.html"
 Run = Callable[[Inputs, Config], Result]

@@ -1,32 +1,38 @@
-"""One point as a DVC experiment: run in a copy of the project that DVC makes, from its cache as far as that goes."""
+"""One point as a DVC experiment: run in a copy of the project that DVC makes, from its cache as far as that goes.
+
+DVC notes of each experiment where its copy of the project is and how far it has come, and corrects the note when the
+experiment ends. A sweep that ends otherwise does it here (`forget`); one that was killed leaves it to the next. Its
+lock, which the `dvc` that it started has too, tells whether it is gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.errors import ShardwrightError
+from pipeline.base.files import write_atomic
 from pipeline.config import overrides
-from stages.sweep.abandoned import forget
-from stages.sweep.points import SweepError
 
 END_S = 20.0  # that it has to end after it was told to
 PLAIN = re.compile(r"[\w.+/-]+")
+COPIES = Path(".dvc/tmp/exps/standalone")  # of the project, with DVC's notes in `run`
+ENDED, CANCELED = 4, 5  # of DVC's states: from the first on it takes an experiment for ended
+LOCK = ".lock"
 
 
-@dataclass(frozen=True)
-class Ran:
-    name: str  # of the experiment
-    reason: str  # why it failed; empty where it did not
+class SweepError(ShardwrightError):
+    """A sweep that cannot be."""
 
 
 def check_repository(root: Path) -> None:
@@ -35,20 +41,24 @@ def check_repository(root: Path) -> None:
         raise SweepError("DVC keeps experiments in git, and there is no commit here", remedy="`git init`, then commit")
 
 
-def run_point(
-    root: Path,
-    name: str,
-    settings: Sequence[str],
-    code: str,
-    until: str,
-    environ: Mapping[str, str],
-    report: Path,
-    lock: int,
-) -> Ran:
-    """All that it said goes to the file `report`. The lock tells others that it runs, also where this process died."""
+def experiment_flags(root: Path, settings: Sequence[str], code: str) -> list[str]:
+    """Of `dvc exp run`: the settings, and files of conf/ and of the model's source that git does not have yet, which
+    DVC's copy lacks."""
+    folders = ["conf", *([code] if (root / code).resolve().is_relative_to(root.resolve()) else [])]
+    listed = ["git", "ls-files", "-z", "--others", "--exclude-standard", "--", *folders]
+    untracked = subprocess.run(listed, cwd=root, capture_output=True, text=True).stdout.split("\0")
     changes = [flag for change in overrides(root, settings) for flag in ("-S", _override(*change))]
-    copied = [flag for path in _untracked(root, code) for flag in ("--copy-paths", path)]
-    command = [sys.executable, "-m", "dvc", "exp", "run", "--temp", "--name", name, *changes, *copied, until]
+    return changes + [flag for path in untracked if path for flag in ("--copy-paths", path)]
+
+
+def run_point(
+    root: Path, name: str, flags: Sequence[str], until: str, environ: Mapping[str, str], report: Path, lock: int
+) -> str:
+    """Why the experiment failed; empty where it did not. All that it said goes to the file `report`.
+
+    The lock tells others that it runs, also where this process died.
+    """
+    command = [sys.executable, "-m", "dvc", "exp", "run", "--temp", "--name", name, *flags, until]
     report.parent.mkdir(parents=True, exist_ok=True)
     with report.open("w") as file:
         dvc = subprocess.Popen(
@@ -58,14 +68,14 @@ def run_point(
     try:
         status = dvc.wait()
     except BaseException:
-        end(dvc)
+        _end(dvc)
         raise
     finally:
         forget(root, lambda other: other == name)
-    return Ran(name, _reason(report.read_text()) if status else "")
+    return _reason(report.read_text()) if status else ""
 
 
-def end(dvc: subprocess.Popen[bytes]) -> None:
+def _end(dvc: subprocess.Popen[bytes]) -> None:
     """With its stage, as Ctrl-C would: DVC removes its copy of the project then."""
     for sign, patience_s in ((signal.SIGINT, END_S), (signal.SIGTERM, END_S), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -90,19 +100,10 @@ def _hydra(value: Any) -> str:
     return json.dumps(value)
 
 
-def _untracked(root: Path, code: str) -> list[str]:
-    """Files of the configuration and of the model's source that git does not have yet: DVC's copy lacks them."""
-    folders = ["conf", *([code] if (root / code).resolve().is_relative_to(root.resolve()) else [])]
-    listed = ["git", "ls-files", "-z", "--others", "--exclude-standard", "--", *folders]
-    found = subprocess.run(listed, cwd=root, capture_output=True, text=True)
-    return [name for name in found.stdout.split("\0") if name]
-
-
 def _reason(said: str) -> str:
     """A stage's own line, or else DVC's last."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    own = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    dvc = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    own, dvc = ([line.removeprefix(p) for line in lines if line.startswith(p)] for p in ("error: ", "ERROR: "))
     return (own or dvc or lines or ["it said nothing"])[-1]
 
 
@@ -110,5 +111,53 @@ def metrics_of(root: Path, experiment: str, stages: Sequence[str]) -> dict[str, 
     """The summary of each of these stages in an experiment that ended well."""
     from dvc.api import DVCFileSystem
 
-    with closing(DVCFileSystem(str(root), rev=experiment)) as files:
+    with contextlib.closing(DVCFileSystem(str(root), rev=experiment)) as files:
         return {stage: json.loads(files.read_text(f"runs/{stage}/summary.json")) for stage in stages}
+
+
+# ---- experiments that DVC takes for running and that are not
+
+
+@contextlib.contextmanager
+def sweep_lock(folder: Path) -> Iterator[int]:
+    """The lock of the sweep with this folder, for its process and for those that are given it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
+
+
+def forget(root: Path, is_gone: Callable[[str], bool]) -> list[str]:
+    """Experiments by name that DVC takes for running and are gone: noted as canceled, and their copies removed."""
+    found = []
+    for note in sorted((root / COPIES / "run").glob("*/*.run")):
+        try:
+            noted = json.loads(note.read_bytes())
+            name, copy, state = str(noted["name"]), Path(noted["root_dir"]), int(noted["status"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if state < ENDED and is_gone(name):
+            write_atomic(note, json.dumps({**noted, "status": CANCELED}).encode())
+            if copy.resolve().parent == (root / COPIES).resolve():
+                shutil.rmtree(copy, ignore_errors=True)
+            found.append(name)
+    return found
+
+
+def forget_killed(root: Path, sweeps: Path) -> list[str]:
+    """Those of sweeps in this folder whose processes are gone."""
+
+    def is_gone(name: str) -> bool:
+        folder = sweeps / name.rpartition("-")[0]
+        if folder.parent != sweeps or not folder.is_dir():
+            return False
+        try:
+            with (folder / LOCK).open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:  # of a version that took none
+            return True
+        except OSError:
+            return False
+        return True
+
+    return forget(root, is_gone)

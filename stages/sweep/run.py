@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,15 @@ from pipeline.config.schema import Until
 from pipeline.tracking.point import SWEEP_TAG, Point
 from pipeline.tracking.spool import StageRecord
 from pipeline.tracking.tracker import Tracker
-from stages.sweep.abandoned import forget_killed, held
-from stages.sweep.experiments import check_repository, metrics_of, run_point
-from stages.sweep.points import SweepError, points_of
+from stages.sweep.experiments import (
+    SweepError,
+    check_repository,
+    experiment_flags,
+    forget_killed,
+    metrics_of,
+    run_point,
+    sweep_lock,
+)
 
 COLUMNS = {  # of the table: stage and figure
     "step_ms": ("checkpoint", "step_ms"),
@@ -35,6 +42,7 @@ COLUMNS = {  # of the table: stage and figure
 }
 
 SWEEPS = "runs/sweep"
+MOST_POINTS = 500
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}")  # DVC makes a git reference of it
 Row = dict[str, Any]
 
@@ -61,12 +69,12 @@ def run(root: Path, arguments: argparse.Namespace, environ: Mapping[str, str], l
     for killed in forget_killed(root, root / SWEEPS):
         log.info("%s was killed: DVC does not take it for running any more", killed)
     name = f"{title}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with held(root / SWEEPS / name) as lock:
+    with sweep_lock(root / SWEEPS / name) as lock:
         sweeping = Sweeping(root, name, asked.until.value, environ, log, lock)
-        tracker = _own_run(sweeping, configs[0], asked.settings)
-        rows = [_ran(sweeping, number, *pair) for number, pair in enumerate(zip(points, configs, strict=True), start=1)]
+        tracker = _start(sweeping, configs[0], asked.settings)
+        rows = [_run(sweeping, number, *pair) for number, pair in enumerate(zip(points, configs, strict=True), start=1)]
     _close(sweeping, tracker, rows)
-    say(json.dumps(rows, indent=1) if arguments.json else told(sweeping, configs[0], rows))
+    say(json.dumps(rows, indent=1) if arguments.json else _text(sweeping, configs[0], rows))
     return 0
 
 
@@ -84,23 +92,58 @@ def read_sweep(root: Path, arguments: argparse.Namespace) -> tuple[str, Sweep]:
     return title, replace(known, settings=[*known.settings, *given], until=until)
 
 
+def points_of(settings: Sequence[str]) -> list[tuple[str, ...]]:
+    """Every combination of the values that the settings list; the last setting changes fastest.
+
+    `a=1,2 b=x` -> (`a=1`, `b=x`), (`a=2`, `b=x`)
+    """
+    keys, listed = [], []
+    for setting in settings:
+        key, equals, text = (part.strip() for part in setting.partition("="))
+        values = _split(text)
+        if not equals or not key or "" in values:
+            raise SweepError(f"'{setting}' is no setting", remedy="write key=value or key=value,value")
+        keys.append(key)
+        listed.append([f"{key}={value}" for value in values])
+    twice = next((key for number, key in enumerate(keys) if key in keys[:number]), None)
+    if twice is not None:
+        raise SweepError(f"'{twice}' is given twice", remedy=f"combine its values: {twice}=1,2")
+    found = list(product(*listed))
+    if not listed or len(found) > MOST_POINTS:
+        what = f"{len(found)} points are more than {MOST_POINTS}" if listed else "nothing is varied"
+        raise SweepError(what, remedy="give settings such as cluster=a100_80,h100 solve.memory_budget_gb=8,16")
+    return found
+
+
+def _split(text: str) -> list[str]:
+    """At commas outside of brackets and braces."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{(") - (letter in "]})")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
 # ---- one point
 
 
-def _ran(sweeping: Sweeping, number: int, settings: tuple[str, ...], config: Config) -> Row:
+def _run(sweeping: Sweeping, number: int, settings: tuple[str, ...], config: Config) -> Row:
     """Its row of the table. What DVC took from its cache is recorded here: no stage ran to tell of it."""
     name, what = f"{sweeping.name}-{number}", " ".join(settings)
     point = Point(sweeping.name, what, sweeping.root)
     environ = {**sweeping.environ, **point.environment(), "SHARDWRIGHT_EXECUTION": name}
     sweeping.log.info("%s", what)
-    report = sweeping.folder / f"{number}.log"
-    ran = run_point(sweeping.root, name, settings, config.code, sweeping.until, environ, report, sweeping.lock)
+    flags, report = experiment_flags(sweeping.root, settings, config.code), sweeping.folder / f"{number}.log"
+    reason = run_point(sweeping.root, name, flags, sweeping.until, environ, report, sweeping.lock)
     row: Row = dict(setting.split("=", 1) for setting in settings)
     tracker = Tracker(sweeping.root, config.tracking, sweeping.log, execution=name, point=point)
-    if ran.reason:
-        tracker.complete([StageRecord("sweep", "failed", error=ran.reason)])
-        sweeping.log.warning("%s: %s", what, ran.reason)
-        return {**row, "reason": ran.reason}
+    if reason:
+        tracker.complete([StageRecord("sweep", "failed", error=reason)])
+        sweeping.log.warning("%s: %s", what, reason)
+        return {**row, "reason": reason}
     stages = up_to(sweeping.until)
     figures = metrics_of(sweeping.root, name, stages)
     tracker.complete(as_cached(stages, config, figures))
@@ -111,7 +154,7 @@ def _ran(sweeping: Sweeping, number: int, settings: tuple[str, ...], config: Con
 # ---- the set
 
 
-def _own_run(sweeping: Sweeping, config: Config, settings: Sequence[str]) -> Tracker:
+def _start(sweeping: Sweeping, config: Config, settings: Sequence[str]) -> Tracker:
     """Sent before the first point, so that points find the run below which they lie."""
     above = Point("", sweeping.name, sweeping.root)
     tracker = Tracker(sweeping.root, config.tracking, sweeping.log, execution=sweeping.name, point=above)
@@ -130,29 +173,22 @@ def _close(sweeping: Sweeping, tracker: Tracker, rows: Sequence[Row]) -> None:
     tracker.stage(StageRecord("sweep", figures=figures, artifacts=(page,)))
 
 
-def told(sweeping: Sweeping, config: Config, rows: Sequence[Row]) -> str:
+def _text(sweeping: Sweeping, config: Config, rows: Sequence[Row]) -> str:
     place = f"MLflow: experiment {config.tracking.experiment}, tags.`{SWEEP_TAG}` = '{sweeping.name}'"
-    return "\n".join([*table(rows), place if config.tracking.enabled else "tracking is off", f"DVC: {_apply(rows)}"])
-
-
-def _apply(rows: Sequence[Row]) -> str:
     done = [row for row in rows if "step_ms" in row]
-    if not done:
-        return "no experiment was kept"
-    fastest = min(done, key=lambda row: row["step_ms"])
-    return f"`dvc exp apply {fastest['experiment']}` takes the fastest"
+    dvc = "no experiment was kept"
+    if done:
+        dvc = f"`dvc exp apply {min(done, key=lambda row: row['step_ms'])['experiment']}` takes the fastest"
+    return "\n".join([*table(rows), place if config.tracking.enabled else "tracking is off", f"DVC: {dvc}"])
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Columns as wide as they must be; reasons come last and are not cut."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "reason"]
-    cells = [[_shown(row.get(name)) for name in names] for row in rows]
-    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
-    lines = [names, *cells]
-    reasons = ["", *(row.get("reason", "") for row in rows)]
-    aligned = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
-    return [f"{line}  {reason}".rstrip() for line, reason in zip(aligned, reasons, strict=True)]
-
-
-def _shown(value: Any) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    columns = []
+    for name in names:
+        values = [row.get(name, "-") for row in rows]
+        cells = [name, *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)]
+        columns.append([cell.rjust(max(map(len, cells))) for cell in cells])
+    columns.append(["", *(row.get("reason", "") for row in rows)])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]

@@ -1,4 +1,4 @@
-"""An answer: one sentence, the rows that it rests on, and by which means it was found; as text or as JSON."""
+"""A question, and its answer: one sentence, the rows that it rests on, and by which means it was found."""
 
 from __future__ import annotations
 
@@ -8,26 +8,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.base.errors import ShardwrightError
+from stages.whatif.search import FitLimit
 
 PLANNER, FORMULA = "the planner", "formula"
-QUESTIONS = {
-    "batch": "the largest batch (by formula: micro-batch) that fits",
-    "sequence": "the longest sequence that fits",
-    "devices": "the fewest devices that fit",
-    "budget": "the memory budgets at which the plan changes",
-    "link": "what links cost that are slower: bandwidth=0.5 latency=2",
-    "clusters": "the plan on several clusters: a100_80,h100",
-}
-
-
 LONGEST = 100  # characters of a cell
+Row = Mapping[str, Any]  # by column; None: not known
 
 
 class WhatIfError(ShardwrightError):
     """A question that cannot be answered."""
 
 
-Row = Mapping[str, Any]  # by column; None: not known
+@dataclass(frozen=True)
+class SlowerLinks:
+    bandwidth: float = 1.0  # times that of now
+    latency: float = 1.0
+
+    def __str__(self) -> str:
+        parts = {"bandwidth": self.bandwidth, "latency": self.latency}
+        return ", ".join(f"{factor:g} of the {name}" for name, factor in parts.items() if factor != 1) or "as they are"
+
+
+@dataclass(frozen=True)
+class Question:
+    name: str
+    words: tuple[str, ...]  # settings, or words of `price`
+    factors: tuple[SlowerLinks, ...]
+    clusters: tuple[str, ...]
+    step: int | None
+    most: int | None
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,30 @@ class Answer:
     answer: str
     rows: tuple[Row, ...]
     found: Mapping[str, Any]  # the answer's own figures
+
+    @classmethod
+    def of_devices(cls, by: str, about: str, limit: FitLimit, most: int, rows: Sequence[Row]) -> Answer:
+        said = f"{limit.fits} devices are the fewest that fit"
+        if not limit.fits:
+            said = f"up to {most} devices do not fit (--most)"
+        return cls("devices", by, about, said, tuple(rows), vars(limit))
+
+    @classmethod
+    def of_links(cls, by: str, about: str, rows: Sequence[Row]) -> Answer:
+        """The first row is of the links as they are."""
+        now, last = rows[0]["step_ms"], rows[-1]
+        takes = f"a step takes {shown(last['step_ms'])} ms" if last["step_ms"] is not None else "there is no plan"
+        said = f"with {last['links']} {takes} instead of {shown(now)} ms"
+        return cls("link", by, about, said, tuple(rows), {"now_ms": now})
+
+    @classmethod
+    def of_clusters(cls, by: str, about: str, rows: Sequence[Row]) -> Answer:
+        fitting = [row for row in rows if row["step_ms"] is not None]
+        best = min(fitting, key=lambda row: row["step_ms"], default=None)
+        said, fastest = "it fits none of them", None
+        if best is not None:
+            said, fastest = f"{best['cluster']} is the fastest, {shown(best['step_ms'])} ms a step", best["cluster"]
+        return cls("clusters", by, about, said, tuple(rows), {"fastest": fastest})
 
     def json(self) -> str:
         content = {**vars(self), "rows": [dict(row) for row in self.rows], "found": dict(self.found)}
@@ -50,17 +83,13 @@ class Answer:
 def table(rows: Sequence[Row]) -> list[str]:
     """Figures to the right under their names, words to the left; what is too long to align comes last."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[shown(row.get(name)) for name in names] for row in rows]
-    words = [any(isinstance(row.get(name), str) for row in rows) for name in names]
-    widths = [max(len(text) for text in (name, *column)) for name, *column in zip(names, *cells, strict=True)]
-    lines = []
-    for line in (names, *cells):
-        aligned = [
-            text.ljust(width) if left else text.rjust(width)
-            for text, width, left in zip(line, widths, words, strict=True)
-        ]
-        lines.append("  ".join(aligned).rstrip())
-    return lines
+    columns = []
+    for name in names:
+        values = [row.get(name) for row in rows]
+        cells = [name, *map(shown, values)]
+        width, left = max(map(len, cells)), any(isinstance(value, str) for value in values)
+        columns.append([cell.ljust(width) if left else cell.rjust(width) for cell in cells])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
 
 
 def shown(value: Any) -> str:

@@ -2,171 +2,159 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from pipeline.cluster_model import Layout, LayoutError, Machine, Price, Transformer, Wanted, price, search
+from pipeline.cluster_model.machine import Machine
 from pipeline.cluster_model.memory import device_bytes
-from pipeline.cluster_model.search import candidates, described, divisors
-from pipeline.cluster_model.words import Asked, find_machine, in_words
-from pipeline.config import Config
-from stages.whatif.answer import FORMULA, Answer, Row, WhatIfError, shown
-from stages.whatif.links import Slower
+from pipeline.cluster_model.search import Wanted, candidates, described, divisors, search
+from pipeline.cluster_model.step import Price, price
+from pipeline.cluster_model.transformer import LayoutError, ParallelLayout, Transformer
+from pipeline.cluster_model.words import Asked, find_machine, find_model, in_words, read_words
+from pipeline.config import Config, load_config
+from stages.whatif.answer import FORMULA, Answer, Question, Row, WhatIfError
 from stages.whatif.search import fewest, largest
 
 MOST_DEVICES = 16384
+Found = tuple[ParallelLayout, Price] | LayoutError
 
 
 @dataclass(frozen=True)
-class Asking:
+class ByFormula:
+    """A method for each question."""
+
     root: Path
+    question: Question
     config: Config
     asked: Asked
     model: Transformer
     cluster: str
     machine: Machine
 
+    @classmethod
+    def of(cls, root: Path, question: Question) -> ByFormula:
+        asked, config = read_words(question.words), load_config(root)
+        model = find_model(root, asked, config)
+        return cls(root, question, config, asked, model, *find_machine(root, asked, config, None))
+
     @property
     def wanted(self) -> Wanted:
         return Wanted(**self.asked.layout)
 
     def about(self) -> str:
-        held = f"{self.machine.memory_bytes / 1e9:.0f} GB"
-        devices = f"{self.machine.devices} devices of {self.cluster}"
-        return f"{in_words(self.model)}, batch {self.model.batch}, {devices}, {held}"
+        memory = f"{self.machine.memory_bytes / 1e9:.0f} GB"
+        return f"{self._about_model()}, {self.machine.devices} devices of {self.cluster}, {memory}"
 
-    def best(self, model: Transformer, machine: Machine, wanted: Wanted) -> tuple[Layout, Price] | LayoutError:
+    def _about_model(self) -> str:
+        return f"{in_words(self.model)}, batch {self.model.batch}"
+
+    def best(
+        self, model: Transformer | None = None, machine: Machine | None = None, wanted: Wanted | None = None
+    ) -> Found:
+        model = model or self.model
         try:
-            return search(model, machine, model.batch, wanted, most=1)[0]
+            return search(model, machine or self.machine, model.batch, wanted or self.wanted, most=1)[0]
         except LayoutError as error:
             return error
 
+    def batch(self) -> Answer:
+        """The largest micro-batch, of those that divide the batch of a step."""
+        most, step = self.question.most or self.model.batch, self.question.step or 1
+        sizes = [size for size in divisors(self.model.batch) if size <= most and size % step == 0]
+        found = {size: self.best(wanted=replace(self.wanted, micro_batch=(size,))) for size in sizes}
+        rows = tuple({"micro_batch": size, **_row(best)} for size, best in found.items())
+        fits = [row["micro_batch"] for row in rows if row["step_ms"] is not None]
+        if not fits:
+            why = rows[0]["layout"] if rows else "none was tried"
+            raise WhatIfError(f"no micro-batch fits: {why}", remedy="add nodes")
+        larger = next((size for size in sizes if size > max(fits)), None)
+        said = f"the largest micro-batch that fits is {max(fits)}" + (f"; {larger} does not" if larger else "")
+        return Answer("batch", FORMULA, self.about(), said, rows, {"fits": max(fits), "fails": larger})
 
-def batch(asking: Asking, step: int | None, most: int | None) -> Answer:
-    """The largest micro-batch, of those that divide the batch of a step."""
-    sizes = [
-        size
-        for size in divisors(asking.model.batch)
-        if size <= (most or asking.model.batch) and size % (step or 1) == 0
-    ]
-    rows = [
-        {
-            "micro_batch": size,
-            **_row(asking.best(asking.model, asking.machine, replace(asking.wanted, micro_batch=(size,)))),
-        }
-        for size in sizes
-    ]
-    fits = [row["micro_batch"] for row in rows if row["step_ms"] is not None]
-    if not fits:
-        raise WhatIfError(f"no micro-batch fits: {rows[0]['layout'] if rows else 'none was tried'}", remedy="add nodes")
-    larger = [size for size in sizes if size > max(fits)]
-    said = f"the largest micro-batch that fits is {max(fits)}" + (f"; {larger[0]} does not" if larger else "")
-    found = {"fits": max(fits), "fails": larger[0] if larger else None}
-    return Answer("batch", FORMULA, asking.about(), said, tuple(rows), found)
+    def sequence(self) -> Answer:
+        tried: dict[int, Found] = {}
+        unit = self.question.step or 1024
 
+        def fits(size: int) -> bool:
+            tried[size] = self.best(replace(self.model, sequence=size))
+            return not isinstance(tried[size], LayoutError)
 
-def sequence(asking: Asking, step: int | None, most: int | None) -> Answer:
-    tried: dict[int, tuple[Layout, Price] | LayoutError] = {}
-    unit = step or 1024
+        limit = largest(self.model.sequence, unit, self.question.most or 1 << 22, fits)
+        rows = tuple({"sequence": size, **_row(found)} for size, found in sorted(tried.items()))
+        if limit.fits is None:
+            raise WhatIfError(f"not even a sequence of {unit} fits: {rows[0]['layout']}", remedy="add nodes")
+        past = f"; {limit.fails} does not" if limit.fails else " of those tried (--most)"
+        said = f"the longest sequence that fits is {limit.fits}{past} (in steps of {unit})"
+        return Answer("sequence", FORMULA, self.about(), said, rows, {**vars(limit), "step": unit})
 
-    def fits(size: int) -> bool:
-        tried[size] = asking.best(replace(asking.model, sequence=size), asking.machine, asking.wanted)
-        return not isinstance(tried[size], LayoutError)
+    def devices(self) -> Answer:
+        """The fewest: first of one host, then whole hosts."""
+        host, model = self.machine.host, self.model
+        floor = ceil(2 * model.parameters / self.machine.memory_bytes)  # weights alone, in half precision
+        most = self.question.most or MOST_DEVICES
+        counts = [n for n in (*range(1, host + 1), *range(2 * host, most + 1, host)) if floor <= n <= most]
 
-    edge = largest(asking.model.sequence, unit, most or 1 << 22, fits)
-    rows = tuple({"sequence": size, **_row(found)} for size, found in sorted(tried.items()))
-    if edge.fits is None:
-        raise WhatIfError(f"not even a sequence of {unit} fits: {rows[0]['layout']}", remedy="add nodes")
-    past = f"; {edge.fails} does not" if edge.fails else " of those tried (--most)"
-    said = f"the longest sequence that fits is {edge.fits}{past} (in steps of {unit})"
-    return Answer(
-        "sequence", FORMULA, asking.about(), said, rows, {"fits": edge.fits, "fails": edge.fails, "step": unit}
-    )
+        def on(count: int) -> Machine:
+            return replace(self.machine, host=min(count, host), hosts=max(1, count // host))
 
+        def fits(count: int) -> bool:
+            every = candidates(model, on(count), model.batch, self.wanted)
+            return any(device_bytes(model, layout) <= self.machine.memory_bytes for layout in every)
 
-def devices(asking: Asking, most: int | None) -> Answer:
-    """The fewest: first of one host, then whole hosts."""
-    host, model = asking.machine.host, asking.model
-    floor = ceil(2 * model.parameters / asking.machine.memory_bytes)  # weights alone, in half precision
-    limit = most or MOST_DEVICES
-    counts = [n for n in (*range(1, host + 1), *range(2 * host, limit + 1, host)) if floor <= n <= limit]
+        limit = fewest(counts, fits)
+        sides = [count for count in (limit.fails, limit.fits) if count is not None]
+        rows = [{"devices": n, **_row(self.best(machine=on(n)))} for n in sides]
+        return Answer.of_devices(FORMULA, f"{self._about_model()}, devices of {self.cluster}", limit, most, rows)
 
-    def on(count: int) -> Machine:
-        return replace(asking.machine, host=min(count, host), hosts=max(1, count // host))
+    def budget(self) -> Answer:
+        """The stairs of the fastest layout over memory: of every layout that nothing smaller beats."""
+        model, machine = self.model, self.machine
+        every = [
+            (device_bytes(model, layout), layout) for layout in candidates(model, machine, model.batch, self.wanted)
+        ]
+        if not every:
+            what = f"no layout of {machine.devices} devices divides the model"
+            raise WhatIfError(what, remedy="change `nodes` or `batch`")
+        stairs: list[tuple[float, ParallelLayout, Price]] = []
+        for needed, layout in sorted(every, key=lambda pair: pair[0]):
+            priced = price(model, layout, machine)
+            if not stairs or priced.seconds < stairs[-1][2].seconds:
+                stairs.append((needed, layout, priced))
+        rows = tuple({"from_gb": needed / 1e9, **_row((layout, priced))} for needed, layout, priced in stairs)
+        above = f"the fastest layout changes at {len(rows) - 1} budgets above it"
+        said = f"{rows[0]['from_gb']:.4g} GB is the least that fits; {above}"
+        found = {"least_gb": rows[0]["from_gb"], "changes": [{"from_gb": row["from_gb"]} for row in rows[1:]]}
+        return Answer("budget", FORMULA, self.about(), said, rows, found)
 
-    def fits(count: int) -> bool:
-        machine = on(count)
-        every = candidates(model, machine, model.batch, asking.wanted)
-        return any(device_bytes(model, layout) <= machine.memory_bytes for layout in every)
+    def link(self) -> Answer:
+        now = self.best()
+        if isinstance(now, LayoutError):
+            raise now
+        rows: list[Row] = [{"links": "as they are", "same_layout_ms": now[1].seconds * 1e3, **_row(now)}]
+        for factor in self.question.factors:
+            own, reached = self.machine, self.machine.reached
+            machine = replace(
+                own,
+                link=own.link * factor.bandwidth,
+                network=own.network * factor.bandwidth,
+                reached=replace(reached, collective=reached.collective * factor.latency),
+            )
+            same = price(self.model, now[0], machine).seconds * 1e3
+            rows.append({"links": str(factor), "same_layout_ms": same, **_row(self.best(machine=machine))})
+        return Answer.of_links(FORMULA, self.about(), rows)
 
-    edge = fewest(counts, fits)
-    shown = [count for count in (edge.fails, edge.fits) if count is not None]
-    rows = tuple({"devices": n, **_row(asking.best(model, on(n), asking.wanted))} for n in shown)
-    said = f"{edge.fits} devices are the fewest that fit" if edge.fits else f"up to {limit} devices do not fit (--most)"
-    about = f"{in_words(model)}, batch {model.batch}, devices of {asking.cluster}"
-    return Answer("devices", FORMULA, about, said, rows, {"fits": edge.fits, "fails": edge.fails})
-
-
-def budget(asking: Asking) -> Answer:
-    """The stairs of the fastest layout over memory: of every layout that nothing smaller beats."""
-    model, machine = asking.model, asking.machine
-    every = [(device_bytes(model, layout), layout) for layout in candidates(model, machine, model.batch, asking.wanted)]
-    if not every:
-        raise WhatIfError(
-            f"no layout of {machine.devices} devices divides the model", remedy="change `nodes` or `batch`"
-        )
-    stairs: list[tuple[float, Layout, Price]] = []
-    for held, layout in sorted(every, key=lambda pair: pair[0]):
-        priced = price(model, layout, machine)
-        if not stairs or priced.seconds < stairs[-1][2].seconds:
-            stairs.append((held, layout, priced))
-    rows = tuple({"from_gb": held / 1e9, **_row((layout, priced))} for held, layout, priced in stairs)
-    above = f"the fastest layout changes at {len(rows) - 1} budgets above it"
-    said = f"{rows[0]['from_gb']:.4g} GB is the least that fits; {above}"
-    found = {"least_gb": rows[0]["from_gb"], "changes": [{"from_gb": row["from_gb"]} for row in rows[1:]]}
-    return Answer("budget", FORMULA, asking.about(), said, rows, found)
-
-
-def link(asking: Asking, factors: Sequence[Slower]) -> Answer:
-    now = asking.best(asking.model, asking.machine, asking.wanted)
-    if isinstance(now, LayoutError):
-        raise now
-    rows: list[Row] = [{"links": "as they are", "same_layout_ms": now[1].seconds * 1e3, **_row(now)}]
-    for factor in factors:
-        machine = _slower(asking.machine, factor)
-        same = price(asking.model, now[0], machine)
-        again = asking.best(asking.model, machine, asking.wanted)
-        rows.append({"links": str(factor), "same_layout_ms": same.seconds * 1e3, **_row(again)})
-    before, after = shown(rows[0]["step_ms"]), shown(rows[-1]["step_ms"])
-    said = f"with {rows[-1]['links']} a step takes {after} ms instead of {before} ms"
-    return Answer("link", FORMULA, asking.about(), said, tuple(rows), {"now_ms": rows[0]["step_ms"]})
+    def clusters(self) -> Answer:
+        """Each with as many devices as the one that was asked for, or with `nodes` hosts."""
+        rows: list[Row] = []
+        for name in self.question.clusters:
+            asked = replace(self.asked, names={**self.asked.names, "cluster": name})
+            _, machine = find_machine(self.root, asked, self.config, self.machine.devices)
+            rows.append({"cluster": name, "devices": machine.devices, **_row(self.best(machine=machine))})
+        return Answer.of_clusters(FORMULA, self._about_model(), rows)
 
 
-def _slower(machine: Machine, factor: Slower) -> Machine:
-    reached = replace(machine.reached, collective=machine.reached.collective * factor.latency)
-    return replace(
-        machine, link=machine.link * factor.bandwidth, network=machine.network * factor.bandwidth, reached=reached
-    )
-
-
-def clusters(asking: Asking, names: Sequence[str]) -> Answer:
-    """Each with as many devices as the one that was asked for, or with `nodes` hosts."""
-    rows: list[Row] = []
-    for name in names:
-        asked = replace(asking.asked, names={**asking.asked.names, "cluster": name})
-        _, machine = find_machine(asking.root, asked, asking.config, asking.machine.devices)
-        found = asking.best(asking.model, machine, asking.wanted)
-        rows.append({"cluster": name, "devices": machine.devices, **_row(found)})
-    fitting = [row for row in rows if row["step_ms"] is not None]
-    best = min(fitting, key=lambda row: row["step_ms"], default=None)
-    said = f"{best['cluster']} is the fastest, {shown(best['step_ms'])} ms a step" if best else "it fits none of them"
-    about = f"{in_words(asking.model)}, batch {asking.model.batch}"
-    return Answer("clusters", FORMULA, about, said, tuple(rows), {"fastest": best["cluster"] if best else None})
-
-
-def _row(found: tuple[Layout, Price] | LayoutError) -> Row:
+def _row(found: Found) -> Row:
     if isinstance(found, LayoutError):
         return {"step_ms": None, "samples_per_s": None, "peak_gb": None, "MFU": None, "layout": found.what}
     layout, priced = found

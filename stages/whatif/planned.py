@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
@@ -15,12 +14,11 @@ from pipeline.base.log import Log
 from pipeline.config import ClusterSource, Config, DType, TensorSpec, listing, load_part
 from pipeline.ir.codec import encode
 from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Frontier, Plan
+from pipeline.ir.plan import Plan
 from pipeline.tracking.headline import mesh_text
-from stages.whatif.answer import PLANNER, Answer, Row, WhatIfError, short, shown
-from stages.whatif.links import Slower, slower
-from stages.whatif.planner import Outcome, Planner, with_budget
-from stages.whatif.search import Edge, changes, fewest, largest, least
+from stages.whatif.answer import PLANNER, Answer, Question, Row, WhatIfError, short
+from stages.whatif.planner import Planner, PlanOutcome, slower, with_budget
+from stages.whatif.search import changes, fewest, largest, least
 
 NEAR = 0.01  # budgets are found to this part of themselves
 GRID = 12  # budgets at which the plan is looked at before neighbours that differ are narrowed down
@@ -28,18 +26,21 @@ LONGEST = ("context", "max_position_embeddings", "n_positions", "n_ctx", "block_
 
 
 @dataclass(frozen=True)
-class Asking:
+class ByPlanner:
+    """A method for each question."""
+
     root: Path
+    question: Question
     planner: Planner
     config: Config
     log: Log
 
     def about(self) -> str:
-        chosen, budget = self.config.choices, self.config.solve.memory_budget_gb
-        held = "all of the memory" if budget is None else f"{budget:g} GB"
-        return f"{chosen['model']} on {chosen['cluster']}, {held} of each device"
+        budget = self.config.solve.memory_budget_gb
+        memory = "all of the memory" if budget is None else f"{budget:g} GB"
+        return f"{self.config.choices['model']} on {self.config.choices['cluster']}, {memory} of each device"
 
-    def plan(self, config: Config, what: str, *, of_any: bool = False) -> Outcome:
+    def plan(self, config: Config, what: str, *, of_any: bool = False) -> PlanOutcome:
         """`of_any`: all else that is tried fails as this does, unless it is for want of memory."""
         found = self.planner.plan(config)
         if of_any and found.error is not None and not isinstance(found.error, BudgetError):
@@ -48,61 +49,172 @@ class Asking:
         self.log.info("%s: %s", what, told)
         return found
 
+    def _plan_or_raise(self, config: Config, what: str) -> tuple[PlanOutcome, Plan]:
+        found = self.plan(config, what, of_any=True)
+        if found.plan is None:
+            assert found.error is not None
+            raise found.error
+        return found, found.plan
 
-# --------------------------------------------------------------------------------------------------- batch and sequence
+    # ---- batch and sequence
+
+    def batch(self) -> Answer:
+        """The largest first dim of the batch: of one micro-batch, where a step has several."""
+        start = _size(self.config, "batch", 0)
+        return self._largest("batch", 0, start, self.question.step or self.planner.cluster(self.config).devices)
+
+    def sequence(self) -> Answer:
+        """The largest second dim of the batch; arguments of the module that limit it grow along."""
+        return self._largest("sequence", 1, _size(self.config, "sequence", 1), self.question.step or 16)
+
+    def _largest(self, name: str, dim: int, start: int, step: int) -> Answer:
+        tried: dict[int, PlanOutcome] = {}
+
+        def fits(size: int) -> bool:
+            tried[size] = self.plan(_with_dim(self.config, dim, size), f"{name} {size}", of_any=not tried)
+            return tried[size].fits
+
+        limit = largest(start, step, self.question.most or 1 << 20, fits)
+        if limit.fits is None:
+            smallest = tried[min(tried)].error
+            assert smallest is not None
+            if not isinstance(smallest, BudgetError):  # of the model, the devices or a setting
+                raise smallest
+            raise WhatIfError(f"not even a {name} of {min(tried)} fits: {smallest.what}", remedy=smallest.remedy)
+        rows = tuple(
+            {name: size, **_row(found, _samples(_with_dim(self.config, dim, size)))}
+            for size, found in sorted(tried.items())
+        )
+        said = f"the largest {name} that fits is {limit.fits}; {limit.fails} does not (in steps of {step})"
+        if limit.fails is None:
+            said = f"a {name} of {limit.fits} fits, and no larger one was tried (--most)"
+        return Answer(name, PLANNER, self.about(), said, rows, {**vars(limit), "step": step})
+
+    # ---- devices
+
+    def devices(self) -> Answer:
+        """The fewest: first of one host, then whole hosts."""
+        cluster = self.config.cluster
+        host = max(cluster.host_sizes)
+        most = self.question.most or max(sum(cluster.host_sizes), 8 * host)
+        floor = self._fewest_devices()
+        tried: dict[int, PlanOutcome] = {}
+
+        def fits(count: int) -> bool:
+            nodes = max(1, count // host)
+            on = replace(self.config, cluster=replace(cluster, devices=count // nodes, nodes=nodes, per_host=None))
+            tried[count] = self.plan(on, f"{count} devices")
+            return tried[count].fits
+
+        counts = [*range(1, min(host, most) + 1)]
+        if cluster.source is not ClusterSource.probe and cluster.preset.network_gbytes_per_s is not None:
+            counts += range(2 * host, most + 1, host)  # more hosts only where their network is described
+        limit = fewest([n for n in counts if n >= floor], fits)
+        rows = [{"devices": count, **_row(found, _samples(self.config))} for count, found in tried.items()]
+        return Answer.of_devices(PLANNER, self.about(), limit, most, rows)
+
+    def _fewest_devices(self) -> int:
+        """Those that hold values and gradients alone, each once: fewer cannot do."""
+        budget = self.config.solve.memory_budget_gb or self.config.cluster.memory_gb
+        graph: OpGraph = self.planner.made("graph", self.config).body
+        half = self.config.model.precision.value == "bf16"
+        kept = sum(value.type.nbytes for value in graph.of_role(Role.PARAMETER)) * (1 if half else 2)
+        return 1 if budget is None else ceil(kept / (budget * 1e9))
+
+    # ---- budget
+
+    def budget(self) -> Answer:
+        """Where the plan changes as the budget falls from what the fastest plan needs to the least that fits.
+
+        Guessed along the frontier of one solve, by choosing recompute for each budget anew; then planned on both sides
+        of every guess, and between two sides that differ until they are neighbours.
+        """
+        config, planner = with_budget(self.config, None), self.planner
+        frontier = planner.frontier(config)
+        _, fastest = self._plan_or_raise(config, "all of the memory")
+
+        @cache
+        def planned(nbytes: int) -> PlanOutcome:
+            return self.plan(with_budget(config, nbytes), f"{nbytes / 1e9:.4g} GB")
+
+        def along(nbytes: int) -> Plan | None:
+            return planner.plan(config, {"frontier": replace(frontier, budget_bytes=nbytes)}).plan
+
+        top = fastest.prediction.peak_bytes
+        bottom = least(0, top, NEAR, lambda nbytes: along(nbytes) is not None)
+        assert bottom.fits is not None and bottom.fails is not None
+        if not planned(bottom.fits).fits or planned(bottom.fails).fits:  # planning does not agree with the frontier
+            bottom = least(0, top, NEAR, lambda nbytes: planned(nbytes).fits)
+        assert bottom.fits is not None and bottom.fails is not None
+        even = [round(bottom.fits * (top / bottom.fits) ** (n / GRID)) for n in range(GRID)]
+        tried = [*even, top, *(point.peak_bytes for point in frontier.points if bottom.fits < point.peak_bytes < top)]
+        guessed = changes(tried, NEAR, lambda nbytes: signature(along(nbytes)))
+        known = [bottom.fits, *(side for pair in guessed for side in pair), top]
+        found = changes(known, NEAR, lambda nbytes: signature(planned(nbytes).plan))
+        edges = (bottom.fits, *(high for _, high in found))
+        rows = tuple({"from_gb": nbytes / 1e9, **_row(planned(nbytes), _samples(config))} for nbytes in edges)
+        said = (
+            f"{bottom.fits / 1e9:.4g} GB is the least that fits, to 1%; the plan changes at {len(found)} budgets above"
+            f" it, and from {top / 1e9:.4g} GB on it is the fastest"
+        )
+        figures = {
+            "least_gb": bottom.fits / 1e9,
+            "too_small_gb": bottom.fails / 1e9,
+            "changes": [{"below_gb": low / 1e9, "from_gb": high / 1e9} for low, high in found],
+            "enough_gb": top / 1e9,
+        }
+        about = f"{config.choices['model']} on {config.choices['cluster']}"
+        return Answer("budget", PLANNER, about, said, rows, figures)
+
+    # ---- links and clusters
+
+    def link(self) -> Answer:
+        """Each factor beside the links as they are: with the same layouts, and planned anew."""
+        config, planner = self.config, self.planner
+        cluster, samples = planner.cluster(config), _samples(config)
+        found, now = self._plan_or_raise(config, "links as they are")
+        rows: list[Row] = [{"links": "as they are", "same_layouts_ms": _ms(now), **_row(found, samples)}]
+        for factor in self.question.factors:
+            frontier = planner.frontier(config)
+            same_layouts = replace(  # none where the plan is a pipeline
+                frontier,
+                points=() if now.pipelined else tuple(p for p in frontier.points if p.sharding == now.sharding),
+                pieces=(),
+                meshes=tuple(slower(mesh, factor) for mesh in frontier.meshes),
+            )
+            changed = {"cluster": slower(cluster, factor)}
+            again = planner.plan(config, changed)
+            same = planner.plan(config, changed | {"frontier": same_layouts})
+            self.log.info("%s: %s", factor, again.refused or f"{_ms(again.plan):.2f} ms")
+            rows.append({"links": str(factor), "same_layouts_ms": _ms(same.plan), **_row(again, samples)})
+        return Answer.of_links(PLANNER, self.about(), rows)
+
+    def clusters(self) -> Answer:
+        names, known = self.question.clusters, listing(self.root, "cluster")
+        wrong = next((name for name in names if name not in known), None)
+        if wrong is not None:
+            raise WhatIfError(f"there is no cluster '{wrong}'", remedy=f"choose from: {', '.join(known)}")
+        self.planner.made("graph", self.config)  # a model that cannot be traced is told once, not for each cluster
+        rows: list[Row] = []
+        for name in names:
+            cluster, root = load_part(self.root, "cluster", name), replace(self.config.root, cluster=name)
+            found = self.plan(replace(self.config, cluster=cluster, root=root), name)
+            devices = sum(cluster.host_sizes)
+            rows.append({"cluster": name, "devices": devices, **_row(found, _samples(self.config))})
+        return Answer.of_clusters(PLANNER, self.config.choices["model"], rows)
 
 
-def batch(asking: Asking, step: int | None, most: int | None) -> Answer:
-    """The largest first dim of the batch: of one micro-batch, where a step has several."""
-    start = _sizes(asking.config, 0)
-    unit = step or asking.planner.cluster(asking.config).devices
-    return _largest(asking, "batch", start, unit, most or 1 << 20, lambda size: _with_dim(asking.config, 0, size))
+# ---- sizes that are tried
 
 
-def sequence(asking: Asking, step: int | None, most: int | None) -> Answer:
-    """The largest second dim of the batch; arguments of the module that limit it grow along."""
-    start = _sizes(asking.config, 1)
-    return _largest(
-        asking, "sequence", start, step or 16, most or 1 << 20, lambda size: _with_dim(asking.config, 1, size)
-    )
-
-
-def _largest(asking: Asking, name: str, start: int, step: int, most: int, at: Callable[[int], Config]) -> Answer:
-    tried: dict[int, Outcome] = {}
-
-    def fits(size: int) -> bool:
-        tried[size] = asking.plan(at(size), f"{name} {size}", of_any=not tried)
-        return tried[size].fits
-
-    edge = largest(start, step, most, fits)
-    if edge.fits is None:
-        smallest = tried[min(tried)].error
-        assert smallest is not None
-        if not isinstance(smallest, BudgetError):  # of the model, the devices or a setting
-            raise smallest
-        raise WhatIfError(f"not even a {name} of {min(tried)} fits: {smallest.what}", remedy=smallest.remedy)
-    rows = [{name: size, **_row(found, _samples(at(size)))} for size, found in sorted(tried.items())]
-    return Answer(
-        name, PLANNER, asking.about(), _edge_words(name, edge, step), tuple(rows),
-        {"fits": edge.fits, "fails": edge.fails, "step": step},
-    )  # fmt: skip
-
-
-def _edge_words(name: str, edge: Edge, step: int) -> str:
-    if edge.fails is None:
-        return f"a {name} of {edge.fits} fits, and no larger one was tried (--most)"
-    return f"the largest {name} that fits is {edge.fits}; {edge.fails} does not (in steps of {step})"
-
-
-def _sizes(config: Config, dim: int) -> int:
+def _size(config: Config, name: str, dim: int) -> int:
     """The size of that dim, which all tensors of the batch that have it share."""
-    what = ("batch", "sequence")[dim]
-    found = {name: spec.shape[dim] for name, spec in config.model.batch.items() if _has(spec, dim)}
+    found = {own: spec.shape[dim] for own, spec in config.model.batch.items() if _has(spec, dim)}
     if len(set(found.values())) != 1:
-        where = f"conf/model/{config.choices['model']}.yaml: batch"
-        sizes = ", ".join(f"{name} {size}" for name, size in found.items()) or "none has it"
+        sizes = ", ".join(f"{own} {size}" for own, size in found.items()) or "none has it"
+        what = f"there is no one {name} among dims {dim}: {sizes}"
         raise WhatIfError(
-            f"there is no one {what} among dims {dim}: {sizes}", where=where, remedy="ask another question"
+            what, where=f"conf/model/{config.choices['model']}.yaml: batch", remedy="ask another question"
         )
     return next(iter(found.values()))
 
@@ -114,11 +226,10 @@ def _has(spec: TensorSpec, dim: int) -> bool:
 
 
 def _with_dim(config: Config, dim: int, size: int) -> Config:
-    def resized(spec: TensorSpec) -> TensorSpec:
-        shape = [size if at == dim and _has(spec, dim) else old for at, old in enumerate(spec.shape)]
-        return replace(spec, shape=shape)
-
-    specs = {name: resized(spec) for name, spec in config.model.batch.items()}
+    specs = dict(config.model.batch)
+    for name, spec in specs.items():
+        if _has(spec, dim):
+            specs[name] = replace(spec, shape=[size if at == dim else old for at, old in enumerate(spec.shape)])
     module = _room_for(config.model.module, size) if dim == 1 else config.model.module
     return replace(config, model=replace(config.model, batch=specs, module=module))
 
@@ -133,111 +244,7 @@ def _room_for(arguments: Any, size: int) -> Any:
     }
 
 
-# ---- devices
-
-
-def devices(asking: Asking, most: int | None) -> Answer:
-    """The fewest: first of one host, then whole hosts."""
-    cluster = asking.config.cluster
-    host = max(cluster.host_sizes)
-    limit = most or max(sum(cluster.host_sizes), 8 * host)
-    counts = [n for n in _counts(asking.config, host, limit) if n >= _floor(asking)]
-    tried: dict[int, Outcome] = {}
-
-    def fits(count: int) -> bool:
-        tried[count] = asking.plan(_on(asking.config, count, host), f"{count} devices")
-        return tried[count].fits
-
-    edge = fewest(counts, fits)
-    samples = _samples(asking.config)
-    rows = tuple({"devices": count, **_row(found, samples)} for count, found in tried.items())
-    said = f"{edge.fits} devices are the fewest that fit" if edge.fits else f"up to {limit} devices do not fit (--most)"
-    return Answer("devices", PLANNER, asking.about(), said, rows, {"fits": edge.fits, "fails": edge.fails})
-
-
-def _counts(config: Config, host: int, limit: int) -> Iterator[int]:
-    """What a measured cluster has, or what is described: more hosts only where their network is."""
-    yield from range(1, min(host, limit) + 1)
-    described = config.cluster.source is not ClusterSource.probe
-    if described and config.cluster.preset.network_gbytes_per_s is not None:
-        yield from range(2 * host, limit + 1, host)
-
-
-def _on(config: Config, count: int, host: int) -> Config:
-    nodes = max(1, count // host)
-    return replace(config, cluster=replace(config.cluster, devices=count // nodes, nodes=nodes, per_host=None))
-
-
-def _floor(asking: Asking) -> int:
-    """Devices that hold values and gradients alone, each in one piece: fewer cannot do."""
-    config = asking.config
-    budget = config.solve.memory_budget_gb or config.cluster.memory_gb
-    graph: OpGraph = asking.planner.made("graph", config).body
-    half = config.model.precision.value == "bf16"
-    kept = sum(value.type.nbytes for value in graph.of_role(Role.PARAMETER)) * (1 if half else 2)
-    return 1 if budget is None else ceil(kept / (budget * 1e9))
-
-
-# ---- budget
-
-
-def budget(asking: Asking) -> Answer:
-    """Where the plan changes as the budget falls from what the fastest plan needs to the least that fits.
-
-    Guessed along the frontier of one solve, by choosing recompute for each budget anew; then planned on both sides of
-    every guess, and between two sides that differ until they are neighbours.
-    """
-    config, planner = with_budget(asking.config, None), asking.planner
-    frontier = planner.frontier(config)
-    fastest = asking.plan(config, "all of the memory", of_any=True)
-    if fastest.plan is None:
-        assert fastest.error is not None
-        raise fastest.error
-
-    @cache
-    def planned(nbytes: int) -> Outcome:
-        return asking.plan(with_budget(config, nbytes), f"{nbytes / 1e9:.4g} GB")
-
-    def along(nbytes: int) -> Plan | None:
-        return planner.plan(config, {"frontier": replace(frontier, budget_bytes=nbytes)}).plan
-
-    top = fastest.plan.prediction.peak_bytes
-    bottom = _least(top, lambda nbytes: along(nbytes) is not None, lambda nbytes: planned(nbytes).fits)
-    assert bottom.fits is not None and bottom.fails is not None
-    guessed = changes(_grid(bottom.fits, top, frontier), NEAR, lambda nbytes: signature(along(nbytes)))
-    known = [bottom.fits, *(side for pair in guessed for side in pair), top]
-    found = changes(known, NEAR, lambda nbytes: signature(planned(nbytes).plan))
-    samples = _samples(config)
-    first = {"from_gb": bottom.fits / 1e9, **_row(planned(bottom.fits), samples)}
-    rows = (first, *({"from_gb": high / 1e9, **_row(planned(high), samples)} for _, high in found))
-    said = (
-        f"{bottom.fits / 1e9:.4g} GB is the least that fits, to 1%; the plan changes at {len(found)} budgets above it,"
-        f" and from {top / 1e9:.4g} GB on it is the fastest"
-    )
-    return Answer(
-        "budget", PLANNER, f"{config.choices['model']} on {config.choices['cluster']}", said, rows,
-        {
-            "least_gb": bottom.fits / 1e9,
-            "too_small_gb": bottom.fails / 1e9,
-            "changes": [{"below_gb": low / 1e9, "from_gb": high / 1e9} for low, high in found],
-            "enough_gb": top / 1e9,
-        },
-    )  # fmt: skip
-
-
-def _least(top: int, along: Callable[[int], bool], planned: Callable[[int], bool]) -> Edge:
-    """Where the frontier of one solve puts it, if planning agrees on both sides; else planned step by step."""
-    edge = least(0, top, NEAR, along)
-    assert edge.fits is not None and edge.fails is not None
-    if planned(edge.fits) and not planned(edge.fails):
-        return edge
-    return least(0, top, NEAR, planned)
-
-
-def _grid(low: int, high: int, frontier: Frontier) -> list[int]:
-    ratio = high / low
-    even = [round(low * ratio ** (n / GRID)) for n in range(GRID)]
-    return [*even, high, *(point.peak_bytes for point in frontier.points if low < point.peak_bytes < high)]
+# ---- plans in words
 
 
 def signature(plan: Plan | None) -> str:
@@ -251,63 +258,6 @@ def signature(plan: Plan | None) -> str:
     return json.dumps([plan.schedule, plan.micro_batches, plan.slices, parts], sort_keys=True)
 
 
-# ---- links and clusters
-
-
-def link(asking: Asking, factors: Sequence[Slower]) -> Answer:
-    """Each factor beside the links as they are: with the same layouts, and planned anew."""
-    config, planner = asking.config, asking.planner
-    cluster, samples = planner.cluster(config), _samples(config)
-    now = asking.plan(config, "links as they are", of_any=True)
-    if now.plan is None:
-        assert now.error is not None
-        raise now.error
-    rows: list[Row] = [{"links": "as they are", "same_layouts_ms": _ms(now.plan), **_row(now, samples)}]
-    for factor in factors:
-        changed = {"cluster": slower(cluster, factor)}
-        again = planner.plan(config, changed)
-        same = planner.plan(config, changed | {"frontier": _only(planner.frontier(config), now.plan, factor)})
-        asking.log.info("%s: %s", factor, again.refused or f"{_ms(again.plan):.2f} ms")
-        rows.append({"links": str(factor), "same_layouts_ms": _ms(same.plan), **_row(again, samples)})
-    last = rows[-1]
-    takes = f"a step takes {shown(last['step_ms'])} ms" if last["step_ms"] is not None else "there is no plan"
-    said = f"with {last['links']} {takes} instead of {shown(rows[0]['step_ms'])} ms"
-    return Answer("link", PLANNER, asking.about(), said, tuple(rows), {"now_ms": rows[0]["step_ms"]})
-
-
-def _only(frontier: Frontier, plan: Plan, factor: Slower) -> Frontier:
-    """With the layouts of the plan alone, none where it is a pipeline, and its meshes over the slower links."""
-    points = () if plan.pipelined else tuple(p for p in frontier.points if p.sharding == plan.sharding)
-    meshes = tuple(slower(mesh, factor) for mesh in frontier.meshes)
-    return replace(frontier, points=points, pieces=(), meshes=meshes)
-
-
-def clusters(asking: Asking, names: Sequence[str]) -> Answer:
-    known = listing(asking.root, "cluster")
-    wrong = next((name for name in names if name not in known), None)
-    if wrong is not None:
-        raise WhatIfError(f"there is no cluster '{wrong}'", remedy=f"choose from: {', '.join(known)}")
-    samples = _samples(asking.config)
-    asking.planner.made("graph", asking.config)  # a model that cannot be traced is told once, not for each cluster
-    rows: list[Row] = []
-    for name in names:
-        config = replace(
-            asking.config,
-            cluster=load_part(asking.root, "cluster", name),
-            root=replace(asking.config.root, cluster=name),
-        )
-        found = asking.plan(config, name)
-        rows.append({"cluster": name, "devices": sum(config.cluster.host_sizes), **_row(found, samples)})
-    fitting = [row for row in rows if row["step_ms"] is not None]
-    best = min(fitting, key=lambda row: row["step_ms"], default=None)
-    said = f"{best['cluster']} is the fastest, {shown(best['step_ms'])} ms a step" if best else "it fits none of them"
-    about = f"{asking.config.choices['model']}"
-    return Answer("clusters", PLANNER, about, said, tuple(rows), {"fastest": best["cluster"] if best else None})
-
-
-# ---- the rows
-
-
 def _samples(config: Config) -> int:
     """Of a step."""
     first = next(iter(config.model.batch.values())).shape[0]
@@ -318,17 +268,17 @@ def _ms(plan: Plan | None) -> float | None:
     return plan.prediction.step_seconds * 1e3 if plan else None
 
 
-def _row(found: Outcome, samples: int) -> Row:
+def _row(found: PlanOutcome, samples: int) -> Row:
     plan = found.plan
     return {
         "step_ms": _ms(plan),
         "samples_per_s": samples / plan.prediction.step_seconds if plan else None,
         "peak_gb": plan.prediction.peak_bytes / 1e9 if plan else None,
-        "plan": plan_words(plan) if plan else found.refused,
+        "plan": _plan_words(plan) if plan else found.refused,
     }
 
 
-def plan_words(plan: Plan) -> str:
+def _plan_words(plan: Plan) -> str:
     """`d0=2 x d1=2, 3 of 12 parameters split, 4 with ZeRO, 2 recompute regions`"""
     shardings = [part.sharding for part in plan.partitions]
     names = {name for sharding in shardings for name in sharding.storage}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,18 @@ from pipeline.base.instantiate import add_code_path
 from pipeline.base.log import Log
 from pipeline.base.stage import STAGES, Inputs, Result
 from pipeline.config import Config, Tracking
-from pipeline.ir.cluster import Cluster
+from pipeline.ir.cluster import Cluster, Group, LinkCost
 from pipeline.ir.plan import Frontier, Plan
 from pipeline.tracking.tracker import Tracker
 from pipeline.user.own_ops import know_own_ops
+from stages.whatif.answer import SlowerLinks
 
 Run = Callable[[Inputs, Config], Result]
 RunOf = Callable[[str], Run]  # by name of the stage
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlanOutcome:
     """A plan, or why there is none."""
 
     plan: Plan | None
@@ -48,14 +49,14 @@ class Planner:
         self._made: dict[tuple[str, ...], Artifact | ShardwrightError] = {}
         self._tracker = Tracker(scratch, Tracking(enabled=False), log, execution="whatif")
 
-    def plan(self, config: Config, changed: Mapping[str, Any] | None = None) -> Outcome:
+    def plan(self, config: Config, changed: Mapping[str, Any] | None = None) -> PlanOutcome:
         """`changed` holds bodies to take in place of what the stages make, by kind of artifact."""
         try:
-            return Outcome(self.made("plan", config, changed).body, "")
+            return PlanOutcome(self.made("plan", config, changed).body, "")
         except ConfigError:
             raise
         except ShardwrightError as error:
-            return Outcome(None, error.what, error)
+            return PlanOutcome(None, error.what, error)
 
     def made(self, kind: str, config: Config, changed: Mapping[str, Any] | None = None) -> Artifact:
         """The artifact of a kind as the stages make it."""
@@ -66,24 +67,20 @@ class Planner:
         reads = {above: self.made(above, config, changed) for above in stage.reads}
         key = (stage.name, *settings.values(), *(artifact.digest for artifact in reads.values()))
         if key not in self._made:
-            self._made[key] = self._run(stage.name, kind, config, reads, settings)
+            try:
+                found = self._measured(settings) if kind == "cluster" else None
+                if found is None:
+                    add_code_path(self.root, config.code)
+                    know_own_ops(config, reads["graph"].body if "graph" in reads else None)
+                    result = self.run_of(stage.name)(Inputs(self.scratch, reads, self.log, self._tracker), config)
+                    found = artifacts.make(kind, result.body, reads.values(), settings)
+                self._made[key] = found
+            except ShardwrightError as error:
+                self._made[key] = error
         made = self._made[key]
         if isinstance(made, ShardwrightError):
             raise made
         return made
-
-    def _run(
-        self, stage: str, kind: str, config: Config, reads: dict[str, Artifact], settings: Mapping[str, str]
-    ) -> Artifact | ShardwrightError:
-        if kind == "cluster" and (measured := self._measured(settings)):
-            return measured
-        add_code_path(self.root, config.code)
-        try:
-            know_own_ops(config, reads["graph"].body if "graph" in reads else None)
-            result = self.run_of(stage)(Inputs(self.scratch, reads, self.log, self._tracker), config)
-        except ShardwrightError as error:
-            return error
-        return artifacts.make(kind, result.body, reads.values(), settings)
 
     def _measured(self, settings: Mapping[str, str]) -> Artifact | None:
         """The cluster under runs/, where it was made with these settings."""
@@ -92,8 +89,6 @@ class Planner:
         except ArtifactError:
             return None
         return found if found.config == dict(settings) else None
-
-    # ------------------------------------------------------------------------------------------------ what was made
 
     def cluster(self, config: Config) -> Cluster:
         body: Cluster = self.made("cluster", config).body
@@ -119,3 +114,28 @@ def planning(root: Path, run_of: RunOf, log: Log) -> Iterator[Planner]:
 def with_budget(config: Config, nbytes: int | None) -> Config:
     gigabytes = None if nbytes is None else nbytes / 1e9
     return replace(config, solve=replace(config.solve, memory_budget_gb=gigabytes))
+
+
+def slower(value: Any, factor: SlowerLinks) -> Any:
+    """A cluster, a mesh or a part of them, with every link inside scaled, wherever it stands.
+
+    Of measured points the first counts as latency, what comes on top of it as bytes on the way.
+    """
+    if isinstance(value, LinkCost):
+        start = value.points[0][1] if value.points else 0.0
+        points = tuple((n, start * factor.latency + (s - start) / factor.bandwidth) for n, s in value.points)
+        return LinkCost(value.latency * factor.latency, value.bandwidth * factor.bandwidth, points)
+    if isinstance(value, Group):
+        value = replace(
+            value,
+            bandwidth=value.bandwidth * factor.bandwidth,
+            latency=value.latency * factor.latency,
+            uplink=None if value.uplink is None else value.uplink * factor.bandwidth,
+        )
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{own.name: slower(getattr(value, own.name), factor) for own in fields(value)})
+    if isinstance(value, tuple):
+        return tuple(slower(item, factor) for item in value)
+    if isinstance(value, dict):
+        return {name: slower(item, factor) for name, item in value.items()}
+    return value

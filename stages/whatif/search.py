@@ -13,14 +13,14 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True)
-class Edge:
+class FitLimit:
     """The last value that fits and the next that does not; None where the search met no such value."""
 
     fits: int | None
     fails: int | None
 
 
-def largest(start: int, step: int, most: int, fits: Callable[[int], bool]) -> Edge:
+def largest(start: int, step: int, most: int, fits: Callable[[int], bool]) -> FitLimit:
     """Of the multiples of `step` up to `most`: from `start` doubled until one does not fit, then halved between."""
     tried = cache(fits)
     top = max(1, most // step)
@@ -34,25 +34,25 @@ def largest(start: int, step: int, most: int, fits: Callable[[int], bool]) -> Ed
     while high is not None and high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if tried(middle * step) else (low, middle)
-    return Edge(low * step or None, None if high is None else high * step)
+    return FitLimit(low * step or None, None if high is None else high * step)
 
 
-def fewest(candidates: Iterable[int], fits: Callable[[int], bool]) -> Edge:
+def fewest(candidates: Iterable[int], fits: Callable[[int], bool]) -> FitLimit:
     """The first of ascending candidates that fits, and the one before it."""
     before = None
     for count in candidates:
         if fits(count):
-            return Edge(count, before)
+            return FitLimit(count, before)
         before = count
-    return Edge(None, before)
+    return FitLimit(None, before)
 
 
-def least(low: int, high: int, near: float, fits: Callable[[int], bool]) -> Edge:
+def least(low: int, high: int, near: float, fits: Callable[[int], bool]) -> FitLimit:
     """Between `low`, which does not fit, and `high`, which does: halved until they differ by the part `near`."""
     while high - low > max(1, near * high):
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    return Edge(high, low)
+    return FitLimit(high, low)
 
 
 def changes(points: Sequence[int], near: float, at: Callable[[int], Hashable]) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ import yaml
 from pipeline.base.artifacts import KINDS
 from pipeline.base.stage import STAGES as SPECS
 from pipeline.config import try_settings
-from stages.sweep.points import points_of
+from stages.sweep.run import points_of
 from tests.flow.conftest import Maker
 from tests.flow.project import STAGES, TINY, Done, Project
 

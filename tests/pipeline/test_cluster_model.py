@@ -12,31 +12,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.calibrate import FITTED, MeasuredStep, calibrated, with_shares
 from pipeline.base.errors import ClusterError
-from pipeline.cluster_model import (
-    KNOWN,
-    Attention,
-    Layout,
-    LayoutError,
-    Machine,
-    Reached,
-    Recompute,
-    Schedule,
-    Transformer,
-    Wanted,
-    machine_of,
-    price,
-    search,
-)
-from pipeline.cluster_model.calibrate import FITTED, Measured, calibrated, with_shares
-from pipeline.cluster_model.layout import stage_layers, why_not
+from pipeline.cluster_model.machine import Efficiency, Machine, machine_of
 from pipeline.cluster_model.memory import device_bytes, state_bytes
-from pipeline.cluster_model.search import candidates
-from pipeline.cluster_model.step import Stage, pipeline_seconds, stage_seconds
+from pipeline.cluster_model.search import Wanted, candidates, search
+from pipeline.cluster_model.step import MicroBatchSeconds, pipeline_seconds, price, stage_seconds
+from pipeline.cluster_model.transformer import (
+    KNOWN,
+    AttentionKernel,
+    LayoutError,
+    ParallelLayout,
+    PipelineSchedule,
+    RecomputeMode,
+    Transformer,
+    stage_layers,
+    why_not,
+)
 from pipeline.config import listing, load_part
 
 ROOT = Path(__file__).resolve().parents[2]
-REACHED = Reached(0.8, 0.4, 0.7, 10e-6, 0.75, 0.8, 30e-6)
+REACHED = Efficiency(0.8, 0.4, 0.7, 10e-6, 0.75, 0.8, 30e-6)
 SMALL = Transformer(hidden=1024, layers=24, heads=16, sequence=1024, vocabulary=51200, batch=256)
 
 
@@ -47,16 +43,16 @@ def machine(hosts: int = 8, **figures: float) -> Machine:
 
 POWERS = st.sampled_from([1, 2, 4, 8])
 LAYOUTS = st.builds(
-    Layout,
+    ParallelLayout,
     dp=POWERS,
     tp=POWERS,
     pp=st.sampled_from([1, 2, 3, 4, 8]),
     micro_batch=st.sampled_from([1, 2, 4]),
     batch=st.just(256),
-    recompute=st.sampled_from(Recompute),
+    recompute=st.sampled_from(RecomputeMode),
     zero=st.integers(0, 3),
     sequence_parallel=st.booleans(),
-    attention=st.sampled_from(Attention),
+    attention=st.sampled_from(AttentionKernel),
 )
 
 
@@ -80,7 +76,7 @@ def test_known_models_have_the_size_of_their_name(name, billions):
 
 def test_every_known_model_divides():
     for model in KNOWN.values():
-        assert why_not(model, Layout(1, 1, 1, 1, model.batch)) is None and model.heads % model.keys == 0
+        assert why_not(model, ParallelLayout(1, 1, 1, 1, model.batch)) is None and model.heads % model.keys == 0
 
 
 def test_flops_are_those_that_megatron_counts():
@@ -88,7 +84,7 @@ def test_flops_are_those_that_megatron_counts():
     model = KNOWN["gpt_39b"]
     s, h, layers, words = model.sequence, model.hidden, model.layers, model.vocabulary
     assert model.sample_flops == pytest.approx(72 * s * layers * h**2 * (1 + s / (6 * h) + words / (12 * layers * h)))
-    layout = Layout(8, 8, 2, 4, 1536, recompute=Recompute.full)
+    layout = ParallelLayout(8, 8, 2, 4, 1536, recompute=RecomputeMode.full)
     counted = 96 * s * layers * h**2 * (1 + s / (6 * h) + words / (16 * layers * h))
     priced = price(model, layout, machine(16))
     assert priced.flops * priced.seconds * 128 == pytest.approx(1536 * counted)
@@ -133,7 +129,7 @@ def test_every_described_cluster_has_a_price():
         cluster = load_part(ROOT, "cluster", name)
         if cluster.source.value != "probe" and not cluster.per_host:
             own = machine_of(cluster, name)
-            priced = price(SMALL, Layout(own.devices, 1, 1, 1, 256 * own.devices), own)
+            priced = price(SMALL, ParallelLayout(own.devices, 1, 1, 1, 256 * own.devices), own)
             assert 0 < priced.mfu < 1, name
 
 
@@ -149,17 +145,17 @@ def test_cards_of_one_kind_reach_the_same():
 @given(st.integers(1, 16), st.integers(1, 64), st.integers(1, 4))
 def test_the_bubble_of_equal_stages(stages, micro_batches, chunks):
     """(p - 1) / m of the busy time, over the chunks of each stage."""
-    schedule = Schedule.interleaved if chunks > 1 else Schedule.one_f_one_b
-    layout = Layout(1, 1, stages, 1, micro_batches, schedule=schedule, chunks=chunks)
-    busy, idle = pipeline_seconds((Stage(1.0, 2.0, 0.5, 0.25),) * stages, layout)
+    schedule = PipelineSchedule.interleaved if chunks > 1 else PipelineSchedule.one_f_one_b
+    layout = ParallelLayout(1, 1, stages, 1, micro_batches, schedule=schedule, chunks=chunks)
+    busy, idle = pipeline_seconds((MicroBatchSeconds(1.0, 2.0, 0.5, 0.25),) * stages, layout)
     assert busy == pytest.approx(micro_batches * 3.75)
     assert idle / busy == pytest.approx((stages - 1) / micro_batches / chunks)
 
 
 def test_gpipe_computes_again_while_it_waits():
-    stages = (Stage(1.0, 2.0, 1.0, 0.0),) * 4
-    one = sum(pipeline_seconds(stages, Layout(1, 1, 4, 1, 8)))
-    gpipe = sum(pipeline_seconds(stages, Layout(1, 1, 4, 1, 8, schedule=Schedule.gpipe)))
+    stages = (MicroBatchSeconds(1.0, 2.0, 1.0, 0.0),) * 4
+    one = sum(pipeline_seconds(stages, ParallelLayout(1, 1, 4, 1, 8)))
+    gpipe = sum(pipeline_seconds(stages, ParallelLayout(1, 1, 4, 1, 8, schedule=PipelineSchedule.gpipe)))
     assert (one, gpipe) == (11 * 4.0, 8 * 4.0 + 3 * 3.0)
 
 
@@ -195,35 +191,35 @@ def test_twice_the_replicas_are_never_slower_where_links_cost_nothing(layout):
 @settings(deadline=None)
 def test_more_recompute_is_slower_and_smaller(layout):
     if why_not(SMALL, layout) is None:
-        found = [price(SMALL, replace(layout, recompute=way), machine()) for way in Recompute]
+        found = [price(SMALL, replace(layout, recompute=way), machine()) for way in RecomputeMode]
         assert found[0].seconds <= found[1].seconds < found[2].seconds
         none, selective = found[0].memory_bytes, found[1].memory_bytes
         assert selective <= none
 
 
 def test_the_last_stage_has_the_loss_and_uneven_layers_lie_in_the_middle():
-    layout = Layout(1, 1, 4, 1, 8)
+    layout = ParallelLayout(1, 1, 4, 1, 8)
     stages = stage_seconds(SMALL, layout, machine())
     assert stages[-1].total > stages[0].total > stages[1].total == pytest.approx(stages[2].total)
     assert stage_layers(replace(SMALL, layers=26), layout) == (6, 7, 7, 6)
 
 
 def test_rows_that_are_not_aligned_are_slower():
-    layout = Layout(1, 1, 1, 4, 256)
+    layout = ParallelLayout(1, 1, 1, 4, 256)
     odd, even = (price(replace(SMALL, vocabulary=words), layout, machine()).seconds for words in (51199, 51200))
     assert odd > 1.1 * even
 
 
 def test_the_bubble_is_a_share_of_the_step():
-    layout = Layout(1, 1, 4, 1, 8)
+    layout = ParallelLayout(1, 1, 4, 1, 8)
     _, idle = pipeline_seconds(stage_seconds(SMALL, layout, machine()), layout)
     priced = price(SMALL, layout, machine())
     assert priced.bubble == pytest.approx(idle / priced.seconds)
 
 
 def test_interleaving_shortens_the_bubble_and_sends_more():
-    plain = Layout(1, 1, 4, 1, 256)
-    woven = replace(plain, schedule=Schedule.interleaved, chunks=3)
+    plain = ParallelLayout(1, 1, 4, 1, 256)
+    woven = replace(plain, schedule=PipelineSchedule.interleaved, chunks=3)
     one, other = (price(SMALL, layout, machine()) for layout in (plain, woven))
     assert other.bubble * other.seconds == pytest.approx(one.bubble * one.seconds / 3, rel=0.1)
     assert other.communication > one.communication
@@ -236,14 +232,14 @@ def test_interleaving_shortens_the_bubble_and_sends_more():
         ({"pp": 32}, "pp=32 is more than layers=24"),
         ({"micro_batch": 3}, "micro_batch=3 does not divide batch=256"),
         ({"chunks": 2}, "schedule=1f1b with chunks=2"),
-        ({"chunks": 2, "schedule": Schedule.interleaved}, "pp of at least 2"),
-        ({"chunks": 5, "schedule": Schedule.interleaved, "pp": 2}, "chunks=5 does not divide layers=24"),
-        ({"chunks": 2, "schedule": Schedule.interleaved, "pp": 3}, "multiple of pp=3"),
+        ({"chunks": 2, "schedule": PipelineSchedule.interleaved}, "pp of at least 2"),
+        ({"chunks": 5, "schedule": PipelineSchedule.interleaved, "pp": 2}, "chunks=5 does not divide layers=24"),
+        ({"chunks": 2, "schedule": PipelineSchedule.interleaved, "pp": 3}, "multiple of pp=3"),
     ],
 )
 def test_what_does_not_divide_is_named(changes, what):
     with pytest.raises(LayoutError, match=what):
-        price(SMALL, replace(Layout(1, 1, 1, 1, 256), **changes), machine())
+        price(SMALL, replace(ParallelLayout(1, 1, 1, 1, 256), **changes), machine())
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
@@ -261,13 +257,13 @@ def test_memory_falls_with_tp_pp_and_zero(layout):
 
 
 def test_bytes_of_a_parameter():
-    of = [state_bytes(1.0, Layout(4, 1, 1, 1, 4, zero=zero)) for zero in range(4)]
+    of = [state_bytes(1.0, ParallelLayout(4, 1, 1, 1, 4, zero=zero)) for zero in range(4)]
     assert of == [16.0, 7.0, 5.5, 4.0]
 
 
 def test_activations_are_those_of_a_known_formula():
     """Korthikanti et al.: s b h (10 + 24 / t + 5 a s / h t) for each layer, with everything kept."""
-    plain = Layout(1, 4, 1, 2, 256, attention=Attention.plain)
+    plain = ParallelLayout(1, 4, 1, 2, 256, attention=AttentionKernel.plain)
     s, b, h, a = SMALL.sequence, 2, SMALL.hidden, SMALL.heads
     more = device_bytes(replace(SMALL, layers=25), plain) - device_bytes(SMALL, plain)
     kept = s * b * h * (10 + 24 / 4 + 5 * a * s / h / 4)
@@ -275,8 +271,8 @@ def test_activations_are_those_of_a_known_formula():
 
 
 def test_gpipe_holds_every_micro_batch():
-    one = Layout(1, 1, 4, 1, 64)
-    assert device_bytes(SMALL, replace(one, schedule=Schedule.gpipe)) > 2 * device_bytes(SMALL, one)
+    one = ParallelLayout(1, 1, 4, 1, 64)
+    assert device_bytes(SMALL, replace(one, schedule=PipelineSchedule.gpipe)) > 2 * device_bytes(SMALL, one)
 
 
 # -------------------------------------------------------------------------------------------------------------- search
@@ -285,9 +281,12 @@ def test_gpipe_holds_every_micro_batch():
 @pytest.mark.parametrize("gigabytes", [8, 12, 20, 80])
 def test_the_search_finds_the_fastest_that_fits(gigabytes):
     own = machine(1, memory_bytes=round(gigabytes * 1e9))
-    best, priced = search(SMALL, own, 64, Wanted(attention=tuple(Attention)))[0]
+    best, priced = search(SMALL, own, 64, Wanted(attention=tuple(AttentionKernel)))[0]
     everything = Wanted(
-        recompute=tuple(Recompute), zero=(0, 1, 2, 3), sequence_parallel=(False, True), attention=tuple(Attention)
+        recompute=tuple(RecomputeMode),
+        zero=(0, 1, 2, 3),
+        sequence_parallel=(False, True),
+        attention=tuple(AttentionKernel),
     )
     all_of_them = [price(SMALL, layout, own) for layout in candidates(SMALL, own, 64, everything)]
     assert priced.seconds == min(each.seconds for each in all_of_them if each.fits)
@@ -323,9 +322,9 @@ def test_calibration_recovers_the_shares_that_made_the_steps():
             for micro in (1, 4, 16):
                 for words in (50257, 51200):
                     model = Transformer(hidden, 12, 16, 1024, words)
-                    layout = Layout(8 // tp, tp, 1, micro, 512, attention=Attention.plain)
+                    layout = ParallelLayout(8 // tp, tp, 1, micro, 512, attention=AttentionKernel.plain)
                     seconds = price(model, layout, true).seconds * draw.uniform(0.98, 1.02)
-                    steps.append(Measured(model, layout, seconds))
+                    steps.append(MeasuredStep(model, layout, seconds))
     found = calibrated(steps, machine(1))
     errors = [abs(price(step.model, step.layout, found).seconds / step.seconds - 1) for step in steps]
     assert sum(errors) / len(errors) < 0.02

@@ -21,9 +21,8 @@ from pipeline.sharding.slices import fits, sliced
 from stages.__main__ import main
 from stages.checkpoint.choose import choose, evaluate
 from stages.checkpoint.unpipelined import find_alone
-from stages.report.priced import priced_partitions
-from stages.report.seconds import seconds_of
-from stages.report.sources import Sources
+from stages.report.facts import seconds_of
+from stages.report.priced import Sources, priced_partitions
 from tests.flow.plain_loop import main as plain_loop
 from tests.flow.project import TINY
 from tests.graphs import GRAPHS, frontier_of, preset, profile_of

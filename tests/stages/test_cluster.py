@@ -31,11 +31,10 @@ from stages.cluster.fit import (
     link_beyond,
     reduce_times,
 )
-from stages.cluster.formulas import FASTEST, Link, group_links
 from stages.cluster.measure import OWN_LINKS, beside_arithmetic, make_cluster, measure
-from stages.cluster.rounds import crossing_pairs, pair_rounds
+from stages.cluster.meshes import FASTEST, LinkRates, group_links
+from stages.cluster.rounds import crossing_pairs, ends_first, farthest, pair_rounds
 from stages.cluster.run import figures, from_preset
-from stages.cluster.sizes import ends_first, farthest
 from stages.cluster.timing import Clock
 from stages.cluster.topology import fill_gaps
 from tests.graphs import SILENT
@@ -295,7 +294,7 @@ def test_a_wire_that_is_shared_is_seen_on_a_busy_machine(monkeypatch, shared):
 
 
 def test_an_axis_of_one_rank_costs_nothing():
-    for links in (fit_links({}), group_links(1, Link.alike(1.0, 1.0))):
+    for links in (fit_links({}), group_links(1, LinkRates.alike(1.0, 1.0))):
         assert set(links) >= set(COLLECTIVES)
         assert all((link.latency, link.bandwidth) == (0.0, FASTEST) for link in links.values())
 
@@ -303,7 +302,7 @@ def test_an_axis_of_one_rank_costs_nothing():
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_ring_links(size):
     latency, bandwidth, nbytes = 1e-5, 1e9, 1e6
-    links = group_links(size, Link.alike(latency, bandwidth))
+    links = group_links(size, LinkRates.alike(latency, bandwidth))
     step = latency + nbytes / size / bandwidth  # one message of the ring: a piece of the tensor
     assert set(links) == {*COLLECTIVES, SEND}
     assert links["all_reduce"].seconds(nbytes) == pytest.approx(2 * (size - 1) * step)
@@ -315,7 +314,7 @@ def test_ring_links(size):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8, 64, 100])
 def test_small_tensors_are_summed_in_a_tree(size):
-    link = group_links(size, Link.alike(1e-5, 1e9))["all_reduce"]
+    link = group_links(size, LinkRates.alike(1e-5, 1e9))["all_reduce"]
     tree = 2 * math.ceil(math.log2(size)) * 1e-5
     for nbytes in (0, 1e3, 1e4, 1e5, 1e6, 1e9):
         ring = 2 * (size - 1) * (1e-5 + nbytes / size / 1e9)
@@ -350,7 +349,7 @@ def test_a_preset():
     assert cluster.memory_bytes == 4_000_000_000
     assert cluster.compute.matmul.at(1e9) == 50e9 and cluster.compute.memory_rate == 10e9
     assert cluster.compute.launch == pytest.approx(10e-6)
-    assert cluster.axes[0].links == group_links(4, Link.alike(50e-6, 2e9))
+    assert cluster.axes[0].links == group_links(4, LinkRates.alike(50e-6, 2e9))
     assert figures(cluster)["matmul_gflops"] == 50
     assert decode(type(cluster), encode(cluster)) == cluster
 

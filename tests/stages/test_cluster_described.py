@@ -20,7 +20,7 @@ from pipeline.ir.plan import Sharding, Strategy
 from pipeline.sharding.paths import Paths
 from stages.__main__ import main
 from stages.cluster.described import describe_compute, from_preset, simulate
-from stages.cluster.formulas import Link, group_links
+from stages.cluster.meshes import LinkRates, group_links
 from stages.cluster.picture import draw
 from stages.cluster.run import run
 from stages.cluster.topology import partition_of
@@ -91,10 +91,12 @@ def test_hosts_on_a_network():
     assert (group.kind, group.bandwidth, group.uplink) == ("cluster", 10e9, 20e9)
     assert [(m.kind, m.bandwidth, m.latency) for m in group.members] == [("host", 100e9, 3e-6)] * 3
     by_hosts = next(mesh for mesh in cluster.meshes if mesh.sizes == (3, 4))
-    assert by_hosts.axes[0].links == group_links(3, Link.alike(15e-6, 20e9 / 4))  # four groups share the host's cards
-    assert by_hosts.axes[1].links == group_links(4, Link.alike(3e-6, 100e9))
+    assert by_hosts.axes[0].links == group_links(
+        3, LinkRates.alike(15e-6, 20e9 / 4)
+    )  # four groups share the host's cards
+    assert by_hosts.axes[1].links == group_links(4, LinkRates.alike(3e-6, 100e9))
     out = 20e9 / 4 * 11 / 8  # of each device, of whose 11 messages 8 leave the host
-    assert cluster.axes[0].links == group_links(12, Link(15e-6, around=20e9, one=10e9, each=out))
+    assert cluster.axes[0].links == group_links(12, LinkRates(15e-6, around=20e9, one=10e9, each=out))
 
 
 def test_each_candidate_mesh_prices_conversions_and_steps(project):
@@ -141,7 +143,7 @@ def test_groups_that_cross_a_host_at_once_share_its_uplink():
     by_shape = {mesh.sizes: mesh.axes for mesh in cluster.mesh_candidates()}
     for sizes, crowd in (((4, 8), 8), ((8, 4), 4), ((16, 2), 2), ((32,), 1), ((4, 2, 4), 8), ((2, 16), 8)):
         assert by_shape[sizes][0].links[SEND].bandwidth == 10e9 / crowd, sizes
-    assert by_shape[4, 8][0].links == group_links(4, Link.alike(15e-6, 10e9 / 8))
+    assert by_shape[4, 8][0].links == group_links(4, LinkRates.alike(15e-6, 10e9 / 8))
     # all-to-all over all devices: of the 31 messages of each device 24 leave the host, through an eighth of its card
     out = by_shape[32,][0].links["all_to_all"]
     assert out.seconds(1e9) - out.latency == pytest.approx(24 * 1e9 / 32**2 / (10e9 / 8))

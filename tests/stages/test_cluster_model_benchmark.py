@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks import cluster_model as benchmark
 from benchmarks.published import GPIPE, MEGATRON, TORCHGPIPE, predicted_speed, relative_errors
-from pipeline.cluster_model import Recompute, price
+from pipeline.cluster_model.step import price
+from pipeline.cluster_model.transformer import RecomputeMode
 
 
 def write(path: Path, rows: list[dict[str, float]]) -> Path:
@@ -71,12 +72,12 @@ def test_a_file_of_several_nodes_is_predicted_as_the_preset_stands(tmp_path, cap
     assert status == 0 and found["rows"] == 30 and 0.02 < found["mean_error"] < 0.1
 
 
-@pytest.mark.parametrize("way", [Recompute.none, Recompute.full])
+@pytest.mark.parametrize("way", [RecomputeMode.none, RecomputeMode.full])
 def test_some_rows_tell_whether_the_steps_recompute(way, tmp_path):
     node = benchmark.machine(1, benchmark.NETWORK)
     steps = benchmark.measured_steps(made(64, 0.0, 20), False, way.value, None)
     steps = [replace(step, seconds=1.05 * price(step.model, step.layout, node).seconds) for step in steps]
-    unknown = [replace(step, layout=replace(step.layout, recompute=Recompute.full)) for step in steps]
+    unknown = [replace(step, layout=replace(step.layout, recompute=RecomputeMode.full)) for step in steps]
     found = benchmark.as_they_recompute(unknown, node)
     assert len(found) == 15 and {step.layout.recompute for step in found} == {way}
     assert benchmark.as_they_recompute(unknown[:3], node) == unknown[:3]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster_model import Wanted
+from pipeline.cluster_model.search import Wanted
 from pipeline.cluster_model.words import LAYOUT
 from stages.__main__ import main
 

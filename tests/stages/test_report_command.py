@@ -14,8 +14,8 @@ from pipeline.base import artifacts
 from pipeline.base.stage import Inputs, Result
 from pipeline.config import load_config
 from stages.__main__ import main
+from stages.report.priced import read_sources
 from stages.report.run import PAGE, page_after, with_page
-from stages.report.sources import read_sources
 from tests.graphs import SILENT
 from tests.report_sources import measured_of, sources_of
 

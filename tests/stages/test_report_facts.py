@@ -15,13 +15,11 @@ from pipeline.ir.plan import Event, Region
 from pipeline.ir.program import Convert
 from pipeline.ir.report import Compared
 from pipeline.sharding.partitions import busiest
-from stages.report.facts import facts_of
+from stages.report.facts import facts_of, seconds_of
 from stages.report.memory import kept_at
 from stages.report.model import folds_of
 from stages.report.page import page_of
-from stages.report.priced import class_of, priced_partitions
-from stages.report.seconds import seconds_of
-from stages.report.sources import Sources
+from stages.report.priced import Sources, class_of, priced_partitions
 from tests.report_sources import deep_sources, measured_of, piped_sources, sources_of
 
 NAMES = ("gpt", "mlp", "ladder")

@@ -18,10 +18,8 @@ from pipeline.tracking.point import ROOT, Point, current
 from stages.__main__ import main
 from stages.checkpoint.recompute import schedule
 from stages.sweep import experiments
-from stages.sweep.abandoned import COPIES, forget_killed, held
-from stages.sweep.experiments import _override, _reason, run_point
-from stages.sweep.points import points_of
-from stages.sweep.run import table
+from stages.sweep.experiments import COPIES, _override, _reason, experiment_flags, forget_killed, run_point, sweep_lock
+from stages.sweep.run import points_of, table
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -138,10 +136,10 @@ def test_what_a_killed_sweep_left_is_not_taken_for_running(tmp_path):
     strange, far = note(tmp_path, "strange-1"), note(tmp_path, "old-1", copy=elsewhere)
     (tmp_path / COPIES / "run/broken").mkdir()
     (tmp_path / COPIES / "run/broken/broken.run").write_text("{")
-    with held(sweeps / "killed"):
+    with sweep_lock(sweeps / "killed"):
         pass
     (sweeps / "old").mkdir()  # of a version that took no lock
-    with held(sweeps / "alive"):
+    with sweep_lock(sweeps / "alive"):
         assert forget_killed(tmp_path, sweeps) == ["killed-1", "killed-2", "old-1"]
         assert [runs(path) for path in (killed, early, ended, alive, strange, far)] == [False] * 3 + [True] * 2 + [
             False
@@ -178,10 +176,11 @@ def test_an_interrupted_point_ends_and_is_not_taken_for_running(project, monkeyp
     with (
         pytest.raises(Interrupted) as ended,
         interruptible(),
-        held(project / "runs/sweep/memory") as lock,
+        sweep_lock(project / "runs/sweep/memory") as lock,
     ):
-        run_point(project, "memory-1", (), "code", "solve", dict(os.environ), project / "said.txt", lock)
+        flags = experiment_flags(project, (), "code")
+        run_point(project, "memory-1", flags, "solve", dict(os.environ), project / "said.txt", lock)
     assert ended.value.status == 128 + sign
     assert "--name memory-1" in started.read_text() and not runs(left)
-    with held(project / "runs/sweep/memory"):  # nobody has it: the other process is gone
+    with sweep_lock(project / "runs/sweep/memory"):  # nobody has it: the other process is gone
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -13,14 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.base.artifacts import load
-from pipeline.cluster_model import KNOWN, LayoutError, machine_of, price, search
+from pipeline.cluster_model.machine import machine_of
+from pipeline.cluster_model.search import search
+from pipeline.cluster_model.step import price
+from pipeline.cluster_model.transformer import KNOWN, LayoutError
 from pipeline.config import load_part
 from pipeline.ir.cluster import Group, LinkCost
 from stages.__main__ import main
-from stages.whatif.answer import table
-from stages.whatif.links import Slower, slower
+from stages.whatif.answer import SlowerLinks, table
 from stages.whatif.planned import signature
-from stages.whatif.search import Edge, changes, fewest, largest, least
+from stages.whatif.planner import slower
+from stages.whatif.search import FitLimit, changes, fewest, largest, least
 from tests.flow.project import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,12 +49,12 @@ def test_the_largest_is_found_whatever_the_start(start, step, most, limit):
 
 
 def test_where_fitting_comes_and_goes_the_two_sides_of_the_answer_were_tried():
-    assert largest(1, 1, 64, lambda n: (n % 8 == 0 and n < 60) or n < 5) == Edge(56, 57)
+    assert largest(1, 1, 64, lambda n: (n % 8 == 0 and n < 60) or n < 5) == FitLimit(56, 57)
 
 
 def test_the_fewest_is_the_first_that_fits():
-    assert fewest([1, 2, 4, 8], lambda n: n >= 3) == Edge(4, 2)
-    assert fewest([1, 2], lambda n: False) == Edge(None, 2)
+    assert fewest([1, 2, 4, 8], lambda n: n >= 3) == FitLimit(4, 2)
+    assert fewest([1, 2], lambda n: False) == FitLimit(None, 2)
 
 
 @given(st.integers(1, 10**9))
@@ -70,11 +73,11 @@ def test_every_change_between_the_points_is_found_with_both_sides():
 
 def test_every_link_of_a_cluster_is_scaled():
     link = LinkCost(1e-5, 1e9, ((1e3, 2e-5), (1e6, 1e-3)))
-    found = slower((link, Group("host", (0, 1), 4e9, 1e-6, uplink=8e9)), Slower(bandwidth=0.5, latency=3))
+    found = slower((link, Group("host", (0, 1), 4e9, 1e-6, uplink=8e9)), SlowerLinks(bandwidth=0.5, latency=3))
     assert (found[0].latency, found[0].bandwidth) == pytest.approx((3e-5, 5e8))
     assert [seconds for _, seconds in found[0].points] == pytest.approx([6e-5, 6e-5 + 2 * (1e-3 - 2e-5)])
     assert (found[1].bandwidth, found[1].latency, found[1].uplink) == pytest.approx((2e9, 3e-6, 4e9))
-    assert slower(link, Slower()).seconds(5e5) == pytest.approx(link.seconds(5e5))
+    assert slower(link, SlowerLinks()).seconds(5e5) == pytest.approx(link.seconds(5e5))
 
 
 # ---- by formula

@@ -23,7 +23,7 @@ from stages.checkpoint import run as checkpoint
 from stages.profile.by_table import profile_graph
 from stages.report.facts import facts_of
 from stages.report.page import page_of
-from stages.report.sources import Sources
+from stages.report.priced import Sources
 from stages.solve import run as solve
 from stages.solve.explain.part import planned
 from stages.solve.explain.text import whole_text

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.cluster_model.layout import Layout
 from pipeline.cluster_model.machine import Machine
-from pipeline.cluster_model.sizes import Transformer
 from pipeline.cluster_model.step import price
+from pipeline.cluster_model.transformer import ParallelLayout, Transformer
 
 FITTED = ("products", "unaligned", "memory", "kernel", "links", "collective")
 PRIOR = np.log([0.85, 0.4, 0.7, 50e-6, 0.75, 60e-6])
@@ -24,13 +23,13 @@ STEP, ROUNDS, ENOUGH, DAMPEST = 1e-4, 40, 1e-5, 1e6
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     model: Transformer
-    layout: Layout
+    layout: ParallelLayout
     seconds: float
 
 
-def calibrated(steps: Sequence[Measured], machine: Machine) -> Machine:
+def calibrated(steps: Sequence[MeasuredStep], machine: Machine) -> Machine:
     """The machine with the shares that fit the steps best."""
     values, damping = PRIOR, 1e-2
     errors = _errors(values, steps, machine)
@@ -59,7 +58,7 @@ def with_shares(machine: Machine, values: np.ndarray) -> Machine:
     return replace(machine, reached=replace(machine.reached, **shares))
 
 
-def _errors(values: np.ndarray, steps: Sequence[Measured], machine: Machine) -> np.ndarray:
+def _errors(values: np.ndarray, steps: Sequence[MeasuredStep], machine: Machine) -> np.ndarray:
     tried = with_shares(machine, values)
     off = [np.log(price(step.model, step.layout, tried).seconds / step.seconds) for step in steps]
     return np.array([*off, *((values - PRIOR) * WEIGHT * len(steps) ** 0.5)])
