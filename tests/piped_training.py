@@ -38,10 +38,9 @@ from stages.codegen.partitions import write_partitions
 from stages.codegen.slices import graphs_of_slices
 from stages.train.engines.pipelined import Piped
 from stages.verify import truth as verify_truth
+from stages.verify.compare import judge as judge_program
 from stages.verify.locate import Case as Verified
 from stages.verify.locate import Fault, locate
-from stages.verify.locate_piped import in_pass_of
-from stages.verify.piped import judge_pipeline
 from tests.jobs import train_settings
 from tests.piped_programs import cut, random_cuts
 from tests.plans import FORCED, STEPS, batch_of, graph_of, module_of, random_plan
@@ -318,12 +317,12 @@ def judge(folder: str) -> dict[str, Fault | None]:
         def truth(batches: list = batches) -> verify_truth.Truth:
             return verify_truth.truth_of(lambda: build(case.model), batches, _adamw, draw=False)
 
-        verdict = judge_pipeline(load_program(str(path), compiles=False), truth(), _adamw)
+        verdict = judge_program(load_program(str(path), compiles=False), truth(), _adamw)
         first = verdict.first()
         graph, *smaller = graphs_of_case(case)
-        told = Verified(graph, None, written, path.read_text(), str(path), *smaller)
+        told = Verified(graph, plan_of(case), written, path.read_text(), str(path), *smaller)
         wrong = first is not None and not verdict.equal
-        found[path.stem] = locate(told, truth(), _adamw, first, in_pass_of(plan_of(case))) if wrong else None
+        found[path.stem] = locate(told, truth(), _adamw, first) if wrong else None
     return found
 
 
