@@ -7,7 +7,8 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict
+from copy import deepcopy
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -103,11 +104,10 @@ def _answer(case: Case, path: Path) -> dict[str, Any]:
 def _judge(case: Case, path: Path) -> dict[str, Any]:
     from benchmarks.equality_models import optimizer
     from pipeline.runtime.programs.source import load_program
-    from pipeline.sharding.lowering import lower
+    from stages.verify.compare import judge
     from stages.verify.float64 import draws_alike
     from stages.verify.locate import Case as Located
     from stages.verify.locate import locate
-    from stages.verify.steps import judge
 
     path.write_text(case.text)
     truth = _truth(case.model, case.plan.micro_batches, draws_alike(case.graph, case.text))
@@ -116,8 +116,7 @@ def _judge(case: Case, path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"worst": worst.over, "tolerance": worst.tolerance, "at": f"{worst.kind} {worst.name}"}
     first = verdict.first()
     if not verdict.equal and first is not None:
-        program = lower(case.graph, case.plan.sharding, case.plan.micro_batches)
-        located = Located(case.graph, program, case.text, case.text, str(path))
+        located = Located(case.graph, case.plan, case.text, case.text, str(path))
         found["fault"] = asdict(locate(located, truth, optimizer, first))
     return found
 
@@ -125,6 +124,8 @@ def _judge(case: Case, path: Path) -> dict[str, Any]:
 @cache
 def _truth(model: str, passes: int, draw: bool) -> Any:
     from benchmarks.equality_models import batches, build, optimizer
-    from stages.verify.truth import kept, truth_of
+    from stages.verify.truth import truth_of
 
-    return kept(truth_of(lambda: build(model), batches(model, passes), optimizer, draw=draw))
+    truth = truth_of(lambda: build(model), batches(model, passes), optimizer, draw=draw)
+    first = deepcopy(truth.first)  # copies, so that several programs can be held against them
+    return replace(truth, first=first, steps=[deepcopy(step) for step in truth.steps])

@@ -10,13 +10,9 @@ from typing import Any
 import torch
 
 from stages.train.snapshots import manifest
-from stages.train.snapshots.boxes import Piece
+from stages.train.snapshots.boxes import BoxedTensor, SavedTensor, Table, file_of
 from stages.train.snapshots.tensor_files import (
-    SavedBox,
-    SavedTensor,
-    Table,
     check_boxes,
-    file_of,
     read_table,
     write_boxes,
     write_table,
@@ -37,12 +33,13 @@ def snapshot(folder: Path, step: int) -> Path:
     """Of two tensors, each in the file of a rank."""
     temporary = manifest.unfinished(folder, step)
     temporary.mkdir(parents=True)
-    wholes = [Piece.whole("weights/a", torch.arange(12.0).view(3, 4)), Piece.whole("optimizer/a/step", torch.tensor(4))]
+    wholes = {"weights/a": torch.arange(12.0).view(3, 4), "optimizer/a/step": torch.tensor(4)}
     table = {}
-    for rank, piece in enumerate(wholes):
-        place = piece.spec().places[0]
-        write_boxes(temporary / file_of(rank), [piece], {piece.name: {place}})
-        table[piece.name] = SavedTensor(piece.tensor.dtype, piece.shape, (SavedBox(file_of(rank), place),))
+    for rank, (name, tensor) in enumerate(wholes.items()):
+        whole = BoxedTensor.whole(name, tensor)
+        place = whole.boxes[0].place
+        write_boxes(temporary / file_of(rank), [whole], {name: {place}})
+        table[name] = SavedTensor(tensor.dtype, whole.shape, {place: file_of(rank)})
     write_table(temporary, table)
     manifest.write_manifest(
         temporary, about(step), {path.name: manifest.digest_of(path) for path in temporary.iterdir()}

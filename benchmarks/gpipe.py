@@ -34,7 +34,7 @@ from pipeline.tracing.export import export_loss
 from pipeline.tracing.lower import lower as to_ops
 from pipeline.tracing.simplify import simplify
 from stages.codegen.partitions import write_partitions
-from stages.train.engines.pipelined import Piped
+from stages.train.engines.pipelined import PipelinedEngine
 
 BAR = 0.9
 PARTITIONS = 2
@@ -122,7 +122,7 @@ def _job(path: Path, width: int, layers: int, batch: int) -> dict[str, Any]:
 def _rank(rank: int, folder: str, job: dict[str, Any], pairs: int, found: Any) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // PARTITIONS))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PARTITIONS)
-    engine = Piped(job)
+    engine = PipelinedEngine(job)
     batches = [engine.on_device(batch) for batch in engine.batches(0)]
     for _ in range(2):  # warm up
         _pipeline(engine, batches), _work(engine, batches)
@@ -133,7 +133,7 @@ def _rank(rank: int, folder: str, job: dict[str, Any], pairs: int, found: Any) -
     dist.destroy_process_group()
 
 
-def _pipeline(engine: Piped, batches: list[Any]) -> float:
+def _pipeline(engine: PipelinedEngine, batches: list[Any]) -> float:
     """Seconds of a step's passes."""
     dist.barrier()
     start = time.perf_counter()
@@ -141,7 +141,7 @@ def _pipeline(engine: Piped, batches: list[Any]) -> float:
     return time.perf_counter() - start
 
 
-def _work(engine: Piped, batches: list[Any]) -> float:
+def _work(engine: PipelinedEngine, batches: list[Any]) -> float:
     """Seconds of this rank's part of them, with made-up values in place of what the other would send."""
     (partition,), (stage,) = engine.partitions, engine.pipeline.stages
     entering = {}
@@ -159,7 +159,7 @@ def _work(engine: Piped, batches: list[Any]) -> float:
     return time.perf_counter() - start
 
 
-def _given(engine: Piped, batches: list[Any]) -> dict[int, list[Any]]:
+def _given(engine: PipelinedEngine, batches: list[Any]) -> dict[int, list[Any]]:
     return {n: [partial(engine.given, n, batch) for batch in batches] for n in engine.places.numbers}
 
 

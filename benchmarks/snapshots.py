@@ -68,14 +68,14 @@ def rank(work: Path) -> None:
     """One of the two processes."""
     import torch.distributed as dist
 
-    from stages.train.engines.planned import Planned
-    from stages.train.snapshots.writer import Snapshots
+    from stages.train.engines.planned import PlannedEngine
+    from stages.train.snapshots.writer import SnapshotWriter
 
     follow_parent()
     given = json.loads((work / "job.json").read_text())
     init_process_group("gloo", timedelta(seconds=600))
-    engine = Planned(given)
-    snapshots = Snapshots(Path(given["folder"]), 2, True, 600)
+    engine = PlannedEngine(given)
+    snapshots = SnapshotWriter(Path(given["folder"]), 2, True, 600)
     done, held_up = 0, []
 
     def stretch(saves: bool, steps: int = EVERY) -> tuple[float, float]:

@@ -261,7 +261,7 @@ def _micro_batches(config: Config, root: Path) -> Iterator[ShardwrightError]:
 
 
 def _engine(config: Config, root: Path) -> Iterator[ShardwrightError]:
-    from stages.train.engines.choice import check_batch
+    from stages.train.run import check_batch
 
     ranks = 1 if config.train.engine is TrainEngine.single else config.cluster.all_devices
     return _raised(lambda: check_batch(config, ranks))

@@ -36,12 +36,11 @@ from pipeline.tracing.trace import trace
 from stages.checkpoint.pipelines.schedules import Pipeline, orders
 from stages.codegen.partitions import write_partitions
 from stages.codegen.slices import graphs_of_slices
-from stages.train.engines.pipelined import Piped
+from stages.train.engines.pipelined import PipelinedEngine
 from stages.verify import truth as verify_truth
+from stages.verify.compare import judge as judge_program
 from stages.verify.locate import Case as Verified
 from stages.verify.locate import Fault, locate
-from stages.verify.locate_piped import in_pass_of
-from stages.verify.piped import judge_pipeline
 from tests.jobs import train_settings
 from tests.piped_programs import cut, random_cuts
 from tests.plans import FORCED, STEPS, batch_of, graph_of, module_of, random_plan
@@ -318,12 +317,12 @@ def judge(folder: str) -> dict[str, Fault | None]:
         def truth(batches: list = batches) -> verify_truth.Truth:
             return verify_truth.truth_of(lambda: build(case.model), batches, _adamw, draw=False)
 
-        verdict = judge_pipeline(load_program(str(path), compiles=False), truth(), _adamw)
+        verdict = judge_program(load_program(str(path), compiles=False), truth(), _adamw)
         first = verdict.first()
         graph, *smaller = graphs_of_case(case)
-        told = Verified(graph, None, written, path.read_text(), str(path), *smaller)
+        told = Verified(graph, plan_of(case), written, path.read_text(), str(path), *smaller)
         wrong = first is not None and not verdict.equal
-        found[path.stem] = locate(told, truth(), _adamw, first, in_pass_of(plan_of(case))) if wrong else None
+        found[path.stem] = locate(told, truth(), _adamw, first) if wrong else None
     return found
 
 
@@ -335,7 +334,7 @@ def _train(path: Path) -> None:
     from safetensors.torch import load_file
 
     case, truth = torch.load(path.with_suffix(".truth"), weights_only=False)
-    engine, before = Piped(job_of(case, path)), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    engine, before = PipelinedEngine(job_of(case, path)), torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert engine.samples == case.passes * len(next(iter(batch_of(case.model).values())))
     assert engine.stream == engine.places.piece
     watched = {partition.number: _watched(partition) for partition in engine.partitions}
@@ -414,7 +413,7 @@ def _check_order(case: Case, partition: Partition, seen: list[Seen], products: l
 Ran = tuple[str, int, list[str]]  # F or B of a micro-batch, and the links that it runs
 
 
-def _links_of_passes(engine: Piped) -> list[Ran]:
+def _links_of_passes(engine: PipelinedEngine) -> list[Ran]:
     """The functions of the program that are called from now on, forward and again in backward."""
     ran: list[Ran] = []
 
@@ -454,7 +453,7 @@ def _check_last(case: Case, ran: list[Ran]) -> None:
         assert forward and sorted(again) == ([] if number == last else sorted(forward)), (number, forward, again)
 
 
-def _check_state(engine: Piped, truth: dict) -> None:
+def _check_state(engine: PipelinedEngine, truth: dict) -> None:
     """Every tensor is told, by a rank once; other holders of a tied one take again what the first has."""
     told = [held.name for held in engine.state()]
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -466,7 +465,7 @@ def _check_state(engine: Piped, truth: dict) -> None:
         if held.name.startswith("optimizer/"):
             whole = truth["state"][held.name]
             assert held.shape == whole.shape, held.name
-            _near(held.name, held.piece, piece_of(whole, held.layout, list(held.axes)))
+            _near(held.name, held.tensor, piece_of(whole, held.layout, list(held.axes)))
     later = [(p, name) for p in engine.partitions for name in p.parameters if engine.places.owner(name) != p.number]
     before = {(p.number, name): _tensors(engine, p, name) for p, name in later}
     for partition, name in later:
@@ -478,7 +477,7 @@ def _check_state(engine: Piped, truth: dict) -> None:
             _near(name, found, expected)
 
 
-def _tensors(engine: Piped, partition: Partition, name: str, copies: bool = True) -> list[Tensor]:
+def _tensors(engine: PipelinedEngine, partition: Partition, name: str, copies: bool = True) -> list[Tensor]:
     """A parameter and its optimizer state."""
     state = engine.optimizer.state[partition.updated[name]].values()
     found = [partition.parameters[name].detach(), *state]

@@ -16,12 +16,11 @@ from benchmarks.complex_models import ComplexLayers, Fourier, Rotary
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan, Region
 from pipeline.runtime.programs.source import load_program
-from pipeline.sharding.lowering import lower
 from stages.codegen.module import write_module
+from stages.verify.compare import judge
 from stages.verify.float32 import judge_in_float32, runner
 from stages.verify.float64 import draws_alike
 from stages.verify.locate import Case, locate
-from stages.verify.steps import judge
 from stages.verify.truth import truth_of
 from tests import plans
 from tests.graphs import trace
@@ -233,12 +232,11 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 def case_of(tried: Tried, path: Path) -> Case:
     graph = tried.traced(trace(seeded(tried.build), tried.batch()))
     plan = replace(tried.plan(graph), micro_batches=tried.passes)
-    program = lower(graph, plan.sharding, plan.micro_batches)
     written = write_module(graph, plan)
     assert tried.edit[0] in written
     text = written.replace(*tried.edit) if tried.edit[0] else written
     path.write_text(text)
-    return Case(graph, program, written, text, str(path))
+    return Case(graph, plan, written, text, str(path))
 
 
 def judge_all(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:

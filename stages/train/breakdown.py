@@ -38,7 +38,7 @@ Span = tuple[int, int]  # begin and end, in ns
 
 
 @dataclass(frozen=True)
-class Event:
+class ProfiledEvent:
     name: str
     thread: int
     span: Span
@@ -78,14 +78,14 @@ def profiled(work: Callable[[], None], device: torch.device, trace: Path | None)
     return break_down(list(_events(found.profiler)), on_gpu)
 
 
-def _events(profiler: Any) -> Iterable[Event]:
+def _events(profiler: Any) -> Iterable[ProfiledEvent]:
     for event in profiler.kineto_results.events():
         span = (event.start_ns(), event.start_ns() + event.duration_ns())
         on_gpu = event.device_type() == DeviceType.CUDA
-        yield Event(event.name(), event.start_thread_id(), span, on_gpu, event.is_user_annotation())
+        yield ProfiledEvent(event.name(), event.start_thread_id(), span, on_gpu, event.is_user_annotation())
 
 
-def break_down(events: list[Event], on_gpu: bool) -> Breakdown:
+def break_down(events: list[ProfiledEvent], on_gpu: bool) -> Breakdown:
     step = next(event for event in events if event.name == STEP and not event.on_gpu)
     whole = [step.span]
     collectives = [e for e in events if e.is_collective and e.on_gpu == on_gpu and not (on_gpu and e.is_label)]
@@ -106,7 +106,7 @@ def break_down(events: list[Event], on_gpu: bool) -> Breakdown:
     )
 
 
-def _inside(events: list[Event], collectives: list[Event], on_gpu: bool) -> list[Span]:
+def _inside(events: list[ProfiledEvent], collectives: list[ProfiledEvent], on_gpu: bool) -> list[Span]:
     """Of collectives: in which ranks of one partition take part."""
     labels = [event for event in events if event.on_gpu == on_gpu and (event.is_label or not on_gpu)]
     across = joined(label.span for label in labels if label.name == ACROSS)
@@ -162,7 +162,7 @@ def length(spans: Iterable[Span]) -> int:
     return sum(end - begin for begin, end in spans)
 
 
-def of_all(ranks: list[Breakdown]) -> Breakdown:
+def mean_breakdown(ranks: list[Breakdown]) -> Breakdown:
     """Their mean; of a pipeline that of the rank which computes longest, as its predicted seconds are.
 
     Ranks wait for one another, so that their steps are of one length.

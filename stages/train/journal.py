@@ -1,15 +1,23 @@
-"""The lines of steps.jsonl, in a temporary folder that may be full: training does not depend on it."""
+"""steps.jsonl: what rank 0 writes down, a line for each step and each note; the stage follows it.
+
+It lies in a temporary folder that may be full: training does not depend on it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.log import Advance, Log
 from pipeline.launch.rank import tell_user
 from pipeline.launch.work_folder import ROOM
+from pipeline.tracking.tracker import Live
+
+Note = dict[str, Any]  # a line: a step, or what happened beside the steps
 
 
 class Journal:
@@ -20,7 +28,7 @@ class Journal:
         self.waiting: list[str] = []
         self.told = False
 
-    def write(self, lines: list[dict[str, Any]]) -> None:
+    def write(self, lines: list[Note]) -> None:
         """Ranks that are started again go on in the same file."""
         self.waiting += [json.dumps(line) + "\n" for line in lines]
         if not self.waiting:
@@ -37,15 +45,92 @@ class Journal:
 
 def _append(path: Path, content: bytes) -> None:
     """All of it, or nothing."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        before = os.fstat(descriptor).st_size
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb", buffering=0) as file:
+        before = os.fstat(file.fileno()).st_size
         try:
             while content:
-                content = content[os.write(descriptor, content) :]
+                content = content[file.write(content) :]
         except OSError:
             with suppress(OSError):
-                os.ftruncate(descriptor, before)
+                file.truncate(before)
             raise
-    finally:
-        os.close(descriptor)
+
+
+class Follower:
+    """Reads the steps that rank 0 has written so far, and passes them on to the bar and the tracked run.
+
+    Lines that are no steps go to the log; a step that is taken again after a restart is passed on once.
+    """
+
+    def __init__(self, live: Live, advance: Advance, tell: Callable[[Note], None] = lambda note: None) -> None:
+        self.live, self.advance, self.tell = live, advance, tell
+        self.position = 0
+        self.next = 0
+
+    def __call__(self, work: Path) -> None:
+        path = work / "steps.jsonl"
+        if not path.exists():
+            return
+        with open(path, "rb") as file:
+            file.seek(self.position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # still being written
+                self.position += len(line)
+                self._pass_on(json.loads(line))
+
+    def _pass_on(self, step: Note) -> None:
+        if "step" not in step:
+            self.tell(step)
+            for number in range(self.next, step.get("resumed", 0)):  # taken before this run was started
+                self.live.log(number, {"loss": step["losses"][number]})
+                self.next = number + 1
+            return
+        if step["step"] < self.next:
+            return
+        self.next = step["step"] + 1
+        values = {
+            "loss": step["loss"],
+            "step_ms": step["seconds"] * 1e3,
+            "samples_per_second": step["samples"] / step["seconds"],
+            "resident_mb": step["resident_bytes"] / 1e6,
+        }
+        values |= {name: step[name] for name in ("learning_rate", "eval_loss") if name in step}
+        self.live.log(step["step"], values)
+        self.advance(step["step"] + 1, f"loss {step['loss']:.4f}")
+
+
+def tell(log: Log, root: Path, note: Note) -> None:
+    """What happened beside the steps, as a line of the log."""
+    if "damaged" in note:
+        log.warning("snapshot %s; the one before it is taken", note["damaged"])
+    elif "resumed" in note:
+        path = Path(note.get("from", "the start"))
+        where = path.relative_to(root) if path.is_relative_to(root) else path
+        if note["restart"]:
+            log.warning("a rank failed: all ranks go on from %s (restart %d)", where, note["restart"])
+        else:
+            log.info("going on after %d steps, from %s", note["resumed"], where)
+    elif "stopped" in note:
+        anew = "the next start begins anew"
+        if not note["asked"]:
+            how = f" without a snapshot, as `snapshots.every` is 0: {anew}"
+        elif note["kept"] is None:
+            how = f": there is no snapshot, and {anew}"
+        else:
+            how = f": the next start goes on after step {note['kept']} (`resume: auto`)"
+        log.warning("stopped after %d steps%s", note["stopped"], how)
+    elif "untraced" in note:
+        log.warning("step %d is not traced: its memory is measured, and none follows", note["untraced"])
+    elif "python_calls" in note:
+        log.warning("on %d of %d ranks %s", note["failed"], note["ranks"], note["python_calls"])
+    elif "not_captured" in note:
+        log.warning("steps are not captured as a CUDA graph: %s", note["not_captured"])
+    elif note.get("problem"):
+        log.warning(
+            "the snapshot after step %d could not be written: %s; those before it stay, and training goes on",
+            note["snapshot"],
+            note["problem"],
+        )
+    elif "snapshot" in note:
+        log.info("snapshot after %d steps is on the disk", note["snapshot"])

@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -14,20 +14,19 @@ from pipeline.base.errors import TrainError
 from pipeline.ir.report import Breakdown
 from pipeline.runtime.compiler.host_calls import why_python
 from pipeline.runtime.step.memory import measure_peak, storage_bytes
-from stages.train.breakdown import of_all, profiled
+from stages.train.breakdown import mean_breakdown, profiled
+from stages.train.data import Prefetched
 from stages.train.engines.engine import Batch, Engine, Job
-from stages.train.journal import Journal
-from stages.train.prefetch import Prefetched
+from stages.train.journal import Journal, Note
+from stages.train.ranks.joining import gathered
 from stages.train.ranks.peers import Peers
-from stages.train.ranks.safety import Note, Safety
+from stages.train.ranks.safety import Safety
 from stages.train.ranks.watchdog import Watchdog
 from stages.train.schedule import Rate
 from stages.train.snapshots.writer import About
 
 MEASURED_STEP = 1  # memory is measured on the second step taken here: by then the optimizer state exists
 PROFILED_STEP = 2  # of those taken here, where `trace_step` names no other; still one of the steps that warm up
-
-T = TypeVar("T")
 
 
 class Loop:
@@ -60,15 +59,16 @@ class Loop:
             self._write([{"untraced": measured}])
         for number in range(start, steps):
             if self.peers and self.peers.ends(number):
-                return self._end_early(number)
+                self._write(self.safety.stop(number, self._numbers))
+                return {}
             self.watchdog.beat(f"step {number}", slow=number in (start, profiled_step))
             self._take(number, number == measured, number == profiled_step)
             self._evaluate(number)
             self._write([self._line(number)])
             if number == start:
                 self._write(_python_calls())
-            if number == start + 1:
-                self._write(_not_captured(self.engine))
+            if number == start + 1 and self.engine.not_captured:
+                self._write([{"not_captured": self.engine.not_captured}])
             self._write(self.safety.after(number + 1, self._numbers))
         self.batches.close()
         self._write(self.safety.end())
@@ -83,12 +83,8 @@ class Loop:
             "peak_bytes": self.peaks,
             "held_whole": self.engine.held_whole,
             "profiled_at": self.profiled_at,
-            "breakdown": self._breakdown(),
+            "breakdown": asdict(mean_breakdown(gathered(self.breakdown))) if self.breakdown else None,
         }
-
-    def _end_early(self, done: int) -> dict[str, Any]:
-        self._write([*self.safety.stop(done, self._numbers), self.safety.stopped(done)])
-        return {}
 
     def _resume(self, steps: int) -> int:
         """The first step to take; times and memory are kept if of this engine and plan, or if none will follow."""
@@ -126,10 +122,12 @@ class Loop:
                 lambda: [*self.engine.resident(), *first.values()],
                 self.engine.device,
             )
-            self.peaks = _gathered(peak)
+            self.peaks = gathered(peak)
         elif profiled_here:
             self.profiled_at = len(self.seconds)
-            self.breakdown = profiled(lambda: self._timed(first, later), self.engine.device, self._trace())
+            traced = self.job["train"]["trace_step"] is not None and dist.get_rank() == 0
+            path = Path(self.job["trace_path"]) if traced else None
+            self.breakdown = profiled(lambda: self._timed(first, later), self.engine.device, path)
         else:
             self._timed(first, later)
         self._check(self.losses[-1], "loss", number)
@@ -137,22 +135,13 @@ class Loop:
     def _check(self, loss: float, what: str, number: int) -> None:
         if not math.isfinite(loss):
             self._write(self.safety.end())
-            told = f"the {what} became {loss} at step {number}"
-            raise TrainError(told, remedy=self.safety.advice("lower the learning rate"))
+            remedy = self.safety.advice("lower the learning rate")
+            raise TrainError(f"the {what} became {loss} at step {number}", remedy=remedy)
 
     def _timed(self, first: Batch, later: list[Batch]) -> None:
         start = time.perf_counter()
         self.losses.append(self.engine.step(first, later))
         self.seconds.append(time.perf_counter() - start)
-
-    def _trace(self) -> Path | None:
-        asked = self.job["train"]["trace_step"] is not None and dist.get_rank() == 0
-        return Path(self.job["trace_path"]) if asked else None
-
-    def _breakdown(self) -> dict[str, float] | None:
-        if self.breakdown is None:
-            return None
-        return asdict(of_all(_gathered(self.breakdown)))
 
     def _evaluate(self, number: int) -> None:
         """After every so many steps, and after the last."""
@@ -187,18 +176,6 @@ def looked_at(trace_step: int | None, start: int, steps: int) -> tuple[int, int]
 
 def _python_calls() -> list[Note]:
     """Once blocks are compiled, where a rank of any host has a C++ compiler that failed."""
-    everyone = _gathered(why_python())
+    everyone = gathered(why_python())
     failed = [rank for rank, why in enumerate(everyone) if why]
     return [{"python_calls": everyone[failed[0]], "failed": len(failed), "ranks": len(everyone)}] if failed else []
-
-
-def _not_captured(engine: Engine) -> list[Note]:
-    """Once a step would have been captured as a CUDA graph."""
-    return [{"not_captured": engine.not_captured}] if engine.not_captured else []
-
-
-def _gathered(own: T) -> list[T]:
-    """Of all ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return everyone

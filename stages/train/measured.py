@@ -1,11 +1,15 @@
-"""What was measured beside what was predicted, with the ratio of the two."""
+"""The report: what was measured beside what was predicted, with the ratio of the two."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from typing import Any
 
-from pipeline.ir.plan import Prediction
-from pipeline.ir.report import Breakdown, Compared
+from pipeline.ir.plan import Plan, Prediction
+from pipeline.ir.report import Breakdown, Compared, Evaluation, Report
+
+WARM_UP = 3  # steps that are left out of the median: allocators and caches fill up
 
 
 def compare(
@@ -43,3 +47,56 @@ def compare(
 
 def _compared(what: str, measured: float, predicted: float) -> Compared:
     return Compared(what, measured, predicted, measured / predicted if predicted else None)
+
+
+def make_report(measured: dict[str, Any], plan: Plan, edited: bool) -> Report:
+    seconds = tuple(measured["seconds"])
+    median = median_seconds(seconds, measured["profiled_at"])
+    breakdown = Breakdown(**measured["breakdown"]) if measured["breakdown"] else None
+    peaks = measured["peak_bytes"]
+    predicted = plan.rank_peak_bytes if len(peaks) == plan.ranks else [plan.prediction.peak_bytes] * len(peaks)
+    both = list(zip(peaks, predicted, strict=True))
+    return Report(
+        steps=len(measured["losses"]),
+        ranks=measured["ranks"],
+        losses=tuple(measured["losses"]),
+        step_seconds=seconds,
+        median_step_seconds=median,
+        samples_per_second=measured["samples"] / median,
+        peak_bytes=tuple(peaks),
+        predicted_step_seconds=plan.prediction.step_seconds,
+        predicted_peak_bytes=plan.prediction.peak_bytes,
+        module_edited=edited,
+        evaluations=tuple(Evaluation(step, loss) for step, loss in measured["evaluated"]),
+        breakdown=breakdown,
+        compared=compare(plan.prediction, median, measured["samples"], both, breakdown),
+        engine=measured["engine"],
+    )
+
+
+def median_seconds(seconds: tuple[float, ...], profiled: int) -> float:
+    """Of the steps that are as all others; of the last one where there are so few."""
+    usual = [second for step, second in enumerate(seconds) if step >= WARM_UP and step != profiled]
+    return statistics.median(usual or seconds[-1:])
+
+
+def figures(report: Report) -> dict[str, float | int | str]:
+    """None has the name of a series of `Follower`: in the tracked run they would be one metric."""
+    found: dict[str, float | int | str] = {
+        "final_loss": report.losses[-1],
+        "first_loss": report.losses[0],
+        "ranks": report.ranks,
+        "engine": report.engine,
+    }
+    if report.evaluations:
+        found["final_eval_loss"] = report.evaluations[-1].loss
+    highest = {row.predicted for row in report.compared if row.what == "peak_mb"}
+    for row in report.compared:
+        own = {"step_ms": "median_step_ms", "samples_per_second": "median_samples_per_second"}.get(row.what, row.what)
+        name = row.what.removesuffix("_ms").replace("_mb", "")
+        found[own] = round(row.measured, 4)
+        if row.ratio is not None:
+            found[f"{name}_ratio"] = round(row.ratio, 4)
+        if row.ratio is not None and ("_rank_" not in row.what or row.predicted not in highest):
+            found[f"predicted_{row.what}"] = round(row.predicted, 4)
+    return found

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import statistics
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,29 +13,23 @@ from typing import Any
 from pipeline.base.artifacts import KINDS
 from pipeline.base.errors import TrainError
 from pipeline.base.files import write_atomic
-from pipeline.base.log import Advance, Log, progress
+from pipeline.base.log import Log, progress
 from pipeline.base.stage import STAGES, Inputs, Result, read
 from pipeline.config import Config, TrainEngine
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan
-from pipeline.ir.report import Breakdown, Evaluation, Report
-from pipeline.launch.launch import Watch
+from pipeline.launch.launch import Watch, run_here, run_ranks
 from pipeline.launch.place import find_place
 from pipeline.launch.work_folder import ROOM, LaunchFailed
-from pipeline.tracking.tracker import Live, Tracker
-from stages.train.engines.choice import check_batch, ranks_of
-from stages.train.measured import compare
-from stages.train.ranks.outside import start_ranks
+from pipeline.tracking.tracker import Tracker
+from stages.train.journal import Follower, tell
+from stages.train.measured import figures, make_report
 from stages.train.snapshots.manifest import finish
 from stages.train.snapshots.starting import prepare
-from stages.train.tell import tell
 
+WORKER = "stages.train.worker"
 JOB_GROUPS = ("model", "data", "train")
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))  # NVIDIA's, AMD's, and Windows' under WSL
-WARM_UP = 3  # steps that are left out of the median: allocators and caches fill up
-
-
-Note = dict[str, Any]  # a line that rank 0 has written: a step, or something to tell
 
 
 def run(inputs: Inputs, config: Config) -> Result:
@@ -61,10 +53,6 @@ def run(inputs: Inputs, config: Config) -> Result:
     return Result(report, figures(report), files, settle=partial(finish, Path(job["safety"]["folder"])))
 
 
-def trace_path(root: Path) -> Path:
-    return root / "runs" / "train" / "trace-rank0.json"
-
-
 def take_part(root: Path, log: Log) -> None:
     """What ranks but the first do where a launcher outside has started them: the first writes the run down."""
     config, found = read(STAGES["train"].reads, root)
@@ -74,11 +62,33 @@ def take_part(root: Path, log: Log) -> None:
     launch(inputs, config, inputs["plan"], make_job(inputs, config, inputs["plan"], first=False))
 
 
+# ---- before anything is started, so without torch where that can be
+
+
 def check(inputs: Inputs, config: Config) -> None:
     plan: Plan = inputs["plan"]
     check_batch(config, ranks_of(plan, config.train.engine))
     check_device(plan, f"{_where(config)['cluster']}: device")
     check_export(inputs["graph"], config)
+
+
+def ranks_of(plan: Plan, engine: TrainEngine) -> int:
+    """All devices of the plan; partitions that take turns on the same ones count once."""
+    return 1 if engine is TrainEngine.single else plan.ranks
+
+
+def check_batch(config: Config, ranks: int) -> None:
+    """The program of a plan cuts its batch as the plan says; the other engines cut every input into equal parts."""
+    if config.train.engine is TrainEngine.planned:
+        return
+    for name, spec in config.model.batch.items():
+        if spec.shape[0] % ranks:
+            raise TrainError(
+                f"{name} has {spec.shape[0]} samples, which do not divide over the {ranks} ranks of"
+                f" `engine: {config.train.engine.value}`",
+                where=f"conf/model/{config.choices['model']}.yaml: batch.{name}.shape",
+                remedy=f"give a multiple of {ranks}, or train with `engine: planned`",
+            )
 
 
 def check_export(graph: OpGraph, config: Config) -> None:
@@ -95,18 +105,6 @@ def check_export(graph: OpGraph, config: Config) -> None:
                 where=f"conf/train/{config.choices['train']}.yaml: export",
                 remedy="set `export: false`, and take the weights from a snapshot",
             )
-
-
-def weights_path(root: Path) -> Path:
-    return root / "runs" / "train" / "weights" / "model.safetensors"
-
-
-def keep_weights(path: Path, exported: bool) -> None:
-    """What an earlier run wrote does not stay; DVC wants the folder in any case, with something in it."""
-    if not exported:
-        path.unlink(missing_ok=True)
-    about = {"weights": path.name if exported else None}
-    write_atomic(path.parent / "about.json", (json.dumps(about) + "\n").encode())
 
 
 def check_device(plan: Plan, where: str) -> None:
@@ -133,18 +131,33 @@ def tell_shared_gpus(plan: Plan, ranks: int, log: Log) -> None:
         log.warning("%d ranks share %d GPUs here: their memory is shared too, and they talk over the host", here, there)
 
 
+# ---- the ranks
+
+
 def launch(inputs: Inputs, config: Config, plan: Plan, job: dict[str, Any]) -> dict[str, Any]:
-    engine, ranks = config.train.engine, ranks_of(plan, config.train.engine)
-    inputs.log.info("training %d steps on %d ranks%s", config.train.steps, ranks, _named(engine))
+    """All ranks on this machine, or the one of a launcher outside (torchrun, Slurm) that this process is.
+
+    What rank 0 found; on other ranks nothing.
+    """
+    train, ranks, place = config.train, ranks_of(plan, config.train.engine), find_place(os.environ)
+    named = "" if train.engine is TrainEngine.planned else f" with {train.engine.value}"
+    inputs.log.info("training %d steps on %d ranks%s", train.steps, ranks, named)
+    if place and place.ranks != ranks:
+        raise TrainError(
+            f"the run needs {ranks} ranks, and {place.ranks} were started",
+            where="runs/checkpoint/plan.json",
+            remedy=f"start {ranks}, one for each device, or plan for a cluster of {place.ranks} devices",
+        )
+    watch = Watch(train.hang_s, gentle=True, tell=inputs.log.warning)
     try:
         with (
             inputs.tracker.live("train") as live,
-            progress(inputs.log, "step", config.train.steps) as advance,
+            progress(inputs.log, "step", train.steps) as advance,
         ):
             follow = Follower(live, advance, lambda note: tell(inputs.log, inputs.root, note))
-            restarts, timeout_s = config.train.max_restarts, config.train.timeout_s
-            watch = Watch(config.train.hang_s, gentle=True, tell=inputs.log.warning)
-            return start_ranks(job, ranks, timeout_s, follow, restarts, watch)
+            if place:
+                return run_here(WORKER, job, place, train.timeout_s, follow, watch)
+            return run_ranks(WORKER, job, ranks, train.timeout_s, follow, restarts=train.max_restarts, watch=watch)
     except LaunchFailed as error:
         for line in error.log.splitlines():
             inputs.log.debug(line)
@@ -155,18 +168,12 @@ def launch(inputs: Inputs, config: Config, plan: Plan, job: dict[str, Any]) -> d
         ) from error
 
 
-def _remedy(told: str) -> str | None:
-    if "did not finish within" in told:
+def _remedy(error: str) -> str | None:
+    if "did not finish within" in error:
         return "raise timeout_s"
-    if ROOM in told:
+    if ROOM in error:
         return None
-    if os.strerror(errno.ENOSPC) in told:
-        return ROOM
-    return "run with -v for details"
-
-
-def _named(engine: TrainEngine) -> str:
-    return "" if engine is TrainEngine.planned else f" with {engine.value}"
+    return ROOM if os.strerror(errno.ENOSPC) in error else "run with -v for details"
 
 
 def make_job(inputs: Inputs, config: Config, plan: Plan, first: bool = True) -> dict[str, Any]:
@@ -197,101 +204,20 @@ def _digests(inputs: Inputs, config: Config) -> dict[str, str]:
     return found | {f"conf/{group}/{config.choices[group]}.yaml": config.digest(group) for group in JOB_GROUPS}
 
 
-class Follower:
-    """Reads the steps that rank 0 has written so far, and passes them on to the bar and the tracked run.
-
-    Lines that are no steps are told; a step that is taken again after a restart is passed on once.
-    """
-
-    def __init__(self, live: Live, advance: Advance, tell: Callable[[Note], None] = lambda note: None) -> None:
-        self.live, self.advance, self.tell = live, advance, tell
-        self.position = 0
-        self.next = 0
-
-    def __call__(self, work: Path) -> None:
-        path = work / "steps.jsonl"
-        if not path.exists():
-            return
-        with open(path, "rb") as file:
-            file.seek(self.position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return  # still being written
-                self.position += len(line)
-                found = json.loads(line)
-                if "step" in found:
-                    self._pass_on(found)
-                else:
-                    self._note(found)
-
-    def _note(self, note: Note) -> None:
-        self.tell(note)
-        for step in range(self.next, note.get("resumed", 0)):  # taken before this run was started
-            self.live.log(step, {"loss": note["losses"][step]})
-            self.next = step + 1
-
-    def _pass_on(self, step: Note) -> None:
-        if step["step"] < self.next:
-            return
-        self.next = step["step"] + 1
-        values = {
-            "loss": step["loss"],
-            "step_ms": step["seconds"] * 1e3,
-            "samples_per_second": step["samples"] / step["seconds"],
-            "resident_mb": step["resident_bytes"] / 1e6,
-        }
-        values |= {name: step[name] for name in ("learning_rate", "eval_loss") if name in step}
-        self.live.log(step["step"], values)
-        self.advance(step["step"] + 1, f"loss {step['loss']:.4f}")
+# ---- files
 
 
-def make_report(measured: dict[str, Any], plan: Plan, edited: bool) -> Report:
-    seconds = tuple(measured["seconds"])
-    median = median_seconds(seconds, measured["profiled_at"])
-    breakdown = Breakdown(**measured["breakdown"]) if measured["breakdown"] else None
-    peaks = measured["peak_bytes"]
-    told = plan.rank_peak_bytes if len(peaks) == plan.ranks else [plan.prediction.peak_bytes] * len(peaks)
-    return Report(
-        steps=len(measured["losses"]),
-        ranks=measured["ranks"],
-        losses=tuple(measured["losses"]),
-        step_seconds=seconds,
-        median_step_seconds=median,
-        samples_per_second=measured["samples"] / median,
-        peak_bytes=tuple(peaks),
-        predicted_step_seconds=plan.prediction.step_seconds,
-        predicted_peak_bytes=plan.prediction.peak_bytes,
-        module_edited=edited,
-        evaluations=tuple(Evaluation(step, loss) for step, loss in measured["evaluated"]),
-        breakdown=breakdown,
-        compared=compare(plan.prediction, median, measured["samples"], list(zip(peaks, told, strict=True)), breakdown),
-        engine=measured["engine"],
-    )
+def trace_path(root: Path) -> Path:
+    return root / "runs" / "train" / "trace-rank0.json"
 
 
-def median_seconds(seconds: tuple[float, ...], profiled: int) -> float:
-    """Of the steps that are as all others; of the last one where there are so few."""
-    usual = [second for step, second in enumerate(seconds) if step >= WARM_UP and step != profiled]
-    return statistics.median(usual or seconds[-1:])
+def weights_path(root: Path) -> Path:
+    return root / "runs" / "train" / "weights" / "model.safetensors"
 
 
-def figures(report: Report) -> dict[str, float | int | str]:
-    """None has the name of a series of `Follower`: in the tracked run they would be one metric."""
-    found: dict[str, float | int | str] = {
-        "final_loss": report.losses[-1],
-        "first_loss": report.losses[0],
-        "ranks": report.ranks,
-        "engine": report.engine,
-    }
-    if report.evaluations:
-        found["final_eval_loss"] = report.evaluations[-1].loss
-    highest = {row.predicted for row in report.compared if row.what == "peak_mb"}
-    for row in report.compared:
-        own = {"step_ms": "median_step_ms", "samples_per_second": "median_samples_per_second"}.get(row.what, row.what)
-        name = row.what.removesuffix("_ms").replace("_mb", "")
-        found[own] = round(row.measured, 4)
-        if row.ratio is not None:
-            found[f"{name}_ratio"] = round(row.ratio, 4)
-        if row.ratio is not None and ("_rank_" not in row.what or row.predicted not in highest):
-            found[f"predicted_{row.what}"] = round(row.predicted, 4)
-    return found
+def keep_weights(path: Path, exported: bool) -> None:
+    """What an earlier run wrote does not stay; DVC wants the folder in any case, with something in it."""
+    if not exported:
+        path.unlink(missing_ok=True)
+    about = {"weights": path.name if exported else None}
+    write_atomic(path.parent / "about.json", (json.dumps(about) + "\n").encode())

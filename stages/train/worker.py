@@ -10,7 +10,6 @@ import traceback
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -26,10 +25,9 @@ from pipeline.launch.rank import (
     write_result,
 )
 from pipeline.runtime.step.batches import SampleError
-from stages.train.engines.engine import Engine, Job
-from stages.train.engines.program import is_pipeline
+from stages.train.engines.engine import Engine, Job, program_of
 from stages.train.loop import Loop
-from stages.train.ranks.joining import join, require_gpu
+from stages.train.ranks.joining import gathered, join, require_gpu
 from stages.train.ranks.peers import Peers
 from stages.train.ranks.watchdog import Watchdog, end_process, watch_process
 
@@ -77,14 +75,12 @@ def main(work: Path) -> None:
 
 def meet_peers(store: dist.Store, work: Path, watchdog: Watchdog) -> Peers:
     """From now on this rank hears when the run is to end, and says what it does when another one waits too long."""
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
     rank = dist.get_rank()
-    peers = Peers(store, rank, hosts)
+    peers = Peers(store, rank, gathered(socket.gethostname()))
 
-    def silence(told: str) -> None:
+    def silence(what: str) -> None:
         if not error_path(work, rank).exists():
-            report_error(work, rank, told)
+            report_error(work, rank, what)
         end_process()
 
     peers.listen(silence, lambda: watchdog.now[0])
@@ -112,8 +108,7 @@ def train(job: Job, work: Path, watchdog: Watchdog, peers: Peers | None = None) 
 
 def agree(digests: dict[str, str]) -> None:
     """Hosts may have files of their own: all ranks must train the same plan with the same settings."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, digests)
+    everyone = gathered(digests)
     for rank, other in enumerate(everyone):
         differs = [file for file in everyone[0] | other if other.get(file) != everyone[0].get(file)]
         if differs:
@@ -125,18 +120,18 @@ def agree(digests: dict[str, str]) -> None:
 
 
 def make_engine(job: Job) -> Engine:
-    name = job["train"]["engine"]
-    if name == "planned":
-        if is_pipeline(job):
-            from stages.train.engines.pipelined import Piped  # torch's schedules are slow to import
+    """Each is imported where it is used: torch's schedules, for one, are slow to import."""
+    if job["train"]["engine"] != "planned":
+        from stages.train.engines.baselines import ENGINES
 
-            return Piped(job)
-        from stages.train.engines.planned import Planned
+        return ENGINES[job["train"]["engine"]](job)
+    if hasattr(program_of(job), "PARTITIONS"):
+        from stages.train.engines.pipelined import PipelinedEngine
 
-        return Planned(job)
-    from stages.train.engines.baselines import ENGINES
+        return PipelinedEngine(job)
+    from stages.train.engines.planned import PlannedEngine
 
-    return ENGINES[name](job)
+    return PlannedEngine(job)
 
 
 if __name__ == "__main__":

@@ -10,29 +10,26 @@ times, each with other parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from statistics import median
 from types import ModuleType
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stages.verify.compare import SHARE, largest, whole_gap
+from stages.verify.compare import LOSS, SHARE, Difference, compare_passes, largest, whole_gap
 from stages.verify.float64 import WIDENED, Asked, in_float32
-from stages.verify.piped import PipedRank, compare_piped
-from stages.verify.steps import LOSS, Difference, Rank, compare_passes
+from stages.verify.ranks import rank_of
 from stages.verify.truth import (
     Batch,
     Build,
     MakeOptimizer,
+    ModuleState,
     Passes,
-    State,
     cast_all,
-    copied,
     doubled,
-    parts_of,
     passes_of,
     state_of,
     take,
@@ -46,14 +43,10 @@ TRIES, APART = 3, 1e-3  # how far the parameters of a further try are from the f
 class Float32Step:
     """A step of the unsplit module in float32, and how near a program must come to what it is in float64."""
 
-    state: State  # before it, in float32
+    state: ModuleState  # before it, in float32
     batches: list[Batch]
     exact: Passes  # in float64
     allowed: Mapping[str, float]  # loss, or a parameter -> the largest relative difference of it from `exact`
-
-    @property
-    def parts(self) -> list[float]:
-        return parts_of(self.batches)
 
 
 @dataclass(frozen=True)
@@ -71,10 +64,8 @@ class Float32Verdict:
         return self.worst.over <= 1.0
 
 
-class RunInFloat32(Protocol):
-    """A program's passes of a step: how far each result is from the exact one, and the casts it asks for."""
-
-    def __call__(self, step: Float32Step) -> tuple[list[Difference], Mapping[Asked, int]]: ...
+# A program's passes of a step: how far each result is from the exact one, and the casts it asks for.
+RunInFloat32 = Callable[[Float32Step], tuple[list[Difference], Mapping[Asked, int]]]
 
 
 def judge_in_float32(build: Build, batches: Sequence[Batch], run: RunInFloat32, tries: int = TRIES) -> Float32Verdict:
@@ -90,14 +81,11 @@ def judge_in_float32(build: Build, batches: Sequence[Batch], run: RunInFloat32, 
 
 def runner(program: ModuleType, path: str, make: MakeOptimizer, batch_norm: str) -> RunInFloat32:
     """Of a program whose source is in the file of that path."""
-    piped = hasattr(program, "PARTITIONS")
 
     def run(step: Float32Step) -> tuple[list[Difference], Mapping[Asked, int]]:
-        rank = (PipedRank if piped else Rank)(program, step.state, make, batch_norm)
+        rank = rank_of(program, step.state, make, batch_norm)
         with in_float32(draws=False, path=path) as mode:
             losses = rank.run(step.batches)
-        if isinstance(rank, PipedRank):
-            return compare_piped(rank, losses, step.exact, 0, 1.0, step.state.parameters), mode.asked
         return compare_passes(rank, losses, step.exact, 0, 1.0), mode.asked
 
     return run
@@ -105,24 +93,20 @@ def runner(program: ModuleType, path: str, make: MakeOptimizer, batch_norm: str)
 
 def _steps(build: Build, batches: list[Batch], tries: int) -> Iterator[Float32Step]:
     """With the module's own parameters, then with others."""
-    wide = [{name: doubled(x) for name, x in batch.items()} for batch in batches]
+    wide = [doubled(batch) for batch in batches]
     for number in range(tries):
         module = cast_all(build(), WIDENED[torch.float32]).train()
-        _move(module, number)
-        before = copied(state_of(module))
+        generator = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for parameter in module.parameters() if number else ():
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                parameter.add_(APART * noise * parameter)
+        before = deepcopy(state_of(module))
         truth = cast_all(build(), WIDENED[torch.float64]).train()
         take(truth, before)
         exact = passes_of(truth, wide, widen=True, draw=False)
         own = passes_of(module, batches, widen=True, draw=False, within=in_float32)
         yield Float32Step(before, batches, exact, _allowed(own, exact))
-
-
-def _move(module: nn.Module, number: int) -> None:
-    generator = torch.Generator().manual_seed(number)
-    with torch.no_grad():
-        for parameter in module.parameters() if number else ():
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-            parameter.add_(APART * noise * parameter)
 
 
 def _allowed(own: Passes, exact: Passes) -> Mapping[str, float]:

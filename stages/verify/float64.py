@@ -6,7 +6,7 @@
 | graph, written program | widened: they were traced in another type, and name that type where it was read   |
 
 In float32 lower types alone are widened, on both sides. What a written program's own lines ask to be cast to is noted
-(stages/verify/casts.py): a cast that is widened leaves no other trace.
+(`foreign_cast`): a cast that is widened leaves no other trace.
 
 Random numbers are drawn alike where the program draws whole tensors, as the module does: in the order of the elements,
 whatever their order in memory. A program that splits a random op has other numbers than the module, and takes others
@@ -25,8 +25,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from pipeline.ir.graph import Op, OpGraph
-from pipeline.ir.plan import Sharding, Strategy
+from pipeline.ir.plan import Sharding
 from pipeline.ops.table import rule_of
 from pipeline.runtime.recompute.regions import replaying
 
@@ -108,8 +109,7 @@ class InOneType(TorchDispatchMode):
         return result
 
 
-class Within(Protocol):
-    def __call__(self, *, widen: bool, draws: bool, path: str = "") -> AbstractContextManager[InOneType]: ...
+Within = Callable[..., AbstractContextManager[InOneType]]
 
 
 @contextmanager
@@ -123,10 +123,7 @@ def in_float64(*, widen: bool, draws: bool, path: str = "") -> Iterator[InOneTyp
         torch.set_default_dtype(before)
 
 
-@contextmanager
-def in_float32(*, widen: bool = True, draws: bool, path: str = "") -> Iterator[InOneType]:
-    with InOneType(torch.float32, widen=widen, draws=draws, path=path) as mode:
-        yield mode
+in_float32: Within = partial(InOneType, torch.float32, widen=True)
 
 
 def _line_of(path: str) -> int:
@@ -183,14 +180,11 @@ def split_draws(graph: OpGraph, shardings: Iterable[Sharding], others: Container
     for op in graph.ops:
         rule = rule_of(op)
         draws = op.target.rpartition(".")[0] in others or (is_random(op) and not (rule and rule.random))
-        if draws and op.name in strategies and _splits(strategies[op.name]):
+        strategy = strategies.get(op.name)
+        layouts = (*strategy.inputs, *strategy.outputs) if strategy else ()
+        if draws and any(state.kind == "S" for layout in layouts for state in layout.states):
             return op.target
     return ""
-
-
-def _splits(strategy: Strategy) -> bool:
-    layouts = (*strategy.inputs, *strategy.outputs)
-    return any(state.kind == "S" for layout in layouts for state in layout.states)
 
 
 def is_random(op: Op) -> bool:
@@ -217,39 +211,34 @@ def _make(draw: Callable[..., Any], mean: float, like: bool) -> Callable[..., Te
         shape: Sequence[int] = given.shape if like else given
         dtype = dtype or (given.dtype if like else torch.get_default_dtype())
         x = torch.empty(tuple(shape), dtype=dtype)
-        return draw(x) if draws else x.fill_(mean)
+        return draw(x, *args) if draws else x.fill_(mean)
 
     return run
 
 
-def _coin(draws: bool, probability: Tensor, **kwargs: Any) -> Tensor:
-    return aten.bernoulli.default(probability.contiguous()) if draws else torch.ones_like(probability)
+def _whole(draw: Callable[..., Any], least: Callable[..., int]) -> Callable[..., Tensor]:
+    """An op that draws whole numbers: in order already; the least of them in place of a mean."""
 
+    def run(draws: bool, *args: Any, **kwargs: Any) -> Tensor:
+        return draw(*args, **kwargs) if draws else draw(*args, **kwargs).fill_(least(*args))
 
-def _coin_like(draws: bool, x: Tensor, p: float = 0.5, **kwargs: Any) -> Tensor:
-    empty = torch.empty(x.shape, dtype=x.dtype)
-    return aten.bernoulli_.float(empty, p) if draws else empty.fill_(1.0)
-
-
-def _whole(draws: bool, draw: Any, args: tuple[Any, ...], named: dict[str, Any], least: int = 0) -> Tensor:
-    """Whole numbers: in order already; the least of them in place of a mean."""
-    return draw(*args, **named) if draws else draw(*args, **named).fill_(least)
+    return run
 
 
 DRAWS: dict[Any, Callable[..., Any]] = {
     # What rules of pipeline/ops may split, as these ops are run: each has a value that its pieces have too.
     aten.bernoulli_.float: _fill(aten.bernoulli_.float, lambda p=0.5: 1.0),
-    aten.bernoulli.default: _coin,
-    aten.bernoulli.p: _coin_like,
+    aten.bernoulli.default: lambda draws, p, **kwargs: (
+        aten.bernoulli.default(p.contiguous()) if draws else torch.ones_like(p)
+    ),
+    aten.bernoulli.p: _make(lambda x, p=0.5: aten.bernoulli_.float(x, p), 1.0, like=True),
     aten.uniform_.default: _fill(aten.uniform_.default, lambda low=0.0, high=1.0: (low + high) / 2),
     aten.normal_.default: _fill(aten.normal_.default, lambda mean=0.0, std=1.0: mean),
     aten.exponential_.default: _fill(aten.exponential_.default, lambda rate=1.0: 1 / rate),
     aten.rand.default: _make(aten.uniform_.default, 0.5, like=False),
     aten.randn.default: _make(aten.normal_.default, 0.0, like=False),
-    aten.randint.default: lambda draws, high, size, **named: _whole(draws, aten.randint.default, (high, size), named),
-    aten.randint.low: lambda draws, low, high, size, **named: _whole(
-        draws, aten.randint.low, (low, high, size), named, low
-    ),
+    aten.randint.default: _whole(aten.randint.default, lambda *args: 0),
+    aten.randint.low: _whole(aten.randint.low, lambda low, *args: low),
     aten.randperm.default: lambda draws, count, **named: (
         aten.randperm.default(count, **named) if draws else torch.arange(count)
     ),
@@ -278,3 +267,8 @@ def grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *rest: Any
             found[:, start:end] = a[number] @ b[:, start:end]
         return found
     return torch.stack([a[:, start:end] @ b[start:end] for start, end in groups])
+
+
+def widest(tensor: Tensor) -> Tensor:
+    """In float64, or complex numbers of two such."""
+    return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()

@@ -3,32 +3,58 @@
 One step is run again from the module's own state before it, so that nothing of an earlier fault is left:
 
 1. The traced graph, run op by op, differs from the module: the trace is at fault.
-2. The step is equal now: it was the optimizer's step before it, on pieces, that went wrong.
+2. The step is equal now: it was the optimizer's step before it, on shards, that went wrong.
 3. The values that the program writes beside those of the graph, in the order of the program: forward first.
 4. Then gradients of what ops write, in the order of backward; then those of the parameters.
 
 What is wrong in float32 alone is looked for by 3 and 4 in float32, with the rounding of the graph's own run as measure.
+Each rank looks at all that its partitions write in one pass; of what the ranks find, the first counts: forward that of
+the first partition, backward that of the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor as Data
 
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import of_gradient
-from pipeline.ir.program import Call, Convert, Program
-from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, Gap, gap, largest, whole_gap
+from pipeline.ir.plan import Plan
+from pipeline.ir.program import Call, Convert
+from pipeline.sharding.lowering import lower
+from pipeline.sharding.partitions import part_of
+from stages.verify.compare import (
+    IN_FLOAT32,
+    LOSS,
+    SHARE,
+    TOLERANCE,
+    Difference,
+    Gap,
+    compare_passes,
+    largest,
+    own_gap,
+    whole_gap,
+)
 from stages.verify.float32 import LEAST, MARGIN, Float32Step
-from stages.verify.float64 import in_float32, in_float64
-from stages.verify.interpret import Values, interpret
-from stages.verify.record import Noted, Recorder, names_of, recorded
-from stages.verify.steps import LOSS, Difference, Rank, compare_passes
-from stages.verify.truth import Batch, MakeOptimizer, State, Step, Truth, copied, doubled, parts_of
+from stages.verify.float64 import Asked, in_float32, in_float64
+from stages.verify.ranks import Rank, rank_of
+from stages.verify.record import Names, Noted, Recorder, names_of, recorded, targets_by_line
+from stages.verify.truth import (
+    Batch,
+    MakeOptimizer,
+    ModuleState,
+    Truth,
+    TruthStep,
+    Values,
+    doubled,
+    interpret,
+)
 
 NEAR = 10 * TOLERANCE  # for values inside a step
 SMALL = 1e-6  # a value below is held against this: zeros may come with rounding
@@ -55,7 +81,7 @@ class Case:
     """A program's texts, and what they were written from."""
 
     graph: OpGraph
-    program: Program | None  # of a pipeline every partition has one
+    plan: Plan
     written: str  # as codegen writes it
     text: str  # as it is run
     path: str
@@ -63,115 +89,100 @@ class Case:
 
     def graph_of(self, batch: Batch) -> OpGraph:
         """By the sizes of what is given."""
-        inputs = [] if self.smaller is None else self.smaller.of_role(Role.INPUT)
-        fewer = self.smaller is not None and all(batch[v.name].shape == v.type.shape for v in inputs)
-        return self.smaller if fewer and self.smaller is not None else self.graph
+        if self.smaller is None:
+            return self.graph
+        fewer = all(batch[v.name].shape == v.type.shape for v in self.smaller.of_role(Role.INPUT))
+        return self.smaller if fewer else self.graph
+
+    def names(self, graph: OpGraph) -> dict[int, Names]:
+        """By partition, in micro-batches of that graph."""
+        if not self.plan.pipelined:
+            return {0: names_of(self.written, lower(graph, self.plan.sharding, self.plan.micro_batches))}
+        return {number: self._names(number, graph) for number in range(len(self.plan.partitions))}
+
+    def _names(self, number: int, graph: OpGraph) -> Names:
+        partition, last = self.plan.partitions[number], len(self.plan.partitions) - 1
+        own = part_of(graph, partition.first, partition.last)
+        program = lower(own, partition.sharding, self.plan.micro_batches, to_loss=number == last)
+        apart = graph is self.smaller and f"class Smaller{number}(" in self.written
+        return names_of(self.written, program, f"{'Smaller' if apart else 'Partition'}{number}", partition.first)
+
+    def line(self, number: int) -> str:
+        return self.text.splitlines()[number - 1].strip()
 
 
-class InPass(Protocol):
-    """Looks for the fault in one pass of the step that differs first, given the state before it."""
-
-    def __call__(
-        self, case: Case, truth: Truth, make: MakeOptimizer, first: Difference, before: State, step: Step, at: int
-    ) -> Fault | None: ...
-
-
-class InPassOfFloat32(Protocol):
-    """The same of the step that is run in float32."""
-
-    def __call__(
-        self, case: Case, step: Float32Step, make: MakeOptimizer, batch_norm: str, at: int
-    ) -> Fault | None: ...
-
-
-def locate_in_float32(
-    case: Case, step: Float32Step, make: MakeOptimizer, batch_norm: str, first: Difference, look: InPassOfFloat32
-) -> Fault:
-    for at in range(len(step.batches)):
-        fault = look(case, step, make, batch_norm, at)
-        if fault is not None:
-            return replace(fault, what=f"{IN_FLOAT32_ALONE} {fault.what}")
-    fault = _of_parameter(case, first)
-    return replace(fault, what=f"{IN_FLOAT32_ALONE} {fault.what}")
-
-
-def locate(case: Case, truth: Truth, make: MakeOptimizer, first: Difference, in_pass: InPass | None = None) -> Fault:
+def locate(case: Case, truth: Truth, make: MakeOptimizer, first: Difference) -> Fault:
     """`first` is what differed first; the truth's steps have not been taken yet."""
     if first.tolerance == IN_FLOAT32:
         return Fault("in float64 throughout all is equal: the difference is the rounding of the model's own casts")
-    before, step = _step(truth.first, truth.steps, first.step)
+    before, step = _step(truth, first.step)
     if first.kind == "parameter":
-        return of_update(first)
+        return _of_update(first)
     fault = _of_trace(case, before, step, draw=truth.draw)
     if fault is not None:
         return fault
     for at in [first.at] if first.kind == LOSS else range(len(step.batches)):
-        fault = (in_pass or _in_pass)(case, truth, make, first, before, step, at)
-        if fault is not None:
+        with in_float64(widen=True, draws=truth.draw):
+            rank, recorder, losses = _recorded_step(case, before, step.batches, make, truth.batch_norm, at)
+        again = compare_passes(rank, losses, step.passes, first.step, TOLERANCE)
+        if first.kind != "buffer" and not any(d.over > 1.0 for d in again):
+            return _of_update(first)
+        values = interpret(case.graph_of(step.batches[at]), before, step.batches, at, draw=truth.draw)
+        search = _Search(case, rank, recorder, values)
+        if fault := search.forward() or search.backward() or search.buffers(first):
             return fault
     return _of_parameter(case, first)
 
 
-def _in_pass(
-    case: Case, truth: Truth, make: MakeOptimizer, first: Difference, before: State, step: Step, at: int
-) -> Fault | None:
-    with in_float64(widen=True, draws=truth.draw):
-        rank, recorder, losses = _recorded_step(case, before, step.batches, make, truth.batch_norm, at)
-    again = compare_passes(rank, losses, step.passes, first.step, TOLERANCE)
-    if first.kind != "buffer" and not any(d.over > 1.0 for d in again):
-        return of_update(first)
-    expected = Expected(interpret(case.graph, before, step.batches[at], at, len(step.batches), draw=truth.draw))
-    return (
-        _forward(case, rank, recorder, expected)
-        or _backward(case, rank, recorder, expected)
-        or of_buffer(case, recorder, first)
-    )
-
-
-def in_pass_of_float32(case: Case, step: Float32Step, make: MakeOptimizer, batch_norm: str, at: int) -> Fault | None:
-    with in_float32(draws=False):
-        rank, recorder, _ = _recorded_step(case, step.state, step.batches, make, batch_norm, at)
-    expected = expected_of_float32(case.graph, step, at)
-    return _forward(case, rank, recorder, expected) or _backward(case, rank, recorder, expected)
+def locate_in_float32(case: Case, step: Float32Step, make: MakeOptimizer, batch_norm: str, first: Difference) -> Fault:
+    wide = ModuleState(doubled(step.state.parameters), doubled(step.state.constants))
+    batches = [doubled(batch) for batch in step.batches]
+    fault = None
+    for at, batch in enumerate(step.batches):
+        with in_float32(draws=False):
+            rank, recorder, _ = _recorded_step(case, step.state, step.batches, make, batch_norm, at)
+        exact = interpret(case.graph_of(batch), wide, batches, at)
+        own = interpret(case.graph_of(batch), step.state, step.batches, at, within=in_float32)
+        search = _Search(case, rank, recorder, exact, own)
+        if fault := search.forward() or search.backward():
+            break
+    fault = fault or _of_parameter(case, first)
+    return replace(fault, what=f"{IN_FLOAT32_ALONE} {fault.what}")
 
 
 def _recorded_step(
-    case: Case, before: State, batches: list[Batch], make: MakeOptimizer, batch_norm: str, at: int
+    case: Case, before: ModuleState, batches: list[Batch], make: MakeOptimizer, batch_norm: str, at: int
 ) -> tuple[Rank, Recorder, list[Data]]:
     """One pass of the step is noted."""
-    assert case.program is not None
-    recorder = Recorder(names_of(case.written, case.program))
-    rank = Rank(recorded(case.text, case.path, recorder), before, make, batch_norm)
-    return rank, recorder, rank.run(batches, on_pass=lambda number: _switch(recorder, number == at))
+    recorder = Recorder(case.names(case.graph_of(batches[at])))
+    rank = rank_of(recorded(case.text, case.path, recorder), before, make, batch_norm)
+    rank.inside(lambda partition, number: recorder.inside(partition, number == at))
+    return rank, recorder, rank.run(batches)
 
 
-def _switch(recorder: Recorder, on: bool) -> None:
-    recorder.on = on
-
-
-def _step(before: State, steps: Iterable[Step], number: int) -> tuple[State, Step]:
+def _step(truth: Truth, number: int) -> tuple[ModuleState, TruthStep]:
     """The state before a step, and the step."""
-    before = copied(before)
-    for place, step in enumerate(steps):
+    before = deepcopy(truth.first)
+    for place, step in enumerate(truth.steps):
         if place == number:
             return before, step
-        before = copied(step.after)
+        before = deepcopy(step.after)
     raise AssertionError(f"there are fewer than {number + 1} steps")
 
 
-def of_update(first: Difference) -> Fault:
+def _of_update(first: Difference) -> Fault:
     return Fault(
         f"up to it all is equal, but the optimizer's step {first.step + (first.kind == 'parameter')} on pieces of the "
         "parameters is not its step on the whole: it must work element by element"
     )
 
 
-def _of_trace(case: Case, before: State, step: Step, *, draw: bool) -> Fault | None:
+def _of_trace(case: Case, before: ModuleState, step: TruthStep, *, draw: bool) -> Fault | None:
     """Whether the graph, op by op, is the module."""
-    parts, wrong = parts_of(step.batches), "the traced graph itself is not the module: run op by op, it has another"
+    wrong = "the traced graph itself is not the module: run op by op, it has another"
     summed: dict[str, Data] = {}
     for at, (batch, loss) in enumerate(zip(step.batches, step.passes.losses, strict=True)):
-        values = interpret(case.graph_of(batch), before, batch, at, parts[at], draw=draw)
+        values = interpret(case.graph_of(batch), before, step.batches, at, draw=draw)
         far = Gap(float((values.loss - loss).abs()), float(loss.abs()))
         if far.relative() > TOLERANCE:
             return Fault(f"{wrong} loss", difference=far.difference, size=far.size)
@@ -188,72 +199,77 @@ def _of_trace(case: Case, before: State, step: Step, *, draw: bool) -> Fault | N
 
 
 @dataclass(frozen=True)
-class Expected:
-    """What the graph computes in float64; in float32, where that is what is looked at, its own rounding."""
+class _Search:
+    """What this rank's partitions have written beside what the graph computes.
 
-    exact: Values
-    own: Values | None = None
+    The ranks of a mesh meet where a value is partial, so all of them look at everything.
+    """
 
-    def is_far(self, name: str, far: Gap) -> bool:
-        return far.relative(SMALL) > self._near(self.exact.values, self.own.values if self.own else None, name, SMALL)
+    case: Case
+    rank: Rank
+    recorder: Recorder
+    exact: Values  # in float64
+    own: Values | None = None  # where float32 is looked at: in float32, with the graph's own rounding
 
-    def is_gradient_far(self, name: str, far: Gap, floor: float) -> bool:
-        own = self.own.gradients if self.own else None
-        return far.relative(floor) > self._near(self.exact.gradients, own, name, floor)
+    def forward(self) -> Fault | None:
+        found = []
+        for noted in self.recorder.noted.values():
+            tensor, own = noted.written.tensor, self.own.values if self.own else None
+            wanted = self.exact.values[tensor.value]
+            far = own_gap(noted.value, wanted, tensor.layout, self.rank.axes, padding=False)
+            if far.relative(SMALL) > _near(own, tensor.value, wanted, SMALL):
+                found.append((noted, _fault_of(self.case, noted, far)))
+        return self._first(found, min)
 
-    def _near(self, exact: dict[str, Data], own: dict[str, Data] | None, name: str, floor: float) -> float:
-        if own is None:
-            return NEAR
-        return MARGIN * max(whole_gap(own[name], exact[name]).relative(floor) if name in own else 0.0, LEAST)
+    def backward(self) -> Fault | None:
+        """The first in the order of backward; it is what reads the value that is at fault."""
+        parameters = (value.name for value in self.case.graph.of_role(Role.PARAMETER))
+        gradients, own = self.exact.gradients, self.own.gradients if self.own else None
+        floor = SHARE * largest(gradients[name] for name in parameters if name in gradients)
+        found = []
+        for noted in self.recorder.noted.values():
+            tensor = noted.written.tensor
+            wanted = gradients.get(tensor.value)
+            if wanted is None or not noted.written.by_op:
+                continue
+            far = own_gap(noted.gradient, wanted, of_gradient(tensor.layout), self.rank.axes, padding=False)
+            if far.relative(floor) > _near(own, tensor.value, wanted, floor):
+                found.append((noted, self._of_readers(noted, far)))
+        return self._first(found, max)
+
+    def buffers(self, first: Difference) -> Fault | None:
+        """The line that changes it."""
+        names, graph, found = _names(self.case, first.name), self.case.graph, []
+        for noted in self.recorder.noted.values() if first.kind == "buffer" else ():
+            step = noted.written.step
+            if isinstance(step, Call) and names & set(graph.op(step.op).mutates):
+                what = f"results are equal, but {step.op} leaves another {first.name} behind"
+                found.append((noted, replace(_fault_of(self.case, noted, Gap(0.0, 0.0)), what=what)))
+        return self._first(found, min)
+
+    def _of_readers(self, noted: Noted, far: Gap) -> Fault:
+        value, others = noted.written.tensor.value, self.recorder.noted.values()
+        beside = [other for other in others if other.place[0] == noted.place[0]]
+        reading = sorted({other.line for other in beside if _reads(self.case, other.written.step, value)})
+        where = f"{'line' if len(reading) == 1 else 'lines'} {', '.join(map(str, reading))}"
+        fault = _fault_of(self.case, noted, far)
+        what = f"forward is equal, but the gradient of the result of {fault.op} is not: see what reads it, {where}"
+        return replace(fault, what=what)
+
+    def _first(self, found: Iterable[tuple[Noted, Fault]], pick: Callable[..., Any]) -> Fault | None:
+        """Of all ranks, by the order in which the program writes; of what several find, with the largest difference."""
+        sign = -1 if pick is min else 1
+        own = [((noted.place, sign * fault.difference), fault) for noted, fault in found]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        first: Fault | None = pick((f for rank in everyone for f in rank), key=lambda f: f[0], default=(None, None))[1]
+        return first
 
 
-def expected_of_float32(graph: OpGraph, step: Float32Step, at: int) -> Expected:
-    """Both of the same pass."""
-    wide, batch = State(*map(_doubled, (step.state.parameters, step.state.constants))), _doubled(step.batches[at])
-    exact = interpret(graph, wide, batch, at, step.parts[at], draw=False)
-    own = interpret(graph, step.state, step.batches[at], at, step.parts[at], draw=False, within=in_float32)
-    return Expected(exact, own)
-
-
-def _doubled(tensors: dict[str, Data]) -> dict[str, Data]:
-    return {name: doubled(tensor) for name, tensor in tensors.items()}
-
-
-def _forward(case: Case, rank: Rank, recorder: Recorder, expected: Expected) -> Fault | None:
-    for noted in recorder.noted.values():
-        tensor = noted.written.tensor
-        far = gap(noted.value, expected.exact.values[tensor.value], tensor.layout, rank.axes)
-        if expected.is_far(tensor.value, far):
-            return fault_of(case, noted, far)
-    return None
-
-
-def _backward(case: Case, rank: Rank, recorder: Recorder, expected: Expected) -> Fault | None:
-    """The first in the order of backward; it is what reads the value that is at fault."""
-    floor = floor_of_gradients(case, expected.exact)
-    for noted in reversed(recorder.noted.values()):
-        tensor, wanted = noted.written.tensor, expected.exact.gradients.get(noted.written.tensor.value)
-        if wanted is None or not noted.written.by_op:
-            continue
-        far = gap(noted.gradient, wanted, of_gradient(tensor.layout), rank.axes)
-        if expected.is_gradient_far(tensor.value, far, floor):
-            return of_readers(case, recorder, noted, far)
-    return None
-
-
-def floor_of_gradients(case: Case, values: Values) -> float:
-    """A gradient below it is held against it."""
-    parameters = (value.name for value in case.graph.of_role(Role.PARAMETER))
-    return SHARE * largest(values.gradients[name] for name in parameters if name in values.gradients)
-
-
-def of_readers(case: Case, recorder: Recorder, noted: Noted, far: Gap) -> Fault:
-    value = noted.written.tensor.value
-    reading = sorted({n.line for n in recorder.noted.values() if _reads(case, n.written.step, value)})
-    where = f"{'line' if len(reading) == 1 else 'lines'} {', '.join(map(str, reading))}"
-    fault = fault_of(case, noted, far)
-    what = f"forward is equal, but the gradient of the result of {fault.op} is not: see what reads it, {where}"
-    return replace(fault, what=what)
+def _near(own: dict[str, Data] | None, name: str, exact: Data, floor: float) -> float:
+    if own is None:
+        return NEAR
+    return MARGIN * max(whole_gap(own[name], exact).relative(floor) if name in own else 0.0, LEAST)
 
 
 def _reads(case: Case, step: Call | Convert, value: str) -> bool:
@@ -273,24 +289,13 @@ def _of_parameter(case: Case, first: Difference) -> Fault:
     return Fault(what) if op is None else Fault(what, op.name, op.target, op.module, op.source)
 
 
-def of_buffer(case: Case, recorder: Recorder, first: Difference) -> Fault | None:
-    """The line that changes it."""
-    names = _names(case, first.name)
-    for noted in recorder.noted.values() if first.kind == "buffer" else ():
-        step = noted.written.step
-        if isinstance(step, Call) and names & set(case.graph.op(step.op).mutates):
-            what = f"results are equal, but {step.op} leaves another {first.name} behind"
-            return replace(fault_of(case, noted, Gap(0.0, 0.0)), what=what)
-    return None
-
-
 def _names(case: Case, origin: str) -> set[str]:
     return {value.name for value in case.graph.values.values() if value.origin == origin}
 
 
-def fault_of(case: Case, noted: Noted, far: Gap) -> Fault:
+def _fault_of(case: Case, noted: Noted, far: Gap) -> Fault:
     """What a line writes differs; of a conversion the op is that of the value, or one that reads it."""
-    step, line = noted.written.step, noted.line
+    step = noted.written.step
     if isinstance(step, Call):
         op, what = case.graph.op(step.op), f"the result of {step.op} differs"
     else:
@@ -299,5 +304,38 @@ def fault_of(case: Case, noted: Noted, far: Gap) -> Fault:
         op = next(op for op in case.graph.ops if value.name in (op.outputs if made else op.inputs))
         named = f"result of {op.name}" if made else f"{value.role.value} {value.origin}"
         what = f"the {named} differs after its conversion {step.source.layout} -> {step.target.layout}"
-    text = case.text.splitlines()[line - 1].strip()
-    return Fault(what, op.name, op.target, op.module, op.source, line, text, far.difference, far.size)
+    text = case.line(noted.line)
+    return Fault(what, op.name, op.target, op.module, op.source, noted.line, text, far.difference, far.size)
+
+
+# ---- casts to lower types and back, which lose nothing but digits: a mode widens them, and rounding would hide them
+
+
+def foreign_cast(case: Case, step: Float32Step, asked: Iterable[Asked]) -> Fault | None:
+    """The first line that asks for a cast that none of its ops has and that loses digits of the graph's widest type."""
+    types = {getattr(torch, v.type.dtype) for v in case.graph.values.values() if v.type.is_inexact}
+    widest = min((t for t in types if t.is_floating_point), key=lambda dtype: torch.finfo(dtype).eps)
+    suspects = sorted((line, str(dtype), dtype) for dtype, line in asked if _is_lower(dtype, widest))
+    if not suspects:
+        return None
+    known = interpret(case.graph, step.state, step.batches, 0, within=in_float32).asked
+    graphs = [graph for graph in (case.graph, case.smaller) if graph is not None]
+    ops: dict[tuple[str, str], set[str]] = {}  # function, name in it -> ops whose results it stands for
+    for (_, name), written in (item for g in graphs for own in case.names(g).values() for item in own.items()):
+        if isinstance(written.step, Call):
+            ops.setdefault((written.function, name), set()).add(written.step.op)
+    targets = targets_by_line(case.text)
+    for line, named, dtype in suspects:
+        own = {op for name in targets.get(line, ()) for op in ops.get(name, ())}
+        if not any(dtype in known.get(op, ()) for op in own):
+            what = f"a cast to {named.removeprefix('torch.')} that the model does not have: digits are lost"
+            fault = Fault(what, line=line, text=case.line(line))
+            op = next((op for op in case.graph.ops if op.name in own), None)
+            return replace(fault, op=op.name, target=op.target, module=op.module, source=op.source) if op else fault
+    return None
+
+
+def _is_lower(dtype: torch.dtype, widest: torch.dtype) -> bool:
+    """Fewer bits, or as many that are shared out otherwise."""
+    own, wide = torch.finfo(dtype), torch.finfo(widest)
+    return bool(own.bits < wide.bits or (own.bits == wide.bits and own.eps != wide.eps))

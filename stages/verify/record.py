@@ -29,7 +29,7 @@ _REGION = re.compile(r"links_(\d+)_to_\d+")
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenTensor:
     """What a name stands for."""
 
     tensor: Tensor
@@ -41,12 +41,13 @@ class Written:
         return isinstance(self.step, Call)
 
 
-Names = dict[tuple[int, str], Written]  # link, name -> what it is
+Names = dict[tuple[int, str], WrittenTensor]  # link, name -> what it is
 
 
 @dataclass
 class Noted:
-    written: Written
+    written: WrittenTensor
+    place: tuple[int, int]  # the partition, and how many were noted before
     line: int
     value: Data
     gradient: Data | None = None
@@ -57,53 +58,42 @@ class Noted:
 
 @dataclass
 class Recorder:
-    names: Names
+    """Notes what forward passes write while it is on; what backward runs again is not noted."""
+
+    names: dict[int, Names]  # of each partition; of a program that is no pipeline there is one
+    noted: dict[tuple[int, int, str], Noted] = field(default_factory=dict)  # by partition, link and name, in order
     on: bool = False
+    partition: int = 0
     link: int = BEFORE
-    noted: dict[tuple[int, str], Noted] = field(default_factory=dict)
+
+    @contextmanager
+    def inside(self, partition: int, on: bool) -> Iterator[None]:
+        """A forward pass of that partition."""
+        self.partition, self.on = partition, on
+        yield
+        self.on = False
 
     def begin(self, link: int) -> None:
-        self.link = link
+        if not replaying():
+            self.link = link
 
     def enter(self) -> None:
         """The next function: of one link, or of several that are compiled as one."""
-        self.link = min(link for link, _ in self.names if link > self.link)
+        if not replaying():
+            self.link = min(link for link, _ in self.names[self.partition] if link > self.link)
 
     def note(self, before: bool, line: int, /, **tensors: object) -> None:
         if not self.on or replaying():  # gradients go through what the first run of a region wrote
             return
         piggyback_sums.settle()
         for name, tensor in tensors.items():
-            key = (BEFORE if before else self.link, name)
-            if key in self.names and isinstance(tensor, Data):
-                noted = self.noted[key] = Noted(self.names[key], line, tensor.detach().clone())
-                if tensor.requires_grad and noted.written.by_op:
+            link = BEFORE if before else self.link
+            written = self.names[self.partition].get((link, name))
+            if written is not None and isinstance(tensor, Data):
+                noted = Noted(written, (self.partition, len(self.noted)), line, tensor.detach().clone())
+                self.noted[self.partition, link, name] = noted
+                if tensor.requires_grad and written.by_op:
                     tensor.register_hook(noted.keep)
-
-
-@dataclass
-class Recorders:
-    """One for each partition. A forward pass is of one of them; what backward runs again is not noted."""
-
-    of: dict[int, Recorder]
-    running: int = 0
-
-    @contextmanager
-    def inside(self, partition: int, on: bool) -> Iterator[None]:
-        self.running, self.of[partition].on = partition, on
-        yield
-        self.of[partition].on = False
-
-    def begin(self, link: int) -> None:
-        if not replaying():
-            self.of[self.running].begin(link)
-
-    def enter(self) -> None:
-        if not replaying():
-            self.of[self.running].enter()
-
-    def note(self, before: bool, line: int, /, **tensors: object) -> None:
-        self.of[self.running].note(before, line, **tensors)
 
 
 # ---- which name is which tensor
@@ -117,13 +107,13 @@ def names_of(text: str, program: Program, written: str = "Program", first: int =
     bases = [classes[base.id] for base in classes[written].bases if isinstance(base, ast.Name)]
     lines = [node for own in (*bases, classes[written]) for node in own.body]
     methods = {node.name: node for node in lines if isinstance(node, ast.FunctionDef)}
+    called = functions | _compiled(tree, functions)
     found: Names = {}
     steps = [(link, step) for link, own in enumerate(program.links, first) for step in own]
-    for name in _links(methods["forward"].body, functions | _compiled(tree, functions), methods):
-        function = (functions | _compiled(tree, functions))[name]
-        statements = _statements(function.body)
+    for name in _links(methods["forward"].body, called, methods):
+        statements = _statements(called[name].body)
         count = sum(map(_steps_of, statements))
-        found |= _match(steps[0][0], statements, tuple(step for _, step in steps[:count]), function.name)
+        found |= _match(steps[0][0], statements, tuple(step for _, step in steps[:count]), called[name].name)
         steps = steps[count:]
     assert not steps, "steps that no function has"
     before = [s for s in _statements(methods["forward"].body) if _is_step(s, functions)]
@@ -148,8 +138,8 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
 def _is_step(node: ast.stmt, functions: dict[str, ast.FunctionDef]) -> bool:
     """Not a link, a region, an input by its own name, what begins early, or the parameters."""
     assert isinstance(node, ast.Assign | ast.Expr)
-    if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
-        return node.value.func.id.partition("_keeps_")[0] not in (*functions, *REGIONS, *EARLY)
+    if name := _called(node):
+        return name.partition("_keeps_")[0] not in (*functions, *REGIONS, *EARLY)
     told = ast.unparse(node.value)
     return told != "self.tensors" and not told.startswith("batch[")
 
@@ -159,21 +149,18 @@ def _links(
 ) -> Iterator[str]:
     """The functions of the links, in the order in which forward calls them."""
     for node in _statements(body):
-        call = node.value if isinstance(node, ast.Assign | ast.Expr) else None
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-            continue
-        if call.func.id in REGIONS and isinstance(call.args[0], ast.Attribute):
+        name, call = _called(node), getattr(node, "value", None)
+        if name in REGIONS and isinstance(call, ast.Call) and isinstance(call.args[0], ast.Attribute):
             yield from _links(methods[call.args[0].attr].body, functions, methods)
-        elif call.func.id in functions:
-            yield call.func.id
+        elif name in functions:
+            yield name
 
 
 def _compiled(tree: ast.Module, functions: dict[str, ast.FunctionDef]) -> dict[str, ast.FunctionDef]:
     """Names of compiled functions -> the function: `a_keeps_50 = compiled(a, keeps=0.5)`."""
     found = {}
     for node in _statements(tree.body):
-        if isinstance(node, ast.Assign) and _called(node) == "compiled":
-            assert isinstance(node.value, ast.Call)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _called(node) == "compiled":
             found[_targets(node)[0]] = functions[ast.unparse(node.value.args[0])]
     return found
 
@@ -194,10 +181,9 @@ def _match(link: int, statements: list[ast.stmt], steps: tuple[Step, ...], funct
     left = iter(steps)
     for node in statements:
         own = [next(left) for _ in range(_steps_of(node))]
-        tensors = [t for step in own for t in (step.outputs if isinstance(step, Call) else (step.target,))]
-        by = [step for step in own for _ in (step.outputs if isinstance(step, Call) else (step.target,))]
-        for name, tensor, step in zip(_targets(node), tensors, by, strict=False):
-            found[link, name] = Written(tensor, step, function)
+        outputs = [(t, step) for step in own for t in (step.outputs if isinstance(step, Call) else (step.target,))]
+        for name, (tensor, step) in zip(_targets(node), outputs, strict=False):
+            found[link, name] = WrittenTensor(tensor, step, function)
     assert next(left, None) is None, "a step without a statement"
     return found
 
@@ -223,7 +209,7 @@ def targets_by_line(text: str) -> dict[int, list[tuple[str, str]]]:
 # ---- the text that is run, with notes
 
 
-def recorded(text: str, path: str, recorder: Recorder | Recorders) -> ModuleType:
+def recorded(text: str, path: str, recorder: Recorder) -> ModuleType:
     """The program, noting what it writes; lines have the numbers of the text."""
     tree = ast.parse(text, path)
     for node in tree.body:
@@ -232,22 +218,16 @@ def recorded(text: str, path: str, recorder: Recorder | Recorders) -> ModuleType
         elif isinstance(node, ast.ClassDef):
             for method in node.body:
                 if isinstance(method, ast.FunctionDef) and method.name != "__init__":
-                    method.body = _begun(method)
+                    region = _REGION.fullmatch(method.name)
+                    begin = _call(_BEGIN, method, ast.Constant(int(region[1]) - 1 if region else BEFORE))
+                    method.body = [begin, *(method.body if region else _noting(method.body, before=True))]
     ast.fix_missing_locations(tree)
     module = ModuleType("shardwright_program")
     module.__file__ = path
-    given = {_NOTE: recorder.note, _ENTER: recorder.enter, _BEGIN: recorder.begin}
-    module.__dict__.update(given)
+    module.__dict__.update({_NOTE: recorder.note, _ENTER: recorder.enter, _BEGIN: recorder.begin})
     with as_written():
         exec(compile(tree, path, "exec", dont_inherit=True), module.__dict__)
     return module
-
-
-def _begun(method: ast.FunctionDef) -> list[ast.stmt]:
-    region = _REGION.fullmatch(method.name)
-    first = int(region[1]) if region else 0
-    begin = _call(_BEGIN, method, ast.Constant(first - 1))
-    return [begin, *(method.body if region else _noting(method.body, before=True))]
 
 
 def _noting(body: list[ast.stmt], *, before: bool) -> list[ast.stmt]:

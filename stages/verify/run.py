@@ -34,7 +34,7 @@ def verify(root: Path, steps: int, write: Write, log: Log, everything: bool = Fa
     log.info("%d steps on %d ranks, in float64 and the first in float32, on the CPU", steps, plan.ranks)
     try:
         job = _job(root, config, steps, written, graphs if len(plan.slices) > 1 else ())
-        result = run_ranks("stages.verify.worker", job, plan.ranks, _limit(config))
+        result = run_ranks("stages.verify.worker", job, plan.ranks, config.train.timeout_s)
     except LaunchFailed as error:
         return _failed(error, config, log)
     shown = len(result["rows"]) if everything else SHOWN
@@ -55,10 +55,6 @@ def _job(root: Path, config: Config, steps: int, written: str, graphs: tuple[OpG
     }
 
 
-def _limit(config: Config) -> float | None:
-    return config.train.timeout_s
-
-
 def _failed(error: LaunchFailed, config: Config, log: Log) -> int:
     """A program that cannot be run is not equal; anything else is not the program's fault."""
     from stages.verify.worker import AT
@@ -68,11 +64,10 @@ def _failed(error: LaunchFailed, config: Config, log: Log) -> int:
     if str(error).startswith(AT):
         say(f"not equal: the program fails in {FILE}, {error}")
         return 1
-    raise TrainError(
-        f"verification failed: {error}",
-        where=f"conf/train/{config.choices['train']}.yaml" if "did not finish" in str(error) else None,
-        remedy="run with -v for details" if "did not finish" not in str(error) else "raise timeout_s",
-    ) from error
+    late = "did not finish" in str(error)
+    where = f"conf/train/{config.choices['train']}.yaml" if late else None
+    remedy = "raise timeout_s" if late else "run with -v for details"
+    raise TrainError(f"verification failed: {error}", where=where, remedy=remedy) from error
 
 
 def _notes(result: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the user's own unsplit module does in float64: the steps that a program is held against.
+"""What a program is held against: steps of the user's own unsplit module in float64, and its graph op by op.
 
 Many modules cast to float32 somewhere, whatever type they have. Adam would turn that rounding into steps of its own. So
 the steps are those of the module with such casts widened, which a program must equal closely; and before each, the
@@ -13,21 +13,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
+from pipeline.ops.own_names import CONSTANT
+from pipeline.ops.public import overload_of
 from pipeline.runtime.programs.collectives import in_memory
+from pipeline.runtime.step.running_stats import COUNTER
 from pipeline.user.loss import pick_loss
-from stages.verify.compare import widest
-from stages.verify.deferred import statistics_of_step
-from stages.verify.float64 import WIDENED, Within, in_float64
+from stages.verify.float64 import ANY, WIDENED, Within, in_float64, widest
 
 Batch = dict[str, Tensor]
 Build = Callable[[], nn.Module]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+BATCH_NORM_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
+}
 
 
 @dataclass(frozen=True)
-class State:
+class ModuleState:
     """A module's tensors at one time: those that are trained, and all others."""
 
     parameters: dict[str, Tensor]
@@ -43,17 +51,17 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Step:
+class TruthStep:
     """A step of the unsplit module; its tensors are the module's own until the next step."""
 
     batches: list[Batch]  # one for each pass
     passes: Passes
-    after: State
+    after: ModuleState
     as_written: Passes | None  # with casts to lower types, where the module has any
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModuleKind:
     """What a module does with types and random numbers."""
 
     casts: bool  # to a lower type than float64
@@ -64,10 +72,10 @@ class Kind:
 
 @dataclass(frozen=True)
 class Truth:
-    kind: Kind
+    kind: ModuleKind
     draw: bool  # random numbers are drawn, alike on both sides
-    first: State
-    steps: Iterable[Step]
+    first: ModuleState
+    steps: Iterable[TruthStep]
     batch_norm: str = "exact"  # of the train file
 
 
@@ -81,11 +89,25 @@ def seeded(number: int) -> Iterator[None]:
 def truth_of(
     build: Build, batches: Sequence[Sequence[Batch]], make: MakeOptimizer, *, draw: bool, batch_norm: str = "exact"
 ) -> Truth:
-    wide = [[{name: doubled(x) for name, x in batch.items()} for batch in step] for step in batches]
+    """Its steps are taken as they are asked for, once."""
+    wide = [[doubled(batch) for batch in step] for step in batches]
     kind = kind_of(build, wide[0][0], draw=draw)
     module = _made(build)
-    steps = steps_of(module, build, wide, make, kind, draw=draw, batch_norm=batch_norm)
-    return Truth(kind, draw, state_of(module), steps, batch_norm)
+
+    def steps() -> Iterator[TruthStep]:
+        optimizer = make([p for p in module.parameters() if p.requires_grad])
+        written = _made(build) if kind.casts and kind.as_written else None
+        for step in wide:
+            as_written = None
+            if written is not None:
+                take(written, state_of(module))
+                as_written = passes_of(written, step, widen=False, draw=draw)
+            with statistics_of_step(module) if batch_norm == "deferred" else nullcontext():
+                passes = passes_of(module, step, widen=True, draw=draw)
+            optimizer.step()
+            yield TruthStep(step, passes, state_of(module), as_written)
+
+    return Truth(kind, draw, state_of(module), steps(), batch_norm)
 
 
 def _made(build: Build) -> nn.Module:
@@ -97,7 +119,7 @@ def cast_all(module: nn.Module, types: Mapping[torch.dtype, torch.dtype]) -> nn.
     return module._apply(lambda tensor: tensor.to(types.get(tensor.dtype, tensor.dtype)))
 
 
-def kind_of(build: Build, batch: Batch, *, draw: bool) -> Kind:
+def kind_of(build: Build, batch: Batch, *, draw: bool) -> ModuleKind:
     """Found out by running it: as it is written or, where that fails, with its casts to lower types widened."""
     for widen in (False, True):
         module = _made(build)
@@ -109,49 +131,26 @@ def kind_of(build: Build, batch: Batch, *, draw: bool) -> Kind:
                 if widen:
                     raise
     as_written = not widen and mode.casts <= {torch.float32, torch.complex64}
-    return Kind(bool(mode.casts), as_written, mode.drew, tuple(sorted(mode.others)))
+    return ModuleKind(bool(mode.casts), as_written, mode.drew, tuple(sorted(mode.others)))
 
 
-def steps_of(
-    module: nn.Module,
-    build: Build,
-    batches: Iterable[list[Batch]],
-    make: MakeOptimizer,
-    kind: Kind,
-    *,
-    draw: bool,
-    batch_norm: str,
-) -> Iterator[Step]:
-    optimizer = make([p for p in module.parameters() if p.requires_grad])
-    written = _made(build) if kind.casts and kind.as_written else None
-    for step in batches:
-        as_written = None
-        if written is not None:
-            take(written, state_of(module))
-            as_written = passes_of(written, step, widen=False, draw=draw)
-        with statistics_of_step(module) if batch_norm == "deferred" else nullcontext():
-            passes = passes_of(module, step, widen=True, draw=draw)
-        optimizer.step()
-        yield Step(step, passes, state_of(module), as_written)
-
-
-def take(module: nn.Module, state: State) -> None:
-    for own, given in zip(_groups(state_of(module)), _groups(state), strict=True):
-        for name, tensor in own.items():
-            tensor.copy_(given[name])
-
-
-def _groups(state: State) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return state.parameters, state.constants
+def take(module: nn.Module, state: ModuleState) -> None:
+    own = state_of(module)
+    for name, tensor in (own.parameters | own.constants).items():
+        tensor.copy_((state.parameters | state.constants)[name])
 
 
 def passes_of(
     module: nn.Module, batches: list[Batch], *, widen: bool, draw: bool, within: Within = in_float64
 ) -> Passes:
     module.zero_grad(set_to_none=True)
+    losses = []
     with within(widen=widen, draws=draw):
-        parts = parts_of(batches)
-        losses = [_pass(module, batch, number, parts[number]) for number, batch in enumerate(batches)]
+        for number, (batch, parts) in enumerate(zip(batches, parts_of(batches), strict=True)):
+            with seeded(number):
+                loss = pick_loss(module(**batch))
+                (loss / parts).backward()
+            losses.append(loss.detach().double())
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad and p.grad is not None}
     for parameter in trained.values():
         parameter.grad = in_memory(parameter.grad)  # optimizers do not take conjugates that autograd leaves undone
@@ -160,43 +159,130 @@ def passes_of(
 
 def parts_of(batches: Sequence[Batch]) -> list[float]:
     """For each pass of a step: how many of its size would have the samples of the step."""
-    samples = list(map(_samples, batches))
+    samples = [len(next(iter(batch.values()))) for batch in batches]
     return [sum(samples) / own for own in samples]
 
 
-def _samples(batch: Batch) -> int:
-    return len(next(iter(batch.values())))
-
-
-def _pass(module: nn.Module, batch: Batch, number: int, parts: float) -> Tensor:
-    with seeded(number):
-        loss = pick_loss(module(**batch))
-        (loss / parts).backward()
-    return loss.detach().double()
-
-
-def state_of(module: nn.Module) -> State:
+def state_of(module: nn.Module) -> ModuleState:
     """The module's own tensors."""
     named = dict(module.named_parameters())
     trained = {name: p.detach() for name, p in named.items() if p.requires_grad}
     frozen = {name: p.detach() for name, p in named.items() if not p.requires_grad}
-    return State(trained, {**frozen, **dict(module.named_buffers())})
+    return ModuleState(trained, {**frozen, **dict(module.named_buffers())})
 
 
-def kept(truth: Truth) -> Truth:
-    """With copies of all tensors, so that several programs can be held against it."""
-    first = copied(truth.first)
-    steps = [Step(s.batches, _copied(s.passes), copied(s.after), _copied(s.as_written)) for s in truth.steps]
-    return Truth(truth.kind, truth.draw, first, steps, truth.batch_norm)
+def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Numbers in float64; whole ones stay."""
+    return {n: widest(t) if t.is_floating_point() or t.is_complex() else t for n, t in tensors.items()}
 
 
-def _copied(passes: Passes | None) -> Any:
-    return passes and Passes(passes.losses, {name: g.clone() for name, g in passes.gradients.items()})
+# ---- `batch_norm: deferred`: running statistics change once a step, by the numbers of all its passes
 
 
-def copied(state: State) -> State:
-    return State(*({n: t.clone() for n, t in group.items()} for group in _groups(state)))
+@contextmanager
+def statistics_of_step(module: nn.Module) -> Iterator[None]:
+    """Around the passes of a step."""
+    counters = [buffer for name, buffer in module.named_buffers() if name.rpartition(".")[2] == COUNTER]
+    before = [counter.clone() for counter in counters]
+    with _BatchNorms() as norms:
+        yield
+    with torch.no_grad():
+        norms.commit()
+        for counter, start in zip(counters, before, strict=True):
+            counter.copy_(torch.minimum(counter, start + 1))
 
 
-def doubled(tensor: Tensor) -> Tensor:
-    return widest(tensor) if tensor.is_floating_point() or tensor.is_complex() else tensor
+class _BatchNorms(TorchFunctionMode):
+    """Keeps what batch norms are given in training, and their running statistics as they are until `commit`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[int, tuple[Tensor, Tensor, float, list[Tensor]]] = {}
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        names = BATCH_NORM_ARGUMENTS.get(func, ())
+        given = dict(zip(names, args, strict=False)) | kwargs
+        mean, variance = given.get("running_mean"), given.get("running_var")
+        if not names or not given.get("training", False) or mean is None or variance is None:
+            return func(*args, **kwargs)
+        norm = self.given.setdefault(mean.data_ptr(), (mean, variance, given.get("momentum", 0.1), []))
+        norm[-1].append(given["input"].detach().transpose(0, 1).flatten(1))
+        rest = args[len(names) :]  # whether cudnn may be used
+        instead = given | {"running_mean": mean.clone(), "running_var": variance.clone()}
+        return func(*(instead.pop(name) for name in names[: len(args)]), *rest, **instead)
+
+    def commit(self) -> None:
+        for mean, variance, momentum, given in self.given.values():
+            numbers = torch.cat(given, dim=1)
+            mean.lerp_(numbers.mean(1).to(mean.dtype), momentum)
+            variance.lerp_(numbers.var(1).to(variance.dtype), momentum)
+
+
+# ---- the traced graph, op by op, on unsplit tensors
+
+
+@dataclass(frozen=True)
+class Values:
+    """Of one pass, by the names of the graph's values."""
+
+    values: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    loss: Tensor
+    asked: dict[str, set[torch.dtype]]  # op -> the lower types to which it casts
+
+
+def interpret(
+    graph: OpGraph,
+    state: ModuleState,
+    batches: Sequence[Batch],
+    number: int,
+    *,
+    draw: bool = False,
+    within: Within = in_float64,
+) -> Values:
+    """Pass `number` of a step of these batches; the state is left as it was."""
+    tensors = {name: t.detach().clone().requires_grad_() for name, t in state.parameters.items()}
+    tensors |= {name: t.detach().clone() for name, t in state.constants.items()}
+    known = {
+        value.name: batches[number][value.name] if value.role is Role.INPUT else tensors[value.origin]
+        for value in graph.values.values()
+        if value.role is not Role.RESULT
+    }
+    gradients: dict[str, Tensor] = {}
+    values = {name: t.detach().clone() for name, t in known.items()}
+    asked: dict[str, set[torch.dtype]] = {}
+    with within(widen=True, draws=draw, path=ANY) as mode, seeded(number):
+        for op in graph.ops:
+            mode.asked.clear()
+            for name, result in zip(op.outputs, _results(op, known), strict=True):
+                known[name] = result
+                values[name] = result.detach().clone()
+                if result.requires_grad:
+                    result.register_hook(lambda g, name=name: gradients.__setitem__(name, g.detach()))
+            asked[op.name] = {dtype for dtype, _ in mode.asked}
+        loss = known[graph.output]
+        (loss / parts_of(batches)[number]).backward()
+    of_parameters = {v.name: tensors[v.origin].grad for v in graph.of_role(Role.PARAMETER)}
+    gradients |= {name: g for name, g in of_parameters.items() if g is not None}
+    return Values(values, gradients, loss.detach(), asked)
+
+
+def _results(op: Op, known: dict[str, Tensor]) -> list[Tensor]:
+    positional = [_real(arg, known) for arg in op.args.positional]
+    named = {key: _real(arg, known) for key, arg in op.args.named if key != "pin_memory"}
+    if op.target == CONSTANT:
+        found: Any = torch.tensor(*positional, **named)
+    else:
+        overload = overload_of(op.target)
+        assert overload is not None, f"torch has no {op.target}, and the graph was read"
+        found = overload(*positional, **named)
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def _real(arg: Arg, known: dict[str, Tensor]) -> Any:
+    if isinstance(arg, Ref):
+        return known[arg.value]
+    if isinstance(arg, Torch):
+        return torch.device("cpu") if arg.kind == "device" else getattr(torch, arg.name)
+    return [_real(item, known) for item in arg] if isinstance(arg, tuple) else arg

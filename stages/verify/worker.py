@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import islice
@@ -29,17 +28,11 @@ from pipeline.runtime.programs.mesh import set_mesh
 from pipeline.runtime.programs.source import load_program
 from pipeline.runtime.step.batches import Batches
 from pipeline.runtime.step.slices import Slices
-from pipeline.sharding.lowering import lower
 from pipeline.user.optimizer import build_optimizer
-from stages.verify.casts import foreign_cast
+from stages.verify.compare import Difference, Float64Verdict, judge
 from stages.verify.float32 import TRIES, Float32Verdict, judge_in_float32, runner
-from stages.verify.float64 import Asked, draws_alike, split_draws
-from stages.verify.locate import Case, Fault, locate, locate_in_float32
-from stages.verify.locate import in_pass_of_float32 as in_pass_in_float32
-from stages.verify.locate_piped import all_names, in_pass_of, in_pass_of_float32
-from stages.verify.piped import judge_pipeline
-from stages.verify.record import names_of
-from stages.verify.steps import Difference, Verdict, judge
+from stages.verify.float64 import draws_alike, split_draws
+from stages.verify.locate import Case, Fault, foreign_cast, locate, locate_in_float32
 from stages.verify.truth import Batch, Truth, truth_of
 
 AT = "line "  # begins the word of a rank on a program that fails
@@ -71,9 +64,7 @@ def verify(job: dict[str, Any]) -> dict[str, Any]:
     graphs = [OpGraph.from_json(text) for text in job["graphs"]] or [artifacts.load("graph", root).body]
     graph: OpGraph = graphs[0]
     text = Path(path).read_text()
-    written = load_program(path, compiles=False)
-    piped = hasattr(written, "PARTITIONS")
-    setting = Setting(job, written, draw=not piped and draws_alike(graph, text))
+    setting = Setting(job, load_program(path, compiles=False), graph, text)
     truth = setting.truth()
     plan: Plan = artifacts.load("plan", root).body
     if split := split_draws(graph, [part.sharding for part in plan.partitions], truth.kind.others):
@@ -82,43 +73,34 @@ def verify(job: dict[str, Any]) -> dict[str, Any]:
             where="runs/checkpoint/plan.json",
             remedy="plan without a rule for that op: it then runs whole",
         )
-    verdict = (judge_pipeline if piped else judge)(load_program(path, compiles=False), truth, setting.optimizer)
-    program = None if piped else lower(graph, plan.sharding, plan.micro_batches)
-    case = Case(graph, program, job["written"], text, path, *graphs[1:])
+    verdict = judge(load_program(path, compiles=False), truth, setting.optimizer)
+    case = Case(graph, plan, job["written"], text, path, *graphs[1:])
     first = verdict.first()
     if not verdict.equal and first is not None:
-        in_pass = in_pass_of(plan) if piped else None
-        fault = locate(case, setting.truth(), setting.optimizer, first, in_pass)
-        return _result(verdict, truth, fault)
-    return _in_float32(setting, case, plan, verdict, truth)
+        return _result(verdict, truth, locate(case, setting.truth(), setting.optimizer, first))
+    return _in_float32(setting, case, verdict, truth)
 
 
-def _in_float32(setting: Setting, case: Case, plan: Plan, verdict: Verdict, truth: Truth) -> dict[str, Any]:
+def _in_float32(setting: Setting, case: Case, verdict: Float64Verdict, truth: Truth) -> dict[str, Any]:
     """The result where all is equal in float64; casts alone where an op draws other numbers in another type."""
-    piped, norm, compares = case.program is None, truth.batch_norm, not truth.kind.others
+    norm, compares = truth.batch_norm, not truth.kind.others
     run = runner(load_program(case.path, compiles=False), case.path, setting.optimizer, norm)
     found = judge_in_float32(setting.module, setting.batches[0], run, TRIES if compares else 1)
-    names = all_names(plan, case) if case.program is None else [names_of(case.written, case.program)]
-    fault = foreign_cast(case, names, found.step, _of_all_ranks(found.asked))
+    asked: list[Any] = [None] * dist.get_world_size()  # partitions are on different ranks; all look at the same line
+    dist.all_gather_object(asked, set(found.asked))
+    fault = foreign_cast(case, found.step, set().union(*asked))
     if fault is None and compares and not found.right:
-        look = in_pass_of_float32(plan) if piped else in_pass_in_float32
-        fault = locate_in_float32(case, found.step, setting.optimizer, norm, found.worst, look)
+        fault = locate_in_float32(case, found.step, setting.optimizer, norm, found.worst)
     return _result(verdict, truth, fault, found if compares else None)
-
-
-def _of_all_ranks(asked: Iterable[Asked]) -> set[Asked]:
-    """Partitions of a pipeline are on different ranks; all of them look at the same line."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, set(asked))
-    return set().union(*every)
 
 
 class Setting:
     """The user's module, data and optimizer."""
 
-    def __init__(self, job: dict[str, Any], program: Any, *, draw: bool) -> None:
-        self.job, self.draw = job, draw
-        if hasattr(program, "PARTITIONS"):
+    def __init__(self, job: dict[str, Any], program: Any, graph: OpGraph, text: str) -> None:
+        pipelined = hasattr(program, "PARTITIONS")
+        self.job, self.draw = job, not pipelined and draws_alike(graph, text)
+        if pipelined:
             axes = Places(program).axes
         else:
             set_mesh(program.MESH)
@@ -151,7 +133,7 @@ class Setting:
 
 
 def _result(
-    verdict: Verdict, truth: Truth, fault: Fault | None = None, float32: Float32Verdict | None = None
+    verdict: Float64Verdict, truth: Truth, fault: Fault | None = None, float32: Float32Verdict | None = None
 ) -> dict[str, Any]:
     """A row for everything that is compared: where it is furthest, by the tolerance that it has there."""
     worst: dict[tuple[str, str], Difference] = {}

@@ -22,7 +22,7 @@ from pipeline.runtime.step.memory import storage_bytes
 from stages.checkpoint.recompute import schedule
 from stages.checkpoint.recompute.linearize import Linear, linearize
 from stages.checkpoint.recompute.simulate import simulate
-from stages.train.engines.planned import Planned
+from stages.train.engines.planned import PlannedEngine
 from stages.train.loop import Loop
 from tests import plans, storage_plans
 from tests.jobs import train_settings
@@ -79,7 +79,7 @@ def train(folder: str) -> dict[str, dict]:
     for path in sorted(Path(folder).glob("*.py")):
         work = Path(folder) / path.stem
         work.mkdir(exist_ok=True)
-        engine = Planned(job(path))
+        engine = PlannedEngine(job(path))
         report = Loop(engine, job(path), work).run()
         seats = 4 * sum(isinstance(bucket, _Sum) for bucket in engine.gradients.buckets)  # for the sum of the loss
         found[path.stem] = {**report, "resident": storage_bytes(engine.resident()) - seats}

@@ -16,7 +16,7 @@ from pipeline.runtime.programs.collectives import in_memory
 from pipeline.runtime.recompute.strided import StridedView
 from pipeline.runtime.step.clipping import Clipping
 from pipeline.user.weights import write_weights
-from stages.train.ranks.replicas import checksum
+from stages.train.ranks.safety import checksum
 from stages.train.snapshots.writer import _Staging
 from stages.verify.compare import whole_gap
 from tests.one_op import example, t

@@ -138,7 +138,7 @@ def test_after_a_failure_the_compiler_is_not_asked(monkeypatch):
 
 def test_training_tells_it_of_any_rank(monkeypatch):
     """Ranks write to a log that nobody sees when all goes well."""
-    monkeypatch.setattr(loop, "_gathered", lambda own: ["", own, own])
+    monkeypatch.setattr(loop, "gathered", lambda own: ["", own, own])
     assert loop._python_calls() == []
     monkeypatch.setattr(host_calls._Here, "failure", "g++ cannot")
     assert loop._python_calls() == [{"python_calls": "g++ cannot", "failed": 2, "ranks": 3}]

@@ -15,7 +15,7 @@ from pipeline.ir.plan import Plan
 from pipeline.runtime.step.cuda_graphs import NotCaptured
 from stages.checkpoint.captured import captured_or_not
 from stages.codegen.module import write_module
-from stages.train.engines.planned import Planned
+from stages.train.engines.planned import PlannedEngine
 from tests.plans import graph_of, preset
 from tests.programs import plan_for, uniform
 
@@ -95,7 +95,7 @@ class Refused:
 
 @pytest.mark.parametrize("wish", ["auto", True])
 def test_a_step_that_cannot_be_captured(wish: bool | str) -> None:
-    engine = Planned.__new__(Planned)
+    engine = PlannedEngine.__new__(PlannedEngine)
     engine.job = {"model": {"cuda_graphs": wish}, "where": {"model": "conf/model/m.yaml"}}
     engine.graphed, engine.not_captured = Refused(), ""  # type: ignore[assignment]
     engine._run_passes = lambda batches: list(batches)  # type: ignore[assignment,method-assign]

@@ -22,8 +22,7 @@ from pipeline.sharding.slices import slices_of
 from pipeline.tracing.trace import trace
 from stages.codegen import run as codegen
 from stages.codegen.slices import graphs_of_slices, with_contiguous
-from stages.verify.interpret import interpret
-from stages.verify.truth import state_of
+from stages.verify.truth import interpret, state_of
 from tests.graphs import SILENT
 from tests.graphs import trace as trace_module
 from tests.piped_programs import cut, random_cuts
@@ -175,7 +174,7 @@ def _loss(graph: OpGraph, rows: int) -> float:
     torch.manual_seed(0)
     state = state_of(Shifted().double())
     x = torch.randn(1, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).expand(rows, 4)
-    return float(interpret(graph, state, {"x": x.contiguous()}, 0, 1, draw=False).loss)
+    return float(interpret(graph, state, [{"x": x.contiguous()}], 0).loss)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "vit"])

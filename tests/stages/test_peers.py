@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from stages.train.loop import Loop
 from stages.train.ranks import peers as module
-from stages.train.ranks.peers import Peers, told
+from stages.train.ranks.peers import Peers, who_hangs
 from stages.train.snapshots.manifest import snapshots_in
 from stages.train.worker import make_engine
 from tests.ranks import run_ranks
@@ -88,10 +88,10 @@ def test_who_hangs() -> None:
         return {"what": "step 3", "at": at, "waits": waits}
 
     found = {0: status("x.py:1", True), 1: status("data.py:7, reading sample 12", False), 2: status("x.py:1", True)}
-    assert told("step 3", HOSTS, found) == "step 3: rank 1 on a hangs at data.py:7, reading sample 12"
+    assert who_hangs("step 3", HOSTS, found) == "step 3: rank 1 on a hangs at data.py:7, reading sample 12"
     alike = {rank: status("x.py:1", True) for rank in range(3)}
-    assert told("step 3", HOSTS, alike).startswith("step 3: rank 0 on a is at x.py:1, rank 1 on a is at")
-    assert told("step 3", HOSTS, None).startswith("step 3: rank 0 on a, or the host on which ranks meet, does not")
+    assert who_hangs("step 3", HOSTS, alike).startswith("step 3: rank 0 on a is at x.py:1, rank 1 on a is at")
+    assert who_hangs("step 3", HOSTS, None).startswith("step 3: rank 0 on a, or the host on which ranks meet, does not")
 
 
 class Asked:

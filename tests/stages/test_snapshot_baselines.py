@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from pipeline.base.errors import TrainError
 from stages.train.loop import Loop
-from stages.train.ranks import replicas
+from stages.train.ranks.safety import differing_replicas
 from stages.train.worker import make_engine
 from tests.ranks import run_ranks
 from tests.snapshot_runs import job
@@ -49,7 +49,7 @@ def job_of(folder: Path, engine: str, steps: int, width: int = 4, **safety: Any)
 
 
 def statistics(engine: Any) -> list[Tensor]:
-    return [held.piece.clone() for held in engine.state() if held.name == "weights/norm.running_mean"]
+    return [held.tensor.clone() for held in engine.state() if held.name == "weights/norm.running_mean"]
 
 
 def train(folder: str, name: str) -> dict[str, Any]:
@@ -61,11 +61,11 @@ def train(folder: str, name: str) -> dict[str, Any]:
     assert engine.stream == dist.get_rank()  # dropout of ranks is not alike
     again = make_engine(given)
     Loop(again, given, Path(folder)).run()  # no step is left: this is the snapshot
-    compared = replicas.compare(engine)
+    compared = differing_replicas(engine)
     if name == "ddp" and dist.get_rank() == 1:
         with torch.no_grad():
             engine.named["linear.bias"][0] += 1
-    return {"own": own, "restored": statistics(again), "compared": compared, "broken": replicas.compare(engine)}
+    return {"own": own, "restored": statistics(again), "compared": compared, "broken": differing_replicas(engine)}
 
 
 def on_two_ranks(folder: str) -> dict[str, Any]:

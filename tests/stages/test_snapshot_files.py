@@ -25,9 +25,10 @@ from pipeline.base.errors import TrainError
 from pipeline.base.stage import Inputs
 from pipeline.config import load_config
 from pipeline.ir.layout import Layout, R, S
-from stages.train.ranks.replicas import checksum, difference
+from stages.train.journal import tell
+from stages.train.ranks.safety import checksum, difference
 from stages.train.snapshots import manifest, writer
-from stages.train.snapshots.boxes import Piece, boxes_of, shared_out
+from stages.train.snapshots.boxes import BoxedTensor, boxes_of, file_of, shared_out
 from stages.train.snapshots.manifest import (
     Damaged,
     Unreadable,
@@ -37,19 +38,16 @@ from stages.train.snapshots.manifest import (
     snapshots_in,
     write_manifest,
 )
-from stages.train.snapshots.starting import launch_of, prepare
+from stages.train.snapshots.starting import differing, digest_of_run, launch_of, prepare, settings_of
 from stages.train.snapshots.tensor_files import (
     TensorFiles,
     check_boxes,
-    file_of,
     read_table,
     tiles,
     write_boxes,
     write_table,
 )
-from stages.train.snapshots.trajectory import differing, digest_of_run, settings_of
-from stages.train.snapshots.writer import not_seen, table_of
-from stages.train.tell import tell
+from stages.train.snapshots.writer import not_seen
 
 PROJECT = Path(__file__).parents[2]
 CONFIG = load_config(PROJECT)
@@ -80,7 +78,7 @@ def test_the_boxes_of_all_ranks_are_the_tensor(states: tuple) -> None:
         indices = [[i for start, length in dim for i in range(start, start + length)] for dim in runs]
         piece = whole[np.ix_(*indices)]
         for box in boxes_of(runs):
-            there = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+            there = tuple(slice(o, o + s) for o, s in zip(*box.place, strict=True))
             assert (piece[box.within] == whole[there]).all()
             seen[there] += 1
     assert (seen == 6 // layout.pieces(sizes)).all()
@@ -240,11 +238,11 @@ def test_any_piece_is_filled_from_any_boxes(dtype: torch.dtype, seed: int, data:
     cuts = [data.draw(cuts_of(shape)) for _ in range(2)]
     pieces = [_pieces(whole, cut) for cut in cuts]
     with tempfile.TemporaryDirectory() as folder:
-        shared = shared_out([[piece.spec()] for piece in pieces[0]])
+        shared = shared_out([[piece.offer()] for piece in pieces[0]])
         for rank, piece in enumerate(pieces[0]):
-            mine = {place for place, writer in shared["a"].writers.items() if writer == rank}
+            mine = {place for place, file in shared["a"].boxes.items() if file == file_of(rank)}
             write_boxes(Path(folder) / file_of(rank), [piece], {"a": mine})
-        write_table(Path(folder), table_of(shared))
+        write_table(Path(folder), shared)
         table = read_table(Path(folder), os.listdir(folder))
         check_boxes(Path(folder), table)
         files = TensorFiles(Path(folder), table)
@@ -265,14 +263,14 @@ def cuts_of(draw: Any, shape: tuple[int, ...]) -> list[list[int]]:
     return [sorted(draw(st.sets(st.sampled_from(range(1, size)), max_size=2))) if size > 1 else [] for size in shape]
 
 
-def _pieces(whole: torch.Tensor, cut: list[list[int]]) -> list[Piece]:
+def _pieces(whole: torch.Tensor, cut: list[list[int]]) -> list[BoxedTensor]:
     """As many ranks as boxes, and one more that holds the first again."""
     ends = [[0, *dim, size] for dim, size in zip(cut, whole.shape, strict=True)]
     runs = product(*[[((a, b - a),) for a, b in pairwise(dim)] for dim in ends])
     found = []
     for dims in runs:
         there = tuple(slice(start, start + length) for ((start, length),) in dims)
-        found.append(Piece("a", whole[there].clone(), tuple(whole.shape), str(cut), boxes_of(dims)))
+        found.append(BoxedTensor("a", whole[there].clone(), tuple(whole.shape), str(cut), boxes_of(dims)))
     return [*found, dataclasses.replace(found[0], tensor=found[0].tensor.clone())]
 
 

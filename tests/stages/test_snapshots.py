@@ -18,11 +18,11 @@ import torch.distributed as dist
 from benchmarks.forged_snapshots import about
 from pipeline.base.errors import TrainError
 from pipeline.launch.launch import run_ranks as launch
-from stages.train.engines.planned import Planned
-from stages.train.ranks import replicas
+from stages.train.engines.planned import PlannedEngine
+from stages.train.ranks.safety import differing_replicas
 from stages.train.snapshots.manifest import snapshots_in
 from stages.train.snapshots.resume import find, restore
-from stages.train.snapshots.writer import Snapshots
+from stages.train.snapshots.writer import SnapshotWriter
 from tests.ranks import run_ranks
 from tests.snapshot_runs import Faulty, job, train, write_programs
 
@@ -87,12 +87,12 @@ def full_disk(here: Path) -> tuple[str, list[float]]:
 
 def faults(here: Path) -> dict[str, Any]:
     found = {"wild": wild(here), "engines": engines(here), "unshared": unshared(here), "refused": refused(here)}
-    engine = Planned(job(here, "ddp", 1))
-    equal = replicas.compare(engine)
+    engine = PlannedEngine(job(here, "ddp", 1))
+    equal = differing_replicas(engine)
     if dist.get_rank() == 1:
         with torch.no_grad():
             next(iter(engine.parameters.values())).view(-1)[0] += 1e-6
-    return found | {"equal": equal, "differs": replicas.compare(engine), "streams": streams(here)}
+    return found | {"equal": equal, "differs": differing_replicas(engine), "streams": streams(here)}
 
 
 def wild(here: Path) -> dict[str, Any]:
@@ -129,8 +129,8 @@ def engines(here: Path) -> list[tuple[str, int, int]]:
 
 def unshared(here: Path) -> tuple[str, list[str]]:
     """Each rank has a folder of its own, as hosts have that share none."""
-    engine, folder = Planned(job(here, "zero1", 1)), here / f"host{dist.get_rank()}"
-    snapshots = Snapshots(folder, 2, True, 60)
+    engine, folder = PlannedEngine(job(here, "zero1", 1)), here / f"host{dist.get_rank()}"
+    snapshots = SnapshotWriter(folder, 2, True, 60)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stages.train.snapshots.writer.SEEN_S", 0.2)
         snapshots.take(engine, 1, about(1))
@@ -144,10 +144,10 @@ def streams(here: Path) -> tuple[bool, bool, list[float]]:
 
     And the next ones under another whose ranks draw apart, as pieces of a pipeline do.
     """
-    engine, folder = Planned(job(here, "ddp", 1)), here / "streams"
+    engine, folder = PlannedEngine(job(here, "ddp", 1)), here / "streams"
     torch.manual_seed(dist.get_rank())
     expected = torch.get_rng_state()
-    snapshots = Snapshots(folder, 1, True, 60)
+    snapshots = SnapshotWriter(folder, 1, True, 60)
     snapshots.take(engine, 1, about(1, program="this"))
     torch.rand(3)
     assert snapshots.done(wait=True).problem == ""

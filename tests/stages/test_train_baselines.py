@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from pipeline.base.errors import TrainError
 from pipeline.config import TrainEngine
+from pipeline.ir.plan import Partition, Plan, Prediction, Sharding
 from pipeline.models import gpt
 from pipeline.models.data import TokenSequences
 from pipeline.runtime.programs.parameters import whole_of
 from stages.train.engines.baselines import numbered_blocks
-from stages.train.engines.choice import check_batch, ranks_of
 from stages.train.loop import Loop
+from stages.train.run import check_batch, ranks_of
 from stages.train.worker import agree, make_engine
 from tests import plans
 from tests.jobs import train_settings
@@ -102,10 +103,10 @@ def train(folder: str, name: str) -> dict[str, Any]:
     engine.export(work / "trained.safetensors")
     state = {}
     for held in engine.state():
-        assert held.piece.numel() * (2 if "S" in str(held.layout) else 1) == prod(held.shape)
-        state[held.name] = whole_of(held.piece, held.shape, held.layout, held.axes)
+        assert held.tensor.numel() * (2 if "S" in str(held.layout) else 1) == prod(held.shape)
+        state[held.name] = whole_of(held.tensor, held.shape, held.layout, held.axes)
     before = [tensor.clone() for tensor in engine.resident() if not tensor.is_meta]
-    result["next"] = engine.loss(engine.on_device(engine.batches(STEPS)[0]))
+    result["next"] = engine.loss_of(engine.on_device(engine.batches(STEPS)[0]))
     result["unchanged"] = all(torch.equal(a, b) for a, b in zip(before, engine.resident(), strict=False))
     if dist.get_rank() == 0:
         torch.save(state, work / "state.pt")
@@ -218,7 +219,9 @@ def test_a_batch_that_does_not_divide_is_refused_where_the_plan_does_not_cut_it(
 
 def test_ranks_are_the_devices_of_the_plan_once() -> None:
     def planned(sizes: list[tuple[int, ...]], chunks: int = 1) -> Any:
-        return SimpleNamespace(partitions=[SimpleNamespace(sizes=s) for s in sizes], chunks=chunks)
+        axes = [tuple((f"d{n}", size) for n, size in enumerate(own)) for own in sizes]
+        partitions = tuple(Partition(0, 0, own, Sharding({}, {}, {}), (), 1, 0, 0.0) for own in axes)
+        return Plan("cpu", 0, partitions, Prediction(*[0] * 7), chunks=chunks)
 
     assert ranks_of(planned([(2, 4)]), TrainEngine.ddp) == 8
     assert ranks_of(planned([(2, 2), (2,)]), TrainEngine.fsdp2) == 6

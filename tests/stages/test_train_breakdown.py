@@ -16,12 +16,22 @@ from pipeline.ir.plan import Prediction
 from pipeline.ir.report import Breakdown
 from pipeline.runtime.pipelining.transfer import ACROSS
 from pipeline.runtime.programs.collectives import AROUND
-from stages.train.breakdown import HOLE_NS, STEP, Event, break_down, joined, length, of_all, profiled, within, without
-from stages.train.engines.pipelined import Piped
-from stages.train.engines.planned import Planned
+from stages.train.breakdown import (
+    HOLE_NS,
+    STEP,
+    ProfiledEvent,
+    break_down,
+    joined,
+    length,
+    mean_breakdown,
+    profiled,
+    within,
+    without,
+)
+from stages.train.engines.pipelined import PipelinedEngine
+from stages.train.engines.planned import PlannedEngine
 from stages.train.loop import Loop, looked_at
-from stages.train.measured import compare
-from stages.train.run import figures, make_report, median_seconds
+from stages.train.measured import compare, figures, make_report, median_seconds
 from tests import plans
 from tests.piped_training import Case, job_of, write_case
 from tests.programs import plan_for, uniform
@@ -53,8 +63,8 @@ def test_holes_between_ops_are_filled_if_they_are_short() -> None:
     assert joined([(0, 2), (4, 5), (9, 10)], hole=2) == [(0, 5), (9, 10)]
 
 
-def event(name: str, begin: float, end: float, thread: int = MAIN, on_gpu: bool = False) -> Event:
-    return Event(name, thread, (int(begin * MS), int(end * MS)), on_gpu)
+def event(name: str, begin: float, end: float, thread: int = MAIN, on_gpu: bool = False) -> ProfiledEvent:
+    return ProfiledEvent(name, thread, (int(begin * MS), int(end * MS)), on_gpu)
 
 
 def test_the_parts_of_a_step() -> None:
@@ -134,9 +144,9 @@ def test_the_bubble_on_a_gpu_is_in_kernels_of_messages() -> None:
 
 def test_of_a_pipeline_the_busiest_rank_is_told() -> None:
     one, other = Breakdown(0.020, 0.008, 0.006, 0.0, 0.006), Breakdown(0.020, 0.012, 0.002, 0.002, 0.006)
-    assert of_all([one, other]) == Breakdown(0.020, 0.010, 0.004, 0.001, 0.006)
+    assert mean_breakdown([one, other]) == Breakdown(0.020, 0.010, 0.004, 0.001, 0.006)
     waits = replace(one, communication_seconds=0.0, bubble_seconds=0.006)
-    assert of_all([waits, other]) == other
+    assert mean_breakdown([waits, other]) == other
 
 
 def test_parts_are_compared_on_the_scale_of_the_median_step() -> None:
@@ -192,7 +202,7 @@ def train(folder: str) -> dict[str, Any]:
     given = job(Path(folder) / "ddp.py", Path(folder) / "model.pt")
     given["train"] |= {"steps": 4, "trace_step": 3, "evaluate": {"every": 0, "batches": 1}}
     given["trace_path"] = str(Path(folder) / "trace-rank0.json")
-    return Loop(Planned(given), given, Path(folder)).run()
+    return Loop(PlannedEngine(given), given, Path(folder)).run()
 
 
 SLEEP = 0.5  # long beside what a busy machine adds
@@ -201,7 +211,7 @@ SLEEP = 0.5  # long beside what a busy machine adds
 def train_piped(folder: str) -> Breakdown:
     (path,) = Path(folder).glob("*.py")
     case, _ = torch.load(path.with_suffix(".truth"), weights_only=False)
-    engine = Piped(job_of(case, path))
+    engine = PipelinedEngine(job_of(case, path))
 
     def step() -> None:
         first, *later = engine.batches(0)
@@ -245,6 +255,6 @@ def test_a_real_step_in_its_parts(tmp_path: Path) -> None:
     graph = plans.graph_of("mlp")
     plan = plan_for(graph, uniform(graph, 2), 2)
     report = make_report(measured, plan, edited=False)
-    assert report.breakdown == of_all([found]) and report.median_step_seconds == measured["seconds"][3]
+    assert report.breakdown == mean_breakdown([found]) and report.median_step_seconds == measured["seconds"][3]
     told = figures(report)
     assert told["compute_ms"] > 0 and "peak_mb_rank_1" in told and "step_ms" not in told

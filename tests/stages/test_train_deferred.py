@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.runtime.programs.parameters import piece_of
-from stages.train.engines.planned import Planned
+from stages.train.engines.planned import PlannedEngine
 from tests.piped_training import Case, job_of, truth_of
 from tests.plans import FORCED, STEPS, graph_of
 from tests.programs import SCHEDULES, write
@@ -27,7 +27,7 @@ def train(folder: str) -> list[str]:
     kept = []
     for name in NAMES:
         case, path = case_of(name), Path(folder) / "program.py"
-        truth, engine = torch.load(Path(folder) / name), Planned(job_of(case, path))
+        truth, engine = torch.load(Path(folder) / name), PlannedEngine(job_of(case, path))
         for step in range(STEPS):
             first, *later = engine.batches(step)
             loss = engine.step(engine.on_device(first), later)

@@ -16,8 +16,8 @@ from pipeline.base.instantiate import TargetError, instantiate
 from pipeline.ir.layout import Layout
 from pipeline.runtime.programs.source import load_program
 from pipeline.runtime.step.slices import Slices
-from stages.train.engines.planned import Planned
-from stages.train.held_out import held_out_batches
+from stages.train.data import held_out_batches
+from stages.train.engines.planned import PlannedEngine
 from stages.train.loop import Loop
 from tests import evaluated_models as models
 from tests.graphs import trace
@@ -68,7 +68,7 @@ def train(folder: str) -> dict[str, list[dict[str, Any]]]:
     for name in MODELS:
         for every in (0, 3):
             given = job(Path(folder), name, every)
-            engine = Planned(given)
+            engine = PlannedEngine(given)
             found.setdefault(name, []).append(Loop(engine, given, Path(folder)).run())
         engine.export(Path(folder) / f"{name}.safetensors")
     return found

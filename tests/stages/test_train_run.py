@@ -17,10 +17,11 @@ from pipeline.config import load_config
 from pipeline.ir.graph import Role
 from stages.commands import COMMANDS
 from stages.train import run as training
-from stages.train.engines.pipelined import Piped
-from stages.train.engines.planned import Planned
-from stages.train.engines.program import is_pipeline
-from stages.train.run import Follower, keep_weights, weights_path
+from stages.train.engines.engine import program_of
+from stages.train.engines.pipelined import PipelinedEngine
+from stages.train.engines.planned import PlannedEngine
+from stages.train.journal import Follower
+from stages.train.run import keep_weights, weights_path
 from stages.train.snapshots.manifest import is_finished, snapshots_in
 from tests.graphs import SILENT, mlp_graph
 from tests.plans import graph_of
@@ -101,17 +102,17 @@ def test_a_rank_trains_the_program_that_the_run_was_started_with(tmp_path: Path,
     inputs = Inputs(tmp_path, {"module": found}, SILENT, None)  # type: ignore[arg-type]
     digests = training._digests(inputs, load_config(Path(__file__).parents[2]))
     job = {"module_path": str(path), "digests": digests}
-    assert found.edited == edited and is_pipeline(job)
+    assert found.edited == edited and hasattr(program_of(job), "PARTITIONS")
     before = path.read_text()
     other = artifacts.make("module", "PARTITIONS = {1: 2}\n", (), {})
     for write in (lambda: path.write_text(before + "x = 1\n"), lambda: artifacts.save(other, tmp_path)):
         write()
-        for begin in (is_pipeline, Planned, Piped):
+        for begin in (program_of, PlannedEngine, PipelinedEngine):
             with pytest.raises(TrainError, match=r"module\.py: it has changed since the run was started; start"):
                 begin(job)
     path.write_text("x = 1\n")
     with pytest.raises(ShardwrightError, match=r"module\.py"):
-        is_pipeline(job)
+        program_of(job)
 
 
 def test_weights_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:

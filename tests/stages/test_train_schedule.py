@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.base.errors import TrainError
-from stages.train.prefetch import Prefetched
+from stages.train.data import Prefetched
 from stages.train.schedule import Rate, part_of_rate
 
 CONSTANT = {"warm_up": 0, "decay": "none", "until": None, "least": 0.0}

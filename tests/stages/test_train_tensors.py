@@ -20,7 +20,7 @@ from pipeline.base.instantiate import TargetError
 from pipeline.models import gpt
 from pipeline.models.data import TokenSequences
 from pipeline.user.weights import WeightsError
-from stages.train.engines.planned import Planned
+from stages.train.engines.planned import PlannedEngine
 from stages.train.loop import Loop
 from tests import plans
 from tests.jobs import train_settings
@@ -86,7 +86,7 @@ def train(folder: str) -> dict[str, Any]:
         work = Path(folder) / name
         work.mkdir(exist_ok=True)
         given = job(Path(folder) / f"{name}.py", Path(folder) / FILES[name])
-        engine = Planned(given)
+        engine = PlannedEngine(given)
         found[name] = Loop(engine, given, work).run()
         engine.export(work / "trained.safetensors")
     return {**found, "Adafactor": on_shards(folder)}
@@ -166,7 +166,7 @@ def refusals(folder: str) -> list[str]:
         path = Path(folder) / f"{what}-{dist.get_rank()}.pt"
         torch.save(content, path)
         try:
-            Planned(job(Path(folder) / "ddp.py", path))
+            PlannedEngine(job(Path(folder) / "ddp.py", path))
         except WeightsError as error:
             found.append(error.line())
     return found
@@ -179,7 +179,7 @@ def on_shards(folder: str) -> dict[str, Any]:
         given = job(Path(folder) / f"{name}.py", Path(folder) / "model.pt")
         given["train"]["optimizer"] = {"_target_": "torch.optim.Adafactor"}
         try:
-            engine = Planned(given)
+            engine = PlannedEngine(given)
             found[name] = [engine.step(*engine.batches(step), []) for step in range(2)]
         except TargetError as error:
             found[name] = error.line()

@@ -31,10 +31,10 @@ from pipeline.sharding.lowering import lower
 from stages.__main__ import main
 from stages.verify import run as verify_run
 from stages.verify import worker
-from stages.verify.casts import _is_lower
 from stages.verify.float64 import ANY, grouped_product, in_float32, in_float64, split_draws
+from stages.verify.locate import _is_lower
 from stages.verify.record import BEFORE, _steps_of, names_of
-from stages.verify.truth import Kind
+from stages.verify.truth import ModuleKind
 from stages.verify.worker import AT, failing_line
 from stages.verify.worker import verify as verify_on_a_rank
 from tests import pieces, plans, programs, storage_plans
@@ -498,14 +498,14 @@ def test_casts_are_looked_at_where_numbers_cannot_be_compared(monkeypatch) -> No
     found = SimpleNamespace(step=None, asked=(), right=False)
     monkeypatch.setattr(worker, "load_program", lambda *_, **__: None)
     monkeypatch.setattr(worker, "judge_in_float32", lambda *given: found if given[-1] == 1 else None)
-    monkeypatch.setattr(worker, "names_of", lambda *_: {})
-    monkeypatch.setattr(worker, "_of_all_ranks", set)
+    one_rank = SimpleNamespace(get_world_size=lambda: 1, all_gather_object=lambda found, own: found.__setitem__(0, own))
+    monkeypatch.setattr(worker, "dist", one_rank)
     setting = SimpleNamespace(optimizer=None, module=None, batches=[[]])
-    case = SimpleNamespace(program=object(), path="", written="")
-    truth = SimpleNamespace(batch_norm="exact", kind=Kind(False, True, True, ("aten.rrelu",)), draw=False)
+    case = SimpleNamespace(path="")
+    truth = SimpleNamespace(batch_norm="exact", kind=ModuleKind(False, True, True, ("aten.rrelu",)), draw=False)
     for told in (fault, None):
         monkeypatch.setattr(worker, "foreign_cast", lambda *_, told=told: told)
-        result = worker._in_float32(setting, case, None, SimpleNamespace(judged=[]), truth)
+        result = worker._in_float32(setting, case, SimpleNamespace(judged=[]), truth)
         assert result["equal"] is (told is None) and result["float32"] is None
 
 

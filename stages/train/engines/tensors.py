@@ -1,17 +1,19 @@
-"""One rank's tensors of the user's module: drawn by its constructor or read from a file, and written to one.
+"""One rank's tensors of the user's module: drawn by its constructor or read from a file; and what the optimizer keeps.
 
 Each is drawn, read or brought together when its turn comes: no rank ever holds the whole module, but one alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline.base.errors import TrainError
 from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
 from pipeline.runtime.programs.mesh import axis_of
@@ -19,12 +21,13 @@ from pipeline.runtime.programs.parameters import piece_of, runs_of, shape_of, wh
 from pipeline.runtime.programs.uneven import padded_to
 from pipeline.runtime.step.gradients import Row
 from pipeline.runtime.step.initial_values import Built, Initial
-from pipeline.user.weights import Shape, match_names, open_weights, read_piece, write_weights
-from stages.train.ranks.watchdog import Beat, unwatched, with_beats
+from pipeline.user.optimizer import refuse_mixing, refuse_moving_zeros
+from pipeline.user.weights import Shape, match_names, open_weights, read_piece
+from stages.train.engines.engine import Engine, StateShard
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredRows:
     """How the module's tensors lie on the mesh: the rows of a program's PARAMETERS."""
 
     table: Mapping[str, Row]
@@ -40,10 +43,9 @@ class Stored:
         return bool(state) and any(one.kind == "S" for one in Layout.parse(state).states)
 
     def pads(self, name: str, shape: Shape) -> bool:
-        """Whether a parameter or what the optimizer is given of it lies in uneven pieces."""
-        sizes = tuple(axis_of(axis).size for axis in self.axes)
+        """Whether a parameter or what the optimizer is given of it lies in uneven shards."""
         layouts = (Layout.parse(text) for text in (self.row(name)[0], self.row(name)[2]) if text)
-        return any(layout.uneven(shape, sizes) for layout in layouts)
+        return any(layout.uneven(shape, sizes_of(self.axes)) for layout in layouts)
 
     def is_trained(self, name: str, tensor: Tensor) -> bool:
         return bool(self.row(name)[0]) and isinstance(tensor, nn.Parameter) and tensor.requires_grad
@@ -52,42 +54,34 @@ class Stored:
         return Layout.parse(self.row(name)[0]) if self.is_trained(name, tensor) else replicated(len(self.axes))
 
 
+def sizes_of(axes: Iterable[str]) -> tuple[int, ...]:
+    return tuple(axis_of(axis).size for axis in axes)
+
+
 class OwnTensors:
     """By the names under which the module lists its buffers and parameters: tied ones once.
 
-    `kept` puts a piece where it is trained, in the type it is trained in. `wanted` are the names that this rank has a
-    piece of, where it has not one of all.
+    `wanted` are the names that this rank has a shard of, where it has not one of all.
     """
 
-    def __init__(
-        self,
-        build: Callable[[], nn.Module],
-        stored: Stored,
-        kept: Callable[[Tensor], Tensor],
-        init_from: str | None,
-        where: str,
-        wanted: Callable[[str], bool] = lambda name: True,
-    ) -> None:
+    def __init__(self, engine: Engine, stored: StoredRows, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        torch.manual_seed(engine.job["train"]["seed"])
         self.stored = stored
-        initial = Initial(build) if dist.get_world_size() > 1 else Built(build)
+        initial = (Initial if dist.get_world_size() > 1 else Built)(engine.build_module)
         self.held_whole = initial.whole  # why this rank had to hold the whole module, or nothing
-        named = {**dict(initial.module.named_buffers()), **dict(initial.module.named_parameters())}
+        named = named_tensors(initial.module)
         self.shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in named.items()}
-        self.dtypes = {name: tensor.dtype for name, tensor in named.items()}  # before `kept`
+        self.dtypes = {name: tensor.dtype for name, tensor in named.items()}  # before they are placed
         self.state = state_names(initial.module, named)
         named = {name: tensor for name, tensor in named.items() if wanted(name)}
-        self.tensors: dict[str, Tensor] = dict.fromkeys(named)  # in this order; each is there when its piece is
-        for name, piece in self._pieces(initial, named, init_from, where):
-            own = kept(piece)
-            self.tensors[name] = nn.Parameter(own) if stored.is_trained(name, named[name]) else own
-
-    def _pieces(
-        self, initial: Initial | Built, named: Mapping[str, Tensor], init_from: str | None, where: str
-    ) -> Iterator[tuple[str, Tensor]]:
-        if init_from:
-            yield from self._read(Path(init_from), named, where)
-        left = named.keys() - self.state.values() if init_from else named.keys()
-        yield from self._drawn(initial, {name: tensor for name, tensor in named.items() if name in left})
+        self.tensors: dict[str, Tensor] = dict.fromkeys(named)  # in this order; each is there when its shard is
+        path = engine.job["train"]["init_from"]
+        read = self._read(Path(path), named, engine.where("train", "init_from")) if path else ()
+        left = {name: tensor for name, tensor in named.items() if not path or name not in self.state.values()}
+        for shards in (read, self._drawn(initial, left)):
+            for name, shard in shards:
+                own = engine.placed(shard)
+                self.tensors[name] = nn.Parameter(own) if stored.is_trained(name, named[name]) else own
 
     def _drawn(self, initial: Initial | Built, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for (name, tensor), value in zip(named.items(), initial.values(named.values()), strict=True):
@@ -99,18 +93,8 @@ class OwnTensors:
         found = match_names(weights, self.state, self.shapes, where)
         for name, key in ((name, found[name]) for name in found if name in named):
             lies = self.shapes[name], self.stored.layout(name, named[name]), self.stored.axes
-            piece = read_piece(weights, key, runs_of(*lies)).to(named[name].dtype)
-            yield name, padded_to(piece, shape_of(*lies))
-
-    def export(self, path: Path, beat: Beat = unwatched) -> None:
-        """A file of the whole tensors by the names of the module's state dict; all ranks do this together."""
-        specs = {key: (self.tensors[name].dtype, self.shapes[name]) for key, name in self.state.items()}
-        whole = with_beats(map(self.whole, self.state.values()), beat)
-        if dist.get_rank() == 0:
-            write_weights(path, specs, whole, {"format": "pt"})
-        else:
-            for _ in whole:
-                pass
+            shard = read_piece(weights, key, runs_of(*lies)).to(named[name].dtype)
+            yield name, padded_to(shard, shape_of(*lies))
 
     def whole(self, name: str) -> Tensor:
         """On every rank of the mesh; all of them ask for it together."""
@@ -118,7 +102,47 @@ class OwnTensors:
         return whole_of(tensor, self.shapes[name], self.stored.layout(name, tensor), self.stored.axes)
 
 
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_buffers()), **dict(module.named_parameters())}
+
+
 def state_names(module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
     """Name in the state dict -> the name under which the module lists the tensor."""
     own = {id(tensor): name for name, tensor in named.items()}
     return {key: own[id(value)] for key, value in module.state_dict(keep_vars=True).items() if id(value) in own}
+
+
+# ---- the optimizer's
+
+
+def refuse_optimizer(engine: Engine, stored: list[tuple[StoredRows, str, Shape]]) -> None:
+    """One that cannot work on shards, or on their padding, where there are such."""
+    given = engine.job["train"]["optimizer"], engine.where("train", "optimizer")
+    if split := next((name for rows, name, _ in stored if rows.splits_state(name)), None):
+        refuse_mixing(*given, split, engine.device.type)
+    if padded := next((name for rows, name, shape in stored if rows.pads(name, shape)), None):
+        refuse_moving_zeros(*given, padded, engine.device.type)
+
+
+def optimizer_state(engine: Engine, of: StateShard) -> Iterator[StateShard]:
+    """What the optimizer keeps of one parameter: `of` has its name, what the optimizer was given, and how that lies.
+
+    A shard that ZeRO-1 updates is empty between steps: what is split is known by the layout, not by the shard's shape.
+    Sums over a dim, such as Adafactor keeps, are not those of the whole where the parameter is split.
+    """
+    sizes = sizes_of(of.axes)
+    for key, value in engine.optimizer.state.get(of.tensor, {}).items():
+        if not isinstance(value, Tensor):
+            continue
+        shard = replace(of, name=f"optimizer/{of.name}/{key}", tensor=value)
+        if value.ndim and value.shape == of.layout.local_shape(of.shape, sizes):
+            yield shard
+            continue
+        if value.ndim and of.layout.pieces(sizes) > 1:
+            raise TrainError(
+                f"{type(engine.optimizer).__name__} keeps the {key} of {of.name} in the shape {list(value.shape)}, and"
+                " the plan splits the parameter",
+                where=engine.where("train", "snapshots"),
+                remedy="set `every: 0`, or name an optimizer whose state has the shape of its parameter",
+            )
+        yield replace(shard, shape=tuple(value.shape), layout=replicated(len(of.axes)))

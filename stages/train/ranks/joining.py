@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,14 @@ GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
 PAUSE_S = 0.02
 
 Meeting = tuple[dist.Store, int, int]  # with this rank and the number of ranks
+T = TypeVar("T")
+
+
+def gathered(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What every rank has, by their numbers."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
 
 
 def join(device: str, timeout: timedelta) -> dist.Store:
@@ -29,9 +37,7 @@ def join(device: str, timeout: timedelta) -> dist.Store:
         return found[0]
     number = gpu_of(os.environ, torch.cuda.device_count())
     torch.cuda.set_device(number)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, str(torch.cuda.get_device_properties(number).uuid))
-    if backend_for(everyone) == NCCL:
+    if backend_for(gathered(str(torch.cuda.get_device_properties(number).uuid))) == NCCL:
         dist.destroy_process_group()
         _join(NCCL, found, timeout)
     return found[0]
@@ -68,12 +74,13 @@ def _meet(timeout: timedelta) -> Meeting:
     Torch tells starts apart by how often torchrun has restarted ranks, which is not the same number on all hosts.
     """
     own = local_store(timeout)
-    if own is not None:
-        return own, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if own is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
         return store, rank, ranks
-    rank, ranks, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if own is not None:
+        return own, rank, ranks
+    port = int(os.environ["MASTER_PORT"])
     shared = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout)
     return dist.PrefixStore(f"start {agree_on_start(shared, rank, ranks, timeout)}", shared), rank, ranks
 

@@ -11,23 +11,31 @@ A thread of each rank listens. `call` reaches all of them, also those whose main
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import signal
 import socket
+import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
 from pipeline.base.signals import ASKING
-from stages.train.ranks.where import place_of_work
+from pipeline.runtime.step.batches import Batches, sample_under_way
+from stages.train.data import PREFETCH, Prefetched
 
 ANSWER_S = 10.0  # within which every rank answers; its main thread is not asked
 FOR_EVER = timedelta(days=1000)
+_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+_WAITING = (Prefetched._take.__code__, Prefetched._drop.__code__)
 Statuses = dict[int, dict[str, Any]]
 
 
@@ -117,7 +125,7 @@ class Peers:
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(ANSWER_S * 1.5)
-        return told(what, self.hosts, found or None)
+        return who_hangs(what, self.hosts, found or None)
 
     # ---- talking
 
@@ -154,7 +162,7 @@ class Peers:
         return found
 
 
-def told(what: str, hosts: list[str], found: Statuses | None) -> str:
+def who_hangs(what: str, hosts: list[str], found: Statuses | None) -> str:
     """Who hangs, for the user; `found` is None where the store itself did not answer, which is with the first rank."""
     names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
     if found is None:
@@ -174,3 +182,28 @@ def _forget_signals() -> None:
     signal.set_wakeup_fd(-1)
     for number in ASKING:
         signal.signal(number, signal.SIG_DFL)
+
+
+def place_of_work() -> dict[str, Any]:
+    """Of the main thread: its file and line, the innermost that is not of an installed package; and whether it waits
+    for other ranks. Where it waits for data that is read ahead, of the thread that reads."""
+    threads = {thread.name: thread.ident for thread in threading.enumerate()}
+    now = sys._current_frames()
+    frame = now.get(threading.main_thread().ident or 0)
+    if frame is not None and (frame.f_code in _WAITING or Path(frame.f_code.co_filename).name == "queue.py"):
+        frame = now.get(threads.get(PREFETCH) or 0, frame)
+    if frame is None:
+        return {"at": "an unknown place", "waits": False}
+    file, line = frame.f_code.co_filename, linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    waits = "torch/distributed" in file or ".wait(" in line  # in a call of torch.distributed, or for one under way
+    own = next((f for f in _outwards(frame) if not f.f_code.co_filename.startswith(_INSTALLED)), frame)
+    reads = any(f.f_code is Batches._read.__code__ for f in _outwards(frame))  # and not a thread ahead of this one
+    sample = sample_under_way() if reads else None
+    read = f", reading sample {sample}" if sample is not None else ""
+    return {"at": f"{own.f_code.co_filename}:{own.f_lineno}{read}", "waits": not reads and waits}
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Beside the steps: snapshots, a look at replicas, and a bound on the time of a step.
+"""Beside the steps: snapshots, a comparison of replicas, and a bound on the time of a step.
 
 What happens is told as notes, lines of steps.jsonl beside those of the steps: {"snapshot": 40} once it is on the disk.
 """
@@ -6,22 +6,28 @@ What happens is told as notes, lines of steps.jsonl beside those of the steps: {
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipeline.base.errors import TrainError
 from pipeline.launch.rank import restart_count
+from pipeline.runtime.programs.collectives import as_real
 from stages.train.engines.engine import Engine, Job
-from stages.train.ranks import replicas
+from stages.train.journal import Note
+from stages.train.ranks.joining import gathered
 from stages.train.ranks.watchdog import Watchdog
+from stages.train.snapshots.boxes import BoxedTensor
 from stages.train.snapshots.manifest import name_of, step_of
 from stages.train.snapshots.resume import find, restore
-from stages.train.snapshots.writer import About, Snapshots
+from stages.train.snapshots.writer import About, SnapshotWriter
 
-Note = dict[str, Any]
+Checksums = dict[tuple[str, Any], int]  # by the name of a tensor and the place of the shard in it
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 OFF = {"every": 0, "keep": 1, "background": False, "hang_s": None, "compare_every": 0, "folder": None}
 
 
@@ -36,10 +42,10 @@ class Safety:
         self.watchdog = watchdog
         if self.settings["every"] or self.settings["compare_every"]:
             list(engine.state())  # one that cannot be told is refused now, not after hours
-        self.snapshots: Snapshots | None = None
+        self.snapshots: SnapshotWriter | None = None
         if self.settings["every"]:
             folder, wait_s = Path(self.settings["folder"]), job["train"]["wait_s"]
-            self.snapshots = Snapshots(folder, self.settings["keep"], self.settings["background"], wait_s)
+            self.snapshots = SnapshotWriter(folder, self.settings["keep"], self.settings["background"], wait_s)
         self.finite = 0  # so many steps had a loss that is a number
         self.newest: Path | None = None  # the last snapshot on the disk
         self.good: Path | None = None  # the last one from which a finite loss was computed
@@ -57,8 +63,8 @@ class Safety:
         own = self.same_steps(found.about)  # another engine draws otherwise, though the program is the same
         restore(self.engine, found, self.program if own else "")
         self.finite, self.newest, self.good = found.about["step"], found.path, found.before
-        told = {"resumed": found.about["step"], "restart": restarts, "losses": found.about["losses"]}
-        return found.about, [*notes, {**told, "from": str(found.path)}]
+        numbers = {"resumed": found.about["step"], "restart": restarts, "losses": found.about["losses"]}
+        return found.about, [*notes, {**numbers, "from": str(found.path)}]
 
     def same_steps(self, about: About) -> bool:
         """Whether its times and memory are those of the steps that are taken here: by this engine, of this plan."""
@@ -68,23 +74,16 @@ class Safety:
     def after(self, done: int, numbers: Callable[[], About]) -> list[Note]:
         """When so many steps are done; `numbers` are what the loop wants back when it goes on."""
         self.watchdog.beat(f"the snapshot or the comparison after step {done - 1}", slow=True)
-        notes = self._after(done, numbers)
-        self.watchdog.beat(f"step {done}")
-        return notes
-
-    def _after(self, done: int, numbers: Callable[[], About]) -> list[Note]:
         self.finite = done
         self._prove()
-        every = self.settings["every"]
+        every, compared = self.settings["every"], self.settings["compare_every"]
         due = bool(every) and (done % every == 0 or done == self.steps)
-        compared = self.settings["compare_every"]
         if compared and (done % compared == 0 or due):
             self._compare(done)
-        if not self.snapshots:
-            return []
         notes = self._outcome(wait=due)
-        if due:
+        if self.snapshots and due:
             self.snapshots.take(self.engine, done, self._about(done, numbers()))
+        self.watchdog.beat(f"step {done}")
         return notes
 
     def end(self) -> list[Note]:
@@ -110,29 +109,24 @@ class Safety:
             self.watchdog.beat("the last snapshot", slow=True)
             self.snapshots.take(self.engine, done, self._about(done, numbers()))
             notes += self._outcome(wait=True)
-        return notes
-
-    def stopped(self, done: int) -> Note:
-        """What is told of that: the newest snapshot, if any."""
         kept = step_of(self.newest) if self.newest else None
-        return {"stopped": done, "kept": kept, "asked": bool(self.settings["every"])}
+        return [*notes, {"stopped": done, "kept": kept, "asked": bool(self.settings["every"])}]
 
     def _outcome(self, *, wait: bool) -> list[Note]:
+        """What became of the snapshot that was taken, once that is known."""
         outcome = self.snapshots.done(wait=wait) if self.snapshots else None
-        if outcome:
-            self.problem = outcome.problem
-        if outcome and self.snapshots and not outcome.problem:
-            self.newest = self.snapshots.folder / name_of(outcome.step)
-            self._prove()
-        return [outcome.note()] if outcome else []
+        if not outcome or not self.snapshots:
+            return []
+        self.problem = outcome.problem
+        if outcome.problem:
+            return [{"snapshot": outcome.step, "problem": outcome.problem}]
+        self.newest = self.snapshots.folder / name_of(outcome.step)
+        self._prove()
+        return [{"snapshot": outcome.step}]
 
     def _prove(self) -> None:
         if self.newest and step_of(self.newest) < self.finite:
             self.good = self.newest
-
-    def last_good(self) -> str:
-        """The folder of the last snapshot that is proven, for a message; nothing where there is none."""
-        return "" if self.good is None else self._shown(self.good)
 
     def _shown(self, path: Path) -> str:
         """From the root of the project, as the user names it."""
@@ -140,17 +134,18 @@ class Safety:
         return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
     def _about(self, done: int, numbers: About) -> About:
-        here = {"program": self.program, "ranks": dist.get_world_size(), "engine": self.made_by}
         return {
             "step": done,
             "samples": done * self.engine.samples,
             "settings": self.settings["settings"],
-            **here,
+            "program": self.program,
+            "ranks": dist.get_world_size(),
+            "engine": self.made_by,
             **numbers,
         }
 
     def _compare(self, done: int) -> None:
-        problem = replicas.compare(self.engine)
+        problem = differing_replicas(self.engine)
         if problem:
             self.end()
             raise TrainError(
@@ -160,7 +155,35 @@ class Safety:
 
     def advice(self, text: str) -> str:
         """For the message with which a run is given up."""
-        good = self.last_good()
-        if good:
+        if self.good:
+            good = self._shown(self.good)
             return f"{text}; the last good snapshot is {good}, name it as `resume` to go on from there"
         return f"{text}; no snapshot is known to be good, begin anew" if self.newest else text
+
+
+# ---- replicas
+
+
+def differing_replicas(engine: Engine) -> str:
+    """The first tensor whose replicas differ, and on which ranks, or nothing; all ranks ask together."""
+    own: Checksums = {}
+    for boxed in (BoxedTensor.of(shard) for shard in engine.state() if not shard.drifts):
+        own[boxed.name, tuple(box.place for box in boxed.boxes)] = checksum(boxed.tensor)
+    return difference(gathered(own))
+
+
+def checksum(tensor: Tensor) -> int:
+    """The sum of all words as integers, modulo 2^64: any one that differs changes it."""
+    plain = as_real(tensor)
+    words = plain.detach().contiguous().view(-1).view(_WORDS[plain.element_size()])
+    return int(words.sum(dtype=torch.int64))
+
+
+def difference(everyone: Iterable[Checksums]) -> str:
+    first: dict[tuple[str, Any], tuple[int, int]] = {}
+    for rank, checksums in enumerate(everyone):
+        for key, value in checksums.items():
+            other, expected = first.setdefault(key, (rank, value))
+            if value != expected:
+                return f"{key[0]} differs between rank {other} and rank {rank}"
+    return ""

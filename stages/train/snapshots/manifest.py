@@ -64,7 +64,8 @@ def is_snapshot_name(text: str) -> bool:
 
 
 def step_of(snapshot: Path) -> int:
-    match = _STEP.fullmatch(snapshot.name)
+    """Also of one that was set aside."""
+    match = _STEP.fullmatch(snapshot.name) or _ASIDE.fullmatch(snapshot.name)
     assert match, snapshot
     return int(match[1])
 
@@ -134,12 +135,11 @@ def wrong_numbers(about: Any, snapshot: Path) -> str:
     """What is not as the loop wrote it, of the numbers beside the tensors; or nothing."""
     if not isinstance(about, dict):
         return "it has no numbers of the run"
-    step = about.get("step")
-    match = _STEP.fullmatch(snapshot.name)
-    if type(step) is not int or not match or int(match[1]) != step:
-        return f"it is of step {step!r:.20}"
+    step: Any = about.get("step")
     losses: Any = about.get("losses")
     seconds: Any = about.get("seconds")
+    if type(step) is not int or not is_snapshot_name(snapshot.name) or step_of(snapshot) != step:
+        return f"it is of step {step!r:.20}"
     right = {
         "losses": _is_list(losses, _is_number) and len(losses) == step,
         "seconds": _is_list(seconds, lambda one: _is_number(one) and one > 0) and 0 < len(seconds) <= step,
@@ -258,11 +258,11 @@ def remove_replaced(folder: Path) -> None:
     """Damaged ones, and runs before this one: all that a snapshot of this run has come as far as, or further."""
     reached = next((step_of(snapshot) for snapshot in snapshots_in(folder) if is_there(snapshot)), -1)
     for old in damaged_in(folder):
-        if _step_aside(old) <= reached:
+        if step_of(old) <= reached:
             remove(old)
     for run in earlier_runs(folder):
         kept = [*snapshots_in(run), *damaged_in(run)]
-        if max(map(_step_aside, kept), default=0) <= reached:
+        if max(map(step_of, kept), default=0) <= reached:
             _remove_run(run)
 
 
@@ -286,12 +286,6 @@ def damaged_in(folder: Path) -> list[Path]:
     """Those that were set aside."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted(path for path in found if _ASIDE.fullmatch(path.name))
-
-
-def _step_aside(snapshot: Path) -> int:
-    match = _ASIDE.fullmatch(snapshot.name) or _STEP.fullmatch(snapshot.name)
-    assert match, snapshot
-    return int(match[1])
 
 
 def _free(path: Path) -> Path:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from pipeline.base.errors import TrainError
 from pipeline.runtime.programs.random import go_apart
 from stages.train.engines.engine import Engine
-from stages.train.snapshots.boxes import Piece, mismatch
+from stages.train.ranks.joining import gathered
+from stages.train.snapshots.boxes import BoxedTensor, Table
 from stages.train.snapshots.manifest import (
     Damaged,
     Missing,
@@ -25,12 +26,12 @@ from stages.train.snapshots.manifest import (
     snapshots_in,
     sweep,
 )
-from stages.train.snapshots.tensor_files import Table, TensorFiles, check_boxes, read_table
-from stages.train.snapshots.writer import SHARE, About, random_pieces
+from stages.train.snapshots.tensor_files import TensorFiles, check_boxes, read_table
+from stages.train.snapshots.writer import SHARE, About, random_streams
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSnapshot:
     """The same on all ranks: where to go on, or nothing; and which snapshots were found to be damaged, and how."""
 
     path: Path | None
@@ -40,7 +41,7 @@ class Found:
     before: Path | None = None  # the one before it in the same folder
 
 
-def find(folder: Path, origin: str | None, where: str) -> Found:
+def find(folder: Path, origin: str | None, where: str) -> FoundSnapshot:
     """The newest snapshot of this run that is whole, or else the one that the run is to begin from.
 
     One that is damaged is passed over for an older one, and set aside. Where none of a run's is whole, or it cannot be
@@ -60,16 +61,16 @@ def find(folder: Path, origin: str | None, where: str) -> Found:
                 for other in damaged:
                     set_aside(folder / other)
             told = tuple(f"{name}: {problem}" for name, problem in damaged.items())
-            return Found(folder / name, manifest["about"], tensors, told, before and folder / before)
+            return FoundSnapshot(folder / name, manifest["about"], tensors, told, before and folder / before)
         damaged[name] = problem
     if damaged or aside:
         raise _all_damaged(folder, {**damaged, **dict.fromkeys(aside, "set aside before")}, origin, where)
     if origin is None:
-        return Found(None)
+        return FoundSnapshot(None)
     manifest, tensors, problem = _checked(Path(origin), where)
     if problem:
         raise TrainError(f"{origin} is damaged: {problem}", where=where, remedy="name another snapshot")
-    return Found(Path(origin), manifest["about"], tensors)
+    return FoundSnapshot(Path(origin), manifest["about"], tensors)
 
 
 def _all_damaged(folder: Path, damaged: dict[str, str], origin: str | None, where: str) -> TrainError:
@@ -99,8 +100,7 @@ def _checked(snapshot: Path, where: str) -> tuple[dict[str, Any], Table, str]:
         damaged = str(error)
     except Unreadable as error:
         unreadable = str(error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (unreadable, damaged, missing))
+    everyone = gathered((unreadable, damaged, missing))
     unseen = [_unseen(snapshot, [file for _, _, file in everyone])]
     dist.broadcast_object_list(unseen, src=0)
     problem = next((text for text, _, _ in everyone if text), unseen[0])
@@ -117,7 +117,7 @@ def _unseen(snapshot: Path, missing: list[str]) -> str:
     return ""
 
 
-def restore(engine: Engine, found: Found, program: str) -> None:
+def restore(engine: Engine, found: FoundSnapshot, program: str) -> None:
     """All of the state, cut as this run cuts it, and the streams of random numbers.
 
     A rank of the same program has its own streams back. Under another plan all go on from those of rank 0: equal on
@@ -128,36 +128,47 @@ def restore(engine: Engine, found: Found, program: str) -> None:
     make_optimizer_state(engine.optimizer)
     drop_optimizer_state(engine, found.tensors.keys())
     same = found.about["ranks"] == dist.get_world_size() and found.about["program"] == program
-    streams = random_pieces(engine.device, dist.get_rank() if same else 0)
-    pieces = {piece.name: piece for piece in map(Piece.of, engine.state())}
-    known = {piece.name: piece for piece in streams if piece.name in found.tensors}
-    problem = mismatch(pieces | known, {name: (saved.dtype, saved.shape) for name, saved in found.tensors.items()})
-    if problem:
+    streams = random_streams(engine.device, dist.get_rank() if same else 0)
+    tensors = [*map(BoxedTensor.of, engine.state()), *(each for each in streams if each.name in found.tensors)]
+    if problem := _mismatch(tensors, found.tensors):
         raise TrainError(
             f"{found.path} does not fit the model or the optimizer: {problem}",
             remedy="begin anew with `resume: never`",
         )
     files = TensorFiles(found.path, found.tensors)
     with torch.no_grad():
-        for piece in (pieces | known).values():
-            if piece.boxes:
-                files.fill(piece)
+        for tensor in tensors:
+            if tensor.boxes:
+                files.fill(tensor)
     engine.restored()
-    for piece in streams:
-        _set_stream(piece, engine.device, found.path)
+    for stream in streams:
+        _set_stream(stream, engine.device, found.path)
     if not same:
         go_apart(engine.stream)
 
 
-def _set_stream(piece: Piece, device: torch.device, snapshot: Path) -> None:
+def _mismatch(tensors: list[BoxedTensor], table: Table) -> str:
+    """Why what was saved, by type and shape, cannot fill these tensors, or nothing."""
+    for tensor in tensors:
+        saved = table.get(tensor.name)
+        if saved is None and tensor.boxes:
+            return f"it has no {tensor.name}"
+        if saved is not None and saved.shape != tensor.shape:
+            return f"{tensor.name} has shape {list(saved.shape)} in it, and {list(tensor.shape)} here"
+        if saved is not None and saved.dtype.is_complex and not tensor.tensor.is_complex():
+            return f"{tensor.name} is complex in it, and not here"
+    return ""
+
+
+def _set_stream(stream: BoxedTensor, device: torch.device, snapshot: Path) -> None:
     try:
-        if piece.name.endswith("/cpu"):
-            torch.set_rng_state(piece.tensor)
+        if stream.name.endswith("/cpu"):
+            torch.set_rng_state(stream.tensor)
         else:
-            torch.cuda.set_rng_state(piece.tensor, device)
+            torch.cuda.set_rng_state(stream.tensor, device)
     except RuntimeError as error:
         raise TrainError(
-            f"{snapshot} cannot be used: {piece.name} is no state of random numbers ({str(error)[:80]})",
+            f"{snapshot} cannot be used: {stream.name} is no state of random numbers ({str(error)[:80]})",
             remedy="name another snapshot as `resume`, or begin anew with `resume: never`",
         ) from None
 
@@ -178,8 +189,8 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 def drop_optimizer_state(engine: Engine, saved: Any) -> None:
     """A parameter that has never had a gradient has no state, neither then nor now."""
-    unknown = [h.piece for h in engine.state() if h.name.startswith("optimizer/") and h.name not in saved]
-    numbers = {id(tensor) for tensor in unknown}
+    shards = [shard for shard in engine.state() if shard.name.startswith("optimizer/") and shard.name not in saved]
+    numbers = {id(shard.tensor) for shard in shards}
     for state in engine.optimizer.state.values():
         if any(id(value) in numbers for value in state.values()):
             state.clear()

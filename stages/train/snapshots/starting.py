@@ -1,13 +1,19 @@
-"""Before the ranks start: which snapshots belong to this run, and whether it may go on from them."""
+"""Before the ranks start: which snapshots belong to this run, and whether it may go on from them.
+
+Settings make a training run what it is: a run goes on from snapshots of the same ones, under any plan.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import TrainError
+from pipeline.base.secrets import without_secrets
 from pipeline.base.stage import Inputs
 from pipeline.config import Config
 from stages.train.snapshots.manifest import (
@@ -22,9 +28,13 @@ from stages.train.snapshots.manifest import (
     snapshots_in,
     step_of,
 )
-from stages.train.snapshots.trajectory import differing, digest_of_run, public, settings_of
 
 AUTO, NEVER = "auto", "never"
+# Keys of the train file that change neither a weight nor the order of the data. Any other key counts.
+NO_MATTER = {
+    *("steps", "evaluate", "trace_step", "export", "snapshots", "resume", "compare_replicas_every"),
+    *("engine", "accept_edited_module", "timeout_s", "wait_s", "max_restarts", "hang_s"),
+}
 
 
 def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any]:
@@ -46,10 +56,18 @@ def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any
         launch, again = launch_of(os.environ)
         goes_on = again and is_of(folder, launch)
         if not goes_on and (config.train.resume == NEVER or is_finished(folder)):
-            _begin_anew(inputs, folder)
+            aside = ", ".join(str(path.relative_to(inputs.root)) for path in begin_anew(folder))
+            if aside:
+                inputs.log.info("training begins anew: %s has the run before until this one has come as far", aside)
         if config.train.snapshots.every:
             claim(folder, launch)
-        _check_steps(config, [*snapshots_in(folder), *([Path(origin)] if origin else [])])
+        newest = next(iter([*snapshots_in(folder), *([Path(origin)] if origin else [])]), None)
+        if newest and step_of(newest) > config.train.steps:  # it is not cut back without a word
+            raise TrainError(
+                f"{config.train.steps} steps are asked for, and the run has come to step {step_of(newest)}",
+                where=f"conf/train/{config.choices['train']}.yaml: steps",
+                remedy="raise `steps`, or begin anew with `resume: never`",
+            )
     return {
         "folder": str(folder),
         "settings": public(settings),
@@ -65,24 +83,6 @@ def launch_of(environment: Mapping[str, str]) -> tuple[str, bool]:
     launch = environment.get("SLURM_JOB_ID") or environment.get("TORCHELASTIC_RUN_ID", "")
     counts = [environment.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
     return launch, any(count not in ("", "0") for count in counts)
-
-
-def _begin_anew(inputs: Inputs, folder: Path) -> None:
-    aside = begin_anew(folder)
-    if aside:
-        shown = ", ".join(str(path.relative_to(inputs.root)) for path in aside)
-        inputs.log.info("training begins anew: %s has the run before until this one has come as far", shown)
-
-
-def _check_steps(config: Config, snapshots: list[Path]) -> None:
-    """A run that has come further than it is to go is not cut back without a word."""
-    for path in snapshots[:1]:
-        if step_of(path) > config.train.steps:
-            raise TrainError(
-                f"{config.train.steps} steps are asked for, and the run has come to step {step_of(path)}",
-                where=f"conf/train/{config.choices['train']}.yaml: steps",
-                remedy="raise `steps`, or begin anew with `resume: never`",
-            )
 
 
 def _origin(root: Path, config: Config) -> tuple[str | None, dict[str, Any]]:
@@ -101,3 +101,39 @@ def _origin(root: Path, config: Config) -> tuple[str | None, dict[str, Any]]:
         raise TrainError(what, where=where, remedy="name another one") from None
     except Unreadable as error:
         raise TrainError(f"{config.train.resume} cannot be used: {error}", where=where) from None
+
+
+# ---- which settings are those of a run
+
+
+def settings_of(model: Mapping[str, Any], data: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that matter, flat. The number of steps does where the learning rate falls until the last one."""
+    kept = {key: value for key, value in train.items() if key not in NO_MATTER}
+    schedule = train.get("schedule")
+    if schedule and schedule.get("decay", "none") != "none" and schedule.get("until") is None:
+        kept["schedule"] = {**schedule, "until": train["steps"]}
+    return dict(_flat({"model": model, "data": data, "train": kept}))
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value
+
+
+def digest_of_run(settings: Mapping[str, Any], graph: str, origin: str | None) -> str:
+    """`graph` is the digest of the traced model, `origin` that of the snapshot a run is told to begin from."""
+    text = json.dumps([settings, graph, origin], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def public(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """As they may stand in a snapshot, which others may read."""
+    return {key: without_secrets(value) if isinstance(value, str) else value for key, value in settings.items()}
+
+
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Keys whose values are not the same in both."""
+    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))

@@ -14,7 +14,6 @@ import random
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -25,34 +24,14 @@ from torch import Tensor
 
 from pipeline.base.files import write_atomic
 from pipeline.user.weights import TYPES, write_weights
-from stages.train.snapshots.boxes import Piece, Place, overlap
+from stages.train.snapshots.boxes import BoxedTensor, Place, SavedTensor, Table, overlap
 from stages.train.snapshots.manifest import TENSORS, Damaged, read_plain
 
-Table = Mapping[str, "SavedTensor"]
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FILE = re.compile(r"rank-\d{5,9}\.safetensors")
 _DIMS, _BYTES = 64, 2**62  # more than any tensor has
 _PRIME = 2**127 - 1
-
-
-@dataclass(frozen=True)
-class SavedBox:
-    file: str
-    place: Place
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """A whole tensor, in boxes that cover it, each element once."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    boxes: tuple[SavedBox, ...]
-
-
-def file_of(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
 
 
 def key_of(name: str, place: Place) -> str:
@@ -62,13 +41,13 @@ def key_of(name: str, place: Place) -> str:
 # ---- written
 
 
-def write_boxes(path: Path, pieces: Iterable[Piece], mine: Mapping[str, set[Place]]) -> None:
-    """Those boxes of these pieces that this rank is to write."""
+def write_boxes(path: Path, tensors: Iterable[BoxedTensor], mine: Mapping[str, set[Place]]) -> None:
+    """Those boxes of these tensors that this rank is to write."""
     boxes = {
-        key_of(piece.name, (box.offsets, box.sizes)): _as_stored(piece.tensor[box.within])
-        for piece in pieces
-        for box in piece.boxes
-        if (box.offsets, box.sizes) in mine.get(piece.name, ())
+        key_of(tensor.name, box.place): _as_stored(tensor.tensor[box.within])
+        for tensor in tensors
+        for box in tensor.boxes
+        if box.place in mine.get(tensor.name, ())
     }
     ordered = sorted(boxes.items(), key=lambda item: -item[1].itemsize)  # each begins at a multiple of its size
     specs = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in ordered}
@@ -86,7 +65,7 @@ def write_table(folder: Path, table: Table) -> None:
         name: {
             "dtype": str(saved.dtype).removeprefix("torch."),
             "shape": saved.shape,
-            "boxes": [[box.file, *box.place] for box in saved.boxes],
+            "boxes": [[file, *place] for place, file in saved.boxes.items()],
         }
         for name, saved in table.items()
     }
@@ -112,18 +91,18 @@ def _tensor(name: str, row: Any, files: set[str]) -> SavedTensor:
     if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "boxes"} or not isinstance(row["boxes"], list):
         raise _wrong(name, "is no row with dtype, shape and boxes")
     dtype = DTYPES.get(row["dtype"]) if isinstance(row["dtype"], str) else None
-    if dtype is None or not _is_stored(dtype):
+    if dtype is None or not (dtype in TYPES or dtype.is_complex or dtype.itemsize in _BITS):
         raise _wrong(name, f"has the type {row['dtype']!r:.40}")
     shape = _numbers(name, row["shape"])
     if len(shape) > _DIMS or prod(shape) * dtype.itemsize > _BYTES:
         raise _wrong(name, "is larger than any tensor")
-    boxes = tuple(_box(name, box, shape, files) for box in row["boxes"])
-    if len({box.place for box in boxes}) != len(boxes) or not tiles(shape, [box.place for box in boxes]):
+    boxes = dict(_box(name, box, shape, files) for box in row["boxes"])
+    if len(boxes) != len(row["boxes"]) or not tiles(shape, boxes):
         raise _wrong(name, "has boxes that overlap or leave something out")
     return SavedTensor(dtype, shape, boxes)
 
 
-def _box(name: str, box: Any, shape: tuple[int, ...], files: set[str]) -> SavedBox:
+def _box(name: str, box: Any, shape: tuple[int, ...], files: set[str]) -> tuple[Place, str]:
     if not isinstance(box, list) or len(box) != 3:
         raise _wrong(name, "has a box that is no file, offsets and sizes")
     file, offsets, sizes = box[0], _numbers(name, box[1]), _numbers(name, box[2])
@@ -133,17 +112,13 @@ def _box(name: str, box: Any, shape: tuple[int, ...], files: set[str]) -> SavedB
         raise _wrong(name, "has a box of other dims")
     if any(size < 1 or start + size > whole for start, size, whole in zip(offsets, sizes, shape, strict=True)):
         raise _wrong(name, "has a box outside of it")
-    return SavedBox(file, (offsets, sizes))
+    return (offsets, sizes), file
 
 
 def _numbers(name: str, found: Any) -> tuple[int, ...]:
     if not isinstance(found, list) or any(type(number) is not int or not 0 <= number < 2**62 for number in found):
         raise _wrong(name, "has a size or an offset that is no number of elements")
     return tuple(found)
-
-
-def _is_stored(dtype: torch.dtype) -> bool:
-    return dtype in TYPES or dtype.is_complex or dtype.itemsize in _BITS
 
 
 def _wrong(name: str, what: str) -> Damaged:
@@ -176,8 +151,8 @@ def check_boxes(folder: Path, table: Table, part: int = 0, parts: int = 1) -> No
     """Every `parts`-th file has just the boxes that the table says, in their types and shapes."""
     wanted: dict[str, dict[str, tuple[str, list[int]]]] = {}
     for name, saved in table.items():
-        for box in saved.boxes:
-            wanted.setdefault(box.file, {})[key_of(name, box.place)] = _stored_as(saved.dtype, box.place[1])
+        for place, file in saved.boxes.items():
+            wanted.setdefault(file, {})[key_of(name, place)] = _stored_as(saved.dtype, place[1])
     for file in sorted(wanted)[part::parts]:
         opened = _opened(folder, file)
         keys = set(opened.keys())
@@ -210,20 +185,20 @@ class TensorFiles:
         self.folder, self.table = folder, table
         self.files: dict[str, Any] = {}
 
-    def fill(self, piece: Piece) -> None:
+    def fill(self, tensor: BoxedTensor) -> None:
         """From all boxes that it meets; nothing else is read."""
-        saved = self.table[piece.name]
-        for box in piece.boxes:
-            target = piece.tensor[box.within]
-            for other in saved.boxes:
-                shared = overlap((box.offsets, box.sizes), other.place)
+        saved = self.table[tensor.name]
+        for box in tensor.boxes:
+            target = tensor.tensor[box.within]
+            for place, file in saved.boxes.items():
+                shared = overlap(box.place, place)
                 if shared is not None:
-                    target[shared[0]].copy_(self._read(piece.name, saved.dtype, other, shared[1]))
+                    target[shared[0]].copy_(self._read(file, key_of(tensor.name, place), saved.dtype, shared[1]))
 
-    def _read(self, name: str, dtype: torch.dtype, box: SavedBox, slices: tuple[slice, ...]) -> Tensor:
-        if box.file not in self.files:
-            self.files[box.file] = _opened(self.folder, box.file)
-        file, key = self.files[box.file], key_of(name, box.place)
+    def _read(self, name: str, key: str, dtype: torch.dtype, slices: tuple[slice, ...]) -> Tensor:
+        if name not in self.files:
+            self.files[name] = _opened(self.folder, name)
+        file = self.files[name]
         found: Tensor = file.get_slice(key)[slices] if slices else file.get_tensor(key)
         if dtype.is_complex:
             return torch.view_as_complex(found.clone())  # pairs may lie where no complex number may

@@ -3,8 +3,8 @@
 A snapshot is 1. copied to the host between two steps, into memory that is used again, 2. written by a thread, every
 rank the boxes that fall to it, each replica once (`boxes.py`, `tensor_files.py`), 3. read back for its digests, 4.
 given its name by rank 0 when all are done. Steps 2 to 4 talk over a process group of their own. Only then is it
-acknowledged (`Outcome`). What goes wrong on one rank is known to all; then nothing is left of the snapshot, those
-before it stay, and training goes on.
+acknowledged. What goes wrong on one rank is known to all; then nothing is left of the snapshot, those before it stay,
+and training goes on.
 
 Weights may be so large that the next loss is no number: a snapshot is proven by the loss of the step after it. When one
 is taken, all before it are proven, and it is not: so two stay until then, also where one is to be kept.
@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from torch import Tensor
 
 from pipeline.base.errors import TrainError
 from stages.train.engines.engine import Engine
-from stages.train.snapshots.boxes import BoxWriters, Piece, Place, shared_out
+from stages.train.ranks.joining import gathered
+from stages.train.snapshots.boxes import BoxedTensor, Place, SavedTensor, file_of, shared_out
 from stages.train.snapshots.manifest import (
     TENSORS,
     digest_of,
@@ -39,7 +40,7 @@ from stages.train.snapshots.manifest import (
     unfinished,
     write_manifest,
 )
-from stages.train.snapshots.tensor_files import SavedBox, SavedTensor, file_of, write_boxes, write_table
+from stages.train.snapshots.tensor_files import write_boxes, write_table
 
 About = dict[str, Any]  # the numbers beside the tensors
 SHARE = "put runs/ on a file system that all hosts share, or set `snapshots.every: 0` (docs/launch.md)"
@@ -47,39 +48,35 @@ SEEN_S = 10.0  # within which a file system that hosts share shows what another 
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Of one snapshot: the same on all ranks."""
+class SnapshotOutcome:
+    """The same on all ranks."""
 
     step: int
     problem: str  # nothing: it is on the disk
 
-    def note(self) -> dict[str, Any]:
-        """As it stands in steps.jsonl."""
-        return {"snapshot": self.step, **({"problem": self.problem} if self.problem else {})}
 
-
-class Snapshots:
+class SnapshotWriter:
     def __init__(self, folder: Path, keep: int, background: bool, timeout_s: float) -> None:
         self.folder, self.keep, self.background = folder, keep, background
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.staging = _Staging()
         self.thread: threading.Thread | None = None
-        self.outcome: Outcome | None = None
+        self.outcome: SnapshotOutcome | None = None
 
     def take(self, engine: Engine, step: int, about: About) -> None:
         """All ranks do this together, between the same two steps; the snapshot before must have been asked for."""
         assert self.thread is None and self.outcome is None
         refuse_plain_state(engine.optimizer)
-        held = (held for held in engine.state() if not held.drifts or dist.get_rank() == 0)
-        pieces = self.staging.copied([*map(Piece.of, held), *random_pieces(engine.device)])
+        shards = (shard for shard in engine.state() if not shard.drifts or dist.get_rank() == 0)
+        tensors = self.staging.copied([*map(BoxedTensor.of, shards), *random_streams(engine.device)])
         if self.background:
-            work = (pieces, step, about)
+            work = (tensors, step, about)
             self.thread = threading.Thread(target=self._write, args=work, daemon=True, name=f"snapshot {step}")
             self.thread.start()
         else:
-            self._write(pieces, step, about)
+            self._write(tensors, step, about)
 
-    def done(self, *, wait: bool = False) -> Outcome | None:
+    def done(self, *, wait: bool = False) -> SnapshotOutcome | None:
         """What became of the snapshot that was taken, once."""
         if self.thread is not None:
             self.thread.join(None if wait else 0)
@@ -89,53 +86,51 @@ class Snapshots:
         outcome, self.outcome = self.outcome, None
         return outcome
 
-    def _write(self, pieces: dict[str, Piece], step: int, about: About) -> None:
+    def _write(self, tensors: dict[str, BoxedTensor], step: int, about: About) -> None:
         """Whatever happens there is an outcome: a thread that dies takes its error with it."""
         temporary = unfinished(self.folder, step)
         try:
             if dist.get_rank() == 0:
                 self._prune(self.keep)
-            problem = self._name(temporary, step, about, self._save(pieces, temporary))
+            problem = self._name(temporary, step, about, self._save(tensors, temporary))
         except Exception as error:  # of talking to the others
             problem = _text(error)
         if problem:  # every rank: what it wrote may be seen by nobody else
             shutil.rmtree(temporary, ignore_errors=True)
-        self.outcome = Outcome(step, problem)
+        self.outcome = SnapshotOutcome(step, problem)
 
-    def _save(self, pieces: dict[str, Piece], temporary: Path) -> str:
+    def _save(self, tensors: dict[str, BoxedTensor], temporary: Path) -> str:
         """What went wrong on this rank: the others hear of it in `_name`."""
-        mine, shared = self._share_out(pieces)
-        self.staging.wrote(pieces, mine.keys())
+        mine, shared = self._share_out(tensors)
+        self.staging.wrote(tensors, mine.keys())
 
         def write() -> None:
             if mine:
-                write_boxes(temporary / file_of(dist.get_rank()), pieces.values(), mine)
+                write_boxes(temporary / file_of(dist.get_rank()), tensors.values(), mine)
             if shared:
-                write_table(temporary, table_of(shared))
+                write_table(temporary, shared)
 
-        return _attempt(write) or _first(
-            f"nobody has all of {n}" for n, found in shared.items() if not found.is_whole()
-        )
+        missing = (f"nobody has all of {name}" for name, saved in shared.items() if not saved.is_whole())
+        return _attempt(write) or _first(missing)
 
-    def _share_out(self, pieces: dict[str, Piece]) -> tuple[dict[str, set[Place]], dict[str, BoxWriters]]:
-        """The boxes that this rank is to write, by tensor; and on rank 0 who writes all others."""
-        ranks, rank = dist.get_world_size(self.group), dist.get_rank()
+    def _share_out(self, tensors: dict[str, BoxedTensor]) -> tuple[dict[str, set[Place]], dict[str, SavedTensor]]:
+        """The boxes that this rank is to write, by tensor; and on rank 0 the table of all."""
+        ranks, first = dist.get_world_size(self.group), dist.get_rank() == 0
         offers: list[Any] = [None] * ranks
-        dist.gather_object([piece.spec() for piece in pieces.values()], offers if rank == 0 else None, group=self.group)
-        shared: dict[str, BoxWriters] = shared_out(offers) if rank == 0 else {}
-        parts: list[dict[str, set[Place]]] = [{} for _ in range(ranks)]
-        for name, found in shared.items():
-            for place, writer in found.writers.items():
-                parts[writer].setdefault(name, set()).add(place)
+        dist.gather_object([each.offer() for each in tensors.values()], offers if first else None, group=self.group)
+        shared = shared_out(offers) if first else {}
+        parts: dict[str, dict[str, set[Place]]] = {file_of(rank): {} for rank in range(ranks)}
+        for name, saved in shared.items():
+            for place, file in saved.boxes.items():
+                parts[file].setdefault(name, set()).add(place)
         own: list[Any] = [None]
-        dist.scatter_object_list(own, parts if rank == 0 else None, src=0, group=self.group)
+        dist.scatter_object_list(own, list(parts.values()) if first else None, src=0, group=self.group)
         return own[0], shared
 
     def _name(self, temporary: Path, step: int, about: About, problem_here: str) -> str:
         """Digests of all ranks together, in a manifest; then the name."""
         own = ({}, problem_here) if problem_here else self._digests(temporary)
-        everyone: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, own, group=self.group)
+        everyone = gathered(own, self.group)
         problem = [_first([problem for _, problem in everyone])]
         if dist.get_rank() == 0 and not problem[0]:
             files = {name: digest for found, _ in everyone for name, digest in found.items()}
@@ -176,23 +171,23 @@ class _Staging:
         self.mine: set[str] = set()
         self.trained: set[str] = set()  # parameters that the optimizer keeps a state of
 
-    def copied(self, pieces: Sequence[Piece]) -> dict[str, Piece]:
-        self.trained |= {piece.name.split("/")[1] for piece in pieces if piece.name.startswith("optimizer/")}
-        kept = [piece for piece in pieces if piece.name in self.mine or piece.name not in self.known]
-        copies = {p.name: Piece(p.name, self._copy(p), p.shape, p.cut, p.boxes) for p in kept}
-        if any(piece.tensor.is_cuda for piece in kept):
+    def copied(self, tensors: Sequence[BoxedTensor]) -> dict[str, BoxedTensor]:
+        self.trained |= {each.name.split("/")[1] for each in tensors if each.name.startswith("optimizer/")}
+        kept = [each for each in tensors if each.name in self.mine or each.name not in self.known]
+        copies = {each.name: replace(each, tensor=self._copy(each.name, each.tensor)) for each in kept}
+        if any(each.tensor.is_cuda for each in kept):
             torch.cuda.synchronize()
-        self.buffers = {name: piece.tensor for name, piece in copies.items()}
+        self.buffers = {name: each.tensor for name, each in copies.items()}
         return copies
 
-    def _copy(self, piece: Piece) -> Tensor:
-        buffer, tensor = self.buffers.get(piece.name), piece.tensor
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        buffer = self.buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return buffer.copy_(tensor, non_blocking=True)
 
-    def wrote(self, pieces: dict[str, Piece], written: Iterable[str]) -> None:
-        self.known |= pieces.keys()
+    def wrote(self, tensors: dict[str, BoxedTensor], written: Iterable[str]) -> None:
+        self.known |= tensors.keys()
         self.mine.update(written)
         self.buffers = {name: buffer for name, buffer in self.buffers.items() if name in self.mine}
 
@@ -204,15 +199,6 @@ class _Staging:
             if name.split("/")[1] in self.trained and bool(tensor.isinf().any()):
                 return f"{name} is infinite"
         return ""
-
-
-def table_of(shared: dict[str, BoxWriters]) -> dict[str, SavedTensor]:
-    return {
-        name: SavedTensor(
-            found.dtype, found.shape, tuple(SavedBox(file_of(rank), place) for place, rank in found.writers.items())
-        )
-        for name, found in shared.items()
-    }
 
 
 def not_seen(folder: Path, files: dict[str, dict[str, Any]]) -> str:
@@ -234,12 +220,12 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def random_pieces(device: torch.device, rank: int | None = None) -> list[Piece]:
+def random_streams(device: torch.device, rank: int | None = None) -> list[BoxedTensor]:
     """Where this rank stands in its streams of random numbers, under the name of a rank: its own or another."""
     number = dist.get_rank() if rank is None else rank
-    found = [Piece.whole(f"random/{number}/cpu", torch.get_rng_state())]
+    found = [BoxedTensor.whole(f"random/{number}/cpu", torch.get_rng_state())]
     if device.type == "cuda":
-        found.append(Piece.whole(f"random/{number}/cuda", torch.cuda.get_rng_state(device)))
+        found.append(BoxedTensor.whole(f"random/{number}/cuda", torch.cuda.get_rng_state(device)))
     return found
 
 

@@ -1,23 +1,30 @@
-"""The next step's batches, read while the step before runs."""
+"""A rank's batches: the next step's, read while the step before runs; and those that are not trained on."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from pipeline.base.errors import TrainError
+from pipeline.base.instantiate import instantiate
+from pipeline.ir.layout import Layout
+from pipeline.runtime.step.batches import Batches
+from pipeline.runtime.step.slices import Slices
+
 Read = TypeVar("Read")
+PREFETCH = "prefetch"  # the name of the thread that reads
 
 
 class Prefetched(Generic[Read]):
     """What `read` gives for each step up to `steps`, asked for in any order; one thread reads, one step at a time.
 
-    Only the step after the one that was asked for last is read ahead, so what is held is that of two steps. The first
-    is read by who asks: if that moves torch's own generator, so are all others, as reading in between the steps' own
-    draws would make both depend on who comes first.
+    Only the step after the one that was asked for last is read ahead, so there is that of two steps. The first is
+    read by who asks: if that moves torch's own generator, so are all others, as reading in between the steps' own draws
+    would make both depend on who comes first.
     """
 
     def __init__(self, read: Callable[[int], Read], steps: int) -> None:
@@ -30,7 +37,8 @@ class Prefetched(Generic[Read]):
     def __getitem__(self, step: int) -> Read:
         result = self._take() if self.under_way == step else self._read_here(step)
         if self.ahead and step + 1 < self.steps:
-            self._begin(step + 1)
+            self.under_way = step + 1
+            self.wanted.put(step + 1)
         return result
 
     def close(self) -> None:
@@ -45,12 +53,8 @@ class Prefetched(Generic[Read]):
         if self.ahead is None:
             self.ahead = torch.equal(before, torch.get_rng_state())
             # A daemon: a data set that hangs must not keep the rank from ending.
-            threading.Thread(target=self._work, daemon=True, name="prefetch").start()
+            threading.Thread(target=self._work, daemon=True, name=PREFETCH).start()
         return result
-
-    def _begin(self, step: int) -> None:
-        self.under_way = step
-        self.wanted.put(step)
 
     def _take(self) -> Read:
         self.under_way = None
@@ -70,3 +74,24 @@ class Prefetched(Generic[Read]):
                 self.found.put((self.read(step), None))
             except BaseException as error:  # the user's data: raised where the step is asked for
                 self.found.put((None, error))
+
+
+def held_out_batches(
+    job: Mapping[str, Any], layouts: Mapping[str, Layout], axes: list[str], slices: Slices | None = None
+) -> list[dict[str, torch.Tensor]]:
+    """This rank's part of them, always the same ones, in the data's order; no sample is in two.
+
+    Where the model's batch is cut into slices, these one after another. Whatever they draw, training does not see it.
+    """
+    with torch.random.fork_rng(devices=[]):
+        data = job["data"]
+        dataset = instantiate(data["held_out"], f"{job['where']['data']}: held_out")
+        batches = Batches(dataset, {**job, "data": {**data, "shuffle": False}}, layouts, axes, "held_out", slices)
+        if batches.length < batches.size:
+            raise TrainError(
+                f"it has {batches.length} samples, and a batch of the model {batches.size}",
+                where=batches.where,
+                remedy="hold out more of them",
+            )
+        count = min(job["train"]["evaluate"]["batches"], batches.length // batches.size)
+        return [batches[number] for number in range(count * len(batches.slices.samples))]
