@@ -10,8 +10,8 @@ import torch
 from pipeline.base.errors import TrainError
 from pipeline.base.instantiate import instantiate
 from pipeline.ir.layout import Layout
-from pipeline.runtime.step.batches import Batches
 from pipeline.runtime.step.slices import Slices
+from pipeline.user.batches import Batches
 from stages.train.engines.engine import Batch, Job
 from stages.train.ranks.watchdog import Beat, with_beats
 

@@ -25,7 +25,7 @@ from pipeline.launch.rank import (
     report_error,
     write_result,
 )
-from pipeline.runtime.step.batches import SampleError
+from pipeline.user.batches import SampleError
 from stages.train.engines.engine import Engine, Job
 from stages.train.engines.program import is_pipeline
 from stages.train.loop import Loop

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.ir.layout import Layout, P, R
-from pipeline.runtime.programs.axes import combine
-from pipeline.runtime.programs.mesh import joined
+from pipeline.runtime.programs.mesh import combine, joined
 from pipeline.runtime.programs.parameters import own_elements, piece_of
 
 TOLERANCE, IN_FLOAT32 = 1e-9, 1e-5

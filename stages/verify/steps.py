@@ -14,7 +14,8 @@ from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
 from pipeline.runtime.programs.mesh import set_mesh
 from pipeline.runtime.programs.parameters import piece_of
-from pipeline.runtime.step.gradients import Gradients, Row
+from pipeline.runtime.step.buckets import Row
+from pipeline.runtime.step.gradients import Gradients
 from pipeline.runtime.step.passes import run_passes
 from pipeline.runtime.step.running_stats import statistics_of
 from stages.verify.compare import IN_FLOAT32, SHARE, TOLERANCE, everywhere, largest, own_gap

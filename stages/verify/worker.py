@@ -27,9 +27,9 @@ from pipeline.launch.rendezvous import init_process_group
 from pipeline.runtime.pipelining.pipelined import Places
 from pipeline.runtime.programs.mesh import set_mesh
 from pipeline.runtime.programs.source import load_program
-from pipeline.runtime.step.batches import Batches
 from pipeline.runtime.step.slices import Slices
 from pipeline.sharding.lowering import lower
+from pipeline.user.batches import Batches
 from pipeline.user.optimizer import build_optimizer
 from stages.verify.casts import foreign_cast
 from stages.verify.float32 import TRIES, Float32Verdict, judge_in_float32, runner

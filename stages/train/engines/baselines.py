@@ -29,7 +29,7 @@ from pipeline.base.errors import TrainError
 from pipeline.base.instantiate import instantiate
 from pipeline.ir.layout import Layout, S, replicated
 from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.step.batches import Batches
+from pipeline.user.batches import Batches
 from pipeline.user.loss import pick_loss
 from pipeline.user.optimizer import build_optimizer
 from pipeline.user.weights import match_names, open_weights, read_piece, write_weights

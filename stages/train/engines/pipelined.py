@@ -20,17 +20,17 @@ from torch.profiler import record_function
 
 from pipeline.base.instantiate import instantiate
 from pipeline.ir.layout import Layout
-from pipeline.runtime.compiler.onednn import use_kernels_of
-from pipeline.runtime.pipelining.partition import Partition
-from pipeline.runtime.pipelining.pipelined import Pipeline, Places, smaller_of
+from pipeline.runtime.compiler.compiled import use_kernels_of
+from pipeline.runtime.pipelining.pipelined import Places, RankPipeline, smaller_of
+from pipeline.runtime.pipelining.stage import RankPartition
 from pipeline.runtime.pipelining.transfer import ACROSS, meeting_device
 from pipeline.runtime.programs.collectives import as_real
 from pipeline.runtime.programs.random import seed_apart
-from pipeline.runtime.step.batches import Batches
-from pipeline.runtime.step.clipping import Clipping
-from pipeline.runtime.step.gradients import Row
+from pipeline.runtime.step.buckets import Row
+from pipeline.runtime.step.gradients import Clipping
 from pipeline.runtime.step.running_stats import statistics_of
 from pipeline.runtime.step.slices import Slices
+from pipeline.user.batches import Batches
 from pipeline.user.optimizer import build_optimizer, refuse_mixing, refuse_moving_zeros
 from pipeline.user.weights import write_weights
 from stages.train.engines.engine import Batch, Held, Job
@@ -59,7 +59,7 @@ class Piped:
         self.stream = self.places.piece
         self._seed()
         tensors = {number: own.tensors for number, own in self.own.items()}
-        self.pipeline = Pipeline(program, self.places, tensors, self.shapes, self.device, self.precision.autocast)
+        self.pipeline = RankPipeline(program, self.places, tensors, self.shapes, self.device, self.precision.autocast)
         self.partitions = self.pipeline.partitions
         held = (item for own in tensors.values() for item in own.items())
         self.statistics = statistics_of(job["train"]["batch_norm"], held)
@@ -108,7 +108,7 @@ class Piped:
         clipping.counted = [updated for updated in clipping.counted if id(updated) not in later]
         return clipping
 
-    def _owns(self, partition: Partition, name: str) -> bool:
+    def _owns(self, partition: RankPartition, name: str) -> bool:
         return self.places.owner(name) == partition.number
 
     # ---- batches
@@ -208,7 +208,7 @@ class Piped:
             for name in (name for name in names if name in partition.updated):
                 yield from self._optimizer_state(partition, name)
 
-    def _optimizer_state(self, partition: Partition, name: str) -> Iterator[Held]:
+    def _optimizer_state(self, partition: RankPartition, name: str) -> Iterator[Held]:
         about = name, self.shapes[name], Layout.parse(partition.rows[name][2])
         axes, where = tuple(self.places.axes), self.job["where"]["train"]
         yield from optimizer_state(self.optimizer, partition.updated[name], about, axes, where)

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from pipeline.base.errors import TrainError
 from pipeline.base.instantiate import instantiate
 from pipeline.ir.layout import Layout
-from pipeline.runtime.compiler.onednn import use_kernels_of
+from pipeline.runtime.compiler.compiled import use_kernels_of
 from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.step.batches import Batches
-from pipeline.runtime.step.clipping import Clipping
 from pipeline.runtime.step.cuda_graphs import GraphedPasses, NotCaptured
-from pipeline.runtime.step.gradients import Gradients
+from pipeline.runtime.step.gradients import Clipping, Gradients
 from pipeline.runtime.step.passes import run_passes
 from pipeline.runtime.step.running_stats import statistics_of
 from pipeline.runtime.step.slices import Slices
+from pipeline.user.batches import Batches
 from pipeline.user.optimizer import build_optimizer, refuse_mixing, refuse_moving_zeros
 from stages.train.engines.engine import Batch, Held, Job
 from stages.train.engines.precision import Precision

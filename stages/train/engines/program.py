@@ -7,7 +7,7 @@ from types import ModuleType
 
 from pipeline.base import artifacts
 from pipeline.base.errors import TrainError
-from pipeline.runtime.programs.source import load_program
+from pipeline.runtime.programs.source import CannotEvaluate, load_program
 from stages.train.engines.engine import Job
 
 MODULE = str(artifacts.KINDS["module"].path(Path()))
@@ -23,7 +23,11 @@ def program_of(job: Job, *, evaluates: bool = False) -> ModuleType:
             where=MODULE,
             remedy="start the run again, and leave the file as it is while it begins",
         )
-    return load_program(job["module_path"], evaluates=evaluates, source=source)
+    try:
+        return load_program(job["module_path"], evaluates=evaluates, source=source)
+    except CannotEvaluate as error:
+        remedy = "set `evaluate.every` to 0, or draw with a dropout of torch.nn"
+        raise TrainError(str(error), where=error.where, remedy=remedy) from error
 
 
 def is_pipeline(job: Job) -> bool:

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
 from pipeline.runtime.programs.mesh import axis_of
-from pipeline.runtime.programs.parameters import piece_of, runs_of, shape_of, whole_of
-from pipeline.runtime.programs.uneven import padded_to
-from pipeline.runtime.step.gradients import Row
-from pipeline.runtime.step.initial_values import Built, Initial
+from pipeline.runtime.programs.parameters import piece_of, runs_of, whole_of, with_padding
+from pipeline.runtime.step.buckets import Row
+from pipeline.runtime.step.initial_values import BuiltModule, Initial
 from pipeline.user.weights import Shape, match_names, open_weights, read_piece, write_weights
 from stages.train.ranks.watchdog import Beat, unwatched, with_beats
 
@@ -69,7 +68,7 @@ class OwnTensors:
         wanted: Callable[[str], bool] = lambda name: True,
     ) -> None:
         self.stored = stored
-        initial = Initial(build) if dist.get_world_size() > 1 else Built(build)
+        initial = Initial(build) if dist.get_world_size() > 1 else BuiltModule(build)
         self.held_whole = initial.whole  # why this rank had to hold the whole module, or nothing
         named = {**dict(initial.module.named_buffers()), **dict(initial.module.named_parameters())}
         self.shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in named.items()}
@@ -82,14 +81,14 @@ class OwnTensors:
             self.tensors[name] = nn.Parameter(own) if stored.is_trained(name, named[name]) else own
 
     def _pieces(
-        self, initial: Initial | Built, named: Mapping[str, Tensor], init_from: str | None, where: str
+        self, initial: Initial | BuiltModule, named: Mapping[str, Tensor], init_from: str | None, where: str
     ) -> Iterator[tuple[str, Tensor]]:
         if init_from:
             yield from self._read(Path(init_from), named, where)
         left = named.keys() - self.state.values() if init_from else named.keys()
         yield from self._drawn(initial, {name: tensor for name, tensor in named.items() if name in left})
 
-    def _drawn(self, initial: Initial | Built, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _drawn(self, initial: Initial | BuiltModule, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for (name, tensor), value in zip(named.items(), initial.values(named.values()), strict=True):
             yield name, piece_of(value, self.stored.layout(name, tensor), self.stored.axes)
 
@@ -100,7 +99,7 @@ class OwnTensors:
         for name, key in ((name, found[name]) for name in found if name in named):
             lies = self.shapes[name], self.stored.layout(name, named[name]), self.stored.axes
             piece = read_piece(weights, key, runs_of(*lies)).to(named[name].dtype)
-            yield name, padded_to(piece, shape_of(*lies))
+            yield name, with_padding(piece, *lies)
 
     def export(self, path: Path, beat: Beat = unwatched) -> None:
         """A file of the whole tensors by the names of the module's state dict; all ranks do this together."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pipeline.runtime.step.batches import Batches, sample_under_way
+from pipeline.runtime.context import step
+from pipeline.user.batches import Batches
 
 PREFETCH = "prefetch"  # the thread for which the main one waits where data is read ahead
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
@@ -29,7 +30,7 @@ def place_of_work() -> dict[str, Any]:
         return {"at": "an unknown place", "waits": False}
     own = next((f for f in _outwards(frame) if not f.f_code.co_filename.startswith(_INSTALLED)), frame)
     reads = any(f.f_code is Batches._read.__code__ for f in _outwards(frame))  # and not a thread ahead of this one
-    sample = sample_under_way() if reads else None
+    sample = step.sample if reads else None
     read = f", reading sample {sample}" if sample is not None else ""
     return {"at": f"{own.f_code.co_filename}:{own.f_lineno}{read}", "waits": not reads and _waits(frame)}
 
