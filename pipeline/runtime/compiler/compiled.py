@@ -66,11 +66,11 @@ class _Block:
     """A function of a program, which is compiled in several ways."""
 
     def __init__(self, function: FunctionType, keeps: float, calls: str, cheapest: bool, after_relu: str) -> None:
-        from pipeline.runtime.compiler.partitioner import compile_graph  # slow to import, and few programs need it
+        from pipeline.runtime.compiler.partitioner import graph_compiler  # slow to import, and few programs need it
 
         self.function, self.calls, self.after_relu = function, calls, after_relu
         self.name = f"{function.__name__}_keeps_{round(100 * keeps)}" + "_cheapest" * cheapest
-        self.compile_graph = partial(compile_graph, keeps, cheapest)
+        self.compile_graph = graph_compiler(keeps, cheapest)
         # Collectives and what else knows of ranks run as they are, between the compiled parts of the function.
         known = function.__globals__
         of_runtime = {name for name in function.__code__.co_names if _is_of_runtime(known.get(name))}

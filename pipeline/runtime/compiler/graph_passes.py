@@ -146,19 +146,10 @@ def decompositions() -> dict[Any, Any]:
     return {**select_decomp_table(), FORWARD: _forward, BACKWARD: _backward}
 
 
-def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, ...]:
-    result, mean, inverse, *running = decomposition_table[FORWARD](
-        x, weight, bias, running_mean, running_var, training, momentum, eps
-    )
+def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    """`rest`: running mean and variance, training, momentum, eps."""
+    _, _, training, _, eps = rest
+    result, mean, inverse, *running = decomposition_table[FORWARD](x, weight, bias, *rest)
     if training and x.dtype in COARSE:
         wide = x.float()
         var, middle = torch.var_mean(wide, _dims(x), correction=0, keepdim=True)  # found above too, and made once
@@ -170,24 +161,14 @@ def _forward(
     return result, mean, inverse, *running
 
 
-def _backward(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    mean: Tensor,
-    inverse: Tensor,
-    training: bool,
-    eps: float,
-    wanted: list[bool],
-) -> tuple[Tensor | None, ...]:
-    """With d = x - mean: dx = a * (dy - sum(dy) / n - d * inverse² * sum(dy * d) / n), a = weight * inverse."""
+def _backward(gradient: Tensor, x: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor | None, ...]:
+    """With d = x - mean: dx = a * (dy - sum(dy) / n - d * inverse² * sum(dy * d) / n), a = weight * inverse.
+
+    `rest`: running mean and variance, the batch's mean and inverse deviation, training, eps, which gradients to make.
+    """
+    _, _, mean, inverse, training, _, wanted = rest
     if not training or x.dtype not in COARSE:
-        statistics = running_mean, running_var, mean, inverse
-        others: tuple[Tensor | None, ...] = decomposition_table[BACKWARD](
-            gradient, x, weight, *statistics, training, eps, wanted
-        )
+        others: tuple[Tensor | None, ...] = decomposition_table[BACKWARD](gradient, x, weight, *rest)
         return others
     dims, shape = _dims(x), [1, -1] + [1] * (x.dim() - 2)
     wide, given = x.float(), gradient.float()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,12 @@ from torch import Tensor, fx
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import config as inductor
-from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-from pipeline.runtime.compiler import graph_passes
+from pipeline.runtime.compiler import graph_passes, host_calls
 from pipeline.runtime.compiler.graph_passes import decompositions, pad_once, sum_up, write_once
-from pipeline.runtime.compiler.host_calls import on_card
 
 FLOPS_PER_BYTE = 150  # that a GPU computes while it moves one: 990 TFLOP/s and 4.8 TB/s, neither of them reached
 SMALL = 32  # times fewer bytes
@@ -29,10 +27,8 @@ AS_MARKED = {  # torch's reasons to keep what is not marked, on the way to what 
 }
 
 
-def compile_graph(
-    keeps: float, cheapest: bool, graph: fx.GraphModule, inputs: Sequence[Any], masked: bool, in_cpp: bool
-) -> Any:
-    """A block's graph, as `compiled` was asked to; `masked`: the gradient of its result has been, by the next block.
+def graph_compiler(keeps: float, cheapest: bool) -> Callable[..., Any]:
+    """What compiles a block's graph; `masked`: the gradient of its result has been, by the next block.
 
     Backward is compiled here too, not when it first runs: torch 2.11 forgets by then that calls are in C++, and a
     compiler that fails would end the step.
@@ -41,13 +37,18 @@ def compile_graph(
     faster, and might do what takes more memory than the plan was made for, on one rank and not on another. Convolutions
     of single pixels are products, and a GPU's are faster as such.
     """
-    partitioner, budget = Partitioner(masked, keeps if cheapest else None), 1.0 if cheapest else keeps
-    with (
-        config.patch(activation_memory_budget=budget, force_non_lazy_backward_lowering=True),
-        inductor.patch(custom_partitioner_fn=partitioner, cpp_wrapper=in_cpp, force_shape_pad=True),
-        inductor.patch(conv_1x1_as_mm=on_card(inputs)),
-    ):
-        return compile_fx(graph, inputs, decompositions=decompositions())
+    from torch._inductor.compile_fx import compile_fx  # warns when it is imported
+
+    def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any], masked: bool, in_cpp: bool) -> Any:
+        partitioner, budget = Partitioner(masked, keeps if cheapest else None), 1.0 if cheapest else keeps
+        with (
+            config.patch(activation_memory_budget=budget, force_non_lazy_backward_lowering=True),
+            inductor.patch(custom_partitioner_fn=partitioner, cpp_wrapper=in_cpp, force_shape_pad=True),
+            inductor.patch(conv_1x1_as_mm=host_calls.on_card(inputs)),
+        ):
+            return compile_fx(graph, inputs, decompositions=decompositions())
+
+    return compile_graph
 
 
 class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
@@ -71,14 +72,18 @@ class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
         if self.before_relu:
             _use_as_it_comes(graph.graph, end.args[0][0])
         results = [result for result in end.args[0][: named["num_fwd_outputs"]] if isinstance(result, fx.Node)]
-        for result in results:
-            for reader in result.users:
-                if _is_mask(reader) and reader.all_input_nodes == [result]:
-                    reader.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        for mask in [mask for result in results for mask in _masks(result)]:
+            mask.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         if self.cheapest is None:
             return min_cut_rematerialization_partition(graph, inputs, **named)
         saved = _saved(graph, inputs, named)
-        _mark(graph.graph, saved, cheapest(saved, results, self.cheapest))
+        for node in saved:
+            if node.op != "placeholder":
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        for node in cheapest(saved, results, self.cheapest):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        for node in graph.graph.nodes:
+            node.meta.setdefault("ac_graph_id", 0)  # of one region: else what enters a marked node would be kept too
         with config.patch(AS_MARKED):
             return min_cut_rematerialization_partition(graph, inputs, **named)
 
@@ -90,7 +95,10 @@ class Partitioner(CustomPartitionerFn):  # type: ignore[misc]
 
 def _saved(graph: fx.GraphModule, inputs: Sequence[object], named: dict[str, Any]) -> list[fx.Node]:
     """What torch would keep; of views, what they are views of."""
-    forward, _ = min_cut_rematerialization_partition(fx.GraphModule(graph, _copy(graph.graph)), inputs, **named)
+    copied = fx.Graph()
+    (end,) = graph.graph.find_nodes(op="output")
+    copied.output(copied.graph_copy(graph.graph, {})).meta = dict(end.meta)
+    forward, _ = min_cut_rematerialization_partition(fx.GraphModule(graph, copied), inputs, **named)
     (end,) = forward.graph.find_nodes(op="output")
     names = {node.name for node in end.args[0][named["num_fwd_outputs"] :] if isinstance(node, fx.Node)}
     return list(dict.fromkeys(_viewed(node) for node in graph.graph.nodes if node.name in names))
@@ -102,27 +110,10 @@ def _viewed(node: fx.Node) -> fx.Node:
     return node
 
 
-def _copy(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
-    (end,) = graph.find_nodes(op="output")
-    copied.output(copied.graph_copy(graph, {})).meta = dict(end.meta)
-    return copied
-
-
-def _mark(graph: fx.Graph, saved: Sequence[fx.Node], dropped: Sequence[fx.Node]) -> None:
-    for node in saved:
-        if node.op != "placeholder":
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    for node in dropped:
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    for node in graph.nodes:
-        node.meta.setdefault("ac_graph_id", 0)  # of one region: else what enters a marked node would be kept too
-
-
 def _use_as_it_comes(graph: fx.Graph, result: fx.Node) -> None:
     """The gradient of the result, where it is masked by the result: `where(result <= 0, 0, gradient)`."""
     own = next(node for node in graph.find_nodes(op="placeholder") if node.target.startswith("tangents"))
-    for mask in [reader for reader in result.users if _is_mask(reader) and reader.all_input_nodes == [result]]:
+    for mask in _masks(result):
         for masked in [reader for reader in mask.users if reader.target is torch.ops.aten.where.self]:
             _, _, gradient = masked.args
             if gradient is own:
@@ -130,9 +121,10 @@ def _use_as_it_comes(graph: fx.Graph, result: fx.Node) -> None:
                 graph.erase_node(masked)
 
 
-def _is_mask(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype == torch.bool
+def _masks(result: fx.Node) -> list[fx.Node]:
+    """That are read off the result alone."""
+    own = [reader for reader in result.users if reader.all_input_nodes == [result]]
+    return [mask for mask in own if isinstance(v := mask.meta.get("val"), Tensor) and v.dtype == torch.bool]
 
 
 # --------------------------------------------------------------------------------------- what takes least to make again
