@@ -330,7 +330,7 @@ def compiled_once(function: FunctionType, keeps: float, **how: Any) -> Any:
 
 
 def load(path: Path) -> ModuleType:
-    with patch("pipeline.runtime.compiler.compiled", compiled_once):
+    with patch("pipeline.runtime.compiled", compiled_once):
         return load_program(str(path))
 
 

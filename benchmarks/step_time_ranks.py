@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.overhead_steps import Step, ddp_step, fsdp_step, our_step, plain_step, tensor_step, timed
 from benchmarks.step_time_models import SCENARIOS, batch, build
-from pipeline.runtime.compiler.onednn import use_kernels_of
+from pipeline.runtime.compiler.compiled import use_kernels_of
 from pipeline.runtime.programs.source import load_program
 from pipeline.runtime.step.memory import Tally
 

@@ -141,7 +141,7 @@ def _data(config: Config) -> None:
 
 
 def _check_data_set(config: Config, settings: Mapping[str, Any], where: str, whole_batch: bool) -> None:
-    from pipeline.runtime.step.batches import length_of, sample_mistakes
+    from pipeline.user.batches import length_of, sample_mistakes
 
     dataset = instantiate(settings, where)
     length = length_of(dataset, where)

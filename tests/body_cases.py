@@ -13,7 +13,7 @@ from pipeline.runtime import (
     expert_split,
     row_split_embedding,
 )
-from pipeline.runtime.step.running_stats import Deferred
+from pipeline.runtime.step.running_stats import DeferredStatistics
 from tests.ranks import AXIS
 
 
@@ -115,7 +115,7 @@ def check_deferred_batch_norm_over_ranks() -> None:
     kept = [torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)]
     F.batch_norm(torch.cat(batches), *kept, None, None, True, 0.1, 1e-5)
     ours = [torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)]
-    with Deferred([]).step():
+    with DeferredStatistics([]).step():
         for x in batches:
             found = batch_norm(_mine(x), None, None, *ours, True, 0.1, 1e-5, axis=AXIS)
             torch.testing.assert_close(found, _mine(F.batch_norm(x, None, None, None, None, True, 0.1, 1e-5)))

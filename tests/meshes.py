@@ -21,8 +21,8 @@ from torch.distributed import ReduceOp
 from pipeline import runtime
 from pipeline.ir.cluster import Axis
 from pipeline.ir.layout import B, Layout, P, Place, R, S, State, at_places
-from pipeline.runtime.programs import axes as runtime_axes
 from pipeline.runtime.programs import collectives
+from pipeline.runtime.programs import mesh as runtime_mesh
 from pipeline.runtime.programs.mesh import MeshAxis
 from pipeline.sharding.conversions import conversion_of, step_arguments, step_axis
 from stages.cluster.meshes import LinkRates, group_links
@@ -246,7 +246,7 @@ def run_threads(function: Callable[[At], object], axes: tuple[Axis, ...]) -> dic
     replaced = {"all_gather_into": Simulated.all_gather, "reduce_scatter_from": Simulated.reduce_scatter}
     with (
         mock.patch.multiple(collectives, dist=Simulated, axis_of=of_thread, **replaced),
-        mock.patch.multiple(runtime_axes, dist=Simulated, axis_of=of_thread),
+        mock.patch.multiple(runtime_mesh, dist=Simulated, axis_of=of_thread),
         mock.patch("pipeline.runtime.recompute.regather.axis_of", of_thread),
     ):
         threads = [threading.Thread(target=run, args=(at,)) for at in places]

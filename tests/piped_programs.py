@@ -22,7 +22,7 @@ from pipeline.runtime.programs.mesh import set_mesh
 from pipeline.runtime.programs.parameters import piece_of
 from pipeline.runtime.programs.source import load_program
 from pipeline.runtime.step.gradients import Gradients
-from pipeline.runtime.step.passes import Copies
+from pipeline.runtime.step.passes import StepCopies
 from pipeline.sharding.conversions import conversion_of, step_arguments
 from pipeline.sharding.partitions import part_of, restricted
 from tests.plans import keepable, random_regions
@@ -83,7 +83,7 @@ class Piece:
 
     def start(self, count: int) -> None:
         self.gradients.start(armed=count == 1)
-        self.copies = Copies(self.step.copies() if hasattr(self.step, "copies") else {})
+        self.copies = StepCopies(self.step.copies() if hasattr(self.step, "copies") else {})
 
     def gradient(self, name: str) -> Tensor:
         """Of the whole parameter, as far as this partition has it."""

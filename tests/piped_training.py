@@ -23,12 +23,12 @@ from torch.utils.data import Dataset
 
 from pipeline.config import Config, DType, Model, TensorSpec, load_config
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Partition as Planned
 from pipeline.ir.plan import Plan, Region
+from pipeline.ir.plan import RankPartition as Planned
 from pipeline.ops.blocks import blocks_of
 from pipeline.ops.products import PRODUCTS, is_put_off, weights
 from pipeline.runtime.pipelining.deferred_weight_grads import Border
-from pipeline.runtime.pipelining.partition import Partition
+from pipeline.runtime.pipelining.stage import RankPartition
 from pipeline.runtime.programs.parameters import piece_of
 from pipeline.runtime.programs.source import load_program
 from pipeline.sharding.slices import slices_of
@@ -361,7 +361,7 @@ def _train(path: Path) -> None:
     for partition in engine.partitions:
         for name, tensor in partition.tensors.items():
             layout = engine.own[partition.number].stored.layout(name, tensor)
-            _near(name, tensor.detach(), piece_of(truth["weights"][name], layout, partition.axes))
+            _near(name, tensor.detach(), piece_of(truth["weights"][name], layout, engine.places.axes))
     _check_state(engine, truth)
     target = path.with_suffix(".safetensors")
     engine.export(target)
@@ -375,13 +375,13 @@ def _train(path: Path) -> None:
 Seen = tuple[str, int, set[str]]  # I or W, products that are put off, parameters to whose gradient it adds
 
 
-def _watched(partition: Partition) -> list[Seen]:
+def _watched(partition: RankPartition) -> list[Seen]:
     """What the schedule asks of a partition, and the gradients that come with it."""
     seen: list[Seen] = []
 
     def noting(phase: str, function: Callable[..., None]) -> Callable[..., None]:
         def noted(*arguments: Any) -> None:
-            entries = partition.put_off[arguments[0]].entries if phase == "W" else []
+            entries = partition.deferred[arguments[0]].entries if phase == "W" else []
             seen.append((phase, sum(not isinstance(entry, Border) for entry in entries), set()))
             function(*arguments)
 
@@ -394,11 +394,13 @@ def _watched(partition: Partition) -> list[Seen]:
     return seen
 
 
-def _check_order(case: Case, partition: Partition, seen: list[Seen], products: list[str], by_last: list[str]) -> None:
+def _check_order(
+    case: Case, partition: RankPartition, seen: list[Seen], products: list[str], by_last: list[str]
+) -> None:
     """Gradients of weights are made where the planned order has them: later, but in the first piece."""
     piece, phases = partition.number % len(case.devices), [phase for phase, _, _ in seen]
-    assert partition.puts_off == (case.schedule == "zero_bubble" and piece > 0)
-    if not partition.puts_off:
+    assert partition.defers == (case.schedule == "zero_bubble" and piece > 0)
+    if not partition.defers:
         assert phases == ["I"] * case.micro_batches
         return
     order = orders(Pipeline.ZERO_BUBBLE, len(case.devices), case.micro_batches).tasks[piece]
@@ -477,7 +479,7 @@ def _check_state(engine: PipelinedEngine, truth: dict) -> None:
             _near(name, found, expected)
 
 
-def _tensors(engine: PipelinedEngine, partition: Partition, name: str, copies: bool = True) -> list[Tensor]:
+def _tensors(engine: PipelinedEngine, partition: RankPartition, name: str, copies: bool = True) -> list[Tensor]:
     """A parameter and its optimizer state."""
     state = engine.optimizer.state[partition.updated[name]].values()
     found = [partition.parameters[name].detach(), *state]

@@ -35,7 +35,8 @@ from pipeline.ops.uneven import uneven_in
 from pipeline.runtime.programs.mesh import set_mesh
 from pipeline.runtime.programs.parameters import piece_of
 from pipeline.runtime.programs.source import load_program
-from pipeline.runtime.step.gradients import Gradients, Row
+from pipeline.runtime.step.buckets import Row
+from pipeline.runtime.step.gradients import Gradients
 from pipeline.runtime.step.passes import run_passes
 from pipeline.sharding.lowering import lower
 from pipeline.tracing.chain import find_chain

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from pipeline import runtime
 from pipeline.ir.layout import B, Layout, P, R, S, State
+from pipeline.runtime import context
 from pipeline.runtime.compiler.compiled import compiled
 from pipeline.runtime.programs.collectives import SHORT, all_reduce, own_sum
-from pipeline.runtime.programs.losses import count_targets, mean_cross_entropy, mean_of_pieces
+from pipeline.runtime.programs.local_ops import count_targets, mean_cross_entropy, mean_of_pieces
 from pipeline.runtime.programs.mesh import axis_of, set_mesh
 from pipeline.runtime.programs.parameters import piece_of, scope, whole_of
 from pipeline.runtime.recompute.regions import recompute
-from pipeline.runtime.step import piggyback_sums
 from pipeline.runtime.step.gradients import Gradients
 from pipeline.runtime.step.memory import storage_bytes
 from pipeline.runtime.step.passes import run_passes
@@ -442,9 +442,9 @@ def check_ahead() -> None:
         optimizers[0].zero_grad()
         expected.backward()
         run_passes(program, gradients, [{"x": inputs[n, rank]} for n in range(passes)], passes)
-        asked = len(gradients.ahead.seen)
+        asked, used = len(gradients.prefetch.seen), gradients.prefetch.used
         assert asked == passes * 5, "for two layers forward, for one of them again, for two layers backward"
-        assert gradients.ahead.used == (0, asked - 1, 4)[step], "of a step that is longer than the last, as much as it"
+        assert used == (0, asked - 1, 4)[step], "of a step that is longer than the last, as much as it"
         for p, shard in zip(whole, shards, strict=True):
             torch.testing.assert_close(shard.grad, p.grad.chunk(ranks)[rank])
         for optimizer in optimizers:
@@ -461,11 +461,11 @@ def check_ahead_of_another_order() -> None:
         for n in order:
             found = runtime.regather(shards[n], axis=AXIS, dim=0).detach()
             assert found.tolist() == [1.0 * r + 10 * n for r in range(ranks) for _ in range(2)]
-        assert gradients.ahead.used == used
+        assert gradients.prefetch.used == used
         gradients.wait()
-        assert gradients.ahead.begun is None
+        assert gradients.prefetch.begun is None
     outside = runtime.regather(shards[0], axis=AXIS, dim=0)
-    assert len(gradients.ahead.seen) == 3 and outside.shape == (2 * ranks,), "outside of a step nothing begins"
+    assert len(gradients.prefetch.seen) == 3 and outside.shape == (2 * ranks,), "outside of a step nothing begins"
 
 
 def check_later() -> None:
@@ -481,18 +481,18 @@ def check_later() -> None:
         gradients.start()
         other.start()
         losses = [runtime.all_reduce((weight.sum() * (rank + 1)).to(dtype), axis=AXIS, is_last=True) for _ in range(3)]
-        assert sum(seat.rider is not None for seat in (*gradients.seats, *other.seats)) == 2 * riding
-        assert len(piggyback_sums._under_way) == 3 - 2 * riding
+        assert sum(slot.value is not None for slot in (*gradients.slots, *other.slots)) == 2 * riding
+        assert len(context.step.sums) == 3 - 2 * riding
         sum(losses).backward()
         other.wait()
         gradients.wait()
         for loss in losses:
             torch.testing.assert_close(loss.detach(), (value * total).to(dtype))
         torch.testing.assert_close(weight.grad, torch.full_like(weight, 3 * total))
-        assert not piggyback_sums.in_step() and not piggyback_sums._under_way
+        assert not context.step.slots and not context.step.sums
     gradients.start()
     loss = runtime.all_reduce(weight.sum() * (rank + 1), axis=AXIS, is_last=True)
-    piggyback_sums.settle()
+    context.step.settle()
     torch.testing.assert_close(loss.detach(), value * total)
     gradients.wait()
     torch.testing.assert_close(loss.detach(), value * total)

@@ -14,7 +14,7 @@ from benchmarks.attacks.outcome import Outcome, refusal
 from benchmarks.small_project import Training
 from pipeline.base.errors import ShardwrightError
 from pipeline.ir.layout import Layout
-from pipeline.runtime.step.batches import Batches
+from pipeline.user.batches import Batches
 
 SOURCE = """
 import os, sys, time

@@ -17,15 +17,16 @@ from pipeline.runtime.programs.collectives import (
     shard,
     sum_gradient,
 )
-from pipeline.runtime.programs.embedding import row_split_embedding, row_split_embedding_bag
-from pipeline.runtime.programs.experts import expert_split
-from pipeline.runtime.programs.losses import (
+from pipeline.runtime.programs.local_ops import (
+    batch_norm,
     class_split_cross_entropy,
     count_targets,
+    expert_split,
     mean_cross_entropy,
     mean_of_pieces,
+    row_split_embedding,
+    row_split_embedding_bag,
 )
-from pipeline.runtime.programs.norms import batch_norm
 from pipeline.runtime.programs.parameters import scope
 from pipeline.runtime.programs.random import drawn_apart
 from pipeline.runtime.recompute.regather import again, all_gather_together, keep_shards, regather, regather_together

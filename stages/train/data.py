@@ -12,8 +12,8 @@ import torch
 from pipeline.base.errors import TrainError
 from pipeline.base.instantiate import instantiate
 from pipeline.ir.layout import Layout
-from pipeline.runtime.step.batches import Batches
 from pipeline.runtime.step.slices import Slices
+from pipeline.user.batches import Batches
 
 Read = TypeVar("Read")
 PREFETCH = "prefetch"  # the name of the thread that reads

@@ -24,7 +24,7 @@ from pipeline.launch.rank import (
     report_error,
     write_result,
 )
-from pipeline.runtime.step.batches import SampleError
+from pipeline.user.batches import SampleError
 from stages.train.engines.engine import Engine, Job, program_of
 from stages.train.loop import Loop
 from stages.train.ranks.joining import gathered, join, require_gpu

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.ir.layout import Layout, P, R, replicated
-from pipeline.runtime.programs.axes import combine
-from pipeline.runtime.programs.mesh import joined
+from pipeline.runtime.programs.mesh import combine, joined
 from pipeline.runtime.programs.parameters import own_elements, piece_of
 from stages.verify.float64 import in_float64, widest
 from stages.verify.ranks import Copies, Rank, rank_of

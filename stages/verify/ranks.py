@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
-from pipeline.runtime.pipelining.pipelined import Pipeline, Places
+from pipeline.runtime.pipelining.pipelined import Places, RankPipeline
 from pipeline.runtime.programs.mesh import set_mesh
 from pipeline.runtime.programs.parameters import piece_of
-from pipeline.runtime.step.gradients import Gradients, Row
+from pipeline.runtime.step.buckets import Row
+from pipeline.runtime.step.gradients import Gradients
 from pipeline.runtime.step.passes import run_passes
 from pipeline.runtime.step.running_stats import statistics_of
 from stages.verify.truth import Batch, MakeOptimizer, ModuleState, seeded
@@ -94,7 +95,7 @@ class PipelinedRank:
         self.tables = {n: self.places.written[n].PARAMETERS for n in self.places.numbers}
         tensors = {number: self._tensors(number, state) for number in self.places.numbers}
         shapes = {name: tuple(value.shape) for name, value in state.parameters.items()}
-        self.pipeline = Pipeline(program, self.places, tensors, shapes, CPU, nullcontext)
+        self.pipeline = RankPipeline(program, self.places, tensors, shapes, CPU, nullcontext)
         self.statistics = statistics_of(batch_norm, (item for own in tensors.values() for item in own.items()))
         updated = [u for partition in self.pipeline.partitions for u in partition.updated.values()]
         self.optimizer = make(updated or [nn.Parameter(torch.empty(0))])

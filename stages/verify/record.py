@@ -18,9 +18,9 @@ from types import ModuleType
 from torch import Tensor as Data
 
 from pipeline.ir.program import Call, Program, Step, Tensor
+from pipeline.runtime import context
 from pipeline.runtime.compiler.compiled import as_written
 from pipeline.runtime.recompute.regions import replaying
-from pipeline.runtime.step import piggyback_sums
 from pipeline.runtime_names import EARLY, REGIONS, TOGETHER
 
 BEFORE = -1  # in place of a link's number: what is done before the chain
@@ -85,7 +85,7 @@ class Recorder:
     def note(self, before: bool, line: int, /, **tensors: object) -> None:
         if not self.on or replaying():  # gradients go through what the first run of a region wrote
             return
-        piggyback_sums.settle()
+        context.step.settle()
         for name, tensor in tensors.items():
             link = BEFORE if before else self.link
             written = self.names[self.partition].get((link, name))

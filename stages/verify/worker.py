@@ -26,8 +26,8 @@ from pipeline.launch.rendezvous import init_process_group
 from pipeline.runtime.pipelining.pipelined import Places
 from pipeline.runtime.programs.mesh import set_mesh
 from pipeline.runtime.programs.source import load_program
-from pipeline.runtime.step.batches import Batches
 from pipeline.runtime.step.slices import Slices
+from pipeline.user.batches import Batches
 from pipeline.user.optimizer import build_optimizer
 from stages.verify.compare import Difference, Float64Verdict, judge
 from stages.verify.float32 import TRIES, Float32Verdict, judge_in_float32, runner

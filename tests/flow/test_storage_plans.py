@@ -110,9 +110,11 @@ def bytes_after_forward(folder: str) -> dict[str, int]:
     for path in sorted(Path(folder).glob("*.py")):
         run = plans.prepare(path, truths[path.name.partition("-")[0]])
         resident = [*run.tensors.values(), *run.batch.values(), *run.gradients.buffers()]
-        with Tally(resident) as tally:
+        tally = Tally(resident)
+        before = tally.peak
+        with tally:
             loss = run.step.forward(**run.batch)
-        found[path.stem] = tally.alive_bytes() - tally.resident_bytes
+        found[path.stem] = tally.weigh() - before
         loss.backward()
     return found
 

@@ -17,7 +17,7 @@ from pipeline.cost.step import StepPrice, Workload
 from pipeline.ir.plan import Plan
 from pipeline.models import gpt
 from pipeline.models.data import TokenSequences
-from pipeline.runtime.step.gradients import _Sum
+from pipeline.runtime.step.buckets import SumBucket
 from pipeline.runtime.step.memory import storage_bytes
 from stages.checkpoint.recompute import schedule
 from stages.checkpoint.recompute.linearize import Linear, linearize
@@ -81,8 +81,8 @@ def train(folder: str) -> dict[str, dict]:
         work.mkdir(exist_ok=True)
         engine = PlannedEngine(job(path))
         report = Loop(engine, job(path), work).run()
-        seats = 4 * sum(isinstance(bucket, _Sum) for bucket in engine.gradients.buckets)  # for the sum of the loss
-        found[path.stem] = {**report, "resident": storage_bytes(engine.resident()) - seats}
+        slots = 4 * sum(isinstance(bucket, SumBucket) for bucket in engine.gradients.buckets)  # for the sum of the loss
+        found[path.stem] = {**report, "resident": storage_bytes(engine.resident()) - slots}
     return found
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pipeline.base.errors import TrainError
 from pipeline.ir.layout import Layout
 from pipeline.runtime.programs.mesh import MeshAxis
-from pipeline.runtime.step import batches
 from pipeline.runtime.step.slices import Slices
+from pipeline.user import batches
 from tests.mesh_plans import stored
 from tests.meshes import everywhere, own_piece
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.step.clipping import Clipping
+from pipeline.runtime.step.gradients import Clipping
 from pipeline.runtime.step.passes import run_passes
 from tests import plans
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ from torch._inductor import config as inductor
 
 from pipeline.runtime import compiled
 from pipeline.runtime.compiler import partitioner
-from pipeline.runtime.compiler.materialised import written
+from pipeline.runtime.compiler.graph_passes import written
 from tests.compiling import without_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles

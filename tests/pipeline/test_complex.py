@@ -13,8 +13,8 @@ from pipeline.ir.graph import Args, TensorType
 from pipeline.ops.discovery.discover import find
 from pipeline.runtime.pipelining.deferred_weight_grads import PRODUCTS, _of_weight, _of_x
 from pipeline.runtime.programs.collectives import in_memory
-from pipeline.runtime.recompute.strided import StridedView
-from pipeline.runtime.step.clipping import Clipping
+from pipeline.runtime.recompute.regather import StridedView
+from pipeline.runtime.step.gradients import Clipping
 from pipeline.user.weights import write_weights
 from stages.train.ranks.safety import checksum
 from stages.train.snapshots.writer import _Staging

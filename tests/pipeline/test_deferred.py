@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeline.runtime.compiler.compiled import compiled
-from pipeline.runtime.programs.norms import batch_norm
+from pipeline.runtime.programs.local_ops import batch_norm
 from pipeline.runtime.recompute.regions import recompute
-from pipeline.runtime.step.running_stats import Deferred, Moments, combined, statistics_of
+from pipeline.runtime.step.running_stats import ChannelMoments, DeferredStatistics, combined, statistics_of
 from tests.compiling import without_kernels
 
 CHANNELS = 3
@@ -40,7 +40,7 @@ class Norm:
         self.weight, self.bias = (torch.rand(CHANNELS, dtype=torch.float64) for _ in range(2))
         self.counter = torch.tensor(5)
         named = {"a.running_mean": self.mean, "a.running_var": self.var, "a.num_batches_tracked": self.counter}
-        self.deferred = Deferred(named.items())
+        self.deferred = DeferredStatistics(named.items())
 
     def __call__(self, x: Tensor, momentum: float = 0.1) -> Tensor:
         self.counter.add_(1)
@@ -60,7 +60,7 @@ class Norm:
 @given(COUNTS, SEEDS)
 def test_moments_of_parts_are_those_of_the_whole(counts: list[int], seed: int) -> None:
     parts = numbers(counts, seed)
-    found = combined(Moments(len(x), x.mean(0), x.var(0, correction=0) * len(x)) for x in parts)
+    found = combined(ChannelMoments(len(x), x.mean(0), x.var(0, correction=0) * len(x)) for x in parts)
     whole = torch.cat(parts)
     assert found.numbers == len(whole)
     torch.testing.assert_close(found.mean, whole.mean(0), rtol=1e-12, atol=1e-12)

@@ -29,7 +29,7 @@ exec g++ "$@"
 
 @pytest.fixture(autouse=True)
 def undecided(monkeypatch):
-    monkeypatch.setattr(host_calls._Here, "failure", "")
+    monkeypatch.setattr(host_calls._CppCalls, "failure", "")
     monkeypatch.delenv("CXX", raising=False)
 
 
@@ -131,7 +131,7 @@ def test_after_a_failure_the_compiler_is_not_asked(monkeypatch):
     assert host_calls.or_from_python(lambda: "c++", lambda: "from python") == "c++" and host_calls.in_cpp([])
     host_calls.or_from_python(fails(ImportError("no")), lambda: "from python")
     assert not host_calls.in_cpp([])
-    monkeypatch.setattr(host_calls._Here, "failure", "")
+    monkeypatch.setattr(host_calls._CppCalls, "failure", "")
     monkeypatch.setattr(host_calls.shutil, "which", lambda name: None)
     assert not host_calls.in_cpp([])
 
@@ -140,5 +140,5 @@ def test_training_tells_it_of_any_rank(monkeypatch):
     """Ranks write to a log that nobody sees when all goes well."""
     monkeypatch.setattr(loop, "gathered", lambda own: ["", own, own])
     assert loop._python_calls() == []
-    monkeypatch.setattr(host_calls._Here, "failure", "g++ cannot")
+    monkeypatch.setattr(host_calls._CppCalls, "failure", "g++ cannot")
     assert loop._python_calls() == [{"python_calls": "g++ cannot", "failed": 2, "ranks": 3}]

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pipeline import runtime
 from pipeline.ir.plan import Region
 from pipeline.runtime import kept, recompute
-from pipeline.runtime.recompute.regather import _notes
+from pipeline.runtime.context import step
 from pipeline.runtime.recompute.regions import replaying
 from tests.meshes import mesh, run_threads
 from tests.plans import random_regions
@@ -411,7 +411,7 @@ def test_gathered_weights_and_kept_collectives(regions, sums):
         assert (alive, left, count) == (0, 0, sums)
         for one, other in zip(gradients, plain[at][3], strict=True):
             assert torch.equal(one, other)
-    assert not _notes
+    assert not step.gathered
 
 
 def test_whether_a_region_runs_again_is_a_matter_of_its_thread():

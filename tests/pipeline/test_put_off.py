@@ -23,11 +23,11 @@ from pipeline import runtime
 from pipeline.ops.families.matmul import RULES
 from pipeline.ops.products import PRODUCTS
 from pipeline.runtime import kept, recompute
-from pipeline.runtime.pipelining.deferred_weight_grads import PutOff, split_products
+from pipeline.runtime.pipelining.deferred_weight_grads import DeferredGradients, split_products
 from pipeline.runtime.programs.mesh import MeshAxis
-from pipeline.runtime.step import gradients
+from pipeline.runtime.step import buckets
 from pipeline.runtime.step.gradients import Gradients
-from pipeline.runtime.step.passes import Copies
+from pipeline.runtime.step.passes import StepCopies
 from tests.meshes import Simulated, mesh, run_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # where the processor has no bf16
@@ -78,7 +78,7 @@ def test_a_product_makes_its_weights_gradient_later(
 ) -> None:
     call, (x, *weights) = CALLS[name](program(), a, m, k, n)
     own = [x.requires_grad_(x_trained), *map(nn.Parameter, weights)]
-    put_off, again = PutOff(), 1 + twice  # a weight may be read twice
+    put_off, again = DeferredGradients(), 1 + twice  # a weight may be read twice
     with put_off.recording():
         found = sum(torch.tanh(call(*own)) for _ in range(again))
     found.square().sum().backward()
@@ -106,7 +106,7 @@ def test_the_products_are_those_that_programs_call() -> None:
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_products_of_activations_and_of_frozen_weights_are_as_ever(trained: bool) -> None:
-    t, put_off = program(), PutOff()
+    t, put_off = program(), DeferredGradients()
     x, y = draw(3, 4).requires_grad_(trained), draw(4, 2).requires_grad_()
     frozen = nn.Parameter(draw(5, 2), requires_grad=False)
     with put_off.recording():
@@ -122,7 +122,7 @@ def test_products_of_activations_and_of_frozen_weights_are_as_ever(trained: bool
 
 
 def test_shapes_that_are_not_split_and_named_arguments_are_torchs() -> None:
-    t, put_off = program(), PutOff()
+    t, put_off = program(), DeferredGradients()
     x, weight, wide = draw(2, 3, 4), nn.Parameter(draw(4)), nn.Parameter(draw(5, 1, 4, 3))
     bias, other = nn.Parameter(draw(3)), nn.Parameter(draw(4, 3))
     with put_off.recording():
@@ -137,7 +137,7 @@ def test_shapes_that_are_not_split_and_named_arguments_are_torchs() -> None:
 
 
 def test_under_autocast_the_parameter_gets_a_gradient_of_its_own_type() -> None:
-    t, put_off = program(), PutOff()
+    t, put_off = program(), DeferredGradients()
     x = draw(4, 6, dtype=torch.float32).requires_grad_()
     weight, bias = nn.Parameter(draw(5, 6, dtype=torch.float32)), nn.Parameter(draw(5, dtype=torch.float32))
     with torch.autocast("cpu", torch.bfloat16), put_off.recording():
@@ -175,7 +175,7 @@ def plainly(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("call", [plainly, kept])
 def test_recompute_regions(again: bool, call: Callable[..., Tensor]) -> None:
-    t, put_off = program(), PutOff()
+    t, put_off = program(), DeferredGradients()
     x, own = draw(3, 6).requires_grad_(), parameters()
     runs: list[int] = []
 
@@ -201,7 +201,7 @@ def test_recompute_regions(again: bool, call: Callable[..., Tensor]) -> None:
 
 def test_memory_is_let_go() -> None:
     """After I: what the weights' gradients are made of and no more; after W nothing."""
-    t, put_off, watched = program(), PutOff(), {}
+    t, put_off, watched = program(), DeferredGradients(), {}
     weights = [nn.Parameter(draw(8, 8)) for _ in range(3)]
 
     def run() -> None:
@@ -223,7 +223,7 @@ def test_memory_is_let_go() -> None:
 
 
 def test_the_last_pass_tells_when_a_parameter_is_done() -> None:
-    t, put_off, told = program(), PutOff(), []
+    t, put_off, told = program(), DeferredGradients(), []
     first, second, bias = nn.Parameter(draw(4, 4)), nn.Parameter(draw(4, 4)), nn.Parameter(draw(4))
     x = draw(2, 4).requires_grad_()
     with put_off.recording():
@@ -231,13 +231,13 @@ def test_the_last_pass_tells_when_a_parameter_is_done() -> None:
     y.sum().backward()
     assert put_off.leaves() == {id(first), id(second), id(bias)}
     names = {id(first): "first", id(second): "second", id(bias): "bias"}
-    put_off.run_last(lambda leaves: told.append({names[id(leaf)] for leaf in leaves}))
+    put_off.run(lambda leaves: told.append({names[id(leaf)] for leaf in leaves}))
     assert told == [set(), {"second"}, {"first", "bias"}]
 
 
 def test_buckets_are_sent_as_the_pass_tells() -> None:
     tensors = [nn.Parameter(torch.zeros(200_000)) for _ in range(3)]
-    with mock.patch.object(gradients, "axis_of", lambda name: MeshAxis(1, 0, None)):
+    with mock.patch.object(buckets, "axis_of", lambda name: MeshAxis(1, 0, None)):
         own = Gradients(tensors, [("R", "d0", "R")] * 3, ["d0"], first_mb=0.1, bucket_mb=0.1)
     own.start(armed=False)
     for tensor in (*tensors, *tensors):
@@ -270,7 +270,7 @@ def converted(recorded: bool) -> dict[tuple[int, ...], Any]:
     def rank(at: tuple[int, ...]) -> Any:
         own = [nn.Parameter(w.chunk(2)[at[0]].clone()) for w in whole]
         x = inputs[at[0]].clone().requires_grad_()
-        t, put_off, memory = program(), PutOff(), []
+        t, put_off, memory = program(), DeferredGradients(), []
 
         def forward() -> Tensor:
             with runtime.keep_shards():
@@ -306,10 +306,10 @@ def test_conversions_run_once_a_pass_with_what_is_put_off() -> None:
 def test_copies_of_a_step_take_the_gradients_of_all_passes() -> None:
     """The last pass of a step undoes the making of copies, when all others have put theirs off and made them."""
     t, weight, table = program(), nn.Parameter(draw(4, 4)), nn.Parameter(draw(4, 4))
-    copies = Copies({"doubled": weight * 2, "same": table})
+    copies = StepCopies({"doubled": weight * 2, "same": table})
     passes, inputs = [], [draw(3, 4) for _ in range(3)]
     for x in inputs:
-        put_off = PutOff(copies.stand_ins.values())
+        put_off = DeferredGradients(copies.stand_ins.values())
         with put_off.recording():
             y = t.F.linear(t.F.linear(x, copies.stand_ins["doubled"]), copies.stand_ins["same"])
         y.square().sum().backward()
@@ -321,7 +321,7 @@ def test_copies_of_a_step_take_the_gradients_of_all_passes() -> None:
     passes[-1].entries.insert(0, copies)
     assert {id(weight), id(table)} <= passes[-1].leaves()
     done: list[int] = []
-    passes[-1].run_last(lambda leaves: done.extend(map(id, leaves)))
+    passes[-1].run(lambda leaves: done.extend(map(id, leaves)))
     assert {id(weight), id(table)} == set(done[-2:])
     expected = copy_of([weight, table])
     for x in inputs:

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline import runtime
+from pipeline.runtime.context import step
 from pipeline.runtime.programs import collectives
 from pipeline.runtime.programs.mesh import MeshAxis
-from pipeline.runtime.recompute.regather import _notes, _source_of
+from pipeline.runtime.recompute.regather import _source_of
 from pipeline.runtime.recompute.regions import recompute
 from pipeline.sharding.conversions import REGATHER, TABLE, entry_bytes, entry_seconds
 from tests.graphs import preset
@@ -61,7 +62,7 @@ def test_the_gradients_are_those_of_a_kept_copy_and_only_the_shard_is_kept(ranks
         assert kept[at][0] == 2
         for found, expected in zip(gradients, kept[at][1], strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert not _notes
+    assert not step.gathered
 
 
 def saved_bytes(gather: str) -> int:
@@ -189,7 +190,7 @@ def test_together_is_the_same_as_one_by_one(ranks: int, frozen: int, function: s
                 assert found is None or (number == len(SHAPES) and not found.any())
             else:
                 torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert not _notes
+    assert not step.gathered
 
 
 def test_together_is_one_collective_each_way() -> None:
@@ -332,7 +333,7 @@ def test_a_piece_of_what_was_gathered_is_converted_once_more(dim: int) -> None:
     for at, found in gradients(runtime.again).items():
         for a, b in zip(found, plain[at], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    assert not _notes
+    assert not step.gathered
 
 
 def chain_of(x: Tensor, shard: Tensor, again, alive: list[StorageWeakRef]) -> Tensor:
@@ -378,7 +379,7 @@ def test_a_way_of_several_steps_inside_recompute_regions(regions: int, runs: int
         assert alive == 0 and count == runs
         for found, expected in zip(gradients, plain[at][2], strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert not _notes
+    assert not step.gathered
 
 
 def test_a_region_that_runs_again_keeps_the_shards_alone() -> None:

@@ -13,7 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch
 
 from pipeline.runtime import compiled
-from pipeline.runtime.compiler import partitioner, rematerialisation
+from pipeline.runtime.compiler import partitioner
 from tests.compiling import without_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, when it compiles
@@ -101,9 +101,10 @@ class Chosen(Exception):
 
 def chosen(monkeypatch: Any, function: Callable[..., Tensor], given: Given, keeps: float) -> list[str]:
     """What is dropped, in that order."""
+    cheapest = partitioner.cheapest
 
     def watched(*args: Any) -> Any:
-        dropped = rematerialisation.cheapest(*args)
+        dropped = cheapest(*args)
         raise Chosen([str(node.target).split(".")[1] + str(list(node.meta["val"].shape)) for node in dropped])
 
     torch._dynamo.reset()
@@ -122,7 +123,7 @@ def test_a_product_that_reads_little_is_made_again_before_what_is_free_to_torch(
 
 
 def test_products_that_compute_much_come_last_and_attention_is_not_made_again(monkeypatch):
-    monkeypatch.setattr(rematerialisation, "FLOPS_PER_BYTE", 1)
+    monkeypatch.setattr(partitioner, "FLOPS_PER_BYTE", 1)
     found = chosen(monkeypatch, layer, of_layer, 0.01)
     kinds = [name.split("[")[0] for name in found]
     assert kinds[:2] == ["mul", "add"] and "mm" in kinds[2:]  # gelu and the norm, before

@@ -26,7 +26,7 @@ from pipeline.ir.program import Convert
 from pipeline.ops.dims import strategies
 from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
-from pipeline.runtime.compiler.onednn import use_kernels_of
+from pipeline.runtime.compiler.compiled import use_kernels_of
 from pipeline.runtime.programs.source import load_program
 from pipeline.runtime_names import NAMES
 from pipeline.sharding.conversions import gathered_together

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from pipeline.base.errors import TrainError
 from pipeline.base.instantiate import TargetError, instantiate
 from pipeline.ir.layout import Layout
-from pipeline.runtime.programs.source import load_program
 from pipeline.runtime.step.slices import Slices
 from stages.train.data import held_out_batches
+from stages.train.engines.engine import program_of
 from stages.train.engines.planned import PlannedEngine
 from stages.train.loop import Loop
 from tests import evaluated_models as models
@@ -118,7 +118,7 @@ def test_a_model_that_draws_by_itself_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(write(graph, plan_for(graph, uniform(graph, 1), 1)))
     with pytest.raises(TrainError, match=r"module.py:\d+: the model draws numbers with torch.rand_like"):
-        load_program(str(path), evaluates=True)
+        program_of({"module_path": str(path)}, evaluates=True)
 
 
 def test_too_little_held_out_data_is_refused(tmp_path: Path) -> None:

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, Literal
 
 import torch
-import torch._functorch.config as partitioning
 from torch import Tensor, fx
 
 from pipeline.runtime.compiler import host_calls
-from pipeline.runtime.compiler.cache import own_cache_folder
-from pipeline.runtime.recompute.regions import replaying
-from pipeline.runtime_names import NAMES
+from pipeline.runtime.context import setting, step
 
 STATEFUL = {"batch_norm"}  # does something else on the second run of a region, which it is told: compiling sees none
 
 
-class _Here:
-    as_written = False
-
-
-@contextmanager
-def as_written() -> Iterator[None]:
+def as_written() -> AbstractContextManager[None]:
     """Programs that are loaded in it are not compiled: their arithmetic is that of their lines."""
-    before, _Here.as_written = _Here.as_written, True
-    try:
-        yield
-    finally:
-        _Here.as_written = before
+    return setting(step, as_written=True)
 
 
 def compiled(
@@ -57,65 +45,63 @@ def compiled(
     kernel that adds it up. The relu need not do it again, in each of the kernels that begin a backward: its block is
     compiled with `before_relu`. That is for a relu whose result no other block reads. To mask it twice does no harm.
     """
-    if _Here.as_written:
+    if step.as_written:
         return function
-    own_cache_folder()
-    from torch._inductor import config as inductor  # slow to import, and few programs need them
-    from torch._inductor.compile_fx import compile_fx
+    host_calls.own_cache_folder()
+    assert isinstance(function, FunctionType)
+    block = _Block(function, keeps, calls, cheapest, after_relu)
 
-    from pipeline.runtime.compiler.batch_norm import decompositions
-    from pipeline.runtime.compiler.partitioner import Partitioner
+    def either(again: bool) -> Callable[..., Any]:
+        plain = block.compiled(again, masked=False)
+        return _first_that_compiles(block.compiled(again, masked=True), plain) if before_relu else plain
 
-    def build(graph: fx.GraphModule, inputs: Sequence[Any], masked: bool, in_cpp: bool) -> Any:
-        # Backward is compiled here too, not when it first runs: torch 2.11 forgets by then that calls are in C++, and a
-        # compiler that fails would end the step.
-        # Products of odd sizes are padded, always (without it they take several times as long): torch would time which
-        # is faster, and might do what takes more memory than the plan was made for, on one rank and not on another.
-        # Convolutions of single pixels are products, and a GPU's are faster as such.
-        partitioner, budget = Partitioner(masked, keeps if cheapest else None), 1.0 if cheapest else keeps
-        with (
-            partitioning.patch(activation_memory_budget=budget, force_non_lazy_backward_lowering=True),
-            inductor.patch(custom_partitioner_fn=partitioner, cpp_wrapper=in_cpp, force_shape_pad=True),
-            inductor.patch(conv_1x1_as_mm=host_calls.on_card(inputs)),
-        ):
-            return compile_fx(graph, inputs, decompositions=decompositions())
+    first = either(again=False)
+    if not block.stateful:
+        return first
+    second = either(again=True)
+    return lambda *arguments: (second if step.thread.replaying else first)(*arguments)
 
-    def backend(graph: fx.GraphModule, inputs: Sequence[Any], masked: bool) -> Any:
-        if calls == "python" or not host_calls.in_cpp(inputs):
-            return build(graph, inputs, masked, in_cpp=False)
-        host_calls.wake_backward(inputs)
-        kept = copy.deepcopy(graph)  # compiling changes what it is given
-        return host_calls.or_from_python(
-            lambda: build(graph, inputs, masked, in_cpp=True), lambda: build(kept, inputs, masked, in_cpp=False)
-        )
 
-    def made(again: bool, masked: bool) -> Callable[..., Any]:
+class _Block:
+    """A function of a program, which is compiled in several ways."""
+
+    def __init__(self, function: FunctionType, keeps: float, calls: str, cheapest: bool, after_relu: str) -> None:
+        from pipeline.runtime.compiler.partitioner import graph_compiler  # slow to import, and few programs need it
+
+        self.function, self.calls, self.after_relu = function, calls, after_relu
+        self.name = f"{function.__name__}_keeps_{round(100 * keeps)}" + "_cheapest" * cheapest
+        self.compile_graph = graph_compiler(keeps, cheapest)
+        # Collectives and what else knows of ranks run as they are, between the compiled parts of the function.
+        known = function.__globals__
+        of_runtime = {name for name in function.__code__.co_names if _is_of_runtime(known.get(name))}
+        self.stateful = of_runtime & STATEFUL  # torch.ops.aten.batch_norm is not
+        self.outside = known | {name: torch.compiler.disable(known[name]) for name in of_runtime - STATEFUL}
+
+    def compiled(self, again: bool, masked: bool) -> Callable[..., Any]:
         # What was compiled is known by the code that it was made of: each way to compile it needs a code of its own.
-        ways = "_cheapest" * cheapest + "_again" * again + "_masked" * masked
-        name = f"{function.__name__}_keeps_{round(100 * keeps)}{ways}"
-        of_run = {name: partial(known[name], again=again) for name in stateful}
-        own = FunctionType(_named(function.__code__, name), outside | of_run, name, function.__defaults__)
-        own = _after_relu(own, after_relu, name) if after_relu else own
+        name = self.name + "_again" * again + "_masked" * masked
+        of_run = {name: partial(self.function.__globals__[name], again=again) for name in self.stateful}
+        code = _named(self.function.__code__, name)
+        own = FunctionType(code, self.outside | of_run, name, self.function.__defaults__)
+        own = _after_relu(own, self.after_relu, name) if self.after_relu else own
         # A gradient that is masked is that of the function's result, not of a part's: there must be no parts.
-        how = {"backend": partial(backend, masked=masked), "dynamic": False, "fullgraph": masked}
+        how = {"backend": partial(self._backend, masked=masked), "dynamic": False, "fullgraph": masked}
         result: Callable[..., Any] = torch.compile(own, **how)
         return result
 
-    def either(again: bool) -> Callable[..., Any]:
-        plain = made(again, masked=False)
-        return _first_that_compiles(made(again, masked=True), plain) if before_relu else plain
+    def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any], masked: bool) -> Any:
+        if self.calls == "python" or not host_calls.in_cpp(inputs):
+            return self.compile_graph(graph, inputs, masked, in_cpp=False)
+        host_calls.wake_backward(inputs)
+        kept = copy.deepcopy(graph)  # compiling changes what it is given
+        return host_calls.or_from_python(
+            lambda: self.compile_graph(graph, inputs, masked, in_cpp=True),
+            lambda: self.compile_graph(kept, inputs, masked, in_cpp=False),
+        )
 
-    assert isinstance(function, FunctionType)
-    # Collectives and what else knows of ranks run as they are, between the compiled parts of the function.
-    known = function.__globals__
-    of_runtime = {name for name in function.__code__.co_names if name in NAMES and name in known}
-    as_they_are, stateful = of_runtime - STATEFUL, of_runtime & STATEFUL  # torch.ops.aten.batch_norm is neither
-    outside = known | {name: torch.compiler.disable(known[name]) for name in as_they_are}
-    first = either(again=False)
-    if not stateful:
-        return first
-    second = either(again=True)
-    return lambda *arguments: (second if replaying() else first)(*arguments)
+
+def _is_of_runtime(value: object) -> bool:
+    return str(getattr(value, "__module__", "")).startswith("pipeline.runtime.")
 
 
 def _first_that_compiles(one: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,3 +156,9 @@ def channels_last(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if tensor.dim() == 4:
             tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
     return tensors
+
+
+def use_kernels_of(program: Any) -> None:
+    """Of oneDNN on a CPU, as the cluster stage found them faster; a program that does not say leaves it to torch."""
+    if hasattr(program, "ONEDNN"):
+        torch.backends.mkldnn.enabled = program.ONEDNN

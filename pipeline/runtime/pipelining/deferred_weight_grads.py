@@ -4,22 +4,20 @@
                              |        |
                           x and g     g
                              v        v
-    W    parameters <- product      border <- product               what was put off, the last of the pass first
+    W    parameters <- product      border <- product               what was deferred, the last of the pass first
          parameters <--- conversion ---'
 
-While a pass is recorded (`PutOff.recording`), a product of an activation and a weight (pipeline/ops/products.py) is no
-child of its weight: its gradient goes on to the activation, and what the weight's gradient is made of is put off. A
-conversion of weights ends at a border, which collects the gradients of its results from products and other ops alike:
-so its collective runs once a pass, in W. Other ops that read a parameter itself add to its gradient in I.
-
-In a recompute region nothing is put off: it would hold from I to W what the region drops.
+While a pass is recorded (`DeferredGradients.recording`), a product of an activation and a weight
+(pipeline/ops/products.py) is no child of its weight: its gradient goes on to the activation, and what the weight's
+gradient is made of is deferred. A conversion of weights ends at a border, which collects the gradients of its results
+from products and other ops alike: so its collective runs once a pass, in W. Other ops that read a parameter itself add
+to its gradient in I. In a recompute region nothing is deferred: it would hold from I to W what the region drops.
 
 A program calls products as ever: `split_products` gives it others in place of torch's.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, update_wrapper
@@ -31,41 +29,36 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipeline.ops.products import PRODUCTS, SEEN_OTHERWISE, Product, is_split
+from pipeline.runtime.context import setting, step
 from pipeline.runtime.programs.autocast import as_autocast
 
 _SEEN_OTHERWISE = {f"{node}Backward0" for nodes in SEEN_OTHERWISE.values() for node in nodes}
-Finish = Callable[[Iterable[Tensor]], None]
 
 
-class Entry(Protocol):
-    """Something that was put off."""
-
+class DeferredEntry(Protocol):
     def leaves(self) -> list[Tensor]:
         """To whose gradients it adds."""
 
     def run(self) -> None: ...
 
 
-class PutOff:
+class DeferredGradients:
     """Of a pass. `leaves` are its weights that are not parameters: copies that are made once a step."""
 
     def __init__(self, leaves: Iterable[Tensor] = ()) -> None:
         self.own = {id(leaf) for leaf in leaves}
-        self.entries: list[Entry] = []
+        self.entries: list[DeferredEntry] = []
         self.anchor = torch.empty(0, requires_grad=True)  # autograd comes by where no activation has a gradient
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around the forward pass."""
-        assert _here.recorded is None, "a pass is recorded already"
-        _here.recorded = self
-        try:
+        assert step.thread.deferred is None, "a pass is recorded already"
+        with setting(step.thread, deferred=self):
             yield
-        finally:
-            _here.recorded = None
 
     def is_weight(self, tensor: Tensor) -> bool:
-        """Whether its gradient can be put off: it is a parameter, converted, seen otherwise or cast."""
+        """Whether its gradient can be deferred: it is a parameter, converted, seen otherwise or cast."""
         if not tensor.requires_grad or tensor.grad_fn is None:
             return tensor.requires_grad and self._is_leaf(tensor)
         node = tensor.grad_fn
@@ -80,37 +73,18 @@ class PutOff:
         """The `id` of all leaves that will get a gradient."""
         return {id(leaf) for entry in self.entries for leaf in entry.leaves()}
 
-    def run(self) -> None:
-        while self.entries:
-            self.entries.pop().run()
-
-    def run_last(self, finish: Finish) -> None:
-        """The same; `finish` gets leaves when nothing is left that would add to their gradients."""
-        ends: dict[int, int] = {}  # `id` of a leaf -> the entry that is its last
-        for number, entry in reversed([*enumerate(self.entries)]):
-            ends |= {id(leaf): number for leaf in entry.leaves()}
+    def run(self, finish: Callable[[Iterable[Tensor]], None] | None = None) -> None:
+        """`finish` gets leaves when nothing is left that would add to their gradients."""
+        last: dict[int, int] = {}  # `id` of a leaf -> the entry that is its last to run
+        if finish is not None:
+            for number, entry in reversed([*enumerate(self.entries)]):
+                last |= {id(leaf): number for leaf in entry.leaves()}
         while self.entries:
             entry = self.entries.pop()
-            reached = entry.leaves()
+            reached = entry.leaves() if finish is not None else []
             entry.run()
-            finish([leaf for leaf in reached if ends[id(leaf)] == len(self.entries)])
-
-
-class _Here(threading.local):
-    recorded: PutOff | None = None  # of the pass that this thread runs
-
-
-_here = _Here()
-
-
-@contextmanager
-def not_recorded() -> Iterator[None]:
-    """Here gradients of weights are made with the others."""
-    before, _here.recorded = _here.recorded, None
-    try:
-        yield
-    finally:
-        _here.recorded = before
+            if finish is not None:
+                finish([leaf for leaf in reached if last[id(leaf)] == len(self.entries)])
 
 
 # ------------------------------------------------------------------------------------------- where gradients go in W
@@ -154,19 +128,14 @@ class _AtBorder(torch.autograd.Function):
 
 def at_border(sources: Iterable[Tensor], results: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The results of a conversion: behind a border where it is of weights, and a pass is recorded."""
-    own = _here.recorded
-    if own is None or not all(own.is_weight(source) for source in sources if source.requires_grad):
+    own = step.thread.deferred
+    trained = [result for result in results if result.requires_grad]
+    if own is None or not trained or not all(own.is_weight(source) for source in sources if source.requires_grad):
         return tuple(results)
-    places = [number for number, result in enumerate(results) if result.requires_grad]
-    found = list(results)
-    if places:
-        border = Border([results[number] for number in places])
-        own.entries.append(border)
-        given = [results[number].detach() for number in places]
-        behind = _AtBorder.apply(own.anchor, border, *given)  # type: ignore[no-untyped-call]
-        for number, result in zip(places, behind, strict=True):
-            found[number] = result
-    return tuple(found)
+    border = Border(trained)
+    own.entries.append(border)
+    behind = iter(_AtBorder.apply(own.anchor, border, *(result.detach() for result in trained)))  # type: ignore[no-untyped-call]
+    return tuple(next(behind) if result.requires_grad else result for result in results)
 
 
 def leaves_of(nodes: Iterable[Node]) -> list[Tensor]:
@@ -193,33 +162,6 @@ def undo(ends: Iterable[tuple[Tensor | GradientEdge, Tensor | None]]) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ products
 
-
-class _WeightGradient:
-    """Of a product: what it is made of, as soon as that is there, and where it goes."""
-
-    def __init__(self, product: Product, weight: Tensor, addend: Tensor | None) -> None:
-        self.product, self.dims = product, weight.dim()
-        self.weight = _way_to(weight)
-        self.addend = None if addend is None else _way_to(addend)
-        self.addend_shape = None if addend is None else addend.shape
-        self.made_of: tuple[Tensor, Tensor] | None = None  # the activation, and the gradient of the result
-
-    def leaves(self) -> list[Tensor]:
-        ways = [self.weight] if self.addend is None else [self.weight, self.addend]
-        plain = [way for way in ways if isinstance(way, Tensor)]
-        return [*plain, *leaves_of(way.node for way in ways if isinstance(way, GradientEdge))]
-
-    def run(self) -> None:
-        if self.made_of is None:
-            return
-        (x, gradient), self.made_of = self.made_of, None
-        with torch.no_grad():
-            _lead(self.weight, _of_weight(self.product, x, gradient, self.dims))
-            if self.addend is not None:
-                assert self.addend_shape is not None
-                _lead(self.addend, gradient.sum_to_size(self.addend_shape))
-
-
 _Way: TypeAlias = Tensor | GradientEdge | tuple[Border, int]
 
 
@@ -232,12 +174,35 @@ def _way_to(weight: Tensor) -> _Way:
     return edge if border is None else (border, edge.output_nr)
 
 
-def _lead(way: _Way, gradient: Tensor) -> None:
-    if isinstance(way, Tensor | GradientEdge):
-        undo([(way, gradient)])
-    else:
-        border, number = way
-        border.add(number, gradient)
+class _WeightGradient:
+    """Of a product: what it is made of, as soon as that is there, and where it goes."""
+
+    def __init__(self, product: Product, weight: Tensor, addend: Tensor | None) -> None:
+        self.product, self.dims = product, weight.dim()
+        self.ways = [_way_to(tensor) for tensor in (weight, addend) if tensor is not None]
+        self.addend_shape = None if addend is None else addend.shape
+        self.made_of: tuple[Tensor, Tensor] | None = None  # the activation, and the gradient of the result
+
+    def leaves(self) -> list[Tensor]:
+        plain = [way for way in self.ways if isinstance(way, Tensor)]
+        return [*plain, *leaves_of(way.node for way in self.ways if isinstance(way, GradientEdge))]
+
+    def run(self) -> None:
+        if self.made_of is None:
+            return
+        (x, gradient), self.made_of = self.made_of, None
+        with torch.no_grad():
+            self._lead(0, _of_weight(self.product, x, gradient, self.dims))
+            if self.addend_shape is not None:
+                self._lead(1, gradient.sum_to_size(self.addend_shape))
+
+    def _lead(self, number: int, gradient: Tensor) -> None:
+        way = self.ways[number]
+        if isinstance(way, Tensor | GradientEdge):
+            undo([(way, gradient)])
+        else:
+            border, place = way
+            border.add(place, gradient)
 
 
 def _of_x(product: Product, weight: Tensor, gradient: Tensor) -> Tensor:
@@ -251,45 +216,40 @@ def _of_weight(product: Product, x: Tensor, gradient: Tensor, dims: int) -> Tens
 
 
 class _Product(torch.autograd.Function):
-    """A product whose weight's gradient is left to `later`; that of what is added too, where it gets no gradient."""
+    """A product whose weight's gradient is deferred; that of what is added too, where it gets no gradient."""
 
     @staticmethod
     def forward(
         ctx: Any,
         anchor: Tensor,
-        later: _WeightGradient,
+        deferred: _WeightGradient,
         native: Callable[..., Tensor],
         x: Tensor,
         weight: Tensor,
         addend: Tensor | None,
     ) -> Tensor:
-        ctx.later = later
+        ctx.deferred = deferred
         ctx.addend_shape = None if addend is None else addend.shape
         ctx.save_for_backward(x, weight)
-        return native(*_in_place(later.product, x, weight, addend))
+        product = deferred.product
+        places = {product.x: x, product.weight: weight}
+        if addend is not None and product.addend is not None:
+            places[product.addend] = addend
+        return native(*(places[number] for number in sorted(places)))  # in the op's order
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
         _, _, _, needs_x, _, needs_addend = ctx.needs_input_grad
-        ctx.later.made_of = x.detach(), gradient.detach()
-        of_x = _of_x(ctx.later.product, weight, gradient) if needs_x else None
+        ctx.deferred.made_of = x.detach(), gradient.detach()
+        of_x = _of_x(ctx.deferred.product, weight, gradient) if needs_x else None
         of_addend = gradient.sum_to_size(ctx.addend_shape) if needs_addend else None
         return None, None, None, of_x, None, of_addend
 
 
-def _in_place(product: Product, x: Tensor, weight: Tensor, addend: Tensor | None) -> list[Tensor]:
-    """The arguments in the op's order."""
-    places = {product.x: x, product.weight: weight}
-    if addend is not None:
-        assert product.addend is not None
-        places[product.addend] = addend
-    return [places[number] for number in sorted(places)]
-
-
 def _call(product: Product, native: Callable[..., Tensor], *arguments: Any, **named: Any) -> Tensor:
-    own = _here.recorded
+    own = step.thread.deferred
     if own is None or named or not torch.is_grad_enabled():
         return native(*arguments, **named)
     arguments = as_autocast(product.name, arguments)
@@ -297,15 +257,15 @@ def _call(product: Product, native: Callable[..., Tensor], *arguments: Any, **na
     addend = arguments[product.addend] if product.addend is not None and product.addend < len(arguments) else None
     if not is_split(x.shape, weight.shape) or not own.is_weight(weight):
         return native(*arguments)
-    is_put_off = addend is not None and own.is_weight(addend)
-    later = _WeightGradient(product, weight, addend if is_put_off else None)
-    own.entries.append(later)
-    rest = addend.detach() if addend is not None and is_put_off else addend
-    result: Tensor = _Product.apply(own.anchor, later, native, x, weight.detach(), rest)  # type: ignore[no-untyped-call]
+    own_addend = addend if addend is not None and own.is_weight(addend) else None
+    deferred = _WeightGradient(product, weight, own_addend)
+    own.entries.append(deferred)
+    rest = addend if own_addend is None else own_addend.detach()
+    result: Tensor = _Product.apply(own.anchor, deferred, native, x, weight.detach(), rest)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Instead:
+class _ModuleWith:
     """A module some of whose functions are others."""
 
     def __init__(self, module: Any, others: dict[str, Any]) -> None:
@@ -317,12 +277,12 @@ class _Instead:
 
 
 def split_products(program: ModuleType) -> None:
-    """A generated program calls products that can put off; what it has compiled stays as it is."""
+    """A generated program calls products that can defer; what it has compiled stays as it is."""
     for name in {product.module for product in PRODUCTS.values()} & program.__dict__.keys():
-        module = getattr(program, name)
-        own = [product for product in PRODUCTS.values() if product.module == name]
-        setattr(program, name, _Instead(module, {p.name: _other(p, getattr(module, p.name)) for p in own}))
-
-
-def _other(product: Product, native: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return update_wrapper(partial(_call, product, native), native, assigned=("__name__", "__doc__"), updated=())
+        module, others = getattr(program, name), {}
+        for product in PRODUCTS.values():
+            if product.module == name:
+                native = getattr(module, product.name)
+                other = partial(_call, product, native)
+                others[product.name] = update_wrapper(other, native, assigned=("__name__", "__doc__"), updated=())
+        setattr(program, name, _ModuleWith(module, others))

@@ -34,12 +34,11 @@ Index = tuple[slice | Tensor, ...]  # of a tensor's elements
 
 
 @dataclass(frozen=True)
-class Site:
-    """Where a tensor lies: a run of ranks, the sizes of their mesh, and its layout on that."""
+class Submesh:
+    """A run of ranks, such as those of a partition, and the sizes of their mesh."""
 
     first: int
     sizes: tuple[int, ...]
-    layout: Layout
 
     @property
     def ranks(self) -> range:
@@ -53,11 +52,21 @@ class Site:
             rest //= size
         return tuple(reversed(found))
 
+    def site(self, layout: Layout) -> Site:
+        return Site(self.first, self.sizes, layout)
+
+
+@dataclass(frozen=True)
+class Site(Submesh):
+    """Where a tensor lies: its layout on a submesh."""
+
+    layout: Layout
+
     def runs(self, shape: Shape, rank: int) -> tuple[tuple[Run, ...], ...]:
         return self.layout.runs(shape, self.sizes, self.place(rank))
 
     def of_gradient(self) -> Site:
-        return Site(self.first, self.sizes, of_gradient(self.layout))
+        return self.site(of_gradient(self.layout))
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +86,7 @@ def messages(source: Site, target: Site, shape: Shape) -> Iterator[Message]:
         yield from (Message(a, b, every, every) for a, b in zip(source.ranks, target.ranks, strict=True))
         return
     for reader in target.ranks:
-        if not _takes_values(target, reader):
+        if any(n for n, state in zip(target.place(reader), target.layout.states, strict=True) if state == P):
             continue
         wanted = target.runs(shape, reader)
         for sender in source.ranks:
@@ -87,10 +96,6 @@ def messages(source: Site, target: Site, shape: Shape) -> Iterator[Message]:
                     taken = tuple(_index([(a, length) for a, _, length in dim]) for dim in overlaps)
                     put = tuple(_index([(b, length) for _, b, length in dim]) for dim in overlaps)
                     yield Message(sender, reader, taken, put)
-
-
-def _takes_values(target: Site, reader: int) -> bool:
-    return not any(n for n, state in zip(target.place(reader), target.layout.states, strict=True) if state == P)
 
 
 def _is_asked(source: Site, sender: int, number: int) -> bool:
@@ -106,19 +111,16 @@ def _is_asked(source: Site, sender: int, number: int) -> bool:
 def _overlap(have: Sequence[Run], want: Sequence[Run]) -> list[tuple[int, int, int]]:
     """Of two pieces of a dim, what both hold: its start in each of them, and its length."""
     found = []
-    for (a, count_a), at_a in zip(have, _offsets(have), strict=True):
-        for (b, count_b), at_b in zip(want, _offsets(want), strict=True):
+    at_a = 0
+    for a, count_a in have:
+        at_b = 0
+        for b, count_b in want:
             low, high = max(a, b), min(a + count_a, b + count_b)
             if low < high:
                 found.append((at_a + low - a, at_b + low - b, high - low))
+            at_b += count_b
+        at_a += count_a
     return found
-
-
-def _offsets(runs: Sequence[Run]) -> list[int]:
-    found = [0]
-    for _, count in runs:
-        found.append(found[-1] + count)
-    return found[:-1]
 
 
 def _index(runs: list[Run]) -> slice | Tensor:
@@ -153,7 +155,9 @@ class Transfer:
     def send(self, piece: Tensor, tag: int) -> list[dist.P2POp]:
         """To all readers but this rank itself."""
         others = [message for message in self.sent if message.source != message.target]
-        return [_op(dist.isend, on_host(self.taken(m, piece)), m.target, tag) for m in others]
+        taken = [self.taken(message, piece) for message in others]
+        sent = [each.to(meeting_device(each.device)) for each in taken]
+        return [dist.P2POp(dist.isend, each, m.target, tag=tag) for m, each in zip(others, sent, strict=True)]
 
     def receive(self, dtype: torch.dtype, device: torch.device, tag: int, own: Tensor | None = None) -> Arriving:
         """`own` is the piece of this rank, where it is a sender too."""
@@ -165,8 +169,12 @@ class Transfer:
                 assert own is not None
                 blocks.append(self.taken(message, own).clone())
                 continue
-            block = torch.empty(self._block_shape(message), dtype=dtype, device=meeting_device(device))
-            ops.append(_op(dist.irecv, block, message.source, tag))
+            lengths = [
+                len(range(*dim.indices(size))) if isinstance(dim, slice) else len(dim)
+                for size, dim in zip(self.shape, message.put, strict=True)
+            ]
+            block = torch.empty(lengths, dtype=dtype, device=meeting_device(device))
+            ops.append(dist.P2POp(dist.irecv, block, message.source, tag=tag))
             blocks.append(block)
         return Arriving(self, ops, blocks, dtype, device)
 
@@ -174,13 +182,6 @@ class Transfer:
         """What the message carries of the sender's piece."""
         own = piece if self.as_it_is else piece[_at(message.taken)]
         return in_memory(own.detach()).contiguous()
-
-    def _block_shape(self, message: Message) -> list[int]:
-        assert self.shape is not None
-        lengths = []
-        for size, dim in zip(self.shape, message.put, strict=True):
-            lengths.append(len(range(*dim.indices(size))) if isinstance(dim, slice) else len(dim))
-        return lengths
 
     def put(self, blocks: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """The reader's piece, of what all its messages carry."""
@@ -217,11 +218,3 @@ def run(ops: list[dist.P2POp]) -> None:
 def meeting_device(device: torch.device) -> torch.device:
     """Where the backend takes messages from: gloo sends from the host alone."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else device
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    return tensor.to(meeting_device(tensor.device))
-
-
-def _op(kind: object, tensor: Tensor, peer: int, tag: int) -> dist.P2POp:
-    return dist.P2POp(kind, tensor, peer, tag=tag)

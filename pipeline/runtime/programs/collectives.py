@@ -4,8 +4,8 @@ torch's own functional collectives pair an all-reduce with an all-reduce, which 
 large by the number of ranks; so each pair of the table is written out here.
 
 `parts` says in how many equal parts the dim lies on a rank, each of which is split: 1, or more where the axis splits an
-inner factor of the dim. `size` is that of a dim that comes together and does not divide by the ranks: their pieces are
-padded (pipeline.runtime.programs.uneven), the whole is not.
+inner factor of the dim. `size` is that of a dim that comes together and does not divide by the ranks: every rank has
+room for as much of it as the first one holds. What lies behind its own elements is padding, which the whole has not.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
 from pipeline.ir.program import GATHERED_ALONE
+from pipeline.runtime.context import step
 from pipeline.runtime.pipelining.deferred_weight_grads import at_border
 from pipeline.runtime.programs.mesh import MeshAxis, axis_of
-from pipeline.runtime.programs.uneven import joined, own_part, padded, room
-from pipeline.runtime.step import piggyback_sums
 
 Move = Callable[[Tensor], Tensor]
 Split = tuple[int, int, int | None]  # the dim on which a tensor is split, its parts, and its size where it is uneven
@@ -62,7 +62,28 @@ def as_real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-# Moves of one rank's tensor. Each returns its argument, or a new tensor; none writes into its argument.
+# ---- dims that do not divide
+
+
+def room(whole: int, count: int) -> int:
+    """Elements that each of so many ranks has room for."""
+    return -(-whole // count)
+
+
+def own_part(whole: int, rank: int, count: int) -> tuple[int, int]:
+    """Where a rank's elements of a dim begin, and how many they are; the last ranks may have fewer or none."""
+    start = min(rank * room(whole, count), whole)
+    return start, min(room(whole, count), whole - start)
+
+
+def padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """With zeros behind it up to that size of the dim; itself where it has that."""
+    if x.shape[dim] == size:
+        return x
+    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, size - x.shape[dim]))
+
+
+# ---- moves of one rank's tensor: each returns its argument, or a new tensor; none writes into its argument
 
 
 def _nothing(x: Tensor) -> Tensor:
@@ -72,8 +93,8 @@ def _nothing(x: Tensor) -> Tensor:
 def _sum(axis: MeshAxis, may_wait: bool = False) -> Move:
     def move(x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
-        if axis.size > 1 and may_wait and piggyback_sums.in_step():
-            piggyback_sums.add_up(total, axis)
+        if axis.size > 1 and may_wait and step.slots:
+            step.add_up(total, axis)
         elif axis.size > 1:
             dist.all_reduce(total, group=axis.group)
         return total
@@ -82,12 +103,7 @@ def _sum(axis: MeshAxis, may_wait: bool = False) -> Move:
 
 
 def _pieces(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
-    """The pieces of each rank, stacked on a new first dim, one after another in memory also for images by channel."""
-    return _rows(x, size, dim, parts).contiguous()
-
-
-def _rows(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
-    """The same where they lie, if they can be seen so; uneven ones with their padding."""
+    """The pieces of each rank on a new first dim, where they lie if they can be seen so; uneven ones are padded."""
     if parts == 1:
         length = room(x.shape[dim], size)
         return padded(x, dim, size * length).unflatten(dim, (size, length)).movedim(dim, 0)
@@ -98,7 +114,10 @@ def _rows(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
 def _joined(pieces: Tensor, dim: int, parts: int, size: int | None = None) -> Tensor:
     """The whole of such pieces."""
     if size is not None and size != len(pieces) * pieces.shape[dim + 1]:
-        return joined(pieces, dim, size)
+        if dim == 0:
+            return pieces.flatten(0, 1)[:size]
+        own = [piece.narrow(dim, 0, own_part(size, n, len(pieces))[1]) for n, piece in enumerate(pieces)]
+        return torch.cat(own, dim)
     if parts > 1:
         digits = pieces.unflatten(dim + 1, (parts, pieces.shape[dim + 1] // parts))
         return digits.movedim(0, dim + 1).flatten(dim, dim + 2)
@@ -120,7 +139,7 @@ def _sum_and_split(axis: MeshAxis, dim: int, parts: int) -> Move:
     def move(x: Tensor) -> Tensor:
         if axis.size == 1:
             return x
-        pieces = _pieces(x, axis.size, dim, parts)
+        pieces = _pieces(x, axis.size, dim, parts).contiguous()  # one after another also for images by channel
         is_view = pieces.data_ptr() == x.data_ptr()
         return own_sum(pieces.clone() if is_view and _sums_in_place(axis) else pieces, axis)
 
@@ -214,7 +233,7 @@ def _exchange(axis: MeshAxis, split: tuple[int, int], join: Split) -> Move:
     def move(x: Tensor) -> Tensor:
         if axis.size == 1:
             return x
-        outgoing = _pieces(x, axis.size, *split)
+        outgoing = _pieces(x, axis.size, *split).contiguous()
         incoming = torch.empty_like(outgoing)
         dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=axis.group)
         return _joined(incoming, *join)
@@ -222,7 +241,7 @@ def _exchange(axis: MeshAxis, split: tuple[int, int], join: Split) -> Move:
     return move
 
 
-# Moves of several tensors at once: one collective, in which each rank's pieces of all lie one after another.
+# ---- moves of several tensors at once: one collective, in which each rank's pieces of all lie one after another
 
 
 class Joining:
@@ -235,11 +254,15 @@ class Joining:
     def __init__(self, pieces: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis, waits: bool = True) -> None:
         self.shapes, self.splits = [piece.shape for piece in pieces], splits
         self.runs = _runs([axis.size * piece.nbytes for piece in pieces])
-        self.sent = [_flat([pieces[n] for n in run]) for run in self.runs]
+        several = [[pieces[n] for n in run] for run in self.runs]
+        self.sent = [  # a single one is not copied
+            in_memory(own[0]).reshape(-1) if len(own) == 1 else torch.cat([piece.reshape(-1) for piece in own])
+            for own in several
+        ]
         self.rows = [flat.new_empty((axis.size, flat.numel())) for flat in self.sent]
-        piggyback_sums = {} if waits and len(self.runs) == 1 else {"async_op": True}
+        options = {} if waits and len(self.runs) == 1 else {"async_op": True}
         self.works = [
-            all_gather_into(rows.view(-1), flat, group=axis.group, **piggyback_sums)
+            all_gather_into(rows.view(-1), flat, group=axis.group, **options)
             for rows, flat in zip(self.rows, self.sent, strict=True)
         ]
 
@@ -259,16 +282,11 @@ class Joining:
         return [found[n] for n in range(len(self.shapes))]
 
 
-def _flat(pieces: Sequence[Tensor]) -> Tensor:
-    """One after another; a single one is not copied."""
-    return in_memory(pieces[0]).reshape(-1) if len(pieces) == 1 else torch.cat([piece.reshape(-1) for piece in pieces])
-
-
 def sum_and_split_several(wholes: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis) -> list[Tensor]:
     """This rank's pieces of the sums over the ranks; what is sent of large ones is there for one after the other."""
     found: dict[int, Tensor] = {}
     for run in _runs([whole.nbytes for whole in wholes]):
-        parts = [_rows(wholes[n], axis.size, *splits[n][:2]) for n in run]
+        parts = [_pieces(wholes[n], axis.size, *splits[n][:2]) for n in run]
         own = own_sum(torch.cat([part.reshape(axis.size, -1) for part in parts], 1), axis)
         pieces = own.split([part.numel() // axis.size for part in parts])
         found |= {n: x.view(part.shape[1:]) for n, x, part in zip(run, pieces, parts, strict=True)}

@@ -1,16 +1,19 @@
 """The process group of each mesh axis, by name. Set once by the program that trains, read by every collective.
 
-Several axes taken as one have their names joined, in the order of the mesh: `d0+d1`, the last one innermost.
+Several axes taken as one have their names joined, in the order of the mesh: `d0+d1`, the last one innermost. For local
+forms of ops (`position`, `combine`) no name is an axis of one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -89,3 +92,27 @@ def _group(
 
 def axis_of(name: str) -> MeshAxis:
     return _axes[name]
+
+
+def position(axis: str) -> tuple[int, int]:
+    """Which piece of a dim this rank holds, and of how many."""
+    return (axis_of(axis).rank, axis_of(axis).size) if axis else (0, 1)
+
+
+def combine(x: Tensor, axis: str, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The sum or the largest over the ranks, without gradient."""
+    return combining(x, axis, how)()
+
+
+def combining(x: Tensor, axis: str, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Callable[[], Tensor]:
+    """The same, under way until it is called."""
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    if position(axis)[1] == 1:
+        return lambda: total
+    work = dist.all_reduce(total, op=how, group=axis_of(axis).group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return total
+
+    return finish

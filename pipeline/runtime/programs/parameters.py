@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.ir.layout import Layout, Run
-from pipeline.runtime.programs.collectives import gather, piece
+from pipeline.runtime.programs.collectives import gather, padded, piece
 from pipeline.runtime.programs.mesh import axis_of
 
 
@@ -32,9 +32,11 @@ def whole_of(piece: Tensor, shape: tuple[int, ...], layout: Layout, axes: Iterab
     return piece.detach()
 
 
-def shape_of(shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> tuple[int, ...]:
-    """Of this rank's piece, with its padding where the pieces are uneven."""
-    return layout.local_shape(shape, tuple(axis_of(name).size for name in axes))
+def with_padding(piece: Tensor, shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> Tensor:
+    """This rank's own elements of an unsplit tensor of that shape, with zeros behind them where pieces are uneven."""
+    for dim, size in enumerate(layout.local_shape(shape, tuple(axis_of(name).size for name in axes))):
+        piece = padded(piece, dim, size)
+    return piece
 
 
 def own_elements(piece: Tensor, shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> Tensor:

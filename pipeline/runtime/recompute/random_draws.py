@@ -16,11 +16,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from pipeline.runtime.context import setting, step
+
 States = tuple[Tensor, int | None]  # of the host's generator, and the offset of the GPU's where there is one
-
-
-class _Here:
-    step: StepDraws | None = None  # that is noted, or captured
 
 
 class Drawn:
@@ -34,8 +32,8 @@ class Drawn:
     def end(self) -> None:
         after = self._states()
         drew = not torch.equal(self.before[0], after[0]) or self.before[1] != after[1]
-        if _Here.step is not None and self.device.type == "cuda":
-            drew = _Here.step.note(drew)
+        if step.draws is not None and self.device.type == "cuda":
+            drew = step.draws.note(drew)
         self.after = after if drew else None
 
     @contextmanager
@@ -59,17 +57,17 @@ class Drawn:
     def _states(self) -> States:
         if self.device.type != "cuda":
             return torch.get_rng_state(), None
-        capturing = _Here.step is not None and _Here.step.captured
+        capturing = step.draws is not None and step.draws.captured
         return torch.get_rng_state(), 0 if capturing else generator_of(self.device).get_offset()
 
     def _set(self, states: States) -> None:
         torch.set_rng_state(states[0])
         if states[1] is None:
             return
-        if _Here.step is None or not _Here.step.captured:
+        if step.draws is None or not step.draws.captured:
             generator_of(self.device).set_offset(states[1])
-        if _Here.step is not None:
-            _Here.step.jump(states[1])
+        if step.draws is not None:
+            step.draws.jump(states[1])
 
 
 class StepDraws:
@@ -90,7 +88,7 @@ class StepDraws:
     def noted(self) -> Iterator[None]:
         """Around a step as it is."""
         before = torch.get_rng_state()
-        with self._watched():
+        with setting(step, draws=self):
             yield
         self.length = self.generator.get_offset() - self.start
         self.on_host = not torch.equal(before, torch.get_rng_state())
@@ -104,7 +102,7 @@ class StepDraws:
         self._next, self._jumps = iter(self.drew), iter(self.states)
         self.captured = True
         try:
-            with self._watched():
+            with setting(step, draws=self):
                 yield
         finally:
             self.captured = False
@@ -117,14 +115,6 @@ class StepDraws:
             state.set_offset(start + offset)
         graph.replay()
         self.own.set_offset(start + self.length)
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        _Here.step = self
-        try:
-            yield
-        finally:
-            _Here.step = None
 
     def note(self, drew: bool) -> bool:
         """Whether a `Drawn` that ends drew anything: while the step is captured, as it did before."""

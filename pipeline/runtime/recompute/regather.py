@@ -17,7 +17,6 @@ passes on to the hooks around it what it does not replace. A region enters it on
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,19 +27,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.runtime.context import setting, step
 from pipeline.runtime.pipelining.deferred_weight_grads import at_border
 from pipeline.runtime.programs.collectives import Joining, Split, mask, mask_both, own_copy, sum_and_split_several
 from pipeline.runtime.programs.mesh import MeshAxis, axis_of
-from pipeline.runtime.recompute.strided import StridedView
-from pipeline.runtime.step import prefetch
 
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # on what autograd keeps
 ON_FIRST = (mask, mask_both)  # give the first rank what they are given, and others zeros
 
 
-class _Note:
-    """How a tensor was made, from a tensor that is there anyway or from a view of what another note makes."""
+@dataclass(frozen=True)
+class StridedView:
+    """How a tensor looks at memory, so that the same can be seen of other memory.
 
-    def __init__(self, source: Tensor | _Source, move: Callable[[Tensor], Tensor]) -> None:
+    Also of another type than the memory's: real numbers are looked at as complex ones, and conjugated as read.
+    """
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conjugated: bool
+    negated: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> StridedView:
+        lies = tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
+        return StridedView(tensor.dtype, *lies, tensor.is_conj(), tensor.is_neg())
+
+    def on(self, memory: Tensor) -> Tensor:
+        if memory.dtype == self.dtype:
+            found = memory.as_strided(self.size, self.stride, self.offset)
+        else:
+            found = torch.empty(0, dtype=self.dtype, device=memory.device)
+            found.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+        if found.is_conj() != self.conjugated:
+            found = found.conj()
+        return torch._neg_view(found) if found.is_neg() != self.negated else found
+
+
+def memory_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+
+
+class _Conversion:
+    """How a tensor was made, from a tensor that is there anyway or from a view of what another source makes."""
+
+    def __init__(self, source: Tensor | GatherSource, move: Callable[[Tensor], Tensor]) -> None:
         self.source, self.move = source, move
         self.wanted = False
         self.made: Tensor | None = None  # by backward, for as long as its ops need it
@@ -61,33 +97,23 @@ class _Note:
         self.made = None
 
 
-@dataclass(frozen=True)
-class _Ends:
-    """How tensors that are gathered together lie before and after, and on which axis."""
+class _GatherGroup:
+    """Tensors of one dtype that are gathered together: how, and what backward needs of them."""
 
-    axis: MeshAxis
-    splits: list[Split]
-    summed: list[bool]  # gradients: those of `B`, not those of `R`
-
-
-class _Group:
-    """Tensors that are gathered together: how, and what backward needs of them."""
-
-    def __init__(self, sources: Sequence[Tensor | _Source], ends: _Ends, early: bool) -> None:
-        """`early`: they may be gathered ahead of time, as they are parameters themselves."""
-        self.sources, self.early = sources, early
-        self.axis, self.splits, self.summed = ends.axis, ends.splits, ends.summed
-        self.wanted = [0] * len(sources)
-        self.made: list[Tensor | None] = [None] * len(sources)
+    def __init__(self, axis: MeshAxis, splits: list[Split], summed: list[bool]) -> None:
+        """`summed`: of which gradients are, those of `B` and not those of `R`."""
+        self.axis, self.splits, self.summed = axis, splits, summed
+        self.sources: Sequence[Tensor | GatherSource] = ()
+        self.wanted = [0] * len(splits)
+        self.made: list[Tensor | None] = [None] * len(splits)
 
     def gather(self, pieces: Sequence[Tensor], numbers: Iterable[int]) -> list[Tensor]:
+        """Ahead of time if that may be: where backward gathers again, and all are parameters themselves."""
         splits = [self.splits[n] for n in numbers]
-        return prefetch.gather(pieces, splits, self.axis) if self.early else Joining(pieces, splits, self.axis).finish()
-
-    def wholes(self, pieces: list[Tensor]) -> Sequence[Tensor]:
-        """For the forward pass."""
-        found: Sequence[Tensor] = at_border(pieces, _Together.apply(self, *pieces))  # type: ignore[no-untyped-call]
-        return found
+        early = bool(self.sources) and all(isinstance(source, Tensor) for source in self.sources)
+        if early and step.prefetch is not None:
+            return step.prefetch.gather(pieces, splits, self.axis)
+        return Joining(pieces, splits, self.axis).finish()
 
     def take(self, number: int) -> Tensor:
         """One of them; when the first is asked for, all that will be are made, and each goes when it is asked for last.
@@ -110,10 +136,10 @@ class _Group:
         return whole
 
 
-class _Member:
+class _GroupMember:
     """One tensor of a group."""
 
-    def __init__(self, group: _Group, number: int) -> None:
+    def __init__(self, group: _GatherGroup, number: int) -> None:
         self.group, self.number = group, number
 
     def want(self) -> None:
@@ -126,65 +152,50 @@ class _Member:
         return self.group.take(self.number)
 
 
-class _View:
-    """A part of what a note makes, from which another is made."""
+class _ViewOf:
+    """A part of what a source makes: another is made from it, or autograd keeps it in place of the tensor."""
 
-    def __init__(self, note: _Source, tensor: Tensor) -> None:
-        self.note, self.view = note, StridedView.of(tensor)
+    def __init__(self, source: GatherSource, tensor: Tensor) -> None:
+        self.source, self.view = source, StridedView.of(tensor)
 
     def want(self) -> None:
-        self.note.want()
+        self.source.want()
 
     def take(self) -> Tensor:
-        return self.view.on(self.note.take())
+        return self.view.on(self.source.take())
 
 
-_Source = _Note | _Member | _View
+GatherSource = _Conversion | _GroupMember | _ViewOf
 
 
-def _taken(source: Tensor | _Source) -> Tensor:
+def _taken(source: Tensor | GatherSource) -> Tensor:
     return source if isinstance(source, Tensor) else source.take()
 
 
-class _Kept:
-    """What is kept in place of a tensor: the note, and which view of the result it was."""
-
-    def __init__(self, note: _Source, tensor: Tensor) -> None:
-        self.note, self.view = note, StridedView.of(tensor)
-        note.want()
-
-    def tensor(self) -> Tensor:
-        return self.view.on(self.note.take())
+def _remember(result: Tensor, source: GatherSource) -> None:
+    place = memory_of(result)
+    step.gathered[place] = source
+    weakref.finalize(result, step.gathered.pop, place, None)
 
 
-_notes: dict[int, _Source] = {}  # by where the result lies in memory, for as long as it lives
+def _source_of(x: Tensor) -> Tensor | GatherSource:
+    source = step.gathered.get(memory_of(x))
+    return x.detach() if source is None else _ViewOf(source, x)
 
 
-def _remember(result: Tensor, note: _Source) -> None:
-    place = _memory(result)
-    _notes[place] = note
-    weakref.finalize(result, _notes.pop, place, None)
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage().data_ptr())
-
-
-def _source_of(x: Tensor) -> Tensor | _Source:
-    note = _notes.get(_memory(x))
-    return x.detach() if note is None else _View(note, x)
+# --------------------------------------------------------------------------------------------- what programs call
 
 
 def again(conversion: Callable[..., Tensor], x: Tensor, **arguments: Any) -> Tensor:
     """The conversion; inside `keep_shards` its result is dropped after the forward pass and made again in backward."""
     result = conversion(x, **arguments)
-    if conversion in ON_FIRST and _memory(result) == _memory(x) and axis_of(arguments["axis"]).size > 1:
+    if conversion in ON_FIRST and memory_of(result) == memory_of(x) and axis_of(arguments["axis"]).size > 1:
         result = result.clone()  # other ranks make one: all must have the same gathers ahead
-    if _memory(result) not in (0, _memory(x)):  # on an axis of one rank nothing is made; a piece of dim 0 is a view
-        note = _Note(_source_of(x), partial(conversion, **arguments))
-        _remember(result, note)
+    if memory_of(result) not in (0, memory_of(x)):  # on an axis of one rank nothing is made; a piece of dim 0 is a view
+        source = _Conversion(_source_of(x), partial(conversion, **arguments))
+        _remember(result, source)
         if result.requires_grad:
-            result.register_hook(note.forget)
+            result.register_hook(source.forget)
     return result
 
 
@@ -192,7 +203,7 @@ class _Together(torch.autograd.Function):
     """Gathered together; backward has the gradients of all, and sums and splits them together."""
 
     @staticmethod
-    def forward(ctx: Any, group: _Group, *pieces: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: _GatherGroup, *pieces: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.shapes = group, [piece.shape for piece in pieces]
         ctx.set_materialize_grads(False)
         wholes = group.gather(pieces, range(len(pieces)))
@@ -215,7 +226,7 @@ class _Together(torch.autograd.Function):
         return (None, *(found.get(n) for n in range(len(needs))))
 
 
-def _zeros(like: Tensor, shape: torch.Size, group: _Group, number: int) -> Tensor:
+def _zeros(like: Tensor, shape: torch.Size, group: _GatherGroup, number: int) -> Tensor:
     """The gradient of what no op has read: every rank brings it, whatever the ranks have read."""
     dim, _, whole = group.splits[number]
     sizes = list(shape)
@@ -230,42 +241,32 @@ Given = tuple[Tensor | int | str, ...]
 
 def regather_together(*given: Given, axis: str) -> tuple[Tensor, ...]:
     """`regather` of several tensors, or `again(gather)`, by one collective for each dtype."""
-
-    def gathered(pieces: list[Tensor], ends: _Ends) -> Sequence[Tensor]:
-        sources = [_source_of(piece) for piece in pieces]
-        group = _Group(sources, ends, all(isinstance(source, Tensor) for source in sources))
-        wholes = group.wholes(pieces)
-        for number, whole in enumerate(wholes):
-            _remember(whole, _Member(group, number))
-        return wholes
-
-    return _by_dtype(given, axis, gathered)
+    return _together(given, axis, drops=True)
 
 
 def all_gather_together(*given: Given, axis: str) -> tuple[Tensor, ...]:
     """`all_gather` of several parameters, or `gather`, by one collective for each dtype."""
-
-    def gathered(pieces: list[Tensor], ends: _Ends) -> Sequence[Tensor]:
-        return _Group([piece.detach() for piece in pieces], ends, early=False).wholes(pieces)
-
-    return _by_dtype(given, axis, gathered)
+    return _together(given, axis, drops=False)
 
 
-def _by_dtype(
-    given: Sequence[Given], axis: str, gathered: Callable[[list[Tensor], _Ends], Sequence[Tensor]]
-) -> tuple[Tensor, ...]:
+def _together(given: Sequence[Given], axis: str, drops: bool) -> tuple[Tensor, ...]:
     over = axis_of(axis)
     tensors = [tensor for tensor, *_ in given if isinstance(tensor, Tensor)]
     if over.size == 1:
         return tuple(tensors)
-    numbers = [[told for told in own if isinstance(told, int)] for _, *own in given]
+    numbers = [[number for number in own if isinstance(number, int)] for _, *own in given]
     splits = [(dim, rest[0] if rest else 1, rest[1] if len(rest) > 1 else None) for dim, *rest in numbers]
-    summed = [own[-1] != "R" for own in given]
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [n for n, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        ends = _Ends(over, [splits[n] for n in alike], [summed[n] for n in alike])
-        wholes = gathered([tensors[n] for n in alike], ends)
+        pieces = [tensors[n] for n in alike]
+        group = _GatherGroup(over, [splits[n] for n in alike], [given[n][-1] != "R" for n in alike])
+        if drops:
+            group.sources = [_source_of(piece) for piece in pieces]
+        wholes = at_border(pieces, _Together.apply(group, *pieces))  # type: ignore[no-untyped-call]
+        if drops:
+            for number, whole in enumerate(wholes):
+                _remember(whole, _GroupMember(group, number))
         found |= dict(zip(alike, wholes, strict=True))
     return tuple(found[n] for n in range(len(tensors)))
 
@@ -276,33 +277,27 @@ def regather(x: Tensor, axis: str, dim: int, parts: int = 1, size: int | None = 
     return whole
 
 
-class _Depth(threading.local):
-    value = 0
-
-
-_depth = _Depth()
-
-
-def keeping_shards() -> bool:
-    return _depth.value > 0
+def hooks_around() -> Hooks:
+    """Those in force, or what autograd does without any."""
+    found: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found or (Tensor.detach, Tensor.detach)
 
 
 @contextmanager
 def keep_shards() -> Iterator[None]:
-    """A context for the forward pass: of what `again` makes, backward keeps the note alone."""
-    around = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack, unpack = around or (Tensor.detach, Tensor.detach)
+    """A context for the forward pass: of what `again` makes, backward keeps how to make it alone."""
+    pack, unpack = hooks_around()
 
     def keep(tensor: Tensor) -> Any:
-        note = _notes.get(_memory(tensor)) if _notes else None
-        return pack(tensor) if note is None else _Kept(note, tensor)
+        source = step.gathered.get(memory_of(tensor)) if step.gathered else None
+        if source is None:
+            return pack(tensor)
+        source.want()
+        return _ViewOf(source, tensor)
 
     def give(kept: Any) -> Tensor:
-        return kept.tensor() if isinstance(kept, _Kept) else unpack(kept)
+        return kept.take() if isinstance(kept, _ViewOf) else unpack(kept)
 
-    _depth.value += 1
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(keep, give):
-            yield
-    finally:
-        _depth.value -= 1
+    deeper = step.thread.keeping_shards + 1
+    with setting(step.thread, keeping_shards=deeper), torch.autograd.graph.saved_tensors_hooks(keep, give):
+        yield

@@ -1,4 +1,4 @@
-"""Between backward and the next step: gradients brought together in buckets, new values given to all.
+"""Between backward and the next step: gradients brought together in buckets, clipped, new values given to all.
 
 | a parameter whose               | during backward                              | optimizer updates | after it      |
 |---------------------------------|----------------------------------------------|-------------------|---------------|
@@ -7,32 +7,26 @@
 | state is split further (ZeRO-1) | slice or reduce-scatter, all-reduce the rest | this rank's shard | an all-gather |
 
 A bucket is sent when its last gradient is there and every bucket before it has been sent: all ranks send in one order,
-also where buckets go over different axes. Buckets follow the parameters in reverse, the order in which backward
-finishes them; the first is small so that the first message leaves early.
-
-Over the micro-batches of a step gradients add up where they lie, on this rank alone: buckets are armed for the last
-backward pass, and sent in that.
+also where buckets go over different axes. Over the micro-batches of a step gradients add up where they lie, on this
+rank alone: buckets are armed for the last backward pass, and sent in that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.ir.layout import Layout, Place
-from pipeline.runtime.programs.collectives import all_gather_into, in_memory, piece, sum_own
-from pipeline.runtime.programs.mesh import MeshAxis, axis_of, joined
-from pipeline.runtime.programs.uneven import own_part, room
-from pipeline.runtime.step import piggyback_sums
-from pipeline.runtime.step.prefetch import Ahead
+from pipeline.ir.layout import Layout
+from pipeline.runtime.context import step
+from pipeline.runtime.programs.collectives import Joining, Split, as_real, in_memory
+from pipeline.runtime.programs.mesh import MeshAxis, axis_of
+from pipeline.runtime.step.buckets import Row, ShardBucket, SumBucket, buckets_of, members_of
 
-Row = tuple[str, str, str]  # of a program's PARAMETERS: layout, axes over which the gradient is summed, state's layout
+SPARE = 1e-6  # added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does
 
 
 class Gradients:
@@ -49,30 +43,25 @@ class Gradients:
         first_mb: float = 1,
         bucket_mb: float = 25,
     ) -> None:
-        names = list(axes)
-        members = [_member(p, row, names) for p, row in zip(parameters, rows, strict=True)]
+        members = members_of(parameters, rows, axes)
         self.complete = [m.parameter for m in members if not m.summed and not m.digits]
-        grouped = _grouped([m for m in members if m.summed or m.digits], first_mb, bucket_mb)
-        self.buckets: list[_Sum | _Shards] = [(_Shards if group[0].digits else _Sum)(group) for group in grouped]
-        self.seats = _seats(self.buckets)
-        self.updated = self._updated([m.parameter for m in members])
-        self.ahead = Ahead()
+        self.buckets = buckets_of([m for m in members if m.summed or m.digits], first_mb, bucket_mb)
+        self.split = [bucket for bucket in self.buckets if isinstance(bucket, ShardBucket)]
+        summed = [bucket for bucket in self.buckets if isinstance(bucket, SumBucket)]
+        self.slots = [bucket.slot for bucket in summed if bucket.axis.size > 1]
+        shards = {m.parameter: s for bucket in self.split for m, s in zip(bucket.members, bucket.shards, strict=True)}
+        self.updated: list[nn.Parameter] = [shards.get(m.parameter, m.parameter) for m in members]  # by the optimizer
+        self.prefetch = GatherPrefetch()
         self.next = 0
         self.armed = True
         self.order: list[int] = []  # buckets in the order they were sent in this step
-        self.places: dict[int, tuple[_Sum | _Shards, int]] = {}  # `id` of a parameter -> its bucket, its number there
+        self.places: dict[int, tuple[SumBucket | ShardBucket, int]] = {}  # `id` of a parameter -> bucket, number there
         for bucket in self.buckets:
             for number, member in enumerate(bucket.members):
                 self.places[id(member.parameter)] = bucket, number
                 member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, number))
 
-    def _updated(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """What the optimizer is given: the parameters, or this rank's shards of them."""
-        split = [bucket for bucket in self.buckets if isinstance(bucket, _Shards)]
-        shards = {m.parameter: s for bucket in split for m, s in zip(bucket.members, bucket.shards, strict=True)}
-        return [shards.get(parameter, parameter) for parameter in parameters]
-
-    def _hook(self, bucket: _Sum | _Shards, number: int) -> Callable[[Tensor], None]:
+    def _hook(self, bucket: SumBucket | ShardBucket, number: int) -> Callable[[Tensor], None]:
         def ready(parameter: Tensor) -> None:
             bucket.take(number)
             if self.armed:
@@ -106,8 +95,8 @@ class Gradients:
         self.next = 0
         self.order = []
         self.armed = armed
-        self.ahead.start()
-        piggyback_sums.start(self.seats)
+        self.prefetch.start()
+        step.start(self.slots)
         for bucket in self.buckets:
             bucket.reset()
             bucket.missing = set(range(len(bucket.members)))
@@ -123,7 +112,7 @@ class Gradients:
 
     def wait(self) -> None:
         """After backward: sends what no gradient reached, and waits for all; then the optimizer may step."""
-        self.ahead.stop()
+        self.prefetch.stop()
         while self.next < len(self.buckets):
             self._send()
         for bucket in self.buckets:
@@ -133,14 +122,13 @@ class Gradients:
         for parameter in self.complete:
             if parameter.grad is not None and parameter.grad.is_conj():  # as autograd leaves it; Adam does not take it
                 parameter.grad = in_memory(parameter.grad)
-        piggyback_sums.finish(self.seats)
+        step.finish(self.slots)
 
     def publish(self) -> None:
         """After the optimizer: every rank gets the values that others have updated."""
-        split = [bucket for bucket in self.buckets if isinstance(bucket, _Shards)]
-        for bucket in split:
+        for bucket in self.split:
             bucket.gather()
-        for bucket in split:
+        for bucket in self.split:
             bucket.spread()
 
     def buffers(self) -> list[Tensor]:
@@ -148,267 +136,126 @@ class Gradients:
         return [bucket.flat for bucket in self.buckets]
 
 
+# ---------------------------------------------------------------------------------------------------------- prefetch
+
+
 @dataclass(frozen=True, eq=False)
-class _Member:
-    parameter: nn.Parameter
-    summed: tuple[str, ...]  # axes, in the mesh's order
-    digits: Mapping[str, Place]  # axes that split the state alone, in the mesh's order -> what each takes of a dim
+class _GatherRequest:
+    """What is gathered: pieces that lie where they are for the whole training."""
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Members of one bucket have this in common."""
-        return self.parameter.dtype, self.parameter.device, self.summed, tuple(self.digits)
+    pieces: tuple[Tensor, ...]
+    splits: tuple[Split, ...]
+    axis: MeshAxis
 
-    @property
-    def piece_shape(self) -> list[int]:
-        """Of this rank's shard."""
-        shape = list(self.parameter.shape)
-        for name, place in self.digits.items():
-            shape[place.dim] = room(shape[place.dim], axis_of(name).size)
-        return shape
+    def is_for(self, other: _GatherRequest) -> bool:
+        return self.axis == other.axis and self.splits == other.splits and self._places() == other._places()
 
-    @property
-    def uneven(self) -> int | None:
-        """The dim on which shards are padded: one axis alone splits it, and no other the parameter's state."""
-        for name, place in self.digits.items():
-            if self.parameter.shape[place.dim] % (place.outside * axis_of(name).size):
-                assert len(self.digits) == 1 and place.outside == 1, f"uneven shards on {list(self.digits)}"
-                return place.dim
+    def _places(self) -> list[tuple[int, torch.Size]]:
+        return [(piece.data_ptr(), piece.shape) for piece in self.pieces]
+
+
+class GatherPrefetch:
+    """Gathers of parameters that begin before they are asked for.
+
+    A program asks for its parameters in the same order in every step, forward, backward and in what it runs again. So
+    the order of one step tells the next: when a gather has been handed out, the one that followed it begins, and is
+    under way while the ops between the two are computed. One is under way at a time, and none from one step to the
+    next, as the optimizer changes what is gathered. Every rank runs the same program, so all begin the same gathers at
+    the same places.
+    """
+
+    def __init__(self) -> None:
+        self.last: list[_GatherRequest] = []  # of the last step, in their order
+        self.seen: list[_GatherRequest] = []  # of this one so far
+        self.begun: tuple[_GatherRequest, Joining] | None = None
+        self.used = 0  # gathers of this step that had begun when they were asked for
+
+    def start(self) -> None:
+        """A step begins."""
+        self.stop()
+        self.last, self.seen, self.used = self.seen, [], 0
+        step.prefetch = self
+
+    def stop(self) -> None:
+        """Before the optimizer; what has begun and was not asked for is waited for, as the other ranks take part."""
+        step.prefetch = None
+        if self.begun is not None:
+            self.begun[1].finish()
+            self.begun = None
+
+    def gather(self, pieces: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis) -> list[Tensor]:
+        request = _GatherRequest(tuple(piece.detach() for piece in pieces), tuple(splits), axis)
+        found = self._begun(request) or Joining(request.pieces, request.splits, request.axis)
+        wholes = found.finish()
+        place = len(self.seen)
+        self.seen.append(request)
+        if place + 1 < len(self.last) and self.last[place].is_for(request):
+            following = self.last[place + 1]
+            self.begun = following, Joining(following.pieces, following.splits, following.axis, waits=False)
+        return wholes
+
+    def _begun(self, request: _GatherRequest) -> Joining | None:
+        if self.begun is None:
+            return None
+        (expected, joining), self.begun = self.begun, None
+        if expected.is_for(request):
+            self.used += 1
+            return joining
+        joining.finish()
         return None
 
-    @property
-    def nbytes(self) -> int:
-        return int(self.parameter.numel() * self.parameter.element_size())
+
+# ---------------------------------------------------------------------------------------------------------- clipping
 
 
-def _member(parameter: nn.Parameter, row: Row, axes: list[str]) -> _Member:
-    layout, summed, state = row
-    sizes = tuple(axis_of(name).size for name in axes)
-    further = Layout.parse(layout).further(Layout.parse(state), sizes)
-    wide = {axes[axis]: place for axis, place in further.items() if sizes[axis] > 1}
-    return _Member(parameter, tuple(summed.split("+")) if summed else (), wide)
+class Clipping:
+    """By the global norm, where each element of the unsplit gradients counts once.
 
-
-def _grouped(members: list[_Member], first_mb: float, bucket_mb: float) -> list[list[_Member]]:
-    """Buckets of alike members up to a size, last parameter first; their order is that of the last gradient in each."""
-    groups: list[list[_Member]] = []
-    ends: dict[int, int] = {}  # number of a group -> place of its last member
-    filling: dict[Any, tuple[int, float]] = {}  # key -> the group that takes members, and its bytes
-    for place, member in enumerate(reversed(members)):
-        number, size = filling.get(member.key, (-1, 0.0))
-        limit = (bucket_mb if number > 0 else first_mb) * 1e6
-        if number < 0 or size + member.nbytes > limit:
-            number, size = len(groups), 0.0
-            groups.append([])
-        groups[number].append(member)
-        ends[number] = place
-        filling[member.key] = number, size + member.nbytes
-    return [groups[number] for number in sorted(ends, key=lambda n: ends[n])]
-
-
-class _Sum:
-    """Gradients that are summed over the ranks of some axes.
-
-    Autograd makes the first of a step anew, without adding to zeros, and it is copied to its slot of the bucket, which
-    takes its place: there later passes add theirs.
+    A gradient that the optimizer is given (`Gradients.updated`) is a piece as its state lies: split on some axes, equal
+    on all ranks of the others. So of the ranks that hold the same piece the first alone counts it; the squares are
+    summed over all ranks in one message.
     """
 
-    def __init__(self, members: list[_Member]) -> None:
-        self.members = members
-        self.axis = axis_of(joined(members[0].summed))
-        parameters = [m.parameter for m in members]
-        lengths = [parameter.numel() for parameter in parameters]
-        self.flat = _flat(members[0].parameter, sum(lengths) + 1)  # a number may ride
-        *slots, seat = self.flat.split([*lengths, 1])
-        self.slots = [slot.view_as(parameter) for slot, parameter in zip(slots, parameters, strict=True)]
-        self.seat = piggyback_sums.Seat(self.axis, seat)
-        self.arrived: set[int] = set()  # numbers of those whose gradient lies in its slot
-        self.missing = set(range(len(members)))  # numbers of those whose gradient the last pass has not finished
-        self.work: Any = None
+    def __init__(self, updated: Sequence[nn.Parameter], rows: Iterable[Row], axes: Sequence[str], limit: float) -> None:
+        self.updated, self.limit = updated, limit
+        self.counted = [p for p, row in zip(updated, rows, strict=True) if _is_first_holder(row, axes)]
 
-    def reset(self) -> None:
-        self.arrived.clear()
-        for member in self.members:
-            member.parameter.grad = None
-
-    def take(self, number: int) -> None:
-        if number not in self.arrived:
-            parameter, slot = self.members[number].parameter, self.slots[number]
-            assert parameter.grad is not None
-            slot.copy_(parameter.grad)
-            parameter.grad = slot
-            self.arrived.add(number)
-
-    def send(self) -> None:
-        for number in set(range(len(self.members))) - self.arrived:
-            self.members[number].parameter.grad = self.slots[number].zero_()
-        if self.axis.size > 1:
-            self.seat.leave()
-            self.work = dist.all_reduce(self.flat, group=self.axis.group, async_op=True)
-
-    def go_on(self) -> None:
-        """One collective is all."""
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-            self.seat.arrive()
+    def clip(self) -> Tensor:
+        """After backward and before the optimizer: scales the gradients down to the limit, and returns their norm."""
+        norms = [
+            norm
+            for dtype, gradients in _by_type(self.counted).items()
+            for norm in torch._foreach_norm(gradients, 2, _exact(dtype))
+        ]
+        total = torch.zeros((), dtype=torch.float64, device=self.updated[0].device)
+        if norms:
+            total = torch.stack(norms).double().square().sum()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        total = total.sqrt()
+        factor = torch.clamp(self.limit / (total + SPARE), max=1.0)
+        for dtype, gradients in _by_type(self.updated).items():
+            torch._foreach_mul_(gradients, factor.to(_exact(dtype)))
+        return total
 
 
-class _Shards:
-    """Parameters of which this rank updates a shard.
-
-    The bucket has a row for each rank that the shards lie on: its pieces of all parameters, one after another. A
-    gradient's pieces go to their rows, each pass adding its own, and each row leaves for its rank; what arrives is the
-    gradient of the shards.
-    Once the optimizer has used it, the rows take the new values of all ranks.
-    """
-
-    def __init__(self, members: list[_Member]) -> None:
-        self.members = members
-        split, summed = tuple(members[0].digits), members[0].summed
-        self.axis = axis_of(joined(split))
-        self.scatter = _joined_axis(name for name in split if name in summed)
-        self.rest = _joined_axis(name for name in summed if name not in split)
-        self.place = tuple(axis_of(name).rank for name in split)
-        self.sliced = tuple(slice(None) if name in summed else axis_of(name).rank for name in split)
-        self.lengths = [prod(m.piece_shape) for m in members]
-        self.flat = _flat(members[0].parameter, self.axis.size * sum(self.lengths))
-        self.rows = self.flat.view(self.axis.size, -1)
-        self.sent = self.rows[: self.scatter.size]
-        self.own = self.sent[self.scatter.rank]
-        self.arrived: set[int] = set()  # numbers of those whose gradient lies in the rows
-        self.missing = set(range(len(members)))
-        self.work: Any = None
-        self.sums_left = False
-        self.shards = [nn.Parameter(self._piece(number)) for number in range(len(members))]
-        for number, shard in enumerate(self.shards):
-            shard.grad = self._slot(self.own, number).view_as(shard)
-
-    def _piece(self, number: int) -> Tensor:
-        """This rank's piece of a parameter: in the parameter's own memory where it lies there in one run."""
-        member = self.members[number]
-        if member.uneven is not None:
-            return piece(member.parameter.detach(), self.axis, member.uneven, 1).contiguous()
-        return _digits_first(member.parameter.detach(), member.digits)[self.place].contiguous().view(member.piece_shape)
-
-    def _slot(self, rows: Tensor, number: int) -> Tensor:
-        """A parameter's part of one row or of each."""
-        start = sum(self.lengths[:number])
-        return rows[..., start : start + self.lengths[number]]
-
-    def _apart(self) -> Iterable[tuple[int, nn.Parameter]]:
-        """The shards that have memory of their own, with their numbers."""
-        for number, (member, shard) in enumerate(zip(self.members, self.shards, strict=True)):
-            if shard.untyped_storage().data_ptr() != member.parameter.untyped_storage().data_ptr():
-                yield number, shard
-
-    def reset(self) -> None:
-        self.arrived.clear()
-
-    def take(self, number: int) -> None:
-        """A gradient is there: its pieces go to their rows; on axes where it is whole just this rank's is needed."""
-        member = self.members[number]
-        assert member.parameter.grad is not None
-        first = number not in self.arrived
-        if member.uneven is not None:
-            self._take_uneven(number, member.parameter.grad, first)
-        else:
-            pieces = _digits_first(member.parameter.grad, member.digits)[self.sliced]
-            slot = self._slot(self.sent, number).view(pieces.shape)
-            slot.copy_(pieces) if first else slot.add_(pieces)
-        member.parameter.grad = None
-        self.arrived.add(number)
-
-    def _take_uneven(self, number: int, gradient: Tensor, first: bool) -> None:
-        """Piece by piece: a copy of all of it with its padding would be as large as the gradient."""
-        if first:
-            self._slot(self.sent, number).zero_()  # what is padding stays so
-        ranks = range(self.axis.size) if self.scatter.size > 1 else (self.axis.rank,)
-        for there, own in self._uneven_pieces(self.sent, number, gradient, ranks):
-            there.copy_(own) if first else there.add_(own)
-
-    def _uneven_pieces(
-        self, rows: Tensor, number: int, whole: Tensor, ranks: Iterable[int]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each of these ranks: where its elements lie in its row of the bucket, and where in the whole."""
-        member = self.members[number]
-        dim, shape = member.uneven, member.piece_shape
-        assert dim is not None
-        for row, rank in zip(self._slot(rows, number), ranks, strict=True):
-            start, count = own_part(whole.shape[dim], rank, self.axis.size)
-            yield row.view(shape).narrow(dim, 0, count), whole.narrow(dim, start, count)
-
-    def send(self) -> None:
-        for number in set(range(len(self.members))) - self.arrived:
-            self._slot(self.sent, number).zero_()
-        self.sums_left = self.rest.size > 1
-        if self.scatter.size > 1:
-            self.work = sum_own(self.sent, self.scatter)
-
-    def go_on(self) -> None:
-        """What is scattered may have to be summed over other axes, when it is there."""
-        if self.sums_left:
-            self.wait_for_work()
-            self.work = dist.all_reduce(self.own, group=self.rest.group, async_op=True)
-            self.sums_left = False
-
-    def wait_for_work(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-
-    def wait(self) -> None:
-        self.wait_for_work()
-        for number, shard in self._apart():
-            shard.data = self._piece(number)
-
-    def gather(self) -> None:
-        own = self.rows[self.axis.rank]
-        for number, shard in enumerate(self.shards):
-            self._slot(own, number).copy_(shard.detach().flatten())
-        self.work = all_gather_into(self.flat, own, group=self.axis.group, async_op=True)
-
-    def spread(self) -> None:
-        """The new values of all ranks; between steps a shard needs no memory of its own."""
-        self.wait_for_work()
-        for number, member in enumerate(self.members):
-            whole = member.parameter.detach()
-            if member.uneven is not None:
-                for there, own in self._uneven_pieces(self.rows, number, whole, range(self.axis.size)):
-                    own.copy_(there)
-            else:
-                values = _digits_first(whole, member.digits)
-                values.copy_(self._slot(self.rows, number).view(values.shape))
-        for _, shard in self._apart():
-            shard.data = shard.data.new_empty(0)
+def _is_first_holder(row: Row, axes: Sequence[str]) -> bool:
+    """Whether no rank before this one holds the same piece; a parameter without a layout is whole on all."""
+    states = Layout.parse(row[2]).states
+    kinds = [state.kind for state in states] if states else ["R"] * len(axes)
+    return all(kind == "S" or axis_of(name).rank == 0 for name, kind in zip(axes, kinds, strict=True))
 
 
-def _seats(buckets: Iterable[_Sum | _Shards]) -> list[piggyback_sums.Seat]:
-    """Of buckets that are only sent during backward: what rides is known by then."""
-    return [bucket.seat for bucket in buckets if isinstance(bucket, _Sum) and bucket.axis.size > 1]
+def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Tensor]]:
+    """Complex ones as the real numbers that they are made of."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = as_real(parameter.grad)
+            found.setdefault(gradient.dtype, []).append(gradient)
+    return found
 
 
-def _flat(like: Tensor, length: int) -> Tensor:
-    return torch.zeros(length, dtype=like.dtype, device=like.device)
-
-
-def _joined_axis(names: Iterable[str]) -> MeshAxis:
-    found = tuple(names)
-    return axis_of(joined(found)) if found else MeshAxis(1, 0, None)
-
-
-def _digits_first(x: Tensor, digits: Mapping[str, Place]) -> Tensor:
-    """The tensor with each of these digits of its dims as a dim of its own, in front of all others."""
-    shape: list[int] = []
-    front: dict[str, int] = {}
-    for dim, length in enumerate(x.shape):
-        inside = 1
-        for name in sorted((n for n in digits if digits[n].dim == dim), key=lambda n: digits[n].outside):
-            shape += [digits[name].outside // inside, axis_of(name).size]
-            front[name] = len(shape) - 1
-            inside = digits[name].outside * axis_of(name).size
-        shape.append(length // inside)
-    first = [front[name] for name in digits]
-    return x.reshape(shape).permute(*first, *(n for n in range(len(shape)) if n not in first))
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """A norm has more digits than bfloat16."""
+    return dtype if dtype == torch.float64 else torch.float32

@@ -16,7 +16,7 @@ around is bounded by a few times the largest tensor. `values` then fills one par
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
-from types import TracebackType
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.runtime.recompute.tape import EMPTY, OVERWRITE, Entry, Memory, Tape, View, op_name
+from pipeline.runtime.step.tape import EMPTY, OVERWRITE, MemoryView, Tape, TapeEntry, TapeMemory, op_name
 
 ROOM = 1.5  # memory that was used before the current op, in sizes of the largest: what trunc_normal_ goes back to
 SMALL = 1 << 16  # bytes that are not worth giving back
@@ -36,7 +36,7 @@ HANDS_OUT = frozenset(
     ("__array__", "__dlpack__", "_typed_storage", "numpy", "share_memory_", "storage", "untyped_storage")
 )
 
-States = list[tuple[torch.Generator, Tensor]]
+States = list[tuple[torch.Generator, Tensor]]  # of the generators that an op may draw from, before it
 
 
 class Initial:
@@ -62,7 +62,7 @@ class Initial:
                 yield tensor.detach()
 
 
-class Built:
+class BuiltModule:
     """As `Initial`, for a rank that has all of the module: built as it is, which draws every number once."""
 
     whole = ""
@@ -100,8 +100,8 @@ class _Keeper(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.tape = Tape()
-        self.known: dict[int, Memory] = {}  # by the address of the storage
-        self.filled_ones: dict[Memory, None] = {}  # that may be given back, least recently used first
+        self.known: dict[int, TapeMemory] = {}  # by the address of the storage
+        self.filled_ones: dict[TapeMemory, None] = {}  # that may be given back, least recently used first
         self.largest = 0
         self.given_bytes = 0
         self.busy = False  # with what is no op of the constructor's
@@ -122,7 +122,9 @@ class _Keeper(TorchDispatchMode):
             except _Unknown as reason:
                 self.keep_all(str(reason))
                 return func(*args, **kwargs)
-            states = _states(kwargs)
+            given = kwargs.get("generator")
+            generators = [torch.default_generator, *([given] if given is not None else [])]
+            states = [(generator, generator.get_state()) for generator in generators]
             result = func(*args, **kwargs)
             try:
                 self._after(func, args, kwargs, views, states, result)
@@ -132,7 +134,7 @@ class _Keeper(TorchDispatchMode):
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
-    def _before(self, func: Any, args: Any, kwargs: Any) -> dict[int, View]:
+    def _before(self, func: Any, args: Any, kwargs: Any) -> dict[int, MemoryView]:
         """What an op needs is filled; its tensors as views, by their ids."""
         views = {id(leaf): self._view(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         written = {views[id(t)].memory for t in _written(func, args, kwargs)}
@@ -145,7 +147,9 @@ class _Keeper(TorchDispatchMode):
             self._fill(memory, empty=memory is target)
         return views
 
-    def _after(self, func: Any, args: Any, kwargs: Any, views: dict[int, View], states: States, result: Any) -> None:
+    def _after(
+        self, func: Any, args: Any, kwargs: Any, views: dict[int, MemoryView], states: States, result: Any
+    ) -> None:
         """An op that has written or made something goes on the tape."""
         used = {view.memory for view in views.values()}
         makes = self._made(result, used)
@@ -153,7 +157,9 @@ class _Keeper(TorchDispatchMode):
         written = [views[id(t)].memory for t in _written(func, args, kwargs)]
         if not written and not new:
             return
-        self._check_sizes(used)
+        storages = [(memory.storage(), memory.nbytes) for memory in used]
+        if any(storage is not None and storage.nbytes() != nbytes for storage, nbytes in storages):
+            raise _Unknown("an op that resizes a tensor")
         target = _overwritten(func, args, kwargs, views)
         args, kwargs = (tree_map(lambda value: views.get(id(value), value), part) for part in (tuple(args), kwargs))
         reads = tuple(dict.fromkeys(view.memory for view in views.values() if view.memory is not target))
@@ -161,12 +167,12 @@ class _Keeper(TorchDispatchMode):
             (generator, state) for generator, state in states if not torch.equal(generator.get_state(), state)
         )
         number, default = len(self.tape.entries), torch.get_default_dtype()
-        entry = Entry(number, func, args, kwargs, reads, target, makes, drawn, default)
+        entry = TapeEntry(number, func, args, kwargs, reads, target, makes, drawn, default)
         self.tape.add(entry, dict.fromkeys([*written, *new]))
         for memory in new:
             self._drop(memory) if op_name(func) in EMPTY else self._note_use(memory)
 
-    def _view(self, tensor: Tensor) -> View:
+    def _view(self, tensor: Tensor) -> MemoryView:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             raise _Unknown(f"a tensor on {tensor.device}, {tensor.layout}")
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.is_quantized:
@@ -174,12 +180,11 @@ class _Keeper(TorchDispatchMode):
         storage = tensor.untyped_storage()
         memory = self.known.get(storage._cdata)
         if memory is None:
-            memory = self.known[storage._cdata] = Memory(storage)
+            memory = self.known[storage._cdata] = TapeMemory(storage)
             self.largest = max(self.largest, memory.nbytes)
-        lies = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-        return View(memory, tensor.dtype, *lies, tensor.is_conj())
+        return MemoryView(memory, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
-    def _made(self, result: Any, before: set[Memory]) -> tuple[View | None, ...]:
+    def _made(self, result: Any, before: set[TapeMemory]) -> tuple[MemoryView | None, ...]:
         """The results that have new memory."""
         results = result if isinstance(result, tuple | list) else (result,)
         if any(isinstance(leaf, Tensor) for r in results if not isinstance(r, Tensor) for leaf in tree_leaves(r)):
@@ -187,17 +192,11 @@ class _Keeper(TorchDispatchMode):
         views = [self._view(r) if isinstance(r, Tensor) else None for r in results]
         return tuple(view if view is not None and view.memory not in before else None for view in views)
 
-    def _check_sizes(self, used: Iterable[Memory]) -> None:
-        for memory in used:
-            storage = memory.storage()
-            if storage is not None and storage.nbytes() != memory.nbytes:
-                raise _Unknown("an op that resizes a tensor")
-
-    def _take_given(self, memory: Memory, written: bool) -> None:
+    def _take_given(self, memory: TapeMemory, written: bool) -> None:
         """Content from elsewhere goes on the tape, again where it has changed since."""
         storage = memory.storage()
         assert storage is not None
-        view = View(memory, torch.uint8, (memory.nbytes,), (1,), 0)
+        view = MemoryView(memory, torch.uint8, (memory.nbytes,), (1,), 0)
         content = view.on(storage)
         if memory.given is None or not torch.equal(content, memory.given):
             self.given_bytes += memory.nbytes
@@ -205,7 +204,7 @@ class _Keeper(TorchDispatchMode):
                 raise _Unknown("large tensors that were filled elsewhere")
             memory.given = content.clone()
             number = len(self.tape.entries)
-            entry = Entry(number, Tensor.copy_, (), {}, (), memory, (view,), (), torch.float32, memory.given)
+            entry = TapeEntry(number, Tensor.copy_, (), {}, (), memory, (view,), (), torch.float32, memory.given)
             self.tape.add(entry, [memory])
         if written:
             if memory.shared or not storage.resizable():
@@ -214,12 +213,12 @@ class _Keeper(TorchDispatchMode):
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def _note_use(self, memory: Memory) -> None:
+    def _note_use(self, memory: TapeMemory) -> None:
         self.filled_ones.pop(memory, None)
         if not memory.pinned and memory.nbytes > SMALL:
             self.filled_ones[memory] = None
 
-    def _fill(self, memory: Memory, empty: bool = False) -> None:
+    def _fill(self, memory: TapeMemory, empty: bool = False) -> None:
         if memory.dropped:
             storage = memory.storage()
             assert storage is not None
@@ -230,14 +229,14 @@ class _Keeper(TorchDispatchMode):
         if memory.writers and memory.given is None:
             self._note_use(memory)
 
-    def _drop(self, memory: Memory) -> None:
+    def _drop(self, memory: TapeMemory) -> None:
         storage = memory.storage()
         self.filled_ones.pop(memory, None)
         if storage is not None and not memory.pinned and memory.nbytes > SMALL:
             storage.resize_(0)
             memory.dropped = True
 
-    def _make_room(self, room: float, needed: Container[Memory] = ()) -> None:
+    def _make_room(self, room: float, needed: Container[TapeMemory] = ()) -> None:
         """Gives back what was not used lately until the rest has room."""
         for memory in [m for m in self.filled_ones if m.reference.expired()]:
             del self.filled_ones[memory]
@@ -273,26 +272,20 @@ class _Keeper(TorchDispatchMode):
             if memory.dropped and not memory.reference.expired():
                 self._fill(memory)
 
-    def filled(self, tensor: Tensor) -> _Filled:
-        return _Filled(self, self.known.get(tensor.untyped_storage()._cdata))
-
-
-class _Filled:
-    """A context in which memory is filled; after it, it is given back where it was before."""
-
-    def __init__(self, keeper: _Keeper, memory: Memory | None) -> None:
-        self.keeper, self.memory = keeper, memory
-
-    def __enter__(self) -> None:
-        self.was_dropped = self.memory is not None and self.memory.dropped
-        if self.memory is not None:
-            self.keeper._fill(self.memory)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.memory is not None and self.was_dropped:
-            self.keeper._drop(self.memory)
+    @contextmanager
+    def filled(self, tensor: Tensor) -> Iterator[None]:
+        """In it the tensor's memory is filled; after it, it is given back where it was before."""
+        memory = self.known.get(tensor.untyped_storage()._cdata)
+        if memory is None:
+            yield
+            return
+        was_dropped = memory.dropped
+        self._fill(memory)
+        try:
+            yield
+        finally:
+            if was_dropped:
+                self._drop(memory)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
@@ -302,17 +295,10 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def _overwritten(func: Any, args: Any, kwargs: Any, views: dict[int, View]) -> Memory | None:
+def _overwritten(func: Any, args: Any, kwargs: Any, views: dict[int, MemoryView]) -> TapeMemory | None:
     """The memory that an op writes all of, without reading it."""
     if op_name(func) not in OVERWRITE:
         return None
     target = views[id(args[0])]
     others = (views[id(leaf)] for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor))
     return target.memory if target.whole() and all(view.memory is not target.memory for view in others) else None
-
-
-def _states(kwargs: dict[str, Any]) -> States:
-    """Of the generators that an op may draw from."""
-    given = kwargs.get("generator")
-    generators = [torch.default_generator, *([given] if given is not None else [])]
-    return [(generator, generator.get_state()) for generator in generators]

@@ -39,18 +39,14 @@ class Tally(TorchDispatchMode):
         self.peak = 0
         for tensor in resident:
             self._add(tensor)
-        self._weigh()
-        self.resident_bytes = self.peak
-
-    def alive_bytes(self) -> int:
-        return self._weigh()
+        self.weigh()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._add(leaf)
-        self._weigh()
+        self.weigh()
         return result
 
     def _add(self, tensor: Tensor) -> None:
@@ -58,18 +54,13 @@ class Tally(TorchDispatchMode):
         reference = StorageWeakRef(held.untyped_storage())
         self.alive.setdefault(reference.cdata, reference)
 
-    def _weigh(self) -> int:
+    def weigh(self) -> int:
         """Asks each storage for its size again: FSDP lets go of gathered parameters by making it zero."""
-        weighed = {key: _bytes_behind(reference) for key, reference in self.alive.items()}
-        self.alive = {key: self.alive[key] for key, nbytes in weighed.items() if nbytes is not None}
-        found = sum(nbytes for nbytes in weighed.values() if nbytes is not None)
-        self.peak = max(self.peak, found)
-        return found
-
-
-def _bytes_behind(reference: StorageWeakRef) -> int | None:
-    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return None if storage is None else int(storage.nbytes())
+        found = {key: torch.UntypedStorage._new_with_weak_ptr(key) for key in self.alive}
+        self.alive = {key: self.alive[key] for key, storage in found.items() if storage is not None}
+        nbytes = sum(storage.nbytes() for storage in found.values() if storage is not None)
+        self.peak = max(self.peak, nbytes)
+        return int(nbytes)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

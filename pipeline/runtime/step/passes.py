@@ -30,12 +30,12 @@ def run_passes(
     """The losses of all micro-batches; then the gradients are there for the optimizer. `around` is for forward."""
     gradients.start(armed=count == 1)
     with around():
-        copies = Copies(program.copies() if hasattr(program, "copies") else {})
+        copies = StepCopies(copies_of(program))
     losses = []
     for left, batch in zip(reversed(range(count)), batches, strict=True):
         if not left:
             gradients.arm()
-        losses.append(_pass(program, {**batch, **(copies.last() if not left else copies.stand_ins)}, count, around))
+        losses.append(_pass(program, {**batch, **(copies.stand_ins if left else copies.last())}, count, around))
     gradients.wait()
     return losses
 
@@ -49,10 +49,15 @@ def _pass(
     return loss.detach()
 
 
-class Copies:
+def copies_of(program: Any) -> Mapping[str, Tensor]:
+    """Of parameters, made once a step; few programs have any."""
+    return program.copies() if hasattr(program, "copies") else {}
+
+
+class StepCopies:
     """Copies of parameters, of which autograd undoes the making once: in the backward pass that is last.
 
-    Where gradients of weights are put off, that is an entry of what the last pass has put off.
+    Where gradients of weights are deferred, that is an entry of what the last pass has deferred.
     """
 
     def __init__(self, made: Mapping[str, Tensor]) -> None:
@@ -60,7 +65,13 @@ class Copies:
         self.stand_ins = {name: copy.detach().requires_grad_(copy.requires_grad) for name, copy in made.items()}
 
     def last(self) -> dict[str, Tensor]:
-        return {name: self._joined(copy, self.stand_ins[name]) for name, copy in self.made.items()}
+        """The copies, whose gradients are joined by what has come together in their stand-ins."""
+        found = {}
+        for name, copy in self.made.items():
+            found[name] = copy.view_as(copy)  # of its own, as the copy may be the parameter itself
+            if found[name].requires_grad:  # other passes may be undone after this one has run forward, as in a pipeline
+                found[name].register_hook(partial(_join, self.stand_ins[name]))
+        return found
 
     def leaves(self) -> list[Tensor]:
         made = [copy for copy in self.made.values() if copy.requires_grad]
@@ -69,13 +80,6 @@ class Copies:
     def run(self) -> None:
         """Of all that has come together in the stand-ins."""
         undo((copy, self.stand_ins[name].grad) for name, copy in self.made.items())
-
-    def _joined(self, copy: Tensor, stand_in: Tensor) -> Tensor:
-        """The copy, whose gradient is joined by what has come together in its stand-in."""
-        view = copy.view_as(copy)  # of its own, as the copy may be the parameter itself
-        if view.requires_grad:  # other passes may be undone after this one has run forward, as in a pipeline
-            view.register_hook(partial(_join, stand_in))
-        return view
 
 
 def _join(stand_in: Tensor, gradient: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.runtime.recompute.regions import replaying
+from pipeline.runtime.context import setting, step
 
 COUNTER = "num_batches_tracked"  # of a torch.nn.BatchNorm: a program adds one for each micro-batch
 
 
-class Moments(NamedTuple):
+class ChannelMoments(NamedTuple):
     """Of numbers of each channel: how many, their mean, and the sum of their squared deviations from it."""
 
     numbers: int
@@ -29,7 +29,7 @@ class Moments(NamedTuple):
     squares: Tensor
 
 
-def combined(parts: Iterable[Moments]) -> Moments:
+def combined(parts: Iterable[ChannelMoments]) -> ChannelMoments:
     """Of all these numbers together."""
     first, *rest = parts
     count, mean, squares = first
@@ -38,38 +38,27 @@ def combined(parts: Iterable[Moments]) -> Moments:
         apart = part.mean - mean
         mean = mean + apart * (part.numbers / count)
         squares = squares + part.squares + apart.square() * (before * part.numbers / count)
-    return Moments(count, mean, squares)
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """A micro-batch at a batch norm, whose mean and unbiased variance are written while it runs."""
-
-    count: int
-    mean: Tensor
-    variance: Tensor
-
-    def moments(self) -> Moments:
-        wide = torch.promote_types(self.mean.dtype, torch.float32)
-        return Moments(self.count, self.mean.to(wide), self.variance.to(wide) * (self.count - 1))
+    return ChannelMoments(count, mean, squares)
 
 
 @dataclass(frozen=True)
 class _Norm:
-    """A batch norm in a step."""
+    """A batch norm in a step, with its running statistics."""
 
-    mean: Tensor  # its running statistics
+    mean: Tensor
     variance: Tensor
     momentum: float
-    seen: list[_Seen]
+    seen: list[tuple[int, Tensor, Tensor]]  # numbers of each micro-batch, its mean and unbiased variance when it ran
 
     def commit(self) -> None:
-        count, mean, squares = combined(each.moments() for each in self.seen)
+        wide = torch.promote_types(self.mean.dtype, torch.float32)
+        parts = (ChannelMoments(n, mean.to(wide), var.to(wide) * (n - 1)) for n, mean, var in self.seen)
+        count, mean, squares = combined(parts)
         self.mean.lerp_(mean.to(self.mean.dtype), self.momentum)
         self.variance.lerp_((squares / (count - 1)).to(self.variance.dtype), self.momentum)
 
 
-class Deferred:
+class DeferredStatistics:
     """`tensors` are a rank's tensors of the model, by name."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -82,11 +71,8 @@ class Deferred:
         """Around the passes of a step; statistics and counters change when it ends."""
         before = [counter.clone() for counter in self.counters]
         self.norms.clear()
-        _Here.collector = self
-        try:
+        with setting(step, statistics=self):
             yield
-        finally:
-            _Here.collector = None
         with torch.no_grad():
             for norm in self.norms.values():
                 norm.commit()
@@ -100,21 +86,12 @@ class Deferred:
         With a momentum of one it then has the statistics of the micro-batch, which the second run of a recompute region
         has seen already.
         """
-        seen = _Seen(count, torch.zeros_like(mean), torch.zeros_like(variance))
-        if not replaying():
-            self.norms.setdefault(mean.data_ptr(), _Norm(mean, variance, momentum, [])).seen.append(seen)
-        return seen.mean, seen.variance
+        own = torch.zeros_like(mean), torch.zeros_like(variance)
+        if not step.thread.replaying:
+            self.norms.setdefault(mean.data_ptr(), _Norm(mean, variance, momentum, [])).seen.append((count, *own))
+        return own
 
 
-def statistics_of(setting: str, tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], AbstractContextManager[None]]:
+def statistics_of(how: str, tensors: Iterable[tuple[str, Tensor]]) -> Callable[[], AbstractContextManager[None]]:
     """What is around the passes of each step, by `batch_norm` of the train file."""
-    return Deferred(tensors).step if setting == "deferred" else nullcontext
-
-
-class _Here:
-    collector: Deferred | None = None
-
-
-def collecting() -> Deferred | None:
-    """Who collects the statistics of the step that runs; nobody where they change with each micro-batch."""
-    return _Here.collector
+    return DeferredStatistics(tensors).step if how == "deferred" else nullcontext

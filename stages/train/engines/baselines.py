@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.base.errors import TrainError
 from pipeline.ir.layout import Layout, S, replicated
 from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.step.batches import Batches
+from pipeline.user.batches import Batches
 from pipeline.user.loss import pick_loss
 from pipeline.user.weights import Shape, match_names, open_weights, read_piece
 from stages.train.data import held_out_batches

@@ -18,7 +18,7 @@ from pipeline.base import artifacts
 from pipeline.base.errors import TrainError
 from pipeline.base.instantiate import instantiate
 from pipeline.ir.layout import Layout
-from pipeline.runtime.programs.source import load_program
+from pipeline.runtime.programs.source import CannotEvaluate, load_program
 from pipeline.user.optimizer import build_optimizer
 from pipeline.user.weights import Shape, write_weights
 from stages.train.ranks.watchdog import Beat, unwatched, with_beats
@@ -164,4 +164,8 @@ def program_of(job: Job, *, evaluates: bool = False) -> ModuleType:
             where=MODULE,
             remedy="start the run again, and leave the file as it is while it begins",
         )
-    return load_program(job["module_path"], evaluates=evaluates, source=source)
+    try:
+        return load_program(job["module_path"], evaluates=evaluates, source=source)
+    except CannotEvaluate as error:
+        remedy = "set `evaluate.every` to 0, or draw with a dropout of torch.nn"
+        raise TrainError(str(error), where=error.where, remedy=remedy) from error

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from pipeline.ir.layout import Layout
-from pipeline.runtime.compiler.onednn import use_kernels_of
-from pipeline.runtime.pipelining.pipelined import Pipeline, Places, smaller_of
+from pipeline.runtime.compiler.compiled import use_kernels_of
+from pipeline.runtime.pipelining.pipelined import Places, RankPipeline, smaller_of
 from pipeline.runtime.pipelining.transfer import ACROSS, meeting_device
 from pipeline.runtime.programs.collectives import as_real
 from pipeline.runtime.programs.random import seed_apart
-from pipeline.runtime.step.batches import Batches
-from pipeline.runtime.step.clipping import Clipping
-from pipeline.runtime.step.gradients import Row
+from pipeline.runtime.step.buckets import Row
+from pipeline.runtime.step.gradients import Clipping
 from pipeline.runtime.step.running_stats import statistics_of
 from pipeline.runtime.step.slices import Slices
+from pipeline.user.batches import Batches
 from pipeline.user.weights import Shape
 from stages.train.data import held_out_batches
 from stages.train.engines.engine import Batch, Engine, Job, StateShard, program_of
@@ -48,7 +48,7 @@ class PipelinedEngine(Engine):
         if self.stream:  # the ranks of a device group draw alike, and not what another group draws
             torch.manual_seed(seed_apart(job["train"]["seed"], self.stream))
         tensors = {number: own.tensors for number, own in self.own.items()}
-        self.pipeline = Pipeline(program, self.places, tensors, self.shapes, self.device, self.autocast)
+        self.pipeline = RankPipeline(program, self.places, tensors, self.shapes, self.device, self.autocast)
         self.partitions = self.pipeline.partitions
         named = (item for own in tensors.values() for item in own.items())
         self.statistics = statistics_of(job["train"]["batch_norm"], named)

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 from pipeline.base.errors import TrainError
 from pipeline.ir.layout import Layout
-from pipeline.runtime.compiler.onednn import use_kernels_of
+from pipeline.runtime.compiler.compiled import use_kernels_of
 from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.step.batches import Batches
-from pipeline.runtime.step.clipping import Clipping
 from pipeline.runtime.step.cuda_graphs import GraphedPasses, NotCaptured
-from pipeline.runtime.step.gradients import Gradients
+from pipeline.runtime.step.gradients import Clipping, Gradients
 from pipeline.runtime.step.passes import run_passes
 from pipeline.runtime.step.running_stats import statistics_of
 from pipeline.runtime.step.slices import Slices
+from pipeline.user.batches import Batches
 from pipeline.user.weights import Shape
 from stages.train.data import held_out_batches
 from stages.train.engines.engine import Batch, Engine, Job, StateShard, program_of, unchanged

@@ -17,10 +17,9 @@ from pipeline.base.errors import TrainError
 from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
 from pipeline.runtime.programs.mesh import axis_of
-from pipeline.runtime.programs.parameters import piece_of, runs_of, shape_of, whole_of
-from pipeline.runtime.programs.uneven import padded_to
-from pipeline.runtime.step.gradients import Row
-from pipeline.runtime.step.initial_values import Built, Initial
+from pipeline.runtime.programs.parameters import piece_of, runs_of, whole_of, with_padding
+from pipeline.runtime.step.buckets import Row
+from pipeline.runtime.step.initial_values import BuiltModule, Initial
 from pipeline.user.optimizer import refuse_mixing, refuse_moving_zeros
 from pipeline.user.weights import Shape, match_names, open_weights, read_piece
 from stages.train.engines.engine import Engine, StateShard
@@ -67,7 +66,7 @@ class OwnTensors:
     def __init__(self, engine: Engine, stored: StoredRows, wanted: Callable[[str], bool] = lambda name: True) -> None:
         torch.manual_seed(engine.job["train"]["seed"])
         self.stored = stored
-        initial = (Initial if dist.get_world_size() > 1 else Built)(engine.build_module)
+        initial = (Initial if dist.get_world_size() > 1 else BuiltModule)(engine.build_module)
         self.held_whole = initial.whole  # why this rank had to hold the whole module, or nothing
         named = named_tensors(initial.module)
         self.shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in named.items()}
@@ -83,7 +82,7 @@ class OwnTensors:
                 own = engine.placed(shard)
                 self.tensors[name] = nn.Parameter(own) if stored.is_trained(name, named[name]) else own
 
-    def _drawn(self, initial: Initial | Built, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _drawn(self, initial: Initial | BuiltModule, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for (name, tensor), value in zip(named.items(), initial.values(named.values()), strict=True):
             yield name, piece_of(value, self.stored.layout(name, tensor), self.stored.axes)
 
@@ -94,7 +93,7 @@ class OwnTensors:
         for name, key in ((name, found[name]) for name in found if name in named):
             lies = self.shapes[name], self.stored.layout(name, named[name]), self.stored.axes
             shard = read_piece(weights, key, runs_of(*lies)).to(named[name].dtype)
-            yield name, padded_to(shard, shape_of(*lies))
+            yield name, with_padding(shard, *lies)
 
     def whole(self, name: str) -> Tensor:
         """On every rank of the mesh; all of them ask for it together."""

@@ -29,7 +29,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.base.signals import ASKING
-from pipeline.runtime.step.batches import Batches, sample_under_way
+from pipeline.runtime.context import step
+from pipeline.user.batches import Batches
 from stages.train.data import PREFETCH, Prefetched
 
 ANSWER_S = 10.0  # within which every rank answers; its main thread is not asked
@@ -198,7 +199,7 @@ def place_of_work() -> dict[str, Any]:
     waits = "torch/distributed" in file or ".wait(" in line  # in a call of torch.distributed, or for one under way
     own = next((f for f in _outwards(frame) if not f.f_code.co_filename.startswith(_INSTALLED)), frame)
     reads = any(f.f_code is Batches._read.__code__ for f in _outwards(frame))  # and not a thread ahead of this one
-    sample = sample_under_way() if reads else None
+    sample = step.sample if reads else None
     read = f", reading sample {sample}" if sample is not None else ""
     return {"at": f"{own.f_code.co_filename}:{own.f_lineno}{read}", "waits": not reads and waits}
 

@@ -1,9 +1,9 @@
 """A tape of the ops that fill tensors, from which the content of any memory is made again.
 
-The tape knows memory (`Memory`), not tensors: a view is a way to look at it (`View`). An op is on it if it writes
-memory or makes new; views and reads are not. The content of a piece of memory at some moment is that of the ops that
-wrote it before, back to the last one that wrote all of it without reading it, and of what those ops read (`needed`). A
-random op is on the tape with the state that its generator had, so it draws the same numbers again.
+The tape knows memory (`TapeMemory`), not tensors: a view is a way to look at it (`MemoryView`). An op is on it if it
+writes memory or makes new; views and reads are not. The content of memory at some moment is that of the ops that wrote
+it before, back to the last one that wrote all of it without reading it, and of what those ops read (`needed`). A random
+op is on the tape with the state that its generator had, so it draws the same numbers again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ OVERWRITE = frozenset(f"aten::{name}_" for name in (*_FILLS, "uniform", "zero"))
 EMPTY = frozenset(("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"))
 
 
-class Memory:
+class TapeMemory:
     """What lies behind one or more tensors."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.reference = StorageWeakRef(storage)  # while it lives, no other storage has this address
         self.nbytes = storage.nbytes()
-        self.writers: list[Entry] = []  # in order; none: it is not of the tape's making
+        self.writers: list[TapeEntry] = []  # in order; none: it is not of the tape's making
         self.given: Tensor | None = None  # of memory that was filled elsewhere: its content when it was last read
         self.dropped = False  # its storage has no bytes
         self.pinned = False  # it is never given back
@@ -43,19 +43,17 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class View:
+class MemoryView:
     """How a tensor lies in its memory."""
 
-    memory: Memory
+    memory: TapeMemory
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    conjugated: bool = False
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        found = torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
-        return found.conj() if self.conjugated else found
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
     def whole(self) -> bool:
         """Whether it is all of its memory, each element once."""
@@ -69,16 +67,16 @@ class View:
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class TapeEntry:
     """An op on the tape; its arguments have views in place of tensors."""
 
     number: int
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    reads: tuple[Memory, ...]
-    overwrites: Memory | None  # written whatever it held
-    makes: tuple[View | None, ...]  # of each result that has new memory
+    reads: tuple[TapeMemory, ...]
+    overwrites: TapeMemory | None  # written whatever it held
+    makes: tuple[MemoryView | None, ...]  # of each result that has new memory
     states: tuple[tuple[torch.Generator, Tensor], ...]  # of the generators it draws from, before
     dtype: torch.dtype  # the default one
     given: Tensor | None = None  # not an op: content that came from elsewhere, as bytes
@@ -86,17 +84,17 @@ class Entry:
 
 class Tape:
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[TapeEntry] = []
 
-    def add(self, entry: Entry, writes: Iterable[Memory]) -> None:
+    def add(self, entry: TapeEntry, writes: Iterable[TapeMemory]) -> None:
         self.entries.append(entry)
         for memory in writes:
             memory.writers.append(entry)
 
-    def needed(self, memory: Memory) -> list[Entry]:
+    def needed(self, memory: TapeMemory) -> list[TapeEntry]:
         """The entries that make its content, in order."""
-        found: set[Entry] = set()
-        seen: set[tuple[Memory, int]] = set()
+        found: set[TapeEntry] = set()
+        seen: set[tuple[TapeMemory, int]] = set()
         todo = [(memory, len(self.entries))]
         while todo:
             wanted, before = todo.pop()
@@ -113,11 +111,14 @@ class Tape:
                     break
         return sorted(found, key=lambda entry: entry.number)
 
-    def make(self, memory: Memory, storage: torch.UntypedStorage) -> None:
+    def make(self, memory: TapeMemory, storage: torch.UntypedStorage) -> None:
         """Puts its content into a storage of its size; generators are left as they were."""
-        filled: dict[Memory, torch.UntypedStorage] = {memory: storage}
+        filled: dict[TapeMemory, torch.UntypedStorage] = {memory: storage}
         entries = self.needed(memory)
-        last = {read: entry for entry in entries for read in (*entry.reads, *_written(entry))}
+        last: dict[TapeMemory | None, TapeEntry] = {}  # memory -> the entry that is the last to need it
+        for entry in entries:
+            made = [view.memory for view in entry.makes if view is not None]
+            last |= dict.fromkeys((*entry.reads, *made, entry.overwrites), entry)
         with torch.no_grad(), _kept_states(entries):
             for entry in entries:
                 _perform(entry, filled, memory)
@@ -125,14 +126,8 @@ class Tape:
                     del filled[done]
 
 
-def _written(entry: Entry) -> Iterator[Memory]:
-    yield from (view.memory for view in entry.makes if view is not None)
-    if entry.overwrites is not None:
-        yield entry.overwrites
-
-
 @contextmanager
-def _kept_states(entries: Iterable[Entry]) -> Iterator[None]:
+def _kept_states(entries: Iterable[TapeEntry]) -> Iterator[None]:
     used = {id(generator): generator for entry in entries for generator, _ in entry.states}
     before = [(generator, generator.get_state()) for generator in used.values()]
     kept = torch.get_default_dtype()
@@ -144,14 +139,14 @@ def _kept_states(entries: Iterable[Entry]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _perform(entry: Entry, filled: dict[Memory, torch.UntypedStorage], target: Memory) -> None:
-    def storage(memory: Memory) -> torch.UntypedStorage:
+def _perform(entry: TapeEntry, filled: dict[TapeMemory, torch.UntypedStorage], target: TapeMemory) -> None:
+    def storage(memory: TapeMemory) -> torch.UntypedStorage:
         if memory not in filled:
             filled[memory] = torch.UntypedStorage(memory.nbytes)
         return filled[memory]
 
     def real(value: Any) -> Any:
-        return value.on(storage(value.memory)) if isinstance(value, View) else value
+        return value.on(storage(value.memory)) if isinstance(value, MemoryView) else value
 
     if entry.given is not None:
         (view,) = entry.makes

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from pipeline.base.errors import TrainError
 from pipeline.ir.layout import Layout, Run
+from pipeline.runtime.context import step
 from pipeline.runtime.programs.collectives import piece
 from pipeline.runtime.programs.mesh import axis_of
 from pipeline.runtime.step.slices import Slices
@@ -42,14 +43,6 @@ def _order(length: int, seed: int, epoch: int) -> list[int]:
 
 class SampleError(TrainError):
     """A sample of the user's data set that cannot be read, or is not like the others."""
-
-
-_under_way: int | None = None
-
-
-def sample_under_way() -> int | None:
-    """The sample that the data set is asked for now."""
-    return _under_way
 
 
 class Batches:
@@ -84,15 +77,14 @@ class Batches:
 
     def _read(self, index: int) -> Any:
         """The user's code: what goes wrong there is told with the sample and the rank."""
-        global _under_way
-        _under_way = index
+        step.sample = index
         try:
             return self.dataset[index]
         except (Exception, SystemExit) as error:
             text = f"{type(error).__name__}: {error}".rstrip(": ")
             raise self._failed(index, f"cannot be read{_rank()}: {text}{_place_in(error)}") from error
         finally:
-            _under_way = None
+            step.sample = None
 
     def _failed(self, index: int, what: str) -> SampleError:
         return SampleError(
