@@ -16,7 +16,7 @@ from pipeline.base.log import Log, say
 from pipeline.base.stage import as_cached, up_to
 from pipeline.config import Config, Sweep, find_sweep, try_settings
 from pipeline.config.schema import Until
-from pipeline.tracking.point import SWEEP_TAG, Point
+from pipeline.tracking.execution import SWEEP_TAG, SweepPoint
 from pipeline.tracking.spool import StageRecord
 from pipeline.tracking.tracker import Tracker
 from stages.sweep.abandoned import forget_killed, held
@@ -90,7 +90,7 @@ def read_sweep(root: Path, arguments: argparse.Namespace) -> tuple[str, Sweep]:
 def _ran(sweeping: Sweeping, number: int, settings: tuple[str, ...], config: Config) -> Row:
     """Its row of the table. What DVC took from its cache is recorded here: no stage ran to tell of it."""
     name, what = f"{sweeping.name}-{number}", " ".join(settings)
-    point = Point(sweeping.name, what, sweeping.root)
+    point = SweepPoint(sweeping.name, what, sweeping.root)
     environ = {**sweeping.environ, **point.environment(), "SHARDWRIGHT_EXECUTION": name}
     sweeping.log.info("%s", what)
     report = sweeping.folder / f"{number}.log"
@@ -113,7 +113,7 @@ def _ran(sweeping: Sweeping, number: int, settings: tuple[str, ...], config: Con
 
 def _own_run(sweeping: Sweeping, config: Config, settings: Sequence[str]) -> Tracker:
     """Sent before the first point, so that points find the run below which they lie."""
-    above = Point("", sweeping.name, sweeping.root)
+    above = SweepPoint("", sweeping.name, sweeping.root)
     tracker = Tracker(sweeping.root, config.tracking, sweeping.log, execution=sweeping.name, point=above)
     params = dict(setting.split("=", 1) for setting in settings)
     tracker.stage(StageRecord("sweep", params={**params, "until": sweeping.until}))
