@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.base.errors import ClusterError
-from pipeline.config import Cluster, ClusterSource
+from pipeline.config import ClusterSettings, ClusterSource
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Machine:
         return self.reached.collective + nbytes / rate
 
 
-def machine_of(cluster: Cluster, where: str) -> Machine:
+def machine_of(cluster: ClusterSettings, where: str) -> Machine:
     """`where` names it in errors."""
     preset = cluster.preset
     if cluster.source is ClusterSource.probe:
@@ -112,7 +112,7 @@ def machine_of(cluster: Cluster, where: str) -> Machine:
     )
 
 
-def _slowest(cluster: Cluster, fastest: float) -> float:
+def _slowest(cluster: ClusterSettings, fastest: float) -> float:
     """Of the links inside a host: where it has islands, those between them."""
     preset = cluster.preset
     islands = preset.island is not None and preset.island < cluster.host_sizes[0]

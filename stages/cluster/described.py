@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from pipeline.config import Cluster as Settings
+from pipeline.config import ClusterSettings as Settings
 from pipeline.config import Device
 from pipeline.ir.cluster import Cluster, Compute, Curve, Group, Host, Measured
 from stages.cluster.formulas import FASTEST

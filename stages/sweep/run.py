@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.base.files import write_atomic
 from pipeline.base.log import Log, say
 from pipeline.base.stage import as_cached, up_to
-from pipeline.config import Config, Sweep, find_sweep, try_settings
+from pipeline.config import Config, SweepSettings, find_sweep, try_settings
 from pipeline.config.schema import Until
 from pipeline.tracking.execution import SWEEP_TAG, SweepPoint
 from pipeline.tracking.spool import StageRecord
@@ -70,13 +70,13 @@ def run(root: Path, arguments: argparse.Namespace, environ: Mapping[str, str], l
     return 0
 
 
-def read_sweep(root: Path, arguments: argparse.Namespace) -> tuple[str, Sweep]:
+def read_sweep(root: Path, arguments: argparse.Namespace) -> tuple[str, SweepSettings]:
     """Its name, and a file of conf/sweep with further settings, or settings alone."""
     names = [word for word in arguments.words if "=" not in word]
     if len(names) > 1:
         raise SweepError(f"'{names[1]}' is no setting", remedy="name one file of conf/sweep, and settings as key=value")
     given = [word for word in arguments.words if "=" in word]
-    known = find_sweep(root, names[0]) if names else Sweep("", [])
+    known = find_sweep(root, names[0]) if names else SweepSettings("", [])
     until = Until(arguments.until) if arguments.until else known.until
     title = arguments.name or (names[0] if names else "sweep")
     if not NAME.fullmatch(title):
