@@ -21,7 +21,7 @@ from pipeline.config import Config, TrainEngine
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan
 from pipeline.ir.report import Breakdown, Evaluation, Report
-from pipeline.launch.launch import Watch
+from pipeline.launch.launch import Supervision
 from pipeline.launch.place import find_place
 from pipeline.launch.work_folder import ROOM, LaunchFailed
 from pipeline.tracking.tracker import Live, Tracker
@@ -142,9 +142,9 @@ def launch(inputs: Inputs, config: Config, plan: Plan, job: dict[str, Any]) -> d
             progress(inputs.log, "step", config.train.steps) as advance,
         ):
             follow = Follower(live, advance, lambda note: tell(inputs.log, inputs.root, note))
-            restarts, timeout_s = config.train.max_restarts, config.train.timeout_s
-            watch = Watch(config.train.hang_s, gentle=True, tell=inputs.log.warning)
-            return start_ranks(job, ranks, timeout_s, follow, restarts, watch)
+            settings = config.train
+            watch = Supervision(settings.hang_s, True, inputs.log.warning, settings.max_restarts)
+            return start_ranks(job, ranks, settings.timeout_s, follow, watch)
     except LaunchFailed as error:
         for line in error.log.splitlines():
             inputs.log.debug(line)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import TrainError
-from pipeline.launch.launch import Watch, run_here, run_ranks
+from pipeline.launch.launch import Supervision, run_here, run_ranks
 from pipeline.launch.place import find_place
 
 WORKER = "stages.train.worker"
@@ -19,13 +19,12 @@ def start_ranks(
     ranks: int,
     timeout: float | None,
     poll: Callable[[Path], None],
-    restarts: int,
-    watch: Watch,
+    watch: Supervision,
 ) -> dict[str, Any]:
     """All ranks on this machine, or the one that this process is; what rank 0 found, on other ranks nothing."""
     place = find_place(os.environ)
     if place is None:
-        return run_ranks(WORKER, job, ranks, timeout, poll, restarts=restarts, watch=watch)
+        return run_ranks(WORKER, job, ranks, timeout, poll, watch=watch)
     if place.ranks != ranks:
         raise TrainError(
             f"the run needs {ranks} ranks, and {place.ranks} were started",
