@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from pipeline.config import Cluster as Settings
+from pipeline.config import ClusterSettings as Settings
 from pipeline.config import ClusterSource, Device, Probe
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.codec import decode

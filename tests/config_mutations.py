@@ -18,8 +18,8 @@ import yaml
 from hypothesis import strategies as st
 
 from pipeline.config import GROUPS, load_config
-from pipeline.config.check import Kind, fields_of, mandatory
-from pipeline.config.schema import Form, Root, Rule, rule_of
+from pipeline.config.check import FieldType, fields_of, mandatory
+from pipeline.config.schema import KeyRule, Root, ValueForm, rule_of
 from pipeline.config.source import parse, read_bytes
 
 Path_ = tuple[str, ...]
@@ -43,8 +43,8 @@ class Place:
 
     file: str
     path: Path_
-    kind: Kind
-    rule: Rule
+    kind: FieldType
+    rule: KeyRule
     mandatory: bool
 
 
@@ -135,7 +135,7 @@ def _places(file: str, schema: type, data: dict[str, Any], above: Path_) -> Iter
         yield Place(file, path, kind, rule, mandatory(item))
         if dataclasses.is_dataclass(kind.type):
             yield from _places(file, kind.type, data.get(name, {}), path)
-        elif rule.form is Form.BY_NAME:
+        elif rule.form is ValueForm.BY_NAME:
             for entry, inner in data[name].items():
                 yield from _places(file, kind.item, inner, (*path, entry))
 
@@ -160,7 +160,7 @@ def _unknown_keys(places: list[Place], data: dict[str, Any]) -> st.SearchStrateg
 
         return _edited(place, data, change, f"unknown key {letters}zz")
 
-    known = [place for place in places if place.rule.form is not Form.BY_NAME]
+    known = [place for place in places if place.rule.form is not ValueForm.BY_NAME]
     letters = st.text("abcdefgh_", max_size=4)
     return st.builds(add, st.sampled_from(known), letters, st.booleans())
 
@@ -184,25 +184,25 @@ def _wrong_values(places: list[Place], data: dict[str, Any]) -> st.SearchStrateg
     return st.sampled_from(cases).map(edit)
 
 
-def _wrong(kind: Kind, rule: Rule) -> list[Any]:
+def _wrong(kind: FieldType, rule: KeyRule) -> list[Any]:
     wrong: list[Any] = [] if kind.optional else [None]
     wrong += ["???", "${", "${no.such.key}", "${no_such_resolver:1}"]
     if dataclasses.is_dataclass(kind.type):
         return [*wrong, 3, "text", [1], True]
-    if rule.form is Form.TARGET:
+    if rule.form is ValueForm.TARGET:
         bad_targets = [{"_target_": name} for name in ("plain", "a..b", ".a", "a.", "a.b c", "a.1", "a.class", 3, None)]
         bad_arguments = [
             {"_target_": "a.b", key: value} for key, value in (("a b", 1), ("_args_", []), ("x", float("nan")))
         ]
         return [*wrong, {}, 3, "a.b", ["a.b"], {"lr": 1}, {"_target_": "a.b", 3: 4}, *bad_targets, *bad_arguments]
-    if rule.form is Form.BY_NAME:
+    if rule.form is ValueForm.BY_NAME:
         tensor = {"shape": [1], "dtype": "int64"}
         return [*wrong, {}, 3, [tensor], {"x": 3}, {"x": {}}, {"x y": tensor}, {"x": {**tensor, "device": "cpu"}}]
-    if rule.form is Form.CHOICE:
+    if rule.form is ValueForm.CHOICE:
         return [*wrong, 3, True, ["glpk"], "", "../solve/glpk", "/glpk", "no_such_file", ".", "..", "a\\b", "glpk.yaml"]
     if kind.type is list:
         return [*wrong, [], 3, "text", {"a": 1}, [0], [-1], [True], [1.5], ["1"], [[1]], [None]]
-    if rule.form is Form.SWITCH:
+    if rule.form is ValueForm.SWITCH:
         return [*wrong, 0, 1, "true", "on", [True], {}]
     if kind.type is bool:
         return [*wrong, 0, 1, "yes", "true", [True], {}]
@@ -213,7 +213,7 @@ def _wrong(kind: Kind, rule: Rule) -> list[Any]:
     return [*wrong, *_wrong_numbers(kind, rule)]
 
 
-def _wrong_numbers(kind: Kind, rule: Rule) -> list[Any]:
+def _wrong_numbers(kind: FieldType, rule: KeyRule) -> list[Any]:
     numbers: list[Any] = ["many", "3", True, False, [1], {}, float("nan"), float("inf"), -float("inf")]
     numbers += [1.5, 2.0] if kind.type is int else []
     numbers += [rule.at_least - 1] if rule.at_least is not None else []

@@ -10,8 +10,7 @@ from math import prod
 import torch
 from torch import nn
 
-from pipeline.config import Backend, Checkpoint, Preset, Recompute, Solve
-from pipeline.config import Cluster as ClusterSettings
+from pipeline.config import Backend, Checkpoint, ClusterSettings, Preset, Recompute, Solve
 from pipeline.config.schema import ClusterSource, Device
 from pipeline.cost.step import Workload
 from pipeline.ir.cluster import Cluster, Mesh

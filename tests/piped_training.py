@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pipeline.config import Config, DType, Model, TensorSpec, load_config
+from pipeline.config import Config, DType, ModelSettings, TensorSpec, load_config
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan, Region
 from pipeline.ir.plan import RankPartition as Planned
@@ -148,7 +148,7 @@ def config_of(model: str) -> Config:
     module_of(model)  # once and for all, not on the meta device
     batch = {name: TensorSpec(list(t.shape), DType(str(t.dtype)[6:])) for name, t in batch_of(model).items()}
     module = {"_target_": "tests.piped_training.build", "model": model}
-    return replace(load_config(Path(__file__).parents[1]), model=Model(module=module, batch=batch))
+    return replace(load_config(Path(__file__).parents[1]), model=ModelSettings(module=module, batch=batch))
 
 
 def passes_of(case: Case) -> list[dict[str, Tensor]]:

@@ -27,7 +27,7 @@ from pipeline.base import artifacts
 from pipeline.base.errors import ShardwrightError
 from pipeline.config import load_config
 from pipeline.ops.discovery import discover
-from pipeline.tracking.spool import Spool, State
+from pipeline.tracking.spool import SendState, Spool
 from pipeline.user.weights import open_weights
 from stages.train.snapshots.manifest import Damaged, Unreadable, snapshots_in
 
@@ -167,7 +167,7 @@ def _spooled(root: Path, content: bytes) -> None:
         path = spool.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    assert (spool.description(), spool.state(), spool.records()) == ({}, State(), {})
+    assert (spool.description(), spool.state(), spool.records()) == ({}, SendState(), {})
 
 
 # ---- by the commands

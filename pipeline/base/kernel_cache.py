@@ -1,7 +1,7 @@
 """Where compiled kernels of a copy of the project are found: beside the project's own source, where that is equal.
 
 DVC runs experiments in fresh copies; without this every one of them would compile for half a minute. Numba takes the
-class from its environment (pipeline/tracking/point.py).
+class from its environment (pipeline/tracking/execution.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from numba.core.caching import InTreeCacheLocator
 
-from pipeline.tracking.point import ROOT
+from pipeline.tracking.execution import ROOT
 
 COPY = Path(__file__).resolve().parents[2]
 

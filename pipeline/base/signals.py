@@ -7,15 +7,19 @@ itself; a second signal interrupts it.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import psutil
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_S = 1.0  # a signal that comes so soon after another is the same one, passed on by somebody else
@@ -135,31 +139,53 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
+def is_dvc(argv: Sequence[str]) -> bool:
+    """Whether a command line is dvc itself: `dvc ...`, `python .../dvc ...`, `python -m dvc ...`; not its shell."""
+    names = ("dvc", "dvc.exe")
+    if not argv or Path(argv[0]).name in names:
+        return bool(argv)
+    if not Path(argv[0]).name.lower().startswith(("python", "pypy")):
+        return False
+    rest = argv[1:]
+    while rest and rest[0].startswith("-"):
+        if re.fullmatch(r"-[A-Za-z]*m", rest[0]):
+            return rest[1:2] == ["dvc"]
+        if re.fullmatch(r"-[A-Za-z]*c", rest[0]):
+            return False
+        rest = rest[2:] if rest[0] in ("-X", "-W") else rest[1:]
+    return bool(rest) and Path(rest[0]).name in names
+
+
+def dvc_above() -> psutil.Process | None:
+    """The dvc that has started this process, directly or by others."""
+    import psutil
+
+    for process in psutil.Process().parents():
+        with suppress(psutil.Error):
+            if is_dvc(process.cmdline()):
+                return process
+    return None
+
+
 def _follow_dvc() -> None:
     """DVC does not pass on a signal that ends it: a stage that it has left behind takes it for its own."""
     import psutil
 
-    def is_dvc(process: psutil.Process) -> bool:
-        return any(os.path.basename(word).startswith("dvc") for word in process.cmdline()[:3])
-
     try:
-        above = next((process for process in psutil.Process().parents() if is_dvc(process)), None)
+        above = dvc_above()
     except psutil.Error:
         return
     if above is None:
         return
 
-    def watch() -> None:
-        while above.is_running() and above.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-
     def follow() -> None:
         try:
-            watch()
+            while above.is_running() and above.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.5)
         except psutil.NoSuchProcess:
-            os.kill(os.getpid(), signal.SIGTERM)
+            pass
         except psutil.Error:
             return
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=follow, daemon=True, name="follow-dvc").start()

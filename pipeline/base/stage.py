@@ -19,8 +19,8 @@ from pipeline.base.log import Log
 from pipeline.base.secrets import without_secrets
 from pipeline.base.soundness import check_sound
 from pipeline.config import Config, load_config
+from pipeline.tracking.execution import current_point
 from pipeline.tracking.headline import headlines, run_name, run_tags
-from pipeline.tracking.point import current
 from pipeline.tracking.spool import StageRecord
 from pipeline.tracking.tracker import Tracker
 from pipeline.user.own_ops import know_own_ops
@@ -108,7 +108,7 @@ def _execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, 
 
 def _known(record: StageRecord, config: Config, plan: Artifact | None) -> StageRecord:
     """With the name and the tags of the run, as far as the plan is known."""
-    name = run_name(config, plan) if current() is None else None  # a point of a sweep is called after its settings
+    name = run_name(config, plan) if current_point() is None else None  # a sweep names its points
     return replace(record, run_name=name, tags=run_tags(config, plan))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.base.errors import ClusterError
-from pipeline.config import Cluster, ClusterSource
+from pipeline.config import ClusterSettings, ClusterSource
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Machine:
         return self.reached.collective + nbytes / rate
 
 
-def machine_of(cluster: Cluster, where: str) -> Machine:
+def machine_of(cluster: ClusterSettings, where: str) -> Machine:
     """`where` names it in errors."""
     preset = cluster.preset
     if cluster.source is ClusterSource.probe:

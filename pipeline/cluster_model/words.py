@@ -11,7 +11,7 @@ from pipeline.base.errors import ConfigError, ShardwrightError
 from pipeline.base.messages import nearest
 from pipeline.cluster_model.machine import Machine, machine_of
 from pipeline.cluster_model.transformer import KNOWN, AttentionKernel, PipelineSchedule, RecomputeMode, Transformer
-from pipeline.config import ClusterSource, Config, Model, listing, load_part
+from pipeline.config import ClusterSource, Config, ModelSettings, listing, load_part
 
 GPT = "pipeline.models.gpt.build"
 DEFAULT_CLUSTER = "dgx_a100_infiniband"  # where the project's own is measured
@@ -118,7 +118,7 @@ def _from_conf(root: Path, name: str | None, config: Config) -> Transformer:
     names, chosen = listing(root, "model"), name or config.choices["model"]
     if chosen not in names:
         raise PriceError(f"there is no model '{chosen}'", remedy=f"choose one of: {', '.join([*KNOWN, *names])}")
-    model: Model = load_part(root, "model", chosen)
+    model: ModelSettings = load_part(root, "model", chosen)
     if model.module.get("_target_") != GPT:
         what = f"the sizes of model '{chosen}' are not known"
         raise PriceError(what, remedy=f"choose one of: {', '.join(KNOWN)}, or give hidden, layers, heads and batch")

@@ -1,22 +1,20 @@
 """The configuration of a project: schemas, loading with errors that name file and line, experiments, reference."""
 
-from __future__ import annotations
+# ruff: noqa: F401 - all names here are for others
 
+from pipeline.config.consistency import PIPELINE_AXIS
 from pipeline.config.experiment import apply_experiment, experiments, find_sweep, overrides, try_settings
 from pipeline.config.load import Draft, load_config, load_part, read_draft, saved_file
-from pipeline.config.pipelines import PIPELINE_AXIS
-from pipeline.config.reference import reference
 from pipeline.config.schema import (
     GROUPS,
     Backend,
     Checkpoint,
-    Cluster,
+    ClusterSettings,
     ClusterSource,
     Config,
-    Data,
     Device,
     DType,
-    Model,
+    ModelSettings,
     Only,
     Pipeline,
     PlanUse,
@@ -24,56 +22,12 @@ from pipeline.config.schema import (
     Preset,
     Probe,
     Recompute,
-    Root,
     Search,
     Simulate,
     Solve,
-    Sweep,
+    SweepSettings,
     TensorSpec,
     Tracking,
-    Train,
     TrainEngine,
 )
 from pipeline.config.source import listing
-
-__all__ = [
-    "GROUPS",
-    "PIPELINE_AXIS",
-    "Backend",
-    "Checkpoint",
-    "Cluster",
-    "ClusterSource",
-    "Config",
-    "DType",
-    "Data",
-    "Device",
-    "Draft",
-    "Model",
-    "Only",
-    "Pipeline",
-    "PlanUse",
-    "Precision",
-    "Preset",
-    "Probe",
-    "Recompute",
-    "Root",
-    "Search",
-    "Simulate",
-    "Solve",
-    "Sweep",
-    "TensorSpec",
-    "Tracking",
-    "Train",
-    "TrainEngine",
-    "apply_experiment",
-    "experiments",
-    "find_sweep",
-    "listing",
-    "load_config",
-    "load_part",
-    "overrides",
-    "read_draft",
-    "reference",
-    "saved_file",
-    "try_settings",
-]

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import keyword
 import math
+import operator
 import types
 import typing
 from collections.abc import Iterator
@@ -18,13 +19,13 @@ from typing import Any
 
 from pipeline.base.errors import ConfigError
 from pipeline.base.messages import nearest, shown, suggestion
-from pipeline.config.schema import AUTO, MISSING, SOLVE, Form, Rule, rule_of
+from pipeline.config.schema import AUTO, MISSING, SOLVE, KeyRule, ValueForm, rule_of
 from pipeline.config.source import UNREAD, Key, Source
 from pipeline.ops.dims import check_line
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class FieldType:
     """A field's type, taken apart: what one value must be, and whether null stands for no value."""
 
     type: Any
@@ -32,17 +33,17 @@ class Kind:
     item: Any = None  # of a list or of a dict's values
 
 
-def kind_of(hint: Any) -> Kind:
+def kind_of(hint: Any) -> FieldType:
     optional = False
     if isinstance(hint, types.UnionType):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
         optional = True
     arguments = typing.get_args(hint)
-    return Kind(typing.get_origin(hint) or hint, optional, arguments[-1] if arguments else None)
+    return FieldType(typing.get_origin(hint) or hint, optional, arguments[-1] if arguments else None)
 
 
 @functools.cache
-def fields_of(schema: type) -> dict[str, tuple[Kind, dataclasses.Field[Any]]]:
+def fields_of(schema: type) -> dict[str, tuple[FieldType, dataclasses.Field[Any]]]:
     hints = typing.get_type_hints(schema)
     return {item.name: (kind_of(hints[item.name]), item) for item in dataclasses.fields(schema)}
 
@@ -51,20 +52,24 @@ def mandatory(item: dataclasses.Field[Any]) -> bool:
     return bool(item.default == MISSING)
 
 
-def number(value: float) -> str:
-    return str(int(value)) if value == int(value) and abs(value) < 1e12 else f"{value:g}"
-
-
-def span(rule: Rule, kind: Any = float) -> str:
+def span(rule: KeyRule, kind: Any = float) -> str:
     """The allowed range in words: `from 1 to 64`, `>= 0 and < 1`, or nothing."""
-    show = (lambda value: str(int(value))) if kind is int else number
+
+    def show(value: float) -> str:
+        whole = kind is int or (value == int(value) and abs(value) < 1e12)
+        return str(int(value)) if whole else f"{value:g}"
+
     if rule.at_least is not None and rule.at_most is not None:
         return f"from {show(rule.at_least)} to {show(rule.at_most)}"
+    return " and ".join(f"{sign} {show(bound)}" for sign, bound in _bounds(rule))
+
+
+def _bounds(rule: KeyRule) -> list[tuple[str, float]]:
     bounds = ((">=", rule.at_least), (">", rule.above), ("<=", rule.at_most), ("<", rule.below))
-    return " and ".join(f"{sign} {show(bound)}" for sign, bound in bounds if bound is not None)
+    return [(sign, bound) for sign, bound in bounds if bound is not None]
 
 
-def expected(kind: Kind, rule: Rule) -> str:
+def expected(kind: FieldType, rule: KeyRule) -> str:
     """What a key takes, in words that follow 'expected'."""
     if rule.form is not None:
         text = rule.form.value
@@ -80,16 +85,12 @@ def expected(kind: Kind, rule: Rule) -> str:
     return f"{text} or null" if kind.optional else text
 
 
-def unknown(source: Source, key: Key, allowed: list[str]) -> ConfigError:
-    return source.error(key, "unknown key", suggestion(str(key[-1]), allowed, "allowed: "))
-
-
 def check(schema: type, value: dict[str, Any], source: Source, key: Key = ()) -> Iterator[ConfigError]:
     """What is wrong: keys that are not known, mandatory ones that are missing, values that their fields do not take."""
     fields = fields_of(schema)
     odd = [name for name, item in value.items() if name not in fields and not unread(item)]
     for name in odd:
-        yield unknown(source, (*key, name), list(fields))
+        yield source.error((*key, name), "unknown key", suggestion(name, list(fields), "allowed: "))
     meant = {nearest(name, list(fields)) for name in odd}  # a mandatory key that is misspelt is one mistake
     for name, (kind, item) in fields.items():
         if name in value:
@@ -110,7 +111,7 @@ def check_key(schema: type, name: str, value: dict[str, Any], source: Source, ke
     yield from _check_value(value[name], kind, rule_of(item), source, (*key, name))
 
 
-def _check_value(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -> Iterator[ConfigError]:
+def _check_value(value: Any, kind: FieldType, rule: KeyRule, source: Source, key: Key) -> Iterator[ConfigError]:
     if value is UNREAD or (value is None and kind.optional):
         return
     if isinstance(value, str) and value == MISSING:
@@ -119,7 +120,7 @@ def _check_value(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -
         yield _mismatch(value, kind, rule, source, key)
     elif dataclasses.is_dataclass(kind.type):
         yield from check(typing.cast(type, kind.type), value, source, key)
-    elif rule.form is Form.BY_NAME:
+    elif rule.form is ValueForm.BY_NAME:
         yield from _check_by_name(value, kind, rule, source, key)
     elif rule.form in _FORMS:
         yield from _FORMS[rule.form](value, source, key)
@@ -128,12 +129,12 @@ def _check_value(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -
             yield from _check_value(item, kind_of(kind.item), rule, source, (*key, index))
 
 
-def _fits(value: Any, kind: Kind, rule: Rule) -> bool:
+def _fits(value: Any, kind: FieldType, rule: KeyRule) -> bool:
     """Whether the value has the field's type and range (of containers: only the container)."""
-    if rule.form is Form.COUNT:
+    if rule.form is ValueForm.COUNT:
         number_given = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         return value is None or value == SOLVE or number_given
-    if rule.form is Form.SWITCH:
+    if rule.form is ValueForm.SWITCH:
         return isinstance(value, bool) or value == AUTO
     if dataclasses.is_dataclass(kind.type):
         return isinstance(value, dict)
@@ -150,18 +151,12 @@ def _fits(value: Any, kind: Kind, rule: Rule) -> bool:
     return isinstance(value, str) and value in kind.type.__members__
 
 
-def _in_range(value: float, rule: Rule) -> bool:
-    if not (isinstance(value, int) or math.isfinite(value)):
-        return False
-    return (
-        (rule.at_least is None or value >= rule.at_least)
-        and (rule.above is None or value > rule.above)
-        and (rule.at_most is None or value <= rule.at_most)
-        and (rule.below is None or value < rule.below)
-    )
+def _in_range(value: float, rule: KeyRule) -> bool:
+    finite = isinstance(value, int) or math.isfinite(value)
+    return finite and all(_SIGNS[sign](value, bound) for sign, bound in _bounds(rule))
 
 
-def _mismatch(value: Any, kind: Kind, rule: Rule, source: Source, key: Key) -> ConfigError:
+def _mismatch(value: Any, kind: FieldType, rule: KeyRule, source: Source, key: Key) -> ConfigError:
     what = f"got {shown(value) if value not in ({}, []) else 'nothing in it'}, expected {expected(kind, rule)}"
     remedy = None
     if isinstance(value, str) and isinstance(kind.type, type) and issubclass(kind.type, Enum):
@@ -206,11 +201,13 @@ def _check_plain(value: Any, source: Source, key: Key) -> Iterator[ConfigError]:
             yield from _check_plain(item, source, (*key, part))
 
 
-def _check_by_name(value: dict[str, Any], kind: Kind, rule: Rule, source: Source, key: Key) -> Iterator[ConfigError]:
+def _check_by_name(
+    value: dict[str, Any], kind: FieldType, rule: KeyRule, source: Source, key: Key
+) -> Iterator[ConfigError]:
     for name, item in value.items():
         if not _is_name(name):
             yield source.error((*key, name), "is not an argument name", "use letters, digits and '_'")
-        yield from _check_value(item, kind_of(kind.item), Rule(rule.help), source, (*key, name))
+        yield from _check_value(item, kind_of(kind.item), KeyRule(rule.help), source, (*key, name))
 
 
 def _check_sizes(value: dict[str, Any], source: Source, key: Key) -> Iterator[ConfigError]:
@@ -222,9 +219,8 @@ def _check_sizes(value: dict[str, Any], source: Source, key: Key) -> Iterator[Co
 def _check_layouts(value: dict[str, Any], source: Source, key: Key) -> Iterator[ConfigError]:
     for name, layout in value.items():
         if layout is not UNREAD and not isinstance(layout, str):
-            yield source.error(
-                (*key, name), f"got {shown(layout)}, expected a layout", "write for instance 'S(0) on tp'"
-            )
+            what = f"got {shown(layout)}, expected a layout"
+            yield source.error((*key, name), what, "write for instance 'S(0) on tp'")
 
 
 def _check_dims(value: dict[str, Any], source: Source, key: Key) -> Iterator[ConfigError]:
@@ -232,23 +228,21 @@ def _check_dims(value: dict[str, Any], source: Source, key: Key) -> Iterator[Con
         inner = (*key, target)
         parts = target.split(".")
         if len(parts) != 3 or not all(_is_name(part) for part in parts):
-            yield source.error(
-                inner, "is not the name of an op", "use library.op.overload, such as mylib.scale.default"
-            )
-        elif line is UNREAD:
-            continue
-        elif not isinstance(line, str):
-            yield source.error(inner, f"got {shown(line)}, expected a line of dims such as 'b n, n -> b n'")
-        else:
+            remedy = "use library.op.overload, such as mylib.scale.default"
+            yield source.error(inner, "is not the name of an op", remedy)
+        elif isinstance(line, str):
             try:
                 check_line(line)
             except ValueError as error:
                 yield source.error(inner, f"got {shown(line)}: {error}")
+        elif line is not UNREAD:
+            yield source.error(inner, f"got {shown(line)}, expected a line of dims such as 'b n, n -> b n'")
 
 
+_SIGNS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 _FORMS = {
-    Form.TARGET: _check_target,
-    Form.DIMS: _check_dims,
-    Form.LAYOUTS: _check_layouts,
-    Form.SIZES: _check_sizes,
+    ValueForm.TARGET: _check_target,
+    ValueForm.DIMS: _check_dims,
+    ValueForm.LAYOUTS: _check_layouts,
+    ValueForm.SIZES: _check_sizes,
 }

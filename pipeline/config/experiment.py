@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from typing import Any
 from pipeline.base.errors import ConfigError, Mistakes, ShardwrightError, refuse
 from pipeline.base.messages import shown, suggestion
 from pipeline.config.load import ROOT_FILE, build, choices_remedy, choose, group_file, load_config
-from pipeline.config.schema import GROUPS, Config, Experiment, Root, Sweep
+from pipeline.config.schema import GROUPS, Config, Experiment, Root, SweepSettings
 from pipeline.config.source import Key, Source, listing, parse, parse_value, read, read_bytes
 
 ROOT_KEYS = ("code", "tracking")
@@ -39,7 +40,7 @@ def apply_experiment(root: Path, name: str) -> list[str]:
 
     The result is loaded and checked before the first file is written.
     """
-    source = _find(root, "experiment", name, f"there is no experiment {shown(name)}")
+    source = _find(root, "experiment", name)
     experiment: Experiment = build(Experiment, source)
     edit = _Edit(root, source)
     edit.apply_all(experiment.settings)
@@ -49,22 +50,22 @@ def apply_experiment(root: Path, name: str) -> list[str]:
 
 def try_settings(root: Path, settings: Sequence[str]) -> Config:
     """The configuration as these settings, such as `solve.memory_budget_gb=2`, would make it; nothing is written."""
-    return _Edit(root, _Given.of(settings)).apply_all(settings)
+    return _Edit(root, _GivenSettings.of(settings)).apply_all(settings)
 
 
 def overrides(root: Path, settings: Sequence[str]) -> list[tuple[str, str, Any]]:
     """File, key and value of each setting, for DVC's `-S`; checked as `apply` would."""
-    edit = _Edit(root, _Given.of(settings))
+    edit = _Edit(root, _GivenSettings.of(settings))
     edit.apply_all(settings)
     return edit.placed
 
 
 @dataclass(frozen=True)
-class _Given(Source):
+class _GivenSettings(Source):
     """Settings that stand in no file: each is named by its own text."""
 
     @classmethod
-    def of(cls, settings: Sequence[str]) -> _Given:
+    def of(cls, settings: Sequence[str]) -> _GivenSettings:
         return cls("settings", (), {"settings": list(settings)}, {(): (1, 1)})
 
     def where(self, key: Key = ()) -> str:
@@ -74,15 +75,16 @@ class _Given(Source):
         return ConfigError(what, where=self.where(key), remedy=remedy)
 
 
-def find_sweep(root: Path, name: str) -> Sweep:
+def find_sweep(root: Path, name: str) -> SweepSettings:
     """A file of conf/sweep."""
-    found: Sweep = build(Sweep, _find(root, "sweep", name, f"there is no sweep {shown(name)}"))
+    found: SweepSettings = build(SweepSettings, _find(root, "sweep", name))
     return found
 
 
-def _find(root: Path, folder: str, name: str, missing: str) -> Source:
+def _find(root: Path, folder: str, name: str) -> Source:
     names = listing(root, folder)
     if name not in names:
+        missing = f"there is no {folder} {shown(name)}"
         raise ConfigError(missing, where=f"conf/{folder}", remedy=choices_remedy(name, names))
     return read(root, group_file(folder, name), (folder,))
 
@@ -115,26 +117,20 @@ class _Edit:
         if parts[0] not in (*GROUPS, *ROOT_KEYS):
             remedy = suggestion(parts[0], [*GROUPS, *ROOT_KEYS], "allowed: ")
             raise self.source.error(at, f"{shown(parts[0])} is not a group", remedy)
-        value = self._value(right, at)
+        try:
+            value = parse_value(right)
+        except ValueError as error:
+            raise self.source.error(at, str(error)) from error
         self.made[path] = at
         if parts[0] in ROOT_KEYS:
             self._set(ROOT_FILE, parts, value, at)
         elif len(parts) == 1:
             choose(self.root, parts[0], value if isinstance(value, str) else right.strip(), self.source, at)
             self._set(ROOT_FILE, parts, value, at)
-        else:
-            self._set(self._chosen(parts[0], at), parts[1:], value, at)
-
-    def _value(self, text: str, at: Key) -> Any:
-        try:
-            return parse_value(text)
-        except ValueError as error:
-            raise self.source.error(at, str(error)) from error
-
-    def _chosen(self, group: str, at: Key) -> str:
-        """The file of a group that conf/config.yaml names after the settings so far."""
-        main: Root = build(Root, read(self.root, ROOT_FILE, (), self.changed))
-        return choose(self.root, group, getattr(main, group), self.source, at)
+        else:  # in the file that conf/config.yaml names after the settings so far
+            main: Root = build(Root, read(self.root, ROOT_FILE, (), self.changed))
+            file = choose(self.root, parts[0], getattr(main, parts[0]), self.source, at)
+            self._set(file, parts[1:], value, at)
 
     def _set(self, name: str, path: list[str], value: Any, at: Key) -> None:
         self.placed.append((name, ".".join(path), value))
@@ -151,36 +147,28 @@ class _Edit:
             return
         place[path[-1]] = value
         self.changed[name] = _dump(document)
-        self.lines.append(f"{name}: {'.'.join(path)}: {_brief(before)} -> {_brief(value)}")
+        old, new = (each if isinstance(each, str) else shown(each) for each in (before, value))
+        self.lines.append(f"{name}: {'.'.join(path)}: {old} -> {new}")
 
     def check(self) -> Config:
         """Load the result; a mistake in a file we edited is reported at the setting that made it."""
         try:
             return load_config(self.root, changed=self.changed)
         except ConfigError as error:
-            refuse(map(self._placed, error.every()))
+            refuse(map(self._blamed, error.every()))
             raise
 
-    def _placed(self, error: ShardwrightError) -> ShardwrightError:
-        file = (error.where or "").partition(":")[0]
-        if file not in self.changed:
+    def _blamed(self, error: ShardwrightError) -> ShardwrightError:
+        what = error.what
+        if (error.where or "").partition(":")[0] not in self.changed:
             return error
-        return ConfigError(error.what, where=self._blame(error.what), remedy=error.remedy)
-
-    def _blame(self, what: str) -> str:
-        for path, at in reversed(self.made.items()):
-            if what.startswith((f"{path}:", f"{path}.", f"{path}[")):
-                return self.source.where(at)
-        return self.source.where(("settings",))
+        made = (at for path, at in reversed(self.made.items()) if re.match(rf"{re.escape(path)}[:.\[]", what))
+        return ConfigError(what, where=self.source.where(next(made, ("settings",))), remedy=error.remedy)
 
 
 def _same(before: Any, value: Any) -> bool:
     """Equal and of one type (ruamel's numbers and texts are subclasses of Python's)."""
     return bool(before == value) and all(isinstance(before, t) == isinstance(value, t) for t in (bool, int, float))
-
-
-def _brief(value: Any) -> str:
-    return value if isinstance(value, str) else shown(value)
 
 
 def _yaml() -> Any:

@@ -18,20 +18,9 @@ from typing import Any
 from pipeline.base.errors import ConfigError, Mistakes, ShardwrightError, refuse
 from pipeline.base.messages import nearest, shown
 from pipeline.config.check import check, check_key, fields_of, mandatory
-from pipeline.config.pipelines import PIPELINE_CHECKS, check_checkpoint
-from pipeline.config.schema import (
-    GROUPS,
-    MOST_DEVICES,
-    Checkpoint,
-    Cluster,
-    ClusterSource,
-    Config,
-    Root,
-    Solve,
-    Train,
-)
-from pipeline.config.source import UNREAD, Key, Source, dotted, listing, read
-from pipeline.config.training import TRAINING_CHECKS
+from pipeline.config.consistency import CHECKS, check_checkpoint, check_cluster
+from pipeline.config.schema import GROUPS, Checkpoint, ClusterSettings, Config, Root, Solve, Train
+from pipeline.config.source import UNREAD, Key, Source, listing, read
 
 ROOT_FILE = "conf/config.yaml"
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".pt", ".pth", ".bin")
@@ -69,7 +58,8 @@ def read_draft(root: Path, *, changed: dict[str, bytes] | None = None) -> Draft:
     main: Root | None = None
     with mistakes.gather():
         main = build(Root, source)
-    parts, sound = ({group: None for group in GROUPS} for _ in range(2))
+    parts: dict[str, Any] = dict.fromkeys(GROUPS)
+    sound = dict(parts)
     for group, name in _chosen(main, source).items():
         with mistakes.gather():
             own = read(root, choose(root, group, name, source, (group,)), (group,), changed)
@@ -78,15 +68,15 @@ def read_draft(root: Path, *, changed: dict[str, bytes] | None = None) -> Draft:
             except ShardwrightError:
                 sound[group] = _repaired(GROUPS[group], own)
                 raise
-    config = _config(main or _choices(source), parts)
-    for together, groups in (*PIPELINE_CHECKS, *TRAINING_CHECKS):
+    config = Config(root=main or _choices(source), **parts)
+
+    def source_of(group: str) -> Source:
+        return read(root, group_file(group, config.choices[group]), (group,), changed)
+
+    for together, groups in CHECKS:
         if all(parts[group] is not None for group in groups):
-            mistakes.add(together(config, lambda group: _group_source(root, group, config, changed)))
-    return Draft(config, _config(config.root, sound), mistakes)
-
-
-def _config(main: Root, parts: dict[str, Any]) -> Config:
-    return Config(root=main, **parts)
+            mistakes.add(together(config, source_of))
+    return Draft(config, Config(root=config.root, **sound), mistakes)
 
 
 def _chosen(main: Root | None, source: Source) -> dict[str, str]:
@@ -101,10 +91,6 @@ def _choices(source: Source) -> Root:
     if isinstance(code, str) and code.strip():
         named["code"] = code
     return Root(**named)
-
-
-def _group_source(root: Path, group: str, config: Config, changed: dict[str, bytes] | None) -> Source:
-    return read(root, group_file(group, config.choices[group]), (group,), changed)
 
 
 def group_file(group: str, name: str) -> str:
@@ -132,15 +118,15 @@ def load_part(root: Path, group: str, name: str, **changed: Any) -> Any:
     """A file of a group that exists, whether it is chosen or not, with some of its keys changed."""
     source = read(root, group_file(group, name), (group,), None)
     part = replace(build(GROUPS[group], source), **changed)
-    if isinstance(part, Cluster):
-        refuse(_check_cluster(part, source))
+    if isinstance(part, ClusterSettings):
+        refuse(check_cluster(part, source))
     return part
 
 
 def _load_group(root: Path, source: Source, schema: type, mistakes: Mistakes) -> Any:
     part = build(schema, source)
-    if isinstance(part, Cluster):
-        refuse(_check_cluster(part, source))
+    if isinstance(part, ClusterSettings):
+        refuse(check_cluster(part, source))
     if isinstance(part, Checkpoint):
         refuse(check_checkpoint(part, source))
     with mistakes.gather():  # a file that is not there says nothing against the others
@@ -218,10 +204,16 @@ def _known(value: Any) -> Any:
     return [_known(item) for item in value] if isinstance(value, list) else value
 
 
-def _unresolved(error: Exception, source: Source) -> ConfigError:
+def _unresolved(error: Any, source: Source) -> ConfigError:
+    """OmegaConf's error, of which the first line says what was wrong, at the key it names."""
     if _too_deep(error):
         return ConfigError("'${...}' is nested too deeply", where=source.where(), remedy="write the value out")
-    return _broken(error, source)
+    parts = re.findall(r"[^.\[\]]+", error.full_key or "")
+    key = tuple(int(part) if part.isdigit() else part for part in parts)
+    first = (str(error).splitlines() or ["cannot be resolved"])[0]
+    reason = "".join(letter if letter.isprintable() else "?" for letter in first)
+    remedy = "an interpolation is ${key.in.this.file}" if "$" in str(_at(source, key)) else None
+    return source.error(key, reason if len(reason) <= 120 else f"{reason[:117]}...", remedy)
 
 
 def _too_deep(error: BaseException | None) -> bool:
@@ -239,19 +231,6 @@ def _defaults(schema: type) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(schema)
-
-
-def _broken(error: Any, source: Source) -> ConfigError:
-    """OmegaConf's error, of which the first line says what was wrong, at the key it names."""
-    key = _key(error.full_key or "")
-    first = (str(error).splitlines() or ["cannot be resolved"])[0]
-    reason = "".join(letter if letter.isprintable() else "?" for letter in first)
-    remedy = "an interpolation is ${key.in.this.file}" if "$" in str(_at(source, key)) else None
-    return source.error(key, reason if len(reason) <= 120 else f"{reason[:117]}...", remedy)
-
-
-def _key(text: str) -> Key:
-    return tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", text))
 
 
 def _at(source: Source, key: Key) -> Any:
@@ -274,57 +253,3 @@ def _check_interpolations(value: Any, source: Source, key: Key) -> Iterator[Conf
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for part, item in items:
         yield from _check_interpolations(item, source, (*key, part))
-
-
-def _check_cluster(cluster: Cluster, source: Source) -> Iterator[ConfigError]:
-    """A cluster that is measured says who takes part; one that is not measured is described in full."""
-    if cluster.source is ClusterSource.probe:
-        yield from _check_hosts_to_measure(cluster, source)
-    else:
-        yield from list(_check_hosts_described(cluster, source)) or _check_figures(cluster, source)
-
-
-def _check_hosts_to_measure(cluster: Cluster, source: Source) -> Iterator[ConfigError]:
-    if cluster.nodes > 1 or cluster.per_host:
-        key = "per_host" if cluster.per_host else "nodes"
-        yield source.error((key,), "'probe' counts the hosts that join", "name them in `probe.hosts`")
-    hosts = cluster.probe.hosts or []
-    twice = next((host for number, host in enumerate(hosts) if host in hosts[:number]), None)
-    if twice is not None:
-        yield source.error(
-            ("probe", "hosts"), f"names {twice} twice", "name each host once, `devices` counts its devices"
-        )
-
-
-def _check_hosts_described(cluster: Cluster, source: Source) -> Iterator[ConfigError]:
-    sizes = cluster.host_sizes
-    if cluster.per_host and cluster.nodes not in (1, len(sizes)):
-        reason = f"got {cluster.nodes}, and `per_host` lists {len(sizes)} hosts"
-        yield source.error(("nodes",), reason, "leave it out, `per_host` counts the hosts")
-    if cluster.per_host and cluster.devices != max(sizes):
-        reason = f"got {cluster.devices}, and the largest host of `per_host` has {max(sizes)}"
-        yield source.error(("devices",), reason, f"write {max(sizes)}, or leave `per_host` out where hosts are alike")
-    if sum(sizes) > MOST_DEVICES:
-        yield source.error(("devices",), f"got {sum(sizes)} devices, expected at most {MOST_DEVICES}")
-
-
-def _check_figures(cluster: Cluster, source: Source) -> Iterator[ConfigError]:
-    preset, sizes = cluster.preset, cluster.host_sizes
-    island = preset.island or max(sizes)
-    figures: dict[Key, float | None] = {
-        ("memory_gb",): cluster.memory_gb,
-        ("preset", "matmul_gflops"): preset.matmul_gflops,
-        ("preset", "memory_gbytes_per_s"): preset.memory_gbytes_per_s,
-    }
-    if max(sizes) > 1 and island > 1:
-        figures[("preset", "latency_us")] = preset.latency_us
-        figures[("preset", "link_gbytes_per_s")] = preset.link_gbytes_per_s
-    if max(sizes) > island:
-        figures[("preset", "cross_gbytes_per_s")] = preset.cross_gbytes_per_s
-    if len(sizes) > 1:
-        figures[("preset", "network_latency_us")] = preset.network_latency_us
-        figures[("preset", "network_gbytes_per_s")] = preset.network_gbytes_per_s
-    missing = [dotted(key) for key, value in figures.items() if value is None]
-    if missing:
-        remedy = "give a number, or set `source: probe` to measure"
-        yield source.error(("source",), f"'{cluster.source.value}' needs {', '.join(missing)}", remedy)

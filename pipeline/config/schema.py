@@ -23,16 +23,21 @@ from typing import Any
 
 MISSING: Any = "???"  # OmegaConf's mark of a mandatory key; written out so that this module imports nothing slow
 
-LONGEST_S = 1e7  # about 115 days: what operating systems accept as a timeout
-LARGEST_GB = 1e6
 MOST_DEVICES = 65536
-LARGEST_SEED = 2**63 - 1
+AUTO, SOLVE = "auto", "solve"
+
+# Ranges that several keys have
+DEVICES = {"at_least": 1, "at_most": MOST_DEVICES}
+GBYTES = {"above": 0, "at_most": 1e6}
+GFLOPS = {"above": 0, "at_most": 1e9}
+US = {"at_least": 0, "at_most": 1e6}  # microseconds
+SECONDS = {"above": 0, "at_most": 1e7}  # about 115 days: what operating systems accept as a timeout
+SEED = {"at_least": 0, "at_most": 2**63 - 1}
+SHARE = {"above": 0, "at_most": 1}
+STEPS = {"at_least": 0, "at_most": 10**12}
 
 
-AUTO = "auto"
-
-
-class Form(Enum):
+class ValueForm(Enum):
     """Extra demands on a value that its type does not tell."""
 
     TARGET = "a mapping with `_target_` (a dotted importable name) and keyword arguments"
@@ -47,7 +52,7 @@ class Form(Enum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class KeyRule:
     """What a key means and which values it takes, beyond its type."""
 
     help: str
@@ -55,33 +60,23 @@ class Rule:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    form: Form | None = None
+    form: ValueForm | None = None
     meant: Mapping[str, str] = field(default_factory=dict)  # another word for it -> the one that is taken
 
 
-def setting(
-    help: str,
-    default: Any = MISSING,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    form: Form | None = None,
-    meant: Mapping[str, str] | None = None,
-) -> Any:
-    """A documented key; without a default it is mandatory."""
-    return field(default=default, metadata={"rule": Rule(help, at_least, above, at_most, below, form, meant or {})})
+def setting(help: str, default: Any = MISSING, **rule: Any) -> Any:
+    """A documented key, with the other fields of its KeyRule; without a default it is mandatory."""
+    return field(default=default, metadata={"rule": KeyRule(help, **rule)})
 
 
 def section(help: str, schema: type) -> Any:
     """A nested mapping whose keys are those of another schema."""
-    return field(default_factory=schema, metadata={"rule": Rule(help)})
+    return field(default_factory=schema, metadata={"rule": KeyRule(help)})
 
 
-def rule_of(item: dataclasses.Field[Any]) -> Rule:
+def rule_of(item: dataclasses.Field[Any]) -> KeyRule:
     rule = item.metadata["rule"]
-    assert isinstance(rule, Rule), item.name
+    assert isinstance(rule, KeyRule), item.name
     return rule
 
 
@@ -98,12 +93,12 @@ class Tracking:
 
 @dataclass(frozen=True)
 class Root:
-    model: str = setting("File in `conf/model/`: what is trained.", form=Form.CHOICE)
-    data: str = setting("File in `conf/data/`: what it is trained on.", form=Form.CHOICE)
-    cluster: str = setting("File in `conf/cluster/`: where it is trained.", form=Form.CHOICE)
-    solve: str = setting("File in `conf/solve/`: how the sharding is searched.", form=Form.CHOICE)
-    checkpoint: str = setting("File in `conf/checkpoint/`: what is recomputed.", form=Form.CHOICE)
-    train: str = setting("File in `conf/train/`: how long and with which optimizer.", form=Form.CHOICE)
+    model: str = setting("File in `conf/model/`: what is trained.", form=ValueForm.CHOICE)
+    data: str = setting("File in `conf/data/`: what it is trained on.", form=ValueForm.CHOICE)
+    cluster: str = setting("File in `conf/cluster/`: where it is trained.", form=ValueForm.CHOICE)
+    solve: str = setting("File in `conf/solve/`: how the sharding is searched.", form=ValueForm.CHOICE)
+    checkpoint: str = setting("File in `conf/checkpoint/`: what is recomputed.", form=ValueForm.CHOICE)
+    train: str = setting("File in `conf/train/`: how long and with which optimizer.", form=ValueForm.CHOICE)
     code: str = setting(
         "Folder or file with the model's own source: DVC runs trace again when it changes. Outside the project, its"
         " folder is put on the import path.",
@@ -115,14 +110,7 @@ class Root:
 # ---- conf/model/*.yaml
 
 
-class DType(StrEnum):
-    float32 = "float32"
-    float64 = "float64"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    int64 = "int64"
-    int32 = "int32"
-    bool = "bool"
+DType = StrEnum("DType", ["float32", "float64", "bfloat16", "float16", "int64", "int32", "bool"])
 
 
 @dataclass
@@ -131,17 +119,14 @@ class TensorSpec:
     dtype: DType = setting("Element type.")
 
 
-class Precision(StrEnum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-    amp = "amp"
+Precision = StrEnum("Precision", ["fp32", "bf16", "amp"])
 
 
 @dataclass(frozen=True)
-class Model:
-    module: dict[str, Any] = setting("What builds the `torch.nn.Module`, and its arguments.", form=Form.TARGET)
+class ModelSettings:
+    module: dict[str, Any] = setting("What builds the `torch.nn.Module`, and its arguments.", form=ValueForm.TARGET)
     batch: dict[str, TensorSpec] = setting(
-        "Tensors of one training step by the argument name of the model's `forward`.", form=Form.BY_NAME
+        "Tensors of one training step by the argument name of the model's `forward`.", form=ValueForm.BY_NAME
     )
     precision: Precision = setting(
         "`fp32`: types as the model has them; `bf16`: weights and float inputs in bfloat16; `amp`: float32 weights"
@@ -155,10 +140,10 @@ class Model:
         "On a GPU, capture the passes of a step once as a CUDA graph and replay it: where the host is what a step waits"
         " for (`auto`), always or never (`docs/gpu.md`).",
         AUTO,
-        form=Form.SWITCH,
+        form=ValueForm.SWITCH,
     )
     ops: dict[str, str] | None = setting(
-        "How ops of your own may be split: op to line of dims (`docs/how-to-add-an-op.md`).", None, form=Form.DIMS
+        "How ops of your own may be split: op to line of dims (`docs/how-to-add-an-op.md`).", None, form=ValueForm.DIMS
     )
 
 
@@ -168,39 +153,32 @@ class Model:
 @dataclass(frozen=True)
 class Data:
     dataset: dict[str, Any] = setting(
-        "What builds the map-style dataset; its items are dicts of tensors without the batch dim.", form=Form.TARGET
+        "What builds the map-style dataset; its items are dicts of tensors without the batch dim.",
+        form=ValueForm.TARGET,
     )
     shuffle: bool = setting("Draw the samples in a random order.", False)
-    seed: int = setting("Seed of that order.", 0, at_least=0, at_most=LARGEST_SEED)
+    seed: int = setting("Seed of that order.", 0, **SEED)
     held_out: dict[str, Any] | None = setting(
         "What builds the data set that `evaluate` of the train file reads, of items like those of `dataset`.",
         None,
-        form=Form.TARGET,
+        form=ValueForm.TARGET,
     )
 
 
 # ---- conf/cluster/*.yaml
 
 
-class ClusterSource(StrEnum):
-    probe = "probe"
-    preset = "preset"
-    simulate = "simulate"
+ClusterSource = StrEnum("ClusterSource", ["probe", "preset", "simulate"])
 
-
-class Device(StrEnum):
-    cpu = "cpu"
-    cuda = "cuda"
+Device = StrEnum("Device", ["cpu", "cuda"])
 
 
 @dataclass
 class Probe:
     max_message_mb: float = setting("Largest message sent between devices, in MB.", 4.0, above=0, at_most=1024)
     repeats: int = setting("Times each measurement is repeated; outliers are left out.", 7, at_least=3, at_most=1000)
-    budget_s: float = setting(
-        "Seconds for the links: messages grow as far as it allows.", 8.0, above=0, at_most=LONGEST_S
-    )
-    timeout_s: float = setting("Seconds after which the probe is given up.", 60.0, above=0, at_most=LONGEST_S)
+    budget_s: float = setting("Seconds for the links: messages grow as far as it allows.", 8.0, **SECONDS)
+    timeout_s: float = setting("Seconds after which the probe is given up.", 60.0, **SECONDS)
     hosts: list[str] | None = setting(
         "Addresses of the hosts, the one that runs the stage first; null is this machine alone (`docs/clusters.md`).",
         None,
@@ -211,89 +189,65 @@ class Probe:
         at_least=1024,
         at_most=65000,
     )
-    join_s: float = setting("Seconds that hosts have to join.", 60.0, above=0, at_most=LONGEST_S)
+    join_s: float = setting("Seconds that hosts have to join.", 60.0, **SECONDS)
 
 
 @dataclass
-class Reached:
-    products: float = setting("Share of the half-precision rate that large products reach.", 0.8, above=0, at_most=1)
-    unaligned: float = setting(
-        "Share of that in products with rows that do not begin on 16 bytes.", 0.4, above=0, at_most=1
-    )
-    memory: float = setting("Share of the memory bandwidth that kernels reach.", 0.7, above=0, at_most=1)
+class ReachedShares:
+    products: float = setting("Share of the half-precision rate that large products reach.", 0.8, **SHARE)
+    unaligned: float = setting("Share of that in products with rows that do not begin on 16 bytes.", 0.4, **SHARE)
+    memory: float = setting("Share of the memory bandwidth that kernels reach.", 0.7, **SHARE)
     kernel_us: float | None = setting(
-        "Time that any kernel takes, issued by the host, in microseconds; null is `launch_us`.",
-        None,
-        at_least=0,
-        at_most=1e6,
+        "Time that any kernel takes, issued by the host, in microseconds; null is `launch_us`.", None, **US
     )
-    links: float = setting("Share of the links' bandwidth that collectives reach.", 0.75, above=0, at_most=1)
-    network: float = setting("Share of the network's bandwidth that they reach.", 0.8, above=0, at_most=1)
-    collective_us: float = setting(
-        "Time that any collective takes beside its bytes, in microseconds.", 30.0, at_least=0, at_most=1e6
-    )
+    links: float = setting("Share of the links' bandwidth that collectives reach.", 0.75, **SHARE)
+    network: float = setting("Share of the network's bandwidth that they reach.", 0.8, **SHARE)
+    collective_us: float = setting("Time that any collective takes beside its bytes, in microseconds.", 30.0, **US)
 
 
 @dataclass
 class Preset:
     matmul_gflops: float | None = setting(
-        "Matrix multiplication in float32 on one device, in 10^9 operations a second.", None, above=0, at_most=1e9
+        "Matrix multiplication in float32 on one device, in 10^9 operations a second.", None, **GFLOPS
     )
-    half_gflops: float | None = setting(
-        "The same in bfloat16 or float16; null is as fast as float32.", None, above=0, at_most=1e9
-    )
+    half_gflops: float | None = setting("The same in bfloat16 or float16; null is as fast as float32.", None, **GFLOPS)
     bf16_gflops: float | None = setting(
-        "The same in bfloat16 where float16 is faster; null is `half_gflops`.", None, above=0, at_most=1e9
+        "The same in bfloat16 where float16 is faster; null is `half_gflops`.", None, **GFLOPS
     )
-    memory_gbytes_per_s: float | None = setting(
-        "Memory bandwidth of one device, in GB a second.", None, above=0, at_most=LARGEST_GB
-    )
-    efficiency: float = setting("Share of the figures above that programs reach.", 1.0, above=0, at_most=1)
+    memory_gbytes_per_s: float | None = setting("Memory bandwidth of one device, in GB a second.", None, **GBYTES)
+    efficiency: float = setting("Share of the figures above that programs reach.", 1.0, **SHARE)
     processors: int | None = setting(
         "Multiprocessors of a GPU, over which kernels are spread; null is 132.", None, at_least=1, at_most=100000
     )
-    launch_us: float = setting("Time to start one operator, in microseconds.", 10.0, at_least=0, at_most=1e6)
-    latency_us: float | None = setting(
-        "Time of an empty message between two devices, in microseconds.", None, at_least=0, at_most=1e6
-    )
+    launch_us: float = setting("Time to start one operator, in microseconds.", 10.0, **US)
+    latency_us: float | None = setting("Time of an empty message between two devices, in microseconds.", None, **US)
     link_gbytes_per_s: float | None = setting(
-        "Bandwidth between two devices, one direction, in GB (not gigabits) a second.",
-        None,
-        above=0,
-        at_most=LARGEST_GB,
+        "Bandwidth between two devices, one direction, in GB (not gigabits) a second.", None, **GBYTES
     )
-    island: int | None = setting(
-        "Devices of a host that share these links; null is all of them.", None, at_least=1, at_most=MOST_DEVICES
-    )
-    cross_latency_us: float | None = setting(
-        "Latency between islands of a host; null is `latency_us`.", None, at_least=0, at_most=1e6
-    )
+    island: int | None = setting("Devices of a host that share these links; null is all of them.", None, **DEVICES)
+    cross_latency_us: float | None = setting("Latency between islands of a host; null is `latency_us`.", None, **US)
     cross_gbytes_per_s: float | None = setting(
-        "Bandwidth between islands of a host, needed where there are several.", None, above=0, at_most=LARGEST_GB
+        "Bandwidth between islands of a host, needed where there are several.", None, **GBYTES
     )
-    network_latency_us: float | None = setting(
-        "Latency between two hosts, needed where there are several.", None, at_least=0, at_most=1e6
-    )
+    network_latency_us: float | None = setting("Latency between two hosts, needed where there are several.", None, **US)
     network_gbytes_per_s: float | None = setting(
-        "Bandwidth of one host to the others, one direction, all its network cards together.",
-        None,
-        above=0,
-        at_most=LARGEST_GB,
+        "Bandwidth of one host to the others, one direction, all its network cards together.", None, **GBYTES
     )
     network_cards: int = setting("Network cards of a host: a device alone uses one.", 1, at_least=1, at_most=1024)
-    reached: Reached = section(
-        "What training steps reach of these figures: read by `python -m stages price` alone (`docs/price.md`).", Reached
+    reached: ReachedShares = section(
+        "What training steps reach of these figures: read by `python -m stages price` alone (`docs/price.md`).",
+        ReachedShares,
     )
 
 
 @dataclass
 class Simulate:
     noise: float = setting("Spread of the simulated measurements, relative.", 0.1, at_least=0, at_most=0.2)
-    seed: int = setting("Seed of that noise.", 0, at_least=0, at_most=LARGEST_SEED)
+    seed: int = setting("Seed of that noise.", 0, **SEED)
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterSettings:
     source: ClusterSource = setting(
         "Measure the devices (`probe`), take the figures below (`preset`), or measure devices that are only imagined to"
         " have these figures (`simulate`)."
@@ -301,17 +255,14 @@ class Cluster:
     device: Device = setting(
         "Kind of device that is profiled and planned for, whatever this machine has.", meant={"gpu": "cuda"}
     )
-    devices: int = setting("Number of devices of a host (on CPU: processes).", at_least=1, at_most=MOST_DEVICES)
-    nodes: int = setting("Number of hosts (`preset` and `simulate`).", 1, at_least=1, at_most=MOST_DEVICES)
+    devices: int = setting("Number of devices of a host (on CPU: processes).", **DEVICES)
+    nodes: int = setting("Number of hosts (`preset` and `simulate`).", 1, **DEVICES)
     per_host: list[int] | None = setting(
         "Devices of each host where hosts differ, such as [8, 4]; `devices` is then that of the largest.",
         None,
-        at_least=1,
-        at_most=MOST_DEVICES,
+        **DEVICES,
     )
-    memory_gb: float | None = setting(
-        "Memory of one device, in GB; null is measured (`probe` only).", None, above=0, at_most=LARGEST_GB
-    )
+    memory_gb: float | None = setting("Memory of one device, in GB; null is measured (`probe` only).", None, **GBYTES)
     probe: Probe = section("How the devices are measured; read when `source: probe`.", Probe)
     preset: Preset = section(
         "Figures of the devices; `preset` and `simulate` need `memory_gb`, `matmul_gflops`, `memory_gbytes_per_s` and,"
@@ -335,38 +286,22 @@ class Cluster:
 # ---- conf/solve/*.yaml
 
 
-class Backend(StrEnum):
-    glpk = "glpk"
-    highs = "highs"
+Backend = StrEnum("Backend", ["glpk", "highs"])
 
+Search = StrEnum("Search", ["ilp", "dp", "mcmc", "large"])
 
-class Search(StrEnum):
-    ilp = "ilp"
-    dp = "dp"
-    mcmc = "mcmc"
-    large = "large"
+Only = StrEnum("Only", ["any", "data", "zero", "tensor", "sequence"])
 
-
-class Only(StrEnum):
-    any = "any"
-    data = "data"
-    zero = "zero"
-    tensor = "tensor"
-    sequence = "sequence"
-
-
-class PlanUse(StrEnum):
-    start = "start"
-    as_is = "as_is"
+PlanUse = StrEnum("PlanUse", ["start", "as_is"])
 
 
 @dataclass(frozen=True)
 class Solve:
     backend: Backend = setting("Program that solves the integer linear program.")
     memory_budget_gb: float | None = setting(
-        "Memory a plan may use on one device, in GB; null is the device's memory.", None, above=0, at_most=LARGEST_GB
+        "Memory a plan may use on one device, in GB; null is the device's memory.", None, **GBYTES
     )
-    time_limit_s: float = setting("Seconds for one solve.", 60.0, above=0, at_most=LONGEST_S)
+    time_limit_s: float = setting("Seconds for one solve.", 60.0, **SECONDS)
     gap: float = setting("Relative gap to the bound at which a plan counts as optimal.", 1e-6, at_least=0, below=1)
     frontier_points: int = setting("Plans along the time/memory frontier.", 6, at_least=1, at_most=64)
     glpsol: str | None = setting("Path of the `glpsol` program; null looks for it.", None)
@@ -382,13 +317,13 @@ class Solve:
         Only.any,
     )
     constraints: dict[str, Any] | None = setting(
-        "Layouts that parameters and modules must have, by name; see docs/constraints.md.", None, form=Form.LAYOUTS
+        "Layouts that parameters and modules must have, by name; see docs/constraints.md.", None, form=ValueForm.LAYOUTS
     )
     mesh: dict[str, Any] | None = setting(
         "Axes of the mesh and their sizes, slow links first, such as {dp: 2, tp: 4}; null tries the candidates of the"
         " cluster.",
         None,
-        form=Form.SIZES,
+        form=ValueForm.SIZES,
     )
     most_axes: int = setting("Axes that a candidate mesh may have.", 2, at_least=1, at_most=3)
     most_meshes: int = setting(
@@ -402,12 +337,12 @@ class Solve:
         at_most=16,
     )
     shard_only: str | None = setting("Module that alone may be split, by name, with * and ?; null is all.", None)
-    seed: int = setting("Seed of the random searches (`mcmc`, `large`).", 0, at_least=0, at_most=LARGEST_SEED)
+    seed: int = setting("Seed of the random searches (`mcmc`, `large`).", 0, **SEED)
     plan: str | None = setting(
         "Saved plan: a file in `conf/plan/`, without its ending, copied from `runs/checkpoint/plan.json` or"
         " `runs/solve/frontier.json`; see docs/constraints.md.",
         None,
-        form=Form.SAVED,
+        form=ValueForm.SAVED,
     )
     plan_use: PlanUse = setting(
         "What the saved plan is for: the search starts from it and answers with none that is worse (`start`), or it is"
@@ -419,30 +354,10 @@ class Solve:
 # ---- conf/checkpoint/*.yaml
 
 
-class Recompute(StrEnum):
-    optimal = "optimal"
-    full = "full"
-    every = "every"
-    off = "off"
-    always = "always"
-    except_last = "except_last"
-    never = "never"
+Recompute = StrEnum("Recompute", ["optimal", "full", "every", "off", "always", "except_last", "never"])
 
-
-Pipeline = StrEnum(
-    "Pipeline",
-    {
-        "off": "off",
-        "solve": "solve",
-        "gpipe": "gpipe",
-        "1f1b": "1f1b",
-        "interleaved": "interleaved",
-        "zero_bubble": "zero_bubble",
-    },
-)
-Pipeline.__doc__ = "How a pipeline's work is ordered; not a class as `1f1b` is no name in Python."
-
-SOLVE = "solve"
+# How a pipeline's work is ordered.
+Pipeline = StrEnum("Pipeline", ["off", "solve", "gpipe", "1f1b", "interleaved", "zero_bubble"])
 
 
 @dataclass(frozen=True)
@@ -477,7 +392,7 @@ class Checkpoint:
         " which each takes a slice of a pass. In a pipeline the batch need not divide: 10 samples in four are 3, 3, 2"
         " and 2.",
         None,
-        form=Form.COUNT,
+        form=ValueForm.COUNT,
     )
     slots_per_link: int = setting(
         "Memory slots per link of the chain in the optimal search: more is finer and slower.",
@@ -490,17 +405,12 @@ class Checkpoint:
 # ---- conf/train/*.yaml
 
 
-class Decay(StrEnum):
-    none = "none"
-    linear = "linear"
-    cosine = "cosine"
+Decay = StrEnum("Decay", ["none", "linear", "cosine"])
 
 
 @dataclass
-class Schedule:
-    warm_up: int = setting(
-        "Steps over which the learning rate rises to that of the optimizer.", 0, at_least=0, at_most=10**12
-    )
+class RateSchedule:
+    warm_up: int = setting("Steps over which the learning rate rises to that of the optimizer.", 0, **STEPS)
     decay: Decay = setting("How it falls after that.", Decay.none, meant={"constant": "none"})
     until: int | None = setting(
         "Step, counted from the first, at which it has fallen to `least` and stays there; null is `steps`.",
@@ -516,8 +426,7 @@ class Evaluate:
     every: int = setting(
         "Steps from one evaluation on the `held_out` data to the next; the last step is followed by one too. 0: none.",
         0,
-        at_least=0,
-        at_most=10**12,
+        **STEPS,
     )
     batches: int = setting(
         "Batches of the model's size that are read each time, the first of the data; fewer where it has fewer.",
@@ -528,12 +437,11 @@ class Evaluate:
 
 
 @dataclass
-class Snapshots:
+class Snapshotting:
     every: int = setting(
         "Steps from one snapshot of the training state to the next; one more follows the last step. 0: none.",
         0,
-        at_least=0,
-        at_most=10**12,
+        **STEPS,
     )
     keep: int = setting(
         "How many are kept, the newest; with 1 also the one before, until a finite loss has proven the newest.",
@@ -544,16 +452,9 @@ class Snapshots:
     background: bool = setting("Write them while training goes on; false: training waits.", True)
 
 
-class BatchNorm(StrEnum):
-    exact = "exact"
-    deferred = "deferred"
+BatchNorm = StrEnum("BatchNorm", ["exact", "deferred"])
 
-
-class TrainEngine(StrEnum):
-    planned = "planned"
-    ddp = "ddp"
-    fsdp2 = "fsdp2"
-    single = "single"
+TrainEngine = StrEnum("TrainEngine", ["planned", "ddp", "fsdp2", "single"])
 
 
 @dataclass(frozen=True)
@@ -566,20 +467,16 @@ class Train:
         at_least=1,
         at_most=10**6,
     )
-    seed: int = setting("Seed of the weights and of dropout.", 0, at_least=0, at_most=LARGEST_SEED)
-    optimizer: dict[str, Any] = setting("What builds the optimizer, without its `params`.", form=Form.TARGET)
+    seed: int = setting("Seed of the weights and of dropout.", 0, **SEED)
+    optimizer: dict[str, Any] = setting("What builds the optimizer, without its `params`.", form=ValueForm.TARGET)
     timeout_s: float | None = setting(
         "Seconds after which the whole run is given up, whether it makes progress or not, and so is `verify`. null: no"
         " limit but `hang_s`.",
         None,
-        above=0,
-        at_most=LONGEST_S,
+        **SECONDS,
     )
     wait_s: float = setting(
-        "Seconds that a rank waits for others: when they meet, and in each collective.",
-        1800.0,
-        above=0,
-        at_most=LONGEST_S,
+        "Seconds that a rank waits for others: when they meet, and in each collective.", 1800.0, **SECONDS
     )
     accept_edited_module: bool = setting("Run `runs/codegen/module.py` even if it was edited by hand.", False)
     clip_norm: float | None = setting(
@@ -602,7 +499,7 @@ class Train:
         "Write the trained weights to `runs/train/weights/model.safetensors`, whole and by the model's own names.",
         False,
     )
-    schedule: Schedule = section("The learning rate of each step; see docs/training.md.", Schedule)
+    schedule: RateSchedule = section("The learning rate of each step; see docs/training.md.", RateSchedule)
     evaluate: Evaluate = section("The loss on data that is not trained on.", Evaluate)
     trace_step: int | None = setting(
         "Step, from 0, of which the profiler's trace is written to `runs/train/trace-rank0.json`; null: none.",
@@ -610,7 +507,7 @@ class Train:
         at_least=2,
         at_most=10**12,
     )
-    snapshots: Snapshots = section("The whole training state, to go on from; see docs/snapshots.md.", Snapshots)
+    snapshots: Snapshotting = section("The whole training state, to go on from; see docs/snapshots.md.", Snapshotting)
     resume: str = setting(
         "`auto`: go on from the newest snapshot of a run with the same settings that has not ended; `never`: begin"
         " anew; or the folder of a snapshot to begin from.",
@@ -627,14 +524,10 @@ class Train:
         " then a rank counts as hanging, and all are ended. What may take its time has four times as long"
         " (docs/snapshots.md). null: no limit but `timeout_s` and `wait_s`.",
         300.0,
-        above=0,
-        at_most=LONGEST_S,
+        **SECONDS,
     )
     compare_replicas_every: int = setting(
-        "Steps after which ranks that hold the same piece of a tensor compare its checksum; 0: never.",
-        0,
-        at_least=0,
-        at_most=10**12,
+        "Steps after which ranks that hold the same piece of a tensor compare its checksum; 0: never.", 0, **STEPS
     )
     engine: TrainEngine = setting(
         "What takes the steps: the plan's program (`planned`), or for comparison your own module under plain PyTorch on"
@@ -659,14 +552,11 @@ class Experiment:
 # ---- conf/sweep/*.yaml
 
 
-class Until(StrEnum):
-    checkpoint = "checkpoint"
-    codegen = "codegen"
-    train = "train"
+Until = StrEnum("Until", ["checkpoint", "codegen", "train"])
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepSettings:
     description: str = setting("What the sweep compares.")
     settings: list[str] = setting(
         "What is varied, as in an experiment, with commas between values: `cluster=a100_80,h100`. All are combined."
@@ -675,9 +565,9 @@ class Sweep:
 
 
 GROUPS: dict[str, type] = {
-    "model": Model,
+    "model": ModelSettings,
     "data": Data,
-    "cluster": Cluster,
+    "cluster": ClusterSettings,
     "solve": Solve,
     "checkpoint": Checkpoint,
     "train": Train,
@@ -689,9 +579,9 @@ class Config:
     """The whole configuration: checked, with every default filled in."""
 
     root: Root
-    model: Model
+    model: ModelSettings
     data: Data
-    cluster: Cluster
+    cluster: ClusterSettings
     solve: Solve
     checkpoint: Checkpoint
     train: Train

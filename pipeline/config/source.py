@@ -6,13 +6,15 @@ what to run again from the same text. Aliases, merge keys and tags are refused: 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError
+from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
 
 from pipeline.base.errors import ConfigError, refuse
 from pipeline.base.messages import shown
@@ -32,39 +34,8 @@ class _Unread:
 UNREAD = _Unread()
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML 1.2's core schema."""
-
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own class attribute, emptied here
-
-
-for _kind, _pattern, _first in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
-    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-):
-    _Loader.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(f"^(?:{_pattern})$"), list(_first))
-
-
-def _number(text: str) -> int:
-    digits = text.replace("_", "")
-    return int(digits, {"0x": 16, "0o": 8}.get(digits[:2], 10))
-
-
-def _decimal(text: str) -> float:
-    spelled = text.replace("_", "").lower()
-    return float(spelled.replace(".inf", "inf").replace(".nan", "nan"))
-
-
-_SCALARS: dict[str, Callable[[str], Any]] = {
-    f"{_TAG}str": str,
-    f"{_TAG}int": _number,
-    f"{_TAG}float": _decimal,
-    f"{_TAG}bool": lambda text: {"true": True, "false": False}[text.lower()],
-    f"{_TAG}null": lambda text: None,
-}
+_TEXTS = tuple(f"{_TAG}{kind}" for kind in ("str", "timestamp", "merge", "value"))
+_SCALARS = (*_TEXTS, *(f"{_TAG}{kind}" for kind in ("int", "float", "bool", "null")))
 
 
 def dotted(key: Key) -> str:
@@ -139,9 +110,9 @@ def parse(name: str, prefix: Key, raw: bytes) -> Source:
     node = _compose(name, _decode(name, raw))
     if node is None:
         raise ConfigError("the file is empty", where=f"{name}:1:1", remedy="write `key: value` lines")
-    if not isinstance(node, yaml.MappingNode):
+    if not isinstance(node, MappingNode):
         raise ConfigError("the top level must be a mapping", where=_at(name, node), remedy="write `key: value` lines")
-    builder = _Builder(name, prefix)
+    builder = _NodeReader(name, prefix)
     return Source(name, prefix, builder.value(node, ()), builder.marks, tuple(builder.broken))
 
 
@@ -170,20 +141,20 @@ def _decode(name: str, raw: bytes) -> str:
 
 def _compose(name: str, text: str) -> Any:
     try:
-        return yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
+        return YAML(typ="safe", pure=True).compose(text)
+    except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         tab = "'\\t'" in str(error.problem)
         remedy = "indent with spaces, not tabs" if tab else None
         raise ConfigError(f"bad YAML: {error.problem or error.context}", where=where, remedy=remedy) from error
-    except yaml.reader.ReaderError as error:
+    except ReaderError as error:
         before = text[: error.position]
         where = f"{name}:{before.count(chr(10)) + 1}:{error.position - before.rfind(chr(10))}"
         raise ConfigError(f"bad YAML: character {error.character!r} is not allowed", where=where) from error
     except RecursionError as error:
         raise ConfigError("bad YAML: nested too deeply", where=name) from error
-    except (ValueError, OverflowError) as error:  # PyYAML's scanner: a \U escape or a %YAML number out of range
+    except (ValueError, OverflowError) as error:  # the scanner: a \U escape or a %YAML number out of range
         raise ConfigError(f"bad YAML: {error}", where=name) from error
 
 
@@ -191,7 +162,7 @@ def _at(name: str, node: Any) -> str:
     return f"{name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
 
 
-class _Builder:
+class _NodeReader:
     """Turns YAML nodes into values, noting the mark of every key and item."""
 
     def __init__(self, name: str, prefix: Key) -> None:
@@ -200,6 +171,7 @@ class _Builder:
         self.marks: dict[Key, Mark] = {}
         self.seen: set[Hashable] = set()
         self.broken: list[ConfigError] = []
+        self.constructor = YAML(typ="safe", pure=True).constructor
 
     def fail(self, node: Any, key: Key, what: str, remedy: str | None = None) -> Any:
         """Keeps the mistake, and gives what stands in the value's place."""
@@ -216,19 +188,19 @@ class _Builder:
         if len(key) > DEEPEST:
             return self.fail(node, key[:1], f"nested deeper than {DEEPEST} levels")
         self.marks.setdefault(key, (node.start_mark.line + 1, node.start_mark.column + 1))
-        if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
+        if isinstance(node, MappingNode) and node.tag == f"{_TAG}map":
             return self.mapping(node, key)
-        if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
+        if isinstance(node, SequenceNode) and node.tag == f"{_TAG}seq":
             return [self.value(item, (*key, index)) for index, item in enumerate(node.value)]
-        if isinstance(node, yaml.ScalarNode) and node.tag in _SCALARS:
+        if isinstance(node, ScalarNode) and node.tag in _SCALARS:
             return self.scalar(node, key)
         return self.fail(node, key, f"YAML tag {shown(node.tag)} is not allowed", "remove the tag")
 
     def mapping(self, node: Any, key: Key) -> dict[str, Any]:
         result: dict[str, Any] = {}
         for name_node, value_node in node.value:
-            if not isinstance(name_node, yaml.ScalarNode) or name_node.tag != f"{_TAG}str":
-                text = shown(name_node.value) if isinstance(name_node, yaml.ScalarNode) else "a list or mapping"
+            if not isinstance(name_node, ScalarNode) or name_node.tag != f"{_TAG}str":
+                text = shown(name_node.value) if isinstance(name_node, ScalarNode) else "a list or mapping"
                 self.fail(name_node, key, f"key {text} is not text", "put it in quotes")
                 continue
             name = self.scalar(name_node, key)
@@ -247,7 +219,9 @@ class _Builder:
         text = node.value
         if "\0" in text or any(0xD800 <= ord(letter) < 0xE000 for letter in text):
             return self.fail(node, key, "the text has a character that is not allowed")
+        if node.tag in _TEXTS:
+            return text
         try:
-            return _SCALARS[node.tag](text)
-        except (ValueError, KeyError):
+            return self.constructor.construct_object(node)
+        except (ValueError, LookupError):
             return self.fail(node, key, f"{shown(text)} cannot be read as {node.tag.removeprefix(_TAG)}")

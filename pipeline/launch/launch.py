@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.signals import Interrupted, gentle
-from pipeline.launch.failures import failure_of, reason
-from pipeline.launch.place import Place
+from pipeline.launch.place import RankPlace
 from pipeline.launch.processes import Processes
 from pipeline.launch.rank import MEET, NOTE, PARENT
-from pipeline.launch.work_folder import LaunchFailed, WorkFolder, work_folder
+from pipeline.launch.work_folder import LaunchFailed, WorkFolder, failure_of, reason, work_folder
 
 Poll = Callable[[Path], None]
+Asked = Callable[[], int | None]  # the signal that asks to end
 
 LOOK_S = 0.5  # between two looks at the processes
 END_S = 30.0  # that a launcher may take to end when its ranks have
@@ -32,7 +32,7 @@ PATIENCE_S = 3600  # of torchrun with ranks that save what they have; the stage 
 
 
 @dataclass(frozen=True)
-class Node:
+class LaunchNode:
     """This machine among those that run the ranks together."""
 
     count: int
@@ -42,15 +42,16 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Watch:
+class Supervision:
     """How ranks are looked after."""
 
     hang_s: float | None = None  # so long a process may stand still
     gentle: bool = False  # ranks that are told to end save what they have
     tell: Callable[[str], None] = lambda text: None  # a line of theirs that is for the user
+    restarts: int = 0  # how often all ranks are started again when one fails; not after an error that is final
 
 
-UNWATCHED = Watch()
+UNSUPERVISED = Supervision()
 
 
 def run_ranks(
@@ -59,57 +60,61 @@ def run_ranks(
     ranks: int,
     timeout: float | None,
     poll: Poll | None = None,
-    node: Node | None = None,
-    restarts: int = 0,
-    watch: Watch = UNWATCHED,
+    node: LaunchNode | None = None,
+    watch: Supervision = UNSUPERVISED,
 ) -> dict[str, Any]:
     """Runs `python -m module JOB` on that many ranks of this machine; one of them writes the result, a JSON object.
 
-    `poll` is called several times a second with the folder the ranks work in. When a rank fails, all are started again,
-    at most `restarts` times; not after an error that is final.
+    `poll` is called several times a second with the folder the ranks work in. Without `node` all ranks are on this
+    machine, and meet on its loopback.
     """
 
-    def command(work: Path) -> list[str]:
-        return _command(module, ranks, node, restarts, work)
+    def start(work: WorkFolder) -> subprocess.Popen[bytes]:
+        local = {**_on_the_loopback(), MEET: str(work.path)} if node is None else {}
+        return _start(_command(module, ranks, node, watch.restarts, work.path), {**_environment(ranks), **local}, work)
 
-    return _run(command, _environment(ranks), job, timeout, poll, watch, ranks, local=node is None)
+    return _run(start, job, timeout, poll, watch, ranks)
 
 
 def run_here(
     module: str,
     job: dict[str, Any],
-    place: Place,
+    place: RankPlace,
     timeout: float | None,
     poll: Poll | None = None,
-    watch: Watch = UNWATCHED,
+    watch: Supervision = UNSUPERVISED,
 ) -> dict[str, Any]:
     """Runs `python -m module JOB` as the one rank that a launcher outside has started this process for.
 
     Rank 0 has the result; of the others it is empty.
     """
     environment = {**_environment(place.local_ranks), **place.environment()}
-    command = [sys.executable, "-m", module]
-    return _run(lambda work: [*command, str(work)], environment, job, timeout, poll, watch, rank=place.rank)
+
+    def start(work: WorkFolder) -> subprocess.Popen[bytes]:
+        return _start([sys.executable, "-m", module, str(work.path)], environment, work)
+
+    return _run(start, job, timeout, poll, watch, rank=place.rank)
+
+
+def _start(command: list[str], environment: dict[str, str], work: WorkFolder) -> subprocess.Popen[bytes]:
+    log = work.descriptor
+    return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
 def _run(
-    command: Callable[[Path], list[str]],
-    environment: dict[str, str],
+    start: Callable[[WorkFolder], subprocess.Popen[bytes]],
     job: dict[str, Any],
     timeout: float | None,
     poll: Poll | None,
-    watch: Watch,
+    watch: Supervision,
     ranks: int = 1,
     rank: int | None = None,
-    local: bool = False,
 ) -> dict[str, Any]:
-    """So many `ranks`, or `rank` alone; `local`: all of them are on this machine, and meet on its loopback."""
+    """So many `ranks`, or `rank` alone."""
     with work_folder() as work:
         work.write_job(job)
-        more = {**_on_the_loopback(), MEET: str(work.path)} if local else {}
         with gentle() if watch.gentle else nullcontext(lambda: None) as asked:
-            given, log = {**environment, **more}, work.descriptor
-            process = subprocess.Popen(command(work.path), stdout=log, stderr=log, env=given, start_new_session=True)
+            process = start(work)
             processes = Processes(process, ranks, rank)
             try:
                 _Waiting(processes, work, watch, asked).wait(timeout, poll)
@@ -134,22 +139,18 @@ def _run(
         raise LaunchFailed("the ranks ended without a result")
 
 
-def _command(module: str, ranks: int, node: Node | None, restarts: int, work: Path) -> list[str]:
-    where = _own_place(work) if node is None else _place(node)
+def _command(module: str, ranks: int, node: LaunchNode | None, restarts: int, work: Path) -> list[str]:
+    """On one machine torchrun keeps its own state in a file instead of listening on all interfaces."""
+    if node is None:
+        conf = "store_type=file,keep_alive_interval=3600"  # each of these is a further kilobyte of the file
+        store = [f"--rdzv-endpoint={work / 'torchrun.store'}", f"--rdzv-conf={conf}"]
+        where = ["--nnodes=1", "--rdzv-backend=c10d", *store]
+    else:
+        meet = [f"--master-addr={node.address}", f"--master-port={node.port}"]
+        where = [f"--nnodes={node.count}", f"--node-rank={node.number}", *meet]
     again = [f"--max-restarts={restarts}"] if restarts else []
     launcher = [sys.executable, "-m", "torch.distributed.run", *where, *again, f"--nproc-per-node={ranks}"]
     return [*launcher, f"--log-dir={work / 'torchrun'}", "--module", module, str(work)]
-
-
-def _own_place(work: Path) -> list[str]:
-    """One machine: torchrun keeps its own state in a file instead of listening on all interfaces."""
-    conf = "store_type=file,keep_alive_interval=3600"  # each of these is a further kilobyte of the file
-    return ["--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={work / 'torchrun.store'}", f"--rdzv-conf={conf}"]
-
-
-def _place(node: Node) -> list[str]:
-    meet = [f"--master-addr={node.address}", f"--master-port={node.port}"]
-    return [f"--nnodes={node.count}", f"--node-rank={node.number}", *meet]
 
 
 def _environment(ranks: int) -> dict[str, str]:
@@ -175,7 +176,7 @@ def _on_the_loopback() -> dict[str, str]:
 class _Waiting:
     """For the end of a launch, while it is looked after."""
 
-    def __init__(self, processes: Processes, work: WorkFolder, watch: Watch, asked: Callable[[], int | None]) -> None:
+    def __init__(self, processes: Processes, work: WorkFolder, watch: Supervision, asked: Asked) -> None:
         self.processes, self.work, self.watch, self.asked = processes, work, watch, asked
         self.read = 0  # how far the log has been read
         self.awake = 0.0  # seconds in which this process was not stopped itself

@@ -13,7 +13,7 @@ _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     rank: int
     ranks: int
     local_rank: int
@@ -33,13 +33,13 @@ class Place:
         }
 
 
-def find_place(environment: Mapping[str, str]) -> Place | None:
+def find_place(environment: Mapping[str, str]) -> RankPlace | None:
     """None where nobody outside has started ranks. A step of Slurm with one task is left to start its own."""
     try:
         if all(environment.get(name) for name in _OF_TORCHRUN):
             rank, ranks, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
             local, here = int(environment.get("LOCAL_RANK", 0)), int(environment.get("LOCAL_WORLD_SIZE") or ranks)
-            return Place(rank, ranks, local, environment["MASTER_ADDR"], port, here)
+            return RankPlace(rank, ranks, local, environment["MASTER_ADDR"], port, here)
         if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in environment:
             return _of_slurm(environment)
     except ValueError as error:
@@ -50,11 +50,11 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
     return None
 
 
-def _of_slurm(environment: Mapping[str, str]) -> Place:
+def _of_slurm(environment: Mapping[str, str]) -> RankPlace:
     hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     job, ranks = int(environment.get("SLURM_JOB_ID", 0)), int(environment["SLURM_STEP_NUM_TASKS"])
     counts = tasks_of_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE") or str(ranks))
-    return Place(
+    return RankPlace(
         int(environment["SLURM_PROCID"]),
         ranks,
         int(environment.get("SLURM_LOCALID", 0)),

@@ -7,9 +7,11 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import psutil
+
+GONE = (ProcessLookupError, psutil.Error)
 
 
 class Processes:
@@ -43,12 +45,12 @@ class Processes:
     def look(self, now: float) -> None:
         """Takes note of what is stopped; what was stopped when it ended stays noted until a new rank has its number."""
         for rank, process in self.ranks().items():
-            if _is(process, psutil.STATUS_STOPPED):
+            if _status(process) == psutil.STATUS_STOPPED:
                 if rank not in self.halted or self.halted[rank][0] != process:
                     self.halted[rank] = process, now
             elif _lives(process):
                 self.halted.pop(rank, None)
-        halted = self.alone is None and _is(self.above, psutil.STATUS_STOPPED)
+        halted = self.alone is None and _status(self.above) == psutil.STATUS_STOPPED
         self.launcher_halted = (self.launcher_halted or now) if halted else None
 
     def told(self) -> str:
@@ -77,12 +79,12 @@ class Processes:
         ranks = [process for process in self.ranks().values() if _lives(process)]
         new = [process for process in ranks if process.pid not in self.asked]
         if not ranks or (self.asked and new):
-            with _gone():
+            with suppress(*GONE):
                 self.above.send_signal(signal.SIGTERM)
             self.asked |= {process.pid for process in new}
             return
         for process in new:
-            with _gone():
+            with suppress(*GONE):
                 process.send_signal(signal.SIGCONT)
                 process.send_signal(number)
             self.asked.add(process.pid)
@@ -94,38 +96,29 @@ class Processes:
         below: list[psutil.Process] = []
         with suppress(psutil.Error):
             below = self.above.children(recursive=True)
-        with _gone():
+        with suppress(*GONE):
             os.killpg(self.started.pid, signal.SIGTERM)  # a launcher that has heard it starts no more ranks
         for process in below:
-            with _gone():
+            with suppress(*GONE):
                 process.kill()
         try:
             self.started.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            with _gone():
+            with suppress(*GONE):
                 os.killpg(self.started.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self.started.wait(timeout=5)
 
 
-@contextmanager
-def _gone() -> Iterator[None]:
-    with suppress(ProcessLookupError, psutil.Error):
-        yield
-
-
 def _lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
+    return _status(process) not in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
 
 
-def _is(process: psutil.Process, status: str) -> bool:
+def _status(process: psutil.Process) -> str:
     try:
-        return bool(process.status() == status)
+        return str(process.status()) if process.is_running() else psutil.STATUS_DEAD
     except psutil.Error:
-        return False
+        return psutil.STATUS_DEAD
 
 
 def _place(process: psutil.Process) -> str:

@@ -71,7 +71,7 @@ def report_error(work: Path, rank: int, text: str, *, final: bool = False, hang:
     kinds = ["final" if final else "error", *(["hang"] if hang else [])]
     try:
         for kind in kinds:
-            _write(error_path(work, rank, kind), line)
+            write_whole(error_path(work, rank, kind), line)
     except OSError:  # no room: the log is in memory
         print(f"\n{FAILED}{line}", file=sys.stderr, flush=True)
 
@@ -101,14 +101,14 @@ def write_result(work: Path, result: dict[str, Any], spare: str | None = None) -
     """`spare` is a file for it where the folder has no room."""
     text = json.dumps(result)
     try:
-        _write(work / RESULT, text)
+        write_whole(work / RESULT, text)
     except OSError:
         if spare is None:
             raise
         write_atomic(Path(spare), text.encode())
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Whole or not at all; a folder that is gone stays so."""
     temporary = path.with_suffix(".tmp")
     try:

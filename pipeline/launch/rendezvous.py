@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeline.base.errors import TrainError
-from pipeline.launch.rank import MEET, restart_count
+from pipeline.launch.rank import MEET, restart_count, write_whole
 
 LOOPBACK = "127.0.0.1"
 PAUSE_S = 0.02
@@ -37,32 +37,30 @@ def local_store(timeout: timedelta) -> dist.Store | None:
     if not folder:
         return None
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    told = Path(folder) / f"port-{restart_count()}"
+    port_file = Path(folder) / f"port-{restart_count()}"
     deadline = time.monotonic() + timeout.total_seconds()
-    store = _serve(told, timeout) if rank == 0 else _visit(told, timeout, deadline)
+    store = _serve(port_file, timeout) if rank == 0 else _visit(port_file, timeout, deadline)
     _wait_for_all(store, rank, ranks, deadline)
     return store
 
 
-def _serve(told: Path, timeout: timedelta) -> dist.Store:
+def _serve(port_file: Path, timeout: timedelta) -> dist.Store:
     """The socket is made here: torch's own listens on all interfaces."""
     listening = socket.create_server((LOOPBACK, 0), backlog=4096)
     port = listening.getsockname()[1]
     store = dist.TCPStore(
         LOOPBACK, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening.detach()
     )
-    temporary = told.with_suffix(".tmp")
-    temporary.write_text(str(port))
-    temporary.rename(told)
+    write_whole(port_file, str(port))
     return store
 
 
-def _visit(told: Path, timeout: timedelta, deadline: float) -> dist.Store:
-    while not told.exists():
+def _visit(port_file: Path, timeout: timedelta, deadline: float) -> dist.Store:
+    while not port_file.exists():
         if time.monotonic() > deadline:
             raise _missing(0)
         time.sleep(PAUSE_S)
-    return dist.TCPStore(LOOPBACK, int(told.read_text()), is_master=False, timeout=timeout)
+    return dist.TCPStore(LOOPBACK, int(port_file.read_text()), is_master=False, timeout=timeout)
 
 
 def _wait_for_all(store: dist.Store, rank: int, ranks: int, deadline: float) -> None:

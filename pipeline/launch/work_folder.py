@@ -1,21 +1,25 @@
-"""The temporary folder that a launch shares with its ranks, and the log of all that these print."""
+"""The temporary folder that a launch shares with its ranks, the log of what these print, and why a launch failed."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import re
+import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.launch.rank import RESULT, STOPPED
+from pipeline.launch.rank import FAILED, ORPHAN, RESULT, STOPPED, error_path
 
 ROOM = "make room there, or set TMPDIR to a folder that has some"
 ROOM_BYTES = 65536
+_EXCEPTION = re.compile(r"(?:\[\w+\]:\s*)?[\w.]*(?:Error|Exception)(?::.*)?")  # the last line of a traceback
+_STATUS = re.compile(r"rank +: (\d+) .*?\n *exitcode +: (-?\d+) ", re.DOTALL)  # in torchrun's table of failures
 
 
 class LaunchFailed(Exception):
@@ -104,3 +108,76 @@ def _in_tmpdir(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise LaunchFailed(f"{path} cannot be written ({error.strerror or error}); {ROOM}") from error
+
+
+def failure_of(work: WorkFolder, status: int, stopped: str, rank: int | None) -> LaunchFailed:
+    """By what ranks have said in their folder, by torchrun's table, or by the log.
+
+    `status` is that of the launcher, or of `rank` where it was started without one; `stopped` names who is.
+    """
+    log = work.log()
+    if stopped:
+        why = stopped
+    elif rank is not None and status < 0:
+        why = f"rank {rank} died of {_signal_name(-status)}"
+    else:
+        why = reason(work.path, log, status)
+        if not _any_reported(work.path, log):
+            try:
+                work.try_room()  # of a launcher that starts ranks again
+            except LaunchFailed as error:
+                why = str(error)
+    failure = LaunchFailed(why)
+    failure.log = log
+    return failure
+
+
+def reason(work: Path, log: str, launcher: int = 0) -> str:
+    """Who was killed, or what the first rank to fail wrote (the others only notice), or an exception of the log."""
+    if launcher < 0:
+        return f"the launcher died of {_signal_name(-launcher)}"
+    errors = _by_age(work.glob("error-*.txt"))
+    if hangs := _by_age(work.glob("hang-*.txt")):
+        return [*errors, *hangs][0].read_text("utf-8").strip()
+    others, _, first = log.rpartition("Root Cause (first observed failure)")  # whom torchrun killed comes before
+    ends = [(rank, int(status)) for rank, status in (*_STATUS.findall(first), *_STATUS.findall(others))]
+    for rank, status in ends:
+        if status < 0 and not _follows(work, rank, -status):
+            return f"rank {rank} died of {_signal_name(-status)}"
+    for rank, status in ends:
+        if status > 1 and status != ORPHAN and not _reported(work, rank):  # 1: what it says stands in the log
+            return f"rank {rank} ended with status {status} without a word"
+    for path in [*_by_age(work.glob("final-*.txt")), *errors]:
+        return path.read_text("utf-8").strip()
+    return _reason_in(log.splitlines())
+
+
+def _reason_in(log: list[str]) -> str:
+    for line in log:
+        if line.startswith(FAILED):
+            return line.removeprefix(FAILED)
+    errors = [line.strip() for line in log if "torch.distributed" not in line and _EXCEPTION.fullmatch(line.strip())]
+    return errors[0] if errors else (log[-1].strip() if log else "a rank died without a word")
+
+
+def _any_reported(work: Path, log: str) -> bool:
+    """Whether a rank has said why it failed, in a file or, where there was no room for one, in the log."""
+    files = [*work.glob("error-*.txt"), *work.glob("final-*.txt")]
+    return bool(files) or any(line.startswith(FAILED) for line in log.splitlines())
+
+
+def _follows(work: Path, rank: str, number: int) -> bool:
+    """Deaths that have another cause: ended by torchrun; or aborted while it ended, after it had told why."""
+    return number == signal.SIGTERM or (number == signal.SIGABRT and _reported(work, rank))
+
+
+def _reported(work: Path, rank: str) -> bool:
+    return any(error_path(work, int(rank), kind).exists() for kind in ("final", "error"))
+
+
+def _by_age(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in {int(s) for s in signal.Signals} else f"signal {number}"

@@ -7,41 +7,34 @@ MLflow sorts metrics by name, so there the figures are numbered in the order in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from pipeline.base.artifacts import Artifact
 from pipeline.config import Config, TrainEngine
-from pipeline.ir.plan import Partition, Plan
+from pipeline.ir.plan import Plan
+
+Figures = Mapping[str, float | int | str]
+
+HEADLINES = {  # name -> the stage that finds it, and its name in that stage's summary
+    "step_ms": ("train", "median_step_ms"),
+    "predicted_step_ms": ("checkpoint", "step_ms"),
+    "step_ratio": ("train", "step_ratio"),
+    "samples_per_second": ("train", "median_samples_per_second"),
+    "peak_mb": ("train", "peak_mb"),
+    "predicted_peak_mb": ("checkpoint", "peak_mb"),
+    "peak_ratio": ("train", "peak_ratio"),
+    "final_loss": ("train", "final_loss"),
+}
 
 
-@dataclass(frozen=True)
-class Headline:
-    name: str
-    stage: str  # that finds it,
-    figure: str  # under this name in its summary
-
-
-HEADLINES = (
-    Headline("step_ms", "train", "median_step_ms"),
-    Headline("predicted_step_ms", "checkpoint", "step_ms"),
-    Headline("step_ratio", "train", "step_ratio"),
-    Headline("samples_per_second", "train", "median_samples_per_second"),
-    Headline("peak_mb", "train", "peak_mb"),
-    Headline("predicted_peak_mb", "checkpoint", "peak_mb"),
-    Headline("peak_ratio", "train", "peak_ratio"),
-    Headline("final_loss", "train", "final_loss"),
-)
-
-
-def headlines(stage: str, figures: Mapping[str, float | int | str]) -> dict[str, float | int | str]:
+def headlines(stage: str, figures: Figures) -> dict[str, float | int | str]:
     """Those that this stage found; nothing for most stages."""
-    return {one.name: figures[one.figure] for one in HEADLINES if one.stage == stage and one.figure in figures}
+    return {name: figures[own] for name, (maker, own) in HEADLINES.items() if maker == stage and own in figures}
 
 
-def numbered(stage: str, figures: Mapping[str, float | int | str]) -> dict[str, float | int | str]:
-    """The same as MLflow is told them: `1_step_ms` sorts before `2_...`, and all before `checkpoint/...`."""
-    order = {one.name: number for number, one in enumerate(HEADLINES, 1)}
-    return {f"{order[name]}_{name}": value for name, value in headlines(stage, figures).items()}
+def numbered(stage: str, figures: Figures) -> dict[str, float | int | str]:
+    """The same as MLflow has them: `1_step_ms` sorts before `2_...`, and all before `checkpoint/...`."""
+    order = list(HEADLINES)
+    return {f"{order.index(name) + 1}_{name}": value for name, value in headlines(stage, figures).items()}
 
 
 def run_name(config: Config, plan: Artifact | None) -> str:
@@ -65,15 +58,12 @@ def run_tags(config: Config, plan: Artifact | None) -> dict[str, str]:
 
 def mesh_text(plan: Plan) -> str:
     """`d0=2 x d1=4`; of a pipeline `pp=2 x d0=4`, or `pp=2 of d0=4, d0=2` where its partitions differ."""
-    kinds = list(dict.fromkeys(_axes(partition) for partition in plan.partitions))
+    meshes = [" x ".join(f"{name}={size}" for name, size in part.axes) or "1 device" for part in plan.partitions]
+    kinds = list(dict.fromkeys(meshes))
     if not plan.pipelined:
         return kinds[0]
-    pieces = f"pp={len(plan.partitions) // plan.chunks}"
-    return f"{pieces} x {kinds[0]}" if len(kinds) == 1 else f"{pieces} of {', '.join(kinds)}"
-
-
-def _axes(partition: Partition) -> str:
-    return " x ".join(f"{name}={size}" for name, size in partition.axes) or "1 device"
+    groups = f"pp={len(plan.partitions) // plan.chunks}"
+    return f"{groups} x {kinds[0]}" if len(kinds) == 1 else f"{groups} of {', '.join(kinds)}"
 
 
 def _gigabytes(plan: Plan) -> str:

@@ -1,33 +1,34 @@
-"""What an execution of the pipeline has to tell the tracking store, kept on disk until it has been told.
+"""What an execution of the pipeline has to tell the tracking store, kept on disk until it has been sent.
 
 A stage must not wait for, or fail with, a tracking server. So every stage first writes down here what it did, and
 pipeline/tracking/tracker.py and pipeline/tracking/sender.py send it. One folder per execution,
 runs/tracking/<execution>/:
 
     execution.json                first run name and experiment, written once
-    records/<when>-<stage>.json   one per stage: params, figures, series; its files are copied to artifacts/<same name>/
+    records/<when>-<stage>.json   one per stage: params, figures; its files are copied to artifacts/<same name>/
     live/<when>-<stage>.jsonl     points logged while training runs; its writer holds a flock on it
     state.json                    what has been sent already: written by the sender only, under `lock`
 
 Whole files are written under a temporary name and renamed, points are appended one write per line, so a process killed
-at any instant leaves a spool that can be read. A file that cannot be read is renamed *.damaged and told in one line.
+at any instant leaves a spool that can be read. A file that cannot be read is renamed *.damaged and named in one line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from pipeline.base.files import write_atomic
+from pipeline.tracking.execution import file_name
 
 VERSION = 1
 KEEP = 20  # executions that stay on disk after all of them has been sent
@@ -36,24 +37,23 @@ Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True)
-class Point:
+class MetricPoint:
     """The values logged at one step."""
 
     step: int
     values: Mapping[str, float]
-    at: float = field(default_factory=time.time)
+    at: float
 
 
 @dataclass(frozen=True)
 class StageRecord:
-    """What one stage did. `series` is for points that were not logged through `Tracker.live`."""
+    """What one stage did."""
 
     stage: str
     status: str = "executed"  # executed | cached | failed
     params: Mapping[str, Scalar] = field(default_factory=dict)
     figures: Mapping[str, float | int | str] = field(default_factory=dict)
     artifacts: tuple[Path, ...] = ()
-    series: tuple[Point, ...] = ()
     started: float = field(default_factory=time.time)
     ended: float = field(default_factory=time.time)
     error: str | None = None
@@ -65,8 +65,8 @@ class StageRecord:
 
 
 @dataclass(frozen=True)
-class State:
-    """How far the sender has come. `offsets` counts points for a record and bytes for a live file."""
+class SendState:
+    """How far the sender has come; `offsets` are bytes of live files."""
 
     store: str = ""
     experiment_id: str | None = None
@@ -74,8 +74,6 @@ class State:
     done: tuple[str, ...] = ()
     offsets: Mapping[str, int] = field(default_factory=dict)
     status: str | None = None
-    end: str | None = None  # the status given to `Tracker.finish`, for as long as no record follows `end_after`
-    end_after: str = ""
     warned: bool = False
     retry_after: float = 0.0
 
@@ -85,7 +83,7 @@ class Spool:
 
     def __init__(self, root: Path, execution: str, log: logging.Logger) -> None:
         self.execution = execution
-        self.folder = _base(root) / _folder_name(execution)
+        self.folder = _base(root) / file_name(execution)
         self.log = log
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -94,21 +92,20 @@ class Spool:
         """Say once how the run of this execution is called to begin with; a record may know better."""
         path = self.folder / "execution.json"
         if not path.exists():
-            _write_json(path, {"execution": self.execution, "run_name": run_name, "experiment": experiment} | more)
+            _write(path, {"execution": self.execution, "run_name": run_name, "experiment": experiment} | more)
 
     def record(self, entry: StageRecord) -> str:
         """Write a stage's record and copies of its artifacts; the record's file, written last, makes it count."""
         name = _new_name(entry.stage)
         copies = [self._copy(path, self.folder / "artifacts" / name) for path in entry.artifacts]
         content = asdict(entry) | {"artifacts": [copy for copy in copies if copy]}
-        _write_json(self.folder / "records" / f"{name}.json", content)
+        _write(self.folder / "records" / f"{name}.json", content)
         return name
 
     def _copy(self, path: Path, folder: Path) -> str | None:
-        target = folder / path.name
-        for count in range(2, 1000):
-            if not target.exists():
-                break
+        target, count = folder / path.name, 1
+        while target.exists():
+            count += 1
             target = folder / f"{path.stem}-{count}{path.suffix}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -122,10 +119,9 @@ class Spool:
         return target.name
 
     def open_live(self, stage: str) -> int:
-        """A file descriptor to append points to; held locked, so that others see its writer is alive."""
-        folder = self.folder / "live"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{_new_name(stage)}.jsonl"
+        """A file descriptor to append points to; kept locked, so that others see its writer is alive."""
+        path = self.folder / "live" / f"{_new_name(stage)}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
         hidden = path.with_suffix(".tmp")  # others see it only once it is locked and has its header
         descriptor = os.open(hidden, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -133,13 +129,13 @@ class Spool:
         os.replace(hidden, path)
         return descriptor
 
-    def save(self, state: State) -> None:
-        _write_json(self.folder / "state.json", asdict(state))
+    def save(self, state: SendState) -> None:
+        _write(self.folder / "state.json", asdict(state))
 
     def drop_artifacts(self, name: str) -> None:
         shutil.rmtree(self.folder / "artifacts" / name, ignore_errors=True)
 
-    def drop_live(self, state: State) -> None:
+    def drop_live(self, state: SendState) -> None:
         """Remove the points of stages that have ended where all of them have been sent."""
         for path in self._ended_live():
             if not is_locked(path) and path.stat().st_size <= state.offsets.get(path.name, 0):
@@ -148,122 +144,108 @@ class Spool:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def description(self) -> dict[str, str]:
-        content = self._read_json(self.folder / "execution.json") or {}
+        content = self._read(self.folder / "execution.json") or {}
         return {key: value for key, value in content.items() if isinstance(value, str)}
 
-    def state(self) -> State:
+    def state(self) -> SendState:
         path = self.folder / "state.json"
-        content = self._read_json(path)
+        content = self._read(path)
         if content is None:
-            return State()
+            return SendState()
         try:
-            return State(**content | {"done": tuple(content["done"])})
+            known = {item.name: content[item.name] for item in fields(SendState) if item.name in content}
+            return SendState(**known | {"done": tuple(content["done"])})
         except (KeyError, TypeError) as error:
-            self._set_aside(path, _line(error))
-            return State()
+            self._set_aside(path, error)
+            return SendState()
 
     def records(self) -> dict[str, StageRecord]:
         """The readable records in the order they were written; their artifacts are the copies still here."""
         found = {}
         for path in sorted((self.folder / "records").glob("*.json")):
-            content = self._read_json(path)
+            content = self._read(path)
             if content is None:
                 continue
             try:
                 found[path.stem] = _record(content, self.folder / "artifacts" / path.stem)
             except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-                self._set_aside(path, _line(error))
+                self._set_aside(path, error)
         return found
 
     def live_files(self) -> list[Path]:
         return sorted((self.folder / "live").glob("*.jsonl"))
 
-    def points(self, path: Path, offset: int, limit: int = 500) -> tuple[str, list[Point], int] | None:
+    def points(self, path: Path, offset: int, limit: int = 500) -> tuple[str, list[MetricPoint], int] | None:
         """The stage of a live file, up to `limit` of its points from a byte offset on, and the offset after them."""
-        try:
-            return self._points(path, offset, limit)
-        except ValueError as error:
-            self._set_aside(path, _line(error))
-            return None
-
-    def _points(self, path: Path, offset: int, limit: int) -> tuple[str, list[Point], int]:
         alive = is_locked(path)  # asked first: what a dead writer wrote is all there when we read
+        points: list[MetricPoint] = []
         with path.open("rb") as file:
-            stage = _live_stage(file.readline())
-            file.seek(max(offset, file.tell()))
-            points: list[Point] = []
-            position = file.tell()
+            try:
+                stage = _live_stage(file.readline())
+            except ValueError as error:
+                self._set_aside(path, error)
+                return None
+            position = file.seek(max(offset, file.tell()))
             for line in file:
-                if not line.endswith(b"\n") and alive:
+                if len(points) == limit or (alive and not line.endswith(b"\n")):
                     break
                 position += len(line)
                 try:
                     step, at, values = json.loads(line)
-                    points.append(Point(int(step), {str(k): float(v) for k, v in values.items()}, float(at)))
+                    points.append(MetricPoint(int(step), {str(k): float(v) for k, v in values.items()}, float(at)))
                 except (AttributeError, TypeError, ValueError):
                     self.log.warning("tracking: %s: a damaged point at byte %d is skipped", path.name, position)
-                if len(points) >= limit:
-                    break
         return stage, points, position
 
-    def wanted_status(self, state: State) -> str:
-        """The status the run should show: told by `finish`, else by what the stages did."""
+    def wanted_status(self) -> str:
+        """The status the run should show by what the stages did."""
         if any(is_locked(path) for path in self.live_files()):
             return "RUNNING"
-        records = self.records()
-        if state.end and state.end_after == max(records, default=""):
-            return state.end
-        last = {entry.stage: entry.status for entry in records.values()}
+        last = {entry.stage: entry.status for entry in self.records().values()}
         if "failed" in last.values():
             return "FAILED"
-        # points, but the stage that logged them never told its end: it was killed
-        return "FINISHED" if set(self._ended_live()) == set(self.live_files()) else "KILLED"
+        # points without a record after them: the stage that logged them was killed
+        return "FINISHED" if self._ended_live() == self.live_files() else "KILLED"
 
     def _ended_live(self) -> list[Path]:
         """The live files whose stage was recorded after them."""
         ends = {_stage_part(path.stem): path.stem for path in sorted((self.folder / "records").glob("*.json"))}
         return [path for path in self.live_files() if path.stem < ends.get(_stage_part(path.stem), "")]
 
-    def pending(self, state: State) -> bool:
+    def pending(self, state: SendState) -> bool:
         """Whether anything here is still to be sent."""
         names = {path.stem for path in (self.folder / "records").glob("*.json")}
         live = self.live_files()
         if names - set(state.done) or any(p.stat().st_size > state.offsets.get(p.name, 0) for p in live):
             return True
-        return bool(names or live) and state.status != self.wanted_status(state)
+        return bool(names or live) and state.status != self.wanted_status()
 
     @contextlib.contextmanager
     def lock(self, wait: float = 0.0) -> Iterator[bool]:
-        """Whether this process may send: True while it alone holds the folder, False when another kept it too long."""
+        """Whether this process may send: True while it alone has the folder, False when another kept it too long."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("w") as file:
             yield _flock(file.fileno(), wait)
 
-    def _read_json(self, path: Path) -> dict[str, Any] | None:
+    def _read(self, path: Path) -> dict[str, Any] | None:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(content, dict):
                 raise ValueError("not a JSON object")
-            if content.get("version") != VERSION:
-                raise ValueError(f"version {content.get('version')!r}, this program knows {VERSION}")
+            if (version := content.pop("version", None)) != VERSION:
+                raise ValueError(f"version {version!r}, this program knows {VERSION}")
+            return content
         except FileNotFoundError:
             return None
         except ValueError as error:
-            self._set_aside(path, _line(error))
+            self._set_aside(path, error)
             return None
-        del content["version"]
-        return content
 
-    def _set_aside(self, path: Path, why: str) -> None:
+    def _set_aside(self, path: Path, error: Exception) -> None:
         aside = path.with_name(path.name + ".damaged")
         with contextlib.suppress(FileNotFoundError):
             os.replace(path, aside)
-        self.log.warning("tracking: %s cannot be read (%s): set aside as %s", path, why, aside.name)
-
-
-def record(root: Path, execution: str, entry: StageRecord, log: logging.Logger | None = None) -> str:
-    """Write one stage's record to the spool of an execution; returns the record's name."""
-    return Spool(root, execution, log or logging.getLogger(__name__)).record(entry)
+        self.log.warning("tracking: %s cannot be read (%s): set aside as %s", path, _line(error), aside.name)
 
 
 def executions(root: Path) -> list[str]:
@@ -276,8 +258,8 @@ def prune(root: Path, log: logging.Logger, keep: int = KEEP) -> None:
     """Remove the folders of old executions of which nothing is left to send."""
     for name in executions(root)[:-keep]:
         spool = Spool(root, name, log)
-        with spool.lock() as held:
-            if held and not spool.pending(spool.state()):
+        with spool.lock() as locked:
+            if locked and not spool.pending(spool.state()):
                 shutil.rmtree(spool.folder, ignore_errors=True)
 
 
@@ -292,61 +274,6 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def execution_id() -> str:
-    """What all stages of one execution agree on: SHARDWRIGHT_EXECUTION, else the dvc process above, else this one."""
-    named = os.environ.get("SHARDWRIGHT_EXECUTION", "").strip()
-    if named:
-        return _folder_name(named)
-    import psutil
-
-    this = psutil.Process()
-    kind, process = "run", this
-    for parent in this.parents():
-        with contextlib.suppress(psutil.Error):
-            if is_dvc(parent.cmdline()):
-                kind, process = "dvc", parent
-                break
-    return f"{kind}-{process.pid}-{round(process.create_time() * 1000)}"
-
-
-def is_dvc(argv: list[str]) -> bool:
-    """Whether a command line is dvc itself: `dvc ...`, `python .../dvc ...`, `python -m dvc ...`; not its shell."""
-    names = ("dvc", "dvc.exe")
-    if not argv or Path(argv[0]).name in names:
-        return bool(argv)
-    if not Path(argv[0]).name.lower().startswith(("python", "pypy")):
-        return False
-    rest = argv[1:]
-    while rest and rest[0].startswith("-"):
-        if re.fullmatch(r"-[A-Za-z]*m", rest[0]):
-            return rest[1:2] == ["dvc"]
-        if re.fullmatch(r"-[A-Za-z]*c", rest[0]):
-            return False
-        rest = rest[2:] if rest[0] in ("-X", "-W") else rest[1:]
-    return bool(rest) and Path(rest[0]).name in names
-
-
-def _base(root: Path) -> Path:
-    return root / "runs" / "tracking"
-
-
-def _folder_name(text: str) -> str:
-    """The text itself where it is a plain file name, else a readable stand-in that differs for different texts."""
-    if re.fullmatch(r"\w[\w.-]{0,99}", text, re.ASCII):
-        return text
-    readable = re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII).strip("._-")[:60]
-    return f"{readable or 'x'}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-
-def _new_name(stage: str) -> str:
-    """A name for a file of this stage that sorts by time; `_stage_part` undoes it."""
-    return f"{time.time_ns():020d}-{os.getpid()}-{_folder_name(stage)}"
-
-
-def _stage_part(name: str) -> str:
-    return name.split("-", 2)[2]
-
-
 def _flock(descriptor: int, wait: float, kind: int = fcntl.LOCK_EX) -> bool:
     deadline = time.monotonic() + wait
     while True:
@@ -359,12 +286,25 @@ def _flock(descriptor: int, wait: float, kind: int = fcntl.LOCK_EX) -> bool:
             time.sleep(0.05)
 
 
+def _base(root: Path) -> Path:
+    return root / "runs" / "tracking"
+
+
+def _new_name(stage: str) -> str:
+    """A name for a file of this stage that sorts by time; `_stage_part` undoes it."""
+    return f"{time.time_ns():020d}-{os.getpid()}-{file_name(stage)}"
+
+
+def _stage_part(name: str) -> str:
+    return name.split("-", 2)[2]
+
+
 def _record(content: dict[str, Any], copies: Path) -> StageRecord:
     if not (isinstance(content["params"], dict) and isinstance(content["figures"], dict)):
         raise ValueError("params and figures are not objects")
-    series = tuple(Point(int(p["step"]), dict(p["values"]), float(p["at"])) for p in content["series"])
+    content.pop("series", None)  # in records of earlier versions, where it was always empty
     artifacts = tuple(copies / name for name in content["artifacts"] if (copies / name).exists())
-    return StageRecord(**content | {"series": series, "artifacts": artifacts})
+    return StageRecord(**content | {"artifacts": artifacts})
 
 
 def _live_stage(header: bytes) -> str:
@@ -374,23 +314,10 @@ def _live_stage(header: bytes) -> str:
     return str(content["stage"])
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump({"version": VERSION} | content, file, default=_plain)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _plain(value: object) -> object:
-    """A NumPy or torch scalar as the number it is, anything else as its text."""
-    return value.item() if hasattr(value, "item") else str(value)
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """A NumPy or torch scalar as the number it is, anything else that JSON does not have as its text."""
+    text = json.dumps({"version": VERSION} | content, default=lambda v: v.item() if hasattr(v, "item") else str(v))
+    write_atomic(path, text.encode())
 
 
 def _line(error: BaseException) -> str:

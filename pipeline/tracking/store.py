@@ -1,4 +1,4 @@
-"""The MLflow store that runs are sent to: where it is, and connecting to it in bounded time.
+"""The MLflow store that runs are sent to: where it is, connecting to it in bounded time, and where its artifacts lie.
 
 With pipeline/tracking/sender.py the only file that imports mlflow, and only when there is something to send. The import
 costs more than a second, and MLflow by itself is patient: minutes of retries for a server that does not answer, 100 s
@@ -16,17 +16,19 @@ import sqlite3
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
 from pipeline.base.garbage import no_collection
 from pipeline.base.secrets import without_settings
-from pipeline.tracking.artifact_locations import FOLDER, mend
+from pipeline.config import Tracking
 
 CONNECT_S = 10.0
 CREATE_S = 120.0  # for an SQLite file on a slow disk: creating it is a hundred small transactions
+FOLDER = "mlartifacts"  # beside the store
+COLUMNS = (("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location"))
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "CRITICAL",  # what goes wrong is told by us, in one line
@@ -39,17 +41,6 @@ ENVIRONMENT = {
 T = TypeVar("T")
 
 
-class Settings(Protocol):
-    """The part `tracking` of conf/config.yaml."""
-
-    @property
-    def enabled(self) -> bool: ...
-    @property
-    def uri(self) -> str | None: ...
-    @property
-    def experiment(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Store:
     """Where the runs go; `path` and `artifacts` only for an SQLite file, which may lie in the project."""
@@ -60,7 +51,7 @@ class Store:
     root: Path | None = None  # of the project that it lies in, and is copied and moved with
 
     @classmethod
-    def of(cls, root: Path, settings: Settings) -> Store:
+    def of(cls, root: Path, settings: Tracking) -> Store:
         """The configured store; no URI is the SQLite file under runs/, a relative file lies under the root."""
         uri = settings.uri or "sqlite:///runs/mlflow.db"
         file, _, query = uri.removeprefix("sqlite:///").partition("?")
@@ -93,25 +84,21 @@ class Store:
 def connect(store: Store) -> Any:
     """An MlflowClient whose store has answered; raises whatever kept it from answering in time."""
     with no_collection():  # a fifth of the time of importing as much as MLflow does
-        if store.path is not None:
-            return _within(CREATE_S, lambda: _open_sqlite(store))
-        return _within(CONNECT_S, lambda: _open(store))
+        return _within(CONNECT_S if store.path is None else CREATE_S, lambda: _open(store))
 
 
 def _open(store: Store) -> Any:
+    if store.path is not None and store.path.exists() and store.path.stat().st_size:
+        with _sqlite(store.path) as database:  # fail at once where MLflow would retry for 100 s: no database, locked
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            database.execute("ROLLBACK")
+        store.mend_locations()
+    elif store.path is not None:
+        _create_sqlite(store.path)
     client = _mlflow_client()(tracking_uri=store.uri, registry_uri=store.uri)
     client.search_experiments(max_results=1)
     return client
-
-
-def _open_sqlite(store: Store) -> Any:
-    assert store.path is not None
-    if store.path.exists() and store.path.stat().st_size:
-        _check_sqlite(store.path)
-        store.mend_locations()
-    else:
-        _create_sqlite(store.path)
-    return _open(store)
 
 
 def _mlflow_client() -> Any:
@@ -123,15 +110,6 @@ def _mlflow_client() -> Any:
     for name in ("alembic", "urllib3.connectionpool"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return MlflowClient
-
-
-def _check_sqlite(path: Path) -> None:
-    """Fail at once where MLflow would retry for 100 s: not a database, not writable, locked."""
-    uri = f"file:{urllib.parse.quote(str(path))}?mode=rw"
-    with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=5.0, isolation_level=None)) as database:
-        database.execute("BEGIN IMMEDIATE")
-        database.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        database.execute("ROLLBACK")
 
 
 def _create_sqlite(path: Path) -> None:
@@ -149,6 +127,13 @@ def _create_sqlite(path: Path) -> None:
         temporary = path.with_name(f".{path.name}.{time.time_ns()}.new")
         SqlAlchemyStore(f"sqlite:///{temporary}", str(path.parent / FOLDER)).engine.dispose()
         os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _sqlite(path: Path) -> Iterator[sqlite3.Connection]:
+    uri = f"file:{urllib.parse.quote(str(path))}?mode=rw"
+    with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=5.0, isolation_level=None)) as database:
+        yield database
 
 
 def _within(seconds: float, action: Callable[[], T]) -> T:
@@ -170,3 +155,77 @@ def _within(seconds: float, action: Callable[[], T]) -> T:
     if not outcome:
         raise TimeoutError(f"no answer within {seconds:.0f} s")
     return outcome[0]
+
+
+# -- artifact locations -----------------------------------------------------------------------------------------------
+#
+# MLflow keeps an absolute location for every experiment and every run. In a copy of the project these are folders of
+# the original: a new run would write there, and what was copied would be read from there. A location is mended where
+# it is that of a store's own folder (`.../mlartifacts`) somewhere else, and that is gone, belongs to another store, or
+# holds what lies here too. Without mlflow: whoever only looks need not wait for its import.
+
+
+@dataclass(frozen=True)
+class Location:
+    """One that lies in a store's own folder: `base`, ending in FOLDER, and what comes below."""
+
+    base: Path
+    below: PurePosixPath
+    is_uri: bool
+
+    @classmethod
+    def of(cls, text: str) -> Location | None:
+        """None for what is no local path, or lies in no such folder."""
+        scheme, host, path, *_ = urllib.parse.urlsplit(text)
+        if scheme not in ("", "file") or host not in ("", "localhost"):
+            return None
+        parts = PurePosixPath(urllib.parse.unquote(path) if scheme else text).parts
+        if FOLDER not in parts or parts[0] != "/" or ".." in parts:
+            return None
+        end = len(parts) - parts[::-1].index(FOLDER)
+        return cls(Path(*parts[:end]), PurePosixPath(*parts[end:]), bool(scheme))
+
+    def text(self, base: Path) -> str:
+        path = base / self.below
+        return path.as_uri() if self.is_uri else str(path)
+
+    def lies_in(self, base: Path) -> bool:
+        return len(self.below.parts) > 1 and _exists(base / self.below)
+
+
+def mend(store: Path) -> int:
+    """Makes the store's own locations those of the folder it lies in now; how many were not."""
+    own = store.parent / FOLDER
+    with _sqlite(store) as database:
+        strays = list(_strays(database, own))
+        # A folder was once this store's unless the user chose it: then it is there, and has no store beside it.
+        moved = {at.base for *_, at in strays if not _exists(at.base) or _exists(at.base.with_name(store.name))}
+        moved |= {at.base for *_, at in strays if at.lies_in(own)}
+        # Files that were not taken along are read from where they are.
+        changes = [s for s in strays if s[-1].base in moved and (s[-1].lies_in(own) or not s[-1].lies_in(s[-1].base))]
+        if changes:
+            database.execute("BEGIN IMMEDIATE")
+            for table, column, row, location in changes:
+                database.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (location.text(own), row))
+            database.execute("COMMIT")
+    return len(changes)
+
+
+def _strays(database: sqlite3.Connection, own: Path) -> Iterator[tuple[str, str, int, Location]]:
+    """Table, column, row and location in the folder of a store that is not this one's, by whatever path."""
+    for table, column in COLUMNS:
+        if column not in {name for _, name, *_ in database.execute(f"PRAGMA table_info({table})")}:
+            continue
+        query = f"SELECT rowid, {column} FROM {table} WHERE {column} LIKE ?"
+        for row, text in database.execute(query, (f"%{FOLDER}%",)).fetchall():
+            location = Location.of(text)
+            if location is not None and os.path.realpath(location.base) != os.path.realpath(own):
+                yield table, column, row, location
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError:  # also one that may not be looked into: nobody can read or write there
+        return False
+    return True

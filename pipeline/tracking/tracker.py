@@ -1,8 +1,8 @@
 """Tells MLflow what the pipeline did: one MLflow run per execution, whichever stages ran or were cached.
 
-What is to be told is first written to the spool (pipeline/tracking/spool.py); `Tracker.flush` then sends what has not
-been sent (sender.py and store.py, the only files that import mlflow). Where the store cannot be used the work goes on,
-the user is told once per execution, and `sync` sends everything later.
+What is to be told is first written to the spool (pipeline/tracking/spool.py); then what has not been sent is sent
+(sender.py and store.py, the only files that import mlflow). Where the store cannot be used the work goes on, the user
+is told once per execution, and `sync` sends everything later.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.base.errors import ShardwrightError
-from pipeline.tracking.point import Point as SweepPoint
-from pipeline.tracking.point import current
+from pipeline.config import Tracking
+from pipeline.tracking.execution import SweepPoint, current_point, execution_id
 from pipeline.tracking.sender import send
-from pipeline.tracking.spool import Point, Scalar, Spool, StageRecord, append, execution_id, executions, prune
-from pipeline.tracking.store import CONNECT_S, Settings, Store, connect
-
-__all__ = ["Live", "Point", "StageRecord", "Synced", "Tracker", "execution_id", "sync", "ui_command"]
+from pipeline.tracking.spool import Spool, StageRecord, append, executions, prune
+from pipeline.tracking.store import CONNECT_S, Store, connect
 
 RETRY_S = 600.0  # stages of an execution do not try a store again so soon after it failed
 LIVE_S = 2.0
@@ -49,69 +47,43 @@ class Tracker:
     def __init__(
         self,
         root: Path,
-        settings: Settings,
+        settings: Tracking,
         log: logging.Logger,
         *,
         run_name: str = "run",
         execution: str | None = None,
         point: SweepPoint | None = None,
     ) -> None:
-        self._point = point or current()
+        self._point = point or current_point()
         root = self._point.root if self._point else root
         self._root, self._settings, self._log, self._run_name = root, settings, log, run_name
         self._store = Store.of(root, settings)
         self._spool = Spool(root, execution or execution_id(), log)
         self._client: Any = None
-        self._told = False
+        self._warned = False
 
     def stage(self, record: StageRecord, upstream: Sequence[StageRecord] = ()) -> None:
         """Record a stage, and as cached every stage before it that did not run in this execution; then send."""
-        if not self._settings.enabled:
-            return
-        with self._surviving():
-            self._describe()
-            self._record_missing(replace(entry, status="cached") for entry in upstream)
-            self._spool.record(record)
-        self.flush()
+        self._record([replace(entry, status="cached") for entry in upstream], record)
 
     def complete(self, records: Iterable[StageRecord]) -> None:
         """Record those of stages that have not told anything in this execution; then send."""
+        self._record(records)
+
+    def _record(self, missing: Iterable[StageRecord], done: StageRecord | None = None) -> None:
         if not self._settings.enabled:
             return
         with self._surviving():
             self._describe()
-            self._record_missing(records)
-        self.flush()
-
-    def _record_missing(self, records: Iterable[StageRecord]) -> None:
-        known = {entry.stage for entry in self._spool.records().values()}
-        for entry in records:
-            if entry.stage not in known:
-                self._spool.record(entry)
-
-    def failed(self, stage: str, error: str, params: Mapping[str, Scalar] | None = None) -> None:
-        """Record that a stage failed, with the error's line; the run is marked FAILED."""
-        self.stage(StageRecord(stage, "failed", params=params or {}, error=error))
-
-    def finish(self, status: str) -> None:
-        """End the run as FINISHED, FAILED or KILLED whatever its stages say, until a later stage is recorded."""
-        if not self._settings.enabled:
-            return
-        with self._surviving(), self._spool.lock(CONNECT_S) as held:
-            if held:
-                last = max(self._spool.records(), default="")
-                self._spool.save(replace(self._spool.state(), end=status, end_after=last))
-        self.flush()
-
-    def flush(self) -> bool:
-        """Send what has not been sent of this execution; whether nothing is left."""
-        if not self._settings.enabled:
-            return True
+            known = {entry.stage for entry in self._spool.records().values()}
+            for entry in missing:
+                if entry.stage not in known:
+                    self._spool.record(entry)
+            if done:
+                self._spool.record(done)
         with self._surviving():
             if self._attempt(wait=CONNECT_S) is None:
                 prune(self._root, self._log)
-                return True
-        return False
 
     def live(self, stage: str) -> Live:
         """Something to log points to while training; close it before the stage is recorded."""
@@ -122,14 +94,6 @@ class Tracker:
                 descriptor = self._spool.open_live(stage)
         return Live(self, descriptor)
 
-    def run_url(self) -> str | None:
-        """Where the user sees the run: one line, or None while nothing has been sent."""
-        with self._surviving():
-            state = self._spool.state()
-            if state.experiment_id and state.store == self._store.digest:
-                return run_url(self._store, state.experiment_id)
-        return None
-
     def _describe(self) -> None:
         if self._point is None:
             self._spool.describe(self._run_name, self._settings.experiment)
@@ -138,8 +102,8 @@ class Tracker:
 
     def _attempt(self, *, wait: float, force: bool = False, quiet: bool = False) -> str | None:
         """Send under the lock; None when nothing is left, else why not. Failing is remembered, and told once."""
-        with self._spool.lock(wait) as held:
-            if not held:
+        with self._spool.lock(wait) as locked:
+            if not locked:
                 return BUSY
             state = self._spool.state()
             if not self._spool.pending(state):
@@ -153,19 +117,18 @@ class Tracker:
             except Exception as error:  # whatever the store, its driver or the network raises must not stop the work
                 why = " ".join(self._store.without_secrets(f"{error or type(error).__name__}").split())[:300]
                 state = self._spool.state()
-                if not (quiet or state.warned or self._told):
-                    self._tell(why)
+                if not (quiet or state.warned):
+                    uri = self._store.without_secrets(self._store.uri)
+                    later = "the work goes on, `python -m stages sync` sends the records later"
+                    self._warn("tracking: %s cannot be used (%s); %s", uri, why, later)
                 warned = state.warned or not quiet
                 self._spool.save(replace(state, warned=warned, retry_after=time.time() + RETRY_S))
                 return why
 
-    def _tell(self, why: str) -> None:
-        self._told = True
-        self._log.warning(
-            "tracking: %s cannot be used (%s); the work goes on, `python -m stages sync` sends the records later",
-            self._store.without_secrets(self._store.uri),
-            why,
-        )
+    def _warn(self, text: str, *values: object) -> None:
+        if not self._warned:
+            self._warned = True
+            self._log.warning(text, *values)
 
     @contextlib.contextmanager
     def _surviving(self) -> Iterator[None]:
@@ -173,11 +136,7 @@ class Tracker:
         try:
             yield
         except OSError as error:
-            if not self._told:
-                self._told = True
-                self._log.warning(
-                    "tracking: %s cannot be written, this run is not tracked: %s", self._spool.folder, error
-                )
+            self._warn("tracking: %s cannot be written, this run is not tracked: %s", self._spool.folder, error)
 
 
 class Live:
@@ -223,9 +182,8 @@ class Live:
             self._tracker._attempt(wait=LIVE_S)
 
 
-def sync(root: Path, settings: Settings, log: logging.Logger | None = None) -> Synced:
+def sync(root: Path, settings: Tracking, log: logging.Logger) -> Synced:
     """Send every execution of which something is still only on disk; one line says why, where that fails."""
-    log = log or logging.getLogger(__name__)
     sent = left = 0
     client: Any = None
     reason: str | None = None
@@ -248,21 +206,19 @@ def sync(root: Path, settings: Settings, log: logging.Logger | None = None) -> S
     return Synced(sent, left)
 
 
-def latest_run_url(root: Path, settings: Settings) -> str | None:
+def latest_run_url(root: Path, settings: Tracking) -> str | None:
     """Where the user sees the newest run that has been sent; None where there is none."""
-    log = logging.getLogger(__name__)
-    urls = (Tracker(root, settings, log, execution=name).run_url() for name in reversed(list(executions(root))))
-    return next((url for url in urls if url), None) if settings.enabled else None
+    store = Store.of(root, settings)
+    for name in reversed(executions(root) if settings.enabled else []):
+        state = Spool(root, name, logging.getLogger(__name__)).state()
+        if state.experiment_id and state.store == store.digest:
+            ui = "`make ui`, then http://{}:{}".format(*UI_ADDRESS)
+            address = store.without_secrets(store.uri.rstrip("/")) if store.is_server else ui
+            return address + CHART_PATH.format(id=state.experiment_id)
+    return None
 
 
-def run_url(store: Store, experiment_id: str) -> str:
-    path = CHART_PATH.format(id=experiment_id)
-    if store.is_server:
-        return store.without_secrets(store.uri.rstrip("/")) + path
-    return "`make ui`, then http://{}:{}".format(*UI_ADDRESS) + path
-
-
-def ui_command(root: Path, settings: Settings) -> list[str]:
+def ui_command(root: Path, settings: Tracking) -> list[str]:
     """The command that serves the runs to this machine only; creates the store where there is none yet."""
     store = Store.of(root, settings)
     if store.is_server:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import accumulate
 
-from pipeline.config import Cluster as Settings
+from pipeline.config import ClusterSettings as Settings
 from pipeline.config import Device
 from pipeline.ir.cluster import Cluster, Compute, Curve, Group, Host, Measured
 from stages.cluster.meshes import FASTEST, candidate_meshes, candidate_splits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pipeline.launch.launch import Node, run_ranks
+from pipeline.launch.launch import LaunchNode, run_ranks
 from pipeline.launch.work_folder import LaunchFailed
 from stages.cluster.meeting import Arrival, Guest
 
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
 def take_part(guest: Guest, devices: int, wait: float) -> None:
     word = guest.wait(wait)
     job = {**word["job"], "host": guest.host}
-    node = Node(word["nodes"], word["hosts"].index(guest.host), *word["torchrun"])
+    node = LaunchNode(word["nodes"], word["hosts"].index(guest.host), *word["torchrun"])
     try:
         run_ranks("stages.cluster.probe", job, devices, job["timeout_s"], guest.listen, node)
     except LaunchFailed as error:

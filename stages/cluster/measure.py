@@ -12,10 +12,10 @@ from typing import Any
 
 from pipeline.base.errors import ClusterError
 from pipeline.base.log import Log
-from pipeline.config import Cluster as Settings
+from pipeline.config import ClusterSettings as Settings
 from pipeline.config import Device
 from pipeline.ir.cluster import LATER, Cluster, Compute, Curve, Group, Host, LinkCost, Measured, Mesh, Pace
-from pipeline.launch.launch import Node, run_ranks
+from pipeline.launch.launch import LaunchNode, run_ranks
 from pipeline.launch.work_folder import LaunchFailed
 from stages.cluster.fit import fit_errors, fit_links, in_a_step, least_squares_line, link_beyond
 from stages.cluster.meshes import candidate_meshes, candidate_splits
@@ -79,7 +79,7 @@ def run_probe(settings: Settings, log: Log) -> dict[str, Any]:
         "timeout_s": probe.timeout_s,
         "meeting": meeting.address,
     }
-    node = Node(len(names), 0, names[0], probe.port + 1) if names[1:] else None
+    node = LaunchNode(len(names), 0, names[0], probe.port + 1) if names[1:] else None
     log.info("measuring %d ranks on %d hosts", sum(a.devices for a in arrived), len(names))
     meeting.start({"job": job, "nodes": len(names), "hosts": names, "torchrun": (names[0], probe.port + 1)})
     try:

@@ -15,9 +15,9 @@ from typing import Any
 from pipeline.base.files import write_atomic
 from pipeline.base.log import Log, say
 from pipeline.base.stage import as_cached, up_to
-from pipeline.config import Config, Sweep, find_sweep, try_settings
+from pipeline.config import Config, SweepSettings, find_sweep, try_settings
 from pipeline.config.schema import Until
-from pipeline.tracking.point import SWEEP_TAG, Point
+from pipeline.tracking.execution import SWEEP_TAG, SweepPoint
 from pipeline.tracking.spool import StageRecord
 from pipeline.tracking.tracker import Tracker
 from stages.sweep.experiments import (
@@ -78,13 +78,13 @@ def run(root: Path, arguments: argparse.Namespace, environ: Mapping[str, str], l
     return 0
 
 
-def read_sweep(root: Path, arguments: argparse.Namespace) -> tuple[str, Sweep]:
+def read_sweep(root: Path, arguments: argparse.Namespace) -> tuple[str, SweepSettings]:
     """Its name, and a file of conf/sweep with further settings, or settings alone."""
     names = [word for word in arguments.words if "=" not in word]
     if len(names) > 1:
         raise SweepError(f"'{names[1]}' is no setting", remedy="name one file of conf/sweep, and settings as key=value")
     given = [word for word in arguments.words if "=" in word]
-    known = find_sweep(root, names[0]) if names else Sweep("", [])
+    known = find_sweep(root, names[0]) if names else SweepSettings("", [])
     until = Until(arguments.until) if arguments.until else known.until
     title = arguments.name or (names[0] if names else "sweep")
     if not NAME.fullmatch(title):
@@ -133,7 +133,7 @@ def _split(text: str) -> list[str]:
 def _run(sweeping: Sweeping, number: int, settings: tuple[str, ...], config: Config) -> Row:
     """Its row of the table. What DVC took from its cache is recorded here: no stage ran to tell of it."""
     name, what = f"{sweeping.name}-{number}", " ".join(settings)
-    point = Point(sweeping.name, what, sweeping.root)
+    point = SweepPoint(sweeping.name, what, sweeping.root)
     environ = {**sweeping.environ, **point.environment(), "SHARDWRIGHT_EXECUTION": name}
     sweeping.log.info("%s", what)
     flags, report = experiment_flags(sweeping.root, settings, config.code), sweeping.folder / f"{number}.log"
@@ -156,7 +156,7 @@ def _run(sweeping: Sweeping, number: int, settings: tuple[str, ...], config: Con
 
 def _start(sweeping: Sweeping, config: Config, settings: Sequence[str]) -> Tracker:
     """Sent before the first point, so that points find the run below which they lie."""
-    above = Point("", sweeping.name, sweeping.root)
+    above = SweepPoint("", sweeping.name, sweeping.root)
     tracker = Tracker(sweeping.root, config.tracking, sweeping.log, execution=sweeping.name, point=above)
     params = dict(setting.split("=", 1) for setting in settings)
     tracker.stage(StageRecord("sweep", params={**params, "until": sweeping.until}))

@@ -18,7 +18,7 @@ from pipeline.base.stage import STAGES, Inputs, Result, read
 from pipeline.config import Config, TrainEngine
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan
-from pipeline.launch.launch import Watch, run_here, run_ranks
+from pipeline.launch.launch import Supervision, run_here, run_ranks
 from pipeline.launch.place import find_place
 from pipeline.launch.work_folder import ROOM, LaunchFailed
 from pipeline.tracking.tracker import Tracker
@@ -148,7 +148,7 @@ def launch(inputs: Inputs, config: Config, plan: Plan, job: dict[str, Any]) -> d
             where="runs/checkpoint/plan.json",
             remedy=f"start {ranks}, one for each device, or plan for a cluster of {place.ranks} devices",
         )
-    watch = Watch(train.hang_s, gentle=True, tell=inputs.log.warning)
+    watch = Supervision(train.hang_s, True, inputs.log.warning, train.max_restarts)
     try:
         with (
             inputs.tracker.live("train") as live,
@@ -157,7 +157,7 @@ def launch(inputs: Inputs, config: Config, plan: Plan, job: dict[str, Any]) -> d
             follow = Follower(live, advance, lambda note: tell(inputs.log, inputs.root, note))
             if place:
                 return run_here(WORKER, job, place, train.timeout_s, follow, watch)
-            return run_ranks(WORKER, job, ranks, train.timeout_s, follow, restarts=train.max_restarts, watch=watch)
+            return run_ranks(WORKER, job, ranks, train.timeout_s, follow, watch=watch)
     except LaunchFailed as error:
         for line in error.log.splitlines():
             inputs.log.debug(line)

@@ -5,14 +5,14 @@ import logging
 import sys
 
 from pipeline.base.errors import ClusterError
-from pipeline.config import Cluster, ClusterSource, Device, Probe
+from pipeline.config import ClusterSettings, ClusterSource, Device, Probe
 from pipeline.ir.codec import encode
 from stages.cluster import meeting
 from stages.cluster.measure import measure
 
 given = json.loads(sys.argv[1])
 meeting.SILENT_S = given.pop("silent_s", meeting.SILENT_S)
-settings = Cluster(ClusterSource.probe, Device.cpu, given.pop("devices", 1), probe=Probe(**given))
+settings = ClusterSettings(ClusterSource.probe, Device.cpu, given.pop("devices", 1), probe=Probe(**given))
 try:
     print(json.dumps(encode(measure(settings, "ours", logging.getLogger()))))
 except ClusterError as error:

@@ -81,7 +81,7 @@ def test_the_run_is_tracked(default: Project) -> None:
     assert plan.digest.startswith(f"sha256:{run.data.tags['plan']}") and len(run.data.tags["plan"]) == 12
     assert run.data.tags.items() >= (told | {"budget_gb": gigabytes}).items()
     names = [key.split("_", 1)[1] for key in sorted(run.data.metrics) if "/" not in key]
-    assert names == [one.name for one in HEADLINES]
+    assert names == list(HEADLINES)
     for name in STAGES:
         figures = read_summary(name, default.root)
         assert figures
@@ -194,7 +194,7 @@ def check_dvc_tells_what_changed(project: Project) -> None:
     assert params == {TRAIN: {"steps": {"old": STEPS, "new": 3, "diff": 3 - STEPS}}}
     shown = json.loads(project.run("dvc", "metrics", "show", "--json").ok().out)[""]["data"]
     figures = {file: list(content["data"]) for file, content in shown.items()}
-    found = {one.name: f"runs/{one.stage}/metrics.json" for one in HEADLINES}
+    found = {name: f"runs/{stage}/metrics.json" for name, (stage, _) in HEADLINES.items()}
     assert {name: file for file, names in figures.items() for name in names} == found
     changed = json.loads(project.run("dvc", "metrics", "diff", "--json").ok().out)
     assert list(changed) == ["runs/train/metrics.json"] and changed["runs/train/metrics.json"]["final_loss"]["diff"] > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from pipeline.base.stage import STAGES
-from pipeline.config import reference
+from pipeline.config.__main__ import reference
 from pipeline.config.check import fields_of, mandatory
 from pipeline.config.schema import GROUPS
 

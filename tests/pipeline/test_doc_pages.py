@@ -51,5 +51,6 @@ def test_every_call_of_generated_programs_is_told() -> None:
 
 def test_every_headline_metric_is_told() -> None:
     page = (ROOT / "docs/runs.md").read_text()
-    named = [name for stage in ("checkpoint", "train") for name in numbered(stage, {h.figure: 0 for h in HEADLINES})]
+    figures = {figure: 0 for _, figure in HEADLINES.values()}
+    named = [name for stage in ("checkpoint", "train") for name in numbered(stage, figures)]
     assert len(named) == len(HEADLINES) and all(f"`{name}`" in page for name in named)

@@ -16,11 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.launch.failures import reason
-from pipeline.launch.launch import Watch, _command, _on_the_loopback, run_ranks
+from pipeline.launch.launch import Supervision, _command, _on_the_loopback, run_ranks
 from pipeline.launch.rank import MEET, forget_error, report_error, write_result
 from pipeline.launch.rendezvous import local_store
-from pipeline.launch.work_folder import LaunchFailed, WorkFolder
+from pipeline.launch.work_folder import LaunchFailed, WorkFolder, reason
 
 RANK = """
 import json, os, signal, sys, time
@@ -142,14 +141,14 @@ def test_a_failure_that_nobody_reported_is_found_in_the_log(notes):
 
 
 def test_ranks_are_started_again(notes):
-    assert run(notes, "again", restarts=1) == {"restarts": 1}
+    assert run(notes, "again", watch=Supervision(restarts=1)) == {"restarts": 1}
     no_process_left(notes)
 
 
 def test_they_are_not_where_that_would_not_help(notes):
     pids_seen = set()
     with pytest.raises(LaunchFailed, match=r"^no start would help$"):
-        run(notes, "final", restarts=20, poll=lambda work: pids_seen.update(pids(notes)))
+        run(notes, "final", watch=Supervision(restarts=20), poll=lambda work: pids_seen.update(pids(notes)))
     assert len(pids_seen) <= 4  # torchrun may have begun once more before it was ended
     no_process_left(notes)
 
@@ -175,7 +174,7 @@ def test_who_is_stopped_is_named(notes, who):
                 (rank if who == "rank 1" else rank.parent()).suspend()
 
     with pytest.raises(LaunchFailed, match=rf"^{who}.* \(process \d+ on {socket.gethostname()}\) is stopped"):
-        run(notes, "sleep", poll=stop, watch=Watch(hang_s=0.5))
+        run(notes, "sleep", poll=stop, watch=Supervision(hang_s=0.5))
     no_process_left(notes)
 
 

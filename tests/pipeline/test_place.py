@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.base.errors import TrainError
 from pipeline.launch.launch import run_here
-from pipeline.launch.place import PORTS, Place, find_place, first_host, tasks_of_nodes
+from pipeline.launch.place import PORTS, RankPlace, find_place, first_host, tasks_of_nodes
 from pipeline.launch.work_folder import LaunchFailed
 
 TORCHRUN = {
@@ -27,14 +27,14 @@ names = st.text("abcxyz-", min_size=1, max_size=5)
 
 def test_torchrun_says_it() -> None:
     place = find_place(TORCHRUN)
-    assert place == Place(3, 8, 1, "10.0.0.1", 29500, 2)
+    assert place == RankPlace(3, 8, 1, "10.0.0.1", 29500, 2)
     assert find_place(place.environment()) == place
 
 
 def test_slurm_says_it_for_steps_of_several_tasks() -> None:
-    assert find_place(SLURM) == Place(5, 8, 1, "node07", PORTS[41007 % len(PORTS)], 2)
+    assert find_place(SLURM) == RankPlace(5, 8, 1, "node07", PORTS[41007 % len(PORTS)], 2)
     named = SLURM | {"MASTER_ADDR": "login", "MASTER_PORT": "3000"}
-    assert find_place(named) == Place(5, 8, 1, "login", 3000, 2)
+    assert find_place(named) == RankPlace(5, 8, 1, "login", 3000, 2)
 
 
 def test_hosts_may_have_different_numbers_of_ranks() -> None:
@@ -104,9 +104,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_rank_is_run_where_it_was_started(module: str) -> None:
-    first = Place(0, 4, 0, "10.0.0.1", 29500, 2)
+    first = RankPlace(0, 4, 0, "10.0.0.1", 29500, 2)
     assert run_here(module, {}, first, 30) == first.environment()
-    assert run_here(module, {}, Place(3, 4, 1, "10.0.0.1", 29500, 2), 30) == {}, "only the first has a result"
+    assert run_here(module, {}, RankPlace(3, 4, 1, "10.0.0.1", 29500, 2), 30) == {}, "only the first has a result"
 
 
 @pytest.mark.parametrize(("ranks", "here", "threads"), [(4, 1, "12"), (4, 4, "3"), (64, 32, "1")])
@@ -114,7 +114,7 @@ def test_ranks_share_the_cores_of_their_host(
     module: str, monkeypatch: pytest.MonkeyPatch, ranks: int, here: int, threads: str
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 12)
-    place = Place(0, ranks, 0, "10.0.0.1", 29500, here)
+    place = RankPlace(0, ranks, 0, "10.0.0.1", 29500, here)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert run_here(module, {"threads": 1}, place, 30) == {"threads": threads}
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
@@ -124,4 +124,4 @@ def test_ranks_share_the_cores_of_their_host(
 @pytest.mark.parametrize(("job", "told"), [({"fail": 1}, "the cause"), ({"die": 1}, "rank 3 died of SIGKILL")])
 def test_why_the_rank_failed(module: str, job: dict[str, int], told: str) -> None:
     with pytest.raises(LaunchFailed, match=told):
-        run_here(module, job, Place(3, 4, 1, "10.0.0.1", 29500, 2), 30)
+        run_here(module, job, RankPlace(3, 4, 1, "10.0.0.1", 29500, 2), 30)

@@ -21,9 +21,9 @@ from pipeline.base.errors import ShardwrightError
 from pipeline.tracking import sender as sender
 from pipeline.tracking import store as store_module
 from pipeline.tracking import tracker as tracking
-from pipeline.tracking.artifact_locations import Location, mend
-from pipeline.tracking.store import Store, connect
-from pipeline.tracking.tracker import Point, StageRecord, Tracker, sync, ui_command
+from pipeline.tracking.spool import StageRecord
+from pipeline.tracking.store import Location, Store, connect, mend
+from pipeline.tracking.tracker import Tracker, latest_run_url, sync, ui_command
 
 LOG = logging.getLogger("test")
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,8 @@ class Settings:
 
 NEW_STORE = """
 import logging, shutil, sys; from pathlib import Path; logging.basicConfig(level=logging.INFO)
-from test_tracking import Settings; from pipeline.tracking.tracker import StageRecord, Tracker
+from test_tracking import Settings; from pipeline.tracking.tracker import Tracker
+from pipeline.tracking.spool import StageRecord
 from pipeline.tracking.store import Store, connect
 assert 'mlflow' not in sys.modules
 connect(Store.of(Path('.'), Settings()))
@@ -97,10 +98,6 @@ def tracker(root, execution="one", run_name="gpt_small", **settings):
     return Tracker(root, Settings(**settings), LOG, run_name=run_name, execution=execution)
 
 
-def series(count, **more):
-    return tuple(Point(step, {"loss": 1.0 / (step + 1), **more}, 1000.0 + step) for step in range(count))
-
-
 def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -131,12 +128,10 @@ def test_run_content(root, tmp_path, caplog):
             "reason": "optimal",
         },
         artifacts=(plan, pictures),
-        series=series(1001, other=2.0),
         started=100.0,
         ended=200.0,
     )
-    one = tracker(root)
-    one.stage(entry)
+    tracker(root).stage(entry)
     [run] = runs(root)
     params, metrics, tags = run.data.params, run.data.metrics, run.data.tags
     assert params.pop("solve.text").endswith("[cut, 7000 characters]")
@@ -147,17 +142,17 @@ def test_run_content(root, tmp_path, caplog):
     assert metrics["solve/huge"] > 1e300
     assert tags["stage.solve"] == "executed" and tags["solve/reason"] == "optimal"
     assert tags["shardwright.execution"] == "one"
-    assert history(root, run, "solve/loss") == [(step, 1.0 / (step + 1)) for step in range(1001)]
     assert run.info.run_name == "gpt_small"
     assert (run.info.status, run.info.start_time, run.info.end_time) == ("FINISHED", 100_000, 200_000)
     files = [file.path for file in client(root).list_artifacts(run.info.run_id, "solve")]
     assert files == ["solve/pictures", "solve/plan.json"]
     assert (root / "runs" / "mlartifacts" / run.info.run_id / "artifacts" / "solve" / "pictures" / "a.svg").exists()
     assert not list((root / "runs" / "tracking" / "one" / "artifacts").iterdir())
-    assert one.run_url().endswith(
+    url = latest_run_url(root, Settings())
+    assert url.endswith(
         f"/#/experiments/{run.info.experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
     )
-    assert "make ui" in one.run_url() and not warnings(caplog)
+    assert "make ui" in url and not warnings(caplog)
 
 
 def test_one_run_per_execution_with_cached_stages(root):
@@ -222,14 +217,12 @@ def test_stage_run_again_with_other_params(root, caplog):
     assert run.data.metrics == {"solve/objective": 1.0} and not warnings(caplog)
 
 
-def test_failure_and_finish(root):
+def test_failure_and_another_try(root):
     one = tracker(root)
-    one.failed("solve", "conf/solve.yaml:3: no plan fits")
+    one.stage(StageRecord("solve", "failed", error="conf/solve.yaml:3: no plan fits"))
     [run] = runs(root)
     assert run.info.status == "FAILED" and run.data.tags["stage.solve"] == "failed"
     assert run.data.tags["stage.solve.error"] == "conf/solve.yaml:3: no plan fits"
-    one.finish("KILLED")
-    assert runs(root)[0].info.status == "KILLED"
     one.stage(StageRecord("solve"))
     assert runs(root)[0].info.status == "FINISHED"
 
@@ -258,8 +251,8 @@ def test_disabled_does_nothing(root):
     with one.live("train") as live:
         live.log(0, {"loss": 1.0})
     one.stage(StageRecord("train"))
-    one.finish("FINISHED")
-    assert one.flush() and one.run_url() is None
+    one.complete([StageRecord("solve")])
+    assert latest_run_url(root, Settings(enabled=False)) is None
     assert not (root / "runs" / "tracking").exists()
 
 
@@ -345,8 +338,9 @@ KILLED = """
 import json, logging, os, signal, sys
 from pathlib import Path
 from mlflow.tracking import MlflowClient
-from pipeline.tracking.tracker import StageRecord, Tracker
-from test_tracking import Settings, series
+from pipeline.tracking.spool import StageRecord
+from pipeline.tracking.tracker import Tracker
+from test_tracking import Settings
 
 def deadly(method, count, after):
     whole, calls = getattr(MlflowClient, method), [0]
@@ -363,11 +357,11 @@ def deadly(method, count, after):
 def send(root, method, count, after):
     tracker = Tracker(root, Settings(), logging.getLogger(), execution="one")
     live = tracker.live("train")
-    for step in range(50):
-        live.log(step, {"loss": 1.0})
+    for step in range(2000):
+        live.log(step, {"loss": 1.0 / (step + 1)})
     deadly(method, count, after)
     files = (root / "f.txt",)
-    tracker.stage(StageRecord("solve", params={"a": 1}, figures={"time": 2.0}, artifacts=files, series=series(2000)))
+    tracker.stage(StageRecord("solve", params={"a": 1}, figures={"time": 2.0}, artifacts=files))
 
 for root, *how in json.loads(sys.argv[1]):
     child = os.fork()
@@ -400,8 +394,7 @@ def test_killed_while_sending(killed, how):
     [run] = runs(root)
     assert run.data.params == {"solve.a": "1"}
     assert history(root, run, "solve/time") == [(0, 2.0)]
-    assert history(root, run, "solve/loss") == [(step, 1.0 / (step + 1)) for step in range(2000)]
-    assert history(root, run, "train/loss") == [(step, 1.0) for step in range(50)]
+    assert history(root, run, "train/loss") == [(step, 1.0 / (step + 1)) for step in range(2000)]
     assert [file.path for file in client(root).list_artifacts(run.info.run_id, "solve")] == ["solve/f.txt"]
     assert run.info.status == "KILLED"  # training never told its end
 
@@ -432,14 +425,18 @@ def test_store_changed_between_stages(root):
 
 
 def test_two_senders_do_not_double(root):
-    tracker(root, uri=DEAD).stage(StageRecord("trace", series=series(3000)))
+    dead = tracker(root, uri=DEAD)
+    with dead.live("train") as live:
+        for step in range(3000):
+            live.log(step, {"loss": 1.0})
+    dead.stage(StageRecord("train"))
     threads = [threading.Thread(target=sync, args=(root, Settings(), LOG)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     [run] = runs(root)
-    assert len(history(root, run, "trace/loss")) == 3000
+    assert len(history(root, run, "train/loss")) == 3000
 
 
 def test_spool_that_cannot_be_written_is_told_once(root, caplog):
@@ -448,7 +445,6 @@ def test_spool_that_cannot_be_written_is_told_once(root, caplog):
     with one.live("train") as live:
         live.log(0, {"loss": 1.0})
     one.stage(StageRecord("train"))
-    one.finish("FINISHED")
     assert len(warnings(caplog)) == 1
 
 
@@ -511,7 +507,7 @@ def test_a_copy_keeps_its_artifacts_to_itself(root, tmp_path):
     assert content(root) == before
     shutil.rmtree(root)
     assert (downloaded(copy, old), downloaded(copy, new)) == ("original", "copy")
-    assert tracker(copy, "old").run_url()  # the run is known in the copy, too
+    assert tracker(copy, "old")._spool.state().store == Store.of(copy, Settings()).digest  # known in the copy, too
     assert mend(copy / "runs/mlflow.db") == 0
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.base.errors import ClusterError
-from pipeline.config import Cluster as Settings
+from pipeline.config import ClusterSettings as Settings
 from pipeline.config import ClusterSource, Device, Preset, Probe
 from pipeline.ir.cluster import COLLECTIVES, LATER, SEND, Cluster, Compute, Curve, LinkCost, Pace
 from pipeline.ir.codec import decode, encode

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.stage import Inputs
-from pipeline.config import Cluster as Settings
+from pipeline.config import ClusterSettings as Settings
 from pipeline.config import ClusterSource, Device, Preset, Simulate, load_config
 from pipeline.cost.step import Workload
 from pipeline.cost.unsplit import card_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.base import artifacts
 from pipeline.base.errors import SolveError
 from pipeline.base.stage import Inputs
-from pipeline.config import Config, DType, Model, TensorSpec, load_config
+from pipeline.config import Config, DType, ModelSettings, TensorSpec, load_config
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan
 from pipeline.ir.verify import verify_graph
@@ -121,7 +121,7 @@ class Grouped(nn.Module):
 def rows_of(build: type, **arguments: bool) -> Config:
     spec = {"x": TensorSpec(shape=[ROWS, 4], dtype=DType.float32)}
     module = {"_target_": f"{__name__}.{build.__name__}", **arguments}
-    return replace(load_config(PROJECT), model=Model(module=module, batch=spec))
+    return replace(load_config(PROJECT), model=ModelSettings(module=module, batch=spec))
 
 
 def in_two(graph: OpGraph, slices: int, devices: int = 1) -> Plan:

@@ -13,8 +13,7 @@ import pytest
 from pipeline.base import artifacts
 from pipeline.base.errors import SolveError
 from pipeline.base.stage import Inputs
-from pipeline.config import Cluster as ClusterSettings
-from pipeline.config import ClusterSource, Device, Preset, load_config
+from pipeline.config import ClusterSettings, ClusterSource, Device, Preset, load_config
 from pipeline.cost.step import Workload
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.codec import decode, encode

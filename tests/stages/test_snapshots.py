@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.forged_snapshots import about
 from pipeline.base.errors import TrainError
+from pipeline.launch.launch import Supervision
 from pipeline.launch.launch import run_ranks as launch
 from stages.train.engines.planned import PlannedEngine
 from stages.train.ranks.safety import differing_replicas
@@ -324,7 +325,7 @@ def test_ranks_are_started_again_after_a_kill_and_a_hang(warm_python: None, runs
         with contextlib.suppress(OSError):
             told["notes"] = notes(work)
 
-    result = launch("stages.train.worker", given, 2, 280, poll, restarts=6)
+    result = launch("stages.train.worker", given, 2, 280, poll, watch=Supervision(restarts=6))
     assert apart(result["losses"], found["plain"]) <= SAME and len(result["losses"]) == STEPS
     restarts = [note["restart"] for note in told["notes"] if "resumed" in note]
     assert restarts[:2] == [1, 2]  # on a slow machine a step may count as hanging

@@ -14,7 +14,7 @@ import pytest
 from pipeline.base.kernel_cache import COPY, OfTheProject
 from pipeline.base.signals import Interrupted, interruptible
 from pipeline.config import Backend, overrides, try_settings
-from pipeline.tracking.point import ROOT, Point, current
+from pipeline.tracking.execution import ROOT, SweepPoint, current_point
 from stages.__main__ import main
 from stages.checkpoint.recompute import schedule
 from stages.sweep import experiments
@@ -89,8 +89,8 @@ def test_a_row_that_failed_has_its_reason():
 
 
 def test_a_process_knows_its_point(tmp_path):
-    point = Point("memory-1", "solve.memory_budget_gb=2", tmp_path)
-    assert current(point.environment()) == point and current({}) is None
+    point = SweepPoint("memory-1", "solve.memory_budget_gb=2", tmp_path)
+    assert current_point(point.environment()) == point and current_point({}) is None
 
 
 def test_a_copy_of_the_project_takes_its_kernels_where_the_source_is_equal(tmp_path, monkeypatch):
