@@ -14,7 +14,7 @@ from stages.checkpoint.pipelines.search_inputs import Division, Wishes
 from stages.checkpoint.pipelines.submesh_plans import Piece
 from stages.checkpoint.recompute.chain import Chain
 from stages.checkpoint.recompute.in_flight import Passage, run_partition
-from stages.checkpoint.recompute.schedule import Keep, Region
+from stages.checkpoint.recompute.schedule import Keep, Nesting
 from stages.checkpoint.recompute.simulate import InvalidSequence
 
 
@@ -81,7 +81,7 @@ def compositions(total: int) -> list[tuple[int, ...]]:
 # ---------------------------------------------------------------------------------------------------- every schedule
 
 
-def trees(first: int, last: int, loss: int, top: bool = True) -> Iterator[tuple[Keep | Region, ...]]:
+def trees(first: int, last: int, loss: int, top: bool = True) -> Iterator[tuple[Keep | Nesting, ...]]:
     """Every nesting of links first..last; inside a region the last link is kept, or it would run again for nothing."""
     if first > last:
         yield ()
@@ -91,7 +91,7 @@ def trees(first: int, last: int, loss: int, top: bool = True) -> Iterator[tuple[
     for end in range(first, min(last, loss - 1) + 1):
         if end < last or top:
             for inner, rest in product(trees(first, end, loss, False), trees(end + 1, last, loss, top)):
-                yield (Region(inner), *rest)
+                yield (Nesting(inner), *rest)
 
 
 @cache
@@ -99,7 +99,7 @@ def passages(chain: Chain, first: int, last: int) -> tuple[Passage, ...]:
     found = set()
     for steps in trees(first, last, chain.length):
         try:
-            found.add(run_partition(chain, Region(steps), first, last))
+            found.add(run_partition(chain, Nesting(steps), first, last))
         except InvalidSequence:
             continue
     return tuple(sorted(found, key=lambda passage: passage.time))

@@ -10,42 +10,44 @@ from collections.abc import Callable
 from functools import cache
 
 from stages.checkpoint.recompute.chain import LAST, Chain
-from stages.checkpoint.recompute.schedule import Kind, Op
-from stages.checkpoint.recompute.simulate import State, Step, apply, problem, start
+from stages.checkpoint.recompute.schedule import OpKind, ScheduledOp
+from stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, apply, problem, start
 
-Moves = Callable[[State], list[Step]]
+Moves = Callable[[MemoryState], list[ExecutedOp]]
 
 
 def moves(chain: Chain, first: int, last: int) -> Moves:
     """What the simulator makes of a state by each op that can run; each state is tried once."""
     links = range(first, last + 1)
-    ops = [Op(kind, i) for kind in (Kind.F_CK, Kind.F_NONE) for i in links]
-    ops += [Op(kind, i, k) for kind in (Kind.F_ALL, Kind.B) for i in links for k in options(chain, i)]
+    ops = [ScheduledOp(kind, i) for kind in (OpKind.F_CK, OpKind.F_NONE) for i in links]
+    ops += [ScheduledOp(kind, i, k) for kind in (OpKind.F_ALL, OpKind.B) for i in links for k in options(chain, i)]
 
-    def possible(state: State, op: Op) -> bool:
+    def possible(state: MemoryState, op: ScheduledOp) -> bool:
         return in_backward(state, op) and not problem(chain, state, op, first)
 
     return cache(lambda state: [apply(chain, state, op, first) for op in ops if possible(state, op)])
 
 
-def in_backward(state: State, op: Op) -> bool:
+def in_backward(state: MemoryState, op: ScheduledOp) -> bool:
     """A program runs a link again when backward has come to it: nothing is left of the links after it.
 
     Else one could run to the end, go back, and so be through with some links before gradients of parameters appear.
     """
     later = any(i > op.link for i in state.activations) or any(link > op.link for link, _ in state.tapes)
-    return op.kind is Kind.B or not later
+    return op.kind is OpKind.B or not later
 
 
-def pins(pinned: frozenset[int], step: Step) -> frozenset[int] | None:
+def pins(pinned: frozenset[int], step: ExecutedOp) -> frozenset[int] | None:
     """Persistent: an activation that F_ck or F_all has left in place is pinned, and not dropped before its backward."""
-    if step.op.kind is Kind.F_NONE and step.op.link in pinned:
+    if step.op.kind is OpKind.F_NONE and step.op.link in pinned:
         return None
-    left = pinned | {step.op.link} if step.op.kind in (Kind.F_CK, Kind.F_ALL) else pinned
+    left = pinned | {step.op.link} if step.op.kind in (OpKind.F_CK, OpKind.F_ALL) else pinned
     return left & step.state.activations
 
 
-def fastest(chain: Chain, memory: float, first: int = 0, last: int | None = None, through: Op | None = None) -> float:
+def fastest(
+    chain: Chain, memory: float, first: int = 0, last: int | None = None, through: ScheduledOp | None = None
+) -> float:
     """Dijkstra over the simulator's states, by every op that fits; infinite where no persistent sequence ends.
 
     With `through`, only sequences in which that op once holds all of the memory count.

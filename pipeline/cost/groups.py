@@ -11,7 +11,7 @@ from pipeline.ops.blocks import blocks_of
 
 
 @dataclass(frozen=True)
-class Group:
+class LinkGroup:
     """Links first..last of the chain that are taken as one, and how they were run, if they were."""
 
     first: int
@@ -29,15 +29,15 @@ class Join(Enum):
     COMPILED = "compiled"  # those of a block, which is compiled
 
 
-def groups_of(graph: OpGraph, profile: Profile, join: Join) -> tuple[Group, ...]:
+def groups_of(graph: OpGraph, profile: Profile, join: Join) -> tuple[LinkGroup, ...]:
     if join is Join.COMPILED:
         return tuple(
-            Group(first, last, _as_one(graph.chain[first : last + 1]), None, {}) for first, last in blocks_of(graph)
+            LinkGroup(first, last, _as_one(graph.chain[first : last + 1]), None, {}) for first, last in blocks_of(graph)
         )
     kernels = profile.kernels
     joined = {group.first: group for group in kernels.joined} if kernels and join is Join.NEEDLESS else {}
     firsts: dict[tuple[bool, int], tuple[str, ...]] = {}  # a run -> the ops of the first links that it stands for
-    found: list[Group] = []
+    found: list[LinkGroup] = []
     number = 0
     while number < len(graph.chain):
         group = joined.get(number)
@@ -50,7 +50,7 @@ def groups_of(graph: OpGraph, profile: Profile, join: Join) -> tuple[Group, ...]
             run = (kernels.runs if group else kernels.links)[place]
             there = firsts.setdefault((group is not None, place), link.ops)
             ops = dict(zip(link.ops, there, strict=True))
-        found.append(Group(number, last, link, run, ops))
+        found.append(LinkGroup(number, last, link, run, ops))
         number = last + 1
     return tuple(found)
 

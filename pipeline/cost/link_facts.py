@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from pipeline.cost.groups import Group
+from pipeline.cost.groups import LinkGroup
 from pipeline.cost.memory import link_parts
 from pipeline.cost.step import Priced, total
 from pipeline.cost.unsplit import card_of
@@ -98,7 +98,7 @@ class ChainFacts:
         on_gpu = kernels is not None and priced.profile.device == "cuda"
         self.card = card_of(priced.cluster.compute) if on_gpu else None
 
-    def link(self, group: Group) -> LinkFacts:
+    def link(self, group: LinkGroup) -> LinkFacts:
         steps = self.steps(group)
         times, seconds = self._seconds(group, steps)
         moved = any(isinstance(s, Convert) and self._forward_of(s) for s in steps)
@@ -108,11 +108,11 @@ class ChainFacts:
             found = self._as_priced(group, steps, times)
         return replace(found, seconds=seconds, host=self._host(group, steps))
 
-    def steps(self, group: Group) -> tuple[Step, ...]:
+    def steps(self, group: LinkGroup) -> tuple[Step, ...]:
         links = self.priced.program.links[group.first : group.last + 1]
         return tuple(step for link in links for step in link)
 
-    def input_bytes(self, group: Group) -> int:
+    def input_bytes(self, group: LinkGroup) -> int:
         return self.priced.step.links[group.first].input_bytes
 
     def _forward_of(self, step: Convert) -> str:
@@ -121,7 +121,7 @@ class ChainFacts:
 
     # ---- seconds
 
-    def _seconds(self, group: Group, steps: tuple[Step, ...]) -> tuple[list[tuple[float, float]], Seconds]:
+    def _seconds(self, group: LinkGroup, steps: tuple[Step, ...]) -> tuple[list[tuple[float, float]], Seconds]:
         """Of each step its forward seconds and those of its casts alone; and of the whole link."""
         run, card, ops = group.run, self.card, group.ops
         if run is None or card is None:
@@ -143,7 +143,7 @@ class ChainFacts:
         beside = sum(seconds for op, seconds in backward.items() if op not in ops.values())
         return times, Seconds(whole.forward, whole.backward + beside)
 
-    def _host(self, group: Group, steps: tuple[Step, ...]) -> LinkHost:
+    def _host(self, group: LinkGroup, steps: tuple[Step, ...]) -> LinkHost:
         run, card = group.run, self.card
         if run is None or card is None:
             return LinkHost()
@@ -156,7 +156,7 @@ class ChainFacts:
             kept=pace.kept,
         )
 
-    def share(self, group: Group) -> tuple[Seconds, float]:
+    def share(self, group: LinkGroup) -> tuple[Seconds, float]:
         """Of the whole block's seconds and bytes, what one rank has; its collectives are not in it."""
         own, whole = total(map(self.priced.op, group.link.ops)), total(map(self._unsplit, group.link.ops))
         local = unsplit = 0
@@ -167,7 +167,7 @@ class ChainFacts:
                 unsplit += self.slices * nbytes
         return _ratio(own, whole), local / unsplit if unsplit else 1.0
 
-    def moved(self, group: Group) -> Seconds:
+    def moved(self, group: LinkGroup) -> Seconds:
         """Seconds of its conversions."""
         return total(self.priced.conversion(step) for step in self.steps(group) if isinstance(step, Convert))
 
@@ -209,7 +209,7 @@ class ChainFacts:
 
     # ---- bytes, as they are priced
 
-    def _as_priced(self, group: Group, steps: tuple[Step, ...], times: list[tuple[float, float]]) -> LinkFacts:
+    def _as_priced(self, group: LinkGroup, steps: tuple[Step, ...], times: list[tuple[float, float]]) -> LinkFacts:
         link, exit_ = group.link, self.sharded.leaving(group.last)
         beside = {name for name in self.parameters(link) if name not in self.growing}
         parts = link_parts(self.sharded, self.priced.profile, link, steps, exit_, beside)
@@ -246,7 +246,7 @@ class _AsRun:
     The run may be that of another, equal link: `ops` leads from the ops of this link to those that were run.
     """
 
-    def __init__(self, chain: ChainFacts, group: Group, run: LinkKernels) -> None:
+    def __init__(self, chain: ChainFacts, group: LinkGroup, run: LinkKernels) -> None:
         self.chain, self.sharded, self.group, self.link, self.run = chain, chain.sharded, group, group.link, run
         self.count, self.end = len(run.forward), len(run.forward) + len(run.backward)
         op = chain.graph.op

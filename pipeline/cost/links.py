@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.cost.groups import Group, Join, groups_of
+from pipeline.cost.groups import Join, LinkGroup, groups_of
 from pipeline.cost.link_facts import ChainFacts, LinkFacts, LinkHost, StepFacts
 from pipeline.cost.step import Priced
 from pipeline.ir.profile import CompiledWay
@@ -31,7 +31,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Way:
+class LinkWay:
     """One way to run a link with its backward to come. Bytes as in `stages.checkpoint.recompute.chain`.
 
     Seconds are those of the line that takes longer.
@@ -60,8 +60,8 @@ class LinkCosts:
     last_link: int
     input_bytes: int
     output_bytes: int
-    ways: tuple[Way, ...]  # all kept, then less and less
-    last: Way  # all kept, but run again as the last link of a region: its output is not made
+    ways: tuple[LinkWay, ...]  # all kept, then less and less
+    last: LinkWay  # all kept, but run again as the last link of a region: its output is not made
     dropped: float  # seconds of a forward pass that keeps nothing, of the line that takes longer
     dropped_extra: int  # bytes at its peak beyond its output
     dropped_host: float = 0.0  # seconds of the host, for what the second run asks of it as well
@@ -90,14 +90,14 @@ def _unmeasured(costs: LinkCosts) -> LinkCosts:
     return replace(costs, ways=(replace(costs.ways[0], compiled=1.0),))
 
 
-def _measured(group: Group, facts: ChainFacts, runs: Sequence[CompiledWay]) -> LinkCosts:
+def _measured(group: LinkGroup, facts: ChainFacts, runs: Sequence[CompiledWay]) -> LinkCosts:
     part, held = facts.share(group)
     moved, output = facts.moved(group), facts.sharded.local_bytes(group.link.output)
     input_bytes = facts.input_bytes(group)
 
-    def way(run: CompiledWay, saved: float) -> Way:
+    def way(run: CompiledWay, saved: float) -> LinkWay:
         nbytes = round(held * saved)
-        return Way(
+        return LinkWay(
             forward=part.forward * run.forward + moved.forward,
             backward=part.backward * run.backward + moved.backward,
             saved=nbytes,
@@ -123,7 +123,7 @@ def _measured(group: Group, facts: ChainFacts, runs: Sequence[CompiledWay]) -> L
 # -------------------------------------------------------------------------------------------------------- the ways
 
 
-def _costs(group: Group, link: LinkFacts) -> LinkCosts:
+def _costs(group: LinkGroup, link: LinkFacts) -> LinkCosts:
     output, host = sum(link.output.values()), link.host
     everything = {**link.kept, **link.output}
     whole = _way(link, everything, link.seconds, Seconds(host.forward, host.backward))
@@ -160,14 +160,14 @@ def _way(
     device: Seconds,
     host: Seconds,
     kept: Sequence[StepFacts] | None = None,
-) -> Way:
+) -> LinkWay:
     nbytes, out = sum(saved.values()), sum(link.output.values())
     ends = link.input_bytes + out
     peak = link.backward_peak
     if kept is not None:
         present = {owner for step in kept for owner in (*step.results, *step.private)}
         peak = max(peak, link.second_peak(present) + out)
-    return Way(
+    return LinkWay(
         forward=max(device.forward, host.forward),
         backward=max(device.backward, host.backward),
         saved=nbytes,
@@ -178,12 +178,12 @@ def _way(
     )
 
 
-def _partial(link: LinkFacts, whole: Way) -> list[Way]:
+def _partial(link: LinkFacts, whole: LinkWay) -> list[LinkWay]:
     """Ways that keep some results, from much to little; none that is no better than another in time and bytes."""
     again = _again(link.steps)
     dear = [step for step in again if step.dear and step.seconds > step.spared and again[step] > step.spared]
     ways = [_keeping(link, chosen, again) for chosen in _choices(link, dear) if chosen]
-    found: list[Way] = []
+    found: list[LinkWay] = []
     before = whole
     for way in sorted(ways, key=lambda way: (way.backward, way.saved)):
         if way.backward > whole.backward and way.saved <= before.saved - WORTH * whole.saved:
@@ -208,7 +208,7 @@ def _choices(link: LinkFacts, dear: list[StepFacts]) -> list[list[StepFacts]]:
     return found
 
 
-def _keeping(link: LinkFacts, chosen: list[StepFacts], again: Mapping[StepFacts, float]) -> Way:
+def _keeping(link: LinkFacts, chosen: list[StepFacts], again: Mapping[StepFacts, float]) -> LinkWay:
     saved: dict[Any, int] = dict(link.output)
     for step in chosen:
         saved |= {**step.results, **step.private}
@@ -228,7 +228,7 @@ def _worth(link: LinkFacts, chosen: list[StepFacts], step: StepFacts) -> float:
     return (step.seconds - step.spared) / freed if freed else float("inf")
 
 
-def _thinned(ways: list[Way], most: int) -> list[Way]:
+def _thinned(ways: list[LinkWay], most: int) -> list[LinkWay]:
     if len(ways) <= most:
         return ways
     return [ways[round(n * (len(ways) - 1) / (most - 1))] for n in range(most)]

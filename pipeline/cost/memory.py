@@ -39,7 +39,7 @@ class LinkMemory:
 
 
 @dataclass(frozen=True)
-class StepMemory:
+class StepStorage:
     """What one step of a link writes and keeps, each piece of memory by its owner."""
 
     results: dict[Tensor, int]
@@ -50,7 +50,7 @@ class StepMemory:
 @dataclass(frozen=True)
 class LinkParts:
     whole: LinkMemory
-    steps: tuple[StepMemory, ...]
+    steps: tuple[StepStorage, ...]
     output: Tensor  # the owner of its memory
     kept: dict[Tensor, int]  # for the link's own backward
 
@@ -137,10 +137,10 @@ class _Storage:
         return self.sharded.graph.values[tensor.value].grad
 
 
-def _step_memory(step: Step, kept: dict[Tensor, int], storage: _Storage) -> StepMemory:
+def _step_memory(step: Step, kept: dict[Tensor, int], storage: _Storage) -> StepStorage:
     results = {storage.find(tensor): storage.size(tensor) for tensor in _written(step) if storage.size(tensor)}
     private = {owner: size for owner, size in kept.items() if owner not in storage.bytes}
-    return StepMemory(results, kept, private)
+    return StepStorage(results, kept, private)
 
 
 def _common_bytes(common: list[Tensor], storage: _Storage, entry: str | None) -> int:

@@ -20,7 +20,7 @@ class Kept(StrEnum):
 
 
 @dataclass(frozen=True)
-class Part:
+class ResidentPart:
     """Bytes on one device; what equal layers have counts together, as `layers.*.up.weight`."""
 
     kept: Kept
@@ -35,7 +35,7 @@ class Part:
         return f"{self.kept} {name}" if self.kept is Kept.buffers else f"{self.kept} of {name}"
 
 
-def resident_parts(sharded: Sharded, optimizer_copies: float) -> tuple[Part, ...]:
+def resident_parts(sharded: Sharded, optimizer_copies: float) -> tuple[ResidentPart, ...]:
     """Largest first; of equal ones the optimizer's state, which is the easiest to shard."""
     graph, sizes = sharded.graph, sharded.sizes
     found: dict[tuple[str, Kept, int], list[tuple[str, float]]] = defaultdict(list)
@@ -52,14 +52,14 @@ def resident_parts(sharded: Sharded, optimizer_copies: float) -> tuple[Part, ...
     for value in graph.of_role(Role.BUFFER):
         found[_pattern(value.origin), Kept.buffers, 1].append((value.origin, value.type.nbytes))
     parts = [
-        Part(kept, tuple(name for name, _ in own), pieces, round(sum(nbytes for _, nbytes in own)))
+        ResidentPart(kept, tuple(name for name, _ in own), pieces, round(sum(nbytes for _, nbytes in own)))
         for (_, kept, pieces), own in found.items()
     ]
     order = (Kept.state, Kept.values, Kept.gradients, Kept.buffers)
     return tuple(sorted(parts, key=lambda part: (-part.nbytes, order.index(part.kept), part.names)))
 
 
-def total_of(parts: tuple[Part, ...], kept: Kept) -> int:
+def total_of(parts: tuple[ResidentPart, ...], kept: Kept) -> int:
     return sum(part.nbytes for part in parts if part.kept is kept)
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise, takewhile
 from pipeline.ir.cluster import HALF, Compute
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel, Kernels
-from pipeline.rates.kernels import Card, Part, kernel_seconds, queue_seconds
+from pipeline.rates.kernels import Card, KernelRun, kernel_seconds, queue_seconds
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def card_of(compute: Compute) -> Card:
 
 
 def step_seconds(graph: OpGraph, kernels: Kernels, card: Card) -> StepSeconds:
-    parts: dict[int, tuple[Part, Part]] = {}
+    parts: dict[int, tuple[KernelRun, KernelRun]] = {}
     before = ""
     for link, number in zip(graph.chain, kernels.chain, strict=True):
         modules = [graph.op(name).module for name in link.ops]
@@ -48,9 +48,9 @@ def step_seconds(graph: OpGraph, kernels: Kernels, card: Card) -> StepSeconds:
     return StepSeconds(*queue_seconds([forward, backward, [_part(kernels.optimizer, card, pace)]]))
 
 
-def _part(kernels: tuple[Kernel, ...], card: Card, pace: float) -> Part:
+def _part(kernels: tuple[Kernel, ...], card: Card, pace: float) -> KernelRun:
     waits = frozenset(number for number, kernel in enumerate(kernels) if kernel.waits)
-    return Part(tuple(kernel_seconds(kernel, card) for kernel in kernels), pace, waits)
+    return KernelRun(tuple(kernel_seconds(kernel, card) for kernel in kernels), pace, waits)
 
 
 def _entered(modules: list[str]) -> int:

@@ -84,7 +84,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Split:
+class AxisSplit:
     """What one axis does to the piece that the axes before it left: the dim lies in `parts`, each of which is split."""
 
     axis: int
@@ -129,13 +129,13 @@ class Layout:
         """Axis -> the digit it takes, outermost first; the digits of one dim must follow one another."""
         return dict(_places(self.states, sizes))
 
-    def splits(self, sizes: tuple[int, ...]) -> tuple[Split, ...]:
+    def splits(self, sizes: tuple[int, ...]) -> tuple[AxisSplit, ...]:
         """The layout as splits of one axis after another, each of the piece that those before it left."""
         taken: dict[int, int] = {}
         found = []
         for axis, place in _places(self.states, sizes):
             before = taken.get(place.dim, 1)
-            found.append(Split(axis, place.dim, place.outside // before))
+            found.append(AxisSplit(axis, place.dim, place.outside // before))
             taken[place.dim] = before * sizes[axis]
         return tuple(found)
 

@@ -30,7 +30,7 @@ class Dim:
 
 
 @dataclass(frozen=True)
-class Place:
+class LetterPlace:
     """Where a letter lies in a tensor: its dim, and in how many parts the letters before it cut that dim."""
 
     dim: int
@@ -51,7 +51,7 @@ class Line:
         found = (x for tensor in (*self.outputs, *self.inputs) for dim in tensor for x in dim.letters)
         return tuple(dict.fromkeys(found))
 
-    def place(self, dims: tuple[Dim, ...], letter: str) -> Place | None:
+    def place(self, dims: tuple[Dim, ...], letter: str) -> LetterPlace | None:
         """None where the tensor lacks the letter; ValueError where it cannot be split there."""
         found = [(i, dim.letters) for i, dim in enumerate(dims) if letter in dim.letters]
         if not found:
@@ -63,9 +63,9 @@ class Line:
         outer = 1
         for x in before:
             outer *= self.sizes[x]
-        return Place(index, outer)
+        return LetterPlace(index, outer)
 
-    def places(self, letter: str) -> tuple[tuple[Place | None, ...], tuple[Place | None, ...]] | None:
+    def places(self, letter: str) -> tuple[tuple[LetterPlace | None, ...], tuple[LetterPlace | None, ...]] | None:
         """The letter's places in the inputs and in the outputs, or None where it may not be split."""
         if letter in self.fixed or letter not in self.sizes:
             return None
@@ -214,7 +214,7 @@ def _split(rule: OpRule, view: OpView, line: Line, letter: str, factor: int, siz
     if factor > 1 and body not in _PLACELESS_BODIES:
         return None
 
-    def state(place: Place | None, absent: State) -> State:
+    def state(place: LetterPlace | None, absent: State) -> State:
         return absent if place is None else S(place.dim, place.outer * factor)
 
     inside, outside = places

@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 
 from pipeline.ir.graph import OpGraph
-from pipeline.ops.dims import Place, read_line
+from pipeline.ops.dims import LetterPlace, read_line
 from pipeline.ops.rule import plain_view
 from pipeline.ops.table import rule_of
 
@@ -74,7 +74,7 @@ def letters_of(graph: OpGraph, name: str) -> list[Letter]:
     return found
 
 
-def _spots(names: tuple[str, ...], places: tuple[Place | None, ...]) -> list[tuple[Spot, int]]:
+def _spots(names: tuple[str, ...], places: tuple[LetterPlace | None, ...]) -> list[tuple[Spot, int]]:
     return [((name, p.dim), p.outer) for name, p in zip(names, places, strict=True) if p is not None]
 
 

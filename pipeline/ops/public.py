@@ -31,7 +31,7 @@ REDUCTIONS = ("none", "mean", "sum")  # what an op's number means
 
 
 @dataclass(frozen=True)
-class Form:
+class CallForm:
     """How an op is called."""
 
     name: str  # `F.celu`, `torch.linalg.inv`, `Tensor.unfold`, `torch.ops.aten.celu.default`
@@ -98,37 +98,37 @@ def _numbered(args: Args, names: Container[str]) -> Args:
 
 
 @cache
-def form_of(target: str, args: Args, types: Types, written: str) -> Form:
+def form_of(target: str, args: Args, types: Types, written: str) -> CallForm:
     """`written` tells arguments apart that are equal in Python: 1, 1.0 and True."""
-    itself = Form(f"torch.ops.{target}")
+    itself = CallForm(f"torch.ops.{target}")
     wanted = _done_by(itself, args, types) if target.startswith("aten.") else ""
     if not wanted:
         return itself
     return next((form for form in _forms(target, args) if _done_by(form, args, types) == wanted), itself)
 
 
-def _forms(target: str, args: Args) -> Iterator[Form]:
+def _forms(target: str, args: Args) -> Iterator[CallForm]:
     """What may be the op, in the order in which a reader would look for it."""
     import torch
 
     _, name, overload = target.split(".")
     if name in SYMBOLS or name in ATTRIBUTES:
-        yield Form(f"Tensor.{ATTRIBUTES.get(name, name)}")
+        yield CallForm(f"Tensor.{ATTRIBUTES.get(name, name)}")
     if name.startswith("_"):
         return
     schema = getattr(getattr(torch.ops.aten, name), overload)._schema
     names = tuple(argument.name for argument in schema.arguments)
     if "reduction" in names:
-        yield Form(f"F.{name}", worded=names)
-    yield Form(f"F.{RENAMED.get(name, name)}")
+        yield CallForm(f"F.{name}", worded=names)
+    yield CallForm(f"F.{RENAMED.get(name, name)}")
     space, _, rest = name.partition("_")
     if space in NAMESPACES:
-        yield Form(f"torch.{space}.{rest}")
-    yield Form(f"torch.{name}")
+        yield CallForm(f"torch.{space}.{rest}")
+    yield CallForm(f"torch.{name}")
     if args.positional and isinstance(args.positional[0], Ref):
-        yield Form(f"Tensor.{name}")
+        yield CallForm(f"Tensor.{name}")
     elif len(args.positional) == 1 and _are_tensors(args.positional[0]):
-        yield Form(f"torch.{name}", spread=True)
+        yield CallForm(f"torch.{name}", spread=True)
 
 
 def overload_of(target: str) -> OpOverload | None:
@@ -151,7 +151,7 @@ def _are_tensors(arg: Arg) -> bool:
     return isinstance(arg, tuple) and bool(arg) and all(isinstance(item, Ref) for item in arg)
 
 
-def _done_by(form: Form, args: Args, types: Types) -> str:
+def _done_by(form: CallForm, args: Args, types: Types) -> str:
     """The ops that the call runs, with all their arguments; "" where it cannot be called so, or just with a warning."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -85,7 +85,7 @@ ODD = {"nt": 0.118, "nn": 0.165, "tn": 0.185, "tt": 0.15}
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionRate:
     """Shares of the rate without and with dropout."""
 
     plain: float
@@ -93,10 +93,10 @@ class Attention:
 
 
 ATTENTION = {
-    "_scaled_dot_product_flash_attention": Attention(0.42, 0.205),
-    "_scaled_dot_product_flash_attention_backward": Attention(0.3, 0.28),
-    "_scaled_dot_product_efficient_attention": Attention(0.66, 0.5),
-    "_scaled_dot_product_efficient_attention_backward": Attention(0.66, 0.6),
+    "_scaled_dot_product_flash_attention": AttentionRate(0.42, 0.205),
+    "_scaled_dot_product_flash_attention_backward": AttentionRate(0.3, 0.28),
+    "_scaled_dot_product_efficient_attention": AttentionRate(0.66, 0.5),
+    "_scaled_dot_product_efficient_attention_backward": AttentionRate(0.66, 0.6),
 }
 EFFICIENT_IN_HALF = 0.18  # the efficient kernels do not use the fastest units of the card
 CAUSAL = {"forward": 0.72, "backward": 0.8}  # of the share: skipping half of the pairs does not save half the time
@@ -205,7 +205,7 @@ def _batch_norm(kernel: Kernel, card: Card) -> float:
 
 
 @dataclass(frozen=True)
-class Part:
+class KernelRun:
     """Kernels that the host issues at one pace."""
 
     kernels: tuple[float, ...]  # seconds of each on the card
@@ -213,7 +213,7 @@ class Part:
     waits: frozenset[int] = frozenset()  # numbers of kernels before which the host waits for the card
 
 
-def queue_seconds(phases: Iterable[Iterable[Part]]) -> tuple[float, ...]:
+def queue_seconds(phases: Iterable[Iterable[KernelRun]]) -> tuple[float, ...]:
     """Seconds of each phase on the card, where the host runs ahead as far as it can from an idle start."""
     host = card = 0.0
     ends = [0.0]

@@ -17,12 +17,12 @@ from stages.checkpoint import timeline
 from stages.checkpoint.describe import axes_in_words, passes_in_words, pipeline_in_words, recompute_in_words
 from stages.checkpoint.offers import Offer, alternatives
 from stages.checkpoint.pipelines.pipelined import Piped, Pipelines, predict
-from stages.checkpoint.pipelines.search_inputs import Floor
+from stages.checkpoint.pipelines.search_inputs import PipelineFloor
 from stages.checkpoint.recompute import rotor, schedule
 from stages.checkpoint.recompute.chain import Chain, Slots
 from stages.checkpoint.recompute.fit_budget import fastest_within
 from stages.checkpoint.recompute.linearize import Linear, linearize, loss_temporaries
-from stages.checkpoint.recompute.simulate import Outcome, State, Step, simulate
+from stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, Outcome, simulate
 from stages.checkpoint.recompute.two_lines import played
 from stages.checkpoint.user_choices import fixed_schedule, join_of
 
@@ -97,11 +97,11 @@ def evaluate(
 
 def _of_one_link(seconds: float, held: int) -> Outcome:
     """The whole model is the loss."""
-    nothing = State(frozenset(), frozenset(), None)
-    return Outcome((Step(schedule.Op(schedule.Kind.B, 0), nothing, held, seconds),), seconds, held)
+    nothing = MemoryState(frozenset(), frozenset(), None)
+    return Outcome((ExecutedOp(schedule.ScheduledOp(schedule.OpKind.B, 0), nothing, held, seconds),), seconds, held)
 
 
-def _refused(candidate: Candidate, op: schedule.Op | None) -> Candidate:
+def _refused(candidate: Candidate, op: schedule.ScheduledOp | None) -> Candidate:
     """With a word on what its least is made of: what is resident, and the activations as that op runs."""
     price, graph = candidate.price, candidate.priced.graph
     parts = resident_parts(candidate.priced.sharded, candidate.priced.optimizer_copies)
@@ -112,7 +112,7 @@ def _refused(candidate: Candidate, op: schedule.Op | None) -> Candidate:
         inside, when = least - price.resident_bytes, "what the optimizer takes while it runs, and the batch"
         common = 0
     else:
-        worst = op or schedule.Op(schedule.Kind.B, 0)
+        worst = op or schedule.ScheduledOp(schedule.OpKind.B, 0)
         inside = least - price.resident_bytes - common
         when = f"activations {_when(graph, replace(worst, link=linear.spans[worst.link][0]))}"
     shared = f", {gigabytes(common)} activations and copies that several links share" if common else ""
@@ -123,8 +123,8 @@ def _refused(candidate: Candidate, op: schedule.Op | None) -> Candidate:
     )
 
 
-def _when(graph: OpGraph, op: schedule.Op) -> str:
-    direction = "backward" if op.kind is schedule.Kind.B else "forward"
+def _when(graph: OpGraph, op: schedule.ScheduledOp) -> str:
+    direction = "backward" if op.kind is schedule.OpKind.B else "forward"
     return f"when link {op.link} ({_module(graph, op.link)}) runs {direction}"
 
 
@@ -285,7 +285,7 @@ def _offer(candidate: Candidate) -> Offer:
 def _piped_offer(piped: Piped) -> Offer:
     plan, axes = piped.plan, [_axes(filled.priced) for filled in piped.fills]
     spans = [(*span, own) for span, own in zip(piped.spans, axes, strict=True)]
-    again = sum(isinstance(step, schedule.Region) for part in plan.partitions for step in part.region.steps)
+    again = sum(isinstance(step, schedule.Nesting) for part in plan.partitions for step in part.region.steps)
     what = ", ".join(
         [
             pipeline_in_words(plan.pipeline.value, spans),
@@ -319,7 +319,7 @@ def _predict(best: Candidate) -> Prediction:
     )
 
 
-def _floor_in_words(graph: OpGraph, floor: Floor) -> str:
+def _floor_in_words(graph: OpGraph, floor: PipelineFloor) -> str:
     rest = floor.memory - floor.resident_bytes - floor.waiting_bytes
     waiting = f", {gigabytes(floor.waiting_bytes)} micro-batches that wait" if floor.waiting_bytes else ""
     return (

@@ -9,7 +9,7 @@ from pipeline.cost.step import StepPrice
 from pipeline.ir.plan import Event, Timeline, Total
 from stages.checkpoint.pipelines.refine import PipelinePlan
 from stages.checkpoint.recompute.linearize import Linear
-from stages.checkpoint.recompute.schedule import Kind
+from stages.checkpoint.recompute.schedule import OpKind
 from stages.checkpoint.recompute.simulate import Outcome
 
 MOST_EVENTS = 2000
@@ -35,7 +35,7 @@ def of_one(price: StepPrice, outcome: Outcome, linear: Linear) -> Timeline:
         for step in outcome.steps:
             link = step.op.link
             ran = "recompute" if link in seen else "forward"
-            what = ran if step.op.kind is not Kind.B else "loss" if link == last else "backward"
+            what = ran if step.op.kind is not OpKind.B else "loss" if link == last else "backward"
             seen.add(link)
             add(what, *spans[link], micro, step.seconds, linear.fixed_bytes + int(step.held))
     add("gradient sums", 0, loss, None, price.gradient_sum)

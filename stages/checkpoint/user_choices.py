@@ -11,7 +11,7 @@ from pipeline.cost.groups import Join
 from pipeline.ir.graph import OpGraph
 from stages.checkpoint.recompute.chain import Chain
 from stages.checkpoint.recompute.in_flight import drop_all, keep_all
-from stages.checkpoint.recompute.schedule import Keep, Region, Schedule, full_recompute, no_recompute, scheduled
+from stages.checkpoint.recompute.schedule import Keep, Nesting, Schedule, full_recompute, no_recompute, scheduled
 
 Span = tuple[int, int]  # first and last link
 SHOWN = 3  # names in a message
@@ -50,16 +50,16 @@ def fixed_schedule(graph: OpGraph, chain: Chain, settings: Checkpoint, micro_bat
     return None
 
 
-def _with_spans(spans: Sequence[Span], loss: int) -> Region:
+def _with_spans(spans: Sequence[Span], loss: int) -> Nesting:
     """Each span a region, all else kept."""
     lasts = dict(spans)
-    steps: list[Keep | Region] = []
+    steps: list[Keep | Nesting] = []
     link = 0
     while link <= loss:
         last = lasts.get(link)
         steps.append(Keep(link) if last is None else keep_all(link, last))
         link = link + 1 if last is None else last + 1
-    return Region(tuple(steps))
+    return Nesting(tuple(steps))
 
 
 def spans_of(graph: OpGraph, settings: Checkpoint) -> tuple[Span, ...]:

@@ -32,7 +32,7 @@ RESERVED = {"F", "complex", "float", "p", "self", "torch", "x", "DEVICE", *runti
 
 
 @dataclass(frozen=True)
-class Mesh:
+class NamedMesh:
     axes: tuple[tuple[str, int], ...]
 
     @property
@@ -41,7 +41,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Block:
+class FunctionBody:
     """The text of a function's body, and what a caller passes to it."""
 
     prefix: str  # module whose parameters it reads
@@ -112,7 +112,7 @@ class BlockWriter:
         self,
         graph: OpGraph,
         sharding: Sharding,
-        mesh: Mesh,
+        mesh: NamedMesh,
         prefix: str,
         outside: dict[Tensor, Outside],
         kept: Container[str] = (),
@@ -140,7 +140,7 @@ class BlockWriter:
 
     def write(
         self, steps: tuple[Step, ...], entry: Tensor | None, exit_: Tensor, common: tuple[Tensor, ...] = ()
-    ) -> Block:
+    ) -> FunctionBody:
         self.returned = {tensor.value for tensor in (exit_, *common)}
         if entry is not None:
             self.names.known[entry] = "x"
@@ -159,7 +159,7 @@ class BlockWriter:
                 self._convert(step) if isinstance(step, Convert) else self._call(step)
             if number in ends:
                 self.lines.append(f"del {', '.join(map(self._name, ends[number]))}")
-        return Block(
+        return FunctionBody(
             self.prefix,
             entry is not None,
             self.arguments,
@@ -346,7 +346,7 @@ def _arguments(text: str) -> list[str]:
     return [*found, text[start:].strip()]
 
 
-def convert_text(source: str, step: Convert, mesh: Mesh, shape: tuple[int, ...], is_last: bool = False) -> str:
+def convert_text(source: str, step: Convert, mesh: NamedMesh, shape: tuple[int, ...], is_last: bool = False) -> str:
     """`all_gather(x, axis="d0", dim=1)`; `regather(...)` or `again(gather, x, ...)` where backward makes it again.
 
     `shape` is that of the unsplit tensor.

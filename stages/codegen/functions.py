@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from dataclasses import dataclass
 
-from stages.codegen.block import RESERVED, Block, free_name, statement
+from stages.codegen.block import RESERVED, FunctionBody, free_name, statement
 from stages.codegen.part import Caller, Written
 
 # What else a module has by name.
@@ -28,7 +28,7 @@ def functions_of(parts: list[Written]) -> Functions:
     return Functions(names, [*texts, *_compiled(callers)])
 
 
-def _names(blocks: list[Block], variables: set[str]) -> dict[str, str]:
+def _names(blocks: list[FunctionBody], variables: set[str]) -> dict[str, str]:
     """Block text -> name: the module's, without numbers; with a letter where one module has several functions."""
     taken = RESERVED | variables | GLOBALS | OF_PIPELINES
     by_base: dict[str, list[str]] = {}
@@ -50,8 +50,8 @@ def _letters(number: int) -> str:
     return letter if number < 26 else _letters(number // 26 - 1) + letter
 
 
-def _distinct(blocks: list[Block], functions: dict[str, str]) -> dict[str, Block]:
-    found: dict[str, Block] = {}
+def _distinct(blocks: list[FunctionBody], functions: dict[str, str]) -> dict[str, FunctionBody]:
+    found: dict[str, FunctionBody] = {}
     for block in blocks:
         found.setdefault(functions[block.text], block)
     return found
@@ -69,6 +69,6 @@ def _compiled(callers: list[Caller]) -> list[str]:
     return ["\n".join([*told, *lines])] if ways else []
 
 
-def _text(name: str, block: Block) -> str:
+def _text(name: str, block: FunctionBody) -> str:
     body = (f"    {line}" for line in (*block.lines, f"return {', '.join(block.result)}"))
     return "\n".join([*statement(f"def {name}{block.signature}:"), *body])

@@ -11,14 +11,14 @@ from pipeline.ir.names import pattern
 from pipeline.ir.plan import Plan
 from pipeline.sharding.partitions import sharded_parts
 from stages.codegen.functions import functions_of
-from stages.codegen.part import Part, class_text, write_part
+from stages.codegen.part import ProgramPart, class_text, write_part
 from stages.codegen.text import one_or_many, quoted, runtime_import
 
 
 def write_module(graph: OpGraph, plan: Plan, digest: str = "") -> str:
     """`digest` is that of the plan's artifact, for the header."""
     (sharded,) = sharded_parts(plan, graph)
-    part = Part(sharded, plan.axes, plan.regions, plan.released)
+    part = ProgramPart(sharded, plan.axes, plan.regions, plan.released)
     written = write_part(part)
     functions = functions_of([written])
     parts = [*functions.texts, class_text(written, functions.names)]
@@ -42,7 +42,7 @@ def told_slices(graph: OpGraph, plan: Plan) -> str:
     return " + ".join(f"({size},) * {times}" if times > 1 else f"({size},)" for size, times in counted.items())
 
 
-def _header(part: Part, plan: Plan, used: set[str], functional: bool, digest: str) -> str:
+def _header(part: ProgramPart, plan: Plan, used: set[str], functional: bool, digest: str) -> str:
     mesh = ", ".join(f"{name}={size}" for name, size in plan.axes)
     rows = "\n".join(f"    {quoted(name)}: {entry}," for name, entry in _parameters(part).items())
     inputs = [f'{quoted(name)}: "{layout}"' for name, layout in plan.sharding.inputs.items()]
@@ -74,7 +74,7 @@ PARAMETERS = {{
 }}'''
 
 
-def _parameters(part: Part) -> dict[str, str]:
+def _parameters(part: ProgramPart) -> dict[str, str]:
     """One row per parameter; equal rows of numbered modules are written once, with `*` for the number."""
     rows = dict(parameter_rows(part))
     entries: dict[str, set[str]] = {}
@@ -83,7 +83,7 @@ def _parameters(part: Part) -> dict[str, str]:
     return {pattern(name) if len(entries[pattern(name)]) == 1 else name: row for name, row in rows.items()}
 
 
-def parameter_rows(part: Part) -> Iterator[tuple[str, str]]:
+def parameter_rows(part: ProgramPart) -> Iterator[tuple[str, str]]:
     for name, state in part.sharded.states.items():
         origin, summed = part.graph.values[name].origin, part.program.reduced.get(name, ())
         over = "+".join(part.axes[axis][0] for axis in summed)

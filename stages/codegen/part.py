@@ -14,12 +14,12 @@ from pipeline.ir.plan import Region, Sharding
 from pipeline.ir.program import Call, Program, Tensor
 from pipeline.ops.blocks import convolves, relus_between
 from pipeline.sharding.sharded import Sharded
-from stages.codegen.block import RESERVED, Block, BlockWriter, Mesh, Outside, free_name, returned, statement
+from stages.codegen.block import RESERVED, BlockWriter, FunctionBody, NamedMesh, Outside, free_name, returned, statement
 from stages.codegen.text import one_or_many, quoted
 
 
 @dataclass(frozen=True)
-class Part:
+class ProgramPart:
     """What a class is written from. A partition's graph, sharding and regions are its own, numbered from zero."""
 
     sharded: Sharded
@@ -38,8 +38,8 @@ class Part:
         return "recompute_except_last" if self.keeps_last else "recompute"
 
     @property
-    def mesh(self) -> Mesh:
-        return Mesh(self.axes)
+    def mesh(self) -> NamedMesh:
+        return NamedMesh(self.axes)
 
     @property
     def graph(self) -> OpGraph:
@@ -90,7 +90,7 @@ class Caller:
     leaf: Leaf
     function: str
     scope: str  # the attribute that holds its parameters
-    block: Block
+    block: FunctionBody
 
     @property
     def called(self) -> str:
@@ -118,12 +118,12 @@ class Caller:
 class Written:
     """A part with the texts of its blocks; `class_text` needs names for them, which all parts of a module share."""
 
-    part: Part
+    part: ProgramPart
     before: Before
     copies: Before | None
     variables: set[str]
     leaves: list[Leaf]
-    blocks: list[Block]
+    blocks: list[FunctionBody]
     used: set[str]  # names of runtime functions
     early: tuple[str, ...]  # calls before the first link, whose results later ones use
 
@@ -146,7 +146,7 @@ class Before:
     reads_parameters: bool
 
 
-def write_part(part: Part) -> Written:
+def write_part(part: ProgramPart) -> Written:
     before = _prologue(part)
     copies = _copies(part, before) if part.program.micro_batches > 1 and part.program.shared else None
     outside = _outside(part, before.names | (copies.names if copies else {}))
@@ -164,7 +164,7 @@ def write_part(part: Part) -> Written:
     return Written(part, before, copies, {known.name for known in outside.values()}, leaves, blocks, used, early)
 
 
-def _prologue(part: Part) -> Before:
+def _prologue(part: ProgramPart) -> Before:
     """What `forward` does before the chain, with the inputs' names; what is shared too, where there is one pass."""
     graph, program, home = part.graph, part.program, part.home
     writer = BlockWriter(graph, part.sharding, part.mesh, "", {}, indent=8)
@@ -178,7 +178,7 @@ def _prologue(part: Part) -> Before:
     return Before(block.lines, names, block.used, block.reads_parameters)
 
 
-def _copies(part: Part, before: Before) -> Before:
+def _copies(part: ProgramPart, before: Before) -> Before:
     """What is shared, where a step has several passes: made once for all of them."""
     writer = BlockWriter(part.graph, part.sharding, part.mesh, "", {}, indent=8)
     writer.names.taken.update(before.names.values(), (known.name for known in part.common.values()))
@@ -195,7 +195,7 @@ def _input_names(graph: OpGraph) -> dict[str, str]:
     return {name: name if name in free else free_name(name, taken) for name in names}
 
 
-def _outside(part: Part, before: dict[Tensor, str]) -> dict[Tensor, Outside]:
+def _outside(part: ProgramPart, before: dict[Tensor, str]) -> dict[Tensor, Outside]:
     """What blocks may read beside x and parameters: what is made before the chain, and the common values.
 
     A block calls what is made for it without the number, as layers may each have theirs (`cos.unsqueeze(1)`).
@@ -231,7 +231,7 @@ def _leaves(regions: tuple[Region, ...], kept: tuple[str, ...] = ()) -> Iterator
             yield Leaf(region.first, region.last, kept, region.compiled, region.cheapest)
 
 
-def _beside_relus(part: Part, leaves: list[Leaf]) -> list[Leaf]:
+def _beside_relus(part: ProgramPart, leaves: list[Leaf]) -> list[Leaf]:
     """Leaves that know of the relus between them: of two that are compiled, where nothing converts the result."""
     home = part.home
     between = relus_between(part.graph, [(leaf.first, leaf.last) for leaf in leaves])
@@ -246,7 +246,7 @@ def _beside_relus(part: Part, leaves: list[Leaf]) -> list[Leaf]:
     return found
 
 
-def _block(leaf: Leaf, part: Part, outside: dict[Tensor, Outside]) -> Block:
+def _block(leaf: Leaf, part: ProgramPart, outside: dict[Tensor, Outside]) -> FunctionBody:
     graph, program, home = part.graph, part.program, part.home
     links = graph.chain[leaf.first : leaf.last + 1]
     steps = tuple(step for own in program.links[leaf.first : leaf.last + 1] for step in own)
@@ -322,7 +322,7 @@ def forward_text(written: Written, functions: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _forward_head(part: Part, names: dict[str, str], results: int) -> list[str]:
+def _forward_head(part: ProgramPart, names: dict[str, str], results: int) -> list[str]:
     """Arguments by their names; `**batch` where one of them is not free, which takes also an input named x."""
     plain = all(name == own for name, own in names.items())
     entry = ["x: Tensor"] if part.entry else []
@@ -335,7 +335,7 @@ def _forward_head(part: Part, names: dict[str, str], results: int) -> list[str]:
     return [*_indented(head, 4), *taken]
 
 
-def _scope_names(blocks: list[Block]) -> dict[str, str]:
+def _scope_names(blocks: list[FunctionBody]) -> dict[str, str]:
     taken = {"copies", "forward", "tensors", "MESH", "INPUTS", "PARAMETERS", "BUFFERS"}
     return {prefix: free_name(prefix or "whole", taken) for prefix in dict.fromkeys(b.prefix for b in blocks)}
 
@@ -352,7 +352,7 @@ def _indented(lines: list[str], columns: int) -> list[str]:
 
 
 def _region_lines(
-    part: Part, regions: tuple[Region, ...], callers: list[Caller], methods: list[str], indent: int
+    part: ProgramPart, regions: tuple[Region, ...], callers: list[Caller], methods: list[str], indent: int
 ) -> list[str]:
     """Lines for that indent; methods are added to those that there are."""
     lines = []
@@ -375,7 +375,7 @@ def _region_lines(
     return lines
 
 
-def _ends(part: Part, region: Region, callers: list[Caller]) -> tuple[list[str], list[str]]:
+def _ends(part: ProgramPart, region: Region, callers: list[Caller]) -> tuple[list[str], list[str]]:
     """What a region takes: x and what its links read of others. What it returns: x and what later links read of it."""
     inside = [caller for caller in callers if region.first <= caller.leaf.first <= region.last]
     written = [name for caller in inside for name in caller.block.writes]

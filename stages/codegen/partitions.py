@@ -21,7 +21,7 @@ from pipeline.sharding.partitions import crossing, sharded_parts
 from stages.codegen.block import RESERVED, Outside
 from stages.codegen.functions import functions_of
 from stages.codegen.module import parameter_rows, told_device, told_digest, told_slices
-from stages.codegen.part import Part, Written, class_text, common_names, forward_text, write_part
+from stages.codegen.part import ProgramPart, Written, class_text, common_names, forward_text, write_part
 from stages.codegen.text import one_or_many, quoted, runtime_import
 
 
@@ -42,7 +42,7 @@ def write_partitions(graph: OpGraph, plan: Plan, digest: str = "", smaller: OpGr
     return "\n\n\n".join([_header(graph, plan, everything, functional, digest, smaller), *texts]) + "\n"
 
 
-def parts_of(graph: OpGraph, plan: Plan, name: str) -> list[Part]:
+def parts_of(graph: OpGraph, plan: Plan, name: str) -> list[ProgramPart]:
     """Every partition as a class of its own; what crosses cuts has one name in all of them."""
     common = common_names(graph, RESERVED.union(value.name for value in graph.of_role(Role.INPUT)))
     return [_part(graph, plan, number, common, name) for number in range(len(plan.partitions))]
@@ -71,9 +71,9 @@ def _same(lines: Sequence[str], others: Sequence[str]) -> bool:
     return ast.dump(ast.parse("\n".join(lines))) == ast.dump(ast.parse("\n".join(others)))
 
 
-def _part(graph: OpGraph, plan: Plan, number: int, common: dict[str, Outside], name: str) -> Part:
+def _part(graph: OpGraph, plan: Plan, number: int, common: dict[str, Outside], name: str) -> ProgramPart:
     partition = plan.partitions[number]
-    return Part(
+    return ProgramPart(
         sharded_parts(plan, graph)[number],
         partition.axes,
         tuple(_shifted(region, partition.first) for region in partition.regions),
@@ -91,7 +91,7 @@ def _shifted(region: Region, first: int) -> Region:
     return replace(region, first=region.first - first, last=region.last - first, inner=inner)
 
 
-def _attributes(part: Part) -> str:
+def _attributes(part: ProgramPart) -> str:
     last = part.first + len(part.graph.chain) - 1
     links = f"Links {part.first} to {last}" if last > part.first else f"Link {last}"
     inputs = [f'{quoted(value.name)}: "{part.sharding.inputs[value.name]}"' for value in part.graph.of_role(Role.INPUT)]

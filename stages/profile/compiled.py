@@ -28,7 +28,7 @@ from pipeline.ops.blocks import blocks_of, convolves, relus_between
 from pipeline.rates.allocator import SPARE, uneven
 from pipeline.runtime.compiler.compiled import compiled
 from pipeline.runtime.programs.autocast import without_autocast
-from stages.profile.link import Ends, link_ends
+from stages.profile.link import LinkEnds, link_ends
 from stages.profile.step import ends_of
 
 Measured = tuple[CompiledWay, tuple[Tensor, ...]]  # and what left the block
@@ -96,7 +96,7 @@ class _Bench:
         return number
 
     def _measured(
-        self, ops: list[str], ends: Ends, relu: str | None, before_relu: bool
+        self, ops: list[str], ends: LinkEnds, relu: str | None, before_relu: bool
     ) -> tuple[int, tuple[Tensor, ...]]:
         names = list(dict.fromkeys(name for op in ops for name in self.graph.op(op).inputs))
         written = {name for op in ops for name in self.graph.op(op).outputs}
@@ -110,7 +110,7 @@ class _Bench:
             torch._dynamo.reset()  # it gives up on a function that it has compiled often, and tells by the code's name
             relus: dict[str, Any] = {"after_relu": after_relu, "before_relu": before_relu}
             made = compiled(function, keeps, "python", cheapest=cheapest, **relus)
-            block = Block(made, arguments, self._autocast())
+            block = BlockRun(made, arguments, self._autocast())
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), no_garbage():
                 way, left = self.measure(block, keeps)
             found.append(replace(way, cheapest=cheapest))
@@ -180,7 +180,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockRun:
     function: Callable[..., tuple[Tensor, ...]]
     arguments: list[Tensor]
     autocast: Callable[[], AbstractContextManager[Any]]
@@ -210,7 +210,7 @@ class Block:
         self.backward(edges, gradients)
 
 
-Measure = Callable[[Block, float], Measured]
+Measure = Callable[[BlockRun, float], Measured]
 
 
 def _ends(results: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
@@ -222,7 +222,7 @@ def _ends(results: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
     return [torch.autograd.graph.get_gradient_edge(t) for t in trained], [torch.randn_like(t) for t in trained]
 
 
-def measure_on_card(block: Block, keeps: float) -> Measured:
+def measure_on_card(block: BlockRun, keeps: float) -> Measured:
     """As it runs on the GPU that its arguments are on."""
     for _ in range(2):
         block.both()
@@ -268,7 +268,7 @@ def _weigh(work: Callable[[], Any]) -> tuple[Any, int, int]:
     return result, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
 
 
-def _seconds(block: Block) -> tuple[float, float]:
+def _seconds(block: BlockRun) -> tuple[float, float]:
     """Of its passes, when they take what they took before.
 
     A card that works all the time has other clocks than one that begins, by as much as the work is heavy: they are let
@@ -282,7 +282,7 @@ def _seconds(block: Block) -> tuple[float, float]:
     return found
 
 
-def _medians(block: Block) -> tuple[float, float]:
+def _medians(block: BlockRun) -> tuple[float, float]:
     """Of the later passes of many, which follow one another as blocks do in training.
 
     Where the host is behind, the card copies memory first, not for longer than it must.
@@ -298,7 +298,7 @@ def _medians(block: Block) -> tuple[float, float]:
     return statistics.median(forward), statistics.median(backward)
 
 
-def _repeat(block: Block) -> None:
+def _repeat(block: BlockRun) -> None:
     end = time.perf_counter() + SETTLED
     while time.perf_counter() < end:
         block.both()
@@ -308,7 +308,7 @@ def _span(marks: list[list[torch.cuda.Event]]) -> float:
     return _elapsed(marks[0][0], marks[-1][-1])
 
 
-def _queued(block: Block, ahead: float = 0.0) -> tuple[float, list[list[torch.cuda.Event]]]:
+def _queued(block: BlockRun, ahead: float = 0.0) -> tuple[float, list[list[torch.cuda.Event]]]:
     """Passes one after another: the seconds until the card was given all of them, and marks around both of each pass.
 
     Between them, which no step does, gradients that enter are made and the card's cache is filled with something else:

@@ -19,7 +19,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCall:
     """The arguments of `scaled_dot_product_attention`, by the names that torch gives them."""
 
     q: Tensor
@@ -32,11 +32,11 @@ class Attention:
     enable_gqa: bool = field(default=False, kw_only=True)
 
 
-def _attending(run: Callable[[Attention], Tensor]) -> Callable[..., Tensor]:
-    return lambda *given, **named: run(Attention(*given, **named))
+def _attending(run: Callable[[AttentionCall], Tensor]) -> Callable[..., Tensor]:
+    return lambda *given, **named: run(AttentionCall(*given, **named))
 
 
-def _attention(a: Attention) -> Tensor:
+def _attention(a: AttentionCall) -> Tensor:
     """Flash attention where it can run: half precision and no mask, also with grouped heads; else the efficient one.
 
     The efficient one takes neither grouped heads nor a mask whose last dim does not lie together in memory (a bias that
@@ -54,7 +54,7 @@ def _attention(a: Attention) -> Tensor:
     return run(q, k, v, mask, grad, a.dropout_p, a.is_causal, scale=a.scale)[0]
 
 
-def plain_attention(a: Attention) -> Tensor:
+def plain_attention(a: AttentionCall) -> Tensor:
     """`_scaled_dot_product_attention_math` as a GPU runs it: half precision is computed in float32."""
     q, k, v, mask, dtype = a.q, a.k, a.v, a.attn_mask, a.q.dtype
     if dtype in (torch.bfloat16, torch.float16):
@@ -71,7 +71,7 @@ def plain_attention(a: Attention) -> Tensor:
     return (_dropout(aten._safe_softmax(scores, -1), a.dropout_p, True) @ v).to(dtype)
 
 
-def _attention_on_cpu(a: Attention) -> Tensor:
+def _attention_on_cpu(a: AttentionCall) -> Tensor:
     """Flash attention where it can run, also with grouped heads: four dims and no dropout; else plain products."""
     mask = None if a.attn_mask is None else _additive(a.attn_mask, a.q.dtype)
     if a.dropout_p or a.q.dim() != 4 or (mask is not None and mask.requires_grad):

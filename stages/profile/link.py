@@ -27,7 +27,7 @@ from stages.profile.workspace import workspace_bytes
 
 
 @dataclass(frozen=True)
-class Ends:
+class LinkEnds:
     """What a link shares with others, by name, in order of first use: equal links have them in the same order."""
 
     reads: tuple[str, ...]  # activations of earlier links
@@ -36,7 +36,7 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class Form:
+class ActivationForm:
     """How an activation that crosses links comes: its type may be autocast's, its order in memory a permutation's."""
 
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class LinkRun:
     parameter_gradients: tuple[int | None, ...]
     saved: Mapping[str, tuple[int | str, ...]]  # op -> storages it keeps for backward; a name for what was there
     places: Mapping[str, tuple[int | str | None, ...]]  # op -> where its inputs, then its outputs lie
-    forms: tuple[Form, ...]  # of what it writes
+    forms: tuple[ActivationForm, ...]  # of what it writes
     types: Mapping[str, tuple[str, ...]]  # op -> dtypes of its outputs, which autocast may have changed
     dropped_peak: int  # of a forward pass that keeps nothing for backward; what enters is not counted
 
@@ -98,7 +98,7 @@ class Runner:
             self._know(name, tensor)
         return self._noted(watch.kernels)
 
-    def run_link(self, ops: tuple[str, ...], ends: Ends, forms: tuple[Form, ...]) -> LinkRun:
+    def run_link(self, ops: tuple[str, ...], ends: LinkEnds, forms: tuple[ActivationForm, ...]) -> LinkRun:
         self._know_given(ops)
         leaves = [self._entering(name, form) for name, form in zip(ends.reads, forms, strict=True)]
         local = {name: leaf.clone() for name, leaf in zip(ends.reads, leaves, strict=True)}
@@ -128,7 +128,7 @@ class Runner:
             outputs = [local.pop(name) for name in ends.writes]
             local.clear()
             writes = [watch.find(y) for y in outputs]
-            left = tuple(Form(y.dtype, y.stride()) for y in outputs)
+            left = tuple(ActivationForm(y.dtype, y.stride()) for y in outputs)
             forward = len(watch.kernels)
             edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs if y.requires_grad]
             gradients = [torch.empty_like(y) if y.requires_grad else None for y in outputs]
@@ -160,7 +160,7 @@ class Runner:
             dropped_peak=self._dropped_peak(ops, ends, forms),
         )
 
-    def _dropped_peak(self, ops: tuple[str, ...], ends: Ends, forms: tuple[Form, ...]) -> int:
+    def _dropped_peak(self, ops: tuple[str, ...], ends: LinkEnds, forms: tuple[ActivationForm, ...]) -> int:
         leaves = [self._entering(name, form) for name, form in zip(ends.reads, forms, strict=True)]
         local = dict(zip(ends.reads, leaves, strict=True))
         watch = Watch(leaves, self.names, self.workspace)
@@ -179,7 +179,7 @@ class Runner:
         waits = {number for op, number in first.items() if _reads_values(self.graph.op(op))}
         return tuple(replace(kernel, waits=True) if n in waits else kernel for n, kernel in enumerate(kernels))
 
-    def _entering(self, name: str, form: Form) -> Tensor:
+    def _entering(self, name: str, form: ActivationForm) -> Tensor:
         value = self.graph.values[name]
         empty = torch.empty_strided(value.type.shape, form.strides, dtype=form.dtype, device="meta")
         return empty.requires_grad_(value.grad)
@@ -234,7 +234,7 @@ class Runner:
         return [self._real(a, local) for a in arg] if isinstance(arg, tuple) else arg
 
 
-def link_ends(graph: OpGraph) -> tuple[Ends, ...]:
+def link_ends(graph: OpGraph) -> tuple[LinkEnds, ...]:
     """What each link of the chain reads and writes beyond itself."""
     trained = {value.name for value in graph.of_role(Role.PARAMETER)}
     written: list[dict[str, None]] = []
@@ -253,7 +253,7 @@ def link_ends(graph: OpGraph) -> tuple[Ends, ...]:
     for own, read in zip(reversed(written), reversed(reads), strict=True):
         writes.append(tuple(name for name in own if name in later))
         later |= set(read)
-    return tuple(Ends(*ends) for ends in zip(reads, reversed(writes), parameters, strict=True))
+    return tuple(LinkEnds(*ends) for ends in zip(reads, reversed(writes), parameters, strict=True))
 
 
 def _reads_values(op: Op) -> bool:

@@ -19,7 +19,7 @@ KINDS = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # with the gates th
 
 
 @dataclass(frozen=True)
-class Layer:
+class RecurrentLayer:
     """One layer in all its directions."""
 
     kind: str
@@ -42,13 +42,13 @@ class Keeps:
     output: bool
 
 
-def keeps_on_cuda(layer: Layer, dtype: torch.dtype) -> Keeps:
+def keeps_on_cuda(layer: RecurrentLayer, dtype: torch.dtype) -> Keeps:
     """cuDNN wants the weights in one piece: those of a program lie apart, so they are copied."""
     each = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}[layer.kind] * layer.hidden
     return Keeps(each + (layer.hidden + layer.made if layer.projects else 0), weights=True, output=True)
 
 
-def keeps_on_cpu(layer: Layer, dtype: torch.dtype) -> Keeps:
+def keeps_on_cpu(layer: RecurrentLayer, dtype: torch.dtype) -> Keeps:
     """oneDNN has LSTMs in float32 without projections; the results of two directions are copied into one."""
     if layer.kind == "lstm" and not layer.projects and dtype == torch.float32:
         own = layer.made if layer.directions > 1 else 0
@@ -58,14 +58,14 @@ def keeps_on_cpu(layer: Layer, dtype: torch.dtype) -> Keeps:
     return Keeps(each + (layer.made if layer.projects else 0), weights=False, output=False)
 
 
-Keeping = Callable[[Layer, torch.dtype], Keeps]
+Keeping = Callable[[RecurrentLayer, torch.dtype], Keeps]
 
 
 class _Steps(torch.autograd.Function):
     """A layer from `x` (steps, batch, features), its first states and its weights: its output and its last states."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Layer, keeps: Keeps, x: Tensor, states: int, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, layer: RecurrentLayer, keeps: Keeps, x: Tensor, states: int, *tensors: Tensor) -> Any:
         first, weights = tensors[:states], tensors[states:]
         steps, batch, _ = x.shape
         hidden = first[0][0]
@@ -110,7 +110,7 @@ class _Steps(torch.autograd.Function):
         return None, None, of_x.view(x.shape), None, *of_states, *of_weights
 
 
-def _by_direction(layer: Layer, weights: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+def _by_direction(layer: RecurrentLayer, weights: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     count = len(weights) // layer.directions
     return [weights[i * count : (i + 1) * count] for i in range(layer.directions)]
 
@@ -135,7 +135,7 @@ def recurrent(kind: str, keeping: Keeping) -> Callable[..., tuple[Tensor, ...]]:
         last: list[list[Tensor]] = []
         for number in range(layers):
             own = weights[number * count : (number + 1) * count]
-            layer = Layer(kind, x.shape[-1], own[0].shape[0] // KINDS[kind], first[0].shape[-1], directions)
+            layer = RecurrentLayer(kind, x.shape[-1], own[0].shape[0] // KINDS[kind], first[0].shape[-1], directions)
             own_states = [state[number * directions : (number + 1) * directions] for state in first]
             given = (layer, keeping(layer, x.dtype), x, len(first), *own_states, *own)
             x, *after = _Steps.apply(*given)  # type: ignore[no-untyped-call]

@@ -13,9 +13,9 @@ import torch
 
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel
-from stages.profile.link import Ends, Form, LinkRun, Runner, link_ends
+from stages.profile.link import ActivationForm, LinkEnds, LinkRun, Runner, link_ends
 from stages.profile.optimizer import Build, OptimizerRun, run_optimizer
-from stages.profile.timeline import StepMemory, Timeline, compose, summary
+from stages.profile.timeline import MemoryTimeline, StepMemory, compose, summary
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class JoinedRun:
 @dataclass(frozen=True)
 class StepProfile:
     memory: StepMemory
-    timeline: Timeline
+    timeline: MemoryTimeline
     runs: tuple[LinkRun, ...]  # one per link of the chain; equal links share one
-    ends: tuple[Ends, ...]
+    ends: tuple[LinkEnds, ...]
     prologue: tuple[Kernel, ...]
     optimizer: OptimizerRun
     joined: tuple[JoinedRun, ...] = ()
@@ -56,7 +56,7 @@ def profile_step(
     ends = link_ends(graph)
     runs: list[LinkRun] = []
     distinct: dict[object, LinkRun] = {}
-    forms: dict[str, Form] = {}
+    forms: dict[str, ActivationForm] = {}
     for link, end in zip(graph.chain, ends, strict=True):
         entering = tuple(forms[name] for name in end.reads)
         key = (link.block, entering)
@@ -72,7 +72,7 @@ def profile_step(
 
 
 def _joined(
-    graph: OpGraph, runner: Runner, runs: list[LinkRun], ends: tuple[Ends, ...], forms: dict[str, Form]
+    graph: OpGraph, runner: Runner, runs: list[LinkRun], ends: tuple[LinkEnds, ...], forms: dict[str, ActivationForm]
 ) -> Iterator[JoinedRun]:
     """Equal ones are run once."""
     known: dict[object, LinkRun] = {}
@@ -93,7 +93,7 @@ def _joined(
         first = last + 1
 
 
-def _needed(graph: OpGraph, runs: list[LinkRun], ends: tuple[Ends, ...], number: int) -> bool:
+def _needed(graph: OpGraph, runs: list[LinkRun], ends: tuple[LinkEnds, ...], number: int) -> bool:
     """Whether the backward of a link, or of the next, needs the activation between them."""
     name = graph.chain[number].output
     before, after = runs[number], runs[number + 1]
@@ -102,12 +102,12 @@ def _needed(graph: OpGraph, runs: list[LinkRun], ends: tuple[Ends, ...], number:
     return any(place is None or place in saved for place, saved in zip(places, kept, strict=True))
 
 
-def ends_of(ends: tuple[Ends, ...], first: int, last: int) -> Ends:
+def ends_of(ends: tuple[LinkEnds, ...], first: int, last: int) -> LinkEnds:
     """Of links first..last as one."""
     inside = {name for end in ends[first : last + 1] for name in end.writes}
     later = {name for end in ends[last + 1 :] for name in end.reads}
     final = set(ends[-1].writes)
-    return Ends(
+    return LinkEnds(
         tuple(dict.fromkeys(name for end in ends[first : last + 1] for name in end.reads if name not in inside)),
         tuple(name for end in ends[first : last + 1] for name in end.writes if name in later or name in final),
         tuple(dict.fromkeys(name for end in ends[first : last + 1] for name in end.parameters)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from pipeline.ir.graph import OpGraph, Role
-from stages.profile.link import Ends, LinkRun
+from stages.profile.link import LinkEnds, LinkRun
 from stages.profile.optimizer import OptimizerRun
 from stages.profile.symbolic import rounded
 
@@ -44,7 +44,7 @@ class StepMemory:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class MemoryTimeline:
     """Bytes alive at each kernel of the step; the first `forward` kernels are the forward pass."""
 
     lives: tuple[Life, ...]
@@ -70,15 +70,15 @@ class Timeline:
 
 
 def compose(
-    graph: OpGraph, runs: Sequence[LinkRun], ends: Sequence[Ends], optimizer: OptimizerRun, workspace: int
-) -> Timeline:
+    graph: OpGraph, runs: Sequence[LinkRun], ends: Sequence[LinkEnds], optimizer: OptimizerRun, workspace: int
+) -> MemoryTimeline:
     """Lays the storages of all links on the step's line of time; `workspace` is there all the time."""
     return _Composer(graph, runs, ends, optimizer, workspace).timeline()
 
 
 class _Composer:
     def __init__(
-        self, graph: OpGraph, runs: Sequence[LinkRun], ends: Sequence[Ends], optimizer: OptimizerRun, workspace: int
+        self, graph: OpGraph, runs: Sequence[LinkRun], ends: Sequence[LinkEnds], optimizer: OptimizerRun, workspace: int
     ) -> None:
         self.graph, self.runs, self.ends, self.step, self.workspace = graph, runs, ends, optimizer, workspace
         self.forward_at: list[int] = []
@@ -102,7 +102,7 @@ class _Composer:
         self.gradients: dict[str, Life] = {}  # of those
         self.of_parameters: set[str] = set()  # whose gradient is there already: tied weights have one
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> MemoryTimeline:
         self._resident()
         modules = [self._modules(number) for number in range(len(self.runs))]
         placed = [self._forward(number, modules[number]) for number in range(len(self.runs))]
@@ -112,7 +112,7 @@ class _Composer:
             died = self.end if storage.died is None else self.backward_end + storage.died
             self._add(storage.size, TEMPORARIES, "optimizer", self.backward_end + storage.born, died)
         sizes = (self.forward, self.backward_end - self.forward, self.end - self.backward_end)
-        return Timeline(tuple(self.lives), *sizes)
+        return MemoryTimeline(tuple(self.lives), *sizes)
 
     def _add(self, size: int, kind: str, module: str, born: int, died: int) -> Life:
         life = Life(size, kind, module, born, died)
@@ -198,7 +198,7 @@ class _Composer:
             life.died = self.end  # until the writer's backward says better
 
 
-def summary(timeline: Timeline) -> StepMemory:
+def summary(timeline: MemoryTimeline) -> StepMemory:
     curve = timeline.curve()
     forward, backward = timeline.forward, timeline.forward + timeline.backward
     resident = kept = after = 0

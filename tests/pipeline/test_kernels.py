@@ -18,7 +18,7 @@ from pipeline.rates.kernels import (
     MOVES,
     PRODUCTS,
     Card,
-    Part,
+    KernelRun,
     kernel_seconds,
     queue_seconds,
 )
@@ -157,29 +157,29 @@ def test_the_tables_name_ops_of_torch():
 # ---------------------------------------------------------------------------------------------------------- queue
 
 SECONDS = st.floats(1e-7, 1e-2)
-PARTS = st.builds(Part, st.lists(SECONDS, max_size=8).map(tuple), SECONDS)
+PARTS = st.builds(KernelRun, st.lists(SECONDS, max_size=8).map(tuple), SECONDS)
 PHASES = st.lists(st.lists(PARTS, max_size=4), min_size=1, max_size=4)
 
 
 def test_a_slow_host_is_waited_for():
-    parts = [Part((1e-6, 2e-6, 3e-6), 1e-3), Part((4e-6, 5e-6), 2e-3)]
+    parts = [KernelRun((1e-6, 2e-6, 3e-6), 1e-3), KernelRun((4e-6, 5e-6), 2e-3)]
     assert queue_seconds([parts]) == (pytest.approx(3 * 1e-3 + 2 * 2e-3 + 5e-6),)
 
 
 def test_a_fast_host_is_not_seen_but_for_its_first_kernel():
-    parts = [Part((1e-3, 2e-3, 3e-3), 1e-9), Part((4e-3,), 2e-9)]
+    parts = [KernelRun((1e-3, 2e-3, 3e-3), 1e-9), KernelRun((4e-3,), 2e-9)]
     assert queue_seconds([parts]) == (pytest.approx(1e-9 + 10e-3),)
 
 
 def test_a_host_that_has_run_ahead_gives_the_next_phase_a_start():
     """While the card is busy with the first phase, the host has issued the second."""
-    first, second = Part((1.0,), 0.1), Part((0.01,) * 5, 0.1)
+    first, second = KernelRun((1.0,), 0.1), KernelRun((0.01,) * 5, 0.1)
     assert queue_seconds([[first], [second]]) == (pytest.approx(1.1), pytest.approx(0.05))
     assert queue_seconds([[second]]) == (pytest.approx(0.51),)
 
 
 def test_nothing_takes_no_time():
-    assert queue_seconds([]) == () and queue_seconds([[], [Part((), 1.0)]]) == (0.0, 0.0)
+    assert queue_seconds([]) == () and queue_seconds([[], [KernelRun((), 1.0)]]) == (0.0, 0.0)
 
 
 @given(PHASES)
@@ -201,5 +201,7 @@ def test_neither_host_nor_card_is_outrun(phases):
 
 def test_a_host_that_waits_loses_its_lead():
     """Four kernels of a second, issued every tenth: ahead, the card is never idle; waiting, it is, for one pace."""
-    ahead, waiting = (queue_seconds([[Part((1.0,) * 4, 0.1, waits)]])[0] for waits in (frozenset(), frozenset({2})))
+    ahead, waiting = (
+        queue_seconds([[KernelRun((1.0,) * 4, 0.1, waits)]])[0] for waits in (frozenset(), frozenset({2}))
+    )
     assert ahead == pytest.approx(4.1) and waiting == pytest.approx(4.2)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.ir.layout import B, Layout, P, Place, R, S, Split, State, at_places, replicated, without_gradient
+from pipeline.ir.layout import AxisSplit, B, Layout, P, Place, R, S, State, at_places, replicated, without_gradient
 from tests.meshes import everywhere, own_piece, placed, spots
 
 states = st.one_of(
@@ -222,7 +222,7 @@ def test_what_fits(text: str, shape, sizes, fits: bool) -> None:
 
 def test_splits_follow_one_another() -> None:
     layout = Layout.parse("S(0:8),S(1),S(0)")
-    assert layout.splits((4, 3, 2)) == (Split(2, 0, 1), Split(0, 0, 4), Split(1, 1, 1))
+    assert layout.splits((4, 3, 2)) == (AxisSplit(2, 0, 1), AxisSplit(0, 0, 4), AxisSplit(1, 1, 1))
     assert layout.parts(0, (4, 3, 2)) == 4
     with pytest.raises(ValueError, match="cuts across"):
         Layout.parse("S(0),S(0:3)").splits((2, 2))

@@ -13,7 +13,7 @@ from pipeline.ir.profile import CompiledWay
 from pipeline.ops.blocks import MOST_OPS, blocks_of, relus_between
 from pipeline.runtime.compiler.compiled import compiled
 from stages.profile import compiled as profiling
-from stages.profile.compiled import Block, as_function, measure_blocks, no_garbage, worth_choosing
+from stages.profile.compiled import BlockRun, as_function, measure_blocks, no_garbage, worth_choosing
 from tests.compiling import without_kernels
 from tests.graphs import gpt, gpt_batch, gpt_graph, mlp_graph, trace
 
@@ -93,7 +93,7 @@ def test_ops_as_a_function_compute_what_the_module_does():
     torch.testing.assert_close(loss, module(**batch))
 
 
-def kept(block: Block, keeps: float) -> tuple[CompiledWay, tuple[Tensor, ...]]:
+def kept(block: BlockRun, keeps: float) -> tuple[CompiledWay, tuple[Tensor, ...]]:
     """Bytes that autograd keeps of a block beside what it was given."""
     given = {t.untyped_storage().data_ptr() for t in block.arguments}
     found: dict[int, int] = {}

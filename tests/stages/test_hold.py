@@ -15,7 +15,7 @@ from stages.checkpoint.recompute import rotor
 from stages.checkpoint.recompute.chain import Chain, Option
 from stages.checkpoint.recompute.in_flight import drop_all, held, keep_all, run_partition, sent
 from stages.checkpoint.recompute.in_flight_dp import HoldTable, contents_of, cut_chain, kinds_of
-from stages.checkpoint.recompute.schedule import Kind
+from stages.checkpoint.recompute.schedule import OpKind
 from stages.checkpoint.recompute.simulate import start
 from tests.schedules import Moves, moves, pins
 
@@ -53,7 +53,7 @@ def one_hold(chain: Chain, first: int, last: int, memory: float, most: float, st
             after = sent(state, last)
             heapq.heappush(queue, (time, next(ticket), (after, pinned & after.activations, True)))
         for step in steps(state):
-            if step.held > memory or (step.op.kind is Kind.B and not waited):
+            if step.held > memory or (step.op.kind is OpKind.B and not waited):
                 continue
             if (left := pins(pinned, step)) is not None:
                 heapq.heappush(queue, (time + step.seconds, next(ticket), (step.state, left, waited)))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.recompute_plans import unsplit
 from pipeline.cost.groups import Join
 from pipeline.cost.link_facts import LinkFacts
-from pipeline.cost.links import MOST_WAYS, LinkCosts, Way, link_costs
+from pipeline.cost.links import MOST_WAYS, LinkCosts, LinkWay, link_costs
 from pipeline.cost.step import Priced, StepPrice, Workload
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan, Prediction, Region, Sharding, path_name
@@ -27,7 +27,7 @@ from stages.checkpoint.recompute.fit_budget import fastest_within
 from stages.checkpoint.recompute.linearize import Linear, growing, linearize
 from stages.checkpoint.recompute.released import LARGE, released
 from stages.checkpoint.recompute.schedule import Keep, Schedule, full_recompute, no_recompute, scheduled
-from stages.checkpoint.recompute.schedule import Region as Nested
+from stages.checkpoint.recompute.schedule import Nesting as Nested
 from stages.checkpoint.recompute.simulate import simulate
 from stages.codegen.module import write_module
 from stages.profile.by_table import profile_graph
@@ -348,8 +348,8 @@ def test_joined_links_are_run_once_for_all_that_are_equal():
 def test_regions_of_a_schedule():
     """A link that keeps a part is a region with what it keeps; joined links stand for all of theirs."""
 
-    def way(kept: tuple[str, ...] | None) -> Way:
-        return Way(1.0, 1.0, 1, 0, 0, kept)
+    def way(kept: tuple[str, ...] | None) -> LinkWay:
+        return LinkWay(1.0, 1.0, 1, 0, 0, kept)
 
     def costs(first: int, last: int, *kept: tuple[str, ...]) -> LinkCosts:
         return LinkCosts(first, last, 1, 1, (way(None), *(way(names) for names in kept)), way(None), 1.0, 0)

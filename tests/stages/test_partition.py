@@ -12,7 +12,7 @@ import pytest
 
 from stages.checkpoint.pipelines.partition import partition
 from stages.checkpoint.pipelines.refine import PipelinePlan
-from stages.checkpoint.pipelines.schedules import Order, Pipeline, in_flight, orders, refusal
+from stages.checkpoint.pipelines.schedules import DeviceOrder, Pipeline, in_flight, orders, refusal
 from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError, Wishes
 from stages.checkpoint.pipelines.submesh_plans import Piece, Recompute, Sent, Terms, Timer
 from stages.checkpoint.recompute.chain import Chain, ChainError, Slots
@@ -250,7 +250,7 @@ def test_a_last_micro_batch_that_keeps_everything_is_part_of_the_peak(seed: int,
                 assert moment.memory == timer._fixed_memory(np.array([flight]))[kind, 0]
 
 
-def _most_held(order: Order, partition: int, each: Passage, last: Passage) -> float:
+def _most_held(order: DeviceOrder, partition: int, each: Passage, last: Passage) -> float:
     end, waiting, most = "W" if order.pipeline is Pipeline.ZERO_BUBBLE else "B", dict[int, float](), 0.0
     for task in order.tasks[partition % len(order.tasks)]:
         if task.partition != partition:

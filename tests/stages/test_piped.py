@@ -40,7 +40,7 @@ from stages.checkpoint.pipelines.submesh_costs import fill, readers
 from stages.checkpoint.pipelines.submesh_plans import Piece
 from stages.checkpoint.recompute import schedule
 from stages.checkpoint.recompute.linearize import Linear, linearize_partitions
-from stages.checkpoint.recompute.simulate import State, apply, start
+from stages.checkpoint.recompute.simulate import MemoryState, apply, start
 from stages.checkpoint.run import figures
 from stages.checkpoint.timeline import waits
 from stages.cluster.run import from_preset
@@ -78,17 +78,17 @@ def leaves(regions: tuple[Region, ...]) -> list[int]:
 # ------------------------------------------------------------------------------------------- time and memory again
 
 
-def region_of(part: Partition, linear: Linear) -> schedule.Region:
+def region_of(part: Partition, linear: Linear) -> schedule.Nesting:
     """What a partition runs; a link that keeps a part of itself is one of the link's options."""
 
-    def step(region: Region) -> schedule.Keep | schedule.Region:
+    def step(region: Region) -> schedule.Keep | schedule.Nesting:
         if region.kept:
             numbers = [n for n, way in enumerate(linear.costs[region.first].ways) if way.kept == region.kept]
             return schedule.Keep(region.first, numbers[0])
         inner = tuple(map(step, region.inner))
-        return schedule.Region(inner) if region.recompute else schedule.Keep(region.first)
+        return schedule.Nesting(inner) if region.recompute else schedule.Keep(region.first)
 
-    return schedule.Region(tuple(map(step, part.regions)))
+    return schedule.Nesting(tuple(map(step, part.regions)))
 
 
 def replayed(linear: Linear, part: Partition) -> tuple[float, float, float, float]:
@@ -104,11 +104,13 @@ def replayed(linear: Linear, part: Partition) -> tuple[float, float, float, floa
         step = apply(chain, state, op, part.first)
         seconds[number >= len(ahead)] += step.seconds
         state, peak = step.state, max(peak, step.held)
-    assert state == State(frozenset(), frozenset(), part.first)
+    assert state == MemoryState(frozenset(), frozenset(), part.first)
     return (*seconds, replace(waiting, gradient=None).bytes(chain), peak)
 
 
-def played(order: schedules.Order, loads: list[tuple[float, float, float, float]], sends: list[float]) -> list[float]:
+def played(
+    order: schedules.DeviceOrder, loads: list[tuple[float, float, float, float]], sends: list[float]
+) -> list[float]:
     """When each device has done its tasks: the longest path through them, by going round until nothing changes."""
     ends: dict[str, float] = {}
     split = order.pipeline is schedules.Pipeline.ZERO_BUBBLE

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from stages.profile.autocast import Autocast
-from stages.profile.device import LOWERED, Attention, plain_attention
+from stages.profile.device import LOWERED, AttentionCall, plain_attention
 from stages.profile.symbolic import Watch
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -101,7 +101,7 @@ def test_plain_attention_is_torchs(dtype, name, scale, groups):
     k, v = (heads(dtype, H // groups, device="cpu") for _ in range(2))
     mask = MASKS[name] if MASKS[name] is None or MASKS[name].dtype == torch.bool else MASKS[name].to(dtype)
     causal = name == "causal"
-    ours = plain_attention(Attention(q, k, v, mask, 0.0, causal, scale=scale))
+    ours = plain_attention(AttentionCall(q, k, v, mask, 0.0, causal, scale=scale))
     with sdpa_kernel(SDPBackend.MATH):
         theirs = scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=groups > 1)
     # Torch computes half precision in float32 on a GPU; on a CPU in double or in half, as its build has it.

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from stages.checkpoint.recompute.chain import Chain, ChainError, Option, default_slots, discretise
 from stages.checkpoint.recompute.rotor import InfeasibleBudget, schedule, solve, tightest
-from stages.checkpoint.recompute.schedule import Keep, Kind, Op, Region, Schedule, flatten, full_recompute, no_recompute
+from stages.checkpoint.recompute.schedule import (
+    Keep,
+    Nesting,
+    OpKind,
+    Schedule,
+    ScheduledOp,
+    flatten,
+    full_recompute,
+    no_recompute,
+)
 from stages.checkpoint.recompute.simulate import InvalidSequence, simulate
 from tests.schedules import fastest
 
@@ -82,7 +91,7 @@ def check(chain: Chain, memory: int, found: Schedule) -> None:
     assert covered(found.regions) == list(range(chain.length + 1))
 
 
-def covered(region: Region) -> list[int]:
+def covered(region: Nesting) -> list[int]:
     return [i for step in region.steps for i in ([step.link] if isinstance(step, Keep) else covered(step))]
 
 
@@ -245,9 +254,9 @@ def test_a_smaller_budget_of_the_same_table_is_refused_in_its_own_slots() -> Non
 # ------------------------------------------------------------------------------------------------------- pictures
 
 
-def draw(sequence: tuple[Op, ...], links: int) -> str:
+def draw(sequence: tuple[ScheduledOp, ...], links: int) -> str:
     """A row for each link, a column for each op: A keeps all, c and n keep the output only (n drops its input), B."""
-    mark = {Kind.F_ALL: "A", Kind.F_CK: "c", Kind.F_NONE: "n", Kind.B: "B"}
+    mark = {OpKind.F_ALL: "A", OpKind.F_CK: "c", OpKind.F_NONE: "n", OpKind.B: "B"}
     return "\n".join("".join(mark[op.kind] if op.link == i else "." for op in sequence) for i in range(links + 1))
 
 
@@ -295,7 +304,7 @@ def test_full_recomputes_every_link_by_itself() -> None:
 
 def test_a_nested_region_runs_again_inside_its_outer_one() -> None:
     """0 (1 (2)) 3 and the loss 4: link 1 runs twice, link 2 three times."""
-    regions = Region((Keep(0), Region((Keep(1), Region((Keep(2),)))), Keep(3), Keep(4)))
+    regions = Nesting((Keep(0), Nesting((Keep(1), Nesting((Keep(2),)))), Keep(3), Keep(4)))
     assert draw(flatten(regions, 4), 4) == picture("""
         A..........B
         .c....A...B.
@@ -345,9 +354,9 @@ def test_a_chain_checks_itself() -> None:
     ],
 )
 def test_the_simulator_refuses_what_cannot_run(ops: str, problem: str) -> None:
-    kinds = {"A": Kind.F_ALL, "c": Kind.F_CK, "n": Kind.F_NONE, "B": Kind.B}
+    kinds = {"A": OpKind.F_ALL, "c": OpKind.F_CK, "n": OpKind.F_NONE, "B": OpKind.B}
     with pytest.raises(InvalidSequence, match=problem):
-        simulate(uniform(2), [Op(kinds[word[0]], int(word[1:])) for word in ops.split()])
+        simulate(uniform(2), [ScheduledOp(kinds[word[0]], int(word[1:])) for word in ops.split()])
 
 
 def test_the_simulator_counts_by_hand() -> None:

@@ -6,21 +6,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.cost.links import Lines, LinkCosts, Way
+from pipeline.cost.links import Lines, LinkCosts, LinkWay
 from pipeline.rates.compute import Seconds
 from stages.checkpoint.recompute.chain import LAST
-from stages.checkpoint.recompute.schedule import Kind, Op
-from stages.checkpoint.recompute.simulate import Outcome, State, Step
+from stages.checkpoint.recompute.schedule import OpKind, ScheduledOp
+from stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, Outcome
 from stages.checkpoint.recompute.two_lines import played
 
-NOTHING = State(frozenset(), frozenset(), None)
+NOTHING = MemoryState(frozenset(), frozenset(), None)
 SECONDS = st.floats(0.0, 4.0)
 PAIRS = st.tuples(SECONDS, SECONDS)
 
 
-def way(host: tuple[float, float], device: tuple[float, float]) -> Way:
+def way(host: tuple[float, float], device: tuple[float, float]) -> LinkWay:
     lines = Lines(Seconds(*device), Seconds(*host))
-    return Way(max(host[0], device[0]), max(host[1], device[1]), 0, 0, 0, lines=lines)
+    return LinkWay(max(host[0], device[0]), max(host[1], device[1]), 0, 0, 0, lines=lines)
 
 
 def link(number: int, host: tuple[float, float], device: tuple[float, float], dropped: float) -> LinkCosts:
@@ -28,12 +28,15 @@ def link(number: int, host: tuple[float, float], device: tuple[float, float], dr
     return LinkCosts(number, number, 0, 0, (plain,), last, max(dropped, device[0]), 0, dropped)
 
 
-def outcome(*ops: Op) -> Outcome:
-    return Outcome(tuple(Step(op, NOTHING, 0.0, 1.0) for op in ops), float(len(ops)), 0.0)
+def outcome(*ops: ScheduledOp) -> Outcome:
+    return Outcome(tuple(ExecutedOp(op, NOTHING, 0.0, 1.0) for op in ops), float(len(ops)), 0.0)
 
 
 def all_kept(links: int) -> Outcome:
-    return outcome(*(Op(Kind.F_ALL, n) for n in range(links - 1)), *(Op(Kind.B, n) for n in reversed(range(links))))
+    return outcome(
+        *(ScheduledOp(OpKind.F_ALL, n) for n in range(links - 1)),
+        *(ScheduledOp(OpKind.B, n) for n in reversed(range(links))),
+    )
 
 
 def test_the_device_waits_where_the_host_is_slower() -> None:
@@ -52,14 +55,22 @@ def test_a_host_that_takes_nothing_is_never_waited_for() -> None:
 
 
 def test_without_a_host_the_times_stay() -> None:
-    plain = LinkCosts(0, 0, 0, 0, (Way(1.0, 1.0, 0, 0, 0),), Way(1.0, 1.0, 0, 0, 0), 1.0, 0)
+    plain = LinkCosts(0, 0, 0, 0, (LinkWay(1.0, 1.0, 0, 0, 0),), LinkWay(1.0, 1.0, 0, 0, 0), 1.0, 0)
     before = all_kept(1)
     assert played(before, [plain]) is before
 
 
 def test_links_of_a_region_take_the_hosts_seconds_of_both_runs() -> None:
     costs = [link(0, (1.0, 1.0), (2.0, 2.0), 7.0), link(1, (1.0, 1.0), (2.0, 2.0), 7.0)]
-    found = played(outcome(Op(Kind.F_CK, 0), Op(Kind.B, 1), Op(Kind.F_ALL, 0, LAST), Op(Kind.B, 0, LAST)), costs)
+    found = played(
+        outcome(
+            ScheduledOp(OpKind.F_CK, 0),
+            ScheduledOp(OpKind.B, 1),
+            ScheduledOp(OpKind.F_ALL, 0, LAST),
+            ScheduledOp(OpKind.B, 0, LAST),
+        ),
+        costs,
+    )
     # issued until 7; the loss until 9, and 4 s of work from then on; the second run 0.5 s, then 2 s backward.
     assert [step.seconds for step in found.steps] == [7.0, 4.0, 0.5, 2.0]
 

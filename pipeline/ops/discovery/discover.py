@@ -49,7 +49,7 @@ MOST_TRIALS = 3000  # combinations of input states
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundStrategy:
     """A state for each input and each output."""
 
     inputs: tuple[State, ...]
@@ -58,7 +58,7 @@ class Found:
 
 # ---- for the planner
 
-_known: dict[str, tuple[Found, ...]] = {}
+_known: dict[str, tuple[FoundStrategy, ...]] = {}
 
 
 def discovered(view: OpView, size: int) -> tuple[Strategy, ...]:
@@ -73,7 +73,7 @@ def discovered(view: OpView, size: int) -> tuple[Strategy, ...]:
     return tuple(found)
 
 
-def find(view: OpView) -> tuple[Found, ...]:
+def find(view: OpView) -> tuple[FoundStrategy, ...]:
     """What holds for the op, from memory, from the folder, or by search."""
     key = _signature(view)
     if key not in _known:
@@ -114,7 +114,7 @@ def _constants(view: OpView) -> str:
     return json.dumps([plain(view.op.args.positional), {k: plain(v) for k, v in view.op.args.named}])
 
 
-def _read(place: Path, key: str) -> tuple[Found, ...] | None:
+def _read(place: Path, key: str) -> tuple[FoundStrategy, ...] | None:
     """What an earlier run kept; a file that cannot be read is as good as none."""
     try:
         data = json.loads(place.read_text())
@@ -123,7 +123,7 @@ def _read(place: Path, key: str) -> tuple[Found, ...] | None:
         return None
 
 
-def _fits(one: Found, view: OpView) -> bool:
+def _fits(one: FoundStrategy, view: OpView) -> bool:
     """A state for each tensor, of a dim that it has: the file may come from anywhere."""
     if (len(one.inputs), len(one.outputs)) != (len(view.inputs), len(view.outputs)):
         return False
@@ -131,24 +131,24 @@ def _fits(one: Found, view: OpView) -> bool:
     return all(state.kind != "S" or state.dim < len(tensor.shape) for state, tensor in tensors)
 
 
-def _write(place: Path, key: str, found: tuple[Found, ...]) -> None:
+def _write(place: Path, key: str, found: tuple[FoundStrategy, ...]) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(place, json.dumps({"signature": key, "found": _plain(found)}, indent=1).encode())
 
 
-def _plain(found: tuple[Found, ...]) -> list[list[list[str]]]:
+def _plain(found: tuple[FoundStrategy, ...]) -> list[list[list[str]]]:
     return [[[str(s) for s in one.inputs], [str(s) for s in one.outputs]] for one in found]
 
 
-def _parse(plain: list[list[list[str]]]) -> tuple[Found, ...]:
+def _parse(plain: list[list[list[str]]]) -> tuple[FoundStrategy, ...]:
     sides = [tuple(tuple(State.parse(s) for s in side) for side in one) for one in plain]
-    return tuple(Found(*one) for one in sides)
+    return tuple(FoundStrategy(*one) for one in sides)
 
 
 # ---- the search
 
 
-def search(view: OpView) -> tuple[tuple[Found, ...], bool]:
+def search(view: OpView) -> tuple[tuple[FoundStrategy, ...], bool]:
     """Every valid assignment of states that splits something or sums, and whether another search would find the same.
 
     None where the op cannot be tried.
@@ -167,7 +167,7 @@ def _try_and_tell(view: OpView) -> str:
     return json.dumps(_plain(try_all(view)))
 
 
-def try_all(view: OpView) -> tuple[Found, ...]:
+def try_all(view: OpView) -> tuple[FoundStrategy, ...]:
     """What `search` finds, in this process."""
     with torch.random.fork_rng(devices=[]):
         trial = small_trial(view)
@@ -179,7 +179,7 @@ def try_all(view: OpView) -> tuple[Found, ...]:
         return tuple(one for one in found if all(_holds(trial, one, *each) for each in tries))
 
 
-def _candidates(trial: Trial, ranks: int, seed: int) -> Iterator[Found]:
+def _candidates(trial: Trial, ranks: int, seed: int) -> Iterator[FoundStrategy]:
     """Tries every combination of what the inputs hold forward."""
     tensors = trial.draw(seed)
     options = [_forms(tensor, grad, ranks) for tensor, grad in zip(tensors, trial.grads, strict=True)]
@@ -197,7 +197,7 @@ def _forms(tensor: Tensor, grad: bool, ranks: int) -> list[State]:
     return [R, *pieces_of, *([P] if grad and (tensor.is_floating_point() or tensor.is_complex()) else [])]
 
 
-def _states(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ranks: int) -> list[Found]:
+def _states(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ranks: int) -> list[FoundStrategy]:
     """The states that follow where the inputs hold this forward; `R` stands for the whole, with either gradient."""
     try:
         return list(_tried(trial, tensors, forward, ranks))
@@ -205,7 +205,7 @@ def _states(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ran
         return []
 
 
-def _tried(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ranks: int) -> Iterator[Found]:
+def _tried(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ranks: int) -> Iterator[FoundStrategy]:
     whole, expected = _run(trial, tensors)
     local = [shards.values(s, x, ranks) for s, x in zip(forward, tensors, strict=True)]
     runs = [_run(trial, [own[rank] for own in local]) for rank in range(ranks)]
@@ -220,7 +220,7 @@ def _tried(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], rank
         made = tuple(choice if s == R and c else s for s, c in zip(known, carries, strict=True))
         inputs = _input_states(trial, forward, made, whole, expected, runs, ranks)
         if inputs is not None:
-            yield Found(inputs, made)
+            yield FoundStrategy(inputs, made)
 
 
 Run = tuple[list[Tensor], tuple[Tensor, ...]]
@@ -297,7 +297,7 @@ def _near(tensor: Tensor) -> float:
     return 1e-8 if tensor.dtype in (torch.float64, torch.complex128) else 1e-4
 
 
-def _holds(trial: Trial, one: Found, ranks: int, tensors: list[Tensor]) -> bool:
+def _holds(trial: Trial, one: FoundStrategy, ranks: int, tensors: list[Tensor]) -> bool:
     """The same states again, with other numbers."""
     forward = tuple(R if s == B else s for s in one.inputs)
     return one in set(_states(trial, tensors, forward, ranks))

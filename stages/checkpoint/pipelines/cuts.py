@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.checkpoint.pipelines.cuts_kernels import Bounds, Costs, ahead, sweep, trace
-from stages.checkpoint.pipelines.schedules import Weights
+from stages.checkpoint.pipelines.schedules import StepWeights
 
 Floats = NDArray[np.float64]
 ROUNDING = 1e-12
@@ -78,7 +78,7 @@ class _Relaxed:
 
 def search(
     field: Field,
-    weights: Weights,
+    weights: StepWeights,
     gap: float = 0.0,
     keep: int = 8,
     known: float = math.inf,
@@ -93,7 +93,7 @@ def search(
 
 
 class _Search:
-    def __init__(self, field: Field, weights: Weights, gap: float, known: float) -> None:
+    def __init__(self, field: Field, weights: StepWeights, gap: float, known: float) -> None:
         self.field, self.weights, self.gap = field, weights, max(gap, ROUNDING)
         shape = (len(field.flight) + 1, field.total + 1, field.links, len(field.devices))
         self.values = np.empty(shape)
@@ -191,7 +191,7 @@ class _Box:
     bound: float
 
 
-def measure(field: Field, weights: Weights, firsts: tuple[int, ...], plans: tuple[int, ...]) -> tuple[float, float]:
+def measure(field: Field, weights: StepWeights, firsts: tuple[int, ...], plans: tuple[int, ...]) -> tuple[float, float]:
     """The slowest partition, with its transfers if they count, and the most that one does once a step."""
     slowest = once = 0.0
     spans = Cuts(firsts, plans, 0.0).spans(field.links)

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from stages.checkpoint.pipelines.cuts import Cuts, search
 from stages.checkpoint.pipelines.refine import plan_of
-from stages.checkpoint.pipelines.search_inputs import Floor, Given, PartitionError
-from stages.checkpoint.pipelines.search_space import Task, tasks
+from stages.checkpoint.pipelines.search_inputs import Given, PartitionError, PipelineFloor
+from stages.checkpoint.pipelines.search_space import SearchTask, tasks
 from stages.checkpoint.pipelines.submesh_plans import Recompute
 from stages.checkpoint.recompute.in_flight import keep_all, worst_step
 
@@ -60,20 +60,20 @@ def _fits(given: Given, memory: int, roughly: bool) -> bool:
     return next(_some_cuts(replace(given, memory=memory), roughly), None) is not None
 
 
-def _some_cuts(given: Given, roughly: bool) -> Iterator[tuple[Task, Cuts]]:
+def _some_cuts(given: Given, roughly: bool) -> Iterator[tuple[SearchTask, Cuts]]:
     for task in tasks(given, []):
         found = search(task.field(roughly=roughly), task.weights, gap=1.0, keep=1)
         if found:
             yield task, found[0]
 
 
-def _floor(given: Given) -> Floor:
+def _floor(given: Given) -> PipelineFloor:
     """Of a plan that fits: the partition that fills its room the most."""
     task, cuts = next(_some_cuts(given, roughly=False))
     plan = plan_of(task, cuts)
     number, part = max(enumerate(plan.partitions), key=lambda one: one[1].peak_bytes / one[1].room_bytes)
     running = keep_all(part.first, part.last) if part.fullest.last else part.region
-    return Floor(
+    return PipelineFloor(
         memory=given.memory,
         pipeline=plan.pipeline,
         partition=number,

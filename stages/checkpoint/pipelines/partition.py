@@ -27,9 +27,9 @@ from itertools import groupby
 from stages.checkpoint.pipelines.cuts import NEARLY, Cuts, search
 from stages.checkpoint.pipelines.infeasibility import nothing
 from stages.checkpoint.pipelines.refine import PipelinePlan, plan_of
-from stages.checkpoint.pipelines.schedules import Weights
+from stages.checkpoint.pipelines.schedules import StepWeights
 from stages.checkpoint.pipelines.search_inputs import Division, Effort, Given, Reshard, Wishes
-from stages.checkpoint.pipelines.search_space import Task, tasks
+from stages.checkpoint.pipelines.search_space import SearchTask, tasks
 
 ROUGH_GAP = 0.02  # of the first search
 FAR = 1.1  # times the best rough estimate: not looked at more closely
@@ -61,7 +61,7 @@ def partition(
     return sorted(plans.values(), key=lambda plan: (plan.seconds, plan.estimate, plan.firsts))
 
 
-def promising(family: list[Task], most: int) -> list[Task]:
+def promising(family: list[SearchTask], most: int) -> list[SearchTask]:
     """Of the tasks of one schedule so many, by what they reach with little recompute to choose from."""
     if len(family) <= most:
         return family
@@ -74,7 +74,7 @@ def promising(family: list[Task], most: int) -> list[Task]:
     return [family[number] for _, number in sorted(ranks)[:most]]
 
 
-def ways_to_cut(task: Task, effort: Effort, known: float = math.inf) -> list[Cuts]:
+def ways_to_cut(task: SearchTask, effort: Effort, known: float = math.inf) -> list[Cuts]:
     """With little recompute to choose from first: no partition of a better plan is slower than that plan allows."""
     weights = task.weights
     known *= 1 + NEARLY
@@ -84,7 +84,7 @@ def ways_to_cut(task: Task, effort: Effort, known: float = math.inf) -> list[Cut
     return search(task.field(slowest), weights, effort.gap, effort.candidates, known, slowest)
 
 
-def slowest_of(task: Task, weights: Weights, known: float) -> float:
+def slowest_of(task: SearchTask, weights: StepWeights, known: float) -> float:
     """No plan with an estimate as good as that has a slower partition."""
     if not weights.credit:
         return known / (weights.sum + weights.peak) * (1 + 1e-9)

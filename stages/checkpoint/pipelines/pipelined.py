@@ -24,9 +24,9 @@ from pipeline.ir.profile import Profile
 from pipeline.sharding.slices import fits, sliced, slices_of
 from stages.checkpoint.pipelines import schedules, submesh_plans
 from stages.checkpoint.pipelines.partition import partition
-from stages.checkpoint.pipelines.refine import Partition, PipelinePlan
+from stages.checkpoint.pipelines.refine import PartitionPlan, PipelinePlan
 from stages.checkpoint.pipelines.reshard import Resharding
-from stages.checkpoint.pipelines.search_inputs import Division, Effort, Floor, PartitionError, Wishes
+from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError, PipelineFloor, Wishes
 from stages.checkpoint.pipelines.submesh_costs import Filled, fill
 from stages.checkpoint.recompute.chain import Slots
 from stages.checkpoint.user_choices import boundary_places, join_in_partitions, spans_of
@@ -62,7 +62,7 @@ class Piped:
         """Groups of devices."""
         return len(self.plan.partitions) // self.plan.chunks
 
-    def on(self, device: int) -> list[tuple[Partition, Filled]]:
+    def on(self, device: int) -> list[tuple[PartitionPlan, Filled]]:
         """The partitions of one of them."""
         pairs = list(zip(self.plan.partitions, self.fills, strict=True))
         return pairs[device :: self.pieces]
@@ -117,7 +117,7 @@ def find_pipelines(
     return Pipelines(tuple(Piped(plan, tuple(filled[part.piece.name] for part in plan.partitions)) for plan in plans))
 
 
-def _of_graph(floor: Floor, spans: Sequence[tuple[int, int]]) -> Floor:
+def _of_graph(floor: PipelineFloor, spans: Sequence[tuple[int, int]]) -> PipelineFloor:
     """With links of the graph for those of the chain."""
     op = replace(floor.op, link=spans[floor.op.link][0])
     return replace(floor, first=spans[floor.first][0], last=spans[floor.last][1], op=op)
@@ -313,7 +313,7 @@ def predict(piped: Piped) -> Prediction:
     )
 
 
-def _recompute(part: Partition, kept: float, micro_batches: int) -> float:
+def _recompute(part: PartitionPlan, kept: float, micro_batches: int) -> float:
     """Beyond the seconds of a micro-batch that keeps everything; the last one may keep it."""
     last = part.load.last or part.load
     return max(0.0, (micro_batches - 1) * part.load.time + last.time - micro_batches * kept)

@@ -6,22 +6,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from stages.checkpoint.pipelines.cuts import Cuts
-from stages.checkpoint.pipelines.schedules import Load, Order, Pipeline, Timeline, orders, simulate
-from stages.checkpoint.pipelines.search_space import Task
+from stages.checkpoint.pipelines.schedules import DeviceOrder, Load, Pipeline, PlayedSchedule, orders, simulate
+from stages.checkpoint.pipelines.search_space import SearchTask
 from stages.checkpoint.pipelines.submesh_plans import Piece, Timer
 from stages.checkpoint.recompute.in_flight import Moment, Passage, fullest
-from stages.checkpoint.recompute.schedule import Keep, Region
+from stages.checkpoint.recompute.schedule import Keep, Nesting
 
 
 @dataclass(frozen=True)
-class Partition:
+class PartitionPlan:
     """Links first..last on one piece, and what they are predicted to take."""
 
     first: int
     last: int
     piece: Piece
     flight: int  # micro-batches whose forward has begun and whose backward has not ended, at most
-    region: Region  # its steps are run in order; those that are regions are recomputed
+    region: Nesting  # its steps are run in order; those that are regions are recomputed
     load: Load
     fullest: Moment  # at which it holds the most
     peak_bytes: float  # in all, then
@@ -33,7 +33,7 @@ class Partition:
 
     @property
     def recomputes(self) -> bool:
-        return any(isinstance(step, Region) for step in self.region.steps)
+        return any(isinstance(step, Nesting) for step in self.region.steps)
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class PipelinePlan:
     pipeline: Pipeline
     chunks: int  # partitions on a device
     micro_batches: int
-    partitions: tuple[Partition, ...]
+    partitions: tuple[PartitionPlan, ...]
     estimate: float  # of a step, by closed form
     seconds: float  # of a step, as simulated
     division: int  # of those given
-    order: Order = field(repr=False)
-    timeline: Timeline = field(repr=False)
+    order: DeviceOrder = field(repr=False)
+    timeline: PlayedSchedule = field(repr=False)
 
     @property
     def keeps_last(self) -> bool:
@@ -62,7 +62,7 @@ class PipelinePlan:
         return tuple(part.first for part in self.partitions)
 
 
-def plan_of(task: Task, cuts: Cuts) -> PipelinePlan:
+def plan_of(task: SearchTask, cuts: Cuts) -> PipelinePlan:
     """The schedules of all partitions, and the step as simulated."""
     spans = cuts.spans(task.plain.links)
     parts = []
@@ -85,7 +85,7 @@ def plan_of(task: Task, cuts: Cuts) -> PipelinePlan:
     )
 
 
-def _part(timer: Timer, first: int, last: int, flight: int, send: float) -> Partition:
+def _part(timer: Timer, first: int, last: int, flight: int, send: float) -> PartitionPlan:
     piece, span = timer.piece, slice(first, last + 1)
     region, passage = timer.schedule(first, last, flight)
     whole = [step.link for step in region.steps if isinstance(step, Keep) and not step.option]  # else it is recomputed
@@ -94,7 +94,7 @@ def _part(timer: Timer, first: int, last: int, flight: int, send: float) -> Part
     load = replace(_load(piece, passage, whole, send), once=sum(piece.once[span]), last=last_load)
     room, moment = timer.terms.memory * timer.terms.share, fullest(passage, of_last, flight)
     used = room - timer.room(first, last, flight) + moment.memory
-    return Partition(first, last, piece, flight, region, load, moment, used, room)
+    return PartitionPlan(first, last, piece, flight, region, load, moment, used, room)
 
 
 def _load(piece: Piece, passage: Passage, whole: Iterable[int], send: float) -> Load:

@@ -54,7 +54,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Order:
+class DeviceOrder:
     """What each device runs, in order; partition p lies on device p mod len(tasks)."""
 
     pipeline: Pipeline
@@ -75,7 +75,7 @@ def refusal(pipeline: Pipeline, devices: int, chunks: int, micro_batches: int) -
     return None
 
 
-def orders(pipeline: Pipeline, devices: int, micro_batches: int, chunks: int = 1) -> Order:
+def orders(pipeline: Pipeline, devices: int, micro_batches: int, chunks: int = 1) -> DeviceOrder:
     why = refusal(pipeline, devices, chunks, micro_batches)
     if why:
         raise ChainError(why, where="pipeline schedule", remedy="use another number of micro-batches or partitions")
@@ -86,7 +86,7 @@ def orders(pipeline: Pipeline, devices: int, micro_batches: int, chunks: int = 1
         Pipeline.ZERO_BUBBLE: _rounds,
     }[pipeline]
     tasks = tuple(make(pipeline, rank, devices, micro_batches, chunks) for rank in range(devices))
-    return Order(pipeline, devices * chunks, micro_batches, tasks)
+    return DeviceOrder(pipeline, devices * chunks, micro_batches, tasks)
 
 
 def _gpipe(_: Pipeline, rank: int, devices: int, micro_batches: int, chunks: int) -> tuple[Task, ...]:
@@ -132,7 +132,7 @@ def _rounds(pipeline: Pipeline, rank: int, devices: int, micro_batches: int, chu
     return tuple(tasks)
 
 
-def in_flight(order: Order) -> tuple[int, ...]:
+def in_flight(order: DeviceOrder) -> tuple[int, ...]:
     """For each partition the most micro-batches whose forward has begun and whose backward has not ended."""
     end = "W" if order.pipeline is Pipeline.ZERO_BUBBLE else "B"
     now, most = [0] * order.partitions, [0] * order.partitions
@@ -173,17 +173,17 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Event:
+class TaskEvent:
     task: Task
     start: float
     end: float
 
 
 @dataclass(frozen=True)
-class Timeline:
+class PlayedSchedule:
     """What each device ran, and when; `seconds` until the last one has done its part of the step."""
 
-    events: tuple[tuple[Event, ...], ...]
+    events: tuple[tuple[TaskEvent, ...], ...]
     seconds: float
 
     @property
@@ -194,11 +194,11 @@ class Timeline:
         return 1 - busy / (ends * len(self.events)) if ends else 0.0
 
 
-def simulate(order: Order, loads: Sequence[Load]) -> Timeline:
+def simulate(order: DeviceOrder, loads: Sequence[Load]) -> PlayedSchedule:
     """Play the orders: every device runs its next task as soon as its input is there."""
     split = order.pipeline is Pipeline.ZERO_BUBBLE
     ends: dict[Task, float] = {}
-    events: list[list[Event]] = [[] for _ in order.tasks]
+    events: list[list[TaskEvent]] = [[] for _ in order.tasks]
     waiting = set(range(len(order.tasks)))
     while waiting:
         moved = False
@@ -211,7 +211,7 @@ def simulate(order: Order, loads: Sequence[Load]) -> Timeline:
                     break
                 start = max(ready, row[-1].end if row else 0.0)
                 ends[task] = start + loads[task.partition].seconds(task, split, order.micro_batches)
-                row.append(Event(task, start, ends[task]))
+                row.append(TaskEvent(task, start, ends[task]))
                 moved = True
             else:
                 waiting.discard(device)
@@ -220,7 +220,7 @@ def simulate(order: Order, loads: Sequence[Load]) -> Timeline:
     size = len(events)
     once = [sum(load.once for load in loads[device::size]) for device in range(size)]
     seconds = max(row[-1].end + after for row, after in zip(events, once, strict=True))
-    return Timeline(tuple(map(tuple, events)), seconds)
+    return PlayedSchedule(tuple(map(tuple, events)), seconds)
 
 
 def _ready(task: Task, partitions: int, loads: Sequence[Load], ends: dict[Task, float]) -> float | None:
@@ -239,7 +239,7 @@ def _ready(task: Task, partitions: int, loads: Sequence[Load], ends: dict[Task, 
 
 
 @dataclass(frozen=True)
-class Weights:
+class StepWeights:
     """How `estimate` adds up: `sum` of all partitions' seconds and `peak` times those of the slowest."""
 
     sum: float
@@ -248,14 +248,14 @@ class Weights:
     credit: float = 0.0  # times the weight gradients, off the sum
 
 
-def weights_of(pipeline: Pipeline, micro_batches: int, chunks: int = 1) -> Weights:
+def weights_of(pipeline: Pipeline, micro_batches: int, chunks: int = 1) -> StepWeights:
     if pipeline is Pipeline.INTERLEAVED:
-        return Weights(1 / chunks, micro_batches * chunks - 1, True)
+        return StepWeights(1 / chunks, micro_batches * chunks - 1, True)
     credit = 2.0 if pipeline is Pipeline.ZERO_BUBBLE else 0.0
-    return Weights(1.0, micro_batches - 1, pipeline is not Pipeline.GPIPE, credit)
+    return StepWeights(1.0, micro_batches - 1, pipeline is not Pipeline.GPIPE, credit)
 
 
-def estimate(weights: Weights, loads: Sequence[Load]) -> float:
+def estimate(weights: StepWeights, loads: Sequence[Load]) -> float:
     """The seconds of a step in closed form; what it is worth stands above."""
     total = sum(load.time + 2 * load.send - weights.credit * load.weight for load in loads)
     slowest = max(load.time + (2 * load.send if weights.send_in_peak else 0.0) for load in loads)
@@ -268,7 +268,7 @@ def gpipe_step(loads: Sequence[Load], micro_batches: int) -> float:
     return sum(sum(line) + (micro_batches - 1) * max(line) for line in lines) + sum(2 * load.send for load in loads)
 
 
-def draw(timeline: Timeline, unit: float = 1.0) -> str:
+def draw(timeline: PlayedSchedule, unit: float = 1.0) -> str:
     """A row for each device, a column for each unit of time: forwards as digits, backwards as letters, W as `-`."""
     width = max(round(row[-1].end / unit) for row in timeline.events)
     rows = [["."] * width for _ in timeline.events]

@@ -9,7 +9,7 @@ from pipeline.base.errors import SolveError
 from stages.checkpoint.pipelines.schedules import Pipeline
 from stages.checkpoint.pipelines.submesh_plans import Piece, Recompute
 from stages.checkpoint.recompute.chain import SLOTS, Slots
-from stages.checkpoint.recompute.schedule import Op
+from stages.checkpoint.recompute.schedule import ScheduledOp
 
 Reshard = Callable[[int, Piece, Piece], float]  # seconds to lay out the activation before a link from plan to plan
 
@@ -17,11 +17,11 @@ Reshard = Callable[[int, Piece, Piece], float]  # seconds to lay out the activat
 class PartitionError(SolveError):
     """No pipeline fits, or what was asked for does not exist; if it is the memory, `floor` is what would do."""
 
-    floor: Floor | None = None
+    floor: PipelineFloor | None = None
 
 
 @dataclass(frozen=True)
-class Floor:
+class PipelineFloor:
     """The least memory in which a pipeline was found, and the partition of it that needs the most."""
 
     memory: int
@@ -33,7 +33,7 @@ class Floor:
     flight: int
     resident_bytes: float  # whatever is recomputed
     waiting_bytes: float  # held by micro-batches that wait
-    op: Op  # at whose peak the rest is held
+    op: ScheduledOp  # at whose peak the rest is held
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.checkpoint.pipelines.cuts import Field
-from stages.checkpoint.pipelines.schedules import Pipeline, Weights, in_flight, orders, refusal, weights_of
+from stages.checkpoint.pipelines.schedules import Pipeline, StepWeights, in_flight, orders, refusal, weights_of
 from stages.checkpoint.pipelines.search_inputs import Division, Given, PartitionError, Reshard, Wishes
 from stages.checkpoint.pipelines.submesh_plans import Piece, Sent, Terms, Timer
 
@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class SearchTask:
     """One search: a division, a number of micro-batches and a schedule; of some only with one number of partitions."""
 
     division: int
@@ -36,7 +36,7 @@ class Task:
         return self.division, self.micro_batches, self.pipeline.value
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> StepWeights:
         return weights_of(self.pipeline, self.micro_batches, self.chunks)
 
     def field(self, slowest: float = math.inf, roughly: bool = False) -> Field:
@@ -46,7 +46,7 @@ class Task:
         return replace(self.plain, seconds=np.ascontiguousarray(seconds))
 
 
-def tasks(given: Given, refused: list[str]) -> Iterator[Task]:
+def tasks(given: Given, refused: list[str]) -> Iterator[SearchTask]:
     """Every search there is to make; what cannot be is added to `refused`."""
     wishes = given.wishes
     for number, division in enumerate(given.divisions):
@@ -63,7 +63,7 @@ def tasks(given: Given, refused: list[str]) -> Iterator[Task]:
                     sent = _sent(wishes, pipeline)
                     timers = tuple(timer(piece, shape.chunks, sent) for piece in shape.pieces)
                     what = _field(given, shape, sends(shape.pieces), weights_of(pipeline, micro_batches).credit)
-                    yield Task(number, pipeline, micro_batches, shape.chunks, timers, what, shape.flights)
+                    yield SearchTask(number, pipeline, micro_batches, shape.chunks, timers, what, shape.flights)
 
 
 def _sent(wishes: Wishes, pipeline: Pipeline) -> Sent:

@@ -28,7 +28,7 @@ from stages.checkpoint.recompute.chain import SLOTS, Chain, ChainError, Slots
 from stages.checkpoint.recompute.in_flight import Passage, drop_all, keep_all, run_partition
 from stages.checkpoint.recompute.in_flight_dp import HoldTable, contents_of, cut_chain, kinds_of, passing_of, up_to
 from stages.checkpoint.recompute.in_flight_kernels import Kinds
-from stages.checkpoint.recompute.schedule import Keep, Region
+from stages.checkpoint.recompute.schedule import Keep, Nesting
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -112,7 +112,7 @@ class Terms:
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class FixedSchedule:
     """A fixed schedule of every kind of sub-chain: seconds, and bytes with the input."""
 
     time: Floats
@@ -132,7 +132,7 @@ class Timer:
         self.owned, self.waiting = (np.concatenate([[0.0], np.cumsum(x)]) for x in (piece.resident, piece.held))
         self._tables: dict[int, HoldTable] = {}  # by the longest sub-chain
         self._solved: dict[tuple[int, ...], tuple[HoldTable, Floats, Ints]] = {}
-        self._schedules: dict[tuple[int, int], tuple[int, Region, Passage]] = {}
+        self._schedules: dict[tuple[int, int], tuple[int, Nesting, Passage]] = {}
 
     @cached_property
     def kinds(self) -> Kinds:
@@ -209,7 +209,7 @@ class Timer:
         return self._tables[length]
 
     @property
-    def _fixed(self) -> Form:
+    def _fixed(self) -> FixedSchedule:
         if self.terms.recompute is Recompute.MARKED:
             return self.marked
         return self.kept if self._never else self.dropped
@@ -233,7 +233,7 @@ class Timer:
         return np.where(flights > 1, np.maximum(runs, waits), runs)
 
     @cached_property
-    def kept(self) -> Form:
+    def kept(self) -> FixedSchedule:
         """Nothing recomputed."""
         chain, kinds = self.chain, self.kinds
         time, hold, peak = (np.zeros(len(kinds.first)) for _ in range(3))
@@ -248,10 +248,10 @@ class Timer:
                 hold[u] += hold[rest]
                 peak[u] = max(peak[u], link.saved + peak[rest])
         given = np.array(chain.a)[kinds.first]
-        return Form(time, hold + given, peak + given)
+        return FixedSchedule(time, hold + given, peak + given)
 
     @cached_property
-    def dropped(self) -> Form:
+    def dropped(self) -> FixedSchedule:
         """All recomputed from the input."""
         chain, kinds, kept, loss = self.chain, self.kinds, self.kept, self.chain.length
         time, hold, peak = kept.time.copy(), kept.hold.copy(), kept.peak.copy()
@@ -267,14 +267,16 @@ class Timer:
                 hold[u] = chain.a[i] + chain.a[l]
                 own = max(passing[i, l], 2 * chain.a[l] + chain.bt[l])
                 peak[u] = max(chain.a[i] + own, kept.peak[inner])
-        return Form(time, hold, peak)
+        return FixedSchedule(time, hold, peak)
 
     @cached_property
-    def marked(self) -> Form:
+    def marked(self) -> FixedSchedule:
         """What is marked recomputed."""
         spans = zip(self.kinds.first.tolist(), self.kinds.last.tolist(), strict=True)
         ways = [run_partition(self.chain, self._marked_region(i, l), i, l) for i, l in spans]
-        return Form(*(np.array(column) for column in zip(*((w.time, w.hold, w.peak) for w in ways), strict=True)))
+        return FixedSchedule(
+            *(np.array(column) for column in zip(*((w.time, w.hold, w.peak) for w in ways), strict=True))
+        )
 
     @cached_property
     def _marks(self) -> list[int]:
@@ -285,22 +287,22 @@ class Timer:
                 marks[link] = link - first
         return marks
 
-    def _marked_region(self, i: int, l: int) -> Region:
-        steps: list[Keep | Region] = []
+    def _marked_region(self, i: int, l: int) -> Nesting:
+        steps: list[Keep | Nesting] = []
         for link in range(i, l + 1):
             if self._marks[link] < 0:
                 steps.append(Keep(link))
             elif self._marks[link] == 0 or link == i:
-                steps.append(Region((Keep(link),)))
+                steps.append(Nesting((Keep(link),)))
             else:
                 begun = steps.pop()
-                assert isinstance(begun, Region)
-                steps.append(Region((*begun.steps, Keep(link))))
-        return Region(tuple(steps))
+                assert isinstance(begun, Nesting)
+                steps.append(Nesting((*begun.steps, Keep(link))))
+        return Nesting(tuple(steps))
 
     # ----------------------------------------------------------------------------------------------------- schedules
 
-    def schedule(self, i: int, l: int, flight: int) -> tuple[Region, Passage]:
+    def schedule(self, i: int, l: int, flight: int) -> tuple[Nesting, Passage]:
         """How links i..l run: the fastest known schedule that fits, checked by running it."""
         key = int(self.kinds.of[i, l]), flight
         if key not in self._schedules:
@@ -312,7 +314,7 @@ class Timer:
         """Links i..l as the last micro-batch runs them; None where it runs as those before it."""
         return run_partition(self.chain, keep_all(i, l), i, l) if self.keeps_last else None
 
-    def _schedule(self, i: int, l: int, flight: int) -> tuple[Region, Passage]:
+    def _schedule(self, i: int, l: int, flight: int) -> tuple[Nesting, Passage]:
         if self.terms.recompute is not Recompute.SOLVED:
             if self.terms.recompute is Recompute.MARKED:
                 region = self._marked_region(i, l)
@@ -326,7 +328,7 @@ class Timer:
             key=lambda way: (way[1].time, way[1].memory(flight)),
         )
 
-    def _regions(self, i: int, l: int, flight: int, room: float) -> list[Region]:
+    def _regions(self, i: int, l: int, flight: int, room: float) -> list[Nesting]:
         kept = keep_all(i, l)
         if run_partition(self.chain, kept, i, l).memory(flight) <= room or i == self.chain.length:
             return [kept]
@@ -347,9 +349,9 @@ class Timer:
         return found
 
 
-def _moved(region: Region, by: int) -> Region:
+def _moved(region: Nesting, by: int) -> Nesting:
     """The same with every link's number so much higher."""
-    return Region(
+    return Nesting(
         tuple(
             Keep(step.link + by, step.option) if isinstance(step, Keep) else _moved(step, by) for step in region.steps
         )

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stages.checkpoint.recompute.chain import Chain
-from stages.checkpoint.recompute.schedule import Keep, Op, Region, flatten, forwards
-from stages.checkpoint.recompute.simulate import InvalidSequence, State, Step, apply, start
+from stages.checkpoint.recompute.schedule import Keep, Nesting, ScheduledOp, flatten, forwards
+from stages.checkpoint.recompute.simulate import ExecutedOp, InvalidSequence, MemoryState, apply, start
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,22 @@ def fullest(each: Passage, last: Passage | None, flight: int) -> Moment:
     return max(moments, key=lambda moment: moment.memory)
 
 
-def run_partition(chain: Chain, region: Region, first: int, last: int) -> Passage:
+def run_partition(chain: Chain, region: Nesting, first: int, last: int) -> Passage:
     """Run links first..last as the region says; the steps of the region itself are not recomputed."""
     ahead, waiting, back = _phases(chain, region, first, last)
     forward, backward = (sum(step.seconds for step in steps) for steps in (ahead, back))
     return Passage(forward, backward, held(chain, waiting), max(step.held for step in (*ahead, *back)))
 
 
-def worst_step(chain: Chain, region: Region, first: int, last: int) -> Step:
+def worst_step(chain: Chain, region: Nesting, first: int, last: int) -> ExecutedOp:
     """The one that holds the peak of `run_partition`."""
     ahead, _, back = _phases(chain, region, first, last)
     return max((*ahead, *back), key=lambda step: step.held)
 
 
-def _phases(chain: Chain, region: Region, first: int, last: int) -> tuple[list[Step], State, list[Step]]:
+def _phases(
+    chain: Chain, region: Nesting, first: int, last: int
+) -> tuple[list[ExecutedOp], MemoryState, list[ExecutedOp]]:
     """Forwards, what is held between, backwards."""
     sequence = flatten(region, chain.length)
     before = len(tuple(forwards(region, chain.length)))
@@ -84,36 +86,36 @@ def _phases(chain: Chain, region: Region, first: int, last: int) -> tuple[list[S
     ahead = _run(chain, state, sequence[:before], first)
     waiting = sent(ahead[-1].state if ahead else state, last)
     back = _run(chain, waiting, sequence[before:], first)
-    if back[-1].state != State(frozenset(), frozenset(), first):
+    if back[-1].state != MemoryState(frozenset(), frozenset(), first):
         raise InvalidSequence(f"it ends with {back[-1].state}, not with the gradient of a_{first} alone")
     return ahead, waiting, back
 
 
-def _run(chain: Chain, state: State, sequence: Sequence[Op], first: int) -> list[Step]:
-    steps: list[Step] = []
+def _run(chain: Chain, state: MemoryState, sequence: Sequence[ScheduledOp], first: int) -> list[ExecutedOp]:
+    steps: list[ExecutedOp] = []
     for op in sequence:
         steps.append(apply(chain, state, op, first))
         state = steps[-1].state
     return steps
 
 
-def sent(state: State, last: int) -> State:
+def sent(state: MemoryState, last: int) -> MemoryState:
     """The output has been sent: it leaves unless a tape holds it."""
     return replace(state, activations=state.activations - {last + 1})
 
 
-def held(chain: Chain, state: State) -> float:
+def held(chain: Chain, state: MemoryState) -> float:
     """Bytes of a micro-batch that waits for its gradient."""
     return replace(state, gradient=None).bytes(chain)
 
 
-def keep_all(first: int, last: int) -> Region:
+def keep_all(first: int, last: int) -> Nesting:
     """Nothing recomputed."""
-    return Region(tuple(Keep(i) for i in range(first, last + 1)))
+    return Nesting(tuple(Keep(i) for i in range(first, last + 1)))
 
 
-def drop_all(first: int, last: int, loss: int) -> Region:
+def drop_all(first: int, last: int, loss: int) -> Nesting:
     """GPipe's way: only the input is held, everything recomputed once; the loss follows its forward at once."""
     if last < loss:
-        return Region((keep_all(first, last),))
-    return Region((*((keep_all(first, last - 1),) if first < last else ()), Keep(last)))
+        return Nesting((keep_all(first, last),))
+    return Nesting((*((keep_all(first, last - 1),) if first < last else ()), Keep(last)))

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from stages.checkpoint.recompute.chain import Chain
 from stages.checkpoint.recompute.in_flight_kernels import Kinds, Numbers, fill, least_over_holds
-from stages.checkpoint.recompute.schedule import Keep, Region
+from stages.checkpoint.recompute.schedule import Keep, Nesting
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -135,22 +135,22 @@ class HoldTable:
             best[:, several], extras[:, several] = found
         return best, extras
 
-    def region(self, i: int, l: int, flight: int, room: float, extra: int) -> Region:
+    def region(self, i: int, l: int, flight: int, room: float, extra: int) -> Nesting:
         """The steps that attain the least time of links i..l."""
         slots = int(self.in_slots(np.array(room)))
         if flight == 1:
-            return Region(self._steps(self.inner, i, l, slots - int(self.numbers.a[i]), 0))
+            return Nesting(self._steps(self.inner, i, l, slots - int(self.numbers.a[i]), 0))
         h = (slots - extra) // flight - int(self.numbers.a[i])
         rows = np.empty((len(self.kinds.first), h + 1))
         fill(rows, self.inner, extra, True, self.kinds, self.numbers)
-        return Region(self._steps(rows, i, l, h, extra))
+        return Nesting(self._steps(rows, i, l, h, extra))
 
-    def _steps(self, rows: Floats, i: int, l: int, h: int, extra: int) -> tuple[Keep | Region, ...]:
-        steps: list[Keep | Region] = []
+    def _steps(self, rows: Floats, i: int, l: int, h: int, extra: int) -> tuple[Keep | Nesting, ...]:
+        steps: list[Keep | Nesting] = []
         while i <= l:
             seconds, step, j, cost = min(self._choices(rows, i, l, h, extra), key=lambda choice: choice[0])
             assert seconds < math.inf, "a finite entry of the table has a step that attains it"
-            steps.append(step or Region(self._steps(self.inner, i, j - 1, h + extra, 0)))
+            steps.append(step or Nesting(self._steps(self.inner, i, j - 1, h + extra, 0)))
             i, h = j, h - cost
         return tuple(steps)
 

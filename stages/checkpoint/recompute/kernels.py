@@ -19,7 +19,7 @@ ROUNDING = 1e-12  # of all times together: more than sums in another order diffe
 NO_NAN = {"nnan", "nsz"}  # fastmath: infinite times occur, and they stay exact
 
 
-class Ends(NamedTuple):
+class LastOptions(NamedTuple):
     """The options that links have as the last of a sub-chain, in the same form."""
 
     starts: NDArray[np.int64]
@@ -40,7 +40,7 @@ class Links(NamedTuple):
     saved: NDArray[np.int64]
     forward: NDArray[np.int64]  # what F_all holds beside the gradient that waits
     backward: NDArray[np.int64]  # what B holds
-    ends: Ends
+    ends: LastOptions
 
 
 @njit(cache=True, nogil=True)
@@ -179,7 +179,7 @@ def _keep(
 
 
 @njit(cache=True, nogil=True, fastmath=NO_NAN)
-def _end(ends: Ends, waiting: int, i: int, low: int, row: NDArray[np.float64]) -> None:
+def _end(ends: LastOptions, waiting: int, i: int, low: int, row: NDArray[np.float64]) -> None:
     """row[m] = keep(i,i,low+m)."""
     row[:] = np.inf
     for k in range(ends.starts[i], ends.starts[i + 1]):

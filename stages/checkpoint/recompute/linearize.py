@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from pipeline.cost.groups import Join
-from pipeline.cost.links import LinkCosts, Way, link_costs
+from pipeline.cost.links import LinkCosts, LinkWay, link_costs
 from pipeline.cost.step import Priced
 from pipeline.cost.unsplit import card_of
 from pipeline.ir import plan
@@ -22,7 +22,7 @@ from pipeline.ir.profile import Profile
 from pipeline.rates.kernels import kernel_seconds
 from pipeline.sharding.sharded import Sharded
 from stages.checkpoint.recompute.chain import Chain, Option
-from stages.checkpoint.recompute.schedule import Region
+from stages.checkpoint.recompute.schedule import Nesting
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Linear:
         """The links of the graph that each link of the chain stands for."""
         return tuple((own.first, own.last_link) for own in self.costs)
 
-    def regions(self, region: Region) -> tuple[plan.Region, ...]:
+    def regions(self, region: Nesting) -> tuple[plan.Region, ...]:
         """As the plan has them: links that keep a part of themselves are a region with what they keep."""
         found = tuple(self._regions(region))
         return tuple(map(_compiled, found)) if self.compiled else found
 
-    def _regions(self, region: Region) -> Iterator[plan.Region]:
+    def _regions(self, region: Nesting) -> Iterator[plan.Region]:
         for step in region.steps:
-            if isinstance(step, Region):
+            if isinstance(step, Nesting):
                 first, last = self.costs[step.first].first, self.costs[step.last].last_link
                 yield plan.Region(first, last, True, self.regions(step))
                 continue
@@ -97,7 +97,7 @@ def linearize(priced: Priced, join: Join = Join.NEEDLESS) -> Linear:
 
 
 def _of_device(costs: LinkCosts) -> LinkCosts:
-    def alone(way: Way) -> Way:
+    def alone(way: LinkWay) -> LinkWay:
         return replace(way, forward=way.device.forward, backward=way.device.backward)
 
     ways = tuple(map(alone, costs.ways))
@@ -206,11 +206,11 @@ def _chain(costs: tuple[LinkCosts, ...], grown: tuple[int, ...]) -> Chain | None
     )
 
 
-def _saved(way: Way, after: LinkCosts) -> int:
+def _saved(way: LinkWay, after: LinkCosts) -> int:
     return max(way.saved, after.input_bytes)
 
 
-def _option(way: Way, saved: int) -> Option:
+def _option(way: LinkWay, saved: int) -> Option:
     return Option(way.forward, way.backward, saved, way.forward_extra, way.backward_extra)
 
 

@@ -47,7 +47,7 @@ from pipeline.base.errors import ShardwrightError
 from stages.checkpoint.recompute import kernels
 from stages.checkpoint.recompute.chain import LAST, Chain, ChainError, Option, SlotChain, as_slots, default_slots
 from stages.checkpoint.recompute.kernels import WIDTH
-from stages.checkpoint.recompute.schedule import Keep, Kind, Op, Region, Schedule, scheduled
+from stages.checkpoint.recompute.schedule import Keep, Nesting, OpKind, Schedule, ScheduledOp, scheduled
 
 MAX_TABLE_BYTES = 8 * 2**30
 MAX_SIZE = 2**59  # so that the sum of a few is a whole number of 64 bits
@@ -75,7 +75,7 @@ class Floor:
     """The tightest feasible budget, a_0 included, and the op that needs all of it."""
 
     memory: int
-    op: Op
+    op: ScheduledOp
 
 
 class Floors:
@@ -107,14 +107,14 @@ class Floors:
         after = self.links.a[i + 1 : l + 1] + self.need[i + 1 : l + 1, l]
         return np.asarray(np.maximum(self.pass_floor(i, l), np.maximum(after, self.need[i, i:l])))
 
-    def binding(self, i: int, l: int) -> Op:
+    def binding(self, i: int, l: int) -> ScheduledOp:
         """The op that holds N(i,l): follow the part of the recurrence that attains it."""
-        found: Op | tuple[int, int] = (i, l)
+        found: ScheduledOp | tuple[int, int] = (i, l)
         while isinstance(found, tuple):
             found = self._binding(*found)
         return found
 
-    def _binding(self, i: int, l: int) -> Op | tuple[int, int]:
+    def _binding(self, i: int, l: int) -> ScheduledOp | tuple[int, int]:
         """The op, or the smaller sub-chain that needs as much."""
         links, value = self.links, self.need[i, l]
         if i == l:
@@ -122,18 +122,18 @@ class Floors:
             k = min(range(len(ends)), key=lambda k: self.end_floor(i, k))
             forward = links.waiting[l] + links.ends.forward[links.ends.starts[i] + k]
             number = LAST if self.chain.last and i < self.chain.length else k
-            return Op(Kind.F_ALL if forward == value and i < self.chain.length else Kind.B, i, number)
+            return ScheduledOp(OpKind.F_ALL if forward == value and i < self.chain.length else OpKind.B, i, number)
         for k in range(len(self.chain.options(i))):
             own, rest = self.keep_parts(i, l, k)
             if own == value and rest <= value:
                 forward = links.waiting[l] + links.forward[links.starts[i] + k]
-                return Op(Kind.F_ALL if forward == value else Kind.B, i, k)
+                return ScheduledOp(OpKind.F_ALL if forward == value else OpKind.B, i, k)
             if rest == value and own <= value:
                 return i + 1, l
         j = i + 1 + int(np.argmin(self.recompute_floors(i, l)))
         if self.pass_floor(i, l)[j - i - 1] == value:
             k = next(k for k in range(i, j) if links.passing[i, k + 1] == links.passing[i, j])
-            return Op(Kind.F_CK if k == i else Kind.F_NONE, k)
+            return ScheduledOp(OpKind.F_CK if k == i else OpKind.F_NONE, k)
         return (j, l) if links.a[j] + self.need[j, l] == value else (i, j - 1)
 
 
@@ -153,7 +153,7 @@ def _links(chain: Chain) -> kernels.Links:
         saved=saved,
         forward=forward,
         backward=backward,
-        ends=kernels.Ends(ends[0], ends[1], ends[3], ends[4]),
+        ends=kernels.LastOptions(ends[0], ends[1], ends[3], ends[4]),
     )
 
 
@@ -284,13 +284,13 @@ def schedule(table: Table, memory: int | None = None, first: int = 0, last: int 
     return scheduled(_regions(table, first, last, m), table.chain, time)
 
 
-def _regions(table: Table, i: int, l: int, m: int) -> Region:
-    steps: list[Keep | Region] = []
+def _regions(table: Table, i: int, l: int, m: int) -> Nesting:
+    steps: list[Keep | Nesting] = []
     while i <= l:
         step, j, cost = _choose(table, i, l, m)
         steps.append(step if isinstance(step, Keep) else _regions(table, i, j - 1, m))
         i, m = j, m - cost
-    return Region(tuple(steps))
+    return Nesting(tuple(steps))
 
 
 def _choose(table: Table, i: int, l: int, m: int) -> tuple[Keep | None, int, int]:

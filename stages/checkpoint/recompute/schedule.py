@@ -9,7 +9,7 @@ from enum import Enum
 from stages.checkpoint.recompute.chain import LAST, Chain
 
 
-class Kind(Enum):
+class OpKind(Enum):
     """What an op does; the loss is a backward."""
 
     F_ALL = "F_all"
@@ -19,10 +19,10 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Op:
+class ScheduledOp:
     """One step of a sequence: a forward or the backward of a link; `option` is which one F_all keeps."""
 
-    kind: Kind
+    kind: OpKind
     link: int
     option: int = 0
 
@@ -42,14 +42,14 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Region:
+class Nesting:
     """Links first..last in order, each kept or in an inner region, which is one `checkpoint(...)` call.
 
     `run(region)(x)` applies the steps in turn: a `Keep` is `link(x)`, a `Region` is `checkpoint(run(step), x)`. So
     "0 (1 (2)) 3" keeps link 0, recomputes 1 and 2 when their gradient comes, and then 2 once more.
     """
 
-    steps: tuple[Keep | Region, ...]
+    steps: tuple[Keep | Nesting, ...]
 
     @property
     def first(self) -> int:
@@ -69,12 +69,12 @@ class Region:
 class Schedule:
     """What to run: `regions` nested as the program is, `sequence` flat as it executes; `time` if predicted."""
 
-    regions: Region
-    sequence: tuple[Op, ...] = field(repr=False)
+    regions: Nesting
+    sequence: tuple[ScheduledOp, ...] = field(repr=False)
     time: float | None = None
 
 
-def flatten(region: Region, loss: int, early: bool = False) -> tuple[Op, ...]:
+def flatten(region: Nesting, loss: int, early: bool = False) -> tuple[ScheduledOp, ...]:
     """The ops of a region in the order of execution; link `loss`, if it is in there, has no forward of its own.
 
     With `early`, the second run of a region ends where its last link has all that its backward needs (`LAST`).
@@ -82,40 +82,40 @@ def flatten(region: Region, loss: int, early: bool = False) -> tuple[Op, ...]:
     return (*forwards(region, loss), *_backwards(region, loss, early))
 
 
-def forwards(region: Region, loss: int) -> Iterator[Op]:
+def forwards(region: Nesting, loss: int) -> Iterator[ScheduledOp]:
     """What runs before the first backward of a region."""
     for step in region.steps:
-        if isinstance(step, Region):
-            yield Op(Kind.F_CK, step.first)
-            yield from (Op(Kind.F_NONE, k) for k in range(step.first + 1, step.last + 1))
+        if isinstance(step, Nesting):
+            yield ScheduledOp(OpKind.F_CK, step.first)
+            yield from (ScheduledOp(OpKind.F_NONE, k) for k in range(step.first + 1, step.last + 1))
         elif step.link != loss:
-            yield Op(Kind.F_ALL, step.link, step.option)
+            yield ScheduledOp(OpKind.F_ALL, step.link, step.option)
 
 
-def _backwards(region: Region, loss: int, early: bool) -> Iterator[Op]:
+def _backwards(region: Nesting, loss: int, early: bool) -> Iterator[ScheduledOp]:
     for step in reversed(region.steps):
-        if isinstance(step, Region):
+        if isinstance(step, Nesting):
             yield from flatten(_ended(step) if early else step, loss, early)
         else:
-            yield Op(Kind.B, step.link, step.option)
+            yield ScheduledOp(OpKind.B, step.link, step.option)
 
 
-def _ended(region: Region) -> Region:
+def _ended(region: Nesting) -> Nesting:
     *before, end = region.steps
-    return Region((*before, Keep(end.link, LAST))) if isinstance(end, Keep) else region
+    return Nesting((*before, Keep(end.link, LAST))) if isinstance(end, Keep) else region
 
 
 def no_recompute(chain: Chain) -> Schedule:
     """The user's `off`: every link kept."""
-    return scheduled(Region(tuple(Keep(i) for i in range(chain.length + 1))), chain)
+    return scheduled(Nesting(tuple(Keep(i) for i in range(chain.length + 1))), chain)
 
 
 def full_recompute(chain: Chain) -> Schedule:
     """The user's `full`: every link its own region, except the loss."""
-    return scheduled(Region((*(Region((Keep(i),)) for i in range(chain.length)), Keep(chain.length))), chain)
+    return scheduled(Nesting((*(Nesting((Keep(i),)) for i in range(chain.length)), Keep(chain.length))), chain)
 
 
-def scheduled(regions: Region, chain: Chain, time: float | None = None) -> Schedule:
+def scheduled(regions: Nesting, chain: Chain, time: float | None = None) -> Schedule:
     """A sub-chain without the loss is the second run of a region."""
     early = bool(chain.last)
     run = _ended(regions) if early and regions.last < chain.length else regions

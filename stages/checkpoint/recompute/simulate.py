@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.base.errors import ShardwrightError
 from stages.checkpoint.recompute.chain import LAST, Chain
-from stages.checkpoint.recompute.schedule import Kind, Op
+from stages.checkpoint.recompute.schedule import OpKind, ScheduledOp
 
 
 class InvalidSequence(ShardwrightError):
@@ -29,7 +29,7 @@ class InvalidSequence(ShardwrightError):
 
 
 @dataclass(frozen=True)
-class State:
+class MemoryState:
     """What is in memory: activations on their own, (link, option) of each tape, and the gradient, if any."""
 
     activations: frozenset[int]
@@ -49,11 +49,11 @@ class State:
 
 
 @dataclass(frozen=True)
-class Step:
+class ExecutedOp:
     """An op as it ran: the state it left, the bytes held while it ran, its seconds."""
 
-    op: Op
-    state: State
+    op: ScheduledOp
+    state: MemoryState
     held: float
     seconds: float
 
@@ -62,41 +62,41 @@ class Step:
 class Outcome:
     """A sequence as it ran; `peak` counts the chain's input."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ExecutedOp, ...]
     time: float
     peak: float
     waited: float = 0.0  # of that time, for the host
 
 
-def simulate(chain: Chain, sequence: Iterable[Op], first: int = 0, last: int | None = None) -> Outcome:
+def simulate(chain: Chain, sequence: Iterable[ScheduledOp], first: int = 0, last: int | None = None) -> Outcome:
     """Run links first..last; unless the last is the loss, the gradient of its output is there from the start."""
     last = chain.length if last is None else last
     state = start(chain, first, last)
-    steps: list[Step] = []
+    steps: list[ExecutedOp] = []
     for number, op in enumerate(sequence):
         steps.append(apply(chain, state, op, first, where=f"op {number}"))
         state = steps[-1].state
-    if state != State(frozenset(), frozenset(), first):
+    if state != MemoryState(frozenset(), frozenset(), first):
         raise InvalidSequence(f"it ends with {state}, not with the gradient of a_{first} alone", where="sequence")
     peak = max(step.held for step in steps)
     return Outcome(tuple(steps), sum(step.seconds for step in steps), peak)
 
 
-def start(chain: Chain, first: int, last: int) -> State:
+def start(chain: Chain, first: int, last: int) -> MemoryState:
     """Before the first op."""
-    return State(frozenset({first}), frozenset(), None if last == chain.length else last + 1)
+    return MemoryState(frozenset({first}), frozenset(), None if last == chain.length else last + 1)
 
 
-def apply(chain: Chain, state: State, op: Op, first: int = 0, where: str | None = None) -> Step:
+def apply(chain: Chain, state: MemoryState, op: ScheduledOp, first: int = 0, where: str | None = None) -> ExecutedOp:
     """One op on one state; raises InvalidSequence where the op cannot run."""
     why = problem(chain, state, op, first)
     if why:
         raise InvalidSequence(f"{op} cannot run: {why}", where=where)
-    run = {Kind.F_ALL: _save, Kind.F_CK: _pass, Kind.F_NONE: _pass, Kind.B: _back}[op.kind]
+    run = {OpKind.F_ALL: _save, OpKind.F_CK: _pass, OpKind.F_NONE: _pass, OpKind.B: _back}[op.kind]
     return run(chain, state, op)
 
 
-def problem(chain: Chain, state: State, op: Op, first: int) -> str | None:
+def problem(chain: Chain, state: MemoryState, op: ScheduledOp, first: int) -> str | None:
     """Why the op cannot run on the state, if it cannot."""
     i = op.link
     known = op.option == LAST and chain.last and i < chain.length
@@ -104,25 +104,25 @@ def problem(chain: Chain, state: State, op: Op, first: int) -> str | None:
         return "there is no such link or option"
     if not state.has(i):
         return f"a_{i} is not in memory"
-    return _backward_problem(chain, state, op) if op.kind is Kind.B else _forward_problem(chain, state, op, first)
+    return _backward_problem(chain, state, op) if op.kind is OpKind.B else _forward_problem(chain, state, op, first)
 
 
-def _forward_problem(chain: Chain, state: State, op: Op, first: int) -> str | None:
+def _forward_problem(chain: Chain, state: MemoryState, op: ScheduledOp, first: int) -> str | None:
     i = op.link
     if i == chain.length:
         return "the loss has no forward of its own"
     if state.gradient is not None and state.gradient <= i:
         return "its backward has been run"
-    if op.kind is Kind.F_ALL and chain.last and (op.option == LAST) != (state.gradient == i + 1):
+    if op.kind is OpKind.F_ALL and chain.last and (op.option == LAST) != (state.gradient == i + 1):
         return "it is run as the last of a region where the gradient of its output waits, and only there"
     if state.has(i + 1):
         return f"a_{i + 1} is in memory already"
-    if op.kind is Kind.F_NONE and (i == first or i not in state.activations):
+    if op.kind is OpKind.F_NONE and (i == first or i not in state.activations):
         return f"a_{i} cannot be dropped"
     return None
 
 
-def _backward_problem(chain: Chain, state: State, op: Op) -> str | None:
+def _backward_problem(chain: Chain, state: MemoryState, op: ScheduledOp) -> str | None:
     i = op.link
     if i == chain.length:
         return None if state.gradient is None else "the loss has been run"
@@ -131,21 +131,21 @@ def _backward_problem(chain: Chain, state: State, op: Op) -> str | None:
     return None if (i, op.option) in state.tapes else f"link {i} has not been run with this to keep"
 
 
-def _save(chain: Chain, state: State, op: Op) -> Step:
+def _save(chain: Chain, state: MemoryState, op: ScheduledOp) -> ExecutedOp:
     option = chain.option(op.link, op.option)
     after = replace(state, tapes=state.tapes | {(op.link, op.option)})
-    return Step(op, after, after.bytes(chain) + option.ft, option.f)
+    return ExecutedOp(op, after, after.bytes(chain) + option.ft, option.f)
 
 
-def _pass(chain: Chain, state: State, op: Op) -> Step:
+def _pass(chain: Chain, state: MemoryState, op: ScheduledOp) -> ExecutedOp:
     i = op.link
     both = replace(state, activations=state.activations | {i + 1})
-    after = both if op.kind is Kind.F_CK else replace(both, activations=both.activations - {i})
-    return Step(op, after, both.bytes(chain) + chain.ft_none[i], chain.f_none[i])
+    after = both if op.kind is OpKind.F_CK else replace(both, activations=both.activations - {i})
+    return ExecutedOp(op, after, both.bytes(chain) + chain.ft_none[i], chain.f_none[i])
 
 
-def _back(chain: Chain, state: State, op: Op) -> Step:
+def _back(chain: Chain, state: MemoryState, op: ScheduledOp) -> ExecutedOp:
     i, option = op.link, chain.option(op.link, op.option)
     held = state.bytes(chain) + chain.size(i) + option.bt
-    after = State(state.activations - {i}, state.tapes - {(i, op.option)}, i)
-    return Step(op, after, held, option.b)
+    after = MemoryState(state.activations - {i}, state.tapes - {(i, op.option)}, i)
+    return ExecutedOp(op, after, held, option.b)

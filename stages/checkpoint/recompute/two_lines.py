@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from pipeline.cost.links import LinkCosts
 from stages.checkpoint.recompute.chain import LAST
-from stages.checkpoint.recompute.schedule import Kind, Op
+from stages.checkpoint.recompute.schedule import OpKind, ScheduledOp
 from stages.checkpoint.recompute.simulate import Outcome
 
 Pair = tuple[float, float]  # seconds of the host and of the device
@@ -35,14 +35,14 @@ def played(outcome: Outcome, costs: Sequence[LinkCosts]) -> Outcome:
     return replace(outcome, steps=tuple(steps), time=ended, waited=ended - worked)
 
 
-def _seconds(op: Op, costs: Sequence[LinkCosts]) -> Pair:
+def _seconds(op: ScheduledOp, costs: Sequence[LinkCosts]) -> Pair:
     own = costs[op.link]
-    if op.kind in (Kind.F_CK, Kind.F_NONE):
+    if op.kind in (OpKind.F_CK, OpKind.F_NONE):
         return own.dropped_host, own.ways[0].device.forward
     way = own.last if op.option == LAST else own.ways[op.option]
     assert way.lines is not None
     host, device = way.lines.host, way.lines.device
-    if op.kind is Kind.F_ALL:
+    if op.kind is OpKind.F_ALL:
         return host.forward, device.forward
     if op.link == len(costs) - 1:  # the loss runs both ways at once
         return host.total, device.total

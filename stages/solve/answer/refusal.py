@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.base.errors import BudgetError, SolveError
 from pipeline.config import Only, Solve
-from pipeline.cost.resident import Kept, Part, budget_of, gigabytes, resident_parts, total_of
+from pipeline.cost.resident import Kept, ResidentPart, budget_of, gigabytes, resident_parts, total_of
 from pipeline.ir.graph import Role
 from pipeline.ir.plan import FrontierPoint, Sharding
 from stages.solve.on_mesh import OnMesh
@@ -62,11 +62,11 @@ def refusal_of_saved(mesh: OnMesh, saved: FrontierPoint, budget: int) -> BudgetE
     )
 
 
-def resident_of(mesh: OnMesh, sharding: Sharding) -> tuple[Part, ...]:
+def resident_of(mesh: OnMesh, sharding: Sharding) -> tuple[ResidentPart, ...]:
     return resident_parts(mesh.workload.priced(sharding).sharded, mesh.workload.optimizer_copies)
 
 
-def _lifts(settings: Solve, largest: Part) -> Iterator[Lift]:
+def _lifts(settings: Solve, largest: ResidentPart) -> Iterator[Lift]:
     """Each setting on its own, the mildest change first; then all together."""
     everything = replace(settings, only=Only.any, constraints=None, shard_only=None)
     constraints = dict(settings.constraints or {})
@@ -105,7 +105,7 @@ def _total(mesh: OnMesh, sharding: Sharding) -> int:
     return sum(part.nbytes for part in resident_of(mesh, sharding))
 
 
-def _why(mesh: OnMesh, part: Part, helping: list[Helps]) -> str:
+def _why(mesh: OnMesh, part: ResidentPart, helping: list[Helps]) -> str:
     """Why the largest part is not smaller."""
     devices = mesh.cluster.devices
     if part.kept is Kept.buffers:
@@ -123,7 +123,12 @@ def _why(mesh: OnMesh, part: Part, helping: list[Helps]) -> str:
 
 
 def _remedies(
-    mesh: OnMesh, least: FrontierPoint, parts: tuple[Part, ...], helping: list[Helps], smallest: int, budget: int
+    mesh: OnMesh,
+    least: FrontierPoint,
+    parts: tuple[ResidentPart, ...],
+    helping: list[Helps],
+    smallest: int,
+    budget: int,
 ) -> Iterator[str]:
     """What fits, if anything does; else what comes nearest to it, and what goes further."""
     fitting = [found for found in helping if found.nbytes <= budget]
