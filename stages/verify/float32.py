@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stages.verify.compare import LOSS, SHARE, Difference, compare_passes, largest, whole_gap
-from stages.verify.float64 import WIDENED, Asked, in_float32
+from stages.verify.float64 import Asked, in_float32
 from stages.verify.ranks import rank_of
 from stages.verify.truth import (
     Batch,
@@ -28,8 +28,8 @@ from stages.verify.truth import (
     MakeOptimizer,
     ModuleState,
     Passes,
-    cast_all,
     doubled,
+    made,
     passes_of,
     state_of,
     take,
@@ -95,14 +95,14 @@ def _steps(build: Build, batches: list[Batch], tries: int) -> Iterator[Float32St
     """With the module's own parameters, then with others."""
     wide = [doubled(batch) for batch in batches]
     for number in range(tries):
-        module = cast_all(build(), WIDENED[torch.float32]).train()
+        module = made(build, torch.float32)
         generator = torch.Generator().manual_seed(number)
         with torch.no_grad():
             for parameter in module.parameters() if number else ():
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 parameter.add_(APART * noise * parameter)
         before = deepcopy(state_of(module))
-        truth = cast_all(build(), WIDENED[torch.float64]).train()
+        truth = made(build)
         take(truth, before)
         exact = passes_of(truth, wide, widen=True, draw=False)
         own = passes_of(module, batches, widen=True, draw=False, within=in_float32)
