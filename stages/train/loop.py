@@ -76,15 +76,11 @@ class Loop:
         self._write(self.safety.end())
         self.safety.require_last(exports=self.job["train"]["export"])
         return {
+            **self._numbers(),
             "ranks": dist.get_world_size(),
             "engine": self.taken_by,
-            "losses": self.losses,
-            "evaluated": self.evaluated,
-            "seconds": self.seconds,
             "samples": self.engine.samples,
-            "peak_bytes": self.peaks,
             "held_whole": self.engine.held_whole,
-            "profiled_at": self.profiled_at,
             "breakdown": asdict(mean_breakdown(gathered(self.breakdown))) if self.breakdown else None,
         }
 

@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from stages.verify.compare import LOSS, SHARE, Difference, compare_passes, largest, whole_gap
+from stages.verify.compare import LOSS, SHARE, Difference, ProgramVerdict, compare_passes, largest, whole_gap
 from stages.verify.float64 import Asked, in_float32
 from stages.verify.ranks import rank_of
 from stages.verify.truth import (
@@ -50,18 +50,9 @@ class Float32Step:
 
 
 @dataclass(frozen=True)
-class Float32Verdict:
+class Float32Verdict(ProgramVerdict):
     step: Float32Step
-    differences: tuple[Difference, ...]
     asked: Mapping[Asked, int]  # casts to lower types that the program's own lines ask for, in all passes
-
-    @property
-    def worst(self) -> Difference:
-        return max(self.differences, key=lambda d: d.over)
-
-    @property
-    def right(self) -> bool:
-        return self.worst.over <= 1.0
 
 
 # A program's passes of a step: how far each result is from the exact one, and the casts it asks for.
@@ -73,8 +64,8 @@ def judge_in_float32(build: Build, batches: Sequence[Batch], run: RunInFloat32, 
     for step in _steps(build, list(batches), tries):
         found, asked = run(step)
         judged = (replace(d, tolerance=step.allowed[d.name], in_float32=True) for d in found)
-        verdict = Float32Verdict(step, tuple(judged), asked)
-        if verdict.right:
+        verdict = Float32Verdict(tuple(judged), step, asked)
+        if verdict.equal:
             break
     return verdict
 
