@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from stages.train.snapshots import manifest
-from stages.train.snapshots.boxes import BoxedTensor, SavedTensor, Table, file_of
-from stages.train.snapshots.tensor_files import (
+from stages.train.snapshots.boxes import (
+    BoxedTensor,
+    SavedTensor,
+    Table,
     check_boxes,
+    file_of,
     read_table,
     write_boxes,
     write_table,

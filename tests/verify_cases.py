@@ -258,7 +258,7 @@ def judged(tried: Tried, case: Case) -> dict[str, Any]:
     in_float32 = None
     if verdict.equal and not known.kind.others:
         run = runner(load_program(case.path, compiles=False), case.path, tried.make, tried.batch_norm)
-        in_float32 = judge_in_float32(lambda: seeded(tried.build), tried.batches(), run).right
+        in_float32 = judge_in_float32(lambda: seeded(tried.build), tried.batches(), run).equal
     kinds = {d.kind for d in verdict.differences if d.over > 1.0}
     tolerances = {d.tolerance: d.relative for d in verdict.differences if d.kind == "loss"}
     found = {"equal": verdict.equal, "fault": fault, "draw": draw, "kinds": kinds, "tolerances": tolerances}

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -75,14 +74,12 @@ def profiled(work: Callable[[], None], device: torch.device, trace: Path | None)
         part = trace.with_suffix(".part")
         found.export_chrome_trace(str(part))
         os.replace(part, trace)
-    return break_down(list(_events(found.profiler)), on_gpu)
-
-
-def _events(profiler: Any) -> Iterable[ProfiledEvent]:
-    for event in profiler.kineto_results.events():
+    events = []
+    for event in found.profiler.kineto_results.events():
         span = (event.start_ns(), event.start_ns() + event.duration_ns())
-        on_gpu = event.device_type() == DeviceType.CUDA
-        yield ProfiledEvent(event.name(), event.start_thread_id(), span, on_gpu, event.is_user_annotation())
+        there = event.device_type() == DeviceType.CUDA
+        events.append(ProfiledEvent(event.name(), event.start_thread_id(), span, there, event.is_user_annotation()))
+    return break_down(events, on_gpu)
 
 
 def break_down(events: list[ProfiledEvent], on_gpu: bool) -> Breakdown:
@@ -169,8 +166,4 @@ def mean_breakdown(ranks: list[Breakdown]) -> Breakdown:
     """
     if any(rank.bubble_seconds for rank in ranks):
         return max(ranks, key=lambda rank: rank.compute_seconds)
-
-    def mean(name: str) -> float:
-        return float(sum(getattr(rank, name) for rank in ranks) / len(ranks))
-
-    return Breakdown(*(mean(name) for name in Breakdown.__dataclass_fields__))
+    return Breakdown(*(sum(seconds) / len(ranks) for seconds in zip(*map(astuple, ranks), strict=True)))

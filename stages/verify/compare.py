@@ -118,7 +118,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Float64Verdict:
+class ProgramVerdict:
     differences: tuple[Difference, ...]
 
     @property
@@ -144,7 +144,7 @@ class Float64Verdict:
         return min(found, key=lambda d: (d.tolerance == IN_FLOAT32, d.step, order.index(d.kind), d.at), default=None)
 
 
-def judge(program: ModuleType, truth: Truth, make: MakeOptimizer) -> Float64Verdict:
+def judge(program: ModuleType, truth: Truth, make: MakeOptimizer) -> ProgramVerdict:
     """All steps of the program beside those of the module."""
     rank = rank_of(program, truth.first, make, truth.batch_norm)
     found: list[Difference] = []
@@ -156,7 +156,7 @@ def judge(program: ModuleType, truth: Truth, make: MakeOptimizer) -> Float64Verd
             found += compare_passes(rank, losses, step.as_written, number, IN_FLOAT32)
         rank.update()
         found += _compare_state(rank, step.after, number)
-    return Float64Verdict(tuple(found))
+    return ProgramVerdict(tuple(found))
 
 
 def compare_passes(rank: Rank, losses: list[Tensor], expected: Passes, step: int, tolerance: float) -> list[Difference]:

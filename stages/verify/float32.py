@@ -19,8 +19,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from stages.verify.compare import LOSS, SHARE, Difference, compare_passes, largest, whole_gap
-from stages.verify.float64 import WIDENED, Asked, in_float32
+from stages.verify.compare import LOSS, SHARE, Difference, ProgramVerdict, compare_passes, largest, whole_gap
+from stages.verify.float64 import Asked, in_float32
 from stages.verify.ranks import rank_of
 from stages.verify.truth import (
     Batch,
@@ -28,8 +28,8 @@ from stages.verify.truth import (
     MakeOptimizer,
     ModuleState,
     Passes,
-    cast_all,
     doubled,
+    made,
     passes_of,
     state_of,
     take,
@@ -50,18 +50,9 @@ class Float32Step:
 
 
 @dataclass(frozen=True)
-class Float32Verdict:
+class Float32Verdict(ProgramVerdict):
     step: Float32Step
-    differences: tuple[Difference, ...]
     asked: Mapping[Asked, int]  # casts to lower types that the program's own lines ask for, in all passes
-
-    @property
-    def worst(self) -> Difference:
-        return max(self.differences, key=lambda d: d.over)
-
-    @property
-    def right(self) -> bool:
-        return self.worst.over <= 1.0
 
 
 # A program's passes of a step: how far each result is from the exact one, and the casts it asks for.
@@ -73,8 +64,8 @@ def judge_in_float32(build: Build, batches: Sequence[Batch], run: RunInFloat32, 
     for step in _steps(build, list(batches), tries):
         found, asked = run(step)
         judged = (replace(d, tolerance=step.allowed[d.name], in_float32=True) for d in found)
-        verdict = Float32Verdict(step, tuple(judged), asked)
-        if verdict.right:
+        verdict = Float32Verdict(tuple(judged), step, asked)
+        if verdict.equal:
             break
     return verdict
 
@@ -95,14 +86,14 @@ def _steps(build: Build, batches: list[Batch], tries: int) -> Iterator[Float32St
     """With the module's own parameters, then with others."""
     wide = [doubled(batch) for batch in batches]
     for number in range(tries):
-        module = cast_all(build(), WIDENED[torch.float32]).train()
+        module = made(build, torch.float32)
         generator = torch.Generator().manual_seed(number)
         with torch.no_grad():
             for parameter in module.parameters() if number else ():
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 parameter.add_(APART * noise * parameter)
         before = deepcopy(state_of(module))
-        truth = cast_all(build(), WIDENED[torch.float64]).train()
+        truth = made(build)
         take(truth, before)
         exact = passes_of(truth, wide, widen=True, draw=False)
         own = passes_of(module, batches, widen=True, draw=False, within=in_float32)

@@ -128,7 +128,7 @@ def locate(case: Case, truth: Truth, make: MakeOptimizer, first: Difference) -> 
         if first.kind != "buffer" and not any(d.over > 1.0 for d in again):
             return _of_update(first)
         values = interpret(case.graph_of(step.batches[at]), before, step.batches, at, draw=truth.draw)
-        search = _Search(case, rank, recorder, values)
+        search = _FaultSearch(case, rank, recorder, values)
         if fault := search.forward() or search.backward() or search.buffers(first):
             return fault
     return _of_parameter(case, first)
@@ -143,7 +143,7 @@ def locate_in_float32(case: Case, step: Float32Step, make: MakeOptimizer, batch_
             rank, recorder, _ = _recorded_step(case, step.state, step.batches, make, batch_norm, at)
         exact = interpret(case.graph_of(batch), wide, batches, at)
         own = interpret(case.graph_of(batch), step.state, step.batches, at, within=in_float32)
-        search = _Search(case, rank, recorder, exact, own)
+        search = _FaultSearch(case, rank, recorder, exact, own)
         if fault := search.forward() or search.backward():
             break
     fault = fault or _of_parameter(case, first)
@@ -199,7 +199,7 @@ def _of_trace(case: Case, before: ModuleState, step: TruthStep, *, draw: bool) -
 
 
 @dataclass(frozen=True)
-class _Search:
+class _FaultSearch:
     """What this rank's partitions have written beside what the graph computes.
 
     The ranks of a mesh meet where a value is partial, so all of them look at everything.

@@ -90,7 +90,8 @@ def _table(result: dict[str, Any], count: int) -> list[str]:
     """The loss, then as many rows, the furthest first."""
     rows = result["rows"]
     shown = [row for row in rows if row["kind"] == "loss"] + [row for row in rows if row["kind"] != "loss"][:count]
-    names = [_name(row) for row in shown]
+    named = {"loss": "loss", "gradient": "gradient of {}", "buffer": "buffer {}"}
+    names = [named[row["kind"]].format(row["name"]) for row in shown]
     width = max(map(len, names))
     lines = [f"{'':{width}}  difference  tolerance  step"]
     for name, row in zip(names, shown, strict=True):
@@ -99,25 +100,18 @@ def _table(result: dict[str, Any], count: int) -> list[str]:
     return [*lines, *([f"and {left} more, each nearer; --all shows them"] if left > 0 else [])]
 
 
-def _name(row: dict[str, Any]) -> str:
-    return {"loss": "loss", "gradient": f"gradient of {row['name']}", "buffer": f"buffer {row['name']}"}[row["kind"]]
-
-
 def _verdict(result: dict[str, Any]) -> list[str]:
     rows = result["rows"]
     furthest = f"{rows[0]['relative']:.1e}, tolerance {rows[0]['tolerance']:g}"
     if result["equal"]:
         counts = {kind: sum(row["kind"] == kind for row in rows) for kind in ("gradient", "buffer")}
         told = ", ".join(["loss", *(f"{count} {kind}s" for kind, count in counts.items() if count)])
-        return [f"equal: {told}; largest relative difference {furthest}{_float32(result['float32'])}"]
+        worst = result["float32"]  # it comes nearest to its tolerance, which has other units than those in float64
+        in_float32 = f"; in float32 {worst['relative']:.1e}, tolerance {worst['tolerance']:.1e}" if worst else ""
+        return [f"equal: {told}; largest relative difference {furthest}{in_float32}"]
     wrong = sum(row["relative"] > row["tolerance"] for row in rows)
     told = f"{wrong} of {len(rows)} differ, the furthest by {furthest}" if wrong else "results are, but not the types"
     return [f"not equal: {told}", *_fault(result["fault"], "first differing" if wrong else "found")]
-
-
-def _float32(worst: dict[str, Any] | None) -> str:
-    """The difference that comes nearest to its tolerance; it has other units than those in float64."""
-    return "" if worst is None else f"; in float32 {worst['relative']:.1e}, tolerance {worst['tolerance']:.1e}"
 
 
 def _fault(fault: dict[str, Any], named: str) -> list[str]:

@@ -92,11 +92,11 @@ def truth_of(
     """Its steps are taken as they are asked for, once."""
     wide = [[doubled(batch) for batch in step] for step in batches]
     kind = kind_of(build, wide[0][0], draw=draw)
-    module = _made(build)
+    module = made(build)
 
     def steps() -> Iterator[TruthStep]:
         optimizer = make([p for p in module.parameters() if p.requires_grad])
-        written = _made(build) if kind.casts and kind.as_written else None
+        written = made(build) if kind.casts and kind.as_written else None
         for step in wide:
             as_written = None
             if written is not None:
@@ -110,19 +110,15 @@ def truth_of(
     return Truth(kind, draw, state_of(module), steps(), batch_norm)
 
 
-def _made(build: Build) -> nn.Module:
-    return cast_all(build(), WIDENED[torch.float64]).train()
-
-
-def cast_all(module: nn.Module, types: Mapping[torch.dtype, torch.dtype]) -> nn.Module:
-    """Its parameters and buffers; `double()` leaves complex ones as they are."""
-    return module._apply(lambda tensor: tensor.to(types.get(tensor.dtype, tensor.dtype)))
+def made(build: Build, wide: torch.dtype = torch.float64) -> nn.Module:
+    """With parameters and buffers in that type; `double()` leaves complex ones as they are."""
+    return build()._apply(lambda tensor: tensor.to(WIDENED[wide].get(tensor.dtype, tensor.dtype))).train()
 
 
 def kind_of(build: Build, batch: Batch, *, draw: bool) -> ModuleKind:
     """Found out by running it: as it is written or, where that fails, with its casts to lower types widened."""
     for widen in (False, True):
-        module = _made(build)
+        module = made(build)
         with in_float64(widen=widen, draws=draw) as mode:
             try:
                 pick_loss(module(**batch)).backward()

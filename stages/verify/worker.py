@@ -29,7 +29,7 @@ from pipeline.runtime.programs.source import load_program
 from pipeline.runtime.step.slices import Slices
 from pipeline.user.batches import Batches
 from pipeline.user.optimizer import build_optimizer
-from stages.verify.compare import Difference, Float64Verdict, judge
+from stages.verify.compare import Difference, ProgramVerdict, judge
 from stages.verify.float32 import TRIES, Float32Verdict, judge_in_float32, runner
 from stages.verify.float64 import draws_alike, split_draws
 from stages.verify.locate import Case, Fault, foreign_cast, locate, locate_in_float32
@@ -81,7 +81,7 @@ def verify(job: dict[str, Any]) -> dict[str, Any]:
     return _in_float32(setting, case, verdict, truth)
 
 
-def _in_float32(setting: Setting, case: Case, verdict: Float64Verdict, truth: Truth) -> dict[str, Any]:
+def _in_float32(setting: Setting, case: Case, verdict: ProgramVerdict, truth: Truth) -> dict[str, Any]:
     """The result where all is equal in float64; casts alone where an op draws other numbers in another type."""
     norm, compares = truth.batch_norm, not truth.kind.others
     run = runner(load_program(case.path, compiles=False), case.path, setting.optimizer, norm)
@@ -89,7 +89,7 @@ def _in_float32(setting: Setting, case: Case, verdict: Float64Verdict, truth: Tr
     asked: list[Any] = [None] * dist.get_world_size()  # partitions are on different ranks; all look at the same line
     dist.all_gather_object(asked, set(found.asked))
     fault = foreign_cast(case, found.step, set().union(*asked))
-    if fault is None and compares and not found.right:
+    if fault is None and compares and not found.equal:
         fault = locate_in_float32(case, found.step, setting.optimizer, norm, found.worst)
     return _result(verdict, truth, fault, found if compares else None)
 
@@ -133,11 +133,11 @@ class Setting:
 
 
 def _result(
-    verdict: Float64Verdict, truth: Truth, fault: Fault | None = None, float32: Float32Verdict | None = None
+    verdict: ProgramVerdict, truth: Truth, fault: Fault | None = None, float32: Float32Verdict | None = None
 ) -> dict[str, Any]:
     """A row for everything that is compared: where it is furthest, by the tolerance that it has there."""
     worst: dict[tuple[str, str], Difference] = {}
-    in_float32 = [] if float32 is None or float32.right else float32.differences
+    in_float32 = [] if float32 is None or float32.equal else float32.differences
     for d in [*verdict.judged, *(d for d in in_float32 if d.over > 1.0)]:
         worst[d.kind, d.name] = max(worst.get((d.kind, d.name), d), d, key=lambda each: each.over)
     rows = sorted(worst.values(), key=lambda d: -d.over)

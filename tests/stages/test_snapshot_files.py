@@ -28,7 +28,18 @@ from pipeline.ir.layout import Layout, R, S
 from stages.train.journal import tell
 from stages.train.ranks.safety import checksum, difference
 from stages.train.snapshots import manifest, writer
-from stages.train.snapshots.boxes import BoxedTensor, boxes_of, file_of, shared_out
+from stages.train.snapshots.boxes import (
+    BoxedTensor,
+    TensorFiles,
+    boxes_of,
+    check_boxes,
+    file_of,
+    read_table,
+    shared_out,
+    tiles,
+    write_boxes,
+    write_table,
+)
 from stages.train.snapshots.manifest import (
     Damaged,
     Unreadable,
@@ -39,14 +50,6 @@ from stages.train.snapshots.manifest import (
     write_manifest,
 )
 from stages.train.snapshots.starting import differing, digest_of_run, launch_of, prepare, settings_of
-from stages.train.snapshots.tensor_files import (
-    TensorFiles,
-    check_boxes,
-    read_table,
-    tiles,
-    write_boxes,
-    write_table,
-)
 from stages.train.snapshots.writer import not_seen
 
 PROJECT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.base.errors import TrainError
 from stages.train.data import Prefetched
-from stages.train.schedule import Rate, part_of_rate
+from stages.train.loop import Rate, part_of_rate
 
 CONSTANT = {"warm_up": 0, "decay": "none", "until": None, "least": 0.0}
 

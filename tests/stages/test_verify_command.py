@@ -495,7 +495,7 @@ def test_a_type_below_that_of_the_model_is_noted() -> None:
 
 def test_casts_are_looked_at_where_numbers_cannot_be_compared(monkeypatch) -> None:
     fault = worker.Fault("a cast to bfloat16 that the model does not have")
-    found = SimpleNamespace(step=None, asked=(), right=False)
+    found = SimpleNamespace(step=None, asked=(), equal=False)
     monkeypatch.setattr(worker, "load_program", lambda *_, **__: None)
     monkeypatch.setattr(worker, "judge_in_float32", lambda *given: found if given[-1] == 1 else None)
     one_rank = SimpleNamespace(get_world_size=lambda: 1, all_gather_object=lambda found, own: found.__setitem__(0, own))

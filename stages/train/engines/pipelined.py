@@ -42,7 +42,8 @@ class PipelinedEngine(Engine):
         use_kernels_of(program)
         super().__init__(job, program.DEVICE, program.MICRO_BATCHES)
         self.slices, self.places = Slices(program.SLICES), Places(program)
-        self.own = {number: self._own_tensors(number) for number in self.places.numbers}
+        rows = {n: StoredRows(self.places.written[n].PARAMETERS, self.places.axes) for n in self.places.numbers}
+        self.own = {n: OwnTensors(self, stored, partial(self.places.holds, n)) for n, stored in rows.items()}
         first = self.own[self.places.piece]
         self.shapes, self.held_whole, self.stream = first.shapes, first.held_whole, self.places.piece
         if self.stream:  # the ranks of a device group draw alike, and not what another group draws
@@ -52,22 +53,17 @@ class PipelinedEngine(Engine):
         self.partitions = self.pipeline.partitions
         named = (item for own in tensors.values() for item in own.items())
         self.statistics = statistics_of(job["train"]["batch_norm"], named)
-        rows = [(updated, part.rows[name]) for part in self.partitions for name, updated in part.updated.items()]
+        updated = [(own, part.rows[name]) for part in self.partitions for name, own in part.updated.items()]
         nothing: tuple[nn.Parameter, Row] = nn.Parameter(torch.empty(0, device=self.device)), ("", "", "")
-        rows = rows or [nothing]  # an optimizer must have something
-        self.clipping = self._clipping(rows)
-        held = [(own.stored, name, self.shapes[name]) for own in self.own.values() for name in own.tensors]
-        refuse_optimizer(self, held)
-        self.optimizer = self.build_optimizer([updated for updated, _ in rows])
+        updated = updated or [nothing]  # an optimizer must have something
+        self.clipping = self._clipping(updated)
+        refuse_optimizer(self, [(own.stored, n, self.shapes[n]) for own in self.own.values() for n in own.tensors])
+        self.optimizer = self.build_optimizer([own for own, _ in updated])
         dataset, axes, slices = self.build_dataset(), self.places.axes, self.slices
         self._batches = {n: Batches(dataset, *given, axes, slices=slices) for n, given in self._inputs().items()}
         self.samples = self.slices.start(self.passes)
         if job["train"]["evaluate"]["every"]:
             self.held_out, self.evaluating = self._held_out(), self._evaluating()
-
-    def _own_tensors(self, number: int) -> OwnTensors:
-        stored = StoredRows(self.places.written[number].PARAMETERS, self.places.axes)
-        return OwnTensors(self, stored, partial(self.places.holds, number))
 
     def _clipping(self, rows: Sequence[tuple[nn.Parameter, Row]]) -> Clipping | None:
         """A tied parameter counts where it is held first."""

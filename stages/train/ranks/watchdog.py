@@ -31,7 +31,8 @@ class Watchdog:
 
     def __init__(self, limit_s: float | None = None, on_hang: Callable[[str], None] = print) -> None:
         self.limit_s, self.on_hang = limit_s, on_hang
-        self.explain: Callable[[str], str] = lambda what: f"{what}, as rank {place()} sees it"
+        place = f"{os.environ.get('RANK', '0')} on {socket.gethostname()}"
+        self.explain: Callable[[str], str] = lambda what: f"{what}, as rank {place} sees it"
         self.ended = threading.Event()
         self.beat("the start", slow=True)
         if limit_s is not None:
@@ -70,10 +71,6 @@ def overdue(now: Now, limit_s: float, at: float) -> str:
     if at - since <= allowed:
         return ""
     return f"{what} was not finished within {allowed:g} s ({named}): a rank hangs"
-
-
-def place() -> str:
-    return f"{os.environ.get('RANK', '0')} on {socket.gethostname()}"
 
 
 def unwatched() -> None:

@@ -14,7 +14,7 @@ from pipeline.base.errors import TrainError
 from pipeline.runtime.programs.random import go_apart
 from stages.train.engines.engine import Engine
 from stages.train.ranks.joining import gathered
-from stages.train.snapshots.boxes import BoxedTensor, Table
+from stages.train.snapshots.boxes import BoxedTensor, Table, TensorFiles, check_boxes, read_table
 from stages.train.snapshots.manifest import (
     Damaged,
     Missing,
@@ -26,7 +26,6 @@ from stages.train.snapshots.manifest import (
     snapshots_in,
     sweep,
 )
-from stages.train.snapshots.tensor_files import TensorFiles, check_boxes, read_table
 from stages.train.snapshots.writer import SHARE, About, random_streams
 
 

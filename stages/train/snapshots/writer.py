@@ -1,7 +1,7 @@
 """Snapshots of the training state, written while training goes on.
 
 A snapshot is 1. copied to the host between two steps, into memory that is used again, 2. written by a thread, every
-rank the boxes that fall to it, each replica once (`boxes.py`, `tensor_files.py`), 3. read back for its digests, 4.
+rank the boxes that fall to it, each replica once (`boxes.py`), 3. read back for its digests, 4.
 given its name by rank 0 when all are done. Steps 2 to 4 talk over a process group of their own. Only then is it
 acknowledged. What goes wrong on one rank is known to all; then nothing is left of the snapshot, those before it stay,
 and training goes on.
@@ -17,7 +17,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +30,7 @@ from torch import Tensor
 from pipeline.base.errors import TrainError
 from stages.train.engines.engine import Engine
 from stages.train.ranks.joining import gathered
-from stages.train.snapshots.boxes import BoxedTensor, Place, SavedTensor, file_of, shared_out
+from stages.train.snapshots.boxes import BoxedTensor, Place, SavedTensor, file_of, shared_out, write_boxes, write_table
 from stages.train.snapshots.manifest import (
     TENSORS,
     digest_of,
@@ -40,9 +40,9 @@ from stages.train.snapshots.manifest import (
     unfinished,
     write_manifest,
 )
-from stages.train.snapshots.tensor_files import write_boxes, write_table
 
 About = dict[str, Any]  # the numbers beside the tensors
+Saved = tuple[dict[str, dict[str, Any]], str]  # of one rank: its files' digests, and what went wrong, or nothing
 SHARE = "put runs/ on a file system that all hosts share, or set `snapshots.every: 0` (docs/launch.md)"
 SEEN_S = 10.0  # within which a file system that hosts share shows what another host wrote
 
@@ -70,8 +70,7 @@ class SnapshotWriter:
         shards = (shard for shard in engine.state() if not shard.drifts or dist.get_rank() == 0)
         tensors = self.staging.copied([*map(BoxedTensor.of, shards), *random_streams(engine.device)])
         if self.background:
-            work = (tensors, step, about)
-            self.thread = threading.Thread(target=self._write, args=work, daemon=True, name=f"snapshot {step}")
+            self.thread = threading.Thread(target=self._write, args=(tensors, step, about), daemon=True)
             self.thread.start()
         else:
             self._write(tensors, step, about)
@@ -92,26 +91,29 @@ class SnapshotWriter:
         try:
             if dist.get_rank() == 0:
                 self._prune(self.keep)
-            problem = self._name(temporary, step, about, self._save(tensors, temporary))
+            problem = self._name(temporary, step, about, gathered(self._save(tensors, temporary), self.group))
         except Exception as error:  # of talking to the others
             problem = _text(error)
         if problem:  # every rank: what it wrote may be seen by nobody else
             shutil.rmtree(temporary, ignore_errors=True)
         self.outcome = SnapshotOutcome(step, problem)
 
-    def _save(self, tensors: dict[str, BoxedTensor], temporary: Path) -> str:
-        """What went wrong on this rank: the others hear of it in `_name`."""
+    def _save(self, tensors: dict[str, BoxedTensor], temporary: Path) -> Saved:
+        """This rank's files, written and read back."""
         mine, shared = self._share_out(tensors)
         self.staging.wrote(tensors, mine.keys())
-
-        def write() -> None:
+        rank = dist.get_rank()
+        own = [temporary / file_of(rank), *([temporary / TENSORS] if rank == 0 else [])]
+        try:
             if mine:
-                write_boxes(temporary / file_of(dist.get_rank()), tensors.values(), mine)
+                write_boxes(own[0], tensors.values(), mine)
             if shared:
                 write_table(temporary, shared)
-
-        missing = (f"nobody has all of {name}" for name, saved in shared.items() if not saved.is_whole())
-        return _attempt(write) or _first(missing)
+            missing = (f"nobody has all of {name}" for name, saved in shared.items() if not saved.is_whole())
+            digests = {path.name: digest_of(path) for path in own if path.exists()}
+            return digests, next(missing, self.staging.not_finite())
+        except Exception as error:
+            return {}, _text(error)
 
     def _share_out(self, tensors: dict[str, BoxedTensor]) -> tuple[dict[str, set[Place]], dict[str, SavedTensor]]:
         """The boxes that this rank is to write, by tensor; and on rank 0 the table of all."""
@@ -127,32 +129,21 @@ class SnapshotWriter:
         dist.scatter_object_list(own, list(parts.values()) if first else None, src=0, group=self.group)
         return own[0], shared
 
-    def _name(self, temporary: Path, step: int, about: About, problem_here: str) -> str:
-        """Digests of all ranks together, in a manifest; then the name."""
-        own = ({}, problem_here) if problem_here else self._digests(temporary)
-        everyone = gathered(own, self.group)
-        problem = [_first([problem for _, problem in everyone])]
+    def _name(self, temporary: Path, step: int, about: About, everyone: list[Saved]) -> str:
+        """Digests of all ranks together, in a manifest; then the name. What went wrong, or nothing."""
+        problem = [next((text for _, text in everyone if text), "")]
         if dist.get_rank() == 0 and not problem[0]:
             files = {name: digest for found, _ in everyone for name, digest in found.items()}
-            problem = [not_seen(temporary, files) or _attempt(lambda: self._publish(temporary, step, about, files))]
+            try:
+                problem = [not_seen(temporary, files)]
+                if not problem[0]:
+                    write_manifest(temporary, about, files)
+                    publish(temporary, step)
+                    self._prune(max(self.keep, 2), replaced=True)
+            except Exception as error:
+                problem = [_text(error)]
         dist.broadcast_object_list(problem, src=0, group=self.group)
         return str(problem[0])
-
-    def _digests(self, temporary: Path) -> tuple[dict[str, Any], str]:
-        found: dict[str, Any] = {}
-        problem: list[str] = []
-        own = [file_of(dist.get_rank()), *([TENSORS] if dist.get_rank() == 0 else [])]
-
-        def read() -> None:
-            found.update({name: digest_of(temporary / name) for name in own if (temporary / name).exists()})
-            problem.append(self.staging.not_finite())
-
-        return found, _attempt(read) or problem[0]
-
-    def _publish(self, temporary: Path, step: int, about: About, files: dict[str, Any]) -> None:
-        write_manifest(temporary, about, files)
-        publish(temporary, step)
-        self._prune(max(self.keep, 2), replaced=True)
 
     def _prune(self, keep: int, *, replaced: bool = False) -> None:
         """What cannot be removed stays: that is no fault of the snapshot."""
@@ -241,20 +232,8 @@ def refuse_plain_state(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def _attempt(act: Callable[[], None]) -> str:
-    """What went wrong, as a text that can be told to the other ranks."""
-    try:
-        act()
-    except Exception as error:
-        return _text(error)
-    return ""
-
-
-def _text(error: BaseException) -> str:
+def _text(error: Exception) -> str:
+    """What can be told to the other ranks."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _first(texts: Iterable[str]) -> str:
-    return next((text for text in texts if text), "")
