@@ -207,7 +207,7 @@ def _left_over(graph: OpGraph, cluster: Cluster, sharding: Sharding, optimizer_c
 
 
 def ahead_bytes(graph: OpGraph, steps: Sequence[Step], sizes: tuple[int, ...]) -> int:
-    """What a link's gather of parameters as they are stored receives and sends (pipeline.runtime.step.prefetch)."""
+    """What a link's gather of parameters as they are stored receives and sends (pipeline.runtime.step.gradients)."""
     again = [step for step in steps if isinstance(step, Convert) and step.again]
     made = {step.target for step in again}
     joined = {step for run in gathered_together(graph, steps, sizes) for step in run}
