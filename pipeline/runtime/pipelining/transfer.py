@@ -15,8 +15,9 @@ of a tensor in B it lies in P, of one in P in R (`of_gradient`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import prod
 
@@ -31,6 +32,7 @@ ACROSS = "shardwright across partitions"  # as the profiler sees collectives of 
 
 Shape = tuple[int, ...]
 Index = tuple[slice | Tensor, ...]  # of a tensor's elements
+Arriving = Callable[[], Tensor]  # a tensor under way to this rank
 
 
 @dataclass(frozen=True)
@@ -159,8 +161,10 @@ class Transfer:
         sent = [each.to(meeting_device(each.device)) for each in packed]
         return [dist.P2POp(dist.isend, each, m.target, tag=tag) for m, each in zip(others, sent, strict=True)]
 
-    def receive(self, dtype: torch.dtype, device: torch.device, tag: int, own: Tensor | None = None) -> Arriving:
-        """`own` is the piece of this rank, where it is a sender too."""
+    def receive(
+        self, dtype: torch.dtype, device: torch.device, tag: int, own: Tensor | None = None
+    ) -> tuple[list[dist.P2POp], Arriving]:
+        """The messages, and the tensor when they are there; `own` is this rank's piece, where it is a sender too."""
         assert self.shape is not None
         blocks: list[Tensor] = []
         ops = []
@@ -176,7 +180,7 @@ class Transfer:
             block = torch.empty(lengths, dtype=dtype, device=meeting_device(device))
             ops.append(dist.P2POp(dist.irecv, block, message.source, tag=tag))
             blocks.append(block)
-        return Arriving(self, ops, blocks, dtype, device)
+        return ops, partial(self.unpack, blocks, dtype, device)
 
     def pack(self, message: Message, piece: Tensor) -> Tensor:
         """What the message carries of the sender's piece."""
@@ -193,20 +197,6 @@ class Transfer:
             at = _at(message.written)
             whole[at] = whole[at] + block.to(device) if self.sums else block.to(device)
         return whole
-
-
-@dataclass(frozen=True, eq=False)
-class Arriving:
-    """A tensor under way to this rank: it is there when the work of all `ops` is done."""
-
-    transfer: Transfer
-    ops: list[dist.P2POp]
-    blocks: list[Tensor]
-    dtype: torch.dtype
-    device: torch.device
-
-    def tensor(self) -> Tensor:
-        return self.transfer.unpack(self.blocks, self.dtype, self.device)
 
 
 def run(ops: list[dist.P2POp]) -> None:
