@@ -174,7 +174,7 @@ def check_sums() -> None:
             for number, p in enumerate(params):
                 torch.testing.assert_close(p.grad, 2 * weights[:, number].sum() * p.detach())
             inside_of_buckets(sums)
-            assert sums.order == list(range(len(sums.buckets)))
+            assert sums.next == len(sums.buckets)
 
 
 def check_old_values() -> None:
@@ -216,10 +216,10 @@ def check_send_order() -> None:
     sums.start()
     for number in order:
         (params[number].sum() * (number + 1)).backward()
-    sent_before_wait = list(sums.order)
+    sent_before_wait = sums.next
     sums.wait()
     assert arrived == order
-    assert sums.order == sent_before_wait == [0, 1, 2, 3]
+    assert sums.next == sent_before_wait == 4
     for number, p in enumerate(params):
         torch.testing.assert_close(p.grad, torch.full_like(p, float(ranks * (number + 1))))
 
@@ -230,7 +230,7 @@ def check_tied() -> None:
     tied, other = parameters(3, 4)
     sums = summed([tied, other], **TINY)
     calls: list[int] = []
-    tied.register_post_accumulate_grad_hook(lambda _: calls.append(len(sums.order)))
+    tied.register_post_accumulate_grad_hook(lambda _: calls.append(sums.next))
     for _ in range(2):
         sums.start()
         (tied.sum() + (other.sum() * 2) + tied.sum() * 3).backward()
@@ -308,7 +308,7 @@ def shard_step(params: list[nn.Parameter], weights: Tensor, split: Gradients, op
     losses_of(params, weights).backward()
     assert all(p.grad is None for p in params), "a gradient lies in its bucket alone"
     split.wait()
-    assert split.order == list(range(len(split.buckets)))
+    assert split.next == len(split.buckets)
     assert all(p.is_contiguous() and p.grad.is_contiguous() for p in split.updated), "fused optimizers need this"
     optimizer.step()
     split.publish()
@@ -361,9 +361,9 @@ def check_micro_batches() -> None:
             if number == 2:
                 mixed.arm()
             losses_of(params, weights[rank, number]).backward()
-            assert bool(mixed.order) is (number == 2), "sent before the last pass"
+            assert bool(mixed.next) is (number == 2), "sent before the last pass"
         mixed.wait()
-        assert mixed.order == [0, 1, 2]
+        assert mixed.next == 3
         kept.append(params[2].grad.data_ptr())
         for number, (row, shard) in enumerate(zip(rows, mixed.updated, strict=True)):
             total = weights[:, :, number].sum() if row[1] else weights[0, :, number].sum()

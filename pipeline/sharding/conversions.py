@@ -145,8 +145,8 @@ def _gathers_over(
 ) -> tuple[int, bool, bool] | None:
     """The axis, whether it is done once more in backward, and whether that is of something that was converted before.
 
-    What is gathered as it is stored begins ahead of time (pipeline.runtime.step.prefetch), so nothing else is joined to
-    it. None for what is made before the chain for many links.
+    What is gathered as it is stored begins ahead of time (pipeline.runtime.step.gradients), so nothing else is joined
+    to it. None for what is made before the chain for many links.
     """
     if not isinstance(step, Convert) or not (step.again or graph.beside(step.source.value)):
         return None

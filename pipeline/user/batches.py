@@ -5,6 +5,7 @@ from __future__ import annotations
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,16 +30,10 @@ def sample_indices(start: int, count: int, length: int, shuffle: bool, seed: int
     return indices
 
 
-_orders: dict[tuple[int, int, int], list[int]] = {}
-
-
+@lru_cache(maxsize=1)
 def _order(length: int, seed: int, epoch: int) -> list[int]:
-    key = (length, seed, epoch)
-    if key not in _orders:
-        _orders.clear()
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        _orders[key] = torch.randperm(length, generator=generator).tolist()
-    return _orders[key]
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return list(torch.randperm(length, generator=generator).tolist())
 
 
 class SampleError(TrainError):
@@ -65,15 +60,8 @@ class Batches:
         self.size = next(iter(self.specs.values()))["shape"][0]
         self.slices = slices or Slices((self.size,))
         self.length = length_of(dataset, self.where)
-        self._check(self._read(0))
-
-    def _check(self, sample: Any) -> None:
-        """The first sample must have what the model's batch names, with its shapes and types."""
-        for what in sample_mistakes(sample, self.specs):
-            raise self._error(what)
-
-    def _error(self, what: str) -> TrainError:
-        return TrainError(what, where=self.where, remedy="choose data and model that belong together")
+        for what in sample_mistakes(self._read(0), self.specs):
+            raise TrainError(what, where=self.where, remedy="choose data and model that belong together")
 
     def _read(self, index: int) -> Any:
         """The user's code: what goes wrong there is told with the sample and the rank."""

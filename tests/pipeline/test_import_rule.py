@@ -104,6 +104,7 @@ def check(root: Path) -> list[str]:
             *_cycles(graph, known),
             *_mlflow(graph),
             *_standard_library(graph, known),
+            *_runtime(graph, known),
             *_light(graph, known),
         }
     )
@@ -161,6 +162,17 @@ def _standard_library(graph, known):
                 first = item.target.split(".")[0]
                 if first not in sys.stdlib_module_names and not within(resolve(item.target, known), "pipeline.ir"):
                     yield f"{name}:{item.line} pipeline.ir imports {item.target}"
+
+
+def _runtime(graph, known):
+    """A generated program needs torch and pipeline.runtime: that brings nothing else along."""
+    ours = ("pipeline.runtime", "pipeline.ir", "pipeline.ops")
+    for name, found in graph.items():
+        if within(name, "pipeline.runtime"):
+            for item in found:
+                allowed = item.target.split(".")[0] in {"torch", *sys.stdlib_module_names}
+                if not allowed and not any(within(resolve(item.target, known), room) for room in ours):
+                    yield f"{name}:{item.line} pipeline.runtime imports {item.target}"
 
 
 def _light(graph, known):
@@ -250,6 +262,8 @@ def test_a_tree_that_keeps_the_rules_passes(tmp_path):
         ("stages/trace/run.py", "from mlflow import log_metric\n", "stages.trace.run:1 imports mlflow"),
         ("pipeline/ir/names.py", "import numpy as np\n", "pipeline.ir imports numpy"),
         ("pipeline/ir/names.py", "def f():\n    from pipeline.cost import x\n", "pipeline.ir imports pipeline.cost"),
+        ("pipeline/runtime/a.py", "from pipeline.config import Config\n", "pipeline.runtime imports pipeline.config"),
+        ("pipeline/runtime/a.py", "def f():\n    import numpy\n", "pipeline.runtime imports numpy"),
         ("pipeline/cost.py", "def f():\n    from pyomo import environ\n", "pipeline.cost reaches pyomo"),
         ("pipeline/cost.py", "from pipeline.config import Config\n", "pipeline.cost reaches omegaconf through"),
         ("stages/checkpoint/recompute/rotor.py", "import dvc\n", "stages.checkpoint.recompute.rotor reaches dvc"),

@@ -43,8 +43,8 @@ def moved(pieces: dict[int, Tensor], source: Site, target: Site) -> dict[int, Te
     found = {}
     for rank in target.ranks:
         reader = Transfer(source, target, SHAPE, rank)
-        blocks = [senders[m.source].taken(m, pieces[m.source]) for m in reader.received]
-        found[rank] = reader.put(blocks, torch.float64, CPU)
+        blocks = [senders[m.source].pack(m, pieces[m.source]) for m in reader.received]
+        found[rank] = reader.unpack(blocks, torch.float64, CPU)
     return found
 
 

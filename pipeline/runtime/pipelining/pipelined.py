@@ -161,10 +161,10 @@ class TiedParameters:
                 ops += transfer.send(sent, self.tags[way])
             if target in self.own:
                 like = value(name, target)
-                arriving[way] = transfer.receive(like.dtype, like.device, self.tags[way], sent)
-                ops += arriving[way].ops
+                own, arriving[way] = transfer.receive(like.dtype, like.device, self.tags[way], sent)
+                ops += own
         run(ops)
-        return {way: each.tensor() for way, each in arriving.items()}
+        return {way: tensor() for way, tensor in arriving.items()}
 
 
 def smaller_of(program: Any) -> Sequence[Any]:

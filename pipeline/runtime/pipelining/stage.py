@@ -223,7 +223,7 @@ class ShardedStage(_PipelineStageBase):
         results = self.results.pop(chunk)
         gradients: list[Tensor | None] = [None]  # the loss needs none
         if self.after is not None:
-            found = {name: each.tensor() for name, each in self.arriving.pop((BACKWARD, chunk)).items()}
+            found = {name: tensor() for name, tensor in self.arriving.pop((BACKWARD, chunk)).items()}
             gradients = [found.get(name) for name in self.after.names]
         self.partition.backward((loss,) if loss is not None else results, gradients)
         if loss is not None and self.chunks > 1:
@@ -266,17 +266,18 @@ class ShardedStage(_PipelineStageBase):
         return [op for name, t in tensors.items() for op in transfers[name].send(t, cut.tag(name, way, chunk))]
 
     def _receive(self, way: int, chunk: int, cut: Cut) -> list[dist.P2POp]:
-        self.arriving[way, chunk] = {
-            name: transfer.receive(cut.dtypes[name], self.device, cut.tag(name, way, chunk))
-            for name, transfer in cut.transfers(way, chunk).items()
-        }
-        return [op for each in self.arriving[way, chunk].values() for op in each.ops]
+        ops, self.arriving[way, chunk] = [], {}
+        for name, transfer in cut.transfers(way, chunk).items():
+            own, tensor = transfer.receive(cut.dtypes[name], self.device, cut.tag(name, way, chunk))
+            ops += own
+            self.arriving[way, chunk][name] = tensor
+        return ops
 
     def _entering(self, chunk: int) -> dict[str, Tensor]:
         """What has arrived for a micro-batch: leaves, as far as a gradient goes back."""
         if self.before is None:
             return {}
-        found = {name: each.tensor() for name, each in self.arriving.pop((FORWARD, chunk)).items()}
+        found = {name: tensor() for name, tensor in self.arriving.pop((FORWARD, chunk)).items()}
         return {name: t.requires_grad_(self.before.gradient[name]) for name, t in found.items()}
 
     # ---- outside a step

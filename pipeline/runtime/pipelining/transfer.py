@@ -15,8 +15,9 @@ of a tensor in B it lies in P, of one in P in R (`of_gradient`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import prod
 
@@ -31,6 +32,7 @@ ACROSS = "shardwright across partitions"  # as the profiler sees collectives of 
 
 Shape = tuple[int, ...]
 Index = tuple[slice | Tensor, ...]  # of a tensor's elements
+Arriving = Callable[[], Tensor]  # a tensor under way to this rank
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class Message:
 
     source: int
     target: int
-    taken: Index
-    put: Index
+    read: Index
+    written: Index
 
 
 def messages(source: Site, target: Site, shape: Shape) -> Iterator[Message]:
@@ -93,9 +95,9 @@ def messages(source: Site, target: Site, shape: Shape) -> Iterator[Message]:
             if _is_asked(source, sender, reader - target.first):
                 overlaps = [_overlap(have, want) for have, want in zip(source.runs(shape, sender), wanted, strict=True)]
                 if all(overlaps):
-                    taken = tuple(_index([(a, length) for a, _, length in dim]) for dim in overlaps)
-                    put = tuple(_index([(b, length) for _, b, length in dim]) for dim in overlaps)
-                    yield Message(sender, reader, taken, put)
+                    read = tuple(_index([(a, length) for a, _, length in dim]) for dim in overlaps)
+                    written = tuple(_index([(b, length) for _, b, length in dim]) for dim in overlaps)
+                    yield Message(sender, reader, read, written)
 
 
 def _is_asked(source: Site, sender: int, number: int) -> bool:
@@ -155,58 +157,46 @@ class Transfer:
     def send(self, piece: Tensor, tag: int) -> list[dist.P2POp]:
         """To all readers but this rank itself."""
         others = [message for message in self.sent if message.source != message.target]
-        taken = [self.taken(message, piece) for message in others]
-        sent = [each.to(meeting_device(each.device)) for each in taken]
+        packed = [self.pack(message, piece) for message in others]
+        sent = [each.to(meeting_device(each.device)) for each in packed]
         return [dist.P2POp(dist.isend, each, m.target, tag=tag) for m, each in zip(others, sent, strict=True)]
 
-    def receive(self, dtype: torch.dtype, device: torch.device, tag: int, own: Tensor | None = None) -> Arriving:
-        """`own` is the piece of this rank, where it is a sender too."""
+    def receive(
+        self, dtype: torch.dtype, device: torch.device, tag: int, own: Tensor | None = None
+    ) -> tuple[list[dist.P2POp], Arriving]:
+        """The messages, and the tensor when they are there; `own` is this rank's piece, where it is a sender too."""
         assert self.shape is not None
         blocks: list[Tensor] = []
         ops = []
         for message in self.received:
             if message.source == message.target:
                 assert own is not None
-                blocks.append(self.taken(message, own).clone())
+                blocks.append(self.pack(message, own).clone())
                 continue
             lengths = [
                 len(range(*dim.indices(size))) if isinstance(dim, slice) else len(dim)
-                for size, dim in zip(self.shape, message.put, strict=True)
+                for size, dim in zip(self.shape, message.written, strict=True)
             ]
             block = torch.empty(lengths, dtype=dtype, device=meeting_device(device))
             ops.append(dist.P2POp(dist.irecv, block, message.source, tag=tag))
             blocks.append(block)
-        return Arriving(self, ops, blocks, dtype, device)
+        return ops, partial(self.unpack, blocks, dtype, device)
 
-    def taken(self, message: Message, piece: Tensor) -> Tensor:
+    def pack(self, message: Message, piece: Tensor) -> Tensor:
         """What the message carries of the sender's piece."""
-        own = piece if self.as_it_is else piece[_at(message.taken)]
+        own = piece if self.as_it_is else piece[_at(message.read)]
         return in_memory(own.detach()).contiguous()
 
-    def put(self, blocks: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def unpack(self, blocks: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """The reader's piece, of what all its messages carry."""
         assert self.shape is not None
         if self.as_it_is:
             return blocks[0].to(device)
         whole = torch.zeros(self.shape, dtype=dtype, device=device)
         for message, block in zip(self.received, blocks, strict=True):
-            at = _at(message.put)
+            at = _at(message.written)
             whole[at] = whole[at] + block.to(device) if self.sums else block.to(device)
         return whole
-
-
-@dataclass(frozen=True, eq=False)
-class Arriving:
-    """A tensor under way to this rank: it is there when the work of all `ops` is done."""
-
-    transfer: Transfer
-    ops: list[dist.P2POp]
-    blocks: list[Tensor]
-    dtype: torch.dtype
-    device: torch.device
-
-    def tensor(self) -> Tensor:
-        return self.transfer.put(self.blocks, self.dtype, self.device)
 
 
 def run(ops: list[dist.P2POp]) -> None:

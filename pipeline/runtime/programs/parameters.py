@@ -14,9 +14,9 @@ from pipeline.runtime.programs.mesh import axis_of
 
 def piece_of(tensor: Tensor, layout: Layout, axes: Iterable[str]) -> Tensor:
     """This rank's piece of an unsplit tensor."""
-    held = [axis_of(name) for name in axes]
-    for split in layout.splits(tuple(axis.size for axis in held)):
-        tensor = piece(tensor, held[split.axis], split.dim, split.parts)
+    over = [axis_of(name) for name in axes]
+    for split in layout.splits(tuple(axis.size for axis in over)):
+        tensor = piece(tensor, over[split.axis], split.dim, split.parts)
     return tensor.contiguous().clone()
 
 
@@ -48,8 +48,8 @@ def own_elements(piece: Tensor, shape: tuple[int, ...], layout: Layout, axes: It
 
 def runs_of(shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> tuple[tuple[Run, ...], ...]:
     """This rank's piece as runs of indices of each dim of the unsplit tensor."""
-    held = [axis_of(name) for name in axes]
-    return layout.runs(shape, tuple(axis.size for axis in held), tuple(axis.rank for axis in held))
+    over = [axis_of(name) for name in axes]
+    return layout.runs(shape, tuple(axis.size for axis in over), tuple(axis.rank for axis in over))
 
 
 def scope(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """Regions whose activations are dropped after the forward pass and computed again in the backward pass.
 
 Inside a region `kept` runs a function whose results are not dropped: the second run takes them from the first, and
-computes only what the function was given, as far as its own backward asks for that. So a region can keep what is dear
-to compute (products, attention, collectives) and repeat what is cheap.
+computes only what the function was given, as far as its own backward asks for that. So a region can keep what is
+expensive to compute (products, attention, collectives) and repeat what is cheap.
 
 How: what autograd keeps of the function's arguments is replaced by a note; on both runs the region itself keeps the
 arguments, so that a note can ask it for them. What else is kept (results, statistics) belongs to what is around the

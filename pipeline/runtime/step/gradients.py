@@ -13,8 +13,9 @@ rank alone: buckets are armed for the last backward pass, and sent in that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -52,24 +53,20 @@ class Gradients:
         shards = {m.parameter: s for bucket in self.split for m, s in zip(bucket.members, bucket.shards, strict=True)}
         self.updated: list[nn.Parameter] = [shards.get(m.parameter, m.parameter) for m in members]  # by the optimizer
         self.prefetch = GatherPrefetch()
-        self.next = 0
+        self.next = 0  # bucket to be sent: all before it have been
         self.armed = True
-        self.order: list[int] = []  # buckets in the order they were sent in this step
         self.places: dict[int, tuple[SumBucket | ShardBucket, int]] = {}  # `id` of a parameter -> bucket, number there
         for bucket in self.buckets:
             for number, member in enumerate(bucket.members):
                 self.places[id(member.parameter)] = bucket, number
-                member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, number))
+                member.parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, number))
 
-    def _hook(self, bucket: SumBucket | ShardBucket, number: int) -> Callable[[Tensor], None]:
-        def ready(parameter: Tensor) -> None:
-            bucket.take(number)
-            if self.armed:
-                bucket.missing.discard(number)
-                if not bucket.missing:
-                    self._send_complete()
-
-        return ready
+    def _ready(self, bucket: SumBucket | ShardBucket, number: int, parameter: Tensor) -> None:
+        bucket.take(number)
+        if self.armed:
+            bucket.missing.discard(number)
+            if not bucket.missing:
+                self._send_complete()
 
     def finish(self, parameters: Iterable[Tensor]) -> None:
         """No gradient of these comes any more in this step: for a last pass that is not armed, as it is in parts."""
@@ -87,13 +84,11 @@ class Gradients:
         if self.next:
             self.buckets[self.next - 1].go_on()
         self.buckets[self.next].send()
-        self.order.append(self.next)
         self.next += 1
 
     def start(self, armed: bool = True) -> None:
         """Before the first forward pass of a step; armed where it is the only one."""
         self.next = 0
-        self.order = []
         self.armed = armed
         self.prefetch.start()
         step.start(self.slots)

@@ -204,7 +204,7 @@ class _Keeper(TorchDispatchMode):
                 raise _Unknown("large tensors that were filled elsewhere")
             memory.given = content.clone()
             number = len(self.tape.entries)
-            entry = TapeEntry(number, Tensor.copy_, (), {}, (), memory, (view,), (), torch.float32, memory.given)
+            entry = TapeEntry(number, Tensor.copy_, (view, memory.given), {}, (), memory, (), (), torch.float32)
             self.tape.add(entry, [memory])
         if written:
             if memory.shared or not storage.resizable():

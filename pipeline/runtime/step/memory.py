@@ -50,8 +50,8 @@ class Tally(TorchDispatchMode):
         return result
 
     def _add(self, tensor: Tensor) -> None:
-        held: Tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no storage of its own
-        reference = StorageWeakRef(held.untyped_storage())
+        local: Tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no storage of its own
+        reference = StorageWeakRef(local.untyped_storage())
         self.alive.setdefault(reference.cdata, reference)
 
     def weigh(self) -> int:

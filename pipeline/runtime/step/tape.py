@@ -79,7 +79,6 @@ class TapeEntry:
     makes: tuple[MemoryView | None, ...]  # of each result that has new memory
     states: tuple[tuple[torch.Generator, Tensor], ...]  # of the generators it draws from, before
     dtype: torch.dtype  # the default one
-    given: Tensor | None = None  # not an op: content that came from elsewhere, as bytes
 
 
 class Tape:
@@ -148,11 +147,6 @@ def _perform(entry: TapeEntry, filled: dict[TapeMemory, torch.UntypedStorage], t
     def real(value: Any) -> Any:
         return value.on(storage(value.memory)) if isinstance(value, MemoryView) else value
 
-    if entry.given is not None:
-        (view,) = entry.makes
-        assert view is not None
-        view.on(storage(view.memory)).copy_(entry.given)
-        return
     if entry.makes and op_name(entry.function) in EMPTY:
         return  # the memory is taken when it is first written
     for generator, state in entry.states:
