@@ -262,7 +262,7 @@ class Priced:
         return round(sum(resident_bytes(spare(own), spare(state), self.optimizer_copies) for own, state, _ in stored))
 
     def _ahead_bytes(self, steps: Sequence[Step]) -> int:
-        """What a link's gather of parameters as they are stored receives and sends (pipeline.runtime.step.buckets)."""
+        """What a link's gather of parameters as they are stored receives and sends (runtime.step.gradients)."""
         sizes = self.sharded.sizes
         again = [step for step in steps if isinstance(step, Convert) and step.again]
         made = {step.target for step in again}
