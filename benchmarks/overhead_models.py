@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-class Layer(gpt.Layer):
+class Layer(gpt.TransformerLayer):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__(width, heads)
         self.attention = Attention(width, heads)

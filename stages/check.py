@@ -26,10 +26,10 @@ from pipeline.base.errors import (
     SolveError,
     TraceError,
     TrainError,
+    nearest,
 )
 from pipeline.base.instantiate import add_code_path, instantiate
 from pipeline.base.log import Log
-from pipeline.base.messages import nearest
 from pipeline.config import PIPELINE_AXIS, ClusterSource, Config, Device, Draft, TrainEngine, saved_file
 
 EVERY_AXIS = ("d0", "d1", "d2")  # as the meshes of a cluster name theirs

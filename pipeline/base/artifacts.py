@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from pipeline.ir.verify import verify_graph
 
 
 @dataclass(frozen=True)
-class Kind:
+class ArtifactKind:
     """A kind of artifact: the stage that makes it, its file, the type of its body and the version of its form."""
 
     name: str
@@ -43,15 +44,17 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("graph", "trace", "graph.json", OpGraph, version=3),
-        Kind("profile", "profile", "profile.json", Profile, version=5),
-        Kind("cluster", "cluster", "cluster.json", Cluster, version=3),
-        Kind("frontier", "solve", "frontier.json", Frontier, version=2),
-        Kind("plan", "checkpoint", "plan.json", Plan, version=7),
-        Kind("module", "codegen", "module.py", str, version=4),
-        Kind("report", "train", "report.json", Report, version=2),
+        ArtifactKind("graph", "trace", "graph.json", OpGraph, version=3),
+        ArtifactKind("profile", "profile", "profile.json", Profile, version=5),
+        ArtifactKind("cluster", "cluster", "cluster.json", Cluster, version=3),
+        ArtifactKind("frontier", "solve", "frontier.json", Frontier, version=2),
+        ArtifactKind("plan", "checkpoint", "plan.json", Plan, version=7),
+        ArtifactKind("module", "codegen", "module.py", str, version=4),
+        ArtifactKind("report", "train", "report.json", Report, version=2),
     )
 }
+Refuse = Callable[[str], ArtifactError]  # with where the file is, and what to do
+ACCEPT_EDITED = "set accept_edited_module: true in your conf/train file to run it as edited"
 _SOURCE_MARK = "# shardwright "  # begins each line of the header of a source artifact
 
 
@@ -83,97 +86,84 @@ def save(artifact: Artifact, root: Path) -> Path:
 
 def load(kind: str, root: Path, *, accept_edited: bool = False) -> Artifact:
     """The artifact of that kind under runs/, whole and unchanged, or an error that says what to run."""
-    known = KINDS[kind]
-    path = known.path(root)
-    return _read(path, str(path.relative_to(root)), {kind: known}, _again(known), accept_edited=accept_edited)
+    refuse = _refusal_of(kind)
+    return _parse(_read(KINDS[kind].path(root), refuse), (kind,), refuse, accept_edited)
 
 
 def digest_of(kind: str, content: bytes) -> str:
     """Of what a file of that kind holds, which somebody has read already; source may have been edited."""
-    known = KINDS[kind]
-    return _parse(content, str(known.path(Path())), {kind: known}, _again(known), accept_edited=True).digest
+    return _parse(content, (kind,), _refusal_of(kind), accept_edited=True).digest
 
 
 def load_saved(file: str, root: Path, kinds: Iterable[str]) -> Artifact:
     """An artifact of one of these kinds that somebody keeps elsewhere, whole and unchanged."""
-    known = {kind: KINDS[kind] for kind in kinds}
-    sources = " or ".join(f"runs/{kind.stage}/{kind.file}" for kind in known.values())
-    return _read(root / file, file, known, f"copy {sources} to it again")
+    kinds = tuple(kinds)
+    refuse = partial(ArtifactError, where=file, remedy=f"copy {' or '.join(map(_path, kinds))} to it again")
+    return _parse(_read(root / file, refuse), kinds, refuse)
 
 
-def _read(path: Path, where: str, known: Mapping[str, Kind], again: str, *, accept_edited: bool = False) -> Artifact:
+def _read(path: Path, refuse: Refuse) -> bytes:
     try:
-        content = path.read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
-        raise ArtifactError("there is no such file", where=where, remedy=again) from None
+        raise refuse("there is no such file") from None
     except OSError as error:
-        raise ArtifactError(f"it cannot be read ({error})", where=where, remedy=again) from error
-    return _parse(content, where, known, again, accept_edited=accept_edited)
+        raise refuse(f"it cannot be read ({error})") from error
 
 
-def _parse(content: bytes, where: str, known: Mapping[str, Kind], again: str, *, accept_edited: bool) -> Artifact:
+def _parse(content: bytes, kinds: tuple[str, ...], refuse: Refuse, accept_edited: bool = False) -> Artifact:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ArtifactError(f"it cannot be read ({error})", where=where, remedy=again) from error
-    source = any(kind.body is str for kind in known.values())
-    header, body = _split_source(text, where, again) if source else _split_json(text, where, again)
-    kind = _check_header(header, known, where, again)
+        raise refuse(f"it cannot be read ({error})") from error
+    source = any(KINDS[kind].body is str for kind in kinds)
+    header, body = _split_source(text, refuse) if source else _split_json(text, refuse)
+    _check_header(header, kinds, refuse)
     try:
         digest = _digest(header, body)
-    except (
-        RecursionError,
-        ValueError,
-    ) as error:  # numbers that JSON does not have, half of a letter, no end of brackets
-        raise ArtifactError(f"it is not valid ({error})", where=where, remedy=again) from error
+    except (RecursionError, ValueError) as error:  # numbers that JSON does not have, half of a letter, endless brackets
+        raise refuse(f"it is not valid ({error})") from error
     edited = header["digest"] != digest
     if edited and not (accept_edited and source):
-        hint = ", or set accept_edited_module: true in your conf/train file to run it as edited" if source else ""
-        raise ArtifactError(
-            "its content does not match its digest (edited or damaged)", where=where, remedy=again + hint
-        )
-    value = _decode_body(kind, body, where, again)
-    return Artifact(kind.name, header["inputs"], header["config"], value, digest, edited)
+        refused = refuse("its content does not match its digest (edited or damaged)")
+        if source:
+            refused.remedy = f"{refused.remedy}, or {ACCEPT_EDITED}"
+        raise refused
+    value = body if source else _decode_body(KINDS[header["kind"]].body, body, refuse)
+    return Artifact(header["kind"], header["inputs"], header["config"], value, digest, edited)
 
 
 def check_together(artifacts: Iterable[Artifact], config: Mapping[str, str]) -> None:
     """Refuses artifacts that were made from different inputs, or with another configuration than the one given."""
     found: dict[str, tuple[str, str]] = {}
     for artifact in artifacts:
+        own = KINDS[artifact.kind]
         for kind, digest in {**artifact.inputs, artifact.kind: artifact.digest}.items():
             other, other_digest = found.setdefault(kind, (artifact.kind, digest))
             if digest != other_digest and not (artifact.edited and kind == artifact.kind):
                 raise ArtifactError(
-                    f"{_name(artifact.kind)} and {_name(other)} belong to different runs: "
-                    f"they name different digests of {_name(kind)}",
-                    where=f"runs/{KINDS[artifact.kind].stage}",
-                    remedy=f"run `dvc repro {KINDS[artifact.kind].stage}`",
+                    f"{own.file} and {KINDS[other].file} belong to different runs: "
+                    f"they name different digests of {KINDS[kind].file}",
+                    where=f"runs/{own.stage}",
+                    remedy=f"run `dvc repro {own.stage}`",
                 )
         for key, digest in artifact.config.items():
             if key in config and config[key] != digest:
-                raise ArtifactError(
-                    f"it was made with other settings of {key} than conf/ has now",
-                    where=f"runs/{KINDS[artifact.kind].stage}/{KINDS[artifact.kind].file}",
-                    remedy=f"run `dvc repro {KINDS[artifact.kind].stage}`",
-                )
+                raise _refusal_of(artifact.kind)(f"it was made with other settings of {key} than conf/ has now")
 
 
 def check_beside(artifacts: Iterable[Artifact]) -> None:
     """Refuses artifacts of which one names what another does not have."""
     for kind, problem in verify_beside({artifact.kind: artifact.body for artifact in artifacts}):
-        raise ArtifactError(f"its body is not valid ({problem})", where=_path(kind), remedy=_again(KINDS[kind]))
+        raise _refusal_of(kind)(f"its body is not valid ({problem})")
+
+
+def _refusal_of(kind: str) -> Refuse:
+    return partial(ArtifactError, where=_path(kind), remedy=f"run `dvc repro {KINDS[kind].stage}`")
 
 
 def _path(kind: str) -> str:
-    return f"runs/{KINDS[kind].stage}/{KINDS[kind].file}"
-
-
-def _name(kind: str) -> str:
-    return KINDS[kind].file
-
-
-def _again(kind: Kind) -> str:
-    return f"run `dvc repro {kind.stage}`"
+    return str(KINDS[kind].path(Path()))
 
 
 def _header(kind: str, inputs: dict[str, str], config: dict[str, str]) -> dict[str, Any]:
@@ -193,15 +183,15 @@ def _to_bytes(artifact: Artifact) -> bytes:
     return (json.dumps({**header, "body": encode(artifact.body)}, indent=1, allow_nan=False) + "\n").encode()
 
 
-def _split_json(text: str, where: str, again: str) -> tuple[dict[str, Any], Any]:
+def _split_json(text: str, refuse: Refuse) -> tuple[dict[str, Any], Any]:
     try:
         data = json.loads(text)
         if "\\ud" in text.lower():  # half of a letter can neither be printed nor written
             json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets without end
-        raise ArtifactError(f"it is not whole JSON ({error})", where=where, remedy=again) from error
+        raise refuse(f"it is not whole JSON ({error})") from error
     if not isinstance(data, dict) or "body" not in data:
-        raise ArtifactError("it is not an artifact of ours", where=where, remedy=again)
+        raise refuse("it is not an artifact of ours")
     return data, data["body"]
 
 
@@ -213,7 +203,7 @@ def _source_header(header: Mapping[str, Any]) -> str:
     return "".join(f"{_SOURCE_MARK}{row}\n" for row in rows)
 
 
-def _split_source(text: str, where: str, again: str) -> tuple[dict[str, Any], str]:
+def _split_source(text: str, refuse: Refuse) -> tuple[dict[str, Any], str]:
     header: dict[str, Any] = {"inputs": {}, "config": {}}
     lines = text.splitlines(keepends=True)
     count = next((i for i, line in enumerate(lines) if not line.startswith(_SOURCE_MARK)), len(lines))
@@ -228,37 +218,28 @@ def _split_source(text: str, where: str, again: str) -> tuple[dict[str, Any], st
             case ["kind" | "digest" as key, value]:
                 header[key] = value
             case _:
-                raise ArtifactError("its header is damaged", where=where, remedy=again)
+                raise refuse("its header is damaged")
     return header, "".join(lines[count:])
 
 
-def _check_header(header: Any, known: Mapping[str, Kind], where: str, again: str) -> Kind:
-    ok = isinstance(header, dict) and all(
-        isinstance(header.get(key), kind)
-        for key, kind in {"kind": str, "version": int, "inputs": dict, "config": dict, "digest": str}.items()
-    )
-    named = [*header["inputs"].items(), *header["config"].items()] if ok else []
-    ok = ok and all(isinstance(digest, str) for _, digest in named) and set(header["inputs"]) <= set(KINDS)
-    if not ok or header["kind"] not in known:
-        raise ArtifactError(f"it is not a {' or '.join(known)} artifact", where=where, remedy=again)
-    kind = known[header["kind"]]
-    if header["version"] != kind.version:
-        raise ArtifactError(
-            f"it has version {header['version']}, this program reads version {kind.version}",
-            where=where,
-            remedy=again,
-        )
-    return kind
+def _check_header(header: dict[str, Any], kinds: tuple[str, ...], refuse: Refuse) -> None:
+    types = {"kind": str, "version": int, "inputs": dict, "config": dict, "digest": str}
+    ok = all(isinstance(header.get(key), kind) for key, kind in types.items())
+    named = [*header["inputs"].values(), *header["config"].values()] if ok else []
+    ok = ok and all(isinstance(digest, str) for digest in named) and set(header["inputs"]) <= set(KINDS)
+    if not ok or header["kind"] not in kinds:
+        raise refuse(f"it is not a {' or '.join(kinds)} artifact")
+    known = KINDS[header["kind"]].version
+    if header["version"] != known:
+        raise refuse(f"it has version {header['version']}, this program reads version {known}")
 
 
-def _decode_body(known: Kind, body: Any, where: str, again: str) -> Any:
-    if known.body is str:
-        return body
+def _decode_body(form: type, body: Any, refuse: Refuse) -> Any:
     try:
-        value: Any = decode(known.body, body)
+        value: Any = decode(form, body)
         if isinstance(value, OpGraph):
             verify_graph(value)
         verify_body(value)
         return value
     except (ArithmeticError, LookupError, RecursionError, ValueError) as error:  # ours are ValueErrors
-        raise ArtifactError(f"its body is not valid ({error})", where=where, remedy=again) from error
+        raise refuse(f"its body is not valid ({error})") from error

@@ -1,12 +1,14 @@
-"""Errors a user can cause, each one line: what was wrong, where, and what to do."""
+"""Errors a user can cause, each one line: what was wrong, where, and what to do. And how such lines show values."""
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
+from typing import Any
 
 from pipeline.base.secrets import without_secrets
 from pipeline.ir.names import printable
@@ -35,7 +37,8 @@ class ShardwrightError(Exception):
     def line(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
         text = f"{head}; {self.remedy}" if self.remedy else head
-        return shortened(printable(" ".join(without_secrets(text).split())))
+        line = printable(" ".join(without_secrets(text).split()))
+        return line if len(line) <= LONGEST else f"{line[: LONGEST - 1000]} ... {line[-1000:]}"
 
     def every(self) -> tuple[ShardwrightError, ...]:
         """This mistake and those that were found with it, each once."""
@@ -83,17 +86,35 @@ def refuse(errors: Iterable[ShardwrightError]) -> None:
     mistakes.refuse()
 
 
-def shortened(line: str) -> str:
-    return line if len(line) <= LONGEST else f"{line[: LONGEST - 1000]} ... {line[-1000:]}"
+def shown(value: Any) -> str:
+    """A value as it may stand in a one-line message."""
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def suggestion(name: str, allowed: list[str], otherwise: str) -> str:
+    near = nearest(name, allowed)
+    return f"did you mean '{near}'?" if near else otherwise + ", ".join(allowed)
+
+
+def nearest(name: str, allowed: list[str]) -> str | None:
+    """What was probably meant: a longer name that begins so, or one with nearly the same letters."""
+    longer = [item for item in allowed if len(name) >= 3 and item.startswith(name)]
+    return next(iter(longer or difflib.get_close_matches(name, allowed, 1)), None)
 
 
 class Unforeseen(ShardwrightError):
     """An exception that nobody expected: a fault of ours, or an artifact that fits its type and no more."""
 
     def __init__(self, error: BaseException, command: str) -> None:
-        trace = [
-            frame for frame in extract_tb(error.__traceback__) if f"{os.sep}site-packages{os.sep}" not in frame.filename
-        ]
+        outside = f"{os.sep}site-packages{os.sep}"
+        trace = [frame for frame in extract_tb(error.__traceback__) if outside not in frame.filename]
         place = f" at {Path(trace[-1].filename).name}:{trace[-1].lineno}" if trace else ""
         told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         super().__init__(

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from pipeline.base.errors import ShardwrightError
 
@@ -42,7 +43,10 @@ def told(root: Path) -> Iterator[None]:
             raise
         path = Path(error.filename) if isinstance(error.filename, str) else None
         where = str(path.relative_to(root) if path.is_relative_to(root) else path) if path else None
-        act = _remedy(path, root) if error.errno in NO_ROOM else "see that it may be written"
+        act = "make room on the disk or in your quota" if error.errno in NO_ROOM else "see that it may be written"
+        temporary = path is not None and path.is_relative_to(tempfile.gettempdir()) and not path.is_relative_to(root)
+        if temporary and error.errno in NO_ROOM:
+            act = "make room there, or set TMPDIR to a folder that has some"
         raise ShardwrightError(
             f"{'it' if where else 'a file'} cannot be written ({error.strerror})",
             where=where,
@@ -50,40 +54,37 @@ def told(root: Path) -> Iterator[None]:
         ) from error
 
 
-def _remedy(path: Path | None, root: Path) -> str:
-    if path is not None and path.is_relative_to(tempfile.gettempdir()) and not path.is_relative_to(root):
-        return "make room there, or set TMPDIR to a folder that has some"
-    return "make room on the disk or in your quota"
-
-
 def write_atomic(path: Path, content: bytes) -> None:
+    with writing_whole(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def writing_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which is at `path` once it is whole."""
     with writing(path):
-        _write_atomic(path, content)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for stale in path.parent.glob(f".{path.name}.*.tmp"):
+            writer = stale.name.split(".")[-2]
+            if not writer.isdecimal() or int(writer) == os.getpid() or not lives(int(writer)):
+                stale.unlink(missing_ok=True)  # left by a killed process; never read by anyone
+        temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
-def _of_a_process(temporary: Path) -> bool:
-    """Whether another one that lives here writes it now."""
-    number = temporary.name.split(".")[-2]
+def lives(pid: int) -> bool:
+    """Whether a process of this system has that number."""
     try:
-        os.kill(int(number), 0)
-    except (ProcessLookupError, ValueError, OverflowError):
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass
-    return int(number) != os.getpid()
-
-
-def _write_atomic(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for stale in path.parent.glob(f".{path.name}.*.tmp"):
-        if not _of_a_process(stale):
-            stale.unlink(missing_ok=True)  # left by a killed process; never read by anyone
-    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    return True

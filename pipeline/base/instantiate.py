@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import ShardwrightError, refuse
-from pipeline.base.messages import nearest, shown, suggestion
+from pipeline.base.errors import ShardwrightError, nearest, refuse, shown, suggestion
 
 
 class TargetError(ShardwrightError):
@@ -28,18 +27,16 @@ def locate(target: str, where: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
                 continue  # the name goes on inside a shorter module
-            raise TargetError(
-                f"importing {target!r} failed: {error}", where=where, remedy="install the missing package"
-            ) from error
+            what, remedy = f"importing {target!r} failed: {error}", "install the missing package"
+            raise TargetError(what, where=where, remedy=remedy) from error
         except (Exception, SystemExit) as error:  # the user's module runs here: whatever it raises is theirs to see
             raise TargetError(f"importing {target!r} failed: {type(error).__name__}: {error}", where=where) from error
         try:
             for part in parts[split:]:
                 found = getattr(found, part)
         except AttributeError as error:
-            raise TargetError(
-                f"{target!r} cannot be found: {error}", where=where, remedy="check the dotted name"
-            ) from error
+            what = f"{target!r} cannot be found: {error}"
+            raise TargetError(what, where=where, remedy="check the dotted name") from error
         return found
     raise TargetError(
         f"{target!r} cannot be imported: no module named {parts[0]!r}",
@@ -108,11 +105,8 @@ def _unlike(value: Any, parameter: inspect.Parameter) -> str:
     """What the parameter takes by its default and annotation, where the value is plainly something else."""
     default = parameter.default
     known = {type(default).__name__} if isinstance(default, bool | int | float | str) else set()
-    written = (
-        parameter.annotation
-        if isinstance(parameter.annotation, str)
-        else getattr(parameter.annotation, "__name__", str(parameter.annotation))
-    )
+    annotation = parameter.annotation
+    written = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
     known |= set(re.findall(r"\b(?:bool|int|float|str|list|dict|tuple|Any|Literal|Path)\b", written))
     number = bool(known & {"int", "float"}) and not known & {"str", "Any", "Literal", "Path"}
     if isinstance(value, str) and number:
@@ -123,12 +117,10 @@ def _unlike(value: Any, parameter: inspect.Parameter) -> str:
 
 
 def _value(value: Any, where: str) -> Any:
+    if isinstance(value, Mapping) and "_target_" in value:
+        return instantiate(value, where)
     if isinstance(value, Mapping):
-        return (
-            instantiate(value, where)
-            if "_target_" in value
-            else {k: _value(v, f"{where}.{k}") for k, v in value.items()}
-        )
+        return {k: _value(v, f"{where}.{k}") for k, v in value.items()}
     return [_value(v, f"{where}[{i}]") for i, v in enumerate(value)] if isinstance(value, list) else value
 
 

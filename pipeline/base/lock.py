@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pipeline.base.errors import ShardwrightError
-from pipeline.base.files import writing
+from pipeline.base.files import lives, writing
 
 FILE = ".lock"
 BEAT_S = 4.0  # how often the number grows
@@ -44,16 +44,6 @@ class Holder:
     system: str  # one start of one kernel, and one numbering of processes: where `pid` means something
     since: str
     beats: int = 0
-
-    def alive(self) -> bool:
-        """Only asked on its own system."""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return True
 
 
 def this_process(command: str) -> Holder:
@@ -86,8 +76,11 @@ def locked(folder: Path, command: str = "") -> Iterator[None]:
         descriptor, kernel = _take(path)
     own = this_process(command or _command())
     _write(descriptor, own)
-    if not kernel:
-        _refuse_last(path, descriptor, own)
+    if not kernel:  # of several that came at once, the last to write its name has it
+        time.sleep(SETTLE_S)
+        if (found := _read(path)) != own:
+            os.close(descriptor)
+            raise _locked(path, found)
     _held[key] = descriptor
     ended = threading.Event()
     beating = threading.Thread(target=_beat, args=(descriptor, own, ended), daemon=True, name="lock")
@@ -105,10 +98,9 @@ def locked(folder: Path, command: str = "") -> Iterator[None]:
 
 def refuse_locked(folder: Path) -> None:
     """For a command that leaves the work to others which take the lock themselves."""
-    if not folder.is_dir() or not (folder / FILE).exists():
-        return
-    with locked(folder):
-        pass
+    if (folder / FILE).exists():
+        with locked(folder):
+            pass
 
 
 _held: dict[str, int] = {}
@@ -132,24 +124,20 @@ def _command() -> str:
 def _take(path: Path) -> tuple[int, bool]:
     """The file, opened, and whether the kernel's lock is on it."""
     while True:
-        descriptor = _open(path)
+        # no link, as that would be to a file of somebody's
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
+            with suppress(OSError):  # for all who may write to the folder, whatever the umask
+                os.fchmod(descriptor, path.parent.stat().st_mode & 0o666)
             kernel = _flock(descriptor, path)
-            if _same_file(descriptor, path):
-                _refuse_living(path, kernel)
-                return descriptor, kernel
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    _refuse_living(path, kernel)
+                    return descriptor, kernel
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)  # its holder has removed it in the meantime
-
-
-def _open(path: Path) -> int:
-    """For all who may write to the folder, whatever the umask; no link, as that would be to a file of somebody's."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    with suppress(OSError):
-        os.fchmod(descriptor, path.parent.stat().st_mode & 0o666)
-    return descriptor
 
 
 def _flock(descriptor: int, path: Path) -> bool:
@@ -165,45 +153,23 @@ def _flock(descriptor: int, path: Path) -> bool:
     return True
 
 
-def _same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _refuse_living(path: Path, kernel: bool) -> None:
     """What the file says of its holder, where the kernel's lock does not settle it."""
     found = _read(path)
     if found is None:
         return
     if found.system == _system():
-        if not kernel and found.alive():
+        if not kernel and lives(found.pid):
             raise _locked(path, found)
         return
     deadline = time.monotonic() + WATCH_S
     while time.monotonic() < deadline:
         time.sleep(min(0.25, WATCH_S))
         now = _read(path)
-        if now is None and not _size(path):  # given back
+        if now is None and not (path.exists() and path.read_bytes()):  # given back
             return
         if now is not None and now != found:
             raise _locked(path, now)
-
-
-def _refuse_last(path: Path, descriptor: int, own: Holder) -> None:
-    """Without the kernel's lock: of several that came at once, the last to write its name has it."""
-    time.sleep(SETTLE_S)
-    found = _read(path)
-    if found != own:
-        os.close(descriptor)
-        raise _locked(path, found)
-
-
-def _size(path: Path) -> int:
-    with suppress(FileNotFoundError):
-        return path.stat().st_size
-    return 0
 
 
 def _read(path: Path) -> Holder | None:

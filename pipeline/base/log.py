@@ -52,7 +52,7 @@ def progress(log: Log, what: str, total: int) -> Iterator[Advance]:
         yield lambda done, note="": None
         return
     if not sys.stderr.isatty():
-        yield _Lines(log, what, total)
+        yield _lines(log, what, total)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -65,12 +65,13 @@ def progress(log: Log, what: str, total: int) -> Iterator[Advance]:
         yield lambda done, note="": bar.update(task, completed=done, description=f"{what} {note}".strip())
 
 
-class _Lines:
-    def __init__(self, log: Log, what: str, total: int) -> None:
-        self.log, self.what, self.total = log, what, total
-        self.shown = 0
+def _lines(log: Log, what: str, total: int) -> Advance:
+    shown = 0
 
-    def __call__(self, done: int, note: str = "") -> None:
-        if done * 5 // self.total > self.shown * 5 // self.total or (done == self.total and self.shown != done):
-            self.shown = done
-            self.log.info("%s %d/%d %s", self.what, done, self.total, note)
+    def advance(done: int, note: str = "") -> None:
+        nonlocal shown
+        if done * 5 // total > shown * 5 // total or (done == total and shown != done):
+            shown = done
+            log.info("%s %d/%d %s", what, done, total, note)
+
+    return advance

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from pipeline.base.artifacts import KINDS, Artifact, check_beside
 from pipeline.base.errors import ArtifactError
@@ -27,7 +28,11 @@ def check_sound(found: Mapping[str, Artifact]) -> None:
         _check_op(graph, op)
     for kind in ("frontier", "plan"):
         if kind in found:
-            _check_shardings(kind, graph, found[kind].body)
+            for own, sharding, sizes in _shardings(graph, found[kind].body):
+                try:
+                    verify_sharding(own, sharding, sizes, uneven_in(graph).spots)
+                except InvalidSharding as error:
+                    raise _refusal(kind, str(error)) from error
 
 
 def _check_op(graph: OpGraph, op: Op) -> None:
@@ -47,14 +52,6 @@ def _check_op(graph: OpGraph, op: Op) -> None:
         raise _refusal("graph", f"{op.name} is no {op.target}: {type(error).__name__}: {error}") from error
 
 
-def _check_shardings(kind: str, graph: OpGraph, body: Frontier | Plan) -> None:
-    for own, sharding, sizes in _shardings(graph, body):
-        try:
-            verify_sharding(own, sharding, sizes, uneven_in(graph).spots)
-        except InvalidSharding as error:
-            raise _refusal(kind, str(error)) from error
-
-
 def _shardings(graph: OpGraph, body: Frontier | Plan) -> Iterator[tuple[OpGraph, Sharding, tuple[int, ...]]]:
     if isinstance(body, Frontier):
         yield from ((graph, point.sharding, body.meshes[point.mesh].sizes) for point in body.points)
@@ -65,9 +62,5 @@ def _shardings(graph: OpGraph, body: Frontier | Plan) -> Iterator[tuple[OpGraph,
 
 
 def _refusal(kind: str, problem: str) -> ArtifactError:
-    known = KINDS[kind]
-    return ArtifactError(
-        f"its body is not valid ({problem})",
-        where=f"runs/{known.stage}/{known.file}",
-        remedy=f"run `dvc repro -f {known.stage}`",
-    )
+    what, again = f"its body is not valid ({problem})", f"run `dvc repro -f {KINDS[kind].stage}`"
+    return ArtifactError(what, where=str(KINDS[kind].path(Path())), remedy=again)

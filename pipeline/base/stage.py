@@ -20,16 +20,14 @@ from pipeline.base.secrets import without_secrets
 from pipeline.base.soundness import check_sound
 from pipeline.config import Config, load_config
 from pipeline.tracking.execution import current_point
-from pipeline.tracking.headline import headlines, run_name, run_tags
+from pipeline.tracking.headline import Figures, headlines, run_name, run_tags
 from pipeline.tracking.spool import StageRecord
 from pipeline.tracking.tracker import Tracker
 from pipeline.user.own_ops import know_own_ops
 
-Figures = Mapping[str, float | int | str]
-
 
 @dataclass(frozen=True)
-class Stage:
+class StageSpec:
     name: str
     reads: tuple[str, ...]  # kinds of artifact
     writes: str
@@ -39,13 +37,13 @@ class Stage:
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("trace", (), "graph", ("model", "cluster.device")),
-        Stage("profile", ("graph",), "profile", ("model.precision", "cluster.device", "train.optimizer")),
-        Stage("cluster", (), "cluster", ("cluster",)),
-        Stage("solve", ("graph", "profile", "cluster"), "frontier", ("solve", "train.micro_batches")),
-        Stage("checkpoint", ("graph", "profile", "cluster", "frontier"), "plan", ("checkpoint",)),
-        Stage("codegen", ("graph", "plan"), "module", ("model",)),
-        Stage("train", ("graph", "plan", "module"), "report", ("model", "data", "train")),
+        StageSpec("trace", (), "graph", ("model", "cluster.device")),
+        StageSpec("profile", ("graph",), "profile", ("model.precision", "cluster.device", "train.optimizer")),
+        StageSpec("cluster", (), "cluster", ("cluster",)),
+        StageSpec("solve", ("graph", "profile", "cluster"), "frontier", ("solve", "train.micro_batches")),
+        StageSpec("checkpoint", ("graph", "profile", "cluster", "frontier"), "plan", ("checkpoint",)),
+        StageSpec("codegen", ("graph", "plan"), "module", ("model",)),
+        StageSpec("train", ("graph", "plan", "module"), "report", ("model", "data", "train")),
     )
 }
 
@@ -73,17 +71,18 @@ class Result:
     settle: Callable[[], None] = lambda: None  # once all that is on the disk: until then the stage can be killed
 
 
-def execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
+def execute(stage: StageSpec, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
     """Runs one stage on what is in runs/. The artifact is written last: until then the old one is not replaced."""
     with told(root), locked(root / "runs"):
         return _execute(stage, run, root, log)
 
 
-def _execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
+def _execute(stage: StageSpec, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
     config, found = read(stage.reads, root)
     tracker = Tracker(root, config.tracking, log, run_name=run_name(config, found.get("plan")))
     started = time.perf_counter()
-    log.info(f"{_reading(stage)}")
+    names = ", ".join(KINDS[kind].file for kind in stage.reads)
+    log.info(f"reading {names}" if names else "starting")
     for kind, artifact in found.items():
         log.debug("%s is %s", KINDS[kind].file, artifact.digest)
     try:
@@ -96,7 +95,7 @@ def _execute(stage: Stage, run: Callable[[Inputs, Config], Result], root: Path, 
             _write_summary(stage, root, figures)
             result.settle()
     except ShardwrightError as error:
-        failed = _record(stage, config, {}, (), status="failed", error=error.line())
+        failed = _record(stage, config, {}, status="failed", error=error.line())
         tracker.stage(_known(failed, config, found.get("plan")), _upstream(stage, root, config))
         raise
     log.info(f"wrote {path.relative_to(root)} in {figures['seconds']:.1f} s")
@@ -112,41 +111,29 @@ def _known(record: StageRecord, config: Config, plan: Artifact | None) -> StageR
     return replace(record, run_name=name, tags=run_tags(config, plan))
 
 
-def _all_keys() -> tuple[str, ...]:
-    return tuple(dict.fromkeys(key for stage in STAGES.values() for key in stage.config))
-
-
 def read(kinds: Iterable[str], root: Path) -> tuple[Config, dict[str, Artifact]]:
     """The configuration and the artifacts of these kinds, which belong together and to it; own ops are then known."""
     config = load_config(root)
     add_code_path(root, config.code)
     accept = config.train.accept_edited_module
     found = {kind: artifacts.load(kind, root, accept_edited=accept) for kind in kinds}
-    artifacts.check_together(found.values(), {key: config.digest(key) for key in _all_keys()})
+    keys = {key for stage in STAGES.values() for key in stage.config}
+    artifacts.check_together(found.values(), {key: config.digest(key) for key in keys})
     know_own_ops(config, found["graph"].body if "graph" in found else None)
     check_sound(found)
     return config, found
-
-
-def _reading(stage: Stage) -> str:
-    names = ", ".join(KINDS[kind].file for kind in stage.reads)
-    return f"reading {names}" if names else "starting"
 
 
 def summary_path(stage: str, root: Path) -> Path:
     return root / "runs" / stage / "summary.json"
 
 
-def _write_summary(stage: Stage, root: Path, figures: Figures) -> None:
+def _write_summary(stage: StageSpec, root: Path, figures: Figures) -> None:
     """All figures, and those that DVC shows and compares in a file of their own."""
-    path, first = summary_path(stage.name, root), headlines(stage.name, figures)
-    write_atomic(path, _json(figures))
-    if first:
-        write_atomic(path.with_name("metrics.json"), _json(first))
-
-
-def _json(figures: Figures) -> bytes:
-    return (json.dumps(dict(figures), indent=1) + "\n").encode()
+    path = summary_path(stage.name, root)
+    for name, content in ((path.name, figures), ("metrics.json", headlines(stage.name, figures))):
+        if content:
+            write_atomic(path.with_name(name), (json.dumps(dict(content), indent=1) + "\n").encode())
 
 
 def read_summary(stage: str, root: Path) -> dict[str, Any] | None:
@@ -157,52 +144,39 @@ def read_summary(stage: str, root: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def _upstream(stage: Stage, root: Path, config: Config) -> list[StageRecord]:
+def _upstream(stage: StageSpec, root: Path, config: Config) -> list[StageRecord]:
     """The stages above, as they stand on disk: logged as cached where this execution did not run them."""
-    records = []
-    for name in _above(stage):
-        summary = read_summary(name, root)
-        if summary is not None:
-            path = KINDS[STAGES[name].writes].path(root)
-            records.append(_record(STAGES[name], config, summary, (path,), status="cached"))
-    return records
+    above = [STAGES[name] for name in up_to(stage.name)[:-1]]
+    summaries = [(each, read_summary(each.name, root)) for each in above]
+    return [
+        _record(each, config, summary, (KINDS[each.writes].path(root),), status="cached")
+        for each, summary in summaries
+        if summary is not None
+    ]
 
 
 def up_to(last: str) -> list[str]:
-    """The stages that end in this one, in the pipeline's order."""
-    return [*_above(STAGES[last]), last]
+    """The stage and every one whose artifact it rests on, in the pipeline's order."""
+    makers = {stage.writes: stage for stage in STAGES.values()}
+    wanted, todo = {last}, [STAGES[last]]
+    while todo:
+        above = [makers[kind] for kind in todo.pop().reads if makers[kind].name not in wanted]
+        wanted |= {stage.name for stage in above}
+        todo += above
+    return [name for name in STAGES if name in wanted]
 
 
 def as_cached(stages: Iterable[str], config: Config, figures: Mapping[str, Figures]) -> list[StageRecord]:
     """Records of stages that did not run: their figures come from elsewhere."""
-    found = (_record(STAGES[name], config, figures[name], (), status="cached") for name in stages)
+    found = (_record(STAGES[name], config, figures[name], status="cached") for name in stages)
     return [replace(record, tags=run_tags(config, None)) for record in found]
 
 
-def _above(stage: Stage) -> list[str]:
-    """Every stage whose artifact this one rests on, in the pipeline's order."""
-    makers = {s.writes: s for s in STAGES.values()}
-    wanted: set[str] = set()
-    todo = list(stage.reads)
-    while todo:
-        maker = makers[todo.pop()]
-        if maker.name not in wanted:
-            wanted.add(maker.name)
-            todo += maker.reads
-    return [name for name in STAGES if name in wanted]
-
-
 def _record(
-    stage: Stage,
-    config: Config,
-    figures: Figures,
-    files: tuple[Path, ...],
-    *,
-    status: str = "executed",
-    error: str = "",
+    stage: StageSpec, config: Config, figures: Figures, files: tuple[Path, ...] = (), **more: Any
 ) -> StageRecord:
     params = {f"{key}.{name}": value for key in stage.config for name, value in _flat(config.plain(key)).items()}
-    return StageRecord(stage.name, status, params, dict(figures), files, error=error or None)
+    return StageRecord(stage.name, params=params, figures=dict(figures), artifacts=files, **more)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import ConfigError, ShardwrightError
-from pipeline.base.messages import nearest
+from pipeline.base.errors import ConfigError, ShardwrightError, nearest
 from pipeline.cluster_model.machine import Machine, machine_of
 from pipeline.cluster_model.transformer import KNOWN, AttentionKernel, PipelineSchedule, RecomputeMode, Transformer
 from pipeline.config import ClusterSource, Config, ModelSettings, listing, load_part

@@ -29,6 +29,14 @@ GB is 10^9 bytes, MB is 10^6 bytes.
 """
 
 
+_ALLOWED = {
+    ValueForm.CHOICE: "a file's name without `.yaml`",
+    ValueForm.COUNT: "at least 1, or `solve`",
+    ValueForm.SWITCH: "`true`, `false`, `auto`",
+    ValueForm.SAVED: "a file's name without `.json`",
+}
+
+
 def reference() -> str:
     """The page: one table per file kind."""
     parts = [_HEAD, _part("conf/config.yaml", Root, "The choices, and what holds for all of them.")]
@@ -59,13 +67,8 @@ def _rows(schema: type, prefix: str) -> Iterator[tuple[str, str, str, str, str]]
         elif rule.form is ValueForm.SIZES:
             yield f"`{key}.NAME`", "integer", "", "at least 1", "Devices along the axis of that name."
         elif rule.form is ValueForm.LAYOUTS:
-            yield (
-                f"`{key}.NAME`",
-                "text",
-                "",
-                "a layout",
-                "`R`, `S(dim)`, `zero1`, `zero2` or `zero3`, with ` on AXIS`.",
-            )
+            layouts = "`R`, `S(dim)`, `zero1`, `zero2` or `zero3`, with ` on AXIS`."
+            yield f"`{key}.NAME`", "text", "", "a layout", layouts
         elif rule.form is ValueForm.TARGET:
             yield f"`{key}._target_`", "text", "required", "a dotted importable name", "What is called."
             yield f"`{key}.ARGUMENT`", "any", "", "", "A keyword argument of it."
@@ -88,14 +91,8 @@ def _type(kind: FieldType, rule: KeyRule) -> str:
 
 
 def _allowed(kind: FieldType, rule: KeyRule) -> str:
-    if rule.form is ValueForm.CHOICE:
-        return "a file's name without `.yaml`"
-    if rule.form is ValueForm.COUNT:
-        return "at least 1, or `solve`"
-    if rule.form is ValueForm.SWITCH:
-        return "`true`, `false`, `auto`"
-    if rule.form is ValueForm.SAVED:
-        return "a file's name without `.json`"
+    if rule.form in _ALLOWED:
+        return _ALLOWED[rule.form]
     if kind.type in (dict, list):
         bounds = span(rule, int)
         return f"not empty; each {bounds}" if bounds else "not empty"

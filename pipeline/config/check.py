@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
-from pipeline.base.errors import ConfigError
-from pipeline.base.messages import nearest, shown, suggestion
+from pipeline.base.errors import ConfigError, nearest, shown, suggestion
 from pipeline.config.schema import AUTO, MISSING, SOLVE, KeyRule, ValueForm, rule_of
 from pipeline.config.source import UNREAD, Key, Source
 from pipeline.ops.dims import check_line

@@ -43,12 +43,9 @@ def _check_hosts_to_measure(cluster: ClusterSettings, source: Source) -> Iterato
     if cluster.nodes > 1 or cluster.per_host:
         key = "per_host" if cluster.per_host else "nodes"
         yield source.error((key,), "'probe' counts the hosts that join", "name them in `probe.hosts`")
-    hosts = cluster.probe.hosts or []
-    twice = next((host for number, host in enumerate(hosts) if host in hosts[:number]), None)
-    if twice is not None:
-        yield source.error(
-            ("probe", "hosts"), f"names {twice} twice", "name each host once, `devices` counts its devices"
-        )
+    if twice := _twice(cluster.probe.hosts):
+        remedy = "name each host once, `devices` counts its devices"
+        yield source.error(("probe", "hosts"), f"names {twice} twice", remedy)
 
 
 def _check_hosts_described(cluster: ClusterSettings, source: Source) -> Iterator[ConfigError]:
@@ -85,6 +82,10 @@ def _check_figures(cluster: ClusterSettings, source: Source) -> Iterator[ConfigE
         yield source.error(("source",), f"'{cluster.source.value}' needs {', '.join(missing)}", remedy)
 
 
+def _twice(names: list[str] | None) -> str | None:
+    return next((name for number, name in enumerate(names or []) if name in (names or [])[:number]), None)
+
+
 def check_checkpoint(settings: Checkpoint, source: Source) -> Iterator[ConfigError]:
     if settings.every_blocks is not None and settings.recompute is not Recompute.every:
         yield source.error(("every_blocks",), f"is not read with `recompute: {settings.recompute}`", "leave it out")
@@ -92,8 +93,7 @@ def check_checkpoint(settings: Checkpoint, source: Source) -> Iterator[ConfigErr
         if getattr(settings, key) is not None and settings.pipeline is OFF:
             yield source.error((key,), "is for pipelines, and `pipeline` is off", f"set `pipeline` to {NAMED}")
     names = settings.boundaries or []
-    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
-    if twice is not None:
+    if twice := _twice(names):
         yield source.error(("boundaries",), f"names {twice} twice", "name each module once")
     if names and settings.partitions not in (None, len(names) + 1):
         reason = f"got {settings.partitions}, and `boundaries` makes {len(names) + 1}"
@@ -101,22 +101,21 @@ def check_checkpoint(settings: Checkpoint, source: Source) -> Iterator[ConfigErr
 
 
 def _check_mesh(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
-    pieces = (config.solve.mesh or {}).get(PIPELINE_AXIS, 1)
+    groups = (config.solve.mesh or {}).get(PIPELINE_AXIS, 1)
     settings, file = config.checkpoint, f"conf/checkpoint/{config.choices['checkpoint']}.yaml"
     key = ("mesh", PIPELINE_AXIS)
-    if pieces > 1 and settings.pipeline is OFF:
-        yield source_of("solve").error(
-            key, f"got {pieces}, and `pipeline` in {file} is off", f"set that to {NAMED}, or leave {PIPELINE_AXIS} out"
-        )
+    if groups > 1 and settings.pipeline is OFF:
+        remedy = f"set that to {NAMED}, or leave {PIPELINE_AXIS} out"
+        yield source_of("solve").error(key, f"got {groups}, and `pipeline` in {file} is off", remedy)
         return
-    if pieces > 1 and config.solve.plan is not None:
-        reason = f"got {pieces}, and `plan` names a saved plan, which is of all devices"
+    if groups > 1 and config.solve.plan is not None:
+        reason = f"got {groups}, and `plan` names a saved plan, which is of all devices"
         yield source_of("solve").error(key, reason, "leave one of them out")
     asked = settings.partitions or (len(settings.boundaries) + 1 if settings.boundaries else None)
-    chunked = settings.pipeline in (INTERLEAVED, SOLVED) and asked is not None and asked % pieces == 0
-    if pieces > 1 and asked not in (None, pieces) and not chunked:
+    chunked = settings.pipeline in (INTERLEAVED, SOLVED) and asked is not None and asked % groups == 0
+    if groups > 1 and asked not in (None, groups) and not chunked:
         what = "partitions" if settings.partitions else "boundaries"
-        yield source_of("solve").error(key, f"got {pieces}, and `{what}` in {file} makes {asked}", "let them agree")
+        yield source_of("solve").error(key, f"got {groups}, and `{what}` in {file} makes {asked}", "let them agree")
 
 
 def _check_pieces(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:

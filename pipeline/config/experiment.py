@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import ConfigError, Mistakes, ShardwrightError, refuse
-from pipeline.base.messages import shown, suggestion
+from pipeline.base.errors import ConfigError, Mistakes, ShardwrightError, refuse, shown, suggestion
 from pipeline.config.load import ROOT_FILE, build, choices_remedy, choose, group_file, load_config
 from pipeline.config.schema import GROUPS, Config, Experiment, Root, SweepSettings
 from pipeline.config.source import Key, Source, listing, parse, parse_value, read, read_bytes

@@ -15,8 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.errors import ConfigError, Mistakes, ShardwrightError, refuse
-from pipeline.base.messages import nearest, shown
+from pipeline.base.errors import ConfigError, Mistakes, ShardwrightError, nearest, refuse, shown
 from pipeline.config.check import check, check_key, fields_of, mandatory
 from pipeline.config.consistency import CHECKS, check_checkpoint, check_cluster
 from pipeline.config.schema import GROUPS, Checkpoint, ClusterSettings, Config, Root, Solve, Train

@@ -16,8 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from pipeline.base.errors import ConfigError, refuse
-from pipeline.base.messages import shown
+from pipeline.base.errors import ConfigError, refuse, shown
 
 Key = tuple[str | int, ...]
 Mark = tuple[int, int]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.first, self.norm_first = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
@@ -23,7 +23,7 @@ class ConvNet(nn.Module):
     def __init__(self, channels: int, width: int, blocks: int, classes: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.stem = nn.Conv2d(channels, width, 3, padding=1)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(blocks))
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(width, classes)
 

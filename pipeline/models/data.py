@@ -8,28 +8,34 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.utils.data import Dataset
 
 
-class TokenSequences(Dataset[dict[str, Tensor]]):
-    """Sequences that count upwards by a step of their own, with noise: the next token can mostly be guessed."""
-
-    def __init__(
-        self, vocab_size: int, length: int, samples: int, seed: int = 0, noise: float = 0.1, first: int = 0
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.length = length
-        self.samples = samples
-        self.seed = seed
-        self.noise = noise
-        self.first = first
+class Synthetic(Dataset[dict[str, Tensor]]):
+    def __init__(self, samples: int, seed: int, first: int) -> None:
+        self.samples, self.seed, self.first = samples, seed, first
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = _generator(self.seed, self.first + index)
+        return self.sample(_generator(self.seed, self.first + index))
+
+    def sample(self, generator: Generator) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
+class TokenSequences(Synthetic):
+    """Sequences that count upwards by a step of their own, with noise: the next token can mostly be guessed."""
+
+    def __init__(
+        self, vocab_size: int, length: int, samples: int, seed: int = 0, noise: float = 0.1, first: int = 0
+    ) -> None:
+        super().__init__(samples, seed, first)
+        self.vocab_size, self.length, self.noise = vocab_size, length, noise
+
+    def sample(self, generator: Generator) -> dict[str, Tensor]:
         start = torch.randint(self.vocab_size, (1,), generator=generator)
         step = torch.randint(1, 8, (1,), generator=generator)
         tokens = (start + step * torch.arange(self.length + 1)) % self.vocab_size
@@ -39,29 +45,20 @@ class TokenSequences(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
 
-class ClassVectors(Dataset[dict[str, Tensor]]):
+class ClassVectors(Synthetic):
     """Vectors scattered around one centre per class."""
 
     def __init__(self, features: int, classes: int, samples: int, seed: int = 0, first: int = 0) -> None:
-        self.first = first
-        self.classes = classes
-        self.samples = samples
-        self.seed = seed
+        super().__init__(samples, seed, first)
         self.centres = torch.randn(classes, features, generator=_generator(seed, -1))
 
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = _generator(self.seed, self.first + index)
-        target = torch.randint(self.classes, (1,), generator=generator)[0]
-        return {
-            "inputs": self.centres[target] + torch.randn(self.centres.shape[1], generator=generator),
-            "targets": target,
-        }
+    def sample(self, generator: Generator) -> dict[str, Tensor]:
+        target = torch.randint(len(self.centres), (1,), generator=generator)[0]
+        inputs = self.centres[target] + torch.randn(self.centres.shape[1], generator=generator)
+        return {"inputs": inputs, "targets": target}
 
 
-class ClassImages(Dataset[dict[str, Tensor]]):
+class ClassImages(Synthetic):
     """Images with one coarse picture per class, lighter or darker, under noise."""
 
     def __init__(
@@ -74,21 +71,18 @@ class ClassImages(Dataset[dict[str, Tensor]]):
         noise: float = 0.5,
         first: int = 0,
     ) -> None:
-        self.samples, self.classes, self.seed, self.noise, self.first = samples, classes, seed, noise, first
+        super().__init__(samples, seed, first)
+        self.noise = noise
         coarse = torch.randn(classes, channels, 4, 4, generator=_generator(seed, -1))
         self.pictures = F.interpolate(coarse, size=(size, size), mode="nearest")
 
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = _generator(self.seed, self.first + index)
-        label = torch.randint(self.classes, (1,), generator=generator)[0]
+    def sample(self, generator: Generator) -> dict[str, Tensor]:
+        label = torch.randint(len(self.pictures), (1,), generator=generator)[0]
         light = torch.rand(1, generator=generator) + 0.5
         picture = self.pictures[label]
         noise = torch.randn(picture.shape, generator=generator)
         return {"images": picture * light + self.noise * noise, "labels": label}
 
 
-def _generator(seed: int, index: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed * 1_000_003 + index + 1)
+def _generator(seed: int, index: int) -> Generator:
+    return Generator().manual_seed(seed * 1_000_003 + index + 1)

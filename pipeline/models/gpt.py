@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Attention(nn.Module):
+class CausalSelfAttention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -32,11 +32,11 @@ class Attention(nn.Module):
         return x.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm_attention = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = CausalSelfAttention(width, heads)
         self.norm_mlp = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
@@ -55,7 +55,7 @@ class GPT(nn.Module):
             raise ValueError(f"width {width} must be a multiple of heads {heads}")
         self.token = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(context, width)
-        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(TransformerLayer(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)
         if tie:

@@ -17,6 +17,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -138,23 +139,18 @@ def _sqlite(path: Path) -> Iterator[sqlite3.Connection]:
 
 def _within(seconds: float, action: Callable[[], T]) -> T:
     """The action's result, or TimeoutError; an action that overruns is left behind in a thread that dies with us."""
-    outcome: list[T] = []
-    failure: list[BaseException] = []
+    outcome: Future[T] = Future()
 
     def act() -> None:
         try:
-            outcome.append(action())
+            outcome.set_result(action())
         except BaseException as error:
-            failure.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=act, name="shardwright-tracking-connect", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failure:
-        raise failure[0]
-    if not outcome:
+    threading.Thread(target=act, name="shardwright-tracking-connect", daemon=True).start()
+    if not wait([outcome], seconds).done:
         raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return outcome[0]
+    return outcome.result()
 
 
 # -- artifact locations -----------------------------------------------------------------------------------------------

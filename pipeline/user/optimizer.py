@@ -25,7 +25,9 @@ def build_optimizer(settings: Mapping[str, Any], where: str, parameters: Sequenc
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise TargetError(f"{target} gives a {kind}, which is no torch.optim.Optimizer", where=place, remedy=ANOTHER)
-    if _demands(optimizer.step):
+    given = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters_of_step = inspect.signature(optimizer.step).parameters.values()
+    if any(p.default is p.empty and p.kind not in given for p in parameters_of_step):
         raise TargetError(
             f"the step of {target} needs a closure that evaluates the loss again, and a plan evaluates it once",
             where=place,
@@ -35,8 +37,10 @@ def build_optimizer(settings: Mapping[str, Any], where: str, parameters: Sequenc
 
 
 def try_optimizer(settings: Mapping[str, Any], where: str, device: str = "cpu") -> tuple[Optimizer, Parameter]:
-    """The optimizer after a first step on a small parameter, and that parameter: on a CPU, or where it must be a GPU
-    there (`capturable`), or on fake tensors of one."""
+    """The optimizer after a first step on a small parameter, and that parameter.
+
+    On a CPU, or where it must be a GPU there (`capturable`), or on fake tensors of one.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -137,10 +141,3 @@ def _tried(settings: Mapping[str, Any], where: str, device: str, cut: Callable[[
             parameter.grad = drawn(scale)
         _take_step(optimizer, settings, where)
     return [parameter.detach() for parameter in parameters]
-
-
-def _demands(step: Any) -> bool:
-    """Whether a step must be given something: a closure that evaluates the loss."""
-    given = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(step).parameters.values()
-    return any(p.default is p.empty and p.kind not in given for p in parameters)

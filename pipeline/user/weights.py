@@ -1,4 +1,4 @@
-"""Weights of the unsplit model in files, read and written one tensor, or one piece of a tensor, at a time.
+"""Weights of the unsplit model in files, read and written one tensor, or one shard of a tensor, at a time.
 
 A safetensors file is eight bytes with the length of its header, the header (JSON: name -> type, shape and where the
 bytes lie), and the bytes; so it is written as a stream, once the names and shapes are known.
@@ -7,7 +7,6 @@ bytes lie), and the bytes; so it is written as a stream, once the names and shap
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.base.errors import ShardwrightError
-from pipeline.base.files import writing
+from pipeline.base.files import writing_whole
 from pipeline.ir.layout import Run
 
 Shape = tuple[int, ...]
@@ -35,7 +34,7 @@ class WeightsError(ShardwrightError):
     """A file of weights cannot be read, or is not of this model."""
 
 
-class Weights(Protocol):
+class WeightFile(Protocol):
     """An open file."""
 
     @property
@@ -45,11 +44,11 @@ class Weights(Protocol):
         """The elements in these slices of the dims."""
 
 
-def open_weights(path: Path, where: str) -> Weights:
+def open_weights(path: Path, where: str) -> WeightFile:
     """Nothing but names and shapes is read yet."""
     try:
         if path.name.endswith(".index.json"):
-            return _Parts(path)
+            return _SafetensorsIndex(path)
         return _Safetensors(path) if path.suffix == ".safetensors" else _StateDict(path)
     except Exception as error:  # of several libraries, each with errors of its own
         first = (str(error).splitlines() or [""])[0]
@@ -73,7 +72,7 @@ class _Safetensors:
         return found.clone()  # it may be a view of the file
 
 
-class _Parts:
+class _SafetensorsIndex:
     """A model in several files, which an index lists."""
 
     def __init__(self, index: Path) -> None:
@@ -105,7 +104,7 @@ class _StateDict:
         return self.tensors[name][box].clone()
 
 
-def read_piece(weights: Weights, name: str, runs: Sequence[Sequence[Run]]) -> Tensor:
+def read_piece(weights: WeightFile, name: str, runs: Sequence[Sequence[Run]]) -> Tensor:
     """The elements whose indices lie in these runs of each dim; nothing else is read."""
     boxes = [[slice(start, start + count) for start, count in dim] for dim in runs]
     pieces = [weights.read(name, box) for box in product(*boxes)]
@@ -116,19 +115,19 @@ def read_piece(weights: Weights, name: str, runs: Sequence[Sequence[Run]]) -> Te
     return pieces[0]
 
 
-def match_names(weights: Weights, names: Mapping[str, str], shapes: Mapping[str, Shape], where: str) -> dict[str, str]:
+def match_names(file: WeightFile, names: Mapping[str, str], shapes: Mapping[str, Shape], where: str) -> dict[str, str]:
     """Tensor of the model -> its name in the file, which has them all, and no others.
 
     `names` has all names in the model's state dict: of tied weights any will do, and the last one counts, as it does
     for `load_state_dict`.
     """
-    found = {own: name for name, own in names.items() if name in weights.shapes}
+    found = {own: name for name, own in names.items() if name in file.shapes}
     missing = [name for name, own in names.items() if own not in found]
-    extra = [name for name in weights.shapes if name not in names]
+    extra = [name for name in file.shapes if name not in names]
     wrong = [
-        f"{name} has shape {list(weights.shapes[name])} instead of {list(shapes[own])}"
+        f"{name} has shape {list(file.shapes[name])} instead of {list(shapes[own])}"
         for name, own in names.items()
-        if weights.shapes.get(name, shapes[own]) != shapes[own]
+        if file.shapes.get(name, shapes[own]) != shapes[own]
     ]
     problems = [f"it has no {_some(missing)}"] if missing else []
     problems += [f"the model has no {_some(extra)}"] if extra else []
@@ -150,20 +149,11 @@ def write_weights(
     about: Mapping[str, str],
 ) -> None:
     """A safetensors file of these tensors, given one after another; it is whole or absent."""
-    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "wb") as file:
-                file.write(_header(specs, about))
-                for (name, (dtype, shape)), tensor in zip(specs.items(), tensors, strict=True):
-                    assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
-                    file.write(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    with writing_whole(path) as file:
+        file.write(_header(specs, about))
+        for (name, (dtype, shape)), tensor in zip(specs.items(), tensors, strict=True):
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
+            file.write(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
 
 
 def _header(specs: Mapping[str, tuple[torch.dtype, Shape]], about: Mapping[str, str]) -> bytes:
