@@ -14,18 +14,8 @@ from pipeline.base.errors import TrainError
 from pipeline.runtime.programs.random import go_apart
 from stages.train.engines.engine import Engine
 from stages.train.ranks.joining import gathered
+from stages.train.snapshots import manifest
 from stages.train.snapshots.boxes import BoxedTensor, Table, TensorFiles, check_boxes, read_table
-from stages.train.snapshots.manifest import (
-    Damaged,
-    Missing,
-    Unreadable,
-    check_files,
-    damaged_in,
-    read_manifest,
-    set_aside,
-    snapshots_in,
-    sweep,
-)
 from stages.train.snapshots.writer import SHARE, About, random_streams
 
 
@@ -48,28 +38,28 @@ def find(folder: Path, origin: str | None, where: str) -> FoundSnapshot:
     """
     names: list[Any] = [None, None]
     if dist.get_rank() == 0:
-        sweep(folder)
-        names = [[path.name for path in snapshots_in(folder)], [path.name for path in damaged_in(folder)]]
+        manifest.sweep(folder)
+        names = [[path.name for path in found(folder)] for found in (manifest.snapshots_in, manifest.damaged_in)]
     dist.broadcast_object_list(names, src=0)
     newest, aside = names
     damaged: dict[str, str] = {}
     for name, before in zip_longest(newest, newest[1:]):
-        manifest, tensors, problem = _checked(folder / name, where)
+        listing, tensors, problem = _checked(folder / name, where)
         if not problem:
             if dist.get_rank() == 0:
                 for other in damaged:
-                    set_aside(folder / other)
+                    manifest.set_aside(folder / other)
             told = tuple(f"{name}: {problem}" for name, problem in damaged.items())
-            return FoundSnapshot(folder / name, manifest["about"], tensors, told, before and folder / before)
+            return FoundSnapshot(folder / name, listing["about"], tensors, told, before and folder / before)
         damaged[name] = problem
     if damaged or aside:
         raise _all_damaged(folder, {**damaged, **dict.fromkeys(aside, "set aside before")}, origin, where)
     if origin is None:
         return FoundSnapshot(None)
-    manifest, tensors, problem = _checked(Path(origin), where)
+    listing, tensors, problem = _checked(Path(origin), where)
     if problem:
         raise TrainError(f"{origin} is damaged: {problem}", where=where, remedy="name another snapshot")
-    return FoundSnapshot(Path(origin), manifest["about"], tensors)
+    return FoundSnapshot(Path(origin), listing["about"], tensors)
 
 
 def _all_damaged(folder: Path, damaged: dict[str, str], origin: str | None, where: str) -> TrainError:
@@ -84,20 +74,20 @@ def _all_damaged(folder: Path, damaged: dict[str, str], origin: str | None, wher
 
 def _checked(snapshot: Path, where: str) -> tuple[dict[str, Any], Table, str]:
     """Its manifest, its tensors, what is wrong with it; ranks share the files. All ranks end where one cannot tell."""
-    manifest: dict[str, Any] = {}
+    listing: dict[str, Any] = {}
     tensors: Table = {}
     unreadable, damaged, missing = "", "", ""
     part = dist.get_rank(), dist.get_world_size()
     try:
-        manifest = read_manifest(snapshot)
-        check_files(snapshot, manifest, *part)
-        tensors = read_table(snapshot, manifest["files"])
+        listing = manifest.read_manifest(snapshot)
+        manifest.check_files(snapshot, listing, *part)
+        tensors = read_table(snapshot, listing["files"])
         check_boxes(snapshot, tensors, *part)
-    except Missing as error:
+    except manifest.Missing as error:
         damaged, missing = str(error), error.file
-    except Damaged as error:
+    except manifest.Damaged as error:
         damaged = str(error)
-    except Unreadable as error:
+    except manifest.Unreadable as error:
         unreadable = str(error)
     everyone = gathered((unreadable, damaged, missing))
     unseen = [_unseen(snapshot, [file for _, _, file in everyone])]
@@ -105,7 +95,7 @@ def _checked(snapshot: Path, where: str) -> tuple[dict[str, Any], Table, str]:
     problem = next((text for text, _, _ in everyone if text), unseen[0])
     if problem:
         raise TrainError(f"{snapshot} cannot be used: {problem}", where=where)
-    return manifest, tensors, next((text for _, text, _ in everyone if text), "")
+    return listing, tensors, next((text for _, text, _ in everyone if text), "")
 
 
 def _unseen(snapshot: Path, missing: list[str]) -> str:

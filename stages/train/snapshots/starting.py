@@ -16,18 +16,7 @@ from pipeline.base.errors import TrainError
 from pipeline.base.secrets import without_secrets
 from pipeline.base.stage import Inputs
 from pipeline.config import Config
-from stages.train.snapshots.manifest import (
-    Damaged,
-    Unreadable,
-    begin_anew,
-    claim,
-    is_finished,
-    is_of,
-    is_snapshot_name,
-    read_manifest,
-    snapshots_in,
-    step_of,
-)
+from stages.train.snapshots import manifest
 
 AUTO, NEVER = "auto", "never"
 # Keys of the train file that change neither a weight nor the order of the data. Any other key counts.
@@ -45,26 +34,26 @@ def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any
     again runs the whole stage again: they go on from what this very run wrote, whatever `resume` says.
     """
     settings = settings_of(config.plain("model"), config.plain("data"), config.plain("train"))
-    origin, manifest = _origin(inputs.root, config)
-    if manifest:
-        changed = differing(manifest["about"]["settings"], public(settings))
+    origin, listing = _origin(inputs.root, config)
+    if listing:
+        changed = differing(listing["about"]["settings"], public(settings))
         if changed:
             inputs.log.info("the run begins from %s with other settings of %s", config.train.resume, ", ".join(changed))
-    digest = digest_of_run(settings, inputs.artifacts["graph"].digest, manifest.get("digest"))
+    digest = digest_of_run(settings, inputs.artifacts["graph"].digest, listing.get("digest"))
     folder = inputs.root / "runs" / "train" / "snapshots" / digest
     if first:
         launch, again = launch_of(os.environ)
-        goes_on = again and is_of(folder, launch)
-        if not goes_on and (config.train.resume == NEVER or is_finished(folder)):
-            aside = ", ".join(str(path.relative_to(inputs.root)) for path in begin_anew(folder))
+        goes_on = again and manifest.is_of(folder, launch)
+        if not goes_on and (config.train.resume == NEVER or manifest.is_finished(folder)):
+            aside = ", ".join(str(path.relative_to(inputs.root)) for path in manifest.begin_anew(folder))
             if aside:
                 inputs.log.info("training begins anew: %s has the run before until this one has come as far", aside)
         if config.train.snapshots.every:
-            claim(folder, launch)
-        newest = next(iter([*snapshots_in(folder), *([Path(origin)] if origin else [])]), None)
-        if newest and step_of(newest) > config.train.steps:  # it is not cut back without a word
+            manifest.claim(folder, launch)
+        newest = next(iter([*manifest.snapshots_in(folder), *([Path(origin)] if origin else [])]), None)
+        if newest and manifest.step_of(newest) > config.train.steps:  # it is not cut back without a word
             raise TrainError(
-                f"{config.train.steps} steps are asked for, and the run has come to step {step_of(newest)}",
+                f"{config.train.steps} steps are asked for, and the run has come to step {manifest.step_of(newest)}",
                 where=f"conf/train/{config.choices['train']}.yaml: steps",
                 remedy="raise `steps`, or begin anew with `resume: never`",
             )
@@ -91,15 +80,15 @@ def _origin(root: Path, config: Config) -> tuple[str | None, dict[str, Any]]:
         return None, {}
     path = root / config.train.resume
     where = f"conf/train/{config.choices['train']}.yaml: resume"
-    if not is_snapshot_name(path.name) or not path.is_dir():
+    if not manifest.is_snapshot_name(path.name) or not path.is_dir():
         remedy = "give auto, never or a folder such as runs/train/snapshots/0123456789ab/step-000040"
         raise TrainError(f"there is no snapshot {config.train.resume}", where=where, remedy=remedy)
     try:
-        return str(path), read_manifest(path)
-    except Damaged as error:
+        return str(path), manifest.read_manifest(path)
+    except manifest.Damaged as error:
         what = f"{config.train.resume} is not a whole snapshot: {error}"
         raise TrainError(what, where=where, remedy="name another one") from None
-    except Unreadable as error:
+    except manifest.Unreadable as error:
         raise TrainError(f"{config.train.resume} cannot be used: {error}", where=where) from None
 
 

@@ -30,16 +30,8 @@ from torch import Tensor
 from pipeline.base.errors import TrainError
 from stages.train.engines.engine import Engine
 from stages.train.ranks.joining import gathered
+from stages.train.snapshots import manifest
 from stages.train.snapshots.boxes import BoxedTensor, Place, SavedTensor, file_of, shared_out, write_boxes, write_table
-from stages.train.snapshots.manifest import (
-    TENSORS,
-    digest_of,
-    keep_newest,
-    publish,
-    remove_replaced,
-    unfinished,
-    write_manifest,
-)
 
 About = dict[str, Any]  # the numbers beside the tensors
 Saved = tuple[dict[str, dict[str, Any]], str]  # of one rank: its files' digests, and what went wrong, or nothing
@@ -87,7 +79,7 @@ class SnapshotWriter:
 
     def _write(self, tensors: dict[str, BoxedTensor], step: int, about: About) -> None:
         """Whatever happens there is an outcome: a thread that dies takes its error with it."""
-        temporary = unfinished(self.folder, step)
+        temporary = manifest.unfinished(self.folder, step)
         try:
             if dist.get_rank() == 0:
                 self._prune(self.keep)
@@ -103,14 +95,14 @@ class SnapshotWriter:
         mine, shared = self._share_out(tensors)
         self.staging.wrote(tensors, mine.keys())
         rank = dist.get_rank()
-        own = [temporary / file_of(rank), *([temporary / TENSORS] if rank == 0 else [])]
+        own = [temporary / file_of(rank), *([temporary / manifest.TENSORS] if rank == 0 else [])]
         try:
             if mine:
                 write_boxes(own[0], tensors.values(), mine)
             if shared:
                 write_table(temporary, shared)
             missing = (f"nobody has all of {name}" for name, saved in shared.items() if not saved.is_whole())
-            digests = {path.name: digest_of(path) for path in own if path.exists()}
+            digests = {path.name: manifest.digest_of(path) for path in own if path.exists()}
             return digests, next(missing, self.staging.not_finite())
         except Exception as error:
             return {}, _text(error)
@@ -137,8 +129,8 @@ class SnapshotWriter:
             try:
                 problem = [not_seen(temporary, files)]
                 if not problem[0]:
-                    write_manifest(temporary, about, files)
-                    publish(temporary, step)
+                    manifest.write_manifest(temporary, about, files)
+                    manifest.publish(temporary, step)
                     self._prune(max(self.keep, 2), replaced=True)
             except Exception as error:
                 problem = [_text(error)]
@@ -149,8 +141,8 @@ class SnapshotWriter:
         """What cannot be removed stays: that is no fault of the snapshot."""
         with contextlib.suppress(OSError):
             if replaced:
-                remove_replaced(self.folder)
-            keep_newest(self.folder, keep)
+                manifest.remove_replaced(self.folder)
+            manifest.keep_newest(self.folder, keep)
 
 
 class _Staging:
