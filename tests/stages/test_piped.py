@@ -317,7 +317,8 @@ def test_micro_batches_that_do_not_divide_the_batch() -> None:
         pipelines_of("shared", micro_batches=16, partitions=2, **asked)  # two devices each, and three pairs of samples
     in_two = pipelines_of("shared", micro_batches=8, **asked).found
     assert {one.fills[0].slices for one in in_two} == {(3, 3), (4, 2)}
-    split = {fill.slices for one in in_two for fill in one.fills if "S(0)" in str(fill.sharding.inputs["inputs"])}
+    fills = [fill for one in in_two for fill in one.fills]
+    split = {fill.slices for fill in fills if "S(0)" in str(fill.priced.sharding.inputs["inputs"])}
     assert split == {(4, 2)}
     assert list(offered_slices(12, (1, 2, 4, 5), 3)) == [
         ((12,), (6, 6), (3, 3, 3, 3), (3, 3, 2, 2, 2)),
