@@ -213,9 +213,7 @@ def test_the_searches_agree_within_their_gaps():
     bounder = Sweep(problem, solve_settings(), WHERE, SILENT).bounder
     smallest, largest = bounder.smallest(math.inf).peak, bounder.fastest.peak
     limit = (smallest + largest) / 2
-    settings = [
-        solve_settings(search=search, time_limit_s=600.0) for search in Search
-    ]  # kernels may have to be compiled
+    settings = [solve_settings(search=search, time_limit_s=600.0) for search in Search]  # kernels are compiled
     found = {own.search: Sweep(problem, own, WHERE, SILENT).within(limit) for own in settings}
     exact = found[Search.ilp]
     assert exact.proof.gap < 1e-6
