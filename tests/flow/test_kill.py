@@ -158,7 +158,7 @@ def test_torchrun_killed(victim: Victim) -> None:
 
 DIE = """
 import os
-from pipeline import artifacts
+from pipeline.base import artifacts
 artifacts.save = lambda *_: os._exit(9)
 from stages.__main__ import main
 main(["train"])
