@@ -23,8 +23,8 @@ from torch.utils.data import Dataset
 
 from pipeline.config import Config, DType, ModelSettings, TensorSpec, load_config
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Plan, Region
 from pipeline.ir.plan import Partition as Planned
+from pipeline.ir.plan import Plan, Region
 from pipeline.ops.blocks import blocks_of
 from pipeline.ops.products import PRODUCTS, is_put_off, weights
 from pipeline.runtime.pipelining.deferred_weight_grads import Border

@@ -103,7 +103,7 @@ def test_items_add_up_to_the_price_of_the_step(name, point, micro_batches):
     run = made(GRAPHS[name](), profile_of(name), preset(), frontier, replace(plan, partitions=(only,)))
     (part,) = planned(run).parts
     items = part.items()
-    assert sum(item.seconds for item in items) == pytest.approx(part.price(sharding).seconds, rel=1e-12)
+    assert sum(item.seconds for item in items) == pytest.approx(part.priced.step.seconds, rel=1e-12)
     ops = [item.name for item in items if item.kind is Kind.op]
     assert sorted(ops) == sorted(op.name for op in part.graph.ops)
 
@@ -367,7 +367,7 @@ def piped() -> Planned:
 def test_every_partition_is_priced_by_itself(piped):
     assert len(piped.parts) == len(piped.plan.partitions)
     for part in piped.parts:
-        assert sum(i.seconds for i in part.items()) == pytest.approx(part.price(part.sharding).seconds)
+        assert sum(i.seconds for i in part.items()) == pytest.approx(part.priced.step.seconds)
     whole = explain_whole(piped)
     assert whole.partition == piped.busiest().number and "1f1b" in dict(whole.plan)["pipeline"]
 
@@ -376,14 +376,14 @@ def test_options_of_a_partition_are_priced_within_it(piped):
     part = piped.parts[-1]
     options = options_of(piped, part.number)
     op = next(op.name for op in part.graph.ops if op.target == "aten.linear.default")
-    now = part.price(part.sharding).seconds
+    now = part.priced.step.seconds
     by_words = {options._words(op, k): s for k, s in enumerate(options.choices.ops[op])}
     found = [option for option in options.of(op, 100)[0] if option.seconds is not None]
     assert len(found) > 2
     for option in found:
         changed = replace(part.sharding, strategies={**part.sharding.strategies, op: by_words[option.choice]}, paths={})
         changed = with_paths(part.graph, changed, part.cluster)
-        assert option.seconds == pytest.approx(part.price(changed).seconds - now, abs=1e-15)
+        assert option.seconds == pytest.approx(part.priced.with_sharding(changed).step.seconds - now, abs=1e-15)
 
 
 # -------------------------------------------------------------------------------------------------- the command line
