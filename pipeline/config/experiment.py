@@ -83,8 +83,8 @@ def find_sweep(root: Path, name: str) -> SweepSettings:
 def _find(root: Path, folder: str, name: str) -> Source:
     names = listing(root, folder)
     if name not in names:
-        missing = f"there is no {folder} {shown(name)}"
-        raise ConfigError(missing, where=f"conf/{folder}", remedy=choices_remedy(name, names))
+        missing = "there is no experiment" if folder == "experiment" else "there is no sweep"
+        raise ConfigError(f"{missing} {shown(name)}", where=f"conf/{folder}", remedy=choices_remedy(name, names))
     return read(root, group_file(folder, name), (folder,))
 
 
