@@ -118,8 +118,9 @@ def _copy_compiled(root: Path) -> None:
     for folder in ("pipeline", "stages"):
         for path in (SOURCE / folder).rglob("__pycache__/*"):
             copy = root / path.relative_to(SOURCE)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copy2(path, copy)
+            if copy.parent.parent.is_dir():  # else of a folder that is no more
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy2(path, copy)
 
 
 class Project:
