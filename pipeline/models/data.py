@@ -6,13 +6,15 @@ is the index of the first sample: data that is held out is that of the same seed
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 from torch.utils.data import Dataset
 
 
-class Synthetic(Dataset[dict[str, Tensor]]):
+class Synthetic(Dataset[dict[str, Tensor]], ABC):
     def __init__(self, samples: int, seed: int, first: int) -> None:
         self.samples, self.seed, self.first = samples, seed, first
 
@@ -22,8 +24,8 @@ class Synthetic(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return self.sample(_generator(self.seed, self.first + index))
 
-    def sample(self, generator: Generator) -> dict[str, Tensor]:
-        raise NotImplementedError
+    @abstractmethod
+    def sample(self, generator: Generator) -> dict[str, Tensor]: ...
 
 
 class TokenSequences(Synthetic):
