@@ -49,8 +49,10 @@ def keeps_on_cuda(layer: RecurrentLayer, dtype: torch.dtype) -> Keeps:
 
 
 def keeps_on_cpu(layer: RecurrentLayer, dtype: torch.dtype) -> Keeps:
-    """oneDNN has LSTMs in float32 without projections; the results of two directions are copied into one."""
-    if layer.kind == "lstm" and not layer.projects and dtype == torch.float32:
+    """oneDNN, where torch has it and it was not switched off (torch itself does so where bfloat16 fails), runs LSTMs in
+    float32 without projections; the results of two directions are copied into one."""
+    onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    if onednn and layer.kind == "lstm" and not layer.projects and dtype == torch.float32:
         own = layer.made if layer.directions > 1 else 0
         workspace = 9 * layer.hidden + 6 * max(layer.given, layer.hidden)
         return Keeps(workspace + own, weights=False, output=layer.directions == 1)

@@ -80,8 +80,10 @@ def measured(name: str) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("onednn", [True, False], ids=["onednn", "torch"])
 @pytest.mark.parametrize("name", CASES)
-def test_products_are_counted_and_memory_is_what_torch_keeps(name: str) -> None:
+def test_products_are_counted_and_memory_is_what_torch_keeps(monkeypatch, name: str, onednn: bool) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", onednn)
     table, run, kept = costs(name, "cpu")
     matrices = sum(p.numel() for p in build(name).layer.parameters() if p.dim() == 2)
     flops = 2.0 * STEPS * BATCH * matrices
