@@ -1,7 +1,7 @@
-"""Where compiled kernels of a copy of the project are found: beside the project's own source, where that is equal.
+"""Inner loops that numba compiles when they are first called, and keeps on disk beside their source.
 
-DVC runs experiments in fresh copies; without this every one of them would compile for half a minute. Numba takes the
-class from its environment (pipeline/tracking/execution.py).
+DVC runs experiments in fresh copies of the project; without `OfTheProject` every one of them would compile for half a
+minute. Numba takes the class from its environment (pipeline/tracking/execution.py).
 """
 
 from __future__ import annotations
@@ -11,11 +11,41 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from numba.core.caching import InTreeCacheLocator
+from numba import njit
+from numba.core.caching import IndexDataCacheFile, InTreeCacheLocator
 
 from pipeline.tracking.execution import ROOT
 
 COPY = Path(__file__).resolve().parents[2]
+
+
+def kernel(fastmath: bool | set[str] = False) -> Callable[[Callable[..., Any]], Any]:
+    def compiled(function: Callable[..., Any]) -> Any:
+        made: Any = njit(cache=True, nogil=True, fastmath=fastmath)(function)
+        if hasattr(made, "_cache"):  # with NUMBA_DISABLE_JIT it is the function itself
+            cache, own = made._cache, made._cache._impl
+            where = cache._cache_path, own.filename_base, own.locator.get_source_stamp()
+            cache._cache_file = _Kept(*where)  # type: ignore[no-untyped-call]
+        return made
+
+    return compiled
+
+
+class _Kept(IndexDataCacheFile):
+    """Numba reads what it has kept before it sees that it was made of other source. A type that is no more, or a file
+    that was cut off, would end the stage; here it is compiled anew."""
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()  # type: ignore[no-untyped-call]
+        except Exception:
+            return {}
+
+    def _load_data(self, name: str) -> Any:
+        try:
+            return super()._load_data(name)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise OSError(f"{name} cannot be read") from error
 
 
 class OfTheProject(InTreeCacheLocator):

@@ -138,7 +138,7 @@ class ModelSettings:
     )
     cuda_graphs: Any = setting(
         "On a GPU, capture the passes of a step once as a CUDA graph and replay it: where the host is what a step waits"
-        " for (`auto`), always or never (`docs/gpu.md`).",
+        " for or blocks are compiled (`auto`), always or never (`docs/gpu.md`).",
         AUTO,
         form=ValueForm.SWITCH,
     )

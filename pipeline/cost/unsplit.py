@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
-from pipeline.ir.cluster import HALF, Compute
+from pipeline.ir.cluster import HALF, NO_HOST, Compute
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel, Kernels
-from pipeline.rates.kernels import Card, KernelRun, kernel_seconds, queue_seconds
+from pipeline.rates.kernels import REPLAYED_START, START, Card, KernelRun, kernel_seconds, queue_seconds
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class StepSeconds:
 def card_of(compute: Compute) -> Card:
     """A card as a cluster describes it: what large products reach in each precision, its memory, its processors."""
     products = {dtype: max(compute.matmul_of(dtype).rates) for dtype in ("float32", *HALF)}
-    card = Card(products, compute.memory_rate, host=compute.host)
+    start = REPLAYED_START if compute.host == NO_HOST else START
+    card = Card(products, compute.memory_rate, start=start, host=compute.host)
     return replace(card, processors=compute.processors) if compute.processors else card
 
 

@@ -171,6 +171,10 @@ class Prediction:
     host_seconds: float = 0.0  # in which a GPU waits for the host to issue its kernels
 
 
+def _is_compiled(region: Region) -> bool:
+    return region.compiled is not None or any(map(_is_compiled, region.inner))
+
+
 @dataclass(frozen=True)
 class Plan:
     device: str
@@ -206,6 +210,11 @@ class Plan:
     @property
     def pipelined(self) -> bool:
         return len(self.partitions) > 1
+
+    @property
+    def compiled(self) -> bool:
+        """Whether some of its blocks are."""
+        return any(_is_compiled(region) for partition in self.partitions for region in partition.regions)
 
     @property
     def ranks(self) -> int:

@@ -4,7 +4,7 @@ What is calibrated is the card (`Card`: rates that a few products and one copy m
 what share of the card's rates its kernel reaches, seen with a profiler on an H200). Nothing is fitted to a model.
 
     moves memory     start + bytes / (rate * share) + elements * s + rows * s
-    product          start + FLOPs / (rate * alignment * fill) + half the bytes / rate
+    product          start + FLOPs / (rate * alignment * fill) + a part of the bytes / rate
     attention        start + FLOPs / (rate * share), or its bytes
     convolution      start + FLOPs / (rate * share) + changes of memory format
     batch norm       start + elements / min(channels, two per processor) * s + bytes / (rate * share)
@@ -22,13 +22,15 @@ from math import gcd, inf, prod
 from pipeline.ir.cluster import HALF, HostPace
 from pipeline.ir.profile import Kernel
 
+START, REPLAYED_START = 1.5e-6, 0.3e-6  # seconds from kernel to kernel: as they are issued, and in a CUDA graph
+
 
 @dataclass(frozen=True)
 class Card:
     products: dict[str, float]  # dtype -> FLOP/s of large products
     memory: float  # bytes/s of a large copy, read and written
     processors: int = 132
-    start: float = 1.5e-6  # seconds that any kernel takes
+    start: float = START  # seconds that any kernel takes beside its own
     host: HostPace = field(default_factory=HostPace)
 
     def rate(self, dtype: str) -> float:
@@ -47,22 +49,22 @@ class Moves:
     once: float = 0.0  # seconds beside all that
 
 
-_VIEWS_AND_CASTS = {"_to_copy": Moves(0.72), "clone": Moves(0.72), "copy_": Moves(0.72), "cat": Moves(0.6)}
+_VIEWS_AND_CASTS = {"_to_copy": Moves(0.69), "clone": Moves(0.69), "copy_": Moves(0.69), "cat": Moves(0.6)}
 _POINTWISE = {
-    "gelu": Moves(element=0.6e-12), "gelu_backward": Moves(element=0.6e-12),
-    "native_dropout": Moves(0.72), "embedding": Moves(0.6), "div": Moves(0.6), "where": Moves(0.6), "roll": Moves(0.2),
+    "gelu": Moves(element=0.3e-12), "gelu_backward": Moves(element=0.3e-12),
+    "native_dropout": Moves(0.72), "embedding": Moves(0.6), "div": Moves(0.42), "where": Moves(0.6), "roll": Moves(0.2),
 }  # fmt: skip
 _REDUCTIONS = {
     "sum": Moves(0.9, element=1.0e-12, once=4e-6), "mean": Moves(0.9), "_log_softmax": Moves(0.55),
     "_log_softmax_backward_data": Moves(0.67), "_softmax": Moves(1.0), "_softmax_backward_data": Moves(1.0),
     "_safe_softmax": Moves(0.26), "native_layer_norm": Moves(0.95, row=1.2e-9),
-    "native_layer_norm_backward": Moves(0.95, element=6.7e-12), "_fused_rms_norm": Moves(0.95, row=1.2e-9),
+    "native_layer_norm_backward": Moves(0.95, element=4.7e-12), "_fused_rms_norm": Moves(0.95, row=1.2e-9),
     "_fused_rms_norm_backward": Moves(0.95, element=6.7e-12),
     "native_group_norm": Moves(0.5), "native_group_norm_backward": Moves(0.4),
-    "max_pool2d_with_indices": Moves(0.3), "max_pool2d_with_indices_backward": Moves(0.2),
+    "max_pool2d_with_indices": Moves(0.24), "max_pool2d_with_indices_backward": Moves(0.14),
     "avg_pool2d": Moves(0.5), "avg_pool2d_backward": Moves(0.3), "cumsum": Moves(0.2), "topk": Moves(0.05, once=2e-5),
     "sort": Moves(0.05, once=3e-5), "nll_loss_forward": Moves(reads=False, once=1.5e-5),
-    "nll_loss_backward": Moves(0.57, reads=False),
+    "nll_loss_backward": Moves(1.0, reads=False),
 }  # fmt: skip
 _INDEXED = {
     "embedding_dense_backward": Moves(0.5, once=1.1e-4), "index": Moves(0.4), "index_put": Moves(0.3, once=1e-5),
@@ -70,10 +72,14 @@ _INDEXED = {
     "index_add": Moves(0.1), "index_select": Moves(0.4),
 }  # fmt: skip
 MOVES = {**_VIEWS_AND_CASTS, **_POINTWISE, **_REDUCTIONS, **_INDEXED}
-OPTIMIZER_KERNELS = ("_foreach", "_fused_ada", "_fused_sgd")  # beginnings of their names: they treat all parameters
-FOREACH, FOREACH_IN_HALF = Moves(0.88), Moves(0.73)
+# Of optimizers, by how their names begin: in float32 and in half precision. They treat all parameters at once.
+OPTIMIZERS = {
+    "_foreach": (Moves(0.88), Moves(0.73)),
+    "_fused_ada": (Moves(0.81), Moves(0.63)),
+    "_fused_sgd": (Moves(0.8), Moves(0.75)),
+}
 SCATTERED = 0.6  # of the share, for a kernel that reads memory out of order
-BROADCAST = 0.78  # of the share, for one that repeats a smaller tensor along a larger one
+BROADCAST = 0.72  # of the share, for one that repeats a smaller tensor along a larger one
 BROADCASTS = ("mul", "add", "sub", "div", "where", "add_", "mul_", "maximum", "minimum")  # which may do so
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "addmv", "mv")
@@ -81,7 +87,8 @@ TILE = 128
 # A product whose rows do not begin on 16 bytes runs an old kernel: share of the rate by the bytes on which they do, and
 # for the odd ones by which operands are read across (the second alone is worst).
 ALIGNMENT = {16: 1.0, 8: 0.31, 4: 0.31}
-ODD = {"nt": 0.118, "nn": 0.165, "tn": 0.185, "tt": 0.15}
+ODD = {"nt": 0.127, "nn": 0.178, "tn": 0.2, "tt": 0.162}
+PRODUCT_BYTES = {"half": 0.1, "float32": 0.5}  # the part of its bytes that is not moved while it computes
 
 
 @dataclass(frozen=True)
@@ -99,11 +106,13 @@ ATTENTION = {
     "_scaled_dot_product_efficient_attention_backward": AttentionRate(0.66, 0.6),
 }
 EFFICIENT_IN_HALF = 0.18  # the efficient kernels do not use the fastest units of the card
-CAUSAL = {"forward": 0.72, "backward": 0.8}  # of the share: skipping half of the pairs does not save half the time
+CAUSAL = {"forward": 0.9, "backward": 0.9}  # of the share: skipping half of the pairs does not save half the time
 ATTENTION_TILE = 64
+WIDE = 0.4  # the share grows with the width of a head to this power, from 64 on
+ATTENTION_BYTES = {"forward": 0.4, "backward": 0.25}  # share of the memory rate, where sequences are short
 
 # Shares of the rate of half precision: in half precision, and in float32, which convolutions run in tf32.
-CONVOLUTIONS = {"convolution": (0.42, 0.3), "cudnn_convolution": (0.42, 0.3), "convolution_backward": (0.36, 0.22)}
+CONVOLUTIONS = {"convolution": (0.46, 0.3), "cudnn_convolution": (0.46, 0.3), "convolution_backward": (0.44, 0.22)}
 THIN = 64  # channels below which a convolution leaves the units idle in proportion
 THINNEST, THINNEST_BACKWARD = 0.07, 0.03  # what is left of the rate where each channel stands alone
 CHANNELS_LAST = 2  # passes over input and output to change the memory format and back
@@ -111,7 +120,7 @@ CHANNELS_LAST = 2  # passes over input and output to change the memory format an
 # Seconds for each element of a channel, and the share of the memory rate for what comes on top (inf: nothing does).
 BATCH_NORM = {
     "cudnn_batch_norm": (0.45e-9, 0.9), "cudnn_batch_norm_backward": (1.5e-9, inf),
-    "native_batch_norm": (1.0e-9, 0.45), "native_batch_norm_backward": (1.8e-9, inf),
+    "native_batch_norm": (1.0e-9, 0.45), "native_batch_norm_backward": (1.95e-9, inf),
 }  # fmt: skip
 
 
@@ -129,8 +138,9 @@ def kernel_seconds(kernel: Kernel, card: Card) -> float:
 
 def _moves(kernel: Kernel, card: Card) -> float:
     found = MOVES.get(kernel.name, Moves())
-    if kernel.name.startswith(OPTIMIZER_KERNELS):
-        found = FOREACH_IN_HALF if kernel.dtype in HALF else FOREACH
+    for beginning, (single, half) in OPTIMIZERS.items():
+        if kernel.name.startswith(beginning):
+            found = half if kernel.dtype in HALF else single
     share = found.share * (SCATTERED if kernel.scattered else BROADCAST if _broadcasts(kernel) else 1.0)
     first = kernel.shapes[0] if kernel.shapes else ()
     beside = found.once + found.element * prod(first) + found.row * prod(first[:-1])
@@ -152,7 +162,8 @@ def _product(kernel: Kernel, card: Card) -> float:
     if min(rows, columns) < TILE:
         fill *= max(min(rows, columns), 16) / TILE if kernel.dtype in HALF else 0.9
     computed = kernel.flops / (card.rate(kernel.dtype) * _alignment(kernel) * max(fill, 1e-3))
-    return computed + 0.5 * (kernel.read + kernel.written) / card.memory
+    beside = PRODUCT_BYTES["half" if kernel.dtype in HALF else "float32"]
+    return computed + beside * (kernel.read + kernel.written) / card.memory
 
 
 def _alignment(kernel: Kernel) -> float:
@@ -167,11 +178,13 @@ def _attention(kernel: Kernel, card: Card) -> float:
     share = found.dropout if kernel.dropout else found.plain
     if "efficient" in kernel.name and kernel.dtype in HALF:
         share *= EFFICIENT_IN_HALF
+    way = "backward" if "backward" in kernel.name else "forward"
     if kernel.causal:
-        share *= CAUSAL["backward" if "backward" in kernel.name else "forward"]
-    length = kernel.shapes[0][-2] if kernel.shapes and len(kernel.shapes[0]) > 1 else ATTENTION_TILE
-    share *= length / (-(-length // ATTENTION_TILE) * ATTENTION_TILE)
-    return max(kernel.flops / (card.rate(kernel.dtype) * share), (kernel.read + kernel.written) / (0.5 * card.memory))
+        share *= CAUSAL[way]
+    *_, length, width = kernel.shapes[0] if kernel.shapes and len(kernel.shapes[0]) > 1 else (ATTENTION_TILE, 64)
+    share *= length / (-(-length // ATTENTION_TILE) * ATTENTION_TILE) * max(1.0, width / 64) ** WIDE
+    moved = (kernel.read + kernel.written) / (ATTENTION_BYTES[way] * card.memory)
+    return max(kernel.flops / (card.rate(kernel.dtype) * share), moved)
 
 
 def _convolution(kernel: Kernel, card: Card) -> float:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from pipeline.base.kernel_cache import kernel
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def relax(
     least: Floats, counts: Ints, strides: Ints, bases: Ints, base_start: Ints, steps: Floats, step_start: Ints
 ) -> None:

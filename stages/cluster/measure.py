@@ -14,10 +14,10 @@ from pipeline.base.errors import ClusterError
 from pipeline.base.log import Log
 from pipeline.config import ClusterSettings as Settings
 from pipeline.config import Device
-from pipeline.ir.cluster import LATER, Cluster, Compute, Curve, Group, Host, LinkCost, Measured, Mesh, Pace
+from pipeline.ir.cluster import LATER, Cluster, Compute, Curve, Group, Host, HostPace, LinkCost, Measured, Mesh, Pace
 from pipeline.launch.launch import LaunchNode, run_ranks
 from pipeline.launch.work_folder import LaunchFailed
-from stages.cluster.fit import fit_errors, fit_links, in_a_step, least_squares_line, link_beyond
+from stages.cluster.fit import fit_errors, fit_links, host_pace, in_a_step, least_squares_line, link_beyond
 from stages.cluster.meshes import candidate_meshes, candidate_splits
 from stages.cluster.topology import common_group, device_order, find_groups, pair_matrices, with_uplinks
 
@@ -183,6 +183,7 @@ def _compute(found: dict[str, Any]) -> Compute:
         matmul_by_dtype={dtype: _curve(products) for dtype, products in found["half"].items()},
         processors=found["processors"],
         workspace=found.get("workspace", 0),
+        host=host_pace(found["host"]) if found.get("host") else HostPace(),
         onednn=found["onednn"],
         flops={name: Pace(**seconds) for name, seconds in found["flops"].items()},
         product_bytes=beside_arithmetic(found["thin"] or [], max(matmul.rates)),

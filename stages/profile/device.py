@@ -65,10 +65,12 @@ def plain_attention(a: AttentionCall) -> Tensor:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     if (groups := q.shape[-3] // k.shape[-3]) > 1:
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
-    scores = q @ (k.transpose(-2, -1) * root)
+    weights = q @ (k.transpose(-2, -1) * root)
     if mask is not None:
-        scores.add_(_additive(mask, q.dtype))
-    return (_dropout(aten._safe_softmax(scores, -1), a.dropout_p, True) @ v).to(dtype)
+        weights.add_(_additive(mask, q.dtype))
+    weights = aten._safe_softmax(weights, -1)  # by the same name, as torch has it: what was before it goes
+    weights = _dropout(weights, a.dropout_p, True)
+    return (weights @ v).to(dtype)
 
 
 def _attention_on_cpu(a: AttentionCall) -> Tensor:

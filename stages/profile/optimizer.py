@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.ir.graph import TensorType
 from pipeline.ir.profile import Kernel
-from pipeline.rates.kernels import OPTIMIZER_KERNELS
+from pipeline.rates.kernels import OPTIMIZERS
 from pipeline.user.optimizer import try_optimizer
 from stages.profile.symbolic import Storage, Watch, rounded
 
@@ -56,7 +56,7 @@ def run_optimizer(build: Build, parameters: Mapping[str, TensorType], device: st
     alone = {kind: _run_one(build, kind, device) for kind in counts}
     state = {name: alone[kind].nbytes for name, kind in parameters.items()}
     runs = {tuple(kernel.name for kernel in one.kernels) for one in alone.values()}
-    if len(runs) == 1 and any(name.startswith(OPTIMIZER_KERNELS) for name in next(iter(runs))):
+    if len(runs) == 1 and any(name.startswith(tuple(OPTIMIZERS)) for name in next(iter(runs))):
         kernels, storages = _together([(alone[kind], count) for kind, count in counts.items()])
     else:
         kernels, storages = _one_after_another([alone[kind] for kind in parameters.values()])

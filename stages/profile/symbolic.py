@@ -134,7 +134,7 @@ def _kernel(func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor
     plain = Kernel(
         name=name,
         flops=float(counter(*seen, **kwargs, out_val=result)) if counter else 0.0,
-        read=sum(_touched(t) for t in inputs),
+        read=sum(_touched(t) for t in {id(t): t for t in inputs}.values()),  # of `x * x` once
         written=sum(_touched(t) for t in (*outputs, *changed)),
         dtype=str(largest.dtype).removeprefix("torch."),
         shapes=tuple(tuple(t.shape) for t in (*inputs, *outputs)),

@@ -65,10 +65,14 @@ def profiled(work: Callable[[], None], device: torch.device, trace: Path | None)
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     # There is one cycle of events; without `acc_events` torch 2.11 warns of those of others.
-    with profile(activities=activities, acc_events=True) as found, record_function(STEP):
-        work()
-        if on_gpu:
+    with profile(activities=activities, acc_events=True) as found:
+        if on_gpu:  # the first kernel that is profiled waits milliseconds for the profiler
+            torch.ones((), device=device)
             torch.cuda.synchronize(device)
+        with record_function(STEP):
+            work()
+            if on_gpu:
+                torch.cuda.synchronize(device)
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         part = trace.with_suffix(".part")

@@ -53,6 +53,18 @@ def test_what_is_captured(wish: bool | str, device: str, devices: int, pace: flo
     assert found.cuda_graphs == captured and found.prediction.step_seconds == (pace if captured else 1.0)
 
 
+def test_compiled_blocks_are_captured_whatever_it_gains() -> None:
+    def compiled(cluster: Cluster) -> Plan:
+        plan = planned(cluster, pace=1.0)
+        own = plan.partitions[0]
+        regions = tuple(replace(region, compiled=1.0) for region in own.regions)
+        return replace(plan, partitions=(replace(own, regions=regions),))
+
+    assert captured_or_not(compiled, on("cuda"), "auto", WHERE).cuda_graphs
+    assert not captured_or_not(compiled, on("cuda", 2), "auto", WHERE).cuda_graphs
+    assert not captured_or_not(compiled, on("cuda"), False, WHERE).cuda_graphs
+
+
 def test_what_cannot_be_captured() -> None:
     pipeline = captured_or_not(lambda cluster: planned(cluster, partitions=2), on("cuda"), "auto", WHERE)
     assert not pipeline.cuda_graphs and pipeline.prediction.step_seconds == 1.0

@@ -26,7 +26,7 @@ def as_written() -> AbstractContextManager[None]:
 def compiled(
     function: Callable[..., Any],
     keeps: float,
-    calls: Literal["c++", "python"] = "c++",
+    calls: Literal["c++", "python"] | None = None,
     *,
     cheapest: bool = False,
     after_relu: str = "",
@@ -39,7 +39,8 @@ def compiled(
     many bytes are moved to make it again, and how much is computed: a product of few channels may be the cheaper one.
     On a GPU the host's calls of kernels are compiled as well: short steps wait for the host, which is faster so than in
     Python. Compiling takes several times as long, and torch's cache on disk remembers it. Without a C++ compiler, or
-    with one that fails, Python makes the calls.
+    with one that fails, Python makes the calls; and where the program's steps are captured as a CUDA graph, as a replay
+    makes none.
 
     `after_relu` is the argument that is a relu's result, if there is one: its gradient is made zero where it is, in the
     kernel that adds it up. The relu need not do it again, in each of the kernels that begin a backward: its block is
@@ -49,6 +50,8 @@ def compiled(
         return function
     host_calls.own_cache_folder()
     assert isinstance(function, FunctionType)
+    if calls is None:
+        calls = "python" if function.__globals__.get("CUDA_GRAPHS") else "c++"
     block = _Block(function, keeps, calls, cheapest, after_relu)
 
     def either(again: bool) -> Callable[..., Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from pipeline.base.kernel_cache import kernel
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -35,7 +36,7 @@ class Bounds(NamedTuple):
     limit: float
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def ahead(least: Floats, costs: Costs, total: int, bounds: Bounds) -> Floats:
     """[i, d]: no less than that is the sum of partitions that hold links ..i-1 on d devices, whatever comes after them.
 
@@ -58,7 +59,7 @@ def ahead(least: Floats, costs: Costs, total: int, bounds: Bounds) -> Floats:
     return sums
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def sweep(values: Floats, before: Floats, costs: Costs, bounds: Bounds) -> None:
     """values[s, d, i, p] = the least sum over s partitions of links i.. on d devices, the first of them with plan p.
 
@@ -85,7 +86,7 @@ def sweep(values: Floats, before: Floats, costs: Costs, bounds: Bounds) -> None:
                             _extend(values, before, costs, bounds, (s, d, i, p), after, longest[p, i - 1])
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _longest(longest: Ints, costs: Costs, s: int, slowest: float) -> None:
     """[p, last] = the first link of the longest partition that is fast enough."""
     plans, links = longest.shape
@@ -97,7 +98,7 @@ def _longest(longest: Ints, costs: Costs, s: int, slowest: float) -> None:
             longest[p, last] = first
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _last_partition(values: Floats, before: Floats, costs: Costs, bounds: Bounds, longest: Ints) -> None:
     total, links, plans = values.shape[1] - 1, values.shape[2], values.shape[3]
     for p in range(plans):
@@ -111,7 +112,7 @@ def _last_partition(values: Floats, before: Floats, costs: Costs, bounds: Bounds
                     values[1, costs.devices[p], i, p] = value
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _unbeaten(after: Floats, moves: Floats, sends: Floats, rests: Floats) -> int:
     """Into `sends` and `rests`, the next plans without those that another beats in its transfer and in all."""
     count = 0
@@ -126,7 +127,7 @@ def _unbeaten(after: Floats, moves: Floats, sends: Floats, rests: Floats) -> int
     return count
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _extend(
     values: Floats,
     before: Floats,
@@ -151,7 +152,7 @@ def _extend(
             values[s + 1, after, first, p] = value
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def trace(values: Floats, partitions: int, plan: int, costs: Costs, bounds: Bounds) -> Ints:
     """The partitions that `sweep` summed up, first to last: rows of first link and plan."""
     links, plans = values.shape[2], values.shape[3]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from pipeline.base.kernel_cache import kernel
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -33,7 +34,7 @@ class Numbers(NamedTuple):
     passed: Floats
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def fill(rows: Floats, inner: Floats, extra: int, drop: bool, kinds: Kinds, chain: Numbers) -> None:
     """rows[u, h] = T(i,l,h,h+extra) for every distinct sub-chain u = i..l, shorter ones first.
 
@@ -68,7 +69,7 @@ def fill(rows: Floats, inner: Floats, extra: int, drop: bool, kinds: Kinds, chai
                 row[h] = min(row[h], once + again[h + extra])
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def least_over_holds(
     inner: Floats, rooms: Ints, flights: Ints, extras: Ints, kinds: Kinds, chain: Numbers
 ) -> tuple[Floats, Ints]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from pipeline.base.kernel_cache import kernel
 
 WIDTH = 8  # slots of a block: their minima fill the registers; `_least` spells them out
 ROUNDING = 1e-12  # of all times together: more than sums in another order differ by
@@ -43,7 +44,7 @@ class Links(NamedTuple):
     ends: LastOptions
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def passing(a: NDArray[np.int64], ft_none: NDArray[np.int64]) -> NDArray[np.int64]:
     """`Links.passing`."""
     n = len(ft_none) + 1
@@ -55,7 +56,7 @@ def passing(a: NDArray[np.int64], ft_none: NDArray[np.int64]) -> NDArray[np.int6
     return held
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def needs(links: Links) -> NDArray[np.int64]:
     """N(i,l) at [i, l]."""
     n = len(links.starts) - 1
@@ -80,13 +81,13 @@ def needs(links: Links) -> NDArray[np.int64]:
     return need
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def first_of(i: int, n: int) -> int:
     """Of a chain of n links, where in a table sub-chain i..l is, less l."""
     return i * n - i * (i + 1) // 2
 
 
-@njit(cache=True, nogil=True, fastmath=NO_NAN)
+@kernel(fastmath=NO_NAN)
 def fill(best: NDArray[np.float64], links: Links, need: NDArray[np.int64]) -> None:
     """best[block, first_of(i) + l, slot] = C(i,l,m) with m = block * WIDTH + slot, for all of them.
 
@@ -144,7 +145,7 @@ def fill(best: NDArray[np.float64], links: Links, need: NDArray[np.int64]) -> No
                         after[column + i, m] = best[source // WIDTH, first + l, source % WIDTH] + passed[i]
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _once(links: Links) -> NDArray[np.float64]:
     """Seconds of every link once, forwards and backwards by its fastest option, summed from each link to the end."""
     n = len(links.starts) - 1
@@ -156,7 +157,7 @@ def _once(links: Links) -> NDArray[np.float64]:
     return once
 
 
-@njit(cache=True, nogil=True, fastmath=NO_NAN)
+@kernel(fastmath=NO_NAN)
 def _keep(
     best: NDArray[np.float64],
     links: Links,
@@ -178,7 +179,7 @@ def _keep(
             row[m] = min(row[m], seconds + best[source // WIDTH, at, source % WIDTH])
 
 
-@njit(cache=True, nogil=True, fastmath=NO_NAN)
+@kernel(fastmath=NO_NAN)
 def _end(ends: LastOptions, waiting: int, i: int, low: int, row: NDArray[np.float64]) -> None:
     """row[m] = keep(i,i,low+m)."""
     row[:] = np.inf
@@ -188,7 +189,7 @@ def _end(ends: LastOptions, waiting: int, i: int, low: int, row: NDArray[np.floa
             row[m] = min(row[m], ends.seconds[k])
 
 
-@njit(cache=True, nogil=True, fastmath=NO_NAN)
+@kernel(fastmath=NO_NAN)
 def _least(left: NDArray[np.float64], right: NDArray[np.float64], out: NDArray[np.float64]) -> None:
     """out = (left + right).min(axis=0): nearly all of the time goes here, so the minima stay in registers."""
     m0 = m1 = m2 = m3 = m4 = m5 = m6 = m7 = np.inf

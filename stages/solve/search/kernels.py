@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from pipeline.base.kernel_cache import kernel
 
-@njit(cache=True, nogil=True)
+
+@kernel()
 def least_sums(
     data: NDArray[np.float64], starts: NDArray[np.int64], strides: NDArray[np.int64], shape: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
@@ -55,7 +56,7 @@ def least_sums(
     return least, best
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def least_shared(
     data: NDArray[np.float64],
     starts: NDArray[np.int64],

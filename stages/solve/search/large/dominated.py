@@ -6,9 +6,9 @@ Choice a makes b needless if it never holds more and is no dearer whatever the n
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from pipeline.base.kernel_cache import kernel
 from stages.solve.search.large.arrays import Floats
 
 
@@ -22,7 +22,7 @@ def undominated(costs: Floats, held: list[Floats], matrices: list[Floats]) -> ND
     return kept
 
 
-@njit(cache=True)
+@kernel()
 def _undominated(costs, usages, whole, widths):
     size, edges = len(costs), len(widths)
     suits = np.empty((size, edges), np.int64)  # where each edge is cheapest for a choice
@@ -43,7 +43,7 @@ def _undominated(costs, usages, whole, widths):
     return kept
 
 
-@njit(cache=True)
+@kernel()
 def _beats(a, b, costs, usages, whole, widths, suits):
     for h in range(len(usages)):
         if usages[h, a] > usages[h, b]:

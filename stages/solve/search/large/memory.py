@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from pipeline.base.kernel_cache import kernel
 
 
-@njit(cache=True)
+@kernel()
 def total_cost(start, costs, arc_start, arc_to, arc_matrix, matrix_start, pool, picked):
     total = 0.0
     for v in range(len(picked)):
@@ -18,7 +19,7 @@ def total_cost(start, costs, arc_start, arc_to, arc_matrix, matrix_start, pool, 
     return total
 
 
-@njit(cache=True)
+@kernel()
 def add_prices(start, costs, hold_start, first, end, usage_start, usage, cumulated, wanted, priced):
     """priced = costs + memory at its price, for the wanted nodes; cumulated[t]: prices of all moments before t."""
     for v in range(len(start) - 1):
@@ -35,7 +36,7 @@ def add_prices(start, costs, hold_start, first, end, usage_start, usage, cumulat
                     priced[base + k] += usage[u + k] * weight
 
 
-@njit(cache=True)
+@kernel()
 def held_after(held, hold_start, first, end, usage_start, usage, before, after):
     """Memory at every moment once the choices change; `before` of -1: nothing was counted for that node."""
     change = np.zeros(len(held) + 1)

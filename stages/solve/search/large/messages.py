@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from pipeline.base.kernel_cache import kernel
 
 
-@njit(cache=True)
+@kernel()
 def reverse_arcs(arc_start, arc_to, arc_back):
     n = len(arc_start) - 1
     for v in range(n):
@@ -18,7 +19,7 @@ def reverse_arcs(arc_start, arc_to, arc_back):
                     break
 
 
-@njit(cache=True, fastmath=True)
+@kernel(fastmath=True)
 def pass_messages(
     start, unary, arc_start, arc_to, arc_matrix, matrix_start, pool, arc_back, message_start, message, forward, picked
 ):  # fmt: skip
@@ -93,7 +94,7 @@ def pass_messages(
     return bound
 
 
-@njit(cache=True)
+@kernel()
 def beliefs(unary, start, arc_start, arc_back, message_start, message):
     """What the choices of every node come to with all that reaches it."""
     found = unary.copy()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numba import njit
 
+from pipeline.base.kernel_cache import kernel
 from stages.solve.search.large.arrays import Arrays, Floats, Ints
 
 
@@ -44,7 +44,7 @@ def narrowed(arrays: Arrays, kept: Ints, back: Ints) -> Arrays:
     )  # fmt: skip
 
 
-@njit(cache=True)
+@kernel()
 def _fill(old_start, start, own, leaves, arc_start, arc_to, arc_matrix, old_matrix_start, old_pool, matrix,
           matrix_start, pool):  # fmt: skip
     for a in range(len(leaves)):
@@ -58,7 +58,7 @@ def _fill(old_start, start, own, leaves, arc_start, arc_to, arc_matrix, old_matr
                 new += 1
 
 
-@njit(cache=True)
+@kernel()
 def _fill_usages(start, own, holder, old_usage_start, old_usage, usage_start, usage):
     for h in range(len(holder)):
         new = usage_start[h]

@@ -12,13 +12,14 @@ reverse order of elimination, so that the next to go is the last dim of the tabl
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from pipeline.base.kernel_cache import kernel
 
 BLOCK = 128  # nodes whose least weight is kept together
 DIMS = 24  # of a table at most: entries are at most 2 ** 23
 
 
-@njit(cache=True)
+@kernel()
 def make_plan(seed, sizes, arc_start, arc_to, free, cap, tournament, order, clique_start, clique_node):
     """Eliminate the free nodes, cheapest table first; where the cheapest is over the cap, fix some node.
 
@@ -151,7 +152,7 @@ def make_plan(seed, sizes, arc_start, arc_to, free, cap, tournament, order, cliq
     return count
 
 
-@njit(cache=True)
+@kernel()
 def table_sizes(sizes, count, order, clique_start, clique_node, table_start):
     """Where each eliminated node's table begins; returns the entries that are looked at to fill them all."""
     table_start[0] = 0
@@ -165,7 +166,7 @@ def table_sizes(sizes, count, order, clique_start, clique_node, table_start):
     return looks
 
 
-@njit(cache=True, fastmath=True)
+@kernel(fastmath=True)
 def solve_plan(
     start, unary, arc_start, arc_to, arc_matrix, matrix_start, pool,
     free, count, order, clique_start, clique_node, table_start, tables, picked,
@@ -308,7 +309,7 @@ def solve_plan(
     return changed
 
 
-@njit(cache=True)
+@kernel()
 def grow_ball(seed, arc_start, arc_to, centre, size, free):
     """Mark about `size` nodes around a centre, at random among the nearest."""
     np.random.seed(seed)
