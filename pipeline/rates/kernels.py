@@ -182,7 +182,7 @@ def _attention(kernel: Kernel, card: Card) -> float:
     if kernel.causal:
         share *= CAUSAL[way]
     *_, length, width = kernel.shapes[0] if kernel.shapes and len(kernel.shapes[0]) > 1 else (ATTENTION_TILE, 64)
-    share *= length / (-(-length // ATTENTION_TILE) * ATTENTION_TILE) * max(1.0, width / 64) ** WIDE
+    share *= length / (-(-length // ATTENTION_TILE) * ATTENTION_TILE) * float(max(1.0, width / 64) ** WIDE)
     moved = (kernel.read + kernel.written) / (ATTENTION_BYTES[way] * card.memory)
     return max(kernel.flops / (card.rate(kernel.dtype) * share), moved)
 
