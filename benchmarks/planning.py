@@ -56,7 +56,7 @@ def _plan(depth: int, backend: str) -> dict[str, Any]:
 
     from benchmarks.step_problems import binding_budget, given, traced, two_boxes
     from pipeline.config import Backend, Solve
-    from stages.solve.answer.frontier import Sweep
+    from stages.solve.answer.frontier import FrontierSearch
     from stages.solve.problem.build import build
 
     if hasattr(os, "sched_setaffinity"):
@@ -65,7 +65,7 @@ def _plan(depth: int, backend: str) -> dict[str, Any]:
     start = time.perf_counter()
     problem, _ = build(graph, profile, given(two_boxes()))
     built = time.perf_counter()
-    sweep = Sweep(
+    sweep = FrontierSearch(
         problem, Solve(backend=Backend(backend), gap=GAP / 2, time_limit_s=60), "--backend", logging.getLogger()
     )
     budget = binding_budget(sweep, time.monotonic() + 60)

@@ -20,7 +20,7 @@ from pipeline.tracing.export import export_loss
 from pipeline.tracing.lower import lower
 from pipeline.tracing.simplify import simplify
 from stages.profile.by_table import profile_graph
-from stages.solve.answer.frontier import Sweep
+from stages.solve.answer.frontier import FrontierSearch
 from stages.solve.problem.build import Given
 
 FAMILIES = ("gpt", "llama")
@@ -89,7 +89,7 @@ def given(cluster: Cluster) -> Given:
     return Given(cluster.axes, cluster.compute, COPIES)
 
 
-def binding_budget(sweep: Sweep, deadline: float) -> float:
+def binding_budget(sweep: FrontierSearch, deadline: float) -> float:
     """Bytes half way between the memory of the smallest plan and that of the fastest."""
     smallest, fastest = sweep.bounder.smallest(deadline).peak, sweep.bounder.fastest.peak
     return smallest + SHARE * (fastest - smallest)

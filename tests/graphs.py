@@ -27,7 +27,7 @@ from pipeline.tracing.simplify import simplify
 from stages.checkpoint.choose import choose, evaluate
 from stages.cluster.run import from_preset
 from stages.profile.by_table import profile_graph
-from stages.solve.answer.frontier import Solution, Sweep
+from stages.solve.answer.frontier import FrontierSearch, Solution
 from stages.solve.on_mesh import price_point
 from stages.solve.problem.build import Choices, Given, build, to_sharding
 from stages.solve.problem.data import Problem
@@ -151,7 +151,7 @@ def solved(
     cluster = preset(devices)
     given = Given(cluster.axes, cluster.compute, copies, micro_batches)
     problem, choices = build(GRAPHS[name](), profile_of(name), given)
-    sweep = Sweep(problem, solve_settings(), "conf/solve/test.yaml", SILENT)
+    sweep = FrontierSearch(problem, solve_settings(), "conf/solve/test.yaml", SILENT)
     return problem, choices, tuple(sweep.frontier(float("inf"), lambda done, note="": None))
 
 
