@@ -34,7 +34,7 @@ from stages.solve.problem.build import to_sharding
 from stages.solve.problem.families import Families, Parallel
 from stages.solve.problem.storage import Way, storage_choices
 from stages.solve.search.decomposition import fastest
-from stages.solve.search.exact import restrict
+from stages.solve.search.restricted import restrict
 
 COPIES, MEMORY, SECONDS = 2.0, 4 * 10**9, 5.0
 TIGHT = 0.6  # of what the solver's plan needs beyond what stays, where it is to recompute

@@ -26,7 +26,7 @@ from stages.profile.step import adamw
 from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.families import Families, named
 from stages.solve.search.decomposition import fastest
-from stages.solve.search.exact import restrict
+from stages.solve.search.restricted import restrict
 
 SEARCH_S = 20.0
 FAMILIES = {"ddp": "DDP", "zero3": "ZeRO-3", "tensor": "tensor"}

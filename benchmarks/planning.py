@@ -57,7 +57,7 @@ def _plan(depth: int, backend: str) -> dict[str, Any]:
     from benchmarks.step_problems import COPIES, binding_budget, traced, two_boxes
     from pipeline.config import Backend, Solve
     from pipeline.cost.step import Workload
-    from stages.solve.answer.frontier import Sweep
+    from stages.solve.answer.frontier import FrontierSearch
     from stages.solve.problem.build import build
 
     if hasattr(os, "sched_setaffinity"):
@@ -66,7 +66,7 @@ def _plan(depth: int, backend: str) -> dict[str, Any]:
     start = time.perf_counter()
     problem, _ = build(Workload(graph, profile, two_boxes(), COPIES))
     built = time.perf_counter()
-    sweep = Sweep(
+    sweep = FrontierSearch(
         problem, Solve(backend=Backend(backend), gap=GAP / 2, time_limit_s=60), "--backend", logging.getLogger()
     )
     budget = binding_budget(sweep, time.monotonic() + 60)

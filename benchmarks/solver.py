@@ -27,9 +27,9 @@ import numpy as np
 import orjson
 import psutil
 
+from benchmarks.parallel_search import SearchResult, search
 from stages.solve.problem.data import FORBIDDEN, Edge, Holding, Node, Problem
 from stages.solve.search.large.presolve import NoChoice
-from stages.solve.search.large.run import Found, search
 
 TOO_DEAR = 10**18
 RESERVE = 0.8  # seconds to stop, check and print; and a share of the time that loading took
@@ -154,7 +154,7 @@ def evaluate(instance: dict[str, Any], picked: list[int]) -> tuple[int, int]:
     return cost, peak
 
 
-def report(instance: dict[str, Any], found: Found, loading: float, start: float) -> int:
+def report(instance: dict[str, Any], found: SearchResult, loading: float, start: float) -> int:
     limit = int(instance["usage_limit"])
     columns = ("nodes", "edges", "choices")
     given = instance["nodes"]["costs"], instance["edges"]["nodes"]

@@ -20,7 +20,7 @@ from pipeline.tracing.export import export_loss
 from pipeline.tracing.lower import lower
 from pipeline.tracing.simplify import simplify
 from stages.profile.by_table import profile_graph
-from stages.solve.answer.frontier import Sweep
+from stages.solve.answer.frontier import FrontierSearch
 
 FAMILIES = ("gpt", "llama")
 WIDTH, HEADS, CONTEXT, BATCH, VOCABULARY = 2048, 16, 1024, 8, 50304
@@ -84,7 +84,7 @@ def two_boxes() -> Cluster:
     return Cluster("preset", "cuda", 8, MEMORY, Compute(Curve((1e9,), (60e12,)), 2e12, 5e-6, 5e-6), axes)
 
 
-def binding_budget(sweep: Sweep, deadline: float) -> float:
+def binding_budget(sweep: FrontierSearch, deadline: float) -> float:
     """Bytes half way between the memory of the smallest plan and that of the fastest."""
     smallest, fastest = sweep.bounder.smallest(deadline).peak, sweep.bounder.fastest.peak
     return smallest + SHARE * (fastest - smallest)

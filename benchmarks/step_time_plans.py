@@ -33,7 +33,7 @@ from stages.solve.on_mesh import OnMesh, price_point
 from stages.solve.problem.build import to_sharding
 from stages.solve.problem.families import Families, named
 from stages.solve.search.decomposition import fastest
-from stages.solve.search.exact import restrict
+from stages.solve.search.restricted import restrict
 from tests.namespaces import OWN, address
 
 SOURCE = Path(__file__).resolve().parent.parent

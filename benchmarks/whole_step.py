@@ -73,14 +73,14 @@ def _line(family: str, depth: int, row: dict[str, Any]) -> str:
 def plan(family: str, depth: int, seconds: float, seed: int, **sizes: int) -> dict[str, Any]:
     import logging
 
+    from benchmarks.parallel_search import search
     from benchmarks.step_problems import COPIES, Sizes, binding_budget, traced, two_boxes
     from pipeline.config import Backend, Search, Solve
     from pipeline.cost.step import Workload
-    from stages.solve.answer.frontier import Sweep
+    from stages.solve.answer.frontier import FrontierSearch
     from stages.solve.on_mesh import price_point
     from stages.solve.problem.build import build, to_sharding
     from stages.solve.search.large.plain import plain
-    from stages.solve.search.large.run import search
 
     start = time.monotonic()
     graph, profile = traced(family, depth, Sizes(**sizes))
@@ -89,7 +89,7 @@ def plan(family: str, depth: int, seconds: float, seed: int, **sizes: int) -> di
     problem, choices = build(workload)
     built_at = time.monotonic()
     settings = Solve(backend=Backend.highs, gap=1e-4, time_limit_s=EXACT_SECONDS, search=Search.dp, frontier_points=1)
-    sweep = Sweep(problem, settings, "--layers", logging.getLogger())
+    sweep = FrontierSearch(problem, settings, "--layers", logging.getLogger())
     budget = binding_budget(sweep, time.monotonic() + EXACT_SECONDS)
     exact = sweep.within(budget)
     del sweep  # its tables: the search's processes are copies of this one

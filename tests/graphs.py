@@ -27,7 +27,7 @@ from pipeline.tracing.simplify import simplify
 from stages.checkpoint.choose import choose, evaluate
 from stages.cluster.run import from_preset
 from stages.profile.by_table import profile_graph
-from stages.solve.answer.frontier import Solution, Sweep
+from stages.solve.answer.frontier import FrontierSearch, Solution
 from stages.solve.on_mesh import price_point
 from stages.solve.problem.build import Choices, build, to_sharding
 from stages.solve.problem.data import Problem
@@ -149,7 +149,7 @@ def solved(
     name: str, devices: int = 2, copies: float = 2.0, micro_batches: int = 1
 ) -> tuple[Problem, Choices, tuple[Solution, ...]]:
     problem, choices = build(Workload(GRAPHS[name](), profile_of(name), preset(devices), copies, micro_batches))
-    sweep = Sweep(problem, solve_settings(), "conf/solve/test.yaml", SILENT)
+    sweep = FrontierSearch(problem, solve_settings(), "conf/solve/test.yaml", SILENT)
     return problem, choices, tuple(sweep.frontier(float("inf"), lambda done, note="": None))
 
 

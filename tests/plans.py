@@ -49,7 +49,7 @@ from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.constraints import Hand
 from stages.solve.problem.storage import Stored, Way, storage_choices
 from stages.solve.search.decomposition import fastest
-from stages.solve.search.exact import restrict
+from stages.solve.search.restricted import restrict
 from tests import skips
 from tests.graphs import preset, solve_settings
 from tests.made import made_once

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from numba import njit
 from numba.core.caching import IndexDataCacheFile, InTreeCacheLocator
@@ -19,9 +19,13 @@ from pipeline.tracking.execution import ROOT
 COPY = Path(__file__).resolve().parents[2]
 
 
-def kernel(fastmath: bool | set[str] = False) -> Callable[[Callable[..., Any]], Any]:
+def kernel(
+    fastmath: bool | set[str] = False, inline: Literal["never", "always"] = "never"
+) -> Callable[[Callable[..., Any]], Any]:
+    """Settings as numba has them."""
+
     def compiled(function: Callable[..., Any]) -> Any:
-        made: Any = njit(cache=True, nogil=True, fastmath=fastmath)(function)
+        made: Any = njit(cache=True, nogil=True, fastmath=fastmath, inline=inline)(function)
         if hasattr(made, "_cache"):  # with NUMBA_DISABLE_JIT it is the function itself
             cache, own = made._cache, made._cache._impl
             where = cache._cache_path, own.filename_base, own.locator.get_source_stamp()

@@ -14,13 +14,13 @@ from pipeline.cost.step import Workload
 from pipeline.ir.plan import Baseline, FrontierPoint, Proof, Sharding
 from pipeline.sharding.lowering import with_paths
 from stages.solve.answer.baselines import baselines
-from stages.solve.answer.frontier import PRICES, Solution, Sweep
+from stages.solve.answer.frontier import PRICES, FrontierSearch, Solution
 from stages.solve.answer.saved import Saved, check_allowed, found_among
 from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.constraints import Hand
 from stages.solve.problem.storage import Way
-from stages.solve.search.exact import Reduced, as_it_is, restrict
-from stages.solve.search.least_resident import least_resident
+from stages.solve.search.elimination import least_resident
+from stages.solve.search.restricted import Restricted, as_it_is, restrict
 
 GIVEN = "given"  # a proof's method: the plan was saved, not found
 
@@ -34,9 +34,9 @@ class OnMesh:
         self.problem, self.choices = build(workload)
         self.left = self._left_by(settings)
         self.build_seconds = time.monotonic() - start
-        self.sweep = Sweep(self.left.problem, settings, where, log)
+        self.sweep = FrontierSearch(self.left.problem, settings, where, log)
 
-    def _left_by(self, settings: Solve, ways: Collection[Way] = ()) -> Reduced:
+    def _left_by(self, settings: Solve, ways: Collection[Way] = ()) -> Restricted:
         """What the settings leave of the problem; of the ways to store a parameter these, where any is named."""
         hand = self._hand(settings)
         if not hand.asks and not ways:
@@ -93,7 +93,7 @@ class OnMesh:
         picked = self._least(self.left)
         return self._point(self._known(picked, PRICES)) if picked else None
 
-    def _least(self, left: Reduced) -> tuple[int, ...] | None:
+    def _least(self, left: Restricted) -> tuple[int, ...] | None:
         parameters = {self.choices.index[name] for name in self.choices.storage}
         return least_resident(left.problem, parameters, self.sweep.bounder.fastest.cost)
 

@@ -187,7 +187,7 @@ def test_a_budget_below_what_stays_resident():
 
 def test_a_model_of_one_link():
     """Nothing to choose: it fits or it does not."""
-    from stages.solve.answer.frontier import Sweep
+    from stages.solve.answer.frontier import FrontierSearch
     from stages.solve.on_mesh import price_point
     from stages.solve.problem.build import build, to_sharding
     from tests.graphs import SILENT, solve_settings
@@ -204,7 +204,9 @@ def test_a_model_of_one_link():
     assert len(graph.chain) == 1
     profile, cluster = profile_graph(graph), preset(1)
     problem, choices = build(Workload(graph, profile, cluster, 0.0))
-    (solution,) = Sweep(problem, solve_settings(), WHERE, SILENT).frontier(math.inf, lambda done, note="": None)
+    (solution,) = FrontierSearch(problem, solve_settings(), WHERE, SILENT).frontier(
+        math.inf, lambda done, note="": None
+    )
     sharding = to_sharding(graph, choices, solution.picked)
     workload = Workload(graph, profile, cluster, 0.0)
     point = price_point(workload, sharding, solution.proof)

@@ -29,15 +29,13 @@ from stages.__main__ import main
 from stages.checkpoint.choose import choose, evaluate
 from stages.profile.by_table import profile_graph
 from stages.solve.explain.diff import Changed, explain_diff
-from stages.solve.explain.items import Kind
-from stages.solve.explain.names import Subject, What, find_subject
-from stages.solve.explain.one import explain_one
-from stages.solve.explain.options import Options, Verdict
-from stages.solve.explain.part import ExplainError, Planned, planned
+from stages.solve.explain.one import Subject, What, explain_one, find_subject
+from stages.solve.explain.options import Options, OptionVerdict
+from stages.solve.explain.priced_run import ExplainError, ItemKind, PlannedRun, planned
 from stages.solve.explain.run import text_of
 from stages.solve.explain.whole import explain_module, explain_whole
 from stages.solve.search.elimination import Elimination
-from stages.solve.search.exact import restrict
+from stages.solve.search.restricted import restrict
 from tests.graphs import GRAPHS, SILENT, frontier_of, plan_of, preset, profile_of, solve_settings, trace
 from tests.pipeline_plans import plan_with_pipelines, with_pieces
 
@@ -66,16 +64,16 @@ def run_of(
     return made(GRAPHS[name](), profile_of(name), preset(devices), frontier, plan, **config)
 
 
-def planned_of(name: str, **how) -> Planned:
+def planned_of(name: str, **how) -> PlannedRun:
     return planned(run_of(name, **how))
 
 
-def options_of(plan: Planned, part: int = 0, solve: Solve | None = None, recompute: str = "optimal") -> Options:
+def options_of(plan: PlannedRun, part: int = 0, solve: Solve | None = None, recompute: str = "optimal") -> Options:
     settings = Checkpoint(recompute=Recompute(recompute))
     return Options(plan, plan.parts[part], solve or solve_settings(), settings, evaluate, WHERE, SILENT)
 
 
-def with_sharding(plan: Planned, sharding: Sharding) -> Planned:
+def with_sharding(plan: PlannedRun, sharding: Sharding) -> PlannedRun:
     """The same run with another plan, predicted as the checkpoint stage would."""
     point = replace(plan.frontier.points[0], sharding=with_paths(plan.graph, sharding, plan.parts[0].cluster))
     frontier = replace(plan.frontier, points=(point,))
@@ -84,7 +82,7 @@ def with_sharding(plan: Planned, sharding: Sharding) -> Planned:
     return planned(made(plan.graph, plan.profile, plan.cluster, frontier, other))
 
 
-def repriced(plan: Planned, sharding: Sharding) -> float:
+def repriced(plan: PlannedRun, sharding: Sharding) -> float:
     part = plan.parts[0]
     sharding = with_paths(plan.graph, replace(sharding, paths={}), part.cluster)
     return part.priced.with_sharding(sharding).step.seconds
@@ -104,13 +102,13 @@ def test_items_add_up_to_the_price_of_the_step(name, point, micro_batches):
     (part,) = planned(run).parts
     items = part.items()
     assert sum(item.seconds for item in items) == pytest.approx(part.priced.step.seconds, rel=1e-12)
-    ops = [item.name for item in items if item.kind is Kind.op]
+    ops = [item.name for item in items if item.kind is ItemKind.op]
     assert sorted(ops) == sorted(op.name for op in part.graph.ops)
 
 
 def test_a_conversion_belongs_to_the_op_that_reads_it():
     plan = planned_of("gpt", point=2)
-    conversions = [item for item in plan.parts[0].items() if item.kind is Kind.conversion]
+    conversions = [item for item in plan.parts[0].items() if item.kind is ItemKind.conversion]
     assert conversions
     for item in conversions:
         assert not item.op or item.value in plan.graph.op(item.op).inputs
@@ -161,8 +159,8 @@ def test_the_chosen_is_the_best_of_what_fits(name):
     options = options_of(plan)
     for node in [*list(options.choices.storage)[:2], *list(options.choices.ops)[2:5], *options.choices.inputs]:
         found, _ = options.of(node, 6)
-        assert found[0].verdict is Verdict.chosen and found[0].seconds == 0
-        assert all(option.verdict is not Verdict.faster for option in found)
+        assert found[0].verdict is OptionVerdict.chosen and found[0].seconds == 0
+        assert all(option.verdict is not OptionVerdict.faster for option in found)
         known = [option.seconds for option in found if option.seconds is not None]
         assert known == sorted(known)
 
@@ -177,8 +175,8 @@ def test_the_budget_rules_out_what_the_checkpoint_stage_refuses():
         for option in options.of(value.name, 100)[0]:
             if option.peak_bytes is None:
                 continue
-            assert (option.verdict is Verdict.over_budget) == (option.peak_bytes > 0)
-            if option.verdict is Verdict.over_budget:
+            assert (option.verdict is OptionVerdict.over_budget) == (option.peak_bytes > 0)
+            if option.verdict is OptionVerdict.over_budget:
                 over += 1
                 assert option.seconds is None
                 assert f"by {option.peak_bytes / 1e9:.4g} GB" in option.why and "optimizer state" in option.why
@@ -194,8 +192,8 @@ def test_a_setting_rules_out():
     if plan.plan.sharding.state.get(name.origin, stored) != stored:
         solve = solve_settings(constraints={name.origin: "zero1"})
     found, _ = options_of(plan, solve=solve).of(name.name, 100)
-    others = [option for option in found[1:] if option.verdict is not Verdict.neighbours]
-    assert others and {option.verdict for option in others} == {Verdict.setting}
+    others = [option for option in found[1:] if option.verdict is not OptionVerdict.neighbours]
+    assert others and {option.verdict for option in others} == {OptionVerdict.setting}
     assert all(f"constraints.{name.origin}" in option.why for option in others)
 
 
@@ -233,15 +231,15 @@ class Odd(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def odd() -> Planned:
+def odd() -> PlannedRun:
     graph = trace(Odd(), {"x": torch.randn(4, 7)})
     profile, cluster = profile_graph(graph), preset(2)
-    from stages.solve.answer.frontier import Sweep
+    from stages.solve.answer.frontier import FrontierSearch
     from stages.solve.on_mesh import price_point
     from stages.solve.problem.build import build, to_sharding
 
     problem, choices = build(Workload(graph, profile, cluster, 2.0))
-    best = Sweep(problem, solve_settings(), WHERE, SILENT).frontier(math.inf, lambda done, note="": None)[0]
+    best = FrontierSearch(problem, solve_settings(), WHERE, SILENT).frontier(math.inf, lambda done, note="": None)[0]
     sharding = to_sharding(graph, choices, best.picked)
     point = price_point(Workload(graph, profile, cluster, 2.0), sharding, best.proof)
     frontier = replace(frontier_of("mlp"), points=(point,))
@@ -357,7 +355,7 @@ def test_a_plan_and_itself():
 
 
 @pytest.fixture(scope="module")
-def piped() -> Planned:
+def piped() -> PlannedRun:
     cluster, frontier = with_pieces("gpt")
     plan = plan_with_pipelines("gpt", pipeline="1f1b")
     assert plan.pipelined

@@ -17,13 +17,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks import solver
+from benchmarks import parallel_search, solver
+from benchmarks.parallel_search import SearchResult
 from stages.solve.problem.data import FORBIDDEN, Edge, Holding, Node, Problem
-from stages.solve.search.large import descent, presolve, run
+from stages.solve.search.large import descent, presolve
 from stages.solve.search.large.arrays import flatten
 from stages.solve.search.large.descent import Searcher
 from stages.solve.search.large.presolve import NoChoice, reduce
-from stages.solve.search.large.run import Found
 from tests.clocks import Ticks
 
 SLOW = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -87,7 +87,7 @@ def test_presolve_keeps_the_optimum(seed):
 
 
 def test_search_finds_the_optimum_of_nearly_all_small_problems(monkeypatch):
-    clock = Ticks().in_place_of_time(monkeypatch, run, descent, presolve)
+    clock = Ticks().in_place_of_time(monkeypatch, parallel_search, descent, presolve)
     equal = solved = 0
     for seed in range(40):
         problem, limit = make(seed)
@@ -95,7 +95,7 @@ def test_search_finds_the_optimum_of_nearly_all_small_problems(monkeypatch):
         if best == math.inf:
             continue
         solved += 1
-        found = run.search(problem, limit, clock.now + 300, workers=0, step=1.0)
+        found = parallel_search.search(problem, limit, clock.now + 300, workers=0, step=1.0)
         assert found.bound <= best + 1e-6
         if found.picked is None:
             continue
@@ -110,7 +110,7 @@ def test_search_finds_the_optimum_of_nearly_all_small_problems(monkeypatch):
 def test_what_cannot_fit_is_proven_so_and_ends_the_search():
     node = Node("n", np.array([1.0, 2.0]), (Holding(0, 1, np.array([5.0, 4.0])),))
     for workers in (0, 2):  # it ends long before its time, or this test hangs
-        found = run.search(Problem((node,), ()), 3.0, time.monotonic() + 36000, workers=workers)
+        found = parallel_search.search(Problem((node,), ()), 3.0, time.monotonic() + 36000, workers=workers)
         assert found.picked is None
         assert found.bound > 2.0
 
@@ -177,7 +177,7 @@ def written_to(folder: Path, instance: dict) -> str:
 
 def test_benchmark_answers_an_interrupt(tmp_path, benchmark, monkeypatch):
     """With the best so far; it comes as soon as there is one, however long that takes here."""
-    look = run._Watch.look
+    look = parallel_search._Watch.look
 
     def interrupt(watch):
         look(watch)
@@ -186,7 +186,7 @@ def test_benchmark_answers_an_interrupt(tmp_path, benchmark, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
 
     gone: list[bool] = []
-    monkeypatch.setattr(run._Watch, "look", interrupt)
+    monkeypatch.setattr(parallel_search._Watch, "look", interrupt)
     status, out, err = benchmark("--instance", written_to(tmp_path, grid(30)), "--seconds", "300")
     found = json.loads(out.splitlines()[-1])
     assert status == 0 and not err and gone and found["feasible"] and found["bound"] <= found["cost"]
@@ -197,7 +197,9 @@ def test_benchmark_keeps_the_time(tmp_path, benchmark, monkeypatch):
     told: list[float] = []
     monkeypatch.setattr(solver, "time", SimpleNamespace(monotonic=lambda: 100.0, time=lambda: 50.0))
     monkeypatch.setattr(solver.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: 48.0))
-    monkeypatch.setattr(solver, "search", lambda *given, step: told.append(given[2]) or Found(None, math.inf, 1.0))
+    monkeypatch.setattr(
+        solver, "search", lambda *given, step: told.append(given[2]) or SearchResult(None, math.inf, 1.0)
+    )
     benchmark("--instance", written_to(tmp_path, grid(3)), "--seconds", "10")
     assert told == [pytest.approx(108 - solver.RESERVE - 0.2 * 2)]
 

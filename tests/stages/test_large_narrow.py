@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks import parallel_search
+from benchmarks.parallel_search import search
 from stages.solve.problem.data import Edge, Holding, Node, Problem
-from stages.solve.search.large import descent, presolve, run
-from stages.solve.search.large.arrays import Arrays, flatten
+from stages.solve.search.large import descent, presolve
+from stages.solve.search.large.arrays import Arrays, candidates, flatten, narrowed
 from stages.solve.search.large.descent import Searcher
-from stages.solve.search.large.narrow import candidates, narrowed
 from stages.solve.search.large.presolve import reduce
-from stages.solve.search.large.run import search
 from tests.clocks import Ticks
 
 LENGTH = 40
@@ -100,7 +100,7 @@ def test_a_turn_among_few_choices_finds_what_regions_among_all_of_them_cannot(mo
 @pytest.mark.parametrize("slack", [1.0, 1.05])
 def test_a_limit_that_one_plan_is_known_to_meet_is_met(slack, monkeypatch):
     """Never an answer that holds too much, and hardly ever none."""
-    clock = Ticks().in_place_of_time(monkeypatch, run, descent, presolve)
+    clock = Ticks().in_place_of_time(monkeypatch, parallel_search, descent, presolve)
     met = 0
     for seed in range(8):
         problem, plan, limit = planted(seed, slack=slack)

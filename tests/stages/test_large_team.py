@@ -8,12 +8,13 @@ import numpy as np
 import psutil
 import pytest
 
+from benchmarks import parallel_search
+from benchmarks.parallel_search import Board, SearchResult, search
 from stages.solve.problem.data import Edge, Holding, Node, Problem
-from stages.solve.search.large import presolve, run, team
-from stages.solve.search.large.dominated import undominated
-from stages.solve.search.large.presolve import NoChoice, Reduced, reduce
-from stages.solve.search.large.run import Found, search
-from stages.solve.search.large.turns import LEAST, Turns
+from stages.solve.search.large import presolve
+from stages.solve.search.large.descent import LEAST, Turns
+from stages.solve.search.large.loops import undominated
+from stages.solve.search.large.presolve import NoChoice, Presolved, reduce
 from tests.clocks import Ticks
 
 LONG_S = 600.0  # what is tested hangs for good, or ends by itself
@@ -31,9 +32,9 @@ def ring(count: int = 40, seed: int = 0) -> tuple[Problem, float]:
     return Problem(nodes, edges), 12.0
 
 
-def search_for_one(problem: Problem, limit: float, monkeypatch) -> Found:
+def search_for_one(problem: Problem, limit: float, monkeypatch) -> SearchResult:
     """A search that is interrupted by its first solution, however long that takes."""
-    look = run._Watch.look
+    look = parallel_search._Watch.look
 
     def interrupt(watch):
         look(watch)
@@ -43,7 +44,7 @@ def search_for_one(problem: Problem, limit: float, monkeypatch) -> Found:
                 raise KeyboardInterrupt
 
     seen: list[float] = []
-    monkeypatch.setattr(run._Watch, "look", interrupt)
+    monkeypatch.setattr(parallel_search._Watch, "look", interrupt)
     return search(problem, limit, time.monotonic() + LONG_S)
 
 
@@ -57,7 +58,7 @@ def crash(*_arguments: object, **_options: object) -> None:
 
 @pytest.fixture(autouse=True)
 def compiled() -> None:
-    team.warm_up()  # what is compiled here is not compiled in the seconds of a test
+    parallel_search.warm_up()  # what is compiled here is not compiled in the seconds of a test
 
 
 @pytest.fixture(autouse=True)
@@ -69,14 +70,14 @@ def none_left() -> object:
 
 
 def test_a_presolve_that_hangs_leaves_the_time_kept(monkeypatch):
-    monkeypatch.setattr(team, "reduce", hang)
+    monkeypatch.setattr(parallel_search, "reduce", hang)
     found = search(*ring(), time.monotonic() + 0.5)
     assert found.picked is None and found.cost == math.inf and found.bound == -math.inf
 
 
 @pytest.mark.parametrize("part", ["drop_dominated", "_search"])
 def test_there_is_an_answer_where_presolve_or_the_searchers_hang(part, monkeypatch):
-    monkeypatch.setattr(presolve._Work if part == "drop_dominated" else team, part, hang)
+    monkeypatch.setattr(presolve._Work if part == "drop_dominated" else parallel_search, part, hang)
     problem, limit = ring()
     found = search_for_one(problem, limit, monkeypatch)
     assert found.picked is not None
@@ -84,25 +85,25 @@ def test_there_is_an_answer_where_presolve_or_the_searchers_hang(part, monkeypat
 
 
 def test_there_is_an_answer_where_the_first_solution_fails(monkeypatch):
-    monkeypatch.setattr(team, "_first", crash)
+    monkeypatch.setattr(parallel_search, "_first", crash)
     problem, limit = ring()
     found = search_for_one(problem, limit, monkeypatch)
     assert found.picked is not None and problem.peak(found.picked) <= limit and found.sizes["nodes"] > 0
 
 
 def test_a_solution_that_does_not_keep_its_word_is_not_taken(monkeypatch):
-    def lie(_reduced: Reduced, _slots: object, _searchers: object, _first: object, _early: object, ours: team.Board,
+    def lie(_reduced: Presolved, _slots: object, _searchers: object, _first: object, _early: object, ours: Board,
             _deadline: float) -> None:  # fmt: skip
         ours.write(np.full(len(ours.picks[0]), 3), -1.0)
 
-    monkeypatch.setattr(team, "_first", hang)
-    monkeypatch.setattr(team, "_gather", lie)
+    monkeypatch.setattr(parallel_search, "_first", hang)
+    monkeypatch.setattr(parallel_search, "_gather", lie)
     problem, _ = ring()
     assert search(problem, 0.5, time.monotonic() + LONG_S).picked is None
 
 
 def test_a_failure_is_not_an_answer(monkeypatch):
-    monkeypatch.setattr(team, "reduce", crash)
+    monkeypatch.setattr(parallel_search, "reduce", crash)
     with pytest.raises(RuntimeError, match="status 1"):
         search(*ring(), time.monotonic() + LONG_S)
     nothing = Edge(0, 1, np.full((4, 4), np.inf))
@@ -137,7 +138,7 @@ def small(seed: int) -> tuple[Problem, float]:
     return Problem(nodes, tuple(edges)), float(random.integers(6, 16))
 
 
-def optimum(problem: Problem, limit: float, reduced: Reduced | None = None) -> float:
+def optimum(problem: Problem, limit: float, reduced: Presolved | None = None) -> float:
     """Of the whole problem, or among what is left of it."""
     left = problem if reduced is None else reduced.problem
     found = math.inf
@@ -155,7 +156,7 @@ def test_presolve_may_end_anywhere(monkeypatch):
         best = optimum(problem, limit)
         for ticks in (0, 8, 13, 20):
             monkeypatch.setattr(presolve, "time", Ticks())
-            early: list[Reduced] = []
+            early: list[Presolved] = []
             try:
                 reduced = reduce(problem, ticks, lambda finish, early=early: early.append(finish()))
             except NoChoice:

@@ -24,12 +24,12 @@ from pipeline.ir.verify import verify_sharding
 from pipeline.sharding.lowering import lower, with_paths
 from stages.profile.by_table import profile_graph
 from stages.solve import run as stage
-from stages.solve.answer.frontier import Sweep
+from stages.solve.answer.frontier import FrontierSearch
 from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.data import Node, Problem
 from stages.solve.problem.storage import Way
 from stages.solve.search.backends import glpk
-from stages.solve.search.exact import best_prices, solve
+from stages.solve.search.integer_program import best_prices, solve
 from stages.solve.search.memory_price import Bounder
 from tests.graphs import (
     GRAPHS,
@@ -61,7 +61,7 @@ def test_the_same_problem_gives_the_same_choices(backend):
     answers = []
     for _ in range(2):
         problem, _ = problem_of(mlp_graph(), preset())
-        found = Sweep(problem, solve_settings(backend, frontier_points=3), WHERE, SILENT).frontier(3e4, silent)
+        found = FrontierSearch(problem, solve_settings(backend, frontier_points=3), WHERE, SILENT).frontier(3e4, silent)
         answers.append([(p.picked, p.proof) for p in found])
     assert answers[0] == answers[1]
 
@@ -71,7 +71,7 @@ def test_both_backends_agree_on_a_real_model():
     for point in points:
         if point.peak < points[0].peak:
             for backend in ("glpk", "highs"):
-                sweep = Sweep(problem, solve_settings(backend), WHERE, SILENT)
+                sweep = FrontierSearch(problem, solve_settings(backend), WHERE, SILENT)
                 assert sweep.within(point.peak).cost == pytest.approx(point.cost, rel=1e-6)
 
 
@@ -205,7 +205,7 @@ def test_the_environment_is_as_before(monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
     monkeypatch.delenv("DYLD_LIBRARY_PATH", raising=False)
     before = dict(os.environ)
-    solve(Problem((Node("a", np.array([1.0, 2.0])),), ()), None, (), solve_settings("glpk"), WHERE)
+    solve(Problem((Node("a", np.array([1.0, 2.0])),), ()), 1.0, (), solve_settings("glpk"), WHERE)
     assert dict(os.environ) == before
 
 

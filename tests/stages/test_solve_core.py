@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from stages.solve.answer.frontier import Sweep
+from stages.solve.answer.frontier import FrontierSearch
 from stages.solve.problem.data import Holding, Node, Problem
 from stages.solve.search.backends import NothingFound
 from stages.solve.search.elimination import Elimination, Prices, TooWide
-from stages.solve.search.exact import best_prices, restrict, solve, without_dominated, without_hopeless
-from stages.solve.search.integer_program import Plane
+from stages.solve.search.integer_program import best_prices, solve, without_too_costly
 from stages.solve.search.memory_price import Bounder
+from stages.solve.search.restricted import restrict, without_dominated
 from tests.graphs import SILENT, solve_settings
 from tests.problems import LENGTH, a_limit, best, every_plan, random_problem
 
@@ -49,8 +49,8 @@ def test_cost_and_peak_are_those_of_the_oracle(seed):
 def test_the_integer_program_finds_the_optimum(backend, part):
     for seed in SEEDS[part::30]:
         problem = random_problem(seed)
-        for limit in (None, a_limit(problem, seed)):
-            wanted = best(problem, math.inf if limit is None else limit)
+        for limit in (1e9, a_limit(problem, seed)):
+            wanted = best(problem, limit)
             small = without_dominated(problem)
             if math.isinf(wanted):
                 with pytest.raises(NothingFound) as refusal:
@@ -61,7 +61,7 @@ def test_the_integer_program_finds_the_optimum(backend, part):
             picked = small.expand(answer.picked)
             assert problem.cost(picked) == pytest.approx(wanted, rel=1e-6, abs=1e-6)
             assert answer.bound == pytest.approx(wanted, rel=1e-6, abs=1e-6)
-            assert limit is None or problem.peak(picked) <= limit + 1e-6
+            assert problem.peak(picked) <= limit + 1e-6
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -94,7 +94,7 @@ def test_dropping_hopeless_choices_keeps_every_plan_as_good_as_the_known_one(bac
         limit = limit if math.isfinite(best(problem, limit)) else max(peak for _, _, peak in every_plan(problem))
         moments, wanted = tuple(range(LENGTH)), best(problem, limit)
         for known in (wanted, 1.2 * wanted):
-            bound, left = without_hopeless(problem, limit, moments, known, solve_settings(backend), WHERE)
+            bound, left = without_too_costly(problem, limit, moments, known, solve_settings(backend), WHERE)
             assert bound <= wanted + 1e-6
             for picked, cost, peak in every_plan(problem):
                 if cost <= known and peak <= limit:
@@ -154,10 +154,10 @@ def test_a_bound_is_below_every_plan_that_fits(seed):
 @pytest.mark.parametrize("backend", ["glpk", "highs"])
 def test_the_best_prices(backend):
     """On a line the lowest plane is highest where two of them cross; a moment with room to spare costs nothing."""
-    planes = [Plane(1.0, (5.0,)), Plane(2.0, (1.0,)), Plane(4.0, (-3.0,))]
+    planes = [(1.0, (5.0,)), (2.0, (1.0,)), (4.0, (-3.0,))]
     solve_prices = best_prices(solve_settings(backend), WHERE)
     assert solve_prices(planes, 10.0) == (pytest.approx(2.5), [pytest.approx(0.5)])
-    height, prices = solve_prices([Plane(p.cost, (*p.over, -7.0)) for p in planes], 10.0)
+    height, prices = solve_prices([(cost, (*over, -7.0)) for cost, over in planes], 10.0)
     assert height == pytest.approx(2.5) and prices == pytest.approx([0.5, 0.0])
 
 
@@ -167,7 +167,7 @@ def test_the_frontier(part):
     for seed in POSSIBLE[part::10][:10]:
         problem = random_problem(seed)
         limit = a_limit(problem, seed + 1000)
-        found = Sweep(problem, solve_settings(), WHERE, SILENT).frontier(limit, silent)
+        found = FrontierSearch(problem, solve_settings(), WHERE, SILENT).frontier(limit, silent)
         assert found[0].cost == pytest.approx(best(problem), rel=1e-9)
         for point in found:
             wanted = best(problem, point.peak)
@@ -183,13 +183,13 @@ def test_the_frontier(part):
 
 def test_one_point_is_the_fastest():
     problem = random_problem(POSSIBLE[0])
-    (point,) = Sweep(problem, solve_settings(frontier_points=1), WHERE, SILENT).frontier(math.inf, silent)
+    (point,) = FrontierSearch(problem, solve_settings(frontier_points=1), WHERE, SILENT).frontier(math.inf, silent)
     assert point.cost == pytest.approx(best(problem))
 
 
 def test_one_point_is_the_best_within_the_budget_as_well():
     problem = four_nodes()
-    fast, fits = Sweep(problem, solve_settings(frontier_points=1), WHERE, SILENT).frontier(35.0, silent)
+    fast, fits = FrontierSearch(problem, solve_settings(frontier_points=1), WHERE, SILENT).frontier(35.0, silent)
     assert fast.cost == pytest.approx(best(problem)) and fast.peak > 35
     assert fits.cost == pytest.approx(best(problem, 35.0)) and fits.peak <= 35
 
@@ -204,7 +204,7 @@ def four_nodes() -> Problem:
 
 def test_a_solver_that_finds_nothing_in_time_leaves_the_plan_of_prices(monkeypatch, caplog):
     problem = four_nodes()
-    sweep = Sweep(problem, solve_settings(), WHERE, SILENT)
+    sweep = FrontierSearch(problem, solve_settings(), WHERE, SILENT)
 
     def nothing(*_):
         raise NothingFound("the solver found no plan", where=WHERE)

@@ -13,13 +13,13 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Sharding
 from pipeline.sharding.lowering import lower
 from stages.solve.answer.baselines import baselines
-from stages.solve.answer.frontier import Sweep
+from stages.solve.answer.frontier import FrontierSearch
 from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.constraints import Hand
 from stages.solve.problem.families import Families, named
 from stages.solve.problem.storage import Way, storage_choices
 from stages.solve.search.elimination import Elimination
-from stages.solve.search.exact import restrict
+from stages.solve.search.restricted import restrict
 from tests.graphs import SILENT, gpt_graph, mesh, mlp_graph, preset, profile_of, solve_settings
 
 WHERE = "conf/solve/test.yaml"
@@ -210,11 +210,11 @@ def test_one_device_has_no_baselines():
 
 def test_the_searches_agree_within_their_gaps():
     _, problem, _ = problem_of("mlp", preset(2))
-    bounder = Sweep(problem, solve_settings(), WHERE, SILENT).bounder
+    bounder = FrontierSearch(problem, solve_settings(), WHERE, SILENT).bounder
     smallest, largest = bounder.smallest(math.inf).peak, bounder.fastest.peak
     limit = (smallest + largest) / 2
     settings = [solve_settings(search=search, time_limit_s=600.0) for search in Search]  # kernels are compiled
-    found = {own.search: Sweep(problem, own, WHERE, SILENT).within(limit) for own in settings}
+    found = {own.search: FrontierSearch(problem, own, WHERE, SILENT).within(limit) for own in settings}
     exact = found[Search.ilp]
     assert exact.proof.gap < 1e-6
     for search, solution in found.items():
@@ -225,7 +225,7 @@ def test_the_searches_agree_within_their_gaps():
 def test_random_changes_depend_on_the_seed_alone():
     _, problem, _ = problem_of("mlp", preset(2))
     settings = solve_settings(search=Search.mcmc, seed=3)
-    bounder = Sweep(problem, settings, WHERE, SILENT).bounder
+    bounder = FrontierSearch(problem, settings, WHERE, SILENT).bounder
     limit = bounder.fastest.peak * 0.999
-    first, second = (Sweep(problem, settings, WHERE, SILENT).within(limit).picked for _ in range(2))
+    first, second = (FrontierSearch(problem, settings, WHERE, SILENT).within(limit).picked for _ in range(2))
     assert first == second

@@ -25,7 +25,7 @@ from pipeline.sharding.sharded import Sharded
 from stages.checkpoint.choose import choose, evaluate
 from stages.profile.by_table import profile_graph
 from stages.solve import run as stage
-from stages.solve.search.least_resident import least_resident
+from stages.solve.search.elimination import least_resident
 from tests.graphs import GRAPHS, SILENT, frontier_of, plan_of, preset, solve_settings, trace
 from tests.problems import every_plan, random_problem
 

@@ -17,14 +17,15 @@ from pipeline.config import Search
 from pipeline.cost.step import Workload
 from stages.profile.by_table import profile_graph
 from stages.solve.answer.baselines import baselines
-from stages.solve.answer.frontier import Sweep
+from stages.solve.answer.frontier import FrontierSearch
 from stages.solve.problem.build import build
 from stages.solve.problem.data import Edge, Holding, Node, Problem
 from stages.solve.search.decomposition import CutBounder, WideBounder, fastest
 from stages.solve.search.elimination import Elimination, Prices, TooWide
-from stages.solve.search.exact import best_prices, restrict
+from stages.solve.search.integer_program import best_prices
 from stages.solve.search.large.plain import plain
 from stages.solve.search.large.priced import Wide
+from stages.solve.search.restricted import restrict
 from stages.solve.search.separators import CutOpen
 from tests.graphs import SILENT, mesh, solve_settings, trace
 from tests.problems import LENGTH, a_limit, best, every_plan, random_problem
@@ -60,35 +61,42 @@ def way(request, monkeypatch):
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("part", PARTS)
 def test_the_plain_problem_costs_and_holds_the_same(part):
+    """At any prices of memory, with the choices of a plan: the helpers at their best come to what the plan does."""
     for seed in SEEDS[part::10]:
         problem = random_problem(seed)
         made = plain(problem)
         assert not made.problem.shares and not any(edge.holdings for edge in made.problem.edges)
-        for picked, cost, peak in itertools.islice(every_plan(problem), 40):
-            whole = made.write(picked)
-            assert made.read(whole) == picked
-            assert made.problem.cost(whole) == pytest.approx(cost, rel=1e-12)
-            assert made.problem.peak(whole) == pytest.approx(peak, rel=1e-12)
+        elimination = Elimination(made.problem)
+        for number, (picked, _, _) in enumerate(itertools.islice(every_plan(problem), 20)):
+            sizes = [len(made.problem.nodes[place].costs) for place in made.places]
+            only = [np.where(np.arange(size) == k, 0.0, np.inf) for size, k in zip(sizes, picked, strict=True)]
+            prices = some_prices(problem, number)
+            found = elimination.minimise(prices, dict(zip(made.places, only, strict=True)))
+            assert made.read(found.picked) == picked
+            assert found.value == pytest.approx(paid(problem, picked, prices), rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("part", PARTS)
-def test_no_setting_of_the_helpers_costs_or_holds_less(part):
+def test_one_setting_of_the_helpers_costs_and_holds_the_same_and_none_less(part):
     for seed in SEEDS[part::10]:
         problem = random_problem(seed, nodes=4)
         made = plain(problem)
-        helpers = [range(len(made.problem.nodes[place].costs)) for place in made.settings]
-        if math.prod(map(len, helpers)) > 3000:
+        helpers = [v for v in range(len(made.problem.nodes)) if v not in made.places]
+        every = [range(len(made.problem.nodes[v].costs)) for v in helpers]
+        if math.prod(map(len, every)) > 3000:
             continue
         for picked, cost, _ in itertools.islice(every_plan(problem), 6):
-            whole = np.array(made.write(picked))
-            held = made.problem.held(whole)
-            for setting in itertools.product(*helpers):
-                whole[list(made.settings)] = setting
-                total = made.problem.cost(whole)
+            whole, held, equal = np.zeros(len(made.problem.nodes), np.int64), problem.held(picked), 0
+            whole[list(made.places)] = picked
+            for setting in itertools.product(*every):
+                whole[helpers] = setting
+                total, own = made.problem.cost(whole), made.problem.held(whole)
                 if math.isfinite(total):
                     assert total >= cost - 1e-9
-                    assert (made.problem.held(whole) >= held - 1e-9).all()
+                    assert (own >= held - 1e-9).all()
+                    equal += total <= cost + 1e-9 and bool((own <= held + 1e-9).all())
+            assert equal
 
 
 @pytest.mark.usefixtures("way")
@@ -247,7 +255,7 @@ def test_one_block_for_all_layers_is_planned_though_it_is_too_wide(sizes):
     log.setLevel(logging.INFO)
     log.handlers, log.propagate = [said], False
     settings = solve_settings(search=Search.dp, gap=1e-3, frontier_points=3)
-    sweep = Sweep(problem, settings, WHERE, log)
+    sweep = FrontierSearch(problem, settings, WHERE, log)
     fastest = sweep.bounder.fastest
     assert (fastest.cost - sweep.bounder.floor) / fastest.cost < 1e-3
     budget = 0.97 * fastest.peak
@@ -267,7 +275,7 @@ def test_one_block_for_all_layers_is_planned_though_it_is_too_wide(sizes):
 def test_the_large_search_by_hand():
     problem, _ = problem_on((2, 2))
     settings = solve_settings(search=Search.large, gap=1e-2, frontier_points=1)
-    sweep = Sweep(problem, settings, WHERE, SILENT)
+    sweep = FrontierSearch(problem, settings, WHERE, SILENT)
     (fastest,) = sweep.frontier(math.inf, lambda done, note="": None)
     assert fastest.proof.method == "large search" and fastest.proof.gap < 0.01
     assert fastest.cost == pytest.approx(cut_open(problem).fastest.cost, rel=0.01)
@@ -289,7 +297,7 @@ def test_the_large_search_where_even_cut_elimination_would_be_too_wide():
     log, said = logging.getLogger("tests.wide"), Lines()
     log.setLevel(logging.INFO)
     log.handlers, log.propagate = [said], False
-    sweep = Sweep(problem, solve_settings(search=Search.dp, gap=1e-2, frontier_points=1), WHERE, log)
+    sweep = FrontierSearch(problem, solve_settings(search=Search.dp, gap=1e-2, frontier_points=1), WHERE, log)
     (found,) = sweep.frontier(math.inf, lambda done, note="": None)
     assert found.proof.method == "large search" and found.proof.gap < 0.01
     assert found.cost == problem.cost(found.picked) >= found.proof.bound

@@ -25,7 +25,7 @@ from stages.report.facts import facts_of
 from stages.report.page import page_of
 from stages.report.priced import Sources
 from stages.solve import run as solve
-from stages.solve.explain.part import planned
+from stages.solve.explain.priced_run import planned
 from stages.solve.explain.text import whole_text
 from stages.solve.explain.whole import explain_whole
 from tests.graphs import SILENT, preset, trace

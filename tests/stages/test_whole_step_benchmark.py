@@ -2,10 +2,10 @@
 
 import pytest
 
-from benchmarks import whole_step
+from benchmarks import parallel_search, whole_step
 from benchmarks.step_problems import Sizes, traced
 from pipeline.ir.graph import Role
-from stages.solve.search.large import descent, presolve, run
+from stages.solve.search.large import descent, presolve
 from tests.clocks import Ticks
 
 SMALL = {"width": 32, "heads": 4, "kv_heads": 2, "inner": 48, "context": 8, "batch": 8, "vocabulary": 32}
@@ -13,14 +13,14 @@ SMALL = {"width": 32, "heads": 4, "kv_heads": 2, "inner": 48, "context": 8, "bat
 
 def test_a_small_step_is_planned_as_well_as_by_dynamic_programming(monkeypatch):
     """The search is given so much work, not time: other tests may have the cores."""
-    search = run.search
+    search = parallel_search.search
 
     def counted(problem, budget, deadline, seed):
         with pytest.MonkeyPatch.context() as patch:
-            clock = Ticks().in_place_of_time(patch, run, descent, presolve)
+            clock = Ticks().in_place_of_time(patch, parallel_search, descent, presolve)
             return search(problem, budget, clock.now + 1000, seed, workers=0, step=10.0)
 
-    monkeypatch.setattr(run, "search", counted)
+    monkeypatch.setattr(parallel_search, "search", counted)
     monkeypatch.setattr(whole_step, "EXACT_SECONDS", 3.0)
     monkeypatch.setattr(whole_step, "OVER", 600.0)
     monkeypatch.setattr(whole_step, "RATIO", 1.2)

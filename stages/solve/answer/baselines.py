@@ -10,7 +10,7 @@ from stages.solve.problem.build import Choices
 from stages.solve.problem.data import Problem
 from stages.solve.problem.families import Families, named
 from stages.solve.search.decomposition import fastest
-from stages.solve.search.exact import restrict
+from stages.solve.search.restricted import restrict
 
 SECONDS = 5.0  # for a kind that only the search for large problems can plan
 

@@ -19,8 +19,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from pipeline.base.log import Advance, Log
 from pipeline.config import Search, Solve
@@ -29,22 +30,24 @@ from stages.solve.problem.data import Problem
 from stages.solve.search import mcmc
 from stages.solve.search.backends import NothingFound
 from stages.solve.search.decomposition import WideBounder, bounder_of
-from stages.solve.search.exact import Reduced, best_prices, solve, without_dominated, without_hopeless
+from stages.solve.search.integer_program import best_prices, solve, without_too_costly
 from stages.solve.search.memory_price import Bounder, Seen
+from stages.solve.search.restricted import Restricted, without_dominated
 
 MOST_CHOICES = 5000  # of a problem in which dominated ones are looked for
 MOST_VARIABLES = 1500  # choices that may be left, for an integer program that is worth a try
 ELIMINATION, PRICES, PROGRAM, MCMC = Bounder.method, "prices", "integer program", "mcmc"
 
 
-class Plan(Protocol):
-    @property
-    def cost(self) -> float: ...
-    @property
-    def peak(self) -> float: ...
+@dataclass(frozen=True)
+class Solution:
+    picked: tuple[int, ...]
+    cost: float
+    peak: float  # bytes
+    proof: Proof
 
 
-P = TypeVar("P", bound=Plan)
+P = TypeVar("P", Seen, Solution)
 
 
 def without_beaten(plans: list[P]) -> list[P]:
@@ -56,28 +59,17 @@ def without_beaten(plans: list[P]) -> list[P]:
     return kept
 
 
-@dataclass(frozen=True)
-class Solution:
-    picked: tuple[int, ...]
-    cost: float
-    peak: float  # bytes
-    proof: Proof
-
-
-class Sweep:
+class FrontierSearch:
     def __init__(self, problem: Problem, settings: Solve, where: str, log: Log) -> None:
         self.problem, self.settings, self.where, self.log = problem, settings, where, log
         self.seconds: dict[str, float] = {}
-        self._reduced: list[Reduced] = []
         self._starts: set[tuple[int, ...]] = set()
+        prices = best_prices(settings, where)
         with self.clock("bound"):
-            self.bounder = self._bounder()
-
-    def _bounder(self) -> Bounder:
-        prices, seed, seconds = best_prices(self.settings, self.where), self.settings.seed, self.settings.time_limit_s
-        if self.settings.search is Search.large:
-            return WideBounder(self.problem, prices, seed, seconds)
-        return bounder_of(self.problem, prices, seed, seconds, self.log)
+            if settings.search is Search.large:
+                self.bounder: Bounder = WideBounder(problem, prices, settings.seed, settings.time_limit_s)
+            else:
+                self.bounder = bounder_of(problem, prices, settings.seed, settings.time_limit_s, log)
 
     def start_from(self, picked: tuple[int, ...]) -> None:
         """Answers are never worse than this plan where it fits; random changes begin with it."""
@@ -127,9 +119,7 @@ class Sweep:
             if not any(small.peak < plan.peak < fast.peak for plan in plans):
                 exhausted.add((fast.peak, small.peak))
             advance(min(len(plans), self.settings.frontier_points))
-        while (
-            len(plans) > self.settings.frontier_points
-        ):  # the first and the last stay, the others as far apart as can be
+        while len(plans) > self.settings.frontier_points:  # the first and the last stay, the others far apart
             inner = range(1, len(plans) - 1)
             plans.pop(min(inner, key=lambda i: plans[i - 1].peak - plans[i + 1].peak, default=1))
         return plans
@@ -157,24 +147,25 @@ class Sweep:
     def _random(self, limit: float, known: Solution, deadline: float) -> Solution:
         """What random changes make of the smallest plan; the bound is that of prices."""
         with self.clock("mcmc"):
-            fitting = [s for s in self.bounder.seen.values() if s.peak <= limit]
+            fitting = (s for s in self.bounder.seen.values() if s.peak <= limit)
             start = min(fitting, key=lambda s: (s.picked not in self._starts, s.peak, s.cost))
             best = mcmc.search(self.problem, limit, start, self.settings.seed, deadline)
         return self._solution(best, MCMC, known.proof.bound)
 
-    def _small(self) -> Reduced | None:
+    @cached_property
+    def _small(self) -> Restricted | None:
         """The problem for the integer program; None where it would be too large."""
-        if not self._reduced and sum(len(node.costs) for node in self.problem.nodes) <= MOST_CHOICES:
-            self._reduced.append(without_dominated(self.problem))
-        fits = self._reduced and sum(map(len, self._reduced[0].kept)) <= MOST_VARIABLES
-        return self._reduced[0] if fits else None
+        if sum(len(node.costs) for node in self.problem.nodes) > MOST_CHOICES:
+            return None
+        small = without_dominated(self.problem)
+        return small if sum(map(len, small.kept)) <= MOST_VARIABLES else None
 
     def _exact(self, limit: float, known: Solution, moments: tuple[int, ...]) -> Solution:
-        small = self._small()
+        small = self._small
         if small is None:
             return known
         try:
-            bound, left = without_hopeless(small.problem, limit, moments, known.cost, self.settings, self.where)
+            bound, left = without_too_costly(small.problem, limit, moments, known.cost, self.settings, self.where)
             answer = solve(left.problem, limit, moments, self.settings, self.where)
         except NothingFound as nothing:
             self.log.warning("%s: the plan that prices found stands, with its proven gap", nothing)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipeline.base.errors import BudgetError, SolveError
@@ -30,16 +31,13 @@ class Lift:
     ways: tuple[Way, ...] = ()
 
 
-@dataclass(frozen=True)
-class Helps:
-    lift: Lift
-    nbytes: int  # the least that stays resident then
+Helping = list[tuple[Lift, int]]  # settings that help, each with the least that stays resident then
 
 
 def refusal(mesh: OnMesh, least: FrontierPoint, smallest: int, budget: int) -> BudgetError:
     """`least` is the plan that keeps least for good, `smallest` the least peak of a plan without recompute."""
     parts = resident_of(mesh, least.sharding)
-    helping = [found for lift in _lifts(mesh.settings, parts[0]) for found in _helps(mesh, lift, least.resident_bytes)]
+    helping = _helping(mesh, parts[0], least.resident_bytes)
     classes = ", ".join(f"{kept} {gigabytes(total)}" for kept in Kept if (total := total_of(parts, kept)))
     return BudgetError(
         f"no plan fits {gigabytes(budget)}: parameters, gradients and optimizer state alone need "
@@ -92,20 +90,17 @@ def _lifts(settings: Solve, largest: ResidentPart) -> Iterator[Lift]:
         yield Lift("", f"drop {' and '.join(f'`{key}`' for key, what in asked.items() if what)}", everything)
 
 
-def _helps(mesh: OnMesh, lift: Lift, least: int) -> Iterator[Helps]:
-    try:
-        sharding = mesh.least(lift.settings, lift.ways)
-    except SolveError:  # what it asks for instead cannot be
-        return
-    if sharding is not None and (nbytes := _total(mesh, sharding)) < MATTERS * least:
-        yield Helps(lift, nbytes)
+def _helping(mesh: OnMesh, largest: ResidentPart, least: int) -> Helping:
+    found: Helping = []
+    for lift in _lifts(mesh.settings, largest):
+        with suppress(SolveError):  # what it asks for instead cannot be
+            sharding = mesh.least(lift.settings, lift.ways)
+            if sharding is not None:
+                found.append((lift, sum(part.nbytes for part in resident_of(mesh, sharding))))
+    return [(lift, nbytes) for lift, nbytes in found if nbytes < MATTERS * least]
 
 
-def _total(mesh: OnMesh, sharding: Sharding) -> int:
-    return sum(part.nbytes for part in resident_of(mesh, sharding))
-
-
-def _why(mesh: OnMesh, part: ResidentPart, helping: list[Helps]) -> str:
+def _why(mesh: OnMesh, part: ResidentPart, helping: Helping) -> str:
     """Why the largest part is not smaller."""
     devices = mesh.cluster.devices
     if part.kept is Kept.buffers:
@@ -116,30 +111,25 @@ def _why(mesh: OnMesh, part: ResidentPart, helping: list[Helps]) -> str:
         return f"split over all {devices} devices"
     split = f"split into {part.pieces}" if part.pieces > 1 else "whole"
     if helping:
-        settings = " or ".join(dict.fromkeys(f"`{found.lift.setting}`" for found in helping if found.lift.setting))
+        settings = " or ".join(dict.fromkeys(f"`{lift.setting}`" for lift, _ in helping if lift.setting))
         return f"{split} on {devices} devices because of {settings or 'these settings'}"
     shape = next(v.type.shape for v in mesh.graph.of_role(Role.PARAMETER) if v.origin == part.names[0])
     return f"{split} on {devices} devices because no dim of {' x '.join(map(str, shape))} divides further"
 
 
 def _remedies(
-    mesh: OnMesh,
-    least: FrontierPoint,
-    parts: tuple[ResidentPart, ...],
-    helping: list[Helps],
-    smallest: int,
-    budget: int,
+    mesh: OnMesh, least: FrontierPoint, parts: tuple[ResidentPart, ...], helping: Helping, smallest: int, budget: int
 ) -> Iterator[str]:
     """What fits, if anything does; else what comes nearest to it, and what goes further."""
-    fitting = [found for found in helping if found.nbytes <= budget]
-    nearest = sorted(helping, key=lambda found: found.nbytes)
-    for found in (fitting or nearest)[:1]:
-        yield f"{found.lift.advice}, which needs {budget_of(found.nbytes)}"
+    fitting = [found for found in helping if found[1] <= budget]
+    nearest = sorted(helping, key=lambda found: found[1])
+    for lift, nbytes in (fitting or nearest)[:1]:
+        yield f"{lift.advice}, which needs {budget_of(nbytes)}"
     if not fitting:
         stateless = least.resident_bytes - total_of(parts, Kept.state)
         if stateless < MATTERS * least.resident_bytes:
             yield f"use an optimizer that keeps less: without any state it is {budget_of(stateless)}"
-        sharding = least.sharding if not helping else mesh.least(nearest[0].lift.settings, nearest[0].lift.ways)
+        sharding = least.sharding if not helping else mesh.least(nearest[0][0].settings, nearest[0][0].ways)
         if sharding is not None and (devices := _devices_for(mesh, sharding, budget)):
             yield f"use about {devices} devices"
     if least.resident_bytes <= mesh.cluster.memory_bytes:

@@ -26,7 +26,7 @@ from stages.solve.problem.build import Choices
 from stages.solve.problem.constraints import Hand
 from stages.solve.problem.data import Problem
 from stages.solve.problem.storage import Stored, Way
-from stages.solve.search.exact import Reduced
+from stages.solve.search.restricted import Restricted
 
 SHOWN = 3  # names in a message
 T = TypeVar("T")
@@ -131,7 +131,7 @@ def found_among(saved: Saved, graph: OpGraph, problem: Problem, choices: Choices
     return tuple(picked)
 
 
-def check_allowed(picked: tuple[int, ...], choices: Choices, left: Reduced, hand: Hand) -> None:
+def check_allowed(picked: tuple[int, ...], choices: Choices, left: Restricted, hand: Hand) -> None:
     """The plan keeps to what the user asks for."""
     for name, number in choices.index.items():
         if picked[number] not in left.kept[number]:

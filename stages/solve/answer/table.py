@@ -39,8 +39,8 @@ def table(frontier: Frontier) -> str:
 
 def _point(name: str, point: FrontierPoint, frontier: Frontier) -> tuple[str, ...]:
     mesh, proof = frontier.meshes[point.mesh].label, point.proof
-    held = (_mb(point.peak_bytes), _mb(point.resident_bytes))
-    return (name, mesh, _ms(point.seconds), *held, f"{proof.gap:.3%}", proof.method)
+    figures = (_ms(point.seconds), _mb(point.peak_bytes), _mb(point.resident_bytes))
+    return (name, mesh, *figures, f"{proof.gap:.3%}", proof.method)
 
 
 def _ms(seconds: float) -> str:

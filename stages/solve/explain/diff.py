@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stages.solve.explain.items import Item, Kind
-from stages.solve.explain.names import starred
-from stages.solve.explain.part import Planned
+from stages.solve.explain.one import starred
+from stages.solve.explain.priced_run import Item, ItemKind, PlannedRun
 from stages.solve.explain.whole import PARTS, SAME, in_words, parts_of, stored_as
 
 NOTHING = "-"
@@ -49,7 +48,9 @@ class Diff:
     same: int  # causes that are as they were
 
 
-def explain_diff(before: Planned, after: Planned, names: tuple[str, str], settings: tuple[Changed, ...] = ()) -> Diff:
+def explain_diff(
+    before: PlannedRun, after: PlannedRun, names: tuple[str, str], settings: tuple[Changed, ...] = ()
+) -> Diff:
     first, second = before.plan.prediction, after.plan.prediction
     causes = _causes(before, after)
     step = Moved("step", first.step_seconds, second.step_seconds)
@@ -59,9 +60,9 @@ def explain_diff(before: Planned, after: Planned, names: tuple[str, str], settin
         names=names,
         settings=settings,
         plan=_changes(_decided(before), _decided(after)),
-        parameters=_changes(*(_stored(run) for run in (before, after))),
-        inputs=_changes(*(_inputs(run) for run in (before, after))),
-        ops=_changes(*(_run(run) for run in (before, after))),
+        parameters=_changes(_stored(before), _stored(after)),
+        inputs=_changes(_inputs(before), _inputs(after)),
+        ops=_changes(_run(before), _run(after)),
         seconds=(step, *(part for part in parts if part.before or part.after)),
         peak_bytes=Moved("peak", first.peak_bytes, second.peak_bytes),
         causes=tuple(sorted(telling, key=lambda one: -abs(one.difference))),
@@ -74,13 +75,13 @@ def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> tup
     return _changes(*({key: (key, str(value)) for key, value in one.items()} for one in (before, after)))
 
 
-def _decided(run: Planned) -> dict[str, tuple[str, str]]:
+def _decided(run: PlannedRun) -> dict[str, tuple[str, str]]:
     plan = run.plan
     found = {**in_words(plan), "device": plan.device, "budget": f"{plan.budget_bytes / 1e9:.4g} GB"}
     return {key: (key, value) for key, value in found.items()}
 
 
-def _stored(run: Planned) -> dict[str, tuple[str, str]]:
+def _stored(run: PlannedRun) -> dict[str, tuple[str, str]]:
     return {
         name: (starred(name), stored_as(part.sharding, name))
         for part in reversed(run.parts)
@@ -88,7 +89,7 @@ def _stored(run: Planned) -> dict[str, tuple[str, str]]:
     }
 
 
-def _inputs(run: Planned) -> dict[str, tuple[str, str]]:
+def _inputs(run: PlannedRun) -> dict[str, tuple[str, str]]:
     given = {value.name for value in run.graph.values.values() if value.role.value == "input"}
     return {
         name: (name, str(layout))
@@ -98,7 +99,7 @@ def _inputs(run: Planned) -> dict[str, tuple[str, str]]:
     }
 
 
-def _run(run: Planned) -> dict[str, tuple[str, str]]:
+def _run(run: PlannedRun) -> dict[str, tuple[str, str]]:
     """Ops have numbers of their own: equal ones are those of equal modules."""
     found = {}
     for part in reversed(run.parts):
@@ -124,45 +125,40 @@ def _changes(before: Mapping[str, tuple[str, str]], after: Mapping[str, tuple[st
     return tuple(Changed(*key, count) for key, count in counted.items())
 
 
-def _causes(before: Planned, after: Planned) -> list[Moved]:
+def _causes(before: PlannedRun, after: PlannedRun) -> list[Moved]:
     """Seconds of equal things added up, then what is beside them: together they are the two steps.
 
     Of a pipeline the busiest partition's: the step waits for it.
     """
-    old, new = (_by_label(run.busiest().items()) for run in (before, after))
+    old, new = (_by_label(run) for run in (before, after))
     found = [Moved(label, old.get(label, 0.0), new.get(label, 0.0)) for label in dict.fromkeys([*old, *new])]
     predicted = [run.plan.prediction for run in (before, after)]
     found += _parts(before, after, ("recompute", "bubble", "host"))
-    rest = [
-        predicted[0].step_seconds - sum(one.before for one in found),
-        predicted[1].step_seconds - sum(one.after for one in found),
-    ]
+    rest = [predicted[0].step_seconds - sum(one.before for one in found)]
+    rest.append(predicted[1].step_seconds - sum(one.after for one in found))
     rounding = SAME * max(one.step_seconds for one in predicted)
     return [*found, Moved(REST, *(0.0 if abs(one) <= rounding else one for one in rest))]
 
 
-def _parts(before: Planned, after: Planned, names: tuple[str, ...]) -> list[Moved]:
+def _parts(before: PlannedRun, after: PlannedRun, names: tuple[str, ...]) -> list[Moved]:
     old, new = (parts_of(run.plan.prediction) for run in (before, after))
     return [Moved(name, old[name], new[name]) for name in names]
 
 
-def _by_label(items: tuple[Item, ...]) -> dict[str, float]:
+def _by_label(run: PlannedRun) -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
-    for item in items:
+    for item in run.busiest().items():
         found[_label(item)] += item.seconds
-    return dict(found)
+    return found
 
 
 def _label(item: Item) -> str:
-    if item.kind is Kind.op:
+    if item.kind is ItemKind.op:
         return _op_label(item.module, item.what)
-    if item.kind is Kind.talk:
+    if item.kind is ItemKind.talk:
         return f"collectives inside {_op_label(item.module, item.what)}"
-    if item.kind is Kind.conversion:
+    if item.kind is ItemKind.conversion:
         of_parameter = item.name.startswith(f"{item.module}.") and item.module
-        return f"conversions of {starred(item.name)}" if of_parameter else f"conversions for {_for(item)}"
+        reader = starred(item.module) or "the model itself"
+        return f"conversions of {starred(item.name)}" if of_parameter else f"conversions for {reader}"
     return f"{item.kind} of {starred(item.name)}"
-
-
-def _for(item: Item) -> str:
-    return starred(item.module) or "the model itself"

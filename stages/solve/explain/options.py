@@ -22,15 +22,14 @@ from pipeline.ir.plan import FrontierPoint, Proof, Sharding
 from pipeline.ir.verify import InvalidSharding, gathered, verify_sharding
 from pipeline.ops.uneven import uneven_in
 from pipeline.sharding.lowering import with_paths
-from stages.solve.answer.frontier import Sweep
+from stages.solve.answer.frontier import FrontierSearch
 from stages.solve.answer.saved import Saved, found_among
-from stages.solve.explain.part import Part, Planned
+from stages.solve.explain.priced_run import PlannedRun, PricedPartition
 from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.constraints import Hand
-from stages.solve.problem.data import Problem
 from stages.solve.problem.storage import Way
 from stages.solve.search.backends import NothingFound
-from stages.solve.search.exact import restrict
+from stages.solve.search.restricted import as_it_is, restrict
 
 NOT_PROVEN = Proof("", "", 0.0, 0.0, 0.0, 0, 0)
 NOT_FOUND = "the search ended before it, within its gap"
@@ -39,7 +38,7 @@ SAME = 1e-9  # of a step: what rounding makes of equal times
 PLAN = "runs/checkpoint/plan.json"
 
 
-class Verdict(StrEnum):
+class OptionVerdict(StrEnum):
     chosen = "chosen"
     slower = "slower"
     equal = "as fast"
@@ -51,9 +50,9 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Option:
+class PricedOption:
     choice: str
-    verdict: Verdict
+    verdict: OptionVerdict
     why: str = ""
     seconds: float | None = None  # by which the step is longer than the plan's
     peak_bytes: int | None = None  # by which the peak is higher
@@ -78,7 +77,7 @@ Evaluate = Callable[..., Scheduled]  # stages.checkpoint.choose.evaluate
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     seconds: float
     peak_bytes: int
     over: str = ""  # the budget, by how much and where
@@ -95,7 +94,14 @@ class Options:
     """Of every choice of one partition."""
 
     def __init__(
-        self, plan: Planned, part: Part, solve: Solve, checkpoint: Checkpoint, evaluate: Evaluate, where: str, log: Log
+        self,
+        plan: PlannedRun,
+        part: PricedPartition,
+        solve: Solve,
+        checkpoint: Checkpoint,
+        evaluate: Evaluate,
+        where: str,
+        log: Log,
     ) -> None:
         self.plan, self.part, self.solve, self.checkpoint = plan, part, solve, checkpoint
         self.evaluate, self.where, self.log = evaluate, where, log
@@ -105,17 +111,15 @@ class Options:
         load = Workload(plan.graph, plan.profile, priced.cluster, priced.optimizer_copies, passes)
         self.problem, self.choices = build(load)
         self.hand = Hand(plan.graph, tuple(axis.name for axis in axes), solve, where)
-        self.picked = self._picked()
+        # the plan as choices of the problem; a partition of a pipeline is none
+        self.picked = None if plan.plan.pipelined else self._as_choices(part.sharding)
         self.now = self.outcome(part.sharding)
 
-    def _picked(self) -> tuple[int, ...] | None:
-        """The plan as choices of the problem; a partition of a pipeline is none."""
-        if self.plan.plan.pipelined:
-            return None
-        saved = Saved(PLAN, self.part.cluster.sizes, self.part.sharding)
+    def _as_choices(self, sharding: Sharding) -> tuple[int, ...]:
+        saved = Saved(PLAN, self.part.cluster.sizes, sharding)
         return found_among(saved, self.plan.graph, self.problem, self.choices)
 
-    def of(self, name: str, most: int, again: float | None = None) -> tuple[tuple[Option, ...], int]:
+    def of(self, name: str, most: int, again: float | None = None) -> tuple[tuple[PricedOption, ...], int]:
         """Those of a value or an op, the chosen one first, then by seconds; and how many more there are.
 
         `most` are priced in full, `again` is how many seconds each may take to be solved again.
@@ -124,7 +128,7 @@ class Options:
         found = [self._option(name, change, again) for change in ranked[:most]]
         known = sorted((one for one in found if one.seconds is not None), key=lambda one: one.seconds or 0.0)
         last = (one for one in found if one.seconds is None)
-        chosen = Option(self._words(name, self._chosen(name)), Verdict.chosen, "", 0.0, 0)
+        chosen = PricedOption(self._words(name, self._chosen(name)), OptionVerdict.chosen, "", 0.0, 0)
         return (chosen, *known, *last), max(0, len(ranked) - most)
 
     def _changes(self, name: str) -> list[Change]:
@@ -132,16 +136,23 @@ class Options:
         found: dict[int, Sharding] = {}
         for k in range(len(self._offered(name))):
             changed = self.changed(name, k)
-            if changed != replace(self.part.sharding, paths={}) and changed not in found.values():
+            if changed != self._now() and changed not in found.values():
                 found[k] = changed
         return [self._change(name, k, changed) for k, changed in found.items()]
+
+    def _now(self) -> Sharding:
+        """The plan, its conversions not yet found."""
+        return replace(self.part.sharding, paths={})
 
     def _change(self, name: str, k: int, changed: Sharding) -> Change:
         """With the choice that it comes to: a parameter that is split, and read otherwise, is gathered."""
         if self.picked is None:
             return Change(self._as_read(name, k, changed), changed, None)
-        picked = self._found(changed)
-        return Change(k if picked is None else picked[self.choices.index[name]], changed, picked)
+        try:
+            picked = self._as_choices(changed)
+        except ArtifactError:
+            return Change(k, changed, None)
+        return Change(picked[self.choices.index[name]], changed, picked)
 
     def _as_read(self, name: str, k: int, changed: Sharding) -> int:
         ways = self.choices.storage.get(name, ())
@@ -151,14 +162,6 @@ class Options:
             return k
         wanted = replace(ways[k], way=Way.gathered)
         return ways.index(wanted) if wanted in ways else k
-
-    def _found(self, sharding: Sharding) -> tuple[int, ...] | None:
-        """As choices of the problem; None where it does not have them together."""
-        try:
-            saved = Saved(PLAN, self.part.cluster.sizes, sharding)
-            return found_among(saved, self.plan.graph, self.problem, self.choices)
-        except ArtifactError:
-            return None
 
     def _offered(self, name: str) -> tuple[Any, ...]:
         known: tuple[dict[str, Any], ...] = (self.choices.storage, self.choices.inputs, self.choices.ops)
@@ -173,19 +176,21 @@ class Options:
     def _chosen(self, name: str) -> int:
         if self.picked is not None:
             return self.picked[self.choices.index[name]]
-        same = replace(self.part.sharding, paths={})
-        return next(k for k in range(len(self._offered(name))) if self.changed(name, k) == same)
+        return next(k for k in range(len(self._offered(name))) if self.changed(name, k) == self._now())
 
     def changed(self, name: str, k: int) -> Sharding:
         """The plan with that one choice, its conversions not yet found."""
-        old, option = replace(self.part.sharding, paths={}), self._offered(name)[k]
+        old, option = self._now(), self._offered(name)[k]
         if name in self.choices.ops:
             new = replace(old, strategies={**old.strategies, name: option})
         elif name in self.choices.inputs:
             new = replace(old, inputs={**old.inputs, name: option})
         else:
             new = self._stored(old, self.plan.graph.values[name].origin, option)
-        return self._still_gathered(new)
+        if not new.regathered:
+            return new
+        apart = gathered(self.part.graph, new, self.part.cluster.sizes)  # what nobody gathers, nobody regathers
+        return replace(new, regathered=tuple(name for name in new.regathered if name in apart))
 
     def _stored(self, old: Sharding, origin: str, option: Any) -> Sharding:
         state = {key: layout for key, layout in old.state.items() if key != origin}
@@ -198,13 +203,6 @@ class Options:
             state=state | ({origin: option.state} if option.state != option.layout else {}),
             regathered=tuple(again),
         )
-
-    def _still_gathered(self, new: Sharding) -> Sharding:
-        """Where nobody gathers a parameter any more, nobody regathers it."""
-        if not new.regathered:
-            return new
-        apart = gathered(self.part.graph, new, self.part.cluster.sizes)
-        return replace(new, regathered=tuple(name for name in new.regathered if name in apart))
 
     def _rank(self, change: Change) -> float:
         """Seconds by the problem, which is quick; of a pipeline's partition by its price."""
@@ -224,46 +222,44 @@ class Options:
             return str(error)
         return ""
 
-    def _option(self, name: str, change: Change, again: float | None) -> Option:
+    def _option(self, name: str, change: Change, again: float | None) -> PricedOption:
         words, k = self._words(name, change.choice), change.choice
         if misfit := self._misfit(change.sharding):
-            return Option(words, Verdict.shape, misfit)
+            return PricedOption(words, OptionVerdict.shape, misfit)
         if self.picked is not None and change.picked is None:
-            alone = Option(words, Verdict.neighbours, READ_OTHERWISE)
+            alone = PricedOption(words, OptionVerdict.neighbours, READ_OTHERWISE)
             return alone if again is None else self._solved(alone, name, change, again)
         outcome = self.outcome(self._with_paths(change.sharding))
         more = outcome.seconds - self.now.seconds
         peak = outcome.peak_bytes - self.now.peak_bytes
         setting = self.hand.forbids(name, self.choices, k) if self.hand.asks else None
         if setting is not None:
-            return Option(words, Verdict.setting, f"`{setting}`", more if not outcome.over else None, peak)
+            return PricedOption(words, OptionVerdict.setting, f"`{setting}`", more if not outcome.over else None, peak)
         if outcome.over:
-            found = Option(words, Verdict.over_budget, outcome.over, None, peak)
+            found = PricedOption(words, OptionVerdict.over_budget, outcome.over, None, peak)
+        elif abs(more) <= SAME * self.now.seconds:
+            found = PricedOption(words, OptionVerdict.equal, "", more, peak)
+        elif more > 0:
+            found = PricedOption(words, OptionVerdict.slower, "", more, peak)
         else:
-            pace = self._pace(more)
-            found = Option(words, pace, NOT_FOUND if pace is Verdict.faster else "", more, peak)
+            found = PricedOption(words, OptionVerdict.faster, NOT_FOUND, more, peak)
         return found if again is None or self.picked is None else self._solved(found, name, change, again)
 
-    def _pace(self, more: float) -> Verdict:
-        if abs(more) <= SAME * self.now.seconds:
-            return Verdict.equal
-        return Verdict.slower if more > 0 else Verdict.faster
-
-    def outcome(self, sharding: Sharding) -> Outcome:
+    def outcome(self, sharding: Sharding) -> StepOutcome:
         """Of the step; of a pipeline's partition what its devices do and hold, with nothing recomputed."""
         part = self.part
         if self.picked is None:
             price = part.priced.with_sharding(sharding).step
-            return Outcome(price.seconds, price.fixed_bytes + sum(link.memory.kept for link in price.links))
+            return StepOutcome(price.seconds, price.fixed_bytes + sum(link.memory.kept for link in price.links))
         point = FrontierPoint(sharding, 0.0, 0, 0, NOT_PROVEN)
         frontier = replace(self.plan.frontier, meshes=(Mesh(part.cluster.axes),), points=(point,), pieces=())
         found = self.evaluate(part.graph, part.priced.profile, part.cluster, frontier, 0, self.checkpoint)
         if found.regions is not None:
-            return Outcome(found.step_seconds, found.peak_bytes)
+            return StepOutcome(found.step_seconds, found.peak_bytes)
         over = found.peak_bytes - frontier.budget_bytes
-        return Outcome(math.inf, found.peak_bytes, f"by {gigabytes(over)} at the least: {found.consists}")
+        return StepOutcome(math.inf, found.peak_bytes, f"by {gigabytes(over)} at the least: {found.consists}")
 
-    def _solved(self, option: Option, name: str, change: Change, seconds: float) -> Option:
+    def _solved(self, option: PricedOption, name: str, change: Change, seconds: float) -> PricedOption:
         """With all other choices solved again; never worse than with that one changed alone."""
         sharding = self.solved(name, change, seconds)
         found = [] if option.seconds is None else [(option.seconds, option.peak_bytes)]
@@ -280,17 +276,13 @@ class Options:
     def solved(self, name: str, change: Change, seconds: float) -> Sharding | None:
         """The fastest plan with that choice that needs no more memory than the budget, or than the plan, has."""
         assert self.picked is not None
-        kept = list(self.hand.kept(self.choices)) if self.hand.asks else _all(self.problem)
+        kept = list(self.hand.kept(self.choices) if self.hand.asks else as_it_is(self.problem).kept)
         kept[self.choices.index[name]] = (change.choice,)
         left = restrict(self.problem, tuple(kept))
         limit = max(float(self.plan.plan.budget_bytes), self.problem.peak(self.picked))
         settings = replace(self.solve, time_limit_s=seconds)
         try:
-            found = Sweep(left.problem, settings, self.where, self.log).within(limit, seconds)
+            found = FrontierSearch(left.problem, settings, self.where, self.log).within(limit, seconds)
         except NothingFound:
             return None
         return to_sharding(self.plan.graph, self.choices, left.expand(found.picked))
-
-
-def _all(problem: Problem) -> list[tuple[int, ...]]:
-    return [tuple(range(len(node.costs))) for node in problem.nodes]

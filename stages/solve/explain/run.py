@@ -17,10 +17,9 @@ from pipeline.config import Config, load_config
 from pipeline.ir.codec import encode
 from pipeline.ops.discovery.remembered import remember_in
 from stages.solve.explain.diff import Changed, Diff, changed_settings, explain_diff
-from stages.solve.explain.names import Subject, What, find_subject
-from stages.solve.explain.one import One, explain_one, home_of
+from stages.solve.explain.one import One, What, explain_one, find_subject, home_of
 from stages.solve.explain.options import Evaluate, Options
-from stages.solve.explain.part import KINDS, ExplainError, Planned, planned
+from stages.solve.explain.priced_run import KINDS, ExplainError, PlannedRun, planned
 from stages.solve.explain.text import diff_text, module_text, one_text, whole_text
 from stages.solve.explain.whole import Module, Whole, explain_module, explain_whole
 
@@ -65,12 +64,9 @@ def _of_one(root: Path, asked: argparse.Namespace, evaluate: Evaluate, log: Log)
     again = asked.seconds if asked.solve else None
     if asked.solve and plan.plan.pipelined:
         log.warning("a pipeline is not solved again: options are priced with all else as it is")
-    return explain_one(plan, options_for(plan, subject, config, evaluate, log), subject, asked.most, again)
-
-
-def options_for(plan: Planned, subject: Subject, config: Config, evaluate: Evaluate, log: Log) -> Options:
     where = f"conf/solve/{config.choices['solve']}.yaml"
-    return Options(plan, home_of(plan, subject), config.solve, config.checkpoint, evaluate, where, log)
+    options = Options(plan, home_of(plan, subject), config.solve, config.checkpoint, evaluate, where, log)
+    return explain_one(plan, options, subject, asked.most, again)
 
 
 # ------------------------------------------------------------------------------------------------------------ two runs
@@ -82,7 +78,7 @@ def _of_two(root: Path, folders: list[str]) -> Diff:
     return explain_diff(before, after, (folders[0], folders[1]), settings)
 
 
-def _read_run(root: Path, folder: str) -> Planned:
+def _read_run(root: Path, folder: str) -> PlannedRun:
     """Of a folder of artifacts, such as runs/ or a copy of it; or of a project that has one."""
     place = Path(folder) / "runs" if (root / folder / "runs").is_dir() else Path(folder)
     if not (root / place).is_dir():
@@ -106,24 +102,23 @@ def _configuration(root: Path, folder: str) -> Config | None:
     return None
 
 
-def _settings(before: Planned, after: Planned, old: Config | None, new: Config | None) -> tuple[Changed, ...]:
+def _settings(before: PlannedRun, after: PlannedRun, old: Config | None, new: Config | None) -> tuple[Changed, ...]:
     """Values where both configurations are still those that made the runs; else which part of them is another."""
     found: list[Changed] = []
     for key in dict.fromkeys([*before.config, *after.config]):
         digests = before.config.get(key), after.config.get(key)
         if digests[0] == digests[1]:
             continue
-        known = [_made_with(config, key, digest) for config, digest in zip((old, new), digests, strict=True)]
-        if known[0] is not None and known[1] is not None:
+        known = [
+            config.plain(key) if config is not None and config.digest(key) == digest else None
+            for config, digest in zip((old, new), digests, strict=True)
+        ]
+        if None not in known:
             found += changed_settings(*(_flat(one, f"{key}.") for one in known))
         else:
             before_it, after_it = ((digest or "-")[:8] for digest in digests)
             found.append(Changed(key, before_it, after_it))
     return tuple(found)
-
-
-def _made_with(config: Config | None, key: str, digest: str | None) -> Any:
-    return config.plain(key) if config is not None and config.digest(key) == digest else None
 
 
 def _flat(value: Any, prefix: str) -> dict[str, Any]:

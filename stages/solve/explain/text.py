@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pipeline.cost.whole_ops import LACK
-from pipeline.ir.plan import Alternative
 from stages.solve.explain.diff import Changed, Diff, Moved
-from stages.solve.explain.one import Held, One
-from stages.solve.explain.options import Option, Verdict
+from stages.solve.explain.one import HeldBytes, One
+from stages.solve.explain.options import OptionVerdict, PricedOption
 from stages.solve.explain.whole import Cost, Module, Whole
 
 COLUMNS = 100
@@ -65,10 +64,6 @@ def _titled(title: str, rows: list[str]) -> list[str]:
     return ["", title, *rows] if rows else []
 
 
-def _sentence(text: str) -> list[str]:
-    return textwrap.wrap(text, COLUMNS, subsequent_indent="  ")
-
-
 # ----------------------------------------------------------------------------------------------------------- the plan
 
 
@@ -76,6 +71,8 @@ def whole_text(whole: Whole) -> str:
     step = whole.step_seconds
     where = "" if whole.partition is None else f" of partition {whole.partition}, the busiest"
     listed = seconds(whole.priced_seconds)
+    times = ("does not fit" if one.seconds is None else seconds(one.seconds) for one in whole.alternatives)
+    lost = [(time, f"{one.what}: {one.lost}") for time, one in zip(times, whole.alternatives, strict=True)]
     rest = whole.peak_bytes / whole.budget_bytes if whole.budget_bytes else 0.0
     lines = [
         *table(whole.plan),
@@ -89,17 +86,9 @@ def whole_text(whole: Whole) -> str:
         *_titled(LACK, _costs(whole.whole_ops, step)),
         *_titled("collectives", _costs(whole.collectives, step)),
         *_titled("parameters", _costs(whole.parameters, step)),
-        *_titled("plans that lost", table([(_time(one.seconds), _lost(one)) for one in whole.alternatives], 1)),
+        *_titled("plans that lost", table(lost, 1)),
     ]
     return "\n".join(lines)
-
-
-def _lost(other: Alternative) -> str:
-    return f"{other.what}: {other.lost}"
-
-
-def _time(value: float | None) -> str:
-    return "does not fit" if value is None else seconds(value)
 
 
 def _costs(costs: Sequence[Cost], step: float) -> list[str]:
@@ -119,7 +108,7 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else ""
 
 
-def _held(parts: Sequence[Held], peak: int) -> list[str]:
+def _held(parts: Sequence[HeldBytes], peak: int) -> list[str]:
     return table([(nbytes(one.nbytes), _share(one.nbytes, peak), one.what) for one in parts], 2)
 
 
@@ -156,7 +145,7 @@ def one_text(one: One) -> str:
     moved = [(seconds(item.seconds), item.what, item.name, item.how) for item in one.conversions]
     never = [(f"{n.tensor} dim {n.dim} over {n.axis}", n.why) for n in one.never]
     lines = [
-        *_sentence(f"{one.what} {one.name}{where}: {one.about}"),
+        *textwrap.wrap(f"{one.what} {one.name}{where}: {one.about}", COLUMNS, subsequent_indent="  "),
         *table(facts),
         *_titled("conversions", table(moved, 1)),
         *_titled(f"options, and how {what} would change with each", _options(one.options)),
@@ -166,7 +155,7 @@ def one_text(one: One) -> str:
     return "\n".join(lines)
 
 
-def _options(options: Sequence[Option]) -> list[str]:
+def _options(options: Sequence[PricedOption]) -> list[str]:
     """Each with its figures; the choice in words stands first and may be long."""
     again = any(one.solved_seconds is not None or one.solved_peak_bytes is not None for one in options)
     head = [("step", "peak", *(("solved again",) if again else ()), "choice")]
@@ -182,8 +171,8 @@ def _options(options: Sequence[Option]) -> list[str]:
     return table(head + rows, 3 if again else 2) if options else []
 
 
-def _ruled_out(option: Option) -> str:
-    if option.verdict is Verdict.slower:
+def _ruled_out(option: PricedOption) -> str:
+    if option.verdict is OptionVerdict.slower:
         return ""
     return f" ({option.verdict.value}{f': {option.why}' if option.why else ''})"
 
@@ -196,15 +185,15 @@ def diff_text(diff: Diff) -> str:
     change = f" ({step.difference / step.before:+.1%})" if step.before else ""
     head = f"{diff.names[0]} -> {diff.names[1]}: a step takes {seconds(step.before)} -> {seconds(step.after)}{change}"
     lines = [
-        *_sentence(head),
-        *_titled("seconds", table([_moved(one) for one in diff.seconds], 3)),
-        *_titled("memory", table([_moved_bytes(diff.peak_bytes)], 3)),
+        *textwrap.wrap(head, COLUMNS, subsequent_indent="  "),
+        *_titled("seconds", _moved(diff.seconds)),
+        *_titled("memory", _moved([diff.peak_bytes], nbytes)),
         *_titled("settings", _changed(diff.settings)),
         *_titled("the plan", _changed(diff.plan)),
         *_titled("parameters", _changed(diff.parameters)),
         *_titled("inputs", _changed(diff.inputs)),
         *_titled("ops", _changed(diff.ops)),
-        *_titled("what accounts for the difference", table([_moved(one) for one in diff.causes[:MOST]], 3)),
+        *_titled("what accounts for the difference", _moved(diff.causes[:MOST])),
     ]
     left = diff.causes[MOST:]
     if left:
@@ -214,12 +203,9 @@ def diff_text(diff: Diff) -> str:
     return "\n".join(lines)
 
 
-def _moved(one: Moved) -> tuple[str, str, str, str]:
-    return seconds(one.before), seconds(one.after), seconds(one.difference, signed=True), one.name
-
-
-def _moved_bytes(one: Moved) -> tuple[str, str, str, str]:
-    return nbytes(one.before), nbytes(one.after), nbytes(one.difference, signed=True), one.name
+def _moved(moved: Sequence[Moved], shown: Callable[..., str] = seconds) -> list[str]:
+    rows = [(shown(one.before), shown(one.after), shown(one.difference, signed=True), one.name) for one in moved]
+    return table(rows, 3)
 
 
 def _changed(changes: Sequence[Changed]) -> list[str]:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeline.cost.resident import Kept, resident_parts, total_of
 from pipeline.cost.step import ParameterPrice
 from pipeline.cost.whole_ops import whole_ops
 from pipeline.ir.plan import Alternative, Plan, Prediction, Region, Sharding
-from stages.solve.explain.items import Item, Kind
-from stages.solve.explain.names import inside, starred
-from stages.solve.explain.one import Held
-from stages.solve.explain.part import Part, Planned
+from stages.solve.explain.one import HeldBytes, inside, starred
+from stages.solve.explain.priced_run import Item, ItemKind, PlannedRun, PricedPartition
 
 PARTS = ("compute", "communication", "recompute", "optimizer", "bubble", "host")
 SAME = 1e-9  # of a step: what rounding leaves
 LARGEST = 5  # parts of the memory that are named
+OF_PARAMETERS = (ItemKind.gradient, ItemKind.optimizer)
 
 
 @dataclass(frozen=True)
@@ -34,23 +33,23 @@ class Whole:
     parts: tuple[Cost, ...]
     peak_bytes: int
     budget_bytes: int
-    memory: tuple[Held, ...]
-    largest: tuple[Held, ...]  # of what stays resident
+    memory: tuple[HeldBytes, ...]
+    largest: tuple[HeldBytes, ...]  # of what stays resident
     partition: int | None  # whose ops and memory these are: the busiest of a pipeline
     priced_seconds: float  # of all that is listed below, once a step and with nothing recomputed
-    ops: tuple[Cost, ...]  # by class, dearest first
+    ops: tuple[Cost, ...]  # by class, the most costly first
     collectives: tuple[Cost, ...]
     parameters: tuple[Cost, ...]  # how many are stored so; seconds of their sums and conversions
     whole_ops: tuple[Cost, ...]  # for lack of a rule
     alternatives: tuple[Alternative, ...]
 
 
-def explain_whole(plan: Planned) -> Whole:
+def explain_whole(plan: PlannedRun) -> Whole:
     own, part = plan.plan, plan.busiest()
     items, predicted = part.items(), own.prediction
     kept = resident_parts(part.priced.sharded, part.priced.optimizer_copies)
     peak = own.partitions[part.number].peak_bytes if own.pipelined else predicted.peak_bytes
-    resident = [Held(kind.value, total_of(kept, kind)) for kind in Kept]
+    resident = [HeldBytes(kind.value, total_of(kept, kind)) for kind in Kept]
     rest = peak - sum(one.nbytes for one in resident)
     return Whole(
         plan=tuple(in_words(own).items()),
@@ -58,12 +57,15 @@ def explain_whole(plan: Planned) -> Whole:
         parts=tuple(Cost(name, value) for name, value in parts_of(predicted).items() if value),
         peak_bytes=peak,
         budget_bytes=own.budget_bytes,
-        memory=(*(one for one in resident if one.nbytes), Held("activations, temporaries, the batch", max(0, rest))),
-        largest=tuple(Held(one.label, one.nbytes) for one in kept[:LARGEST]),
+        memory=(
+            *(one for one in resident if one.nbytes),
+            HeldBytes("activations, temporaries, the batch", max(0, rest)),
+        ),
+        largest=tuple(HeldBytes(one.label, one.nbytes) for one in kept[:LARGEST]),
         partition=part.number if own.pipelined else None,
         priced_seconds=sum(item.seconds for item in items),
-        ops=_dearest((item.what, item) for item in items if item.kind is Kind.op),
-        collectives=_dearest((_move(item), item) for item in items if item.collectives),
+        ops=_most_costly((item.what, item) for item in items if item.kind is ItemKind.op),
+        collectives=_most_costly((_move(item), item) for item in items if item.collectives),
         parameters=_stored(part, items),
         whole_ops=tuple(
             Cost(one.target, one.seconds, one.count) for one in whole_ops(part.priced, predicted.step_seconds)
@@ -99,16 +101,19 @@ def _span(region: Region) -> str:
     return (f"{region.first}..{region.last}" if region.first < region.last else str(region.first)) + kept
 
 
-def _dearest(named: Iterable[tuple[str, Item]]) -> tuple[Cost, ...]:
+def _costs(named: Iterable[tuple[str, float]]) -> list[Cost]:
     seconds: dict[str, list[float]] = defaultdict(list)
-    for name, item in named:
-        seconds[name].append(item.seconds)
-    found = [Cost(name, sum(own), len(own)) for name, own in seconds.items()]
-    return tuple(sorted(found, key=lambda cost: -cost.seconds))
+    for name, value in named:
+        seconds[name].append(value)
+    return [Cost(name, sum(own), len(own)) for name, own in seconds.items()]
+
+
+def _most_costly(named: Iterable[tuple[str, Item]]) -> tuple[Cost, ...]:
+    return tuple(sorted(_costs((name, item.seconds) for name, item in named), key=lambda cost: -cost.seconds))
 
 
 def _move(item: Item) -> str:
-    why = {Kind.gradient: "of gradients", Kind.talk: "of an op's own"}.get(item.kind, "of a conversion")
+    why = {ItemKind.gradient: "of gradients", ItemKind.talk: "of an op's own"}.get(item.kind, "of a conversion")
     return f"{' + '.join(item.collectives)}, {why}"
 
 
@@ -119,23 +124,18 @@ def stored_as(sharding: Sharding, origin: str) -> str:
     return ", ".join([str(sharding.storage[origin]), *more])
 
 
-def _stored(part: Part, items: tuple[Item, ...]) -> tuple[Cost, ...]:
+def _stored(part: PricedPartition, items: tuple[Item, ...]) -> tuple[Cost, ...]:
     paid: dict[str, float] = defaultdict(float)
     for item in items:
-        if item.kind is not Kind.op:
+        if item.kind is not ItemKind.op:
             paid[item.name] += item.seconds
-    found: dict[str, list[float]] = defaultdict(list)
-    for origin in part.sharding.storage:
-        found[stored_as(part.sharding, origin)].append(paid[origin])
-    return tuple(Cost(name, sum(own), len(own)) for name, own in sorted(found.items(), key=lambda one: -len(one[1])))
-
-
-# ------------------------------------------------------------------------------------------------------- a module
+    found = _costs((stored_as(part.sharding, origin), paid[origin]) for origin in part.sharding.storage)
+    return tuple(sorted(found, key=lambda cost: -cost.count))
 
 
 @dataclass(frozen=True)
-class Row:
-    kind: Kind
+class ModuleRow:
+    kind: ItemKind
     name: str
     what: str
     how: str
@@ -144,7 +144,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredParameter:
     name: str
     stored: str
     resident_bytes: int  # of all of them, as the seconds are
@@ -158,40 +158,37 @@ class Module:
     name: str
     step_seconds: float
     seconds: float  # of all that is in it
-    rows: tuple[Row, ...]
-    parameters: tuple[Stored, ...]
+    rows: tuple[ModuleRow, ...]
+    parameters: tuple[StoredParameter, ...]
 
 
-def explain_module(plan: Planned, pattern: str) -> Module:
+def explain_module(plan: PlannedRun, pattern: str) -> Module:
     """With a star in the name, what equal layers have is one row."""
     grouped = any(letter in pattern for letter in "*?[")
-    rows: dict[tuple[Kind, str, str, str], list[float]] = defaultdict(list)
+    rows: dict[tuple[ItemKind, str, str, str], list[float]] = defaultdict(list)
     kept: dict[tuple[str, str], list[ParameterPrice]] = defaultdict(list)
     for part in plan.parts:
         for item in part.items():
             if item.kind not in OF_PARAMETERS and inside(pattern, item.module):
-                rows[item.kind, _label(item, grouped), _short(item.what), item.how].append(item.seconds)
+                what = item.what.split(".")[1] if item.what.count(".") == 2 else item.what  # of `aten.linear.default`
+                rows[item.kind, _label(item, grouped), what, item.how].append(item.seconds)
         for value, price in part.priced.parameters.items():
             name = part.graph.values[value].origin
             if inside(pattern, name):
                 kept[starred(name) if grouped else name, stored_as(part.sharding, name)].append(price)
-    found = tuple(Row(*key, sum(own), len(own)) for key, own in rows.items())
-    parameters = tuple(_kept(*key, own) for key, own in kept.items())
+    found = tuple(ModuleRow(*key, sum(own), len(own)) for key, own in rows.items())
+    parameters = tuple(
+        StoredParameter(
+            *key,
+            round(sum(one.resident for one in own)),
+            sum(one.gradient_sum for one in own),
+            sum(one.optimizer for one in own),
+            len(own),
+        )
+        for key, own in kept.items()
+    )
     total = sum(row.seconds for row in found) + sum(one.sums + one.optimizer for one in parameters)
     return Module(pattern, plan.plan.prediction.step_seconds, total, found, parameters)
-
-
-def _kept(name: str, stored: str, prices: Sequence[ParameterPrice]) -> Stored:
-    sums, optimizer = (sum(getattr(one, what) for one in prices) for what in ("gradient_sum", "optimizer"))
-    return Stored(name, stored, round(sum(one.resident for one in prices)), sums, optimizer, len(prices))
-
-
-def _short(what: str) -> str:
-    """`aten.linear.default` is `linear`."""
-    return what.split(".")[1] if what.count(".") == 2 else what
-
-
-OF_PARAMETERS = (Kind.gradient, Kind.optimizer)
 
 
 def _label(item: Item, grouped: bool) -> str:

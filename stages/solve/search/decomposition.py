@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterator
+from contextlib import suppress
 from math import inf, isfinite
 
 from pipeline.base.log import Log
 from stages.solve.problem.data import Array, Problem
 from stages.solve.search.elimination import FREE, Elimination, Prices, TooWide
 from stages.solve.search.large.priced import Wide
-from stages.solve.search.memory_price import BestPrices, Bounded, Bounder, Raised, Seen
-from stages.solve.search.separators import CutOpen, Settled
+from stages.solve.search.memory_price import BestPrices, Bounded, Bounder, Seen
+from stages.solve.search.restricted import Restricted
+from stages.solve.search.separators import CutOpen
 
 MOST_DRAWS = 3  # times that copies are drawn together at one limit
 MOST_SETTLED = 4  # plans that show how to settle what was cut, at one limit
 SETTLED_GAP = 1e-3  # within which the best plan of one such way is looked for
-MOST_DEARER, DEARER = 10, 1.5  # times that bytes are made dearer until plans fit, and how much
+MOST_RAISES, RAISE = 10, 1.5  # times that prices are raised until plans fit, and how much
 
 
 def bounder_of(problem: Problem, best_prices: BestPrices, seed: int, seconds: float, log: Log) -> Bounder:
@@ -42,10 +44,8 @@ def bounder_of(problem: Problem, best_prices: BestPrices, seed: int, seconds: fl
 def fastest(problem: Problem, seconds: float) -> tuple[int, ...]:
     """The fastest plan, or one close to it where the problem is too wide for elimination."""
     for least in (Elimination, CutOpen):
-        try:
+        with suppress(TooWide):
             return least(problem).minimise().picked
-        except TooWide:
-            continue
     return Wide(problem, 0, time.monotonic() + seconds).minimise().picked
 
 
@@ -64,7 +64,7 @@ class _Near(Bounder):
 
     def within(self, limit: float, gap: float, deadline: float) -> Bounded:
         if not isfinite(self.fastest.cost):
-            return Bounded(None, self.floor, FREE, 0, ())
+            return Bounded(self.floor, FREE)
         return super().within(limit, gap, deadline)
 
     def best_within(self, limit: float) -> Seen | None:
@@ -79,7 +79,7 @@ class CutBounder(_Near):
         self.cut = CutOpen(problem)
         self.had: dict[tuple[int, ...], tuple[float, Array]] = {}  # plans of the cut problem
         self.last: tuple[int, ...] = ()
-        self.settled: dict[Hashable, tuple[Settled, Bounder]] = {}
+        self.settled: dict[Hashable, tuple[Restricted, Bounder]] = {}
         super().__init__(problem, best_prices, self.cut)
         self._draw(FREE, inf)
         self.look(FREE)
@@ -89,7 +89,7 @@ class CutBounder(_Near):
     def look(self, prices: Prices) -> tuple[float, Seen]:
         found = self.cut.minimise(prices)
         self.tried.append((found.value, sum(prices.values)))
-        self.last = found.has_it or ()
+        self.last = found.relaxed or ()
         if self.last not in self.had:
             narrow = self.cut.elimination.problem
             self.had[self.last] = narrow.cost(self.last), narrow.held(self.last)
@@ -103,8 +103,8 @@ class CutBounder(_Near):
         had = ((cost + self.cut.shift(picked), held) for picked, (cost, held) in self.had.items())
         return [(cost, held) for cost, held in had if isfinite(cost)]
 
-    def raise_bound(self, limit: float, start: Raised, gap: float, deadline: float) -> Raised:
-        self.cut.forget()
+    def raise_bound(self, limit: float, start: Bounded, gap: float, deadline: float) -> Bounded:
+        self.cut.drawn = {}
         raised = super().raise_bound(limit, start, gap, deadline)
         for _ in range(MOST_DRAWS):
             before = raised.bound
@@ -118,7 +118,7 @@ class CutBounder(_Near):
         for plan in self.cut.draw(prices, deadline):
             self.know(plan)
 
-    def fit(self, limit: float, raised: Raised, gap: float, deadline: float) -> None:
+    def fit(self, limit: float, raised: Bounded, gap: float, deadline: float) -> None:
         """The best plans within the limit that settle what was cut as the most promising plans do."""
         tried: set[Hashable] = set()
         for plan in self._promising(limit, raised.prices):
@@ -131,16 +131,16 @@ class CutBounder(_Near):
                 continue
             tried.add(key)
             if key not in self.settled:
-                self.settled[key] = settled, Bounder(settled.reduced.problem, self.best_prices)
+                self.settled[key] = settled, Bounder(settled.problem, self.best_prices)
             settled, inner = self.settled[key]
-            hopeless = best is not None and inner.fastest.cost >= best.cost
-            if not hopeless and inner.smallest(deadline).peak <= limit:
+            promising = best is None or inner.fastest.cost < best.cost
+            if promising and inner.smallest(deadline).peak <= limit:
                 found = inner.within(limit, max(gap, SETTLED_GAP), deadline).best
                 if found is not None:
-                    self.know(settled.expand(found.picked))
+                    self.know(settled.expand(found.picked)[: len(self.problem.nodes)])
 
     def _promising(self, limit: float, prices: Prices) -> Iterator[Seen]:
-        """Plans that are good at these prices; then such as are good at dearer ones, until some fit."""
+        """Plans that are good at these prices; then such as are good at higher ones, until some fit."""
 
         def promise(plan: Seen) -> float:
             paid = zip(prices.values, prices.moments, strict=True)
@@ -148,16 +148,16 @@ class CutBounder(_Near):
 
         yield from sorted((s for s in self.seen.values() if isfinite(s.cost)), key=promise)[:MOST_SETTLED]
         enough = 0
-        for _ in range(MOST_DEARER):
+        for _ in range(MOST_RAISES):
             _, plan = self.look(prices)
             yield plan
             enough += plan.peak <= limit
             if enough > 1:
                 return
-            worst, dear = int(plan.held.argmax()), max(prices.values, default=0.0)
-            moments = prices.moments if worst in prices.moments else (*prices.moments, worst)
-            values = (*prices.values, *([dear] if worst not in prices.moments else []))
-            prices = Prices(moments, tuple(DEARER * v for v in values))
+            worst, moments, values = int(plan.held.argmax()), prices.moments, prices.values
+            if worst not in moments:
+                moments, values = (*moments, worst), (*values, max(values, default=0.0))
+            prices = Prices(moments, tuple(RAISE * v for v in values))
 
 
 class WideBounder(_Near):
@@ -178,7 +178,7 @@ class WideBounder(_Near):
         self.wide.deadline = deadline
         return super().smallest(deadline)
 
-    def fit(self, limit: float, raised: Raised, gap: float, deadline: float) -> None:
+    def fit(self, limit: float, raised: Bounded, gap: float, deadline: float) -> None:
         start = self.best_within(limit)
         found = self.wide.within(limit, raised.prices, raised.bound, gap, start.picked if start else None)
         if found is not None:

@@ -17,19 +17,20 @@ they are added, and infinity stays what it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, replace
+from math import isfinite, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stages.solve.problem.data import Array, Edge, Node, Problem, Share
-from stages.solve.search.kernels import least_shared, least_sums
-from stages.solve.search.order import Order, Rule
+from stages.solve.search.kernels import Tables, least_shared, least_sums
+from stages.solve.search.order import EliminationOrder, OrderRule
 
 MOST_ENTRIES = 200_000_000  # of one elimination: beyond this the graph is too wide
-MOST_SETS = 256  # of the forms of a share, to be told one by one
+MOST_SETS = 256  # of the forms of a share, to have a choice each
+FINEST = 2.0**50  # ticks in the largest sum: floats count them exactly
 
 
 class TooWide(Exception):
@@ -85,7 +86,7 @@ class _Form:
 class Minimum:
     value: float  # seconds, with the prices of bytes; never above the true minimum, by less than a tick per array
     picked: tuple[int, ...]
-    has_it: tuple[int, ...] | None = None  # choices of another, looser problem that have the value; None: those picked
+    relaxed: tuple[int, ...] | None = None  # choices of a looser problem that have the value; None: those picked
 
 
 class Elimination:
@@ -98,7 +99,7 @@ class Elimination:
         shares = [n for n, f in enumerate(self.factors) if isinstance(f.part, Share) and not f.in_sets]
         groups = {n: self.factors[n].variables[1:] for n in shares}
         scopes = [f.variables for f in self.factors]
-        orders = [Order(self.sizes, scopes, groups, rule, most_entries) for rule in Rule]
+        orders = [EliminationOrder(self.sizes, scopes, groups, rule, most_entries) for rule in OrderRule]
         possible = [order for order in orders if order.most <= most_entries]
         if not possible:
             raise TooWide(f"a table of {min(order.most for order in orders):.1g} entries")
@@ -120,9 +121,7 @@ class Elimination:
                 made = len(self.sizes)
                 self.sizes.append(2 ** share.costs.shape[1])
                 found.append(_Factor((share.maker, made), share, in_sets=True))
-                found += [
-                    _Factor((reader.node, made), share, (reader.wants,), in_sets=True) for reader in share.readers
-                ]
+                found += [_Factor((r.node, made), share, (r.wants,), in_sets=True) for r in share.readers]
                 continue
             variables, wants = [share.maker], []
             for reader in share.readers:
@@ -137,7 +136,9 @@ class Elimination:
         """`shifts`: seconds that the choices of some nodes cost more."""
         tables = list(self._unpriced)
         for number, held in self._covered(prices.moments):
-            tables[number] = self._priced(number, held, prices)
+            tilt = prices.tilt_of(self._node[number])
+            priced = ((usages, tilt * sum(prices.values[n] for n in at)) for usages, at in held)
+            tables[number] = self._table(number, [(usages, price) for usages, price in priced if price])
         for node, shift in (shifts or {}).items():  # the tables of nodes come first, in their order
             tables[node] = self._shifted(tables[node], shift)
         answers: list[NDArray[np.int32]] = []
@@ -167,15 +168,9 @@ class Elimination:
             self._coverage[moments] = found
         return self._coverage[moments]
 
-    def _priced(self, number: int, held: list[tuple[Array, list[int]]], prices: Prices) -> _Table:
-        tilt = prices.tilt_of(self._node[number])
-        priced = [(usages, tilt * sum(prices.values[n] for n in at)) for usages, at in held]
-        return self._table(number, [(usages, price) for usages, price in priced if price])
-
     def _shifted(self, table: _Table, shift: Array) -> _Table:
-        return self._numbered(
-            ("shifted", table.number, shift.tobytes()), lambda: table.costs + np.floor(shift / self.tick)
-        )
+        key = ("shifted", table.number, shift.tobytes())
+        return self._numbered(key, lambda: table.costs + np.floor(shift / self.tick))
 
     def _table(self, number: int, priced: list[tuple[Array, float]]) -> _Table:
         factor, part = self.factors[number], self.factors[number].part
@@ -228,9 +223,8 @@ class Elimination:
         key = (id(form), *(table.number for table in tables))
         if key not in self._eliminated:
             placed = [(table.costs, list(places)) for table, places in zip(tables, form.places, strict=True)]
-            least, best = _least_shared(placed, form) if form.forms else _least(placed, list(form.sizes))
-            number = len(self._numbers) + len(self._eliminated)
-            self._eliminated[key] = (_Table(number, least), best)
+            least, best = _least_shared(placed, form) if form.forms else _least(placed, form.sizes)
+            self._eliminated[key] = (_Table(len(self._numbers) + len(self._eliminated), least), best)
         return self._eliminated[key]
 
 
@@ -268,9 +262,9 @@ def _spread(costs: Array, wants: tuple[NDArray[np.int64], ...]) -> Array:
     return total
 
 
-def _flat(tables: list[tuple[Array, list[int]]], dims: int) -> tuple[Array, NDArray[np.int64], NDArray[np.int64]]:
-    """Tables one after another, each with the last of its axes together in memory; starts, and strides by axis."""
-    strides = np.zeros((len(tables), dims), dtype=np.int64)
+def _flat(tables: list[tuple[Array, list[int]]], shape: tuple[int, ...]) -> Tables:
+    """Tables one after another, the last axis of each together in memory; `shape`: of the axes before it."""
+    strides = np.zeros((len(tables), len(shape)), dtype=np.int64)
     starts = np.zeros(len(tables), dtype=np.int64)
     parts: list[Array] = []
     for number, (costs, axes) in enumerate(tables):
@@ -279,16 +273,17 @@ def _flat(tables: list[tuple[Array, list[int]]], dims: int) -> tuple[Array, NDAr
         costs = np.ascontiguousarray(costs.transpose(order))
         parts.append(costs.reshape(-1))
         for dim, n in enumerate(order):
-            strides[number, axes[n]] = prod(costs.shape[dim + 1 :])
-    return np.concatenate(parts), starts, strides
+            if axes[n] < len(shape):
+                strides[number, axes[n]] = prod(costs.shape[dim + 1 :])
+    return Tables(np.concatenate(parts), starts, strides, np.array(shape))
 
 
-def _least(tables: list[tuple[Array, list[int]]], sizes: list[int]) -> tuple[Array, NDArray[np.int32]]:
+def _least(tables: list[tuple[Array, list[int]]], sizes: tuple[int, ...]) -> tuple[Array, NDArray[np.int32]]:
     """The least sum over the last of the axes, and where it is; each table comes with the axes of its dims."""
     if len(sizes) == 1:
         total = sum((costs for costs, _ in tables), np.zeros(sizes[0]))
         return np.array(total.min()), np.array([total.argmin()], dtype=np.int32)
-    least, best = least_sums(*_flat(tables, len(sizes)), np.array(sizes))
+    least, best = least_sums(_flat(tables, sizes[:-1]), sizes[-1])
     return least.reshape(sizes[:-1]), best.reshape(*sizes[:-1], 1)
 
 
@@ -296,21 +291,34 @@ def _least_shared(tables: list[tuple[Array, list[int]]], form: _Form) -> tuple[A
     """The same over all forms of a share, which stand last among the axes; the first table is that of making them."""
     (making, (maker, *_)), *others = tables
     readers = len(form.forms)
-    around = len(form.sizes) - readers
-    owner = [max(axes) - around for _, axes in others]
-    known = np.zeros((readers, max(map(len, form.forms))), dtype=np.int64)
+    around, sizes = form.sizes[:-readers], form.sizes[-readers:]
+    owner = np.array([max(axes) - len(around) for _, axes in others])
+    known = np.zeros((readers, max(sizes)), dtype=np.int64)
     for r, own in enumerate(form.forms):
         known[r, : len(own)] = own
-    data, starts, strides = _flat(others, len(form.sizes))
-    least, best = least_shared(
-        data,
-        starts,
-        strides[:, :around].copy(),
-        np.array(form.sizes[:around]),
-        np.array(owner),
-        np.array(form.sizes[around:]),
-        making,
-        maker,
-        known,
+    least, best = least_shared(_flat(others, around), owner, np.array(sizes), making, maker, known)
+    return least.reshape(around), best.reshape(*around, readers)
+
+
+def least_resident(problem: Problem, parameters: Collection[int], seconds: float) -> tuple[int, ...] | None:
+    """The choices by which these nodes hold least during the whole step, and of such plans the fastest.
+
+    No recompute saves what parameters, gradients and optimizer state take. A byte costs `seconds`, which is to be about
+    what a step takes. None where no plan exists, or where the graph is too wide to tell.
+    """
+    whole = (0, problem.length)
+    nodes = tuple(
+        replace(node, holdings=tuple(h for h in node.holdings if i in parameters and (h.first, h.end) == whole))
+        for i, node in enumerate(problem.nodes)
     )
-    return least.reshape(form.sizes[:around]), best.reshape(*form.sizes[:around], readers)
+    edges = tuple(replace(edge, holdings=()) for edge in problem.edges)
+    kept = Problem(nodes, edges, tuple(replace(share, holdings=()) for share in problem.shares))
+    most = sum(float(h.usages.max(initial=0.0)) for node in kept.nodes for h in node.holdings)
+    if not isfinite(seconds) or not kept.length:
+        return None
+    price = seconds or 1.0
+    try:
+        found = Elimination(kept, tick=price * max(1.0, most) / FINEST).minimise(Prices((0,), (price,)))
+    except TooWide:
+        return None
+    return found.picked if isfinite(problem.cost(found.picked)) else None

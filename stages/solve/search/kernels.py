@@ -1,30 +1,55 @@
-"""The inner loops of the solvers, compiled by numba on first use and kept on disk."""
+"""The inner loops of elimination, compiled by numba on first use and kept on disk."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.base.kernel_cache import kernel
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Answers = tuple[Floats, NDArray[np.int32]]  # for every index the least cost, and where it is
+
+
+_inlined = kernel(inline="always")  # by a plain call the loops take a tenth longer
+
+
+class Tables(NamedTuple):
+    """Table t holds its entry for an index at `data[starts[t] + sum(index * strides[t])]`.
+
+    A stride is 0 on an axis that the table does not have. One more axis, the last, has a stride of 1.
+    """
+
+    data: Floats
+    starts: Ints
+    strides: Ints
+    shape: Ints  # of the axes of the index
+
+
+class _Readers(NamedTuple):
+    """Of a shared tensor, at one index: what each pays by form, the forms of use to it, and room to combine them."""
+
+    own: Floats  # own[reader, form]
+    useful: Ints  # useful[reader, n]: a form
+    number: Ints  # of useful forms
+    made: Ints  # how many of those that chose already take a form of the maker's
+    tried: Ints
+    spent: Floats
+    rest: Floats
+
 
 @kernel()
-def least_sums(
-    data: NDArray[np.float64], starts: NDArray[np.int64], strides: NDArray[np.int64], shape: NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-    """For every index of all axes but the last, the least over the last of the sum of tables, and where it is.
-
-    Table t holds its entry for an index at `data[starts[t] + sum(index * strides[t])]`: a stride is 0 on an axis that
-    the table does not have. All tables have the last axis, with a stride of 1.
-    """
-    dims, count = len(shape), len(starts)
-    last = shape[dims - 1]
-    size = 1
-    for d in range(dims - 1):
-        size *= shape[d]
+def least_sums(tables: Tables, last: int) -> Answers:
+    """For every index the least, over a last axis that all tables have, of their sum; and where it is."""
+    data, starts, strides, shape = tables
+    count = len(starts)
+    size = np.prod(shape)
     least = np.empty(size, dtype=np.float64)
     best = np.empty(size, dtype=np.int32)
-    index = np.zeros(dims, dtype=np.int64)
+    index = np.zeros(len(shape), dtype=np.int64)
     at = starts.copy()
     total = np.empty(last, dtype=np.float64)
     for n in range(size):
@@ -42,59 +67,36 @@ def least_sums(
         while where < last - 1 and total[where] != found:
             where += 1
         least[n], best[n] = found, where
-        d = dims - 2
-        while d >= 0:  # the next index, as on an odometer
-            index[d] += 1
-            for t in range(count):
-                at[t] += strides[t, d]
-            if index[d] < shape[d]:
-                break
-            index[d] = 0
-            for t in range(count):
-                at[t] -= strides[t, d] * shape[d]
-            d -= 1
+        _advance(index, at, strides, shape)
     return least, best
 
 
 @kernel()
-def least_shared(
-    data: NDArray[np.float64],
-    starts: NDArray[np.int64],
-    strides: NDArray[np.int64],
-    shape: NDArray[np.int64],
-    owner: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    making: NDArray[np.float64],
-    maker: int,
-    forms: NDArray[np.int64],
-) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-    """For every index of the axes, the least cost of reading a shared tensor, and the form that each reader takes.
+def least_shared(tables: Tables, owner: Ints, sizes: Ints, making: Floats, maker: int, forms: Ints) -> Answers:
+    """For every index, the least cost of reading a shared tensor, and the form that each reader takes.
 
-    Reader r pays by form the sum of the tables t with `owner[t] == r`, which lie as in `least_sums` with the form as
-    their last axis. Each form that someone takes is made once, for `making[maker's choice, form]`; `maker` is the
-    number of the maker's axis, `forms[r]` translates the forms that a reader knows into those of `making`.
-
-    Given an index, a form is of no use to a reader if another is cheaper even when it alone pays for making it. Few are
-    left; of these all combinations are tried, best first bound.
+    Reader r pays by form the sum of the tables t with `owner[t] == r`, whose last axis is the form. Each form that
+    someone takes is made once, for `making[maker's choice, form]`; `maker` is the number of the maker's axis,
+    `forms[r]` translates the forms that a reader knows into those of `making`.
     """
-    dims, count, readers, most = len(shape), len(starts), len(sizes), forms.shape[1]
-    size = 1
-    for d in range(dims):
-        size *= shape[d]
+    data, starts, strides, shape = tables
+    count, readers, most = len(starts), len(sizes), forms.shape[1]
+    size = np.prod(shape)
     least = np.empty(size, dtype=np.float64)
     best = np.zeros((size, readers), dtype=np.int32)
-    index = np.zeros(dims, dtype=np.int64)
+    index = np.zeros(len(shape), dtype=np.int64)
     at = starts.copy()
-    own = np.empty((readers, most), dtype=np.float64)
-    useful = np.empty((readers, most), dtype=np.int64)
-    number = np.empty(readers, dtype=np.int64)
-    made = np.zeros(making.shape[1], dtype=np.int64)
-    tried = np.empty(readers, dtype=np.int64)
-    spent = np.empty(readers + 1, dtype=np.float64)
-    rest = np.empty(readers + 1, dtype=np.float64)
+    work = _Readers(
+        np.empty((readers, most), dtype=np.float64),
+        np.empty((readers, most), dtype=np.int64),
+        np.empty(readers, dtype=np.int64),
+        np.zeros(making.shape[1], dtype=np.int64),
+        np.empty(readers, dtype=np.int64),
+        np.empty(readers + 1, dtype=np.float64),
+        np.empty(readers + 1, dtype=np.float64),
+    )
+    own = work.own
     for n in range(size):
-        have = index[maker]
-        found = 0.0
         for r in range(readers):
             for k in range(sizes[r]):
                 own[r, k] = 0.0
@@ -102,68 +104,91 @@ def least_shared(
             r, start = owner[t], at[t]
             for k in range(sizes[r]):
                 own[r, k] += data[start + k]
-        for r in range(readers):
-            alone, where = np.inf, 0
-            for k in range(sizes[r]):
-                both = own[r, k] + making[have, forms[r, k]]
-                if both < alone:
-                    alone, where = both, k
-            best[n, r] = where
-            found += alone
-            useful[r, 0] = where
-            number[r] = 1
-            for k in range(sizes[r]):
-                if own[r, k] < alone and k != where:
-                    useful[r, number[r]] = k
-                    number[r] += 1
-        if found < np.inf:
-            rest[readers] = 0.0
-            for r in range(readers - 1, -1, -1):
-                cheapest = np.inf
-                for u in range(number[r]):
-                    cheapest = min(cheapest, own[r, useful[r, u]])
-                rest[r] = rest[r + 1] + cheapest
-            total = 0.0  # of the forms that each took for itself, counted once
-            for r in range(readers):
-                form = forms[r, best[n, r]]
-                total += own[r, best[n, r]] + (making[have, form] if made[form] == 0 else 0.0)
-                made[form] += 1
-            for r in range(readers):
-                made[forms[r, best[n, r]]] -= 1
-            found = total
-            r = 0
-            tried[0] = -1
-            spent[0] = 0.0
-            while r >= 0:
-                if tried[r] >= 0:
-                    made[forms[r, useful[r, tried[r]]]] -= 1
-                tried[r] += 1
-                if tried[r] >= number[r]:
-                    r -= 1
-                    continue
-                k = useful[r, tried[r]]
-                form = forms[r, k]
-                spent[r + 1] = spent[r] + own[r, k] + (making[have, form] if made[form] == 0 else 0.0)
-                made[form] += 1
-                if spent[r + 1] + rest[r + 1] >= found:
-                    continue
-                if r + 1 < readers:
-                    r += 1
-                    tried[r] = -1
-                else:
-                    found = spent[readers]
-                    for q in range(readers):
-                        best[n, q] = useful[q, tried[q]]
-        least[n] = found
-        d = dims - 1
-        while d >= 0:
-            index[d] += 1
-            for t in range(count):
-                at[t] += strides[t, d]
-            if index[d] < shape[d]:
-                break
-            index[d] = 0
-            for t in range(count):
-                at[t] -= strides[t, d] * shape[d]
-            d -= 1
+        least[n] = _find_useful(work, sizes, forms, making[index[maker]], best[n])
+        if least[n] < np.inf:
+            least[n] = _combine(work, forms, making[index[maker]], best[n])
+        _advance(index, at, strides, shape)
     return least, best
+
+
+@_inlined
+def _find_useful(work: _Readers, sizes: Ints, forms: Ints, making: Floats, best: NDArray[np.int32]) -> float:
+    """The forms of use to each reader, and what they come to if each pays for making its own best one alone.
+
+    A form is of no use if another is cheaper even when the reader alone pays for making it. Few are left.
+    """
+    own, useful, number = work.own, work.useful, work.number
+    found = 0.0
+    for r in range(len(sizes)):
+        alone, where = np.inf, 0
+        for k in range(sizes[r]):
+            both = own[r, k] + making[forms[r, k]]
+            if both < alone:
+                alone, where = both, k
+        best[r] = where
+        found += alone
+        useful[r, 0] = where
+        number[r] = 1
+        for k in range(sizes[r]):
+            if own[r, k] < alone and k != where:
+                useful[r, number[r]] = k
+                number[r] += 1
+    return found
+
+
+@_inlined
+def _combine(work: _Readers, forms: Ints, making: Floats, best: NDArray[np.int32]) -> float:
+    """The least of all combinations of useful forms, best first bound; `best` has a first one, and then that."""
+    own, useful, number, made, tried, spent, rest = work
+    readers = len(number)
+    rest[readers] = 0.0
+    for r in range(readers - 1, -1, -1):
+        cheapest = np.inf
+        for u in range(number[r]):
+            cheapest = min(cheapest, own[r, useful[r, u]])
+        rest[r] = rest[r + 1] + cheapest
+    found = 0.0  # of the forms that each took for itself, counted once
+    for r in range(readers):
+        form = forms[r, best[r]]
+        found += own[r, best[r]] + (making[form] if made[form] == 0 else 0.0)
+        made[form] += 1
+    for r in range(readers):
+        made[forms[r, best[r]]] -= 1
+    r = 0
+    tried[0] = -1
+    spent[0] = 0.0
+    while r >= 0:
+        if tried[r] >= 0:
+            made[forms[r, useful[r, tried[r]]]] -= 1
+        tried[r] += 1
+        if tried[r] >= number[r]:
+            r -= 1
+            continue
+        k = useful[r, tried[r]]
+        form = forms[r, k]
+        spent[r + 1] = spent[r] + own[r, k] + (making[form] if made[form] == 0 else 0.0)
+        made[form] += 1
+        if spent[r + 1] + rest[r + 1] >= found:
+            continue
+        if r + 1 < readers:
+            r += 1
+            tried[r] = -1
+        else:
+            found = spent[readers]
+            for q in range(readers):
+                best[q] = useful[q, tried[q]]
+    return found
+
+
+@_inlined
+def _advance(index: Ints, at: Ints, strides: Ints, shape: Ints) -> None:
+    """The next index, as on an odometer, and where each table has its entry."""
+    for d in range(len(index) - 1, -1, -1):
+        index[d] += 1
+        for t in range(len(at)):
+            at[t] += strides[t, d]
+        if index[d] < shape[d]:
+            return
+        index[d] = 0
+        for t in range(len(at)):
+            at[t] -= strides[t, d] * shape[d]

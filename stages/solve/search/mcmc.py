@@ -28,38 +28,34 @@ def search(problem: Problem, limit: float, start: Seen, seed: int, deadline: flo
     for share in problem.shares:
         for node in {share.maker, *(reader.node for reader in share.readers)}:
             touching[node].append(share)
+
+    def paid(node: int) -> float:
+        """What a node pays, with all that it takes part in."""
+        total = float(problem.nodes[node].costs[picked[node]])
+        for part in touching[node]:
+            if isinstance(part, Edge):
+                total += float(part.costs[picked[part.first], picked[part.second]])
+            else:
+                total += sum(float(part.costs[picked[part.maker], form]) for form in part.forms(picked))
+        return total
+
     free = [i for i, node in enumerate(problem.nodes) if len(node.costs) > 1]
-    picked, best = list(start.picked), start
-    cost = start.cost
+    picked, cost, best = list(start.picked), start.cost, start
     total = CHANGES_PER_NODE * len(free)
     hot = 0.1 * start.cost / max(1, len(problem.nodes))
     for step in range(total):
         if step % 256 == 0 and time.monotonic() > deadline:
             break
         node = chosen.choice(free)
-        before, after = picked[node], chosen.randrange(len(problem.nodes[node].costs))
-        old = _around(problem, touching[node], node, picked)
-        picked[node] = after
-        change = _around(problem, touching[node], node, picked) - old
+        before, old = picked[node], paid(node)
+        picked[node] = chosen.randrange(len(problem.nodes[node].costs))
+        change = paid(node) - old
         heat = hot * (1 - step / total) ** 2
-        if change > 0 and (heat <= 0 or chosen.random() >= math.exp(-change / heat)):
-            picked[node] = before
-            continue
-        if problem.peak(picked) > limit:
+        refused = change > 0 and (heat <= 0 or chosen.random() >= math.exp(-change / heat))
+        if refused or problem.peak(picked) > limit:
             picked[node] = before
             continue
         cost += change
         if cost < best.cost:
             best = Seen(tuple(picked), problem.cost(picked), problem.held(picked))
     return best
-
-
-def _around(problem: Problem, parts: list[Edge | Share], node: int, picked: list[int]) -> float:
-    """What a node pays, with all that it takes part in."""
-    total = float(problem.nodes[node].costs[picked[node]])
-    for part in parts:
-        if isinstance(part, Edge):
-            total += float(part.costs[picked[part.first], picked[part.second]])
-        else:
-            total += sum(float(part.costs[picked[part.maker], form]) for form in part.forms(picked))
-    return total

@@ -4,10 +4,8 @@ Put a price on the bytes that are held at some moments. The least of cost + pric
 every plan that fits, whatever the prices (Lagrange); elimination finds it exactly. Prices are raised and lowered to
 make this bound as high as possible: every plan seen so far is a plane above it, and the next prices are where the
 lowest of the planes are highest (Kelley's cutting planes), a small linear program for the solver. Moments enter when a
-plan is seen to hold too much there.
-
-Where elimination would be too wide, other ways to the least at some prices take its place
-(stages/solve/search/decomposition.py).
+plan is seen to hold too much there. Where elimination would be too wide, other ways to the least at some prices take
+its place (decomposition.py).
 
 At the best prices several plans are equally good, some too large and some too small. With a tilt, nodes before a
 turning point pay a little less for memory than those after it: the further the turn, the more is held. The last turn at
@@ -23,11 +21,13 @@ from typing import Protocol
 
 from stages.solve.problem.data import Array, Problem
 from stages.solve.search.elimination import FREE, Elimination, Minimum, Prices
-from stages.solve.search.integer_program import Plane
 
 # Small ones keep the plan near the bound, large ones pay for changing over from one layout to another between layers.
 TILTS = (1e-6, 0.03, -0.03, 0.1, -0.1, 0.3, -0.3, 0.6, -0.6, 0.9, -0.9)
 MOST_ROUNDS = 60
+
+Plane = tuple[float, tuple[float, ...]]  # a plan's cost, and by how much it is over the limit at each priced moment
+BestPrices = Callable[[list[Plane], float], tuple[float, list[float]]]  # integer_program.best_prices
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,25 +45,9 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class Bounded:
-    best: Seen | None  # the cheapest plan seen that fits
     bound: float  # no plan that fits costs less
-    prices: Prices
-    rounds: int
-    seen: tuple[Seen, ...]
-
-
-@dataclass(frozen=True)
-class Raised:
-    """How far prices raise the bound."""
-
-    bound: float
-    prices: Prices
-    rounds: int
-
-
-BestPrices = Callable[
-    [list[Plane], float], tuple[float, list[float]]
-]  # a linear program: see stages/solve/search/integer_program.py
+    prices: Prices  # that prove it
+    best: Seen | None = None  # the cheapest plan seen that fits
 
 
 class Least(Protocol):
@@ -79,10 +63,6 @@ class OnlyPlan:
         self.picked = (0,) * len(problem.nodes)
         self.cost, self.held = problem.cost(self.picked), problem.held(self.picked)
 
-    @staticmethod
-    def is_all_of(problem: Problem) -> bool:
-        return all(len(node.costs) == 1 for node in problem.nodes)
-
     def minimise(self, prices: Prices) -> Minimum:
         held = sum(price * self.held[moment] for price, moment in zip(prices.values, prices.moments, strict=True))
         return Minimum(self.cost + float(held), self.picked)
@@ -95,7 +75,8 @@ class Bounder:
 
     def __init__(self, problem: Problem, best_prices: BestPrices, least: Least | None = None) -> None:
         self.problem, self.best_prices = problem, best_prices
-        self.least = least or (OnlyPlan(problem) if OnlyPlan.is_all_of(problem) else Elimination(problem))
+        single = all(len(node.costs) == 1 for node in problem.nodes)
+        self.least = least or (OnlyPlan(problem) if single else Elimination(problem))
         self.seen: dict[tuple[int, ...], Seen] = {}
         self.tried: list[tuple[float, float]] = []  # the least at some prices, and what these come to for a byte
         self.fastest = self.look(FREE)[1]
@@ -133,7 +114,7 @@ class Bounder:
 
     def within(self, limit: float, gap: float, deadline: float) -> Bounded:
         """The bound at that limit, as close as the gap asks or the deadline allows, and the best plan that fits."""
-        raised = Raised(self.bound_at(limit), FREE, 0)
+        raised = Bounded(self.bound_at(limit), FREE)
         if self.fastest.peak > limit and self.problem.length > 0:
             raised = self.raise_bound(limit, raised, gap, deadline)
             self.fit(limit, raised, gap, deadline)
@@ -141,17 +122,17 @@ class Bounder:
         if best is None:
             self.smallest(deadline)
             best = self.best_within(limit)
-        bound = min(raised.bound, best.cost) if best else raised.bound
-        return Bounded(best, bound, raised.prices, raised.rounds, tuple(self.seen.values()))
+        return Bounded(min(raised.bound, best.cost) if best else raised.bound, raised.prices, best)
 
-    def raise_bound(self, limit: float, start: Raised, gap: float, deadline: float) -> Raised:
+    def raise_bound(self, limit: float, start: Bounded, gap: float, deadline: float) -> Bounded:
         """Prices that raise the bound, as far as planes tell."""
         moments = list(start.prices.moments) or [int(self.fastest.held.argmax())]
-        bound, prices, rounds = start.bound, start.prices, 0
+        bound, prices = start.bound, start.prices
         most = 1e3 * self.fastest.cost / max(1.0, limit)
-        while rounds < MOST_ROUNDS and time.monotonic() < deadline:
-            rounds += 1
-            planes = [Plane(cost, tuple(float(held[m]) - limit for m in moments)) for cost, held in self.planes()]
+        for _ in range(MOST_ROUNDS):
+            if time.monotonic() >= deadline:
+                break
+            planes = [(cost, tuple(float(held[m]) - limit for m in moments)) for cost, held in self.planes()]
             promised, values = self.best_prices(planes, most)
             tried = Prices(tuple(moments), tuple(values))
             least, held = self.probe(tried)
@@ -159,35 +140,30 @@ class Bounder:
             if value >= bound or not prices.moments:
                 bound, prices = max(bound, value), tried
             worst = int(held.argmax())
-            fresh = held[worst] > limit and worst not in moments
-            if fresh:
+            if held[worst] > limit and worst not in moments:
                 moments.append(worst)
             elif promised - bound <= max(gap / 8, 1e-6) * max(promised, 1e-30) or len(self.planes()) == len(planes):
                 break
-        return Raised(bound, prices, start.rounds + rounds)
+        return Bounded(bound, prices)
 
-    def fit(self, limit: float, raised: Raised, gap: float, deadline: float) -> None:
-        """Plans that fit, about the best prices."""
-        self._tilted(limit, raised.prices, raised.bound, gap, deadline)
+    def fit(self, limit: float, raised: Bounded, gap: float, deadline: float) -> None:
+        """Plans that take one way up to some node and another from there on, until one is close enough to the bound."""
+        for tilt in TILTS:
+            best = self.best_within(limit)
+            if best and best.cost - raised.bound <= gap * best.cost:
+                return
+            low, high = 0, len(self.problem.nodes)  # the plan with the turn at low fits, that with the turn at high not
+            while high - low > 1 and time.monotonic() < deadline:
+                turn = (low + high) // 2
+                _, plan = self.look(Prices(raised.prices.moments, raised.prices.values, turn, tilt))
+                low, high = (turn, high) if (plan.peak <= limit) == (tilt > 0) else (low, turn)
 
     def best_within(self, limit: float) -> Seen | None:
         fits = [s for s in self.seen.values() if s.peak <= limit]
         return min(fits, key=lambda s: (s.cost, s.picked), default=None)
 
-    def _tilted(self, limit: float, prices: Prices, bound: float, gap: float, deadline: float) -> None:
-        """Plans that take one way up to some node and another from there on, until one is close enough to the bound."""
-        for tilt in TILTS:
-            best = self.best_within(limit)
-            if best and best.cost - bound <= gap * best.cost:
-                return
-            low, high = 0, len(self.problem.nodes)  # the plan with the turn at low fits, that with the turn at high not
-            while high - low > 1 and time.monotonic() < deadline:
-                turn = (low + high) // 2
-                _, plan = self.look(Prices(prices.moments, prices.values, turn, tilt))
-                low, high = (turn, high) if (plan.peak <= limit) == (tilt > 0) else (low, turn)
-
     def smallest(self, deadline: float) -> Seen:
-        """A plan that holds as little as memory prices can bring about: bytes dear at every moment that was a peak."""
+        """A plan that holds as little as memory prices can bring about: bytes cost much wherever there was a peak."""
         price = 1e3 * self.fastest.cost / max(1.0, self.fastest.peak)
         best = self.fastest
         if not best.peak:

@@ -11,13 +11,13 @@ ENTRIES_PER_INDEX = 300  # what an index of a share's elimination is taken to co
 
 
 @dataclass(frozen=True)
-class Step:
+class EliminationStep:
     variables: tuple[int, ...]  # several: the forms of a share
     neighbours: tuple[int, ...]
     tables: tuple[int, ...]  # that name them, by their place in the list of all tables; that of the share first
 
 
-class Rule(Enum):
+class OrderRule(Enum):
     """Which variable goes next: the one with the least ..."""
 
     work = "entries to look at"
@@ -25,7 +25,7 @@ class Rule(Enum):
     fill = "pairs of neighbours that were none before"
 
 
-class Order:
+class EliminationOrder:
     """Greedily by a rule; ties by the order of variables. The forms of a share go together, as one unit.
 
     Where shares wait for one another, one of them is spread out: its table becomes one like any other. Where a step
@@ -37,7 +37,7 @@ class Order:
         sizes: list[int],
         scopes: list[tuple[int, ...]],
         groups: dict[int, tuple[int, ...]],
-        rule: Rule,
+        rule: OrderRule,
         enough: float = inf,
     ) -> None:
         self.sizes, self.scopes, self.rule, self.enough = sizes, list(scopes), rule, enough
@@ -67,16 +67,16 @@ class Order:
         shares = [self.group[v] for v in around if v in self.group]
         if self.making.get(unit[0]) or len(set(shares)) < len(shares):
             return inf
-        if self.rule is Rule.fill:
+        if self.rule is OrderRule.fill:
             near = [{w for t in self.naming[v] for w in self.scopes[t]} for v in around]
             return sum(w not in own for own in near for w in around) / 2
-        return self._work(unit, around) if self.rule is Rule.work else prod(self.sizes[v] for v in around)
+        return self._work(unit, around) if self.rule is OrderRule.work else prod(self.sizes[v] for v in around)
 
     def _work(self, unit: tuple[int, ...], around: tuple[int, ...]) -> int:
         each = ENTRIES_PER_INDEX if unit[0] in self.group else self.sizes[unit[0]]
         return each * prod(self.sizes[v] for v in around)
 
-    def _find(self) -> list[Step]:
+    def _find(self) -> list[EliminationStep]:
         weight = {unit: self.weight(unit) for unit in self.unit.values()}
         queue = [(w, unit) for unit, w in weight.items()]
         heapq.heapify(queue)
@@ -109,7 +109,7 @@ class Order:
             self.unit[form] = (form,)
         return {*((form,) for form in forms), *weight}
 
-    def _step(self, unit: tuple[int, ...]) -> Step:
+    def _step(self, unit: tuple[int, ...]) -> EliminationStep:
         neighbours = self.around(unit)
         tables = sorted({t for v in unit for t in self.naming[v]})
         number = self.group.get(unit[0])
@@ -123,4 +123,4 @@ class Order:
         self.scopes.append(neighbours)
         for neighbour in neighbours:
             self.naming[neighbour].add(len(self.scopes) - 1)
-        return Step(unit, neighbours, tuple(tables))
+        return EliminationStep(unit, neighbours, tuple(tables))

@@ -16,38 +16,31 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stages.solve.problem.data import FORBIDDEN, Array, Edge, Holding, Node, Problem, Share
 from stages.solve.search.elimination import FREE, Elimination, Minimum, Prices, TooWide
-from stages.solve.search.exact import Reduced, restrict
+from stages.solve.search.restricted import Restricted, as_it_is, restrict
 
 MOST_DRAWS = 12  # times that copies are drawn together at some prices
 CLOSE = 1e-9  # of the value: copies that are this close to agreeing are left
 MOST_HALVINGS = 4  # of the distance from which on a reader counts as far
 
-
-@dataclass(frozen=True, eq=False)
-class Copies:
-    """Those of one maker: their nodes, the maker itself first."""
-
-    nodes: tuple[int, ...]
+Copies = tuple[int, ...]  # of one maker: their nodes, the maker itself first
 
 
-class _Cut:
+class _CutProblem:
     """The problem with all cut that lies further apart than `far` nodes; for single far readers too, with `single`."""
 
     def __init__(self, problem: Problem, far: int, single: bool) -> None:
         self.whole, self.far = problem, far
-        self.copies: dict[int, list[int]] = {}
+        self.copies: dict[int, list[int]] = {}  # by maker
         self.split: list[Share] = []
-        self.known: dict[Hashable, Any] = {}
+        self.known: dict[Hashable, Array] = {}
         self.count = len(problem.nodes)
         self.tied = Counter(v for e in problem.edges for v in (e.first, e.second))
         self.tied += Counter(v for s in problem.shares for v in (s.maker, *(r.node for r in s.readers)))
@@ -82,43 +75,30 @@ class _Cut:
         return self.count - 1
 
     def _split(self, share: Share) -> Iterator[Edge]:
-        parts = len(share.readers)
         for reader in share.readers:
-            costs, *usages = (
-                self._once((id(table), id(reader.wants), parts), partial(_part_of, table, reader.wants, parts))
-                for table in (share.costs, *(h.usages for h in share.holdings))
-            )
-            held = tuple(Holding(h.first, h.end, own) for h, own in zip(share.holdings, usages, strict=True))
-            yield Edge(self._copy(share.maker), reader.node, costs, held)
+            yield Edge(self._copy(share.maker), reader.node, *self._equal_part(share, len(share.readers), reader.wants))
 
-    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        if key not in self.known:
-            self.known[key] = make()
-        return self.known[key]
+    def _equal_part(
+        self, whole: Node | Share, parts: int, wants: NDArray[np.int64] | None = None
+    ) -> tuple[Array, tuple[Holding, ...]]:
+        """One of so many parts of what it costs and holds; of a share by the form that is wanted. Each array once."""
+
+        def once(table: Array) -> Array:
+            key = (id(table), id(wants), parts)
+            if key not in self.known:
+                self.known[key] = np.asarray((table if wants is None else table[:, wants]) / parts)
+            return self.known[key]
+
+        return once(whole.costs), tuple(replace(h, usages=once(h.usages)) for h in whole.holdings)
 
     def _nodes(self) -> list[Node]:
         found = [*self.whole.nodes, *self.whole.nodes[:1] * (self.count - len(self.whole.nodes))]
         for maker, copies in self.copies.items():
-            node, parts = self.whole.nodes[maker], len(copies)
-            costs, *usages = (
-                self._once((id(table), parts), partial(np.divide, table, parts))
-                for table in (node.costs, *(h.usages for h in node.holdings))
-            )
-            held = tuple(Holding(h.first, h.end, own) for h, own in zip(node.holdings, usages, strict=True))
+            node = self.whole.nodes[maker]
+            part = Node(node.name, *self._equal_part(node, len(copies)))
             for copy in copies:
-                found[copy] = Node(node.name, costs, held)
+                found[copy] = part
         return found
-
-
-@dataclass(frozen=True, eq=False)
-class Settled:
-    """The problem with the copies settled: what is read from afar is made in some forms, which are paid for anyway."""
-
-    reduced: Reduced
-    count: int  # nodes of the whole problem: those that pay come after them
-
-    def expand(self, picked: tuple[int, ...]) -> tuple[int, ...]:
-        return self.reduced.expand(picked)[: self.count]
 
 
 class CutOpen:
@@ -126,17 +106,24 @@ class CutOpen:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.elimination, self.copies, self.split = _narrow(problem)
+        half = len(problem.nodes) // 2
+        # where it must be cut and no further: first shares of far readers alone, and what lies furthest apart
+        for far, single in ((half, False), *((half >> n, True) for n in range(MOST_HALVINGS))):
+            cut = _CutProblem(problem, far, single)
+            try:
+                self.elimination = Elimination(cut.problem)
+                break
+            except TooWide:
+                continue
+        else:
+            raise TooWide("even cut open")
+        self.copies, self.split = [tuple(nodes) for nodes in cut.copies.values()], cut.split
         self.drawn: dict[int, Array] = {}  # seconds that the choices of a copy cost more, or less
 
     def minimise(self, prices: Prices = FREE) -> Minimum:
         """A bound of cost + prices * held, the plan of the cut problem that has it, and a plan of the whole one."""
         found = self.elimination.minimise(prices, self.drawn)
         return Minimum(found.value, self._settled(prices, self.drawn, found), found.picked)
-
-    def forget(self) -> None:
-        """Nothing is drawn together any more."""
-        self.drawn = {}
 
     def shift(self, picked: Sequence[int]) -> float:
         """Seconds that a plan of the cut problem costs more as its copies are drawn together now."""
@@ -153,7 +140,7 @@ class CutOpen:
             if not apart or value - best.value <= CLOSE * best.value or time.monotonic() > deadline:
                 break
             short = value - best.value if math.isfinite(value) else 0.1 * best.value
-            drawn = self._draw(self.drawn, best, apart, pace * short)
+            drawn = self._draw(best, apart, pace * short)
             found = self.elimination.minimise(prices, drawn)
             if found.value > best.value:
                 best, self.drawn = found, drawn
@@ -163,11 +150,14 @@ class CutOpen:
             value = min(value, self._value(plans[-1], prices))
         return plans
 
-    def settle(self, plan: tuple[int, ...]) -> tuple[Hashable, Settled]:
-        """The problem in which the makers that were cut choose as in that plan, and make those forms; and its key."""
-        kept = [tuple(range(len(node.costs))) for node in self.problem.nodes]
+    def settle(self, plan: tuple[int, ...]) -> tuple[Hashable, Restricted]:
+        """The problem in which the makers that were cut choose as in that plan, and make those forms; and its key.
+
+        What is made is paid for anyway, by nodes that come after those of the whole problem.
+        """
+        kept = list(as_it_is(self.problem).kept)
         for own in self.copies:
-            kept[own.nodes[0]] = (plan[own.nodes[0]],)
+            kept[own[0]] = (plan[own[0]],)
         nodes = list(self.problem.nodes)
         key: list[Hashable] = [*kept]
         for share in self.split:
@@ -177,69 +167,44 @@ class CutOpen:
                 wanted = set(np.flatnonzero(np.isin(reader.wants, forms)).tolist())
                 kept[reader.node] = tuple(k for k in kept[reader.node] if k in wanted)
             costs = np.array([float(share.costs[choice, forms].sum())])
-            held = (Holding(h.first, h.end, np.array([h.usages[choice, forms].sum()])) for h in share.holdings)
+            held = (replace(h, usages=np.array([h.usages[choice, forms].sum()])) for h in share.holdings)
             nodes.append(Node(f"forms of {self.problem.nodes[share.maker].name}", costs, tuple(held)))
             kept.append((0,))
         left = tuple(share for share in self.problem.shares if share not in self.split)
-        whole = Problem(tuple(nodes), self.problem.edges, left)
-        return tuple(key), Settled(restrict(whole, tuple(kept)), len(self.problem.nodes))
+        return tuple(key), restrict(Problem(tuple(nodes), self.problem.edges, left), tuple(kept))
 
     def _apart(self, picked: Sequence[int]) -> list[Copies]:
         """Makers whose copies choose differently."""
-        return [own for own in self.copies if len({picked[n] for n in own.nodes}) > 1]
-
-    def _plan(self, picked: Sequence[int]) -> tuple[int, ...]:
-        return tuple(picked[: len(self.problem.nodes)])
+        return [own for own in self.copies if len({picked[n] for n in own}) > 1]
 
     def _value(self, plan: tuple[int, ...], prices: Prices) -> float:
-        return self.problem.cost(plan) + _paid(self.problem.held(plan), prices)
+        held = self.problem.held(plan)
+        paid = sum(price * float(held[m]) for m, price in zip(prices.moments, prices.values, strict=True))
+        return self.problem.cost(plan) + paid
 
-    def _draw(self, drawn: dict[int, Array], found: Minimum, apart: list[Copies], short: float) -> dict[int, Array]:
+    def _draw(self, found: Minimum, apart: list[Copies], short: float) -> dict[int, Array]:
         """A step by Polyak's rule: as far as would close the gap if the slope stayed."""
         slopes: dict[int, Array] = {}
         for own in apart:
-            taken = np.zeros((len(own.nodes), len(self.problem.nodes[own.nodes[0]].costs)))
-            taken[np.arange(len(own.nodes)), [found.picked[n] for n in own.nodes]] = 1.0
-            slopes |= dict(zip(own.nodes, taken - taken.mean(axis=0), strict=True))
+            taken = np.zeros((len(own), len(self.problem.nodes[own[0]].costs)))
+            taken[np.arange(len(own)), [found.picked[n] for n in own]] = 1.0
+            slopes |= dict(zip(own, taken - taken.mean(axis=0), strict=True))
         steep = sum(float((slope**2).sum()) for slope in slopes.values())
-        return drawn | {n: drawn.get(n, 0.0) + short / steep * slope for n, slope in slopes.items()}
+        return self.drawn | {n: self.drawn.get(n, 0.0) + short / steep * slope for n, slope in slopes.items()}
 
     def _settled(self, prices: Prices, drawn: dict[int, Array], found: Minimum) -> tuple[int, ...]:
         """A plan: the copies of a maker after another are held to what most of them choose, until all agree."""
         held, picked, done = drawn, found.picked, set[Copies]()
         while apart := [own for own in self._apart(picked) if own not in done]:
-            own = min(apart, key=lambda o: _lead(picked, o))
-            (choice, _), *_ = Counter(picked[n] for n in own.nodes).most_common()
+            own = min(apart, key=lambda own: -_favourite(picked, own)[1] / len(own))
             done.add(own)
-            only = np.full(len(self.problem.nodes[own.nodes[0]].costs), FORBIDDEN)
-            only[choice] = 0.0
-            held = held | dict.fromkeys(own.nodes, only)
+            only = np.full(len(self.problem.nodes[own[0]].costs), FORBIDDEN)
+            only[_favourite(picked, own)[0]] = 0.0
+            held = held | dict.fromkeys(own, only)
             picked = self.elimination.minimise(prices, held).picked
-        return self._plan(picked)
+        return tuple(picked[: len(self.problem.nodes)])
 
 
-def _paid(held: Array, prices: Prices) -> float:
-    return sum(price * float(held[m]) for m, price in zip(prices.moments, prices.values, strict=True))
-
-
-def _lead(picked: Sequence[int], own: Copies) -> float:
-    """The more copies choose what most do, the less."""
-    (_, most), *_ = Counter(picked[n] for n in own.nodes).most_common()
-    return -most / len(own.nodes)
-
-
-def _narrow(problem: Problem) -> tuple[Elimination, tuple[Copies, ...], tuple[Share, ...]]:
-    """Cut where it must be and no further: first shares of far readers alone, and what lies furthest apart."""
-    half = len(problem.nodes) // 2
-    for far, single in ((half, False), *((half >> n, True) for n in range(MOST_HALVINGS))):
-        made = _Cut(problem, far, single)
-        try:
-            elimination = Elimination(made.problem)
-        except TooWide:
-            continue
-        return elimination, tuple(Copies(tuple(nodes)) for nodes in made.copies.values()), tuple(made.split)
-    raise TooWide("even cut open")
-
-
-def _part_of(table: Array, wants: NDArray[np.int64], parts: int) -> Array:
-    return np.asarray(table[:, wants] / parts)
+def _favourite(picked: Sequence[int], own: Copies) -> tuple[int, int]:
+    """What most copies choose, and how many they are."""
+    return Counter(picked[n] for n in own).most_common(1)[0]

@@ -4,15 +4,15 @@ The problem: choices x of least cost c(x) with held(x, t) <= limit at every mome
 
     bound(p) = min over x of [c(x) + sum over t of p(t) held(x, t)] - limit * sum over t of p(t)   <= the optimum
 
-and message passing (messages.py) bounds the minimum from below in turn. The messages stay valid when prices change.
+and message passing (loops.py) bounds the minimum from below in turn. The messages stay valid when prices change.
 
-1. `start`       a first feasible solution: memory so dear that it fits
+1. `start`       a first feasible solution: memory at so high a price that it fits
 2. `raise_bound` subgradient steps on the prices, a few message passes after each; the choices that the messages suggest
-                 are repaired where they hold too much (`repair`): dearer memory there, and elimination (plans.py)
+                 are repaired where they hold too much (`repair`): higher prices there, and partial_elimination.py
 3. `improve`     from the best solution: a random region at a random fraction of the prices, solved by elimination;
                  prices go up where the answer holds too much. Kept if feasible and no dearer. By turns among all
-                 choices, and among few of each node (narrow.py), whose tables span more nodes; more turns to what
-                 has gained lately (turns.py). Tables may grow while nothing gets better
+                 choices, and among few of each node, whose tables span more nodes; more turns to what has gained
+                 lately (`Turns`). Tables may grow while nothing gets better
 
 All is anytime: `Searcher.best` is always feasible.
 """
@@ -22,17 +22,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.solve.search.large.arrays import Arrays, Floats, Ints
-from stages.solve.search.large.memory import add_prices, held_after, total_cost
-from stages.solve.search.large.messages import beliefs, pass_messages, reverse_arcs
-from stages.solve.search.large.narrow import candidates, narrowed
-from stages.solve.search.large.plans import DIMS, grow_ball, make_plan, solve_plan, table_sizes
-from stages.solve.search.large.turns import Turns
+from stages.solve.search.large.arrays import Arrays, Floats, Ints, candidates, narrowed
+from stages.solve.search.large.loops import add_prices, beliefs, held_after, pass_messages, reverse_arcs, total_cost
+from stages.solve.search.large.partial_elimination import EliminationPlan, grow_ball, make_plan, solve_plan
 
 MOST_WORK = 30_000_000  # table entries of one plan
 MOST_LOOKS = 300_000_000  # entries that one plan looks at to fill them
@@ -42,19 +38,35 @@ FRACTIONS = (0.0, 0.3, 0.7, 1.0, 1.3)  # of the best prices, to begin a region w
 TURN = 20  # regions, before the other process is asked and other choices are taken
 SETTLING = 20  # passes of messages at the best prices, to tell which choices are promising
 CANDIDATES = (0.4, 1.5)  # powers of ten: choices of a node in a turn among few
+FADING = 0.5  # what was gained before the last turn counts this much less with each
+LEAST = 0.15  # share of the turns that either kind gets: what gives nothing now may give something later
 Marks = NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class Plan:
-    free: Marks
-    count: int
-    order: Ints
-    clique_start: Ints
-    clique_node: Ints
-    table_start: Ints
-    work: int
-    looks: int
+class Turns:
+    """Which kind of turn is next, among all choices or among few: by what each has gained lately for its work.
+
+    Work is counted and not timed: equal searches take equal turns.
+    """
+
+    def __init__(self) -> None:
+        self.rates = {False: 0.0, True: 0.0}  # few: gained per work, lately
+        self.taken = 0
+
+    def few(self, chance: float) -> bool:
+        """`chance`: a random number below 1. The first two turns are one of each."""
+        return self.taken == 1 if self.taken < 2 else chance < self.share
+
+    @property
+    def share(self) -> float:
+        """Of the turns among few."""
+        total = sum(self.rates.values())
+        return min(1 - LEAST, max(LEAST, self.rates[True] / total)) if total else 0.5
+
+    def note(self, few: bool, gain: float, work: int) -> None:
+        self.taken += 1
+        self.rates = {kind: FADING * rate for kind, rate in self.rates.items()}
+        self.rates[few] += max(0.0, gain) / max(1, work)
 
 
 class Searcher:
@@ -71,9 +83,8 @@ class Searcher:
         self.publish, self.fetch = publish, fetch
         self.random = np.random.default_rng(seed)
         self.sizes = np.diff(arrays.start)
-        self.degrees = np.diff(arrays.arc_start)
         self.everything = np.ones(arrays.count, np.uint8)
-        self.bytes = arrays.limit or float(arrays.usage.max(initial=0.0)) or 1.0  # the scale of memory
+        self.bytes = arrays.limit or float(arrays.holdings.usage.max(initial=0.0)) or 1.0  # the scale of memory
         self.prices = np.zeros(len(arrays.base))
         self.costs = arrays.costs.copy()  # with memory at its price
         self.picked = np.zeros(arrays.count, np.int64)
@@ -85,9 +96,8 @@ class Searcher:
         self.idle = 0  # regions since the last better solution
         self.looks = 0  # entries looked at so far, to tell what work has cost
         self.tables = np.zeros(0)
-        self.back = np.zeros(len(arrays.arc_to), np.int64)
-        reverse_arcs(arrays.arc_start, arrays.arc_to, self.back)
-        self.message_start = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes[arrays.arc_to])])
+        self.back = reverse_arcs(arrays.graph.arc_start, arrays.graph.arc_to)
+        self.message_start = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes[arrays.graph.arc_to])])
         self.message = np.zeros(self.message_start[-1])
 
     def run(self, dual_share: float) -> None:
@@ -111,26 +121,27 @@ class Searcher:
         rounding = 1e-9 * self.arrays.limit * float(self.best_prices.sum())
         return self.best is None and self.bound - self.arrays.constant - rounding > self.arrays.forbidden
 
-    # ---------------------------------------------------------------- pieces
+    # ---- what the steps are made of
 
     def held(self, picked: Ints) -> Floats:
         nothing = np.full(len(picked), -1, np.int64)
-        found: Floats = held_after(self.arrays.base, *self.arrays.holdings, nothing, picked)
+        found: Floats = held_after(self.arrays.base, self.arrays.holdings, nothing, picked)
         return found
 
     def total(self, picked: Ints) -> float:
         """Cost without memory's price."""
-        return self._sum(self.arrays.costs, picked) + self.arrays.constant
+        return float(total_cost(self.arrays.graph, self.arrays.costs, picked)) + self.arrays.constant
 
-    def _sum(self, costs: Floats, picked: Ints) -> float:
-        return float(total_cost(self.arrays.start, costs, *self.arrays.graph, picked))
+    def priced(self, picked: Ints) -> float:
+        """What these choices come to at the present prices, what is held whatever is chosen left aside."""
+        return float(total_cost(self.arrays.graph, self.costs, picked))
 
     def set_prices(self, prices: Floats, wanted: Marks | None = None) -> None:
         self.prices = prices
         cumulated = np.zeros(len(prices) + 1)
         np.cumsum(prices, out=cumulated[1:])
         a = self.arrays
-        add_prices(a.start, a.costs, *a.holdings, cumulated, self.everything if wanted is None else wanted, self.costs)
+        add_prices(a.start, a.costs, a.holdings, cumulated, self.everything if wanted is None else wanted, self.costs)
 
     def note(self, picked: Ints, held: Floats) -> bool:
         """Keep these choices if they are feasible and the best so far."""
@@ -144,35 +155,22 @@ class Searcher:
         self.publish(self)
         return True
 
-    def plan(self, cap: float, tournament: int, free: Marks) -> Plan:
-        a, n = self.arrays, self.arrays.count
-        order, clique_start = np.zeros(n, np.int64), np.zeros(n + 1, np.int64)
-        clique_node, table_start = np.zeros(n * DIMS, np.int64), np.zeros(n + 1, np.int64)
-        seed = int(self.random.integers(1 << 30))
-        count = make_plan(
-            seed, self.sizes, a.arc_start, a.arc_to, free, cap, tournament, order, clique_start, clique_node
-        )
-        looks = table_sizes(self.sizes, count, order, clique_start, clique_node, table_start)
-        return Plan(free, count, order, clique_start, clique_node, table_start, int(table_start[count]), int(looks))
-
-    def random_plan(self, most: float, free: Marks | None = None) -> Plan:
+    def random_plan(self, most: float, free: Marks | None = None) -> EliminationPlan:
         """Tables of random size up to 10 ** most."""
-        free = self.everything.copy() if free is None else free
+        free = self.everything if free is None else free
         tournament = int(self.random.choice((1, 1, 2, 4)))
         while True:
-            plan = self.plan(10 ** self.random.uniform(2, most), tournament, free.copy())
+            cap, seed = 10 ** self.random.uniform(2, most), int(self.random.integers(1 << 30))
+            plan: EliminationPlan = make_plan(self.arrays.graph, free.copy(), cap, tournament, seed)
             if (plan.work <= MOST_WORK and plan.looks <= MOST_LOOKS) or most <= 2.1:
                 return plan
             most = max(2.1, most - 1)
 
-    def solve(self, plan: Plan, picked: Ints) -> None:
+    def solve(self, plan: EliminationPlan, picked: Ints) -> None:
         if len(self.tables) < plan.work:
             self.tables = np.zeros(int(1.3 * plan.work))
         self.looks += plan.looks
-        solve_plan(
-            self.arrays.start, self.costs, *self.arrays.graph, plan.free, plan.count, plan.order, plan.clique_start,
-            plan.clique_node, plan.table_start, self.tables, picked,
-        )  # fmt: skip
+        solve_plan(self.arrays.graph, self.costs, plan, self.tables, picked)
 
     def pass_messages(self, passes: int) -> float:
         """Message passes at the present prices: a bound, and choices in `picked`."""
@@ -185,23 +183,18 @@ class Searcher:
 
     def messages(self, passes: int) -> float:
         """What no choices go below at the present prices, what is held whatever is chosen left aside."""
-        a = self.arrays
-        low = -math.inf
+        low, state = -math.inf, (self.back, self.message_start, self.message)
         for number in range(passes):
-            low = pass_messages(
-                a.start, self.costs, *a.graph, self.back, self.message_start, self.message, number % 2 == 0, self.picked
-            )
+            low = pass_messages(self.arrays.graph, self.costs, *state, number % 2 == 0, self.picked)
         return low
 
-    def priced(self, picked: Ints) -> float:
-        """What these choices come to at the present prices, with the same left aside."""
-        return self._sum(self.costs, picked)
-
-    # ---------------------------------------------------------------- 1. a first solution
+    # ---- 1. a first solution
 
     def start(self) -> None:
         """Raise a price on all memory until a solution fits."""
-        unit = 1e-6 * (float(self.arrays.costs.max(initial=0.0)) + self._largest()) / self.bytes
+        pool = self.arrays.graph.pool
+        largest = float(pool.max(initial=0.0, where=pool < self.arrays.forbidden))
+        unit = 1e-6 * (float(self.arrays.costs.max(initial=0.0)) + largest) / self.bytes
         for power in range(12):
             if self.finished:
                 return
@@ -214,10 +207,7 @@ class Searcher:
             if self.best is not None:
                 return
 
-    def _largest(self) -> float:
-        return float(self.arrays.pool.max(initial=0.0, where=self.arrays.pool < self.arrays.forbidden))
-
-    # ---------------------------------------------------------------- 2. prices
+    # ---- 2. prices
 
     def raise_bound(self, until: float) -> None:
         limit = self.arrays.limit
@@ -281,7 +271,7 @@ class Searcher:
                 self.picked = trial
                 self.note(trial, held)
 
-    # ---------------------------------------------------------------- 3. regions
+    # ---- 3. regions
 
     def improve(self, rounds: float = math.inf) -> None:
         """By turns among all choices, and among those that the messages hold promising: regions reach further there."""
@@ -294,8 +284,7 @@ class Searcher:
                 rounds -= 1
                 continue
             cost, looks = self.cost, self.looks
-            few = turns.few(self.random.random())
-            if few:
+            if few := turns.few(self.random.random()):
                 self._narrow(rank)
             else:
                 self._turn()
@@ -314,7 +303,7 @@ class Searcher:
         a = self.arrays
         self.set_prices(self.best_prices)
         self.messages(SETTLING)
-        found = beliefs(self.costs, a.start, a.arc_start, self.back, self.message_start, self.message)
+        found = beliefs(a.graph, self.costs, self.back, self.message_start, self.message)
         return np.asarray(found - np.repeat(np.minimum.reduceat(found, a.start[:-1]), self.sizes))
 
     def _narrow(self, rank: Floats) -> None:
@@ -338,7 +327,7 @@ class Searcher:
         inner.note(place[first + self.best] - few.start[:-1], self.held(self.best))
         inner.idle, inner.publish = self.idle, learn
         inner._turn()
-        self.looks += inner.looks + len(few.pool)
+        self.looks += inner.looks + len(few.graph.pool)
 
     def _adopt(self) -> None:
         """The other process's solution where it is better."""
@@ -351,7 +340,8 @@ class Searcher:
         size = int(10 ** random.uniform(1, max(1.3, math.log10(a.count) + 0.3)))
         free = self.everything.copy()
         if size < a.count:
-            grow_ball(int(random.integers(1 << 30)), a.arc_start, a.arc_to, self._centre(), size, free)
+            seed = int(random.integers(1 << 30))
+            grow_ball(a.graph, self._centre(), size, free, seed)
         plan = self.random_plan(min(MOST_TABLES, TABLES + 0.5 * (self.idle // IDLE_REGIONS)), free)
         assert self.best is not None
         unit = max(float(self.best_prices.max(initial=0.0)), 1e-4 * (self.cost - a.constant) / self.bytes)
@@ -365,7 +355,7 @@ class Searcher:
             self.set_prices(prices, plan.free)
             trial = picked.copy()
             self.solve(plan, trial)
-            held = held_after(held, *a.holdings, picked, trial)
+            held = held_after(held, a.holdings, picked, trial)
             picked = trial
             over = np.maximum((held - a.limit) / self.bytes, 0.0)
             most = float(over.max(initial=0.0))
@@ -380,6 +370,7 @@ class Searcher:
             self.best = picked  # as good: go on from there
 
     def _centre(self) -> int:
-        if self.random.random() < 0.5 or not len(self.arrays.arc_to):
+        ends = self.arrays.graph.arc_to
+        if self.random.random() < 0.5 or not len(ends):
             return int(self.random.integers(self.arrays.count))
-        return int(self.arrays.arc_to[self.random.integers(len(self.arrays.arc_to))])
+        return int(ends[self.random.integers(len(ends))])

@@ -8,27 +8,26 @@ follow       a node whose best answer to a neighbour's choice is always the same
              at any time. The neighbour then also holds what its follower holds
 pair         a node with one neighbour and few sensible answers becomes one node with it
 bypass       a node that holds the same whatever its choice, with two neighbours, becomes an edge between them
-dominated    a choice goes if another of its node is no dearer whatever the neighbours take, and never holds more
+dominated    a choice goes if another of its node costs no more whatever the neighbours take, and never holds more
 
 Every step is exact, so that it may end after any of them; consistency comes first and in full, for the others rely on
-it. `Reduced.expand` turns choices of the small problem into choices of the whole one.
+it. `Presolved.expand` turns choices of the small problem into choices of the whole one.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stages.solve.problem.data import Edge, Holding, Node, Problem
-from stages.solve.search.large.dominated import undominated
+from stages.solve.search.large.arrays import Floats, Ints
+from stages.solve.search.large.loops import undominated
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Interval = tuple[int, int]
 
 MOST_ENTRIES = 4096  # of an edge that replaces a bypassed node
@@ -54,7 +53,7 @@ class _Step:
 
 
 @dataclass
-class Reduced:
+class Presolved:
     problem: Problem
     kept: list[int]
     labels: list[Ints]  # of the kept nodes
@@ -62,7 +61,7 @@ class Reduced:
     whole: int  # nodes of the whole problem
     constant: float
     base: Floats  # held at every moment whatever is chosen
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int]  # of what was done
 
     def expand(self, picked: Sequence[int] | Ints) -> Ints:
         found = np.full(self.whole, -1, np.int64)
@@ -78,9 +77,9 @@ class Reduced:
 def reduce(
     problem: Problem,
     deadline: float = float("inf"),
-    cheap: Callable[[Callable[[], Reduced]], None] = lambda _: None,
-) -> Reduced:
-    """Until the deadline, with what has been done by then. `cheap` is called before the dear last step, with a function
+    cheap: Callable[[Callable[[], Presolved]], None] = lambda _: None,
+) -> Presolved:
+    """Until the deadline, with what has been done by then. `cheap` is called before the slow last step, with a function
     that gives what the others have left: good until `cheap` returns, or in a copy of the process."""
     work = _Work(problem, deadline)
     work.make_consistent()
@@ -111,12 +110,9 @@ class _Work:
         self.steps: list[_Step] = []
         self.constant = 0.0
         self.base = np.zeros(self.length + 1)
-        self.counts: dict[str, int] = {}
+        self.counts = Counter[str]()
 
-    # ---------------------------------------------------------------- small changes
-
-    def _count(self, what: str, number: int = 1) -> None:
-        self.counts[what] = self.counts.get(what, 0) + number
+    # ---- small changes
 
     def _hold(self, i: int, interval: Interval, usages: Floats) -> None:
         old = self.held[i].get(interval)
@@ -136,19 +132,18 @@ class _Work:
     def _keep(self, i: int, kept: NDArray[np.bool_]) -> None:
         if not kept.any():
             raise NoChoice(self.names[i])
-        self.costs[i], self.labels[i] = self.costs[i][kept], self.labels[i][kept]
+        self._take(i, kept)
+
+    def _take(self, i: int, choices: NDArray[np.bool_] | Ints) -> None:
+        """These choices alone, in this order; one may come several times."""
+        self.costs[i], self.labels[i] = self.costs[i][choices], self.labels[i][choices]
         for interval, usages in self.held[i].items():
-            self.held[i][interval] = usages[kept]
+            self.held[i][interval] = usages[choices]
         for j, matrix in self.edges[i].items():
-            self.edges[i][j] = matrix[kept]
+            self.edges[i][j] = matrix[choices]
             self.edges[j][i] = self.edges[i][j].T
 
-    def _by_label(self, i: int, values: Ints) -> Ints:
-        table = np.zeros(self.spaces[i], np.int64)
-        table[self.labels[i]] = values
-        return table
-
-    # ---------------------------------------------------------------- consistent, separable
+    # ---- consistent, separable
 
     def make_consistent(self) -> None:
         """Drop the forbidden choices, and those that some neighbour never allows."""
@@ -161,7 +156,7 @@ class _Work:
         finite = self.costs[i] < np.inf
         if finite.all():
             return False
-        self._count("choices that are forbidden", int((~finite).sum()))
+        self.counts["choices that are forbidden"] += int((~finite).sum())
         self._keep(i, finite)
         return True
 
@@ -175,7 +170,7 @@ class _Work:
                 continue
             allowed = self.edges[i][j].min(axis=1) < np.inf
             if not allowed.all():
-                self._count("choices without support", int((~allowed).sum()))
+                self.counts["choices without support"] += int((~allowed).sum())
                 self._keep(i, allowed)
                 changed[i] = None
                 todo.extend((other, i) for other in self.edges[i] if other != j)
@@ -202,9 +197,9 @@ class _Work:
             self.costs[i] = self.costs[i] + (column - row[0])
             self.costs[j] = self.costs[j] + row
             self._cut(i, j)
-            self._count("separable edges")
+            self.counts["separable edges"] += 1
 
-    # ---------------------------------------------------------------- nodes that go
+    # ---- nodes that go
 
     def shrink(self, nodes: Sequence[int]) -> set[int]:
         """Take nodes out while any can go; the nodes that changed."""
@@ -231,14 +226,10 @@ class _Work:
         neighbours = self.edges[i]
         if not neighbours:
             return self._alone(i)
-        if len(neighbours) == 1:
-            found = self._leaf(i, next(iter(neighbours)))
-            if found:
-                return found
-        if len(neighbours) == 2 and self._steady(i):
-            found = self._bypass(i)
-            if found:
-                return found
+        if len(neighbours) == 1 and (found := self._leaf(i, next(iter(neighbours)))):
+            return found
+        if len(neighbours) == 2 and self._steady(i) and (found := self._bypass(i)):
+            return found
         if len(neighbours) <= 64:
             for j, matrix in neighbours.items():
                 if matrix.shape[0] <= matrix.shape[1] and ((matrix < np.inf).sum(axis=0) == 1).all():
@@ -264,13 +255,13 @@ class _Work:
         self.constant += float(self.costs[i][0])
         self._release(i)
         self.steps.append(_Step(i, (), np.array(self.labels[i][0])))
-        self._count("settled nodes")
+        self.counts["settled nodes"] += 1
         lost = [j for j in changed if self._drop_forbidden(j)]
         return changed + self._support([(other, j) for j in lost for other in self.edges[j]])
 
     def _alone(self, i: int) -> list[int]:
         cheapest = np.flatnonzero(self.costs[i] == self.costs[i].min())
-        best = int(min(cheapest, key=lambda k: self._bytes(i, int(k))))
+        best = int(min(cheapest, key=self._weights(i).__getitem__))
         if not all(u[best] <= u.min() for u in self.held[i].values()):
             return []
         kept = np.zeros(len(self.costs[i]), bool)
@@ -278,31 +269,27 @@ class _Work:
         self._keep(i, kept)
         return self._settle(i)
 
-    def _bytes(self, i: int, k: int) -> float:
-        return sum(float(u[k]) * (end - first) for (first, end), u in self.held[i].items())
+    def _weights(self, i: int) -> Floats:
+        """Bytes of each choice, times how long they are held."""
+        held = self.held[i].items()
+        return sum(((end - first) * u for (first, end), u in held), np.zeros(len(self.costs[i])))
 
     def _leaf(self, i: int, j: int) -> list[int]:
         total = self.costs[i][:, None] + self.edges[i][j]
-        weights = sum(((end - first) * u for (first, end), u in self.held[i].items()), np.zeros(len(total)))
-        order = np.argsort(weights, kind="stable")
+        order = np.argsort(self._weights(i), kind="stable")
         answer = order[total[order].argmin(axis=0)]
-        allowed = total < np.inf
-        follows = True
-        for usages in self.held[i].values():
-            least = np.where(allowed, usages[:, None], np.inf).min(axis=0)
-            if (usages[answer] > least).any():
-                follows = False
-                break
-        if follows:
-            return self._follow(i, j, answer)
-        return self._pair(i, j, total)
+        least = ((u, np.where(total < np.inf, u[:, None], np.inf).min(axis=0)) for u in self.held[i].values())
+        follows = all((usages[answer] <= low).all() for usages, low in least)
+        return self._follow(i, j, answer) if follows else self._pair(i, j, total)
 
     def _follow(self, i: int, j: int, answer: Ints) -> list[int]:
         """Node i takes choice answer[k] when node j takes k, and goes."""
-        self.steps.append(_Step(i, (j,), self._by_label(j, self.labels[i][answer])))
+        labels = np.zeros(self.spaces[j], np.int64)
+        labels[self.labels[j]] = self.labels[i][answer]
+        self.steps.append(_Step(i, (j,), labels))
         self.costs[j] = self.costs[j] + self.costs[i][answer] + self.edges[i][j][answer, np.arange(len(answer))]
         self._cut(i, j)
-        self._count("followers")
+        self.counts["followers"] += 1
         return self._absorb(i, j, answer)
 
     def _absorb(self, i: int, j: int, answer: Ints) -> list[int]:
@@ -338,17 +325,13 @@ class _Work:
         mine = order[places]
         self.steps.append(_Step(i, (j,), self.labels[i][mine], self.labels[j][theirs]))
         self._cut(i, j)
-        self.costs[j] = self.costs[j][theirs] + total[mine, theirs]
-        for interval, u in self.held[j].items():
-            self.held[j][interval] = u[theirs]
-        for other, matrix in self.edges[j].items():
-            self.edges[j][other] = matrix[theirs]
-            self.edges[other][j] = self.edges[j][other].T
+        self._take(j, theirs)
+        self.costs[j] = self.costs[j] + total[mine, theirs]
         self.labels[j], self.spaces[j] = np.arange(len(mine)), len(mine)
         for interval, u in self.held[i].items():
             self._hold(j, interval, u[mine])
         self.held[i], self.gone[i] = {}, True
-        self._count("pairs")
+        self.counts["pairs"] += 1
         return [j]
 
     def _bypass(self, i: int) -> list[int]:
@@ -365,12 +348,12 @@ class _Work:
         self._cut(i, b)
         self._release(i)
         self._join(a, b, total.min(axis=1))
-        self._count("bypassed nodes")
+        self.counts["bypassed nodes"] += 1
         changed = [a, b, *self._support([(a, b), (b, a)])]
         self._separate(a, b)
         return changed
 
-    # ---------------------------------------------------------------- dominated choices
+    # ---- dominated choices
 
     def drop_dominated(self) -> None:
         todo = {i for i, gone in enumerate(self.gone) if not gone}
@@ -380,7 +363,7 @@ class _Work:
                 if not self.gone[i] and time.monotonic() < self.deadline:
                     kept = self._undominated(i)
                     if not kept.all():
-                        self._count("dominated choices", int((~kept).sum()))
+                        self.counts["dominated choices"] += int((~kept).sum())
                         self._keep(i, kept)
                         changed.update([i, *self.edges[i]])
             todo = changed | self.shrink(sorted(changed))
@@ -392,7 +375,7 @@ class _Work:
             return np.ones(size, bool)
         return undominated(self.costs[i], list(self.held[i].values()), matrices)
 
-    def finish(self) -> Reduced:
+    def finish(self) -> Presolved:
         kept = [i for i, gone in enumerate(self.gone) if not gone]
         number = {i: n for n, i in enumerate(kept)}
         base = self.base.copy()
@@ -407,7 +390,7 @@ class _Work:
                     holdings.append(Holding(first, end, usages - least))
             nodes.append(Node(self.names[i], self.costs[i], tuple(holdings)))
         edges = tuple(Edge(number[i], number[j], m) for i in kept for j, m in self.edges[i].items() if i < j)
-        return Reduced(
+        return Presolved(
             Problem(tuple(nodes), edges), kept, [self.labels[i] for i in kept], self.steps, len(self.costs),
             self.constant, np.cumsum(base)[: self.length], self.counts,
         )  # fmt: skip

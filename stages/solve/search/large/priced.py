@@ -20,7 +20,7 @@ from stages.solve.search.elimination import FREE, Minimum, Prices
 from stages.solve.search.large.arrays import Floats, Ints, flatten
 from stages.solve.search.large.descent import Searcher
 from stages.solve.search.large.plain import plain
-from stages.solve.search.large.presolve import NoChoice, Reduced, reduce
+from stages.solve.search.large.presolve import NoChoice, Presolved, reduce
 
 PASSES, MOST_PASSES = 10, 400  # of messages: in a row, and in all for one answer
 RISE = 1e-6  # of the bound by a row of passes: below this they are done
@@ -41,11 +41,11 @@ class Wide:
         self.searcher = None if self.reduced is None else self._searcher(self.reduced, None, math.inf)
         self.known: dict[tuple[int, ...], Ints] = {}  # plans by what is left of them
 
-    def _searcher(self, reduced: Reduced, limit: float | None, deadline: float) -> Searcher:
+    def _searcher(self, reduced: Presolved, limit: float | None, deadline: float) -> Searcher:
         small = reduced.problem
         most = sum(float(h.usages.max()) for node in small.nodes for h in node.holdings)
         limit = float(reduced.base.max(initial=0.0)) + most if limit is None else limit
-        return Searcher(flatten(small, reduced.base, limit, reduced.constant, dear=1e4), deadline, self.seed)
+        return Searcher(flatten(small, reduced.base, limit, reduced.constant, scale=1e4), deadline, self.seed)
 
     def minimise(self, prices: Prices = FREE) -> Minimum:
         """A bound of cost + prices * held, and a plan close to it; infinite where no plan is allowed."""
@@ -107,7 +107,7 @@ class Wide:
         return plan
 
 
-def _reduced(problem: Problem, deadline: float) -> Reduced | None:
+def _reduced(problem: Problem, deadline: float) -> Presolved | None:
     try:
         return reduce(problem, deadline)
     except NoChoice:
