@@ -8,7 +8,7 @@ when backward begins and stay to its end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -62,6 +62,30 @@ class LinkRun:
     dropped_peak: int  # of a forward pass that keeps nothing for backward; what enters is not counted
 
 
+@dataclass(frozen=True)
+class _Notes:
+    """Of a link's ops while they run, as `LinkRun` has them."""
+
+    watch: Watch
+    names: Mapping[int, str]  # of the memory that was there before
+    saved: dict[str, list[int | str]] = field(default_factory=dict)
+    places: dict[str, tuple[int | str | None, ...]] = field(default_factory=dict)
+    types: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def take(self, op: Op, inputs: list[Tensor], results: list[Tensor]) -> None:
+        self.places[op.name] = tuple(self._place(t) for t in (*inputs, *results))
+        self.types[op.name] = tuple(str(t.dtype).removeprefix("torch.") for t in results)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        if (where := self._place(tensor)) is not None:
+            self.saved.setdefault(self.watch.op, []).append(where)
+        return tensor
+
+    def _place(self, tensor: Tensor) -> int | str | None:
+        number = self.watch.find(tensor)
+        return self.names.get(storage_key(tensor)) if number is None else number
+
+
 class Runner:
     """Runs the ops of a graph on meta tensors, as the device and the precision would have them."""
 
@@ -105,26 +129,10 @@ class Runner:
         parameters = [self.known[name] for name in ends.parameters]
         watch = Watch(leaves, self.names, self.workspace)
         reads = [_known_number(watch, local[name]) for name in ends.reads]
-        saved: dict[str, list[int | str]] = {}
-        places: dict[str, tuple[int | str | None, ...]] = {}
-        types: dict[str, tuple[str, ...]] = {}
-
-        def place(tensor: Tensor) -> int | str | None:
-            number = watch.find(tensor)
-            return self.names.get(storage_key(tensor)) if number is None else number
-
-        def pack(tensor: Tensor) -> Tensor:
-            if (where := place(tensor)) is not None:
-                saved.setdefault(watch.op, []).append(where)
-            return tensor
-
-        def note(op: Op, inputs: list[Tensor], results: list[Tensor]) -> None:
-            places[op.name] = tuple(place(t) for t in (*inputs, *results))
-            types[op.name] = tuple(str(t.dtype).removeprefix("torch.") for t in results)
-
+        notes = _Notes(watch, self.names)
         with watch:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                self._run(ops, local, watch, set(ends.writes), note)
+            with torch.autograd.graph.saved_tensors_hooks(notes.keep, lambda tensor: tensor):
+                self._run(ops, local, watch, set(ends.writes), notes.take)
             outputs = [local.pop(name) for name in ends.writes]
             local.clear()
             writes = [watch.find(y) for y in outputs]
@@ -153,10 +161,10 @@ class Runner:
             read_gradients=tuple(next(numbers, None) if leaf.requires_grad else None for leaf in leaves),
             write_gradients=tuple(incoming),
             parameter_gradients=tuple(next(numbers, None) for _ in parameters),
-            saved={op: tuple(dict.fromkeys(kept)) for op, kept in saved.items()},
-            places=places,
+            saved={op: tuple(dict.fromkeys(kept)) for op, kept in notes.saved.items()},
+            places=notes.places,
             forms=left,
-            types=types,
+            types=notes.types,
             dropped_peak=self._dropped_peak(ops, ends, forms),
         )
 
