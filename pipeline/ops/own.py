@@ -7,6 +7,8 @@ bags of equal length as rows of two-dim indices, of which samples can be split.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,26 +22,14 @@ _LIBRARY.define(
 )
 
 
+_SETTINGS = ("per_sample_weights", "include_last_offset", "padding_idx", "scale_grad_by_freq")
+
+
 def _embedding_bag(
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor | None,
-    mode: int,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-    scale_grad_by_freq: bool = False,
+    weight: Tensor, indices: Tensor, offsets: Tensor | None, mode: int, *given: Any, **named: Any
 ) -> Tensor:
-    return F.embedding_bag(
-        indices,
-        weight,
-        offsets,
-        mode=MODES[mode],
-        scale_grad_by_freq=scale_grad_by_freq,
-        per_sample_weights=per_sample_weights,
-        include_last_offset=include_last_offset,
-        padding_idx=padding_idx,
-    )
+    settings = dict(zip(_SETTINGS, given, strict=False)) | named
+    return F.embedding_bag(indices, weight, offsets, mode=MODES[mode], **settings)
 
 
 _LIBRARY.impl("embedding_bag", _embedding_bag, "CompositeImplicitAutograd")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import cache
+from typing import Any, TypedDict, Unpack
 
 from pipeline.ir.graph import Op
 from pipeline.ops.dims import check_line
 from pipeline.ops.public import public_call
-from pipeline.ops.rule import Dims, Flops, Linear, OpRule, Rendered, no_flops
+from pipeline.ops.rule import Dims, Flops, Linear, OpRule, Rendered
 
 FAMILIES = (
     "attention", "complex_numbers", "convolution", "elementwise", "embedding", "factory", "indexing", "joining", "loss",
@@ -33,18 +34,19 @@ def rule_of(op: Op) -> OpRule | None:
     return table().get(op.target) or _own.get(op.target)
 
 
-def register(
-    target: str,
-    dims: Dims,
-    *,
-    linear: Linear = (),
-    addends: tuple[int, ...] = (),
-    flops: Flops = no_flops,
-    backward_factor: float = 2.0,
-    saves_inputs: tuple[int, ...] | None = None,
-    saves_output: bool = True,
-    render: Callable[[Rendered], str] | None = None,
-) -> None:
+class RuleSettings(TypedDict, total=False):
+    """What `register` takes beside the dims, as `OpRule` has them."""
+
+    linear: Linear
+    addends: tuple[int, ...]
+    flops: Flops
+    backward_factor: float
+    saves_inputs: tuple[int, ...]
+    saves_output: bool
+    render: Callable[[Rendered], str]
+
+
+def register(target: str, dims: Dims, **settings: Unpack[RuleSettings]) -> None:
     """Adds a rule for an op of the user's own, such as `register("mylib.scale.default", "b n, n -> b n")`.
 
     Without more it is priced as moving its tensors and as keeping all of them for backward: docs/how-to-add-an-op.md.
@@ -55,17 +57,8 @@ def register(
         raise ValueError(f"{target} has a rule already, in pipeline/ops")
     if isinstance(dims, str):
         check_line(dims)
-    _own[target] = OpRule(
-        target,
-        dims,
-        render or public_call,
-        linear=linear,
-        addends=addends,
-        flops=flops,
-        backward_factor=backward_factor,
-        saves_inputs=_ALL if saves_inputs is None else saves_inputs,
-        saves_output=saves_output,
-    )
+    asked: dict[str, Any] = {"render": public_call, "saves_inputs": _ALL, "saves_output": True, **settings}
+    _own[target] = OpRule(target, dims, **asked)
 
 
 def own_rules() -> dict[str, OpRule]:

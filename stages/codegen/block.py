@@ -116,15 +116,11 @@ class BlockWriter:
         prefix: str,
         outside: dict[Tensor, Outside],
         kept: Container[str] = (),
-        released: Container[str] = (),
         indent: int = 4,
     ) -> None:
-        """`kept` steps are not computed a second time; names of `released` values are given up after their last use.
-
-        `indent` is that of the lines where they will stand.
-        """
+        """`kept` steps are not computed a second time; `indent` is that of the lines where they will stand."""
         self.graph, self.sharding, self.mesh, self.prefix = graph, sharding, mesh, prefix
-        self.outside, self.kept, self.released, self.indent = outside, kept, released, indent
+        self.outside, self.kept, self.indent = outside, kept, indent
         self.names = Names()
         self.bases: dict[str, str] = {}  # value -> what its copies are named after
         self.readers = graph.consumers()
@@ -139,13 +135,21 @@ class BlockWriter:
         self._group = ""
 
     def write(
-        self, steps: tuple[Step, ...], entry: Tensor | None, exit_: Tensor, common: tuple[Tensor, ...] = ()
+        self,
+        steps: tuple[Step, ...],
+        entry: Tensor | None,
+        exit_: Tensor,
+        common: tuple[Tensor, ...] = (),
+        released: Container[str] = (),
     ) -> FunctionBody:
+        """Names of `released` values are given up after their last use."""
         self.returned = {tensor.value for tensor in (exit_, *common)}
         if entry is not None:
             self.names.known[entry] = "x"
         self._name_what_is_read(steps)
-        ends = self._last_uses(steps, {exit_, *common} | ({entry} if entry is not None else set()))
+        stays = {exit_, *common} | ({entry} if entry is not None else set())
+        written = (t for step in steps for t in (step.outputs if isinstance(step, Call) else (step.target,)))
+        ends = self._last_uses(steps, {t for t in written if t.value in released and t not in stays})
         runs = gathered_together(self.graph, steps, self.mesh.sizes)
         together = {run[0]: run for run in runs if not any(_path(step) in self.kept for step in run)}
         counts = {run[0]: run for run in counted_together(self.graph, steps)}
@@ -171,12 +175,12 @@ class BlockWriter:
             self.early,
         )
 
-    def _last_uses(self, steps: tuple[Step, ...], stays: set[Tensor]) -> dict[int, list[Tensor]]:
-        """After which steps which of the released tensors are not read any more; the end of the function needs none."""
+    def _last_uses(self, steps: tuple[Step, ...], released: set[Tensor]) -> dict[int, list[Tensor]]:
+        """After which steps which of these are not read any more; the end of the function needs none."""
         last: dict[Tensor, int] = {}
         for number, step in enumerate(steps):
             written = step.outputs if isinstance(step, Call) else (step.target,)
-            last |= dict.fromkeys((t for t in written if t.value in self.released and t not in stays), number)
+            last |= dict.fromkeys((t for t in written if t in released), number)
             read = step.inputs if isinstance(step, Call) else (step.source,)
             last |= {tensor: number for tensor in read if tensor in last}
         found: dict[int, list[Tensor]] = {}

@@ -255,8 +255,8 @@ def _block(leaf: Leaf, part: ProgramPart, outside: dict[Tensor, Outside]) -> Fun
     read = {name for link in graph.chain[leaf.last + 1 :] for name in graph.reads_common(link)}.union(part.leaving)
     common = tuple(Tensor(name, home[name]) for link in links for name in link.common if name in read)
     prefix = _prefix(graph, links)
-    writer = BlockWriter(graph, part.sharding, part.mesh, prefix, outside, leaf.kept, frozenset(part.released))
-    return writer.write(steps, entry, exit_, common)
+    writer = BlockWriter(graph, part.sharding, part.mesh, prefix, outside, leaf.kept)
+    return writer.write(steps, entry, exit_, common, frozenset(part.released))
 
 
 def _prefix(graph: OpGraph, links: tuple[Link, ...]) -> str:

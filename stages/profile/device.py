@@ -89,20 +89,12 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
-def _batch_norm(
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    mean: Any,
-    var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn: bool = True,
-) -> Tensor:
+def _batch_norm(x: Tensor, weight: Tensor | None, *given: Any) -> Tensor:
+    """The others are bias, mean, variance, training, momentum, epsilon and whether cuDNN may be used."""
+    training = given[3]
     if training and weight is not None and x.dim() <= 5 and x.dtype != torch.bfloat16:
-        return aten.cudnn_batch_norm(x, weight, bias, mean, var, True, momentum, eps)[0]
-    return aten.native_batch_norm(x, weight, bias, mean, var, training, momentum, eps)[0]
+        return aten.cudnn_batch_norm(x, weight, *given[:6])[0]
+    return aten.native_batch_norm(x, weight, *given[:6])[0]
 
 
 class _GroupedProduct(torch.autograd.Function):

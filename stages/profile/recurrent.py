@@ -120,17 +120,8 @@ def _by_direction(layer: RecurrentLayer, weights: Sequence[Tensor]) -> list[Sequ
 def recurrent(kind: str, keeping: Keeping) -> Callable[..., tuple[Tensor, ...]]:
     """What `aten.lstm.input` and its like run."""
 
-    def run(
-        x: Tensor,
-        states: Any,
-        weights: Sequence[Tensor],
-        has_biases: bool,
-        layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> tuple[Tensor, ...]:
+    def run(x: Tensor, states: Any, weights: Sequence[Tensor], *settings: Any) -> tuple[Tensor, ...]:
+        _, layers, dropout, train, bidirectional, batch_first = settings
         first = list(states) if isinstance(states, tuple | list) else [states]
         x = x.transpose(0, 1) if batch_first else x
         directions, count = 1 + bidirectional, len(weights) // layers

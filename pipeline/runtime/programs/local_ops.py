@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -79,22 +79,30 @@ class _HidePadding(torch.autograd.Function):
         return gradients[0], None
 
 
+class CrossEntropySettings(TypedDict, total=False):
+    """As torch.nn.functional.cross_entropy has them."""
+
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+
+
 def class_split_cross_entropy(
     logits: Tensor,
     target: Tensor,
     axis: str,
     rows: str = "",
     weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
     classes: int | None = None,
+    **settings: Unpack[CrossEntropySettings],
 ) -> Tensor:
     """Cross entropy of logits whose classes (dim 1) lie on `axis`; target and class weights are whole.
 
     `rows` is an axis over which the batch is split too, for the mean. `classes` says how many there are where they do
     not divide: behind the last rank's own is padding, which counts for nothing.
     """
+    ignore_index, label_smoothing = settings.get("ignore_index", -100), settings.get("label_smoothing", 0.0)
+    reduction = settings.get("reduction", "mean")
     classes = logits.shape[1] * position(axis)[1] if classes is None else classes
     first, own = own_part(classes, *position(axis))
     valid = target != ignore_index
@@ -145,21 +153,29 @@ def _own_rows(indices: Tensor, table: Tensor, axis: str, rows: int | None) -> tu
     return place, (place >= 0) & (place < own)
 
 
+class BagSettings(TypedDict, total=False):
+    """As torch.nn.functional.embedding_bag has them."""
+
+    per_sample_weights: Tensor | None
+    include_last_offset: bool
+    padding_idx: int | None
+
+
 def row_split_embedding_bag(
     indices: Tensor,
     table: Tensor,
     axis: str,
     mode: str,
     offsets: Tensor | None = None,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
     rows: int | None = None,
+    **settings: Unpack[BagSettings],
 ) -> Tensor:
     """This rank's summand of the sums or means of bags; of the largest (`max`) the whole.
 
     Bags are the rows of `indices`, or begin at `offsets`. What equals `padding_idx` is in no bag.
     """
+    per_sample_weights, padding_idx = settings.get("per_sample_weights"), settings.get("padding_idx")
+    include_last_offset = settings.get("include_last_offset", False)
     place, mine = _own_rows(indices, table, axis, rows)
     counts = torch.ones_like(indices, dtype=torch.bool) if padding_idx is None else indices != padding_idx
     mine = mine & counts
@@ -216,25 +232,28 @@ def expert_split(product: Callable[..., Tensor], rows: Tensor, experts: Tensor, 
 # --------------------------------------------------------------------------------------------------------- batch norm
 
 
+class BatchNormSettings(TypedDict, total=False):
+    axis: str
+    again: bool
+
+
 def batch_norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    axis: str = "",
-    again: bool | None = None,
+    *given: Any,
+    **settings: Unpack[BatchNormSettings],
 ) -> Tensor:
     """Batch norm, whose running statistics change once a micro-batch, also where a recompute region runs it twice.
 
-    `axis` is the one over which the batch is split: the statistics are those of the whole batch. Where a step collects
-    statistics (pipeline/runtime/step/running_stats.py), the running ones are left to it. `again` is the second run of a
-    region, for those who know.
+    Given are whether it trains, its momentum and its epsilon. `axis` is the one over which the batch is split: the
+    statistics are those of the whole batch. Where a step collects statistics (pipeline/runtime/step/running_stats.py),
+    the running ones are left to it. `again` is the second run of a region, for those who know.
     """
-    again = step.thread.replaying if again is None else again
+    training, momentum, eps = given
+    axis, again = settings.get("axis", ""), settings.get("again", step.thread.replaying)
     if training and running_mean is not None and running_var is not None:
         if step.statistics is not None:
             running_mean, running_var = step.statistics.scratch(running_mean, running_var, momentum, _count(x, axis))
