@@ -5,8 +5,9 @@ On plain numbers, in four steps; `partition` is the table of contents:
     1. `tasks`    (search_space.py) one search for each division, number of micro-batches and schedule. A `Division`
                   (search_inputs.py) is the devices cut into pieces: any composition of `devices`, or exactly `sizes`;
                   with the plans that pieces may take (`Piece`) and the link between neighbours.
-    2. `Timer`    (submesh_plans.py) seconds of every run of links as a partition, by plan and number in flight: the
-                  best recompute within the memory that is left, by tables over what is held and runs (in_flight_dp.py).
+    2. `PartitionTimes` (partition_times.py) seconds of every run of links as a partition, by plan and number in
+                  flight: the best recompute within the memory that is left, by tables over what is held and runs
+                  (in_flight_dp.py).
     3. `search`   (cuts.py) the best ways to cut, by an estimate of the step (schedules.py): Alpa's dynamic program.
     4. `plan_of`  (refine.py) the best few in full: recompute in finer slots, then the schedule played
                   (schedules.simulate). The shortest step wins.
@@ -88,7 +89,7 @@ def slowest_of(task: SearchTask, weights: StepWeights, known: float) -> float:
     """No plan with an estimate as good as that has a slower partition."""
     if not weights.credit:
         return known / (weights.sum + weights.peak) * (1 + 1e-9)
-    chains = ((timer.piece.weight, timer.chain) for timer in task.timers)
+    chains = ((own.piece.weight, own.chain) for own in task.times)
     falls = any(
         weights.credit * weight > min(o.f + o.b for o in chain.options(i))
         for weights_made, chain in chains

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from stages.checkpoint.pipelines.cuts import Cuts
+from stages.checkpoint.pipelines.partition_times import PartitionTimes
 from stages.checkpoint.pipelines.schedules import DeviceOrder, Load, Pipeline, PlayedSchedule, orders, simulate
 from stages.checkpoint.pipelines.search_space import SearchTask
-from stages.checkpoint.pipelines.submesh_plans import Piece, Timer
+from stages.checkpoint.pipelines.submesh_plans import Piece
 from stages.checkpoint.recompute.in_flight import Moment, Passage, fullest
 from stages.checkpoint.recompute.schedule import Keep, Nesting
 
@@ -69,7 +70,7 @@ def plan_of(task: SearchTask, cuts: Cuts) -> PipelinePlan:
     for number, (first, last, p) in enumerate(spans):
         then = spans[number + 1] if number + 1 < len(spans) else None
         send = float(task.plain.send[last + 1, p, then[2]]) / 2 if then else 0.0
-        parts.append(_part(task.timers[p], first, last, task.flights[len(spans) - 1 - number], send))
+        parts.append(_part(task.times[p], first, last, task.flights[len(spans) - 1 - number], send))
     order = orders(task.pipeline, len(spans) // task.chunks, task.micro_batches, task.chunks)
     timeline = simulate(order, [part.load for part in parts])
     return PipelinePlan(
@@ -85,15 +86,15 @@ def plan_of(task: SearchTask, cuts: Cuts) -> PipelinePlan:
     )
 
 
-def _part(timer: Timer, first: int, last: int, flight: int, send: float) -> PartitionPlan:
-    piece, span = timer.piece, slice(first, last + 1)
-    region, passage = timer.schedule(first, last, flight)
+def _part(times: PartitionTimes, first: int, last: int, flight: int, send: float) -> PartitionPlan:
+    piece, span = times.piece, slice(first, last + 1)
+    region, passage = times.schedule(first, last, flight)
     whole = [step.link for step in region.steps if isinstance(step, Keep) and not step.option]  # else it is recomputed
-    of_last = timer.last_passage(first, last)
+    of_last = times.last_passage(first, last)
     last_load = _load(piece, of_last, range(first, last + 1), send) if of_last is not None else None
     load = replace(_load(piece, passage, whole, send), once=sum(piece.once[span]), last=last_load)
-    room, moment = timer.terms.memory * timer.terms.share, fullest(passage, of_last, flight)
-    used = room - timer.room(first, last, flight) + moment.memory
+    room, moment = times.terms.memory * times.terms.share, fullest(passage, of_last, flight)
+    used = room - times.room(first, last, flight) + moment.memory
     return PartitionPlan(first, last, piece, flight, region, load, moment, used, room)
 
 

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.checkpoint.pipelines.cuts import Field
+from stages.checkpoint.pipelines.partition_times import PartitionTimes, partition_times
 from stages.checkpoint.pipelines.schedules import Pipeline, StepWeights, in_flight, orders, refusal, weights_of
 from stages.checkpoint.pipelines.search_inputs import Division, Given, PartitionError, Reshard, Wishes
-from stages.checkpoint.pipelines.submesh_plans import Piece, Sent, Terms, Timer
+from stages.checkpoint.pipelines.submesh_plans import Piece, Sent, Terms
 
 Floats = NDArray[np.float64]
 
@@ -26,7 +27,7 @@ class SearchTask:
     pipeline: Pipeline
     micro_batches: int
     chunks: int
-    timers: tuple[Timer, ...]
+    times: tuple[PartitionTimes, ...]
     plain: Field  # without seconds
     flights: tuple[int, ...]  # by number from the end
 
@@ -42,7 +43,7 @@ class SearchTask:
     def field(self, slowest: float = math.inf, roughly: bool = False) -> Field:
         """With the seconds of all partitions that are no slower."""
         distinct = tuple(sorted(set(self.flights)))
-        seconds = [timer.seconds(distinct, slowest, roughly) for timer in self.timers]
+        seconds = [own.seconds(distinct, slowest, roughly) for own in self.times]
         return replace(self.plain, seconds=np.ascontiguousarray(seconds))
 
 
@@ -54,16 +55,18 @@ def tasks(given: Given, refused: list[str]) -> Iterator[SearchTask]:
             if wishes.micro_batches and micro_batches not in wishes.micro_batches:
                 continue
             _check(pieces, wishes)
-            timer = cache(
-                lambda piece, chunks, sent, micro=micro_batches: Timer(piece, _terms(given, micro, chunks, sent))
+            times_of = cache(
+                lambda piece, chunks, sent, micro=micro_batches: partition_times(
+                    piece, _terms(given, micro, chunks, sent)
+                )
             )
             sends = cache(lambda chosen, link=division.link: _sends(chosen, link, given.reshard))
             for pipeline in wishes.pipelines:
                 for shape in _shapes(given, division, pieces, pipeline, micro_batches, refused):
                     sent = _sent(wishes, pipeline)
-                    timers = tuple(timer(piece, shape.chunks, sent) for piece in shape.pieces)
+                    times = tuple(times_of(piece, shape.chunks, sent) for piece in shape.pieces)
                     what = _field(given, shape, sends(shape.pieces), weights_of(pipeline, micro_batches).credit)
-                    yield SearchTask(number, pipeline, micro_batches, shape.chunks, timers, what, shape.flights)
+                    yield SearchTask(number, pipeline, micro_batches, shape.chunks, times, what, shape.flights)
 
 
 def _sent(wishes: Wishes, pipeline: Pipeline) -> Sent:
