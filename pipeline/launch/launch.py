@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +56,7 @@ UNSUPERVISED = Supervision()
 
 def run_ranks(
     module: str,
-    job: dict[str, Any],
+    job: Mapping[str, Any],
     ranks: int,
     timeout: float | None,
     poll: Poll | None = None,
@@ -78,7 +78,7 @@ def run_ranks(
 
 def run_here(
     module: str,
-    job: dict[str, Any],
+    job: Mapping[str, Any],
     place: RankPlace,
     timeout: float | None,
     poll: Poll | None = None,
@@ -103,7 +103,7 @@ def _start(command: list[str], environment: dict[str, str], work: WorkFolder) ->
 
 def _run(
     start: Callable[[WorkFolder], subprocess.Popen[bytes]],
-    job: dict[str, Any],
+    job: Mapping[str, Any],
     timeout: float | None,
     poll: Poll | None,
     watch: Supervision,

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ class WorkFolder:
     path: Path
     descriptor: int  # of the log
 
-    def write_job(self, job: dict[str, Any]) -> None:
+    def write_job(self, job: Mapping[str, Any]) -> None:
         self.try_room()
         with _in_tmpdir(self.path / "job.json"):
             (self.path / "job.json").write_text(json.dumps(job))
@@ -57,7 +57,7 @@ class WorkFolder:
         size = os.fstat(self.descriptor).st_size
         return os.pread(self.descriptor, size, 0).decode(errors="replace").strip()
 
-    def result(self, job: dict[str, Any]) -> dict[str, Any] | None:
+    def result(self, job: Mapping[str, Any]) -> dict[str, Any] | None:
         for path in (self.path / RESULT, *_spare(job)):
             with suppress(FileNotFoundError):
                 found: dict[str, Any] = json.loads(path.read_text())
@@ -73,7 +73,7 @@ class WorkFolder:
             return None
 
 
-def _spare(job: dict[str, Any]) -> list[Path]:
+def _spare(job: Mapping[str, Any]) -> list[Path]:
     """Where a result lies for which the folder has no room, if anywhere."""
     return [Path(job["spare_result"])] if job.get("spare_result") else []
 

@@ -19,7 +19,8 @@ from pipeline.runtime.compiler.host_calls import why_python
 from pipeline.runtime.step.memory import measure_peak, storage_bytes
 from stages.train.breakdown import mean_breakdown, profiled
 from stages.train.data import Prefetched
-from stages.train.engines.engine import Batch, Engine, Job
+from stages.train.engines.engine import Batch, Engine
+from stages.train.job import Job
 from stages.train.journal import Journal, Note
 from stages.train.ranks.joining import gathered
 from stages.train.ranks.peers import Peers

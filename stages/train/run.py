@@ -22,6 +22,7 @@ from pipeline.launch.launch import Supervision, run_here, run_ranks
 from pipeline.launch.place import find_place
 from pipeline.launch.work_folder import ROOM, LaunchFailed
 from pipeline.tracking.tracker import Tracker
+from stages.train.job import Job
 from stages.train.journal import Follower, tell
 from stages.train.measured import figures, make_report
 from stages.train.snapshots.manifest import finish
@@ -134,7 +135,7 @@ def tell_shared_gpus(plan: Plan, ranks: int, log: Log) -> None:
 # ---- the ranks
 
 
-def launch(inputs: Inputs, config: Config, plan: Plan, job: dict[str, Any]) -> dict[str, Any]:
+def launch(inputs: Inputs, config: Config, plan: Plan, job: Job) -> dict[str, Any]:
     """All ranks on this machine, or the one of a launcher outside (torchrun, Slurm) that this process is.
 
     What rank 0 found; on other ranks nothing.
@@ -176,7 +177,7 @@ def _remedy(error: str) -> str | None:
     return ROOM if os.strerror(errno.ENOSPC) in error else "run with -v for details"
 
 
-def make_job(inputs: Inputs, config: Config, plan: Plan, first: bool = True) -> dict[str, Any]:
+def make_job(inputs: Inputs, config: Config, plan: Plan, first: bool = True) -> Job:
     """Everything a rank needs, as plain values; `first` is false for the others that a launcher outside started."""
     init_from = config.train.init_from
     return {

@@ -25,7 +25,8 @@ from pipeline.launch.rank import (
     write_result,
 )
 from pipeline.user.batches import SampleError
-from stages.train.engines.engine import Engine, Job, program_of
+from stages.train.engines.engine import Engine, program_of
+from stages.train.job import Job
 from stages.train.loop import Loop
 from stages.train.ranks.joining import gathered, join, require_gpu
 from stages.train.ranks.peers import Peers

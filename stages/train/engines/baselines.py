@@ -31,8 +31,9 @@ from pipeline.user.batches import Batches
 from pipeline.user.loss import pick_loss
 from pipeline.user.weights import Shape, match_names, open_weights, read_piece
 from stages.train.data import held_out_batches
-from stages.train.engines.engine import Batch, Engine, Job, StateShard, unchanged
+from stages.train.engines.engine import Batch, Engine, StateShard, unchanged
 from stages.train.engines.tensors import named_tensors, state_names
+from stages.train.job import Job
 from stages.train.ranks.watchdog import Beat, unwatched
 
 AXIS = "ranks"

@@ -21,10 +21,10 @@ from pipeline.ir.layout import Layout
 from pipeline.runtime.programs.source import CannotEvaluate, load_program
 from pipeline.user.optimizer import build_optimizer
 from pipeline.user.weights import Shape, write_weights
+from stages.train.job import Job
 from stages.train.ranks.watchdog import Beat, unwatched, with_beats
 
 Batch = dict[str, Tensor]  # of one micro-batch, as far as this rank needs it
-Job = dict[str, Any]  # what run.py gives every rank: settings as plain values, and where they stand
 MODULE = str(artifacts.KINDS["module"].path(Path()))
 
 

@@ -30,8 +30,9 @@ from pipeline.runtime.step.slices import Slices
 from pipeline.user.batches import Batches
 from pipeline.user.weights import Shape
 from stages.train.data import held_out_batches
-from stages.train.engines.engine import Batch, Engine, Job, StateShard, program_of
+from stages.train.engines.engine import Batch, Engine, StateShard, program_of
 from stages.train.engines.tensors import OwnTensors, StoredRows, optimizer_state, refuse_optimizer
+from stages.train.job import Job
 from stages.train.ranks.joining import gathered
 from stages.train.ranks.watchdog import Beat, unwatched, with_beats
 
@@ -84,9 +85,10 @@ class PipelinedEngine(Engine):
         found = {}
         for number in self.places.numbers:
             layouts = {name: Layout.parse(text) for name, text in self.places.written[number].INPUTS.items()}
-            model = {**self.job["model"], "batch": {name: specs[name] for name in layouts}}
             if layouts:
-                found[number] = {**self.job, "model": model}, layouts
+                job = self.job.copy()
+                job["model"] = {**self.job["model"], "batch": {name: specs[name] for name in layouts}}
+                found[number] = job, layouts
         return found
 
     def _held_out(self) -> list[Batch]:

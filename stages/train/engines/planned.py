@@ -20,8 +20,9 @@ from pipeline.runtime.step.slices import Slices
 from pipeline.user.batches import Batches
 from pipeline.user.weights import Shape
 from stages.train.data import held_out_batches
-from stages.train.engines.engine import Batch, Engine, Job, StateShard, program_of, unchanged
+from stages.train.engines.engine import Batch, Engine, StateShard, program_of, unchanged
 from stages.train.engines.tensors import OwnTensors, StoredRows, optimizer_state, refuse_optimizer
+from stages.train.job import Job
 from stages.train.ranks.watchdog import Beat, unwatched
 
 

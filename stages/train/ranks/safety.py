@@ -17,7 +17,8 @@ from torch import Tensor
 from pipeline.base.errors import TrainError
 from pipeline.launch.rank import restart_count
 from pipeline.runtime.programs.collectives import as_real
-from stages.train.engines.engine import Engine, Job
+from stages.train.engines.engine import Engine
+from stages.train.job import Job
 from stages.train.journal import Note
 from stages.train.ranks.joining import gathered
 from stages.train.ranks.watchdog import Watchdog
