@@ -2,8 +2,8 @@
 
 A captured step is replayed without its host, so it is planned as if there were none. Where blocks are compiled it is
 always taken: as a replay makes no calls of kernels, they need not be compiled to C++, and the first step of Qwen3 0.6B
-on an H200 came after 37 s instead of 101. On several GPUs collectives over NCCL are captured with the rest; that is
-left to a user who asks for it.
+on an H200 came after 37 s instead of 101 (`python -m benchmarks.gpu_path --only qwen3,compiled`). On several GPUs
+collectives over NCCL are captured with the rest; that is left to a user who asks for it.
 """
 
 from __future__ import annotations

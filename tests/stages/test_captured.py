@@ -10,8 +10,11 @@ import pytest
 
 from pipeline.base.errors import ConfigError, SolveError, TrainError
 from pipeline.config import load_config
+from pipeline.cost.unsplit import card_of
 from pipeline.ir.cluster import NO_HOST, Cluster
 from pipeline.ir.plan import Plan
+from pipeline.rates.kernels import REPLAYED_START, START
+from pipeline.runtime.compiler import compiled as compiler
 from pipeline.runtime.step.cuda_graphs import NotCaptured
 from stages.checkpoint.captured import captured_or_not
 from stages.codegen.module import write_module
@@ -63,6 +66,32 @@ def test_compiled_blocks_are_captured_whatever_it_gains() -> None:
     assert captured_or_not(compiled, on("cuda"), "auto", WHERE).cuda_graphs
     assert not captured_or_not(compiled, on("cuda", 2), "auto", WHERE).cuda_graphs
     assert not captured_or_not(compiled, on("cuda"), False, WHERE).cuda_graphs
+
+
+@pytest.mark.parametrize(("captures", "calls"), [("CUDA_GRAPHS = True", "python"), ("", "c++")])
+def test_a_replay_makes_no_calls_so_they_stay_in_python(monkeypatch, captures: str, calls: str) -> None:
+    made: list[str] = []
+
+    class Block:
+        stateful = False
+
+        def __init__(self, function, keeps, calls, cheapest, after_relu) -> None:
+            made.append(calls)
+
+        def compiled(self, again: bool, masked: bool) -> str:
+            return "compiled"
+
+    monkeypatch.setattr(compiler, "_Block", Block)
+    program: dict = {}
+    exec(f"{captures}\ndef block(x):\n    return x", program)
+    assert compiler.compiled(program["block"], keeps=1.0) == "compiled" and made == [calls]
+    compiler.compiled(program["block"], 1.0, "python")
+    assert made[1:] == ["python"]
+
+
+def test_a_replayed_kernel_follows_sooner() -> None:
+    compute = on("cuda").compute
+    assert card_of(replace(compute, host=NO_HOST)).start == REPLAYED_START < START == card_of(compute).start
 
 
 def test_what_cannot_be_captured() -> None:

@@ -185,3 +185,10 @@ def test_a_grouped_product_is_one_product_for_each_group():
     torch.testing.assert_close(found, expected)
     pairs = (torch.autograd.grad(y, (x, weight), gradient) for y in (found, expected))
     torch.testing.assert_close(*pairs)
+
+
+def test_a_tensor_that_a_kernel_takes_twice_is_read_once():
+    x, y = (torch.empty(64, 64, device="meta") for _ in range(2))
+    with Watch([x, y]) as watch:
+        assert (x * x + x * y).shape == x.shape
+    assert [kernel.read for kernel in watch.kernels] == [4 * 64 * 64, 2 * 4 * 64 * 64, 2 * 4 * 64 * 64]
