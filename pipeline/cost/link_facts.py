@@ -8,23 +8,21 @@ itself where no conversion moves memory in it; else as pipeline.cost.memory has 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from pipeline.cost.groups import LinkGroup
 from pipeline.cost.memory import link_parts
+from pipeline.cost.op_prices import is_cast
 from pipeline.cost.step import Priced, total
-from pipeline.cost.unsplit import card_of
 from pipeline.ir.graph import Link, Role
 from pipeline.ir.plan import path_name
-from pipeline.ir.profile import Held, Kernel, LinkKernels, OpCost
+from pipeline.ir.profile import Held, LinkKernels
 from pipeline.ir.program import Call, Convert, Step
-from pipeline.ops.autocast import LOW
 from pipeline.ops.table import rule_of
-from pipeline.rates.compute import Seconds, op_seconds
-from pipeline.rates.kernels import Card, kernel_seconds
+from pipeline.rates.compute import Seconds
 from pipeline.sharding.conversions import conversion_of
 
 CAST = "_to_copy"
@@ -95,18 +93,17 @@ class ChainFacts:
         self.graph, self.sizes = priced.graph, priced.sharded.sizes
         kernels = priced.profile.kernels
         self.slices = kernels.slices if kernels else 1
-        on_gpu = kernels is not None and priced.profile.device == "cuda"
-        self.card = card_of(priced.cluster.compute) if on_gpu else None
+        self.card = priced.ops.card
 
     def link(self, group: LinkGroup) -> LinkFacts:
         steps = self.steps(group)
-        times, seconds = self._seconds(group, steps)
+        times = [(self._forward(step), self._casts(step)) for step in steps]
         moved = any(isinstance(s, Convert) and self._forward_of(s) for s in steps)
         if group.run is not None and group.run.held and not moved and self.slices == 1:
             found = _AsRun(self, group, group.run).facts(steps, times)
         else:
             found = self._as_priced(group, steps, times)
-        return replace(found, seconds=seconds, host=self._host(group, steps))
+        return replace(found, seconds=self.device(group), host=self.host(group))
 
     def steps(self, group: LinkGroup) -> tuple[Step, ...]:
         links = self.priced.program.links[group.first : group.last + 1]
@@ -121,30 +118,12 @@ class ChainFacts:
 
     # ---- seconds
 
-    def _seconds(self, group: LinkGroup, steps: tuple[Step, ...]) -> tuple[list[tuple[float, float]], Seconds]:
-        """Of each step its forward seconds and those of its casts alone; and of the whole link."""
-        run, card, ops = group.run, self.card, group.ops
-        if run is None or card is None:
-            own = self.priced.step.links[group.first : group.last + 1]
-            priced = Seconds(sum(price.forward for price in own), sum(price.backward for price in own))
-            return [(self._forward(step), 0.0) for step in steps], priced
-        forward, casts = _by_op(run.forward, card), _by_op((k for k in run.forward if self.is_cast(k)), card)
-        backward = _by_op(run.backward, card)
-        times, each = [], []
-        for step in steps:
-            if isinstance(step, Convert):
-                each.append(self.priced.conversion(step))
-                times.append((each[-1].forward, 0.0))
-            else:
-                there, part = ops[step.op], self._part(step.op)
-                times.append((part.forward * forward.get(there, 0.0), part.forward * casts.get(there, 0.0)))
-                each.append(Seconds(times[-1][0], part.backward * backward.get(there, 0.0)))
-        whole = total(each)
-        beside = sum(seconds for op, seconds in backward.items() if op not in ops.values())
-        return times, Seconds(whole.forward, whole.backward + beside)
+    def device(self, group: LinkGroup) -> Seconds:
+        own = self.priced.step.links[group.first : group.last + 1]
+        return Seconds(sum(price.forward for price in own), sum(price.backward for price in own))
 
-    def _host(self, group: LinkGroup, steps: tuple[Step, ...]) -> LinkHost:
-        run, card = group.run, self.card
+    def host(self, group: LinkGroup) -> LinkHost:
+        run, card, steps = group.run, self.card, self.steps(group)
         if run is None or card is None:
             return LinkHost()
         pace, calls = card.host, sum(isinstance(step, Call) for step in steps)
@@ -158,7 +137,8 @@ class ChainFacts:
 
     def share(self, group: LinkGroup) -> tuple[Seconds, float]:
         """Of the whole block's seconds and bytes, what one rank has; its collectives are not in it."""
-        own, whole = total(map(self.priced.op, group.link.ops)), total(map(self._unsplit, group.link.ops))
+        ops = group.link.ops
+        own, whole = total(map(self.priced.op, ops)), total(map(self._unsplit, ops))
         local = unsplit = 0
         for name in group.link.ops:
             for output, layout in zip(self.graph.op(name).outputs, self.sharded.strategy(name).outputs, strict=True):
@@ -167,27 +147,20 @@ class ChainFacts:
                 unsplit += self.slices * nbytes
         return _ratio(own, whole), local / unsplit if unsplit else 1.0
 
+    def _unsplit(self, op: str) -> Seconds:
+        return self.priced.ops.unsplit(op, self.sharded.strategy(op))
+
     def moved(self, group: LinkGroup) -> Seconds:
         """Seconds of its conversions."""
         return total(self.priced.conversion(step) for step in self.steps(group) if isinstance(step, Convert))
-
-    def is_cast(self, kernel: Kernel) -> bool:
-        """Of an argument, as `kept` makes it apart from the product itself."""
-        return kernel.name == CAST and bool(kernel.op) and self.graph.op(kernel.op).target.split(".")[1] in LOW
-
-    def _part(self, op: str) -> Seconds:
-        """Of the whole op's seconds, what one rank's part takes by the roofline."""
-        return _ratio(self.priced.op(op), self._unsplit(op))
-
-    def _unsplit(self, op: str) -> Seconds:
-        """Of the op on the whole batch, on one rank."""
-        cost, one = _unsliced(self.priced.profile.ops[op], self.slices), (1,) * len(self.sizes)
-        return op_seconds(self.graph, op, cost, self.sharded.strategy(op), self.priced.cluster.compute, one)
 
     def _forward(self, step: Step) -> float:
         if isinstance(step, Convert):
             return self.priced.conversion(step).forward
         return self.priced.op(step.op).forward + self.priced.collectives_inside(step.op).forward
+
+    def _casts(self, step: Step) -> float:
+        return self.priced.ops(step.op, self.sharded.strategy(step.op)).casts if isinstance(step, Call) else 0.0
 
     # ---- steps
 
@@ -303,7 +276,7 @@ class _AsRun:
         results = {n: size[n] for n in run.results.get(there, ()) if n is not None and n not in self.outside}
         given = {n for n in saved if run.held[n].value and n not in results}
         forwards = {n for n in saved if run.held[n].born < self.count}
-        cast = {n for n in forwards if chain.is_cast(run.forward[run.held[n].born])}
+        cast = {n for n in forwards if is_cast(chain.graph, run.forward[run.held[n].born])}
         private = {n: size[n] for n in saved - given - cast - set(results) if run.held[n].op == there}
         keeps, keeps_result = bool(run.saved.get(there)), bool(saved & set(results))
         dear = chain.may_be_kept(step)
@@ -329,23 +302,6 @@ def _ratio(own: Seconds, whole: Seconds) -> Seconds:
         own.forward / whole.forward if whole.forward else 1.0,
         own.backward / whole.backward if whole.backward else 1.0,
     )
-
-
-def _unsliced(cost: OpCost, slices: int) -> OpCost:
-    return replace(
-        cost,
-        flops_forward=slices * cost.flops_forward,
-        flops_backward=slices * cost.flops_backward,
-        bytes_forward=slices * cost.bytes_forward,
-        bytes_backward=slices * cost.bytes_backward,
-    )
-
-
-def _by_op(kernels: Iterable[Kernel], card: Card) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for kernel in kernels:
-        found[kernel.op] = found.get(kernel.op, 0.0) + kernel_seconds(kernel, card)
-    return found
 
 
 def _peak(lives: list[tuple[int, int, int]], start: int, end: int) -> int:

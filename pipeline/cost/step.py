@@ -24,13 +24,14 @@ from functools import cached_property
 from math import prod
 
 from pipeline.cost.memory import LinkMemory, link_memory
+from pipeline.cost.op_prices import OpPrices
 from pipeline.ir.cluster import LATER, Axis, Cluster
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
 from pipeline.ir.program import Call, Convert, Program, Step
 from pipeline.rates.allocator import spare
-from pipeline.rates.compute import Seconds, op_seconds, optimizer_seconds
+from pipeline.rates.compute import Seconds
 from pipeline.rates.inner_collectives import talk_seconds
 from pipeline.rates.joined_axes import joined_link
 from pipeline.sharding.conversions import (
@@ -149,9 +150,16 @@ class Priced:
     """A sharded model with what its step takes. The cluster is on its mesh; prices are made once."""
 
     sharded: Sharded
-    profile: Profile
-    cluster: Cluster
+    ops: OpPrices  # of the whole model, where this is a partition of it
     optimizer_copies: float  # tensors of a parameter's size that the optimizer keeps
+
+    @property
+    def profile(self) -> Profile:
+        return self.ops.profile
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.ops.cluster
 
     @property
     def graph(self) -> OpGraph:
@@ -172,8 +180,7 @@ class Priced:
 
     def op(self, name: str) -> Seconds:
         """Without the collectives inside it."""
-        strategy, sizes = self.sharded.strategy(name), self.sharded.sizes
-        return op_seconds(self.graph, name, self.profile.ops[name], strategy, self.cluster.compute, sizes)
+        return self.ops(name, self.sharded.strategy(name)).seconds
 
     def collectives_inside(self, op: str) -> Seconds:
         return talk_seconds(self.graph, op, self.sharded.strategy(op), self.cluster.axes)
@@ -198,12 +205,12 @@ class Priced:
 
     @cached_property
     def parameters(self) -> dict[str, ParameterPrice]:
-        found, compute = {}, self.cluster.compute
+        found = {}
         for name, (stored, state, shards) in self._stored().items():
             found[name] = ParameterPrice(
                 resident_bytes(stored, state, self.optimizer_copies, shards),
                 update_seconds(stored, *self._axes(name)),
-                optimizer_seconds(state, self.optimizer_copies, compute),
+                self.ops.optimizer(state, self.optimizer_copies),
             )
         return found
 
@@ -294,9 +301,13 @@ class Workload:
     micro_batches: int = 1
     to_loss: bool = True
 
+    @cached_property
+    def ops(self) -> OpPrices:
+        return OpPrices(self.graph, self.profile, self.cluster)
+
     def priced(self, sharding: Sharding) -> Priced:
         sharded = Sharded(self.graph, sharding, self.cluster.sizes, self.micro_batches, self.to_loss)
-        return Priced(sharded, self.profile, self.cluster, self.optimizer_copies)
+        return Priced(sharded, self.ops, self.optimizer_copies)
 
 
 def total(parts: Iterable[Seconds]) -> Seconds:

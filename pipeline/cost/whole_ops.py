@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pipeline.cost.op_prices import OpPrices
 from pipeline.cost.step import Priced
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import Op, OpGraph
@@ -46,7 +47,8 @@ def whole_ops_of(plan: Plan, graph: OpGraph, profile: Profile, cluster: Cluster)
     """Of the plan; of a pipeline those on its busiest devices, which the step waits for. The graph is as it runs."""
     cut, costs = sliced(graph, profile, plan.slices)
     parts = sharded_parts(plan, cut)
-    found = [one for n in busiest(plan) for one in _seconds(Priced(parts[n], costs, cluster, 0.0))]
+    ops = OpPrices(cut, costs, cluster)
+    found = [one for n in busiest(plan) for one in _seconds(Priced(parts[n], ops, 0.0))]
     return _joined(found, plan.prediction.step_seconds)
 
 

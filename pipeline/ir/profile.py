@@ -40,6 +40,16 @@ class OpCost:
     temporary_forward: int = 0  # most bytes alive while it runs that are gone when it is done
     temporary_backward: int = 0
 
+    def times(self, count: int) -> OpCost:
+        """The work of so many."""
+        return replace(
+            self,
+            flops_forward=count * self.flops_forward,
+            flops_backward=count * self.flops_backward,
+            bytes_forward=count * self.bytes_forward,
+            bytes_backward=count * self.bytes_backward,
+        )
+
 
 @dataclass(frozen=True)
 class Share:

@@ -45,8 +45,7 @@ def op_seconds(
     backward = any(graph.values[o].grad for o in graph.op(op).outputs)
     if cost.free:
         return Seconds(compute.launch, compute.launch_backward if backward else 0.0)
-    share = _share(graph, op, strategy, sizes)
-    kept = _local_part(graph, op, strategy, sizes)
+    share, kept = part_of_work(strategy, sizes), part_of_bytes(graph, op, strategy, sizes)
     target = graph.op(op).target
     matmul = compute.matmul_of(graph.values[graph.op(op).outputs[0]].type.dtype)
     calibrated = compute.ops.get(target, NO_PACE)
@@ -71,7 +70,7 @@ def _pace_name(graph: OpGraph, op: Op) -> str:
     return f"{op.target}, {form}" if form else op.target
 
 
-def _local_part(graph: OpGraph, op: str, strategy: Strategy, sizes: tuple[int, ...]) -> float:
+def part_of_bytes(graph: OpGraph, op: str, strategy: Strategy, sizes: tuple[int, ...]) -> float:
     """The part of the op's tensors that one rank holds."""
     tensors = _tensors(graph, op, strategy)
     whole = sum(graph.values[value].type.nbytes for value, _ in tensors)
@@ -83,11 +82,10 @@ def _product(flops: float, moved: float, matmul: Curve, per_byte: float) -> floa
     return max(flops / matmul.at(flops), flops / max(matmul.rates) + moved * per_byte) if flops else 0.0
 
 
-def _share(graph: OpGraph, op: str, strategy: Strategy, sizes: tuple[int, ...]) -> float:
+def part_of_work(strategy: Strategy, sizes: tuple[int, ...]) -> float:
     """The part of the op's arithmetic that one rank does: an axis on which a tensor is split divides it."""
-    share = 1.0
+    share, layouts = 1.0, (*strategy.inputs, *strategy.outputs)
     for axis, size in enumerate(sizes):
-        layouts = (*strategy.inputs, *strategy.outputs)
         share /= size if any(layout.states[axis].kind == "S" for layout in layouts) else 1
     return share
 

@@ -33,7 +33,7 @@ class Candidate:
 
     point: int
     priced: Priced
-    price: StepPrice  # its optimizer as `linear` has it
+    price: StepPrice
     linear: Linear
     regions: tuple[Region, ...] | None
     outcome: Outcome  # of one micro-batch; of nothing where none fits
@@ -69,8 +69,7 @@ def evaluate(
     workload = Workload(graph, profile, cluster.on(mesh), frontier.optimizer_copies, frontier.micro_batches)
     priced = workload.priced(point.sharding)
     linear = linearize(priced, join_of(settings, profile.compiled is not None))
-    price = replace(priced.step, optimizer=linear.optimizer_seconds)
-    candidate = Candidate(number, priced, price, linear, None, NOTHING, 0)
+    candidate = Candidate(number, priced, priced.step, linear, None, NOTHING, 0)
     chain, fixed, budget = linear.chain, linear.fixed_bytes, frontier.budget_bytes
     if chain is None:
         loss = linear.costs[0].ways[0]

@@ -11,6 +11,7 @@ from pipeline.base.artifacts import KINDS, Artifact
 from pipeline.base.errors import ArtifactError
 from pipeline.base.soundness import check_sound
 from pipeline.config import Config
+from pipeline.cost.op_prices import OpPrices
 from pipeline.cost.step import Priced, StepPrice
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
@@ -154,16 +155,20 @@ def priced_partitions(sources: Sources) -> tuple[PricedPartition, ...]:
     if profile is not None:
         graph, profile = sliced(graph, profile, plan.slices)
     return tuple(
-        PricedPartition(number, plan.partitions[number], own, _priced(sources, own, profile, plan.partitions[number]))
+        PricedPartition(
+            number, plan.partitions[number], own, _priced(sources, graph, own, profile, plan.partitions[number])
+        )
         for number, own in enumerate(sharded_parts(plan, graph))
     )
 
 
-def _priced(sources: Sources, own: Sharded, profile: Profile | None, partition: Partition) -> Priced | None:
+def _priced(
+    sources: Sources, graph: OpGraph, own: Sharded, profile: Profile | None, partition: Partition
+) -> Priced | None:
     cluster, frontier = _cluster(sources, partition), sources.frontier
     if cluster is None or profile is None or frontier is None:
         return None
-    return Priced(own, profile, cluster, frontier.optimizer_copies)
+    return Priced(own, OpPrices(graph, profile, cluster), frontier.optimizer_copies)
 
 
 def _cluster(sources: Sources, partition: Partition) -> Cluster | None:

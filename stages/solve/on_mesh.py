@@ -11,6 +11,7 @@ from functools import cached_property
 from pipeline.base.log import Advance, Log
 from pipeline.config import Solve
 from pipeline.cost.step import Workload
+from pipeline.cost.two_lines import waiting_seconds
 from pipeline.ir.plan import Baseline, FrontierPoint, Proof, Sharding
 from pipeline.sharding.lowering import with_paths
 from stages.solve.answer.baselines import baselines
@@ -110,9 +111,11 @@ class OnMesh:
 def price_point(workload: Workload, sharding: Sharding, proof: Proof) -> FrontierPoint:
     """The plan with its conversions' paths, and what its program is predicted to cost."""
     sharding = with_paths(workload.graph, sharding, workload.cluster)
-    price = workload.priced(sharding).step
+    priced = workload.priced(sharding)
+    price = priced.step
     peak = price.fixed_bytes + sum(link.memory.kept for link in price.links)
-    return FrontierPoint(sharding, price.seconds, price.resident_bytes, peak, proof)
+    seconds = price.seconds + price.micro_batches * waiting_seconds(priced)
+    return FrontierPoint(sharding, seconds, price.resident_bytes, peak, proof)
 
 
 def most_promising(meshes: list[OnMesh], budget: float, count: int) -> list[OnMesh]:

@@ -14,12 +14,10 @@ from itertools import pairwise
 from pipeline.cost.groups import Join
 from pipeline.cost.links import LinkCosts, LinkWay, link_costs
 from pipeline.cost.step import Priced
-from pipeline.cost.unsplit import card_of
 from pipeline.ir import plan
 from pipeline.ir.graph import Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.profile import Profile
-from pipeline.rates.kernels import kernel_seconds
 from pipeline.sharding.sharded import Sharded
 from stages.checkpoint.recompute.chain import Chain, Option
 from stages.checkpoint.recompute.schedule import Nesting
@@ -31,7 +29,6 @@ class Linear:
     costs: tuple[LinkCosts, ...]
     fixed_bytes: int  # there whatever is recomputed
     optimizer_peak: int  # bytes, when nothing of the chain is left
-    optimizer_seconds: float
     compiled: bool = False  # every function of the program is
     device_chain: Chain | None = None  # where the links know of a host: with the seconds of the device alone
 
@@ -90,7 +87,6 @@ def linearize(priced: Priced, join: Join = Join.NEEDLESS) -> Linear:
         costs=costs,
         fixed_bytes=price.fixed_bytes + given - sum(grown),
         optimizer_peak=price.resident_bytes + given + beside + _apart_bytes(sharded),
-        optimizer_seconds=_optimizer_seconds(priced, part),
         compiled=profile.compiled is not None,
         device_chain=issued,
     )
@@ -145,15 +141,6 @@ def _lies_in(stored: Layout, state: Layout, shape: tuple[int, ...], sizes: tuple
             return False
         whole *= size
     return True
-
-
-def _optimizer_seconds(priced: Priced, part: float) -> float:
-    """Of a GPU, those of its kernels; else as the step is priced."""
-    kernels = priced.profile.kernels
-    if kernels is None or priced.profile.device != "cuda":
-        return priced.step.optimizer
-    card = card_of(priced.cluster.compute)
-    return part * sum(kernel_seconds(kernel, card) for kernel in kernels.optimizer)
 
 
 def linearize_partitions(priced: Priced, join: Join = Join.NONE) -> Linear:

@@ -1,11 +1,4 @@
-"""A schedule played on two lines: the host issues kernels, the device runs them.
-
-    host     F0 |F1 |F2 |..B2..|..B1..|          the host is ahead as far as it can be
-    device      |F0 |F1 |-|F2 |....B2....|....B1....|
-
-A link ends when the device is through with it: after the one before, and not before its last kernel was issued. Where
-the host takes longer than the device, the device waits.
-"""
+"""A recompute schedule played on the two lines of pipeline.cost.two_lines."""
 
 from __future__ import annotations
 
@@ -13,26 +6,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeline.cost.links import LinkCosts
+from pipeline.cost.two_lines import Pair, ends_of
 from stages.checkpoint.recompute.chain import LAST
 from stages.checkpoint.recompute.schedule import OpKind, ScheduledOp
 from stages.checkpoint.recompute.simulate import Outcome
-
-Pair = tuple[float, float]  # seconds of the host and of the device
 
 
 def played(outcome: Outcome, costs: Sequence[LinkCosts]) -> Outcome:
     """As it runs where the links know of a host: each step from the end of the one before on the device to its own."""
     if any(own.ways[0].lines is None for own in costs):
         return outcome
-    issued = ended = worked = 0.0
-    steps = []
-    for step in outcome.steps:
-        host, device = _seconds(step.op, costs)
-        begun, issued = issued, issued + host
-        before, ended = ended, max(ended + device, begun + device, issued)
-        worked += device
-        steps.append(replace(step, seconds=ended - before))
-    return replace(outcome, steps=tuple(steps), time=ended, waited=ended - worked)
+    parts = [_seconds(step.op, costs) for step in outcome.steps]
+    ends = list(ends_of(parts))
+    steps = (
+        replace(step, seconds=end - before)
+        for step, before, end in zip(outcome.steps, [0.0, *ends], ends, strict=False)
+    )
+    return replace(outcome, steps=tuple(steps), time=ends[-1], waited=ends[-1] - sum(device for _, device in parts))
 
 
 def _seconds(op: ScheduledOp, costs: Sequence[LinkCosts]) -> Pair:

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from pipeline.base.artifacts import Artifact
 from pipeline.base.errors import ShardwrightError
+from pipeline.cost.op_prices import OpPrices
 from pipeline.cost.step import Priced
 from pipeline.ir.cluster import COLLECTIVES, Cluster, Mesh
 from pipeline.ir.graph import OpGraph, Role
@@ -164,14 +165,16 @@ def planned(found: Mapping[str, Artifact]) -> PlannedRun:
     graph = as_run(found["graph"].body, profile.types)
     copies = frontier.optimizer_copies
     cut, costs = sliced(graph, profile, plan.slices)
-    parts = tuple(
-        PricedPartition(number, Priced(own, costs, cluster.part(mesh_of(one, frontier, cluster)), copies))
-        for number, (one, own) in enumerate(zip(plan.partitions, sharded_parts(plan, cut), strict=True))
-    )
+    parts = []
+    for number, (one, own) in enumerate(zip(plan.partitions, sharded_parts(plan, cut), strict=True)):
+        ops = OpPrices(cut, costs, cluster.part(mesh_of(one, frontier, cluster)))
+        parts.append(PricedPartition(number, Priced(own, ops, copies)))
     config = dict(found["plan"].config)
     if plan.pipelined:
-        return PlannedRun(graph, profile, cluster, frontier, plan, parts, config)
-    return PlannedRun(cut, costs, cluster, replace(frontier, micro_batches=plan.micro_batches), plan, parts, config)
+        return PlannedRun(graph, profile, cluster, frontier, plan, tuple(parts), config)
+    return PlannedRun(
+        cut, costs, cluster, replace(frontier, micro_batches=plan.micro_batches), plan, tuple(parts), config
+    )
 
 
 def mesh_of(partition: Partition, frontier: Frontier, cluster: Cluster) -> Mesh:

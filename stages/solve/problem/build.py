@@ -30,7 +30,7 @@ from pipeline.ir.layout import B, Layout, Place, R, replicated, without_gradient
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.verify import gathered
 from pipeline.ops.mesh import op_strategies, view_op
-from pipeline.rates.compute import op_seconds, optimizer_seconds, piece_bytes
+from pipeline.rates.compute import piece_bytes
 from pipeline.rates.inner_collectives import talk_seconds
 from pipeline.sharding.conversions import gathered_share
 from pipeline.sharding.path_tables import conversion_table
@@ -162,7 +162,7 @@ class _Builder:
             ("optimizer", id(ways), value.type),
             lambda: np.array(
                 [
-                    optimizer_seconds(owned, copies, self.compute) + update_seconds(n, [], _sharded(way, axes))
+                    self.workload.ops.optimizer(owned, copies) + update_seconds(n, [], _sharded(way, axes))
                     for way, n, owned in zip(ways, stored, state, strict=True)
                 ]
             ),
@@ -179,7 +179,8 @@ class _Builder:
         cost, options = self.profile.ops[op.name], self.options[op.name]
         grads = tuple(self.graph.values[o].grad for o in op.outputs)
         types = self.graph.types((*op.inputs, *op.outputs))
-        key = ("op", op.target, id(options), replace(cost, saves=()), grads, types)
+        alike = self.workload.ops.alike(op.name)
+        key = ("op", op.target, id(options), replace(cost, saves=()), grads, types, alike)
         seconds = self.once(key, lambda: self._op_seconds(op, options))
         if op.name == self._loss_maker:
             seconds = seconds + self._to_whole_loss(op, options)
@@ -193,10 +194,8 @@ class _Builder:
         return self.graph.values[self.graph.output].origin
 
     def _op_seconds(self, op: Op, options: tuple[Strategy, ...]) -> Array:
-        cost, compute = self.profile.ops[op.name], self.compute
         times = [
-            op_seconds(self.graph, op.name, cost, s, compute, self.sizes).total
-            + talk_seconds(self.graph, op.name, s, self.axes).total
+            self.workload.ops(op.name, s).seconds.total + talk_seconds(self.graph, op.name, s, self.axes).total
             for s in options
         ]
         return np.array(times) * self.workload.micro_batches
