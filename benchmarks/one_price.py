@@ -132,11 +132,13 @@ def both_prices(planner: Planner, root: Path) -> tuple[Pair, Pair]:
     graph = as_run(planner.made("graph", config).body, profile.types)
     point: FrontierPoint = frontier.points[0]
     mesh = frontier.meshes[point.mesh]
-    problem, choices = build(Workload(graph, profile, cluster.on(mesh), frontier.optimizer_copies))
+    workload = Workload(graph, profile, cluster.on(mesh), frontier.optimizer_copies)
+    problem, choices = build(workload)
     picked = found_among(Saved("", mesh.sizes, point.sharding), graph, problem, choices)
     roomy = replace(frontier, budget_bytes=1 << 60)
     planned = evaluate(graph, profile, cluster, roomy, 0, config.checkpoint)
-    return (problem.cost(picked), planned.step_seconds), (problem.peak(picked), planned.peak_bytes)
+    waiting = point.seconds - workload.priced(point.sharding).step.seconds
+    return (problem.cost(picked) + waiting, planned.step_seconds), (problem.peak(picked), planned.peak_bytes)
 
 
 if __name__ == "__main__":

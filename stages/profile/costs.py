@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from pipeline.ir.graph import Op, OpGraph
@@ -67,15 +67,18 @@ def _link_costs(ops: tuple[str, ...], run: LinkRun) -> list[_Cost]:
                 backward=tuple(k for k in run.backward if k.op == name),
                 keeps=keeps,
                 extra_saved=sum(run.storages[s].size for s in private),
-                temporary_forward=_temporary(run.forward, 0, run.storages, name),
-                temporary_backward=_temporary(run.backward, len(run.forward), run.storages, name),
+                temporary_forward=_temporary(run.forward, 0, run.storages, name, ()),
+                temporary_backward=_temporary(run.backward, len(run.forward), run.storages, name, private),
             )
         )
     return costs
 
 
-def _temporary(kernels: tuple[Kernel, ...], start: int, storages: tuple[Storage, ...], op: str) -> int:
-    """The most of its own making that is alive during an op's kernels, less what is left after the last of them.
+def _temporary(
+    kernels: tuple[Kernel, ...], start: int, storages: tuple[Storage, ...], op: str, kept: Collection[int]
+) -> int:
+    """The most of its own making that is alive during an op's kernels, less what is left after the last of them, and
+    less what has gone by then of what it `kept` for backward.
 
     A value of the graph is no temporary: the last one of a link is let go only because the link is run alone.
     """
@@ -86,9 +89,10 @@ def _temporary(kernels: tuple[Kernel, ...], start: int, storages: tuple[Storage,
     left = _alive(own, lambda s: s.died is None or s.died > moments[-1] + 1)
 
     def held_at(moment: int) -> int:
-        return _alive(own, lambda s: s.born <= moment and (s.died is None or s.died > moment))
+        gone = _alive((storages[n] for n in kept), lambda s: s.died is not None and s.died <= moment)
+        return _alive(own, lambda s: s.born <= moment and (s.died is None or s.died > moment)) - gone
 
-    return max(map(held_at, moments)) - left
+    return max(0, max(map(held_at, moments)) - left)
 
 
 def _alive(storages: Iterable[Storage], is_alive: Callable[[Storage], bool]) -> int:

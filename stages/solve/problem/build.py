@@ -30,6 +30,7 @@ from pipeline.ir.layout import B, Layout, Place, R, replicated, without_gradient
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.verify import gathered
 from pipeline.ops.mesh import op_strategies, view_op
+from pipeline.rates.allocator import spare
 from pipeline.rates.compute import piece_bytes
 from pipeline.rates.inner_collectives import talk_seconds
 from pipeline.sharding.conversions import gathered_share
@@ -94,6 +95,8 @@ class _Builder:
 
     def add(self, name: str, costs: Array, holdings: list[Holding]) -> int:
         self.index[name] = len(self.nodes)
+        if not self.nodes:  # what libraries keep is there whatever is chosen
+            holdings = [*holdings, Holding(0, self.moments.end, np.full(len(costs), float(self.compute.workspace)))]
         self.nodes.append(Node(name, costs, tuple(h for h in holdings if h.end > h.first)))
         return self.index[name]
 
@@ -167,13 +170,31 @@ class _Builder:
                 ]
             ),
         )
-        shards = np.array([way.state.pieces(self.sizes) // way.layout.pieces(self.sizes) for way in ways])
         usages = self.once(
             ("resident", id(layouts), id(states), value.type),
-            lambda: stored + np.maximum(stored, shards * state) + copies * state,
+            lambda: self._allocated(stored) + copies * self._allocated(state),
         )
         self.maker[value.name] = self.add(value.name, seconds, [Holding(0, self.moments.end, usages)])
         self.layouts[value.name], self.stored[value.name] = layouts, ways
+
+    def _allocated(self, nbytes: Array) -> Array:
+        """With what the allocator of a GPU may lose."""
+        on_gpu = self.workload.cluster.device == "cuda"
+        return nbytes + np.array([spare(int(size)) for size in nbytes]) if on_gpu else nbytes
+
+    def _gradients(self, value: Value, forms: tuple[Layout, ...]) -> tuple[Array, Array]:
+        """Bytes of the gradient of a parameter that is read in these forms: where it is there all the time, in buckets
+        or to be added up, and where it is made in backward, as it is complete then."""
+        ways = self.stored[value.name]
+        shards = np.array([way.state.pieces(self.sizes) // way.layout.pieces(self.sizes) for way in ways])
+        stored, state = (
+            np.array([piece_bytes(value.type, layout, self.sizes) for layout in layouts], dtype=float)
+            for layouts in ([way.layout for way in ways], [way.state for way in ways])
+        )
+        nbytes = self._allocated(np.maximum(stored, shards * state))[:, None]
+        apart = np.array([way.state != way.layout for way in ways])[:, None]
+        there = apart | (_summed_axes(ways, forms) > 0) | (self.workload.micro_batches > 1)
+        return nbytes * there, nbytes * ~there
 
     def op(self, op: Op) -> None:
         cost, options = self.profile.ops[op.name], self.options[op.name]
@@ -298,7 +319,15 @@ class _Builder:
         end = max(self.moments.forgotten(op, value.name) for op in readers)
         costs = self.conversions(value, have, forms)
         copied = self.once(("copied", id(have), id(forms), value.type), lambda: self._copied(value, have, forms))
-        return costs, (Holding(first, end, copied),) if copied.any() else ()
+        if not copied.any():
+            return costs, ()
+        until = max((self.moments.backward(op.name) + 1 for op in readers if self._keeps_copy(op, value)), default=end)
+        return costs, (Holding(first, max(end, until), copied),)
+
+    def _keeps_copy(self, op: Op, value: Value) -> bool:
+        """Whether backward needs what the op reads in the layout in which it reads it, beside what another op keeps."""
+        first = self.moments.keepers.get(self.profile.storage[value.name])
+        return value.name in self.profile.ops[op.name].saves and first not in (None, op.name)
 
     def conversions(self, value: Value, have: tuple[Layout, ...], forms: tuple[Layout, ...]) -> Array:
         def make() -> Array:
@@ -327,18 +356,25 @@ class _Builder:
         make = lambda: (_parameter_seconds(self, value, ways, forms, saved, times), ways)  # noqa: E731
         costs = self.once(("reading", *key), make)[0]
         whole = self.once(("gathered", *key), lambda: self._copied(value, have, forms))
+        gradients: tuple[Holding, ...] = ()
+        if value.grad:
+            there, made = self.once(("gradients", *key), lambda: self._gradients(value, forms))
+            firsts = (0, self.moments.undone(value.name))
+            pairs = zip(firsts, (there, made), strict=True)
+            gradients = tuple(Holding(first, self.moments.end, own) for first, own in pairs if own.any())
         if not whole.any():
-            return costs, ()
+            return costs, gradients
         op = min(readers, key=lambda r: self.moments.forward(r.name))
         first, undone = self.moments.forward(op.name), self.moments.backward(op.name) + 1
         end = max(self.moments.forgotten(r, value.name) for r in readers)
-        if self.workload.micro_batches > 1 and self._shared(readers):  # between passes: it, its gradient, the next
-            return costs, (Holding(0, self.moments.end, self.once(("between passes", *key), lambda: 3 * whole)),)
+        if self._shared(readers):  # it, its gradient and, between passes, what was added up before
+            copies = self.once(("copies", *key), lambda: (2 + (self.workload.micro_batches > 1)) * whole)
+            return costs, (Holding(0, self.moments.end, copies), *gradients)
         stays = np.array([way.way is not Way.regathered and saved for way in ways])[:, None]
         kept, dropped = self.once(("copies", *key), lambda: (whole * stays, whole * ~stays))
         found = [Holding(first, undone, kept), Holding(first, end, dropped)]
         found.append(Holding(undone - 1, undone, dropped))
-        return costs, tuple(h for h in found if h.usages.any())
+        return costs, (*gradients, *(h for h in found if h.usages.any()))
 
 
 def _places(op: Op, value: str) -> list[int]:
@@ -360,9 +396,7 @@ def _parameter_seconds(
     goes = _goes(ways, forms, builder.sizes)
     if not goes.any():
         return np.full(goes.shape, FORBIDDEN)
-    whole = np.array([[state == R for state in way.layout.states] for way in ways])
-    partial = np.array([[state == B for state in form.states] for form in forms])
-    summed = (whole[:, None] & partial[None]) @ (1 << np.arange(len(builder.sizes)))  # axes with gradients to sum
+    summed = _summed_axes(ways, forms)
     source, step = np.zeros(goes.shape, dtype=np.int64), np.zeros(goes.shape)
     rows: dict[Layout, int] = {}
     for i, way in enumerate(ways):
@@ -382,6 +416,13 @@ def _parameter_seconds(
     twice = once + again[source, columns] if saved else once
     regathered = np.array([way.way is Way.regathered for way in ways])[:, None]
     return np.where(goes, times * np.where(regathered, twice, once) + step, FORBIDDEN)
+
+
+def _summed_axes(ways: tuple[Stored, ...], forms: tuple[Layout, ...]) -> NDArray[np.int64]:
+    """Of each way to store and each form to read: the axes over which gradients are summed, as bits."""
+    whole = np.array([[state == R for state in way.layout.states] for way in ways])
+    partial = np.array([[state == B for state in form.states] for form in forms])
+    return np.asarray((whole[:, None] & partial[None]) @ (1 << np.arange(whole.shape[1])))
 
 
 def _goes(ways: tuple[Stored, ...], forms: tuple[Layout, ...], sizes: tuple[int, ...]) -> np.ndarray:

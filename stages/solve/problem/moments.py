@@ -20,6 +20,7 @@ class Moments:
         self.link = {name: number for number, link in enumerate(graph.chain) for name in link.ops}
         self.link_end = [self.position[link.ops[-1]] + 1 for link in graph.chain]
         self.readers = graph.consumers()
+        self.views = self._views()
         self.common = {profile.storage[name] for name in graph.common}
         self.keepers = self._keepers()
 
@@ -30,14 +31,27 @@ class Moments:
         return 2 * self.count - 1 - self.position[op]
 
     def forgotten(self, op: Op, value: str) -> int:
-        """When the forward pass lets go of what the op wrote: at the end of the last link that reads it."""
+        """When the forward pass lets go of what the op wrote: at the end of the last link that reads it. What is made
+        before the chain for its links is there until the step ends."""
+        if op.name not in self.link and any(r.name in self.link for r in self.readers[value]):
+            return self.end
         links = [self.link[r.name] for r in self.readers[value] if r.name in self.link]
         own = [self.link[op.name]] if op.name in self.link else []
         return max((self.link_end[link] for link in (*links, *own)), default=self.count)
 
     def undone(self, value: str) -> int:
-        """When the first gradient of a value is there: as its last reader is undone."""
-        return min((self.backward(r.name) for r in self.readers[value]), default=self.count)
+        """When the first gradient of a value is there: as the last of its readers, or of its views', is undone."""
+        names = {value, *self.views.get(value, ())}
+        readers = (r for name in names for r in self.readers[name] if names.isdisjoint(r.outputs))
+        return min((self.backward(r.name) for r in readers), default=self.count)
+
+    def _views(self) -> dict[str, list[str]]:
+        """Of each value the others that lie in its memory: so do their gradients in the memory of its gradient."""
+        found: dict[str, list[str]] = {}
+        for name, root in self.profile.storage.items():
+            if name != root:
+                found.setdefault(root, []).append(name)
+        return found
 
     def _keepers(self) -> dict[str, str]:
         """Each activation's memory that backward needs, beside the common values -> the first op that keeps it."""

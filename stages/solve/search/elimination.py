@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, prod
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -300,25 +301,36 @@ def _least_shared(tables: list[tuple[Array, list[int]]], form: _Form) -> tuple[A
     return least.reshape(around), best.reshape(*around, readers)
 
 
+T = TypeVar("T", Node, Edge, Share)
+
+
 def least_resident(problem: Problem, parameters: Collection[int], seconds: float) -> tuple[int, ...] | None:
-    """The choices by which these nodes hold least during the whole step, and of such plans the fastest.
+    """The choices by which these nodes, and those that read them, hold least when the step ends, and of such plans the
+    fastest.
 
     No recompute saves what parameters, gradients and optimizer state take. A byte costs `seconds`, which is to be about
     what a step takes. None where no plan exists, or where the graph is too wide to tell.
     """
-    whole = (0, problem.length)
-    nodes = tuple(
-        replace(node, holdings=tuple(h for h in node.holdings if i in parameters and (h.first, h.end) == whole))
-        for i, node in enumerate(problem.nodes)
+
+    def kept_of(part: T, maker: int) -> T:
+        return replace(
+            part, holdings=tuple(h for h in part.holdings if maker in parameters and h.end == problem.length)
+        )
+
+    kept = Problem(
+        tuple(kept_of(node, i) for i, node in enumerate(problem.nodes)),
+        tuple(kept_of(edge, edge.first) for edge in problem.edges),
+        tuple(kept_of(share, share.maker) for share in problem.shares),
     )
-    edges = tuple(replace(edge, holdings=()) for edge in problem.edges)
-    kept = Problem(nodes, edges, tuple(replace(share, holdings=()) for share in problem.shares))
-    most = sum(float(h.usages.max(initial=0.0)) for node in kept.nodes for h in node.holdings)
+    parts: tuple[Node | Edge | Share, ...] = (*kept.nodes, *kept.edges, *kept.shares)
+    most = sum(float(h.usages.max(initial=0.0)) for part in parts for h in part.holdings)
     if not isfinite(seconds) or not kept.length:
         return None
     price = seconds or 1.0
     try:
-        found = Elimination(kept, tick=price * max(1.0, most) / FINEST).minimise(Prices((0,), (price,)))
+        found = Elimination(kept, tick=price * max(1.0, most) / FINEST).minimise(
+            Prices((problem.length - 1,), (price,))
+        )
     except TooWide:
         return None
     return found.picked if isfinite(problem.cost(found.picked)) else None
