@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.base.log import Advance, Log
 from pipeline.launch.rank import tell_user
 from pipeline.launch.work_folder import ROOM
-from pipeline.tracking.tracker import Live
+from pipeline.tracking.tracker import LogPoint
 
 Note = dict[str, Any]  # a line: a step, or what happened beside the steps
 
@@ -62,8 +62,8 @@ class Follower:
     Lines that are no steps go to the log; a step that is taken again after a restart is passed on once.
     """
 
-    def __init__(self, live: Live, advance: Advance, tell: Callable[[Note], None] = lambda note: None) -> None:
-        self.live, self.advance, self.tell = live, advance, tell
+    def __init__(self, log: LogPoint, advance: Advance, tell: Callable[[Note], None] = lambda note: None) -> None:
+        self.log, self.advance, self.tell = log, advance, tell
         self.position = 0
         self.next = 0
 
@@ -83,7 +83,7 @@ class Follower:
         if "step" not in step:
             self.tell(step)
             for number in range(self.next, step.get("resumed", 0)):  # taken before this run was started
-                self.live.log(number, {"loss": step["losses"][number]})
+                self.log(number, {"loss": step["losses"][number]})
                 self.next = number + 1
             return
         if step["step"] < self.next:
@@ -96,7 +96,7 @@ class Follower:
             "resident_mb": step["resident_bytes"] / 1e6,
         }
         values |= {name: step[name] for name in ("learning_rate", "eval_loss") if name in step}
-        self.live.log(step["step"], values)
+        self.log(step["step"], values)
         self.advance(step["step"] + 1, f"loss {step['loss']:.4f}")
 
 

@@ -152,10 +152,10 @@ def launch(inputs: Inputs, config: Config, plan: Plan, job: Job) -> dict[str, An
     watch = Supervision(train.hang_s, True, inputs.log.warning, train.max_restarts)
     try:
         with (
-            inputs.tracker.live("train") as live,
+            inputs.tracker.live("train") as log_point,
             progress(inputs.log, "step", train.steps) as advance,
         ):
-            follow = Follower(live, advance, lambda note: tell(inputs.log, inputs.root, note))
+            follow = Follower(log_point, advance, lambda note: tell(inputs.log, inputs.root, note))
             if place:
                 return run_here(WORKER, job, place, train.timeout_s, follow, watch)
             return run_ranks(WORKER, job, ranks, train.timeout_s, follow, watch=watch)
