@@ -79,8 +79,17 @@ def make(kind: str, body: Any, parents: Iterable[Artifact], config: Mapping[str,
 
 
 def save(artifact: Artifact, root: Path) -> Path:
+    """As JSON; of source the header is comments, one entry a line: `# shardwright input plan sha256:...`"""
+    header = _header(artifact.kind, artifact.inputs, artifact.config) | {"digest": artifact.digest}
+    if KINDS[artifact.kind].body is str:
+        rows = [f"{key} {header[key]}" for key in ("kind", "version", "digest")]
+        rows += [f"input {kind} {digest}" for kind, digest in artifact.inputs.items()]
+        rows += [f"config {key} {digest}" for key, digest in artifact.config.items()]
+        text = "".join(f"{_SOURCE_MARK}{row}\n" for row in rows) + artifact.body
+    else:
+        text = json.dumps({**header, "body": encode(artifact.body)}, indent=1, allow_nan=False) + "\n"
     path = KINDS[artifact.kind].path(root)
-    write_atomic(path, _to_bytes(artifact))
+    write_atomic(path, text.encode())
     return path
 
 
@@ -176,13 +185,6 @@ def _digest(header: Mapping[str, Any], body: Any) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _to_bytes(artifact: Artifact) -> bytes:
-    header = _header(artifact.kind, artifact.inputs, artifact.config) | {"digest": artifact.digest}
-    if KINDS[artifact.kind].body is str:
-        return f"{_source_header(header)}{artifact.body}".encode()
-    return (json.dumps({**header, "body": encode(artifact.body)}, indent=1, allow_nan=False) + "\n").encode()
-
-
 def _split_json(text: str, refuse: Refuse) -> tuple[dict[str, Any], Any]:
     try:
         data = json.loads(text)
@@ -193,14 +195,6 @@ def _split_json(text: str, refuse: Refuse) -> tuple[dict[str, Any], Any]:
     if not isinstance(data, dict) or "body" not in data:
         raise refuse("it is not an artifact of ours")
     return data, data["body"]
-
-
-def _source_header(header: Mapping[str, Any]) -> str:
-    """The header as comments, one entry a line: `# shardwright input plan sha256:...`"""
-    rows = [f"{key} {header[key]}" for key in ("kind", "version", "digest")]
-    rows += [f"input {kind} {digest}" for kind, digest in header["inputs"].items()]
-    rows += [f"config {key} {digest}" for key, digest in header["config"].items()]
-    return "".join(f"{_SOURCE_MARK}{row}\n" for row in rows)
 
 
 def _split_source(text: str, refuse: Refuse) -> tuple[dict[str, Any], str]:

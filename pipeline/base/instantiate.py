@@ -55,7 +55,10 @@ def instantiate(settings: Mapping[str, Any], where: str, *leading: Any) -> Any:
         return function(*leading, **arguments)
     except (Exception, SystemExit) as error:  # the user's constructor: one line, not our traceback
         refuse(argument_mistakes(function, settings, where, len(leading)))
-        refuse(_told_mistakes(error, settings, where))
+        odd = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
+        if odd and odd[1] in settings:  # the call has passed it on to another one
+            what = f"{settings['_target_']} takes no such argument: {error}"
+            raise TargetError(what, where=f"{where}.{odd[1]}", remedy="leave it out") from error
         raise TargetError(
             f"{settings['_target_']} refused its arguments: {type(error).__name__}: {error}",
             where=where,
@@ -91,14 +94,6 @@ def argument_mistakes(
             yield TargetError(f"got {value}, and {target} takes {wanted}", where=f"{where}.{name}")
         elif name not in settings and named[name].default is inspect.Parameter.empty and name not in meant:
             yield TargetError(f"{target} needs it", where=f"{where}.{name}", remedy="add the key")
-
-
-def _told_mistakes(error: BaseException, settings: Mapping[str, Any], where: str) -> Iterator[TargetError]:
-    """The keys that Python's own message names, where the call has passed them on to another one."""
-    found = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
-    if found and found[1] in settings:
-        place = f"{where}.{found[1]}"
-        yield TargetError(f"{settings['_target_']} takes no such argument: {error}", where=place, remedy="leave it out")
 
 
 def _unlike(value: Any, parameter: inspect.Parameter) -> str:

@@ -23,6 +23,7 @@ from pipeline.launch.rank import MEET, NOTE, PARENT
 from pipeline.launch.work_folder import LaunchFailed, WorkFolder, failure_of, reason, work_folder
 
 Poll = Callable[[Path], None]
+Command = tuple[list[str], dict[str, str]]  # with its environment
 Asked = Callable[[], int | None]  # the signal that asks to end
 
 LOOK_S = 0.5  # between two looks at the processes
@@ -69,11 +70,11 @@ def run_ranks(
     machine, and meet on its loopback.
     """
 
-    def start(work: WorkFolder) -> subprocess.Popen[bytes]:
-        local = {**_on_the_loopback(), MEET: str(work.path)} if node is None else {}
-        return _start(_command(module, ranks, node, watch.restarts, work.path), {**_environment(ranks), **local}, work)
+    def command(work: Path) -> Command:
+        local = {**_on_the_loopback(), MEET: str(work)} if node is None else {}
+        return _command(module, ranks, node, watch.restarts, work), {**_environment(ranks), **local}
 
-    return _run(start, job, timeout, poll, watch, ranks)
+    return _run(command, job, timeout, poll, watch, ranks)
 
 
 def run_here(
@@ -88,21 +89,16 @@ def run_here(
 
     Rank 0 has the result; of the others it is empty.
     """
-    environment = {**_environment(place.local_ranks), **place.environment()}
 
-    def start(work: WorkFolder) -> subprocess.Popen[bytes]:
-        return _start([sys.executable, "-m", module, str(work.path)], environment, work)
+    def command(work: Path) -> Command:
+        environment = {**_environment(place.local_ranks), **place.environment()}
+        return [sys.executable, "-m", module, str(work)], environment
 
-    return _run(start, job, timeout, poll, watch, rank=place.rank)
-
-
-def _start(command: list[str], environment: dict[str, str], work: WorkFolder) -> subprocess.Popen[bytes]:
-    log = work.descriptor
-    return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    return _run(command, job, timeout, poll, watch, rank=place.rank)
 
 
 def _run(
-    start: Callable[[WorkFolder], subprocess.Popen[bytes]],
+    command: Callable[[Path], Command],
     job: Mapping[str, Any],
     timeout: float | None,
     poll: Poll | None,
@@ -114,7 +110,9 @@ def _run(
     with work_folder() as work:
         work.write_job(job)
         with gentle() if watch.gentle else nullcontext(lambda: None) as asked:
-            process = start(work)
+            started, environment = command(work.path)
+            log = work.descriptor
+            process = subprocess.Popen(started, stdout=log, stderr=log, env=environment, start_new_session=True)
             processes = Processes(process, ranks, rank)
             try:
                 _Waiting(processes, work, watch, asked).wait(timeout, poll)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -39,42 +41,25 @@ def local_store(timeout: timedelta) -> dist.Store | None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     port_file = Path(folder) / f"port-{restart_count()}"
     deadline = time.monotonic() + timeout.total_seconds()
-    store = _serve(port_file, timeout) if rank == 0 else _visit(port_file, timeout, deadline)
-    _wait_for_all(store, rank, ranks, deadline)
-    return store
 
-
-def _serve(port_file: Path, timeout: timedelta) -> dist.Store:
-    """The socket is made here: torch's own listens on all interfaces."""
-    listening = socket.create_server((LOOPBACK, 0), backlog=4096)
-    port = listening.getsockname()[1]
-    store = dist.TCPStore(
-        LOOPBACK, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listening.detach()
-    )
-    write_whole(port_file, str(port))
-    return store
-
-
-def _visit(port_file: Path, timeout: timedelta, deadline: float) -> dist.Store:
-    while not port_file.exists():
-        if time.monotonic() > deadline:
-            raise _missing(0)
-        time.sleep(PAUSE_S)
-    return dist.TCPStore(LOOPBACK, int(port_file.read_text()), is_master=False, timeout=timeout)
-
-
-def _wait_for_all(store: dist.Store, rank: int, ranks: int, deadline: float) -> None:
-    """So that it can be said who did not come."""
-    store.set(f"here is {rank}", "")
-    for other in range(ranks if rank == 0 else 0):
-        while not store.check([f"here is {other}"]):
+    def wait_for(other: int, came: Callable[[], bool]) -> None:
+        while not came():
             if time.monotonic() > deadline:
-                raise _missing(other)
+                raise TrainError(
+                    f"rank {other} on {socket.gethostname()} did not come",
+                    remedy="see why it was not started, or raise wait_s",
+                )
             time.sleep(PAUSE_S)
 
-
-def _missing(rank: int) -> TrainError:
-    return TrainError(
-        f"rank {rank} on {socket.gethostname()} did not come",
-        remedy="see why it was not started, or raise wait_s",
-    )
+    if rank:
+        wait_for(0, port_file.exists)
+        store = dist.TCPStore(LOOPBACK, int(port_file.read_text()), is_master=False, timeout=timeout)
+        store.set(f"here is {rank}", "")
+        return store
+    listening = socket.create_server((LOOPBACK, 0), backlog=4096)  # made here: torch's own listens on all interfaces
+    port, own = listening.getsockname()[1], {"wait_for_workers": False, "master_listen_fd": listening.detach()}
+    store = dist.TCPStore(LOOPBACK, port, is_master=True, timeout=timeout, **own)
+    write_whole(port_file, str(port))
+    for other in range(1, ranks):  # so that it can be said who did not come
+        wait_for(other, partial(store.check, [f"here is {other}"]))
+    return store

@@ -34,7 +34,7 @@ class Journal:
         if not self.waiting:
             return
         try:
-            _append(self.path, "".join(self.waiting).encode())
+            self._append("".join(self.waiting).encode())
         except OSError as error:
             if not self.told:
                 self.told = True
@@ -42,18 +42,17 @@ class Journal:
             return
         self.waiting.clear()
 
-
-def _append(path: Path, content: bytes) -> None:
-    """All of it, or nothing."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb", buffering=0) as file:
-        before = os.fstat(file.fileno()).st_size
-        try:
-            while content:
-                content = content[file.write(content) :]
-        except OSError:
-            with suppress(OSError):
-                file.truncate(before)
-            raise
+    def _append(self, content: bytes) -> None:
+        """All of it, or nothing."""
+        with open(self.path, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            before = os.fstat(file.fileno()).st_size
+            try:
+                while content:
+                    content = content[file.write(content) :]
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(before)
+                raise
 
 
 class Follower:

@@ -151,10 +151,7 @@ def launch(inputs: Inputs, config: Config, plan: Plan, job: Job) -> dict[str, An
         )
     watch = Supervision(train.hang_s, True, inputs.log.warning, train.max_restarts)
     try:
-        with (
-            inputs.tracker.live("train") as log_point,
-            progress(inputs.log, "step", train.steps) as advance,
-        ):
+        with inputs.tracker.live("train") as log_point, progress(inputs.log, "step", train.steps) as advance:
             follow = Follower(log_point, advance, lambda note: tell(inputs.log, inputs.root, note))
             if place:
                 return run_here(WORKER, job, place, train.timeout_s, follow, watch)
@@ -162,19 +159,18 @@ def launch(inputs: Inputs, config: Config, plan: Plan, job: Job) -> dict[str, An
     except LaunchFailed as error:
         for line in error.log.splitlines():
             inputs.log.debug(line)
+        remedy: str | None = "run with -v for details"
+        if "did not finish within" in str(error):
+            remedy = "raise timeout_s"
+        elif ROOM in str(error):
+            remedy = None
+        elif os.strerror(errno.ENOSPC) in str(error):
+            remedy = ROOM
         raise TrainError(
             f"training failed: {error}",
             where=f"conf/train/{config.choices['train']}.yaml",
-            remedy=_remedy(str(error)),
+            remedy=remedy,
         ) from error
-
-
-def _remedy(error: str) -> str | None:
-    if "did not finish within" in error:
-        return "raise timeout_s"
-    if ROOM in error:
-        return None
-    return ROOM if os.strerror(errno.ENOSPC) in error else "run with -v for details"
 
 
 def make_job(inputs: Inputs, config: Config, plan: Plan, first: bool = True) -> Job:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,10 +60,13 @@ class PipelinedEngine(Engine):
         refuse_optimizer(self, [(own.stored, n, self.shapes[n]) for own in self.own.values() for n in own.tensors])
         self.optimizer = self.build_optimizer([own for own, _ in updated])
         dataset, axes, slices = self.build_dataset(), self.places.axes, self.slices
-        self._batches = {n: Batches(dataset, *given, axes, slices=slices) for n, given in self._inputs().items()}
+        self._readers = {n: Batches(dataset, *given, axes, slices=slices) for n, given in self._inputs().items()}
         self.samples = self.slices.start(self.passes)
         if job["train"]["evaluate"]["every"]:
-            self.held_out, self.evaluating = self._held_out(), self._evaluating()
+            self.held_out = self._held_out()
+            evaluating = program_of(job, evaluates=True)
+            both = evaluating.PARTITIONS, smaller_of(evaluating)  # the second ones are for smaller micro-batches
+            self.evaluating = [{p.number: own[p.number](p.tensors) for p in self.partitions} for own in both]
 
     def _clipping(self, rows: Sequence[tuple[nn.Parameter, Row]]) -> Clipping | None:
         """A tied parameter counts where it is held first."""
@@ -97,14 +99,8 @@ class PipelinedEngine(Engine):
         count = max(gathered(max(map(len, read.values()), default=0)))  # some partitions have no inputs
         return [_numbered({n: own[place] for n, own in read.items()}) for place in range(count)]
 
-    def _evaluating(self) -> list[dict[int, Any]]:
-        """The partitions as the model is when it evaluates; the second ones are for smaller micro-batches."""
-        program = program_of(self.job, evaluates=True)
-        both = program.PARTITIONS, smaller_of(program)
-        return [{p.number: own[p.number](p.tensors) for p in self.partitions} for own in both]
-
     def batch(self, number: int) -> Batch:
-        return _numbered({partition: batches[number] for partition, batches in self._batches.items()})
+        return _numbered({partition: batches[number] for partition, batches in self._readers.items()})
 
     def given(self, number: int, batch: Batch) -> Batch:
         """A partition's inputs, on the device."""

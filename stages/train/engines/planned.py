@@ -57,9 +57,6 @@ class PlannedEngine(Engine):
             self.held_out = held_out_batches(job, layouts, self.axes, slices)
         self.graphed = GraphedPasses(self._run_passes, self.device) if captures else None
 
-    def batch(self, number: int) -> Batch:
-        return self._batches[number]
-
     def step(self, first: Batch, later: list[Batch]) -> float:
         """But for the first, each batch goes to the device when its turn comes."""
         losses = self._losses(chain([first], map(self.on_device, later)))

@@ -18,7 +18,6 @@ from pipeline.launch.rendezvous import local_store
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
 PAUSE_S = 0.02
 
-Meeting = tuple[dist.Store, int, int]  # with this rank and the number of ranks
 T = TypeVar("T")
 
 
@@ -31,16 +30,21 @@ def gathered(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def join(device: str, timeout: timedelta) -> dist.Store:
     """NCCL takes one rank for each GPU; where ranks share one they talk over gloo alone. The store that they share."""
-    found = _meet(timeout)
-    _join(GLOO, found, timeout)
+    store, rank, ranks = _meet(timeout)
+
+    def talk_over(backend: str) -> None:
+        own = dist.PrefixStore(f"over {backend}", store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)
+
+    talk_over(GLOO)
     if device != "cuda":
-        return found[0]
+        return store
     number = gpu_of(os.environ, torch.cuda.device_count())
     torch.cuda.set_device(number)
     if backend_for(gathered(str(torch.cuda.get_device_properties(number).uuid))) == NCCL:
         dist.destroy_process_group()
-        _join(NCCL, found, timeout)
-    return found[0]
+        talk_over(NCCL)
+    return store
 
 
 def require_gpu(where: str) -> None:
@@ -62,15 +66,10 @@ def backend_for(gpus: Sequence[str]) -> str:
     return NCCL if len(set(gpus)) == len(gpus) else GLOO
 
 
-def _join(backend: str, found: Meeting, timeout: timedelta) -> None:
-    store, rank, ranks = found
-    own = dist.PrefixStore(f"over {backend}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout)
+def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """A store, this rank and the number of ranks.
 
-
-def _meet(timeout: timedelta) -> Meeting:
-    """As torch does it, but for torchrun's own store: it outlives a start, with what ranks that are gone left there.
-
+    As torch does it, but for torchrun's own store: it outlives a start, with what ranks that are gone left there.
     Torch tells starts apart by how often torchrun has restarted ranks, which is not the same number on all hosts.
     """
     own = local_store(timeout)

@@ -22,13 +22,12 @@ from stages.train.job import Job
 from stages.train.journal import Note
 from stages.train.ranks.joining import gathered
 from stages.train.ranks.watchdog import Watchdog
-from stages.train.snapshots.boxes import BoxedTensor
+from stages.train.snapshots.boxes import BITS, BoxedTensor
 from stages.train.snapshots.manifest import name_of, step_of
 from stages.train.snapshots.resume import find, restore
 from stages.train.snapshots.writer import About, SnapshotWriter
 
 Checksums = dict[tuple[str, Any], int]  # by the name of a tensor and the place of the shard in it
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 OFF = {"every": 0, "keep": 1, "background": False, "hang_s": None, "compare_every": 0, "folder": None}
 
 
@@ -118,12 +117,12 @@ class Safety:
         outcome = self.snapshots.done(wait=wait) if self.snapshots else None
         if not outcome or not self.snapshots:
             return []
-        self.problem = outcome.problem
-        if outcome.problem:
-            return [{"snapshot": outcome.step, "problem": outcome.problem}]
-        self.newest = self.snapshots.folder / name_of(outcome.step)
+        step, self.problem = outcome
+        if self.problem:
+            return [{"snapshot": step, "problem": self.problem}]
+        self.newest = self.snapshots.folder / name_of(step)
         self._prove()
-        return [{"snapshot": outcome.step}]
+        return [{"snapshot": step}]
 
     def _prove(self) -> None:
         if self.newest and step_of(self.newest) < self.finite:
@@ -176,7 +175,7 @@ def differing_replicas(engine: Engine) -> str:
 def checksum(tensor: Tensor) -> int:
     """The sum of all words as integers, modulo 2^64: any one that differs changes it."""
     plain = as_real(tensor)
-    words = plain.detach().contiguous().view(-1).view(_WORDS[plain.element_size()])
+    words = plain.detach().contiguous().view(-1).view(BITS[plain.element_size()])
     return int(words.sum(dtype=torch.int64))
 
 

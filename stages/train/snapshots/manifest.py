@@ -90,7 +90,7 @@ def write_manifest(folder: Path, about: dict[str, Any], files: dict[str, dict[st
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Of the snapshot in this folder, with all that is in it checked: it may come from anywhere."""
     found = _read_listing(folder)
-    if problem := wrong_numbers(found.get("about"), folder):
+    if problem := _wrong_numbers(found.get("about"), folder):
         raise Damaged(f"{MANIFEST}: {problem}")
     return found
 
@@ -131,7 +131,7 @@ def _wrong_files(files: Any) -> str:
     return ""
 
 
-def wrong_numbers(about: Any, snapshot: Path) -> str:
+def _wrong_numbers(about: Any, snapshot: Path) -> str:
     """What is not as the loop wrote it, of the numbers beside the tensors; or nothing."""
     if not isinstance(about, dict):
         return "it has no numbers of the run"
@@ -143,16 +143,11 @@ def wrong_numbers(about: Any, snapshot: Path) -> str:
     right = {
         "losses": _is_list(losses, _is_number) and len(losses) == step,
         "seconds": _is_list(seconds, lambda one: _is_number(one) and one > 0) and 0 < len(seconds) <= step,
-        "evaluated": _is_list(
-            about.get("evaluated"),
-            lambda one: isinstance(one, list) and len(one) == 2 and _is_count(one[0]) and _is_number(one[1]),
-        ),
+        "evaluated": _is_list(about.get("evaluated"), _is_evaluation),
         "peak_bytes": _is_list(about.get("peak_bytes"), _is_count),
         "profiled_at": type(about.get("profiled_at")) is int,
-        "samples": _is_count(about.get("samples")),
-        "ranks": _is_count(about.get("ranks")),
-        "program": isinstance(about.get("program"), str),
-        "engine": isinstance(about.get("engine"), str),
+        **{name: _is_count(about.get(name)) for name in ("samples", "ranks")},
+        **{name: isinstance(about.get(name), str) for name in ("program", "engine")},
         "settings": isinstance(about.get("settings"), dict),
     }
     return next((f"its {name} are not those of a run" for name, good in right.items() if not good), "")
@@ -160,6 +155,10 @@ def wrong_numbers(about: Any, snapshot: Path) -> str:
 
 def _is_list(found: Any, good: Callable[[Any], bool]) -> bool:
     return isinstance(found, list) and all(map(good, found))
+
+
+def _is_evaluation(found: Any) -> bool:
+    return isinstance(found, list) and len(found) == 2 and _is_count(found[0]) and _is_number(found[1])
 
 
 def _is_number(found: Any) -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import TrainError
 from pipeline.base.secrets import without_secrets
-from pipeline.base.stage import Inputs
+from pipeline.base.stage import Inputs, flat
 from pipeline.config import Config
 from stages.train.snapshots import manifest
 
@@ -101,15 +101,7 @@ def settings_of(model: Mapping[str, Any], data: Mapping[str, Any], train: Mappin
     schedule = train.get("schedule")
     if schedule and schedule.get("decay", "none") != "none" and schedule.get("until") is None:
         kept["schedule"] = {**schedule, "until": train["steps"]}
-    return dict(_flat({"model": model, "data": data, "train": kept}))
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
+    return dict([*flat(model, "model"), *flat(data, "data"), *flat(kept, "train")])
 
 
 def digest_of_run(settings: Mapping[str, Any], graph: str, origin: str | None) -> str:
