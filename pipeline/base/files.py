@@ -47,11 +47,8 @@ def told(root: Path) -> Iterator[None]:
         temporary = path is not None and path.is_relative_to(tempfile.gettempdir()) and not path.is_relative_to(root)
         if temporary and error.errno in NO_ROOM:
             act = "make room there, or set TMPDIR to a folder that has some"
-        raise ShardwrightError(
-            f"{'it' if where else 'a file'} cannot be written ({error.strerror})",
-            where=where,
-            remedy=f"{act}, and run again",
-        ) from error
+        what = f"{'it' if where else 'a file'} cannot be written ({error.strerror})"
+        raise ShardwrightError(what, where=where, remedy=f"{act}, and run again") from error
 
 
 def write_atomic(path: Path, content: bytes) -> None:

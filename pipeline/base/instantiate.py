@@ -38,11 +38,8 @@ def locate(target: str, where: str) -> Any:
             what = f"{target!r} cannot be found: {error}"
             raise TargetError(what, where=where, remedy="check the dotted name") from error
         return found
-    raise TargetError(
-        f"{target!r} cannot be imported: no module named {parts[0]!r}",
-        where=where,
-        remedy="install its package, or name its folder as `code` in conf/config.yaml",
-    )
+    what = f"{target!r} cannot be imported: no module named {parts[0]!r}"
+    raise TargetError(what, where=where, remedy="install its package, or name its folder as `code` in conf/config.yaml")
 
 
 def instantiate(settings: Mapping[str, Any], where: str, *leading: Any) -> Any:
@@ -59,11 +56,8 @@ def instantiate(settings: Mapping[str, Any], where: str, *leading: Any) -> Any:
         if odd and odd[1] in settings:  # the call has passed it on to another one
             what = f"{settings['_target_']} takes no such argument: {error}"
             raise TargetError(what, where=f"{where}.{odd[1]}", remedy="leave it out") from error
-        raise TargetError(
-            f"{settings['_target_']} refused its arguments: {type(error).__name__}: {error}",
-            where=where,
-            remedy="check the keys beside `_target_`",
-        ) from error
+        what = f"{settings['_target_']} refused its arguments: {type(error).__name__}: {error}"
+        raise TargetError(what, where=where, remedy="check the keys beside `_target_`") from error
 
 
 def argument_mistakes(
@@ -123,11 +117,9 @@ def add_code_path(root: Path, code: str) -> None:
     """Puts the folder of the user's code on the import path where it lies outside the project."""
     path = (root / code).resolve()
     if not path.exists():
-        raise TargetError(
-            f"the code folder {code!r} does not exist",
-            where="conf/config.yaml: code",
-            remedy="name the folder or file that holds your model's source",
-        )
+        what = f"the code folder {code!r} does not exist"
+        remedy = "name the folder or file that holds your model's source"
+        raise TargetError(what, where="conf/config.yaml: code", remedy=remedy)
     folder = path if path.is_dir() else path.parent
     if not folder.is_relative_to(root.resolve()):
         sys.dont_write_bytecode = True  # .dvcignore does not reach there: a __pycache__ of ours would look like an edit

@@ -43,10 +43,8 @@ def find_place(environment: Mapping[str, str]) -> RankPlace | None:
         if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in environment:
             return _of_slurm(environment)
     except ValueError as error:
-        raise TrainError(
-            f"the environment of the launcher cannot be read: {error}",
-            remedy="start the ranks with torchrun or srun (docs/launch.md)",
-        ) from error
+        what = f"the environment of the launcher cannot be read: {error}"
+        raise TrainError(what, remedy="start the ranks with torchrun or srun (docs/launch.md)") from error
     return None
 
 

@@ -45,10 +45,8 @@ def local_store(timeout: timedelta) -> dist.Store | None:
     def wait_for(other: int, came: Callable[[], bool]) -> None:
         while not came():
             if time.monotonic() > deadline:
-                raise TrainError(
-                    f"rank {other} on {socket.gethostname()} did not come",
-                    remedy="see why it was not started, or raise wait_s",
-                )
+                what = f"rank {other} on {socket.gethostname()} did not come"
+                raise TrainError(what, remedy="see why it was not started, or raise wait_s")
             time.sleep(PAUSE_S)
 
     if rank:

@@ -88,10 +88,7 @@ def held_out_batches(
         dataset = instantiate(data["held_out"], f"{job['where']['data']}: held_out")
         batches = Batches(dataset, {**job, "data": {**data, "shuffle": False}}, layouts, axes, "held_out", slices)
         if batches.length < batches.size:
-            raise TrainError(
-                f"it has {batches.length} samples, and a batch of the model {batches.size}",
-                where=batches.where,
-                remedy="hold out more of them",
-            )
+            what = f"it has {batches.length} samples, and a batch of the model {batches.size}"
+            raise TrainError(what, where=batches.where, remedy="hold out more of them")
         count = min(job["train"]["evaluate"]["batches"], batches.length // batches.size)
         return [batches[number] for number in range(count * len(batches.slices.samples))]

@@ -97,11 +97,9 @@ def agree(digests: dict[str, str]) -> None:
     for rank, other in enumerate(everyone):
         differs = [file for file in everyone[0] | other if other.get(file) != everyone[0].get(file)]
         if differs:
-            raise TrainError(
-                f"rank {rank} and rank 0 have read different files",
-                where=differs[0],
-                remedy="give all hosts the same conf/ and runs/, best on a file system that they share",
-            )
+            what = f"rank {rank} and rank 0 have read different files"
+            remedy = "give all hosts the same conf/ and runs/, best on a file system that they share"
+            raise TrainError(what, where=differs[0], remedy=remedy)
 
 
 def make_engine(job: Job) -> Engine:

@@ -141,11 +141,9 @@ class DDP(SingleEngine):
         loss = super().step(first, later)
         spare = next((name for name, p in self.parameters.items() if p.grad is None), None)
         if spare is not None:  # its bucket was never summed; torch would say so in the next step, in many words
-            raise TrainError(
-                f"{spare} takes no part in the loss, which DistributedDataParallel does not allow",
-                where=self.where("model", "module"),
-                remedy="freeze it (`requires_grad_(False)`), or train with another engine",
-            )
+            what = f"{spare} takes no part in the loss, which DistributedDataParallel does not allow"
+            remedy = "freeze it (`requires_grad_(False)`), or train with another engine"
+            raise TrainError(what, where=self.where("model", "module"), remedy=remedy)
         return loss
 
     def _adds_up(self, last: bool) -> AbstractContextManager[Any]:

@@ -161,11 +161,8 @@ def program_of(job: Job, *, evaluates: bool = False) -> ModuleType:
     source = Path(job["module_path"]).read_bytes()
     given = job.get("digests", {}).get(MODULE)
     if given is not None and artifacts.digest_of("module", source) != given:
-        raise TrainError(
-            "it has changed since the run was started",
-            where=MODULE,
-            remedy="start the run again, and leave the file as it is while it begins",
-        )
+        what = "it has changed since the run was started"
+        raise TrainError(what, where=MODULE, remedy="start the run again, and leave the file as it is while it begins")
     try:
         return load_program(job["module_path"], evaluates=evaluates, source=source)
     except CannotEvaluate as error:

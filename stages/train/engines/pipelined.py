@@ -30,7 +30,7 @@ from pipeline.user.batches import Batches
 from pipeline.user.weights import Shape
 from stages.train.data import held_out_batches
 from stages.train.engines.engine import Batch, Engine, StateShard, program_of
-from stages.train.engines.tensors import OwnTensors, StoredRows, optimizer_state, refuse_optimizer
+from stages.train.engines.tensors import OwnTensors, StoredRows, refuse_optimizer
 from stages.train.job import Job
 from stages.train.ranks.joining import gathered
 from stages.train.ranks.watchdog import Beat, unwatched, with_beats
@@ -143,19 +143,10 @@ class PipelinedEngine(Engine):
         `restored` gives what the first holder of all has to the others.
         """
         listed: set[str] = set()
-        axes = tuple(self.places.axes)
         for partition in self.partitions:
             names = [name for name in partition.tensors if name not in listed]
             listed.update(names)
-            for name in names:
-                tensor = partition.tensors[name]
-                layout = self.own[partition.number].stored.layout(name, tensor)
-                yield StateShard(f"weights/{name}", tensor.detach(), self.shapes[name], layout, axes)
-            for name in (name for name in names if name in partition.updated):
-                layout = Layout.parse(partition.rows[name][2])
-                yield from optimizer_state(
-                    self, StateShard(name, partition.updated[name], self.shapes[name], layout, axes)
-                )
+            yield from self.own[partition.number].shards(self, partition.updated, names)
 
     def restored(self) -> None:
         """The other holders of a tied parameter take what the first has."""

@@ -95,6 +95,16 @@ class OwnTensors:
             shard = read_piece(weights, key, runs_of(*lies)).to(named[name].dtype)
             yield name, with_padding(shard, *lies)
 
+    def shards(self, engine: Engine, updated: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[StateShard]:
+        """Of these tensors, and of what the optimizer keeps of those that it is given as `updated`."""
+        axes, names = tuple(self.stored.axes), list(names)
+        for name in names:
+            layout = self.stored.layout(name, self.tensors[name])
+            yield StateShard(f"weights/{name}", self.tensors[name].detach(), self.shapes[name], layout, axes)
+        for name in (name for name in names if name in updated):
+            layout = Layout.parse(self.stored.row(name)[2])
+            yield from _optimizer_state(engine, StateShard(name, updated[name], self.shapes[name], layout, axes))
+
     def whole(self, name: str) -> Tensor:
         """On every rank of the mesh; all of them ask for it together."""
         tensor = self.tensors[name]
@@ -123,7 +133,7 @@ def refuse_optimizer(engine: Engine, stored: list[tuple[StoredRows, str, Shape]]
         refuse_moving_zeros(*given, padded, engine.device.type)
 
 
-def optimizer_state(engine: Engine, of: StateShard) -> Iterator[StateShard]:
+def _optimizer_state(engine: Engine, of: StateShard) -> Iterator[StateShard]:
     """What the optimizer keeps of one parameter: `of` has its name, what the optimizer was given, and how that lies.
 
     A shard that ZeRO-1 updates is empty between steps: what is split is known by the layout, not by the shard's shape.

@@ -49,11 +49,8 @@ def join(device: str, timeout: timedelta) -> dist.Store:
 
 def require_gpu(where: str) -> None:
     if not torch.cuda.is_available():
-        raise TrainError(
-            "the plan is for GPUs, and this machine has none that torch can use",
-            where=where,
-            remedy="train on a machine with GPUs, or plan for `device: cpu`",
-        )
+        what = "the plan is for GPUs, and this machine has none that torch can use"
+        raise TrainError(what, where=where, remedy="train on a machine with GPUs, or plan for `device: cpu`")
 
 
 def gpu_of(environment: Mapping[str, str], gpus: int) -> int:

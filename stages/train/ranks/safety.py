@@ -96,11 +96,9 @@ class Safety:
         if self.snapshots is None or exports or (self.newest and step_of(self.newest) >= self.steps):
             return
         went_on = f"from {self._shown(self.newest)}" if self.newest else "from the start"
-        raise TrainError(
-            f"the state after the last step could not be saved: {self.problem}",
-            where=self._shown(self.snapshots.folder),
-            remedy=f"mend that, and run again: training goes on {went_on}",
-        )
+        what = f"the state after the last step could not be saved: {self.problem}"
+        remedy = f"mend that, and run again: training goes on {went_on}"
+        raise TrainError(what, where=self._shown(self.snapshots.folder), remedy=remedy)
 
     def stop(self, done: int, numbers: Callable[[], About]) -> list[Note]:
         """All ranks, where the run ends before its last step: a snapshot of where it stands, unless there is one."""
@@ -148,10 +146,8 @@ class Safety:
         problem = differing_replicas(self.engine)
         if problem:
             self.end()
-            raise TrainError(
-                f"after step {done - 1} replicas are no longer equal: {problem}",
-                remedy=self.advice("a device or a link is at fault, or an op is not deterministic"),
-            )
+            what = f"after step {done - 1} replicas are no longer equal: {problem}"
+            raise TrainError(what, remedy=self.advice("a device or a link is at fault, or an op is not deterministic"))
 
     def advice(self, text: str) -> str:
         """For the message with which a run is given up."""

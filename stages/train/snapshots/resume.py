@@ -56,11 +56,9 @@ def find(folder: Path, origin: str | None, where: str) -> FoundSnapshot:
         damaged |= dict.fromkeys(aside, "set aside before")
         named = ", ".join(f"{name} ({problem})" for name, problem in damaged.items())
         anew = f"move them away to begin from {origin} again" if origin else "begin anew with `resume: never`"
-        raise TrainError(
-            f"no snapshot of this run in {folder} is whole: {named}",
-            where=where,
-            remedy=f"bring one back from a copy of yours, or {anew}, which keeps these; nothing was changed",
-        )
+        what = f"no snapshot of this run in {folder} is whole: {named}"
+        remedy = f"bring one back from a copy of yours, or {anew}, which keeps these; nothing was changed"
+        raise TrainError(what, where=where, remedy=remedy)
     if origin is None:
         return FoundSnapshot(None)
     listing, tensors, problem = _checked(Path(origin), where)
@@ -112,10 +110,8 @@ def restore(engine: Engine, found: FoundSnapshot, program: str) -> None:
     streams = random_streams(engine.device, dist.get_rank() if same else 0)
     tensors = [*map(BoxedTensor.of, engine.state()), *(each for each in streams if each.name in found.tensors)]
     if problem := _mismatch(tensors, found.tensors):
-        raise TrainError(
-            f"{found.path} does not fit the model or the optimizer: {problem}",
-            remedy="begin anew with `resume: never`",
-        )
+        what = f"{found.path} does not fit the model or the optimizer: {problem}"
+        raise TrainError(what, remedy="begin anew with `resume: never`")
     files = TensorFiles(found.path, found.tensors)
     with torch.no_grad():
         for tensor in tensors:

@@ -52,11 +52,9 @@ def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any
             manifest.claim(folder, launch)
         newest = next(iter([*manifest.snapshots_in(folder), *([Path(origin)] if origin else [])]), None)
         if newest and manifest.step_of(newest) > config.train.steps:  # it is not cut back without a word
-            raise TrainError(
-                f"{config.train.steps} steps are asked for, and the run has come to step {manifest.step_of(newest)}",
-                where=f"conf/train/{config.choices['train']}.yaml: steps",
-                remedy="raise `steps`, or begin anew with `resume: never`",
-            )
+            what = f"{config.train.steps} steps are asked for, and the run has come to step {manifest.step_of(newest)}"
+            remedy = "raise `steps`, or begin anew with `resume: never`"
+            raise TrainError(what, where=f"conf/train/{config.choices['train']}.yaml: steps", remedy=remedy)
     return {
         "folder": str(folder),
         "settings": public(settings),

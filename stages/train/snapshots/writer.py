@@ -203,10 +203,8 @@ def refuse_plain_state(optimizer: torch.optim.Optimizer) -> None:
         for key, value in state.items():
             if value is not None and not isinstance(value, Tensor):
                 name, kind = type(optimizer).__name__, type(value).__name__
-                raise TrainError(
-                    f"{name} keeps its {key} as a {kind}, and only tensors can be saved",
-                    remedy="set `snapshots.every: 0`, or name an optimizer of torch.optim",
-                )
+                what = f"{name} keeps its {key} as a {kind}, and only tensors can be saved"
+                raise TrainError(what, remedy="set `snapshots.every: 0`, or name an optimizer of torch.optim")
 
 
 def _text(error: Exception) -> str:
