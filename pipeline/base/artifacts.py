@@ -138,8 +138,15 @@ def _parse(content: bytes, kinds: tuple[str, ...], refuse: Refuse, accept_edited
         if source:
             refused.remedy = f"{refused.remedy}, or {ACCEPT_EDITED}"
         raise refused
-    value = body if source else _decode_body(KINDS[header["kind"]].body, body, refuse)
-    return Artifact(header["kind"], header["inputs"], header["config"], value, digest, edited)
+    if not source:
+        try:
+            body = decode(KINDS[header["kind"]].body, body)
+            if isinstance(body, OpGraph):
+                verify_graph(body)
+            verify_body(body)
+        except (ArithmeticError, LookupError, RecursionError, ValueError) as error:  # ours are ValueErrors
+            raise refuse(f"its body is not valid ({error})") from error
+    return Artifact(header["kind"], header["inputs"], header["config"], body, digest, edited)
 
 
 def check_together(artifacts: Iterable[Artifact], config: Mapping[str, str]) -> None:
@@ -226,14 +233,3 @@ def _check_header(header: dict[str, Any], kinds: tuple[str, ...], refuse: Refuse
     known = KINDS[header["kind"]].version
     if header["version"] != known:
         raise refuse(f"it has version {header['version']}, this program reads version {known}")
-
-
-def _decode_body(form: type, body: Any, refuse: Refuse) -> Any:
-    try:
-        value: Any = decode(form, body)
-        if isinstance(value, OpGraph):
-            verify_graph(value)
-        verify_body(value)
-        return value
-    except (ArithmeticError, LookupError, RecursionError, ValueError) as error:  # ours are ValueErrors
-        raise refuse(f"its body is not valid ({error})") from error

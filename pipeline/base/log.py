@@ -52,7 +52,15 @@ def progress(log: Log, what: str, total: int) -> Iterator[Advance]:
         yield lambda done, note="": None
         return
     if not sys.stderr.isatty():
-        yield _lines(log, what, total)
+        shown = 0
+
+        def advance(done: int, note: str = "") -> None:
+            nonlocal shown
+            if done * 5 // total > shown * 5 // total or (done == total and shown != done):
+                shown = done
+                log.info("%s %d/%d %s", what, done, total, note)
+
+        yield advance
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -63,15 +71,3 @@ def progress(log: Log, what: str, total: int) -> Iterator[Advance]:
     with Progress(*columns, MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done, note="": bar.update(task, completed=done, description=f"{what} {note}".strip())
-
-
-def _lines(log: Log, what: str, total: int) -> Advance:
-    shown = 0
-
-    def advance(done: int, note: str = "") -> None:
-        nonlocal shown
-        if done * 5 // total > shown * 5 // total or (done == total and shown != done):
-            shown = done
-            log.info("%s %d/%d %s", what, done, total, note)
-
-    return advance

@@ -94,7 +94,10 @@ def execute(stage: StageSpec, run: Callable[[Inputs, Config], Result], root: Pat
                 digests = {key: config.digest(key) for key in stage.config}
                 made = artifacts.make(stage.writes, result.body, found.values(), digests)
                 path = artifacts.save(made, root)
-                _write_summary(stage, root, figures)
+                summary = summary_path(stage.name, root)  # all figures, and those that DVC shows and compares
+                for file, content in ((summary.name, figures), ("metrics.json", headlines(stage.name, figures))):
+                    if content:
+                        write_atomic(summary.with_name(file), (json.dumps(content, indent=1) + "\n").encode())
                 result.settle()
         except ShardwrightError as error:
             track(_record(stage, config, {}, status="failed", error=error.line()), found.get("plan"))
@@ -120,14 +123,6 @@ def read(kinds: Iterable[str], root: Path) -> tuple[Config, dict[str, Artifact]]
 
 def summary_path(stage: str, root: Path) -> Path:
     return root / "runs" / stage / "summary.json"
-
-
-def _write_summary(stage: StageSpec, root: Path, figures: Figures) -> None:
-    """All figures, and those that DVC shows and compares in a file of their own."""
-    path = summary_path(stage.name, root)
-    for name, content in ((path.name, figures), ("metrics.json", headlines(stage.name, figures))):
-        if content:
-            write_atomic(path.with_name(name), (json.dumps(dict(content), indent=1) + "\n").encode())
 
 
 def read_summary(stage: str, root: Path) -> dict[str, Any] | None:

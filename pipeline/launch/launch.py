@@ -1,6 +1,6 @@
 """Starting ranks and waiting for them in bounded time, leaving no process.
 
-`torchrun` on this machine, alone or with others (`run_ranks`), or one rank of a launcher outside (`run_here`).
+By `torchrun` on this machine, alone or with others; or the one rank that a launcher outside wants here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pipeline.launch.rank import MEET, NOTE, PARENT
 from pipeline.launch.work_folder import LaunchFailed, WorkFolder, failure_of, reason, work_folder
 
 Poll = Callable[[Path], None]
-Command = tuple[list[str], dict[str, str]]  # with its environment
 Asked = Callable[[], int | None]  # the signal that asks to end
 
 LOOK_S = 0.5  # between two looks at the processes
@@ -61,58 +60,28 @@ def run_ranks(
     ranks: int,
     timeout: float | None,
     poll: Poll | None = None,
-    node: LaunchNode | None = None,
+    node: LaunchNode | RankPlace | None = None,
     watch: Supervision = UNSUPERVISED,
 ) -> dict[str, Any]:
     """Runs `python -m module JOB` on that many ranks of this machine; one of them writes the result, a JSON object.
 
     `poll` is called several times a second with the folder the ranks work in. Without `node` all ranks are on this
-    machine, and meet on its loopback.
+    machine, and meet on its loopback. A `RankPlace` is that of the one rank for which a launcher outside has started
+    this process: rank 0 has the result then, of the others it is empty.
     """
-
-    def command(work: Path) -> Command:
-        local = {**_on_the_loopback(), MEET: str(work)} if node is None else {}
-        return _command(module, ranks, node, watch.restarts, work), {**_environment(ranks), **local}
-
-    return _run(command, job, timeout, poll, watch, ranks)
-
-
-def run_here(
-    module: str,
-    job: Mapping[str, Any],
-    place: RankPlace,
-    timeout: float | None,
-    poll: Poll | None = None,
-    watch: Supervision = UNSUPERVISED,
-) -> dict[str, Any]:
-    """Runs `python -m module JOB` as the one rank that a launcher outside has started this process for.
-
-    Rank 0 has the result; of the others it is empty.
-    """
-
-    def command(work: Path) -> Command:
-        environment = {**_environment(place.local_ranks), **place.environment()}
-        return [sys.executable, "-m", module, str(work)], environment
-
-    return _run(command, job, timeout, poll, watch, rank=place.rank)
-
-
-def _run(
-    command: Callable[[Path], Command],
-    job: Mapping[str, Any],
-    timeout: float | None,
-    poll: Poll | None,
-    watch: Supervision,
-    ranks: int = 1,
-    rank: int | None = None,
-) -> dict[str, Any]:
-    """So many `ranks`, or `rank` alone."""
+    rank = node.rank if isinstance(node, RankPlace) else None
     with work_folder() as work:
         work.write_job(job)
+        if isinstance(node, RankPlace):
+            command = [sys.executable, "-m", module, str(work.path)]
+            environment = {**_environment(node.local_ranks), **node.environment()}
+        else:
+            command = _command(module, ranks, node, watch.restarts, work.path)
+            local = {**_on_the_loopback(), MEET: str(work.path)} if node is None else {}
+            environment = {**_environment(ranks), **local}
+        log = work.descriptor
         with gentle() if watch.gentle else nullcontext(lambda: None) as asked:
-            started, environment = command(work.path)
-            log = work.descriptor
-            process = subprocess.Popen(started, stdout=log, stderr=log, env=environment, start_new_session=True)
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
             processes = Processes(process, ranks, rank)
             try:
                 _Waiting(processes, work, watch, asked).wait(timeout, poll)

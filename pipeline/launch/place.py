@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from pipeline.base.errors import TrainError
 
@@ -23,14 +23,8 @@ class RankPlace:
 
     def environment(self) -> dict[str, str]:
         """As torch reads it."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.ranks),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_ranks),
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
-        }
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+        return dict(zip(names, map(str, astuple(self)), strict=True))
 
 
 def find_place(environment: Mapping[str, str]) -> RankPlace | None:

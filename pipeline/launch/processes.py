@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from contextlib import suppress
 
 import psutil
@@ -32,15 +31,12 @@ class Processes:
         if self.alone is not None:
             return self.alone
         if len(self.known) < self.count or not all(map(_lives, self.known.values())):
-            self.known = dict(self._found())
+            self.known = {}
+            with suppress(psutil.Error):
+                for process in filter(_lives, self.above.children()):
+                    with suppress(psutil.Error, KeyError, ValueError):
+                        self.known[int(process.environ()["RANK"])] = process
         return self.known
-
-    def _found(self) -> Iterator[tuple[int, psutil.Process]]:
-        with suppress(psutil.Error):
-            for process in self.above.children():
-                with suppress(psutil.Error, KeyError, ValueError):
-                    if _lives(process):
-                        yield int(process.environ()["RANK"]), process
 
     def look(self, now: float) -> None:
         """Takes note of what is stopped; what was stopped when it ended stays noted until a new rank has its number."""

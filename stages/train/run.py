@@ -18,7 +18,7 @@ from pipeline.base.stage import STAGES, Inputs, Result, read
 from pipeline.config import Config, TrainEngine
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan
-from pipeline.launch.launch import Supervision, run_here, run_ranks
+from pipeline.launch.launch import Supervision, run_ranks
 from pipeline.launch.place import find_place
 from pipeline.launch.work_folder import ROOM, LaunchFailed
 from pipeline.tracking.tracker import Tracker
@@ -149,9 +149,7 @@ def launch(inputs: Inputs, config: Config, plan: Plan, job: Job) -> dict[str, An
     try:
         with inputs.tracker.live("train") as log_point, progress(inputs.log, "step", train.steps) as advance:
             follow = Follower(log_point, advance, lambda note: tell(inputs.log, inputs.root, note))
-            if place:
-                return run_here(WORKER, job, place, train.timeout_s, follow, watch)
-            return run_ranks(WORKER, job, ranks, train.timeout_s, follow, watch=watch)
+            return run_ranks(WORKER, job, ranks, train.timeout_s, follow, place, watch)
     except LaunchFailed as error:
         for line in error.log.splitlines():
             inputs.log.debug(line)

@@ -36,16 +36,6 @@ class StoredRows:
         """Of a parameter, its gradient and the optimizer's state; nothing for one that is not trained."""
         return look_up(self.table, name) or ("", "", "")
 
-    def splits_state(self, name: str) -> bool:
-        """Whether the optimizer is given a shard of a parameter."""
-        state = self.row(name)[2]
-        return bool(state) and any(one.kind == "S" for one in Layout.parse(state).states)
-
-    def pads(self, name: str, shape: Shape) -> bool:
-        """Whether a parameter or what the optimizer is given of it lies in uneven shards."""
-        layouts = (Layout.parse(text) for text in (self.row(name)[0], self.row(name)[2]) if text)
-        return any(layout.uneven(shape, sizes_of(self.axes)) for layout in layouts)
-
     def is_trained(self, name: str, tensor: Tensor) -> bool:
         return bool(self.row(name)[0]) and isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
@@ -127,10 +117,17 @@ def state_names(module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str
 def refuse_optimizer(engine: Engine, stored: list[tuple[StoredRows, str, Shape]]) -> None:
     """One that cannot work on shards, or on their padding, where there are such."""
     given = engine.job["train"]["optimizer"], engine.where("train", "optimizer")
-    if split := next((name for rows, name, _ in stored if rows.splits_state(name)), None):
-        refuse_mixing(*given, split, engine.device.type)
-    if padded := next((name for rows, name, shape in stored if rows.pads(name, shape)), None):
-        refuse_moving_zeros(*given, padded, engine.device.type)
+    split, padded = [], []
+    for rows, name, shape in stored:
+        own, _, state = rows.row(name)
+        if state and any(one.kind == "S" for one in Layout.parse(state).states):
+            split.append(name)
+        if any(Layout.parse(text).uneven(shape, sizes_of(rows.axes)) for text in (own, state) if text):
+            padded.append(name)
+    for name in split[:1]:
+        refuse_mixing(*given, name, engine.device.type)
+    for name in padded[:1]:
+        refuse_moving_zeros(*given, name, engine.device.type)
 
 
 def _optimizer_state(engine: Engine, of: StateShard) -> Iterator[StateShard]:

@@ -78,8 +78,11 @@ class Safety:
         self._prove()
         every, compared = self.settings["every"], self.settings["compare_every"]
         due = bool(every) and (done % every == 0 or done == self.steps)
-        if compared and (done % compared == 0 or due):
-            self._compare(done)
+        if compared and (done % compared == 0 or due) and (problem := differing_replicas(self.engine)):
+            self.end()
+            what = f"after step {done - 1} replicas are no longer equal: {problem}"
+            advice = self.advice("a device or a link is at fault, or an op is not deterministic")
+            raise TrainError(what, remedy=advice)
         notes = self._outcome(wait=due)
         if self.snapshots and due:
             self.snapshots.take(self.engine, done, self._about(done, numbers()))
@@ -141,13 +144,6 @@ class Safety:
             "engine": self.made_by,
             **numbers,
         }
-
-    def _compare(self, done: int) -> None:
-        problem = differing_replicas(self.engine)
-        if problem:
-            self.end()
-            what = f"after step {done - 1} replicas are no longer equal: {problem}"
-            raise TrainError(what, remedy=self.advice("a device or a link is at fault, or an op is not deterministic"))
 
     def advice(self, text: str) -> str:
         """For the message with which a run is given up."""

@@ -84,9 +84,6 @@ class SavedTensor:
     shape: tuple[int, ...]
     boxes: dict[Place, str]  # in which file
 
-    def is_whole(self) -> bool:
-        return sum(prod(sizes) for _, sizes in self.boxes) == prod(self.shape)
-
 
 Table = Mapping[str, SavedTensor]
 BoxOffer = tuple[str, str, SavedTensor]  # what a rank could write of one tensor: its name, how it is cut, its boxes

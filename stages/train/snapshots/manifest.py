@@ -110,25 +110,19 @@ def _read_listing(folder: Path) -> dict[str, Any]:
         )
     if digest != _digest(found):
         raise Damaged(f"{MANIFEST} does not match its digest")
-    if problem := _wrong_files(found.get("files")):
-        raise Damaged(f"{MANIFEST}: {problem}")
-    return {**found, "digest": digest}
-
-
-def _wrong_files(files: Any) -> str:
-    """A name with a folder in it would lead out of the snapshot."""
+    files = found.get("files")
     if not isinstance(files, dict) or TENSORS not in files:
-        return "it lists no files"
+        raise Damaged(f"{MANIFEST}: it lists no files")
     for name, about in files.items():
-        if not _FILE.fullmatch(name):
-            return f"{name[:80]!r} is no file of a snapshot"
+        if not _FILE.fullmatch(name):  # one with a folder in it would lead out of the snapshot
+            raise Damaged(f"{MANIFEST}: {name[:80]!r} is no file of a snapshot")
         if not isinstance(about, dict) or about.keys() != {"sha256", "bytes"}:
-            return f"{name} has no digest and size"
+            raise Damaged(f"{MANIFEST}: {name} has no digest and size")
         if not isinstance(about["sha256"], str) or not _SHA256.fullmatch(about["sha256"]):
-            return f"{name} has no digest"
+            raise Damaged(f"{MANIFEST}: {name} has no digest")
         if type(about["bytes"]) is not int or about["bytes"] < 0:
-            return f"{name} has no size"
-    return ""
+            raise Damaged(f"{MANIFEST}: {name} has no size")
+    return {**found, "digest": digest}
 
 
 def _wrong_numbers(about: Any, snapshot: Path) -> str:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,8 @@ class SnapshotWriter:
                 write_boxes(own[0], tensors.values(), mine)
             if shared:
                 write_table(temporary, shared)
-            missing = (f"nobody has all of {name}" for name, saved in shared.items() if not saved.is_whole())
+            held = {name: sum(prod(sizes) for _, sizes in saved.boxes) for name, saved in shared.items()}
+            missing = (f"nobody has all of {name}" for name in held if held[name] != prod(shared[name].shape))
             digests = {path.name: manifest.digest_of(path) for path in own if path.exists()}
             return digests, next(missing, self.staging.not_finite())
         except Exception as error:
