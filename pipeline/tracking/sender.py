@@ -12,7 +12,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -71,11 +71,14 @@ def send(client: Any, store: Store, spool: Spool, state: SendState) -> None:
 def _open_run(client: Any, store: Store, spool: Spool, state: SendState) -> tuple[SendState, Any]:
     """The run of this execution in this store: the one noted, else the one with its tag, else a new one."""
     if state.run_id and state.store == store.digest:
-        run = _find_run(client, state.run_id)
-        if run is not None:
+        run = _unless("RESOURCE_DOES_NOT_EXIST", lambda: client.get_run(state.run_id))
+        if run is not None and run.info.lifecycle_stage == "active":
             return state, run
     first, execution = spool.first_run(), spool.folder.name
-    experiment_id = _experiment(client, store, first.get("experiment", "shardwright"))
+    named, place = first.get("experiment", "shardwright"), store.artifacts.as_uri() if store.artifacts else None
+    if client.get_experiment_by_name(named) is None:  # another process may be faster
+        _unless("RESOURCE_ALREADY_EXISTS", lambda: client.create_experiment(named, place))
+    experiment_id = str(client.get_experiment_by_name(named).experiment_id)
 
     def of_execution(name: str) -> Any:
         found = client.search_runs([experiment_id], f"tags.`{EXECUTION_TAG}` = '{name}'", max_results=1)
@@ -95,30 +98,16 @@ def _open_run(client: Any, store: Store, spool: Spool, state: SendState) -> tupl
     return fresh, run
 
 
-def _find_run(client: Any, run_id: str) -> Any:
+def _unless(code: str, ask: Callable[[], Any]) -> Any:
+    """What MLflow answers; None where it refuses with that code."""
     from mlflow.exceptions import MlflowException
 
     try:
-        run = client.get_run(run_id)
+        return ask()
     except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+        if error.error_code != code:
             raise
         return None
-    return run if run.info.lifecycle_stage == "active" else None
-
-
-def _experiment(client: Any, store: Store, name: str) -> str:
-    from mlflow.exceptions import MlflowException
-
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        try:
-            return str(client.create_experiment(name, store.artifacts.as_uri() if store.artifacts else None))
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-            found = client.get_experiment_by_name(name)  # another process was faster
-    return str(found.experiment_id)
 
 
 def _send_record(client: Any, run_id: str, entry: StageRecord, params: dict[str, str]) -> None:
@@ -162,7 +151,7 @@ def _send_points(client: Any, spool: Spool, state: SendState) -> SendState:
                 stage, step, at, values = line
                 keys = _keys(f"{stage}/", values)
                 metrics += [Metric(keys[key], float(value), _ms(at), int(step)) for key, value in values.items()]
-            except (AttributeError, TypeError, ValueError):
+            except (AttributeError, OverflowError, TypeError, ValueError):
                 spool.log.warning("tracking: %s: a damaged point before byte %d is skipped", spool.folder, end)
         client.log_batch(state.run_id, metrics=metrics)
         state = replace(state, points=lines[-1][0])

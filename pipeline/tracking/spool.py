@@ -143,8 +143,9 @@ class Spool:
 
     def first_run(self) -> dict[str, str]:
         """What the run is called and belongs to, as the first record has it."""
-        found = (line["run"] for _, line in self.lines(RECORDS) if isinstance(line, dict) and "run" in line)
-        return {key: value for key, value in dict(next(found, {})).items() if isinstance(value, str)}
+        found = (line.get("run") for _, line in self.lines(RECORDS) if isinstance(line, dict))
+        first = next((run for run in found if isinstance(run, dict)), {})
+        return {key: value for key, value in first.items() if isinstance(value, str)}
 
     def records(self) -> dict[int, StageRecord | None]:
         """By the bytes where they end, in the order they were written; None for one that cannot be read.

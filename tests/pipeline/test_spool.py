@@ -255,3 +255,8 @@ def test_the_first_record_says_what_the_run_is_called(tmp_path):
     for name in ("name", "other"):
         Spool(tmp_path, "one", LOG, {"run_name": name}).record(StageRecord("trace"))
     assert Spool(tmp_path, "one", LOG).first_run() == {"run_name": "name"}
+    for damaged in ({"run": "text"}, {"run": {"run_name": 3}}, [], 7):
+        box = Spool(tmp_path, str(len(str(damaged))), LOG)
+        box.record(StageRecord("trace"))
+        (box.folder / spool.RECORDS).write_text(json.dumps(damaged) + "\n")
+        assert box.first_run() == {}
