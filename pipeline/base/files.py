@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: written under a temporary name, then renamed."""
+"""Files that are either whole or absent: written under a temporary name, then renamed. And such as grow by lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -74,6 +74,17 @@ def writing_whole(path: Path) -> Iterator[BinaryIO]:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def whole_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Those of a file that may still grow, from a byte on, each with the byte after it; none where there is no file."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return  # still being written, or all there will ever be of it
+            offset += len(line)
+            yield offset, line
 
 
 def lives(pid: int) -> bool:

@@ -25,19 +25,15 @@ def get_log(stage: str, verbosity: int = NORMAL) -> Log:
     log.setLevel({QUIET: logging.WARNING, NORMAL: logging.INFO, VERBOSE: logging.DEBUG}[verbosity])
     log.propagate = False
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Format(f"[{stage}] "))
+    handler.setFormatter(_Format(f"[{stage}] %(kind)s%(message)s"))
     log.handlers = [handler]
     return log
 
 
 class _Format(logging.Formatter):
-    def __init__(self, prefix: str) -> None:
-        super().__init__(f"{prefix}%(message)s")
-        self._warning = logging.Formatter(f"{prefix}warning: %(message)s")
-
     def format(self, record: logging.LogRecord) -> str:
-        text = self._warning.format(record) if record.levelno >= logging.WARNING else super().format(record)
-        return printable(without_secrets(text), keep="\n\t")
+        record.kind = "warning: " if record.levelno >= logging.WARNING else ""
+        return printable(without_secrets(super().format(record)), keep="\n\t")
 
 
 def say(text: str) -> None:

@@ -28,7 +28,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline.base.files import write_atomic
+from pipeline.base.files import whole_lines, write_atomic
 from pipeline.tracking.execution import file_name
 
 VERSION = 2
@@ -126,20 +126,14 @@ class Spool:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def lines(self, file: str, offset: int = 0) -> Iterator[tuple[int, Any]]:
-        """Whole lines from a byte on, each with the byte after it; None for one that is no JSON."""
-        with contextlib.suppress(FileNotFoundError), (self.folder / file).open("rb") as opened:
-            opened.seek(offset)
-            for line in opened:
-                if not line.endswith(b"\n"):
-                    return  # still being written, or all there will ever be of it
-                offset += len(line)
-                if line == b"\n":
-                    continue
+        """What whole lines from a byte on say, each with the byte after it; None for one that is no JSON."""
+        for end, line in whole_lines(self.folder / file, offset):
+            if line != b"\n":
                 try:
                     content = json.loads(line)
                 except (ValueError, RecursionError):
                     content = None
-                yield offset, content
+                yield end, content
 
     def first_run(self) -> dict[str, str]:
         """What the run is called and belongs to, as the first record has it."""

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.files import whole_lines
 from pipeline.base.log import Advance, Log
 from pipeline.launch.rank import tell_user
 from pipeline.launch.work_folder import ROOM
@@ -67,16 +68,9 @@ class Follower:
         self.next = 0
 
     def __call__(self, work: Path) -> None:
-        path = work / "steps.jsonl"
-        if not path.exists():
-            return
-        with open(path, "rb") as file:
-            file.seek(self.position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return  # still being written
-                self.position += len(line)
-                self._pass_on(json.loads(line))
+        for end, line in whole_lines(work / "steps.jsonl", self.position):
+            self.position = end
+            self._pass_on(json.loads(line))
 
     def _pass_on(self, step: Note) -> None:
         if "step" not in step:

@@ -36,7 +36,7 @@ from stages.train.data import PREFETCH, Prefetched
 ANSWER_S = 10.0  # within which every rank answers; its main thread is not asked
 FOR_EVER = timedelta(days=1000)
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-_WAITING = (Prefetched._take.__code__, Prefetched._drop.__code__)
+_WAITING = Prefetched._take.__code__
 Statuses = dict[int, dict[str, Any]]
 
 
@@ -191,7 +191,7 @@ def place_of_work() -> dict[str, Any]:
     threads = {thread.name: thread.ident for thread in threading.enumerate()}
     now = sys._current_frames()
     frame = now.get(threading.main_thread().ident or 0)
-    if frame is not None and (frame.f_code in _WAITING or Path(frame.f_code.co_filename).name == "queue.py"):
+    if frame is not None and (frame.f_code is _WAITING or Path(frame.f_code.co_filename).name == "queue.py"):
         frame = now.get(threads.get(PREFETCH) or 0, frame)
     if frame is None:
         return {"at": "an unknown place", "waits": False}
