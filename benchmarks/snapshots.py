@@ -91,7 +91,7 @@ def rank(work: Path) -> None:
             engine.step(engine.on_device(first), later)
             done += 1
         outcome = snapshots.done(wait=True)
-        assert (outcome is not None) == saves and (outcome is None or not outcome.problem), outcome
+        assert (outcome is not None) == saves and (outcome is None or not outcome[1]), outcome
         return time.perf_counter() - start, time.process_time() - processor
 
     stretch(False, 3)

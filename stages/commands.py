@@ -255,11 +255,11 @@ def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     from pipeline.tracking.tracker import sync as send
 
     try:
-        done = send(root, load_config(root).tracking, log)
+        sent, left = send(root, load_config(root).tracking, log)
     except OSError as error:
         raise ShardwrightError(f"the records cannot be read: {error}", where="runs/tracking") from error
-    log.info("%d runs are in the store, %d are still waiting", done.sent, done.left)
-    return 1 if done.left else 0
+    log.info("%d runs are in the store, %d are still waiting", sent, left)
+    return 1 if left else 0
 
 
 @command("serve the MLflow UI on 127.0.0.1")

@@ -86,7 +86,9 @@ def _line(folder: Path, name: str) -> tuple[bool, str]:
     from pipeline.base.log import _Format
 
     record = logging.LogRecord("x", logging.WARNING, "", 0, "%s is not there", (name,), None)
-    shown = _Format("[x] ").format(record).replace("\n", "").replace("\t", "") + ShardwrightError(name).line()
+    shown = (
+        _Format("[x] %(message)s").format(record).replace("\n", "").replace("\t", "") + ShardwrightError(name).line()
+    )
     return shown.isprintable(), repr(shown)
 
 

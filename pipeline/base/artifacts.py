@@ -79,8 +79,17 @@ def make(kind: str, body: Any, parents: Iterable[Artifact], config: Mapping[str,
 
 
 def save(artifact: Artifact, root: Path) -> Path:
+    """As JSON; of source the header is comments, one entry a line: `# shardwright input plan sha256:...`"""
+    header = _header(artifact.kind, artifact.inputs, artifact.config) | {"digest": artifact.digest}
+    if KINDS[artifact.kind].body is str:
+        rows = [f"{key} {header[key]}" for key in ("kind", "version", "digest")]
+        rows += [f"input {kind} {digest}" for kind, digest in artifact.inputs.items()]
+        rows += [f"config {key} {digest}" for key, digest in artifact.config.items()]
+        text = "".join(f"{_SOURCE_MARK}{row}\n" for row in rows) + artifact.body
+    else:
+        text = json.dumps({**header, "body": encode(artifact.body)}, indent=1, allow_nan=False) + "\n"
     path = KINDS[artifact.kind].path(root)
-    write_atomic(path, _to_bytes(artifact))
+    write_atomic(path, text.encode())
     return path
 
 
@@ -129,8 +138,15 @@ def _parse(content: bytes, kinds: tuple[str, ...], refuse: Refuse, accept_edited
         if source:
             refused.remedy = f"{refused.remedy}, or {ACCEPT_EDITED}"
         raise refused
-    value = body if source else _decode_body(KINDS[header["kind"]].body, body, refuse)
-    return Artifact(header["kind"], header["inputs"], header["config"], value, digest, edited)
+    if not source:
+        try:
+            body = decode(KINDS[header["kind"]].body, body)
+            if isinstance(body, OpGraph):
+                verify_graph(body)
+            verify_body(body)
+        except (ArithmeticError, LookupError, RecursionError, ValueError) as error:  # ours are ValueErrors
+            raise refuse(f"its body is not valid ({error})") from error
+    return Artifact(header["kind"], header["inputs"], header["config"], body, digest, edited)
 
 
 def check_together(artifacts: Iterable[Artifact], config: Mapping[str, str]) -> None:
@@ -176,13 +192,6 @@ def _digest(header: Mapping[str, Any], body: Any) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _to_bytes(artifact: Artifact) -> bytes:
-    header = _header(artifact.kind, artifact.inputs, artifact.config) | {"digest": artifact.digest}
-    if KINDS[artifact.kind].body is str:
-        return f"{_source_header(header)}{artifact.body}".encode()
-    return (json.dumps({**header, "body": encode(artifact.body)}, indent=1, allow_nan=False) + "\n").encode()
-
-
 def _split_json(text: str, refuse: Refuse) -> tuple[dict[str, Any], Any]:
     try:
         data = json.loads(text)
@@ -193,14 +202,6 @@ def _split_json(text: str, refuse: Refuse) -> tuple[dict[str, Any], Any]:
     if not isinstance(data, dict) or "body" not in data:
         raise refuse("it is not an artifact of ours")
     return data, data["body"]
-
-
-def _source_header(header: Mapping[str, Any]) -> str:
-    """The header as comments, one entry a line: `# shardwright input plan sha256:...`"""
-    rows = [f"{key} {header[key]}" for key in ("kind", "version", "digest")]
-    rows += [f"input {kind} {digest}" for kind, digest in header["inputs"].items()]
-    rows += [f"config {key} {digest}" for key, digest in header["config"].items()]
-    return "".join(f"{_SOURCE_MARK}{row}\n" for row in rows)
 
 
 def _split_source(text: str, refuse: Refuse) -> tuple[dict[str, Any], str]:
@@ -232,14 +233,3 @@ def _check_header(header: dict[str, Any], kinds: tuple[str, ...], refuse: Refuse
     known = KINDS[header["kind"]].version
     if header["version"] != known:
         raise refuse(f"it has version {header['version']}, this program reads version {known}")
-
-
-def _decode_body(form: type, body: Any, refuse: Refuse) -> Any:
-    try:
-        value: Any = decode(form, body)
-        if isinstance(value, OpGraph):
-            verify_graph(value)
-        verify_body(value)
-        return value
-    except (ArithmeticError, LookupError, RecursionError, ValueError) as error:  # ours are ValueErrors
-        raise refuse(f"its body is not valid ({error})") from error

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: written under a temporary name, then renamed."""
+"""Files that are either whole or absent: written under a temporary name, then renamed. And such as grow by lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,11 +47,8 @@ def told(root: Path) -> Iterator[None]:
         temporary = path is not None and path.is_relative_to(tempfile.gettempdir()) and not path.is_relative_to(root)
         if temporary and error.errno in NO_ROOM:
             act = "make room there, or set TMPDIR to a folder that has some"
-        raise ShardwrightError(
-            f"{'it' if where else 'a file'} cannot be written ({error.strerror})",
-            where=where,
-            remedy=f"{act}, and run again",
-        ) from error
+        what = f"{'it' if where else 'a file'} cannot be written ({error.strerror})"
+        raise ShardwrightError(what, where=where, remedy=f"{act}, and run again") from error
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -77,6 +74,17 @@ def writing_whole(path: Path) -> Iterator[BinaryIO]:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def whole_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Those of a file that may still grow, from a byte on, each with the byte after it; none where there is no file."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return  # still being written, or all there will ever be of it
+            offset += len(line)
+            yield offset, line
 
 
 def lives(pid: int) -> bool:

@@ -38,11 +38,8 @@ def locate(target: str, where: str) -> Any:
             what = f"{target!r} cannot be found: {error}"
             raise TargetError(what, where=where, remedy="check the dotted name") from error
         return found
-    raise TargetError(
-        f"{target!r} cannot be imported: no module named {parts[0]!r}",
-        where=where,
-        remedy="install its package, or name its folder as `code` in conf/config.yaml",
-    )
+    what = f"{target!r} cannot be imported: no module named {parts[0]!r}"
+    raise TargetError(what, where=where, remedy="install its package, or name its folder as `code` in conf/config.yaml")
 
 
 def instantiate(settings: Mapping[str, Any], where: str, *leading: Any) -> Any:
@@ -55,12 +52,12 @@ def instantiate(settings: Mapping[str, Any], where: str, *leading: Any) -> Any:
         return function(*leading, **arguments)
     except (Exception, SystemExit) as error:  # the user's constructor: one line, not our traceback
         refuse(argument_mistakes(function, settings, where, len(leading)))
-        refuse(_told_mistakes(error, settings, where))
-        raise TargetError(
-            f"{settings['_target_']} refused its arguments: {type(error).__name__}: {error}",
-            where=where,
-            remedy="check the keys beside `_target_`",
-        ) from error
+        odd = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
+        if odd and odd[1] in settings:  # the call has passed it on to another one
+            what = f"{settings['_target_']} takes no such argument: {error}"
+            raise TargetError(what, where=f"{where}.{odd[1]}", remedy="leave it out") from error
+        what = f"{settings['_target_']} refused its arguments: {type(error).__name__}: {error}"
+        raise TargetError(what, where=where, remedy="check the keys beside `_target_`") from error
 
 
 def argument_mistakes(
@@ -93,14 +90,6 @@ def argument_mistakes(
             yield TargetError(f"{target} needs it", where=f"{where}.{name}", remedy="add the key")
 
 
-def _told_mistakes(error: BaseException, settings: Mapping[str, Any], where: str) -> Iterator[TargetError]:
-    """The keys that Python's own message names, where the call has passed them on to another one."""
-    found = re.search(r"unexpected keyword argument '(\w+)'", str(error)) if isinstance(error, TypeError) else None
-    if found and found[1] in settings:
-        place = f"{where}.{found[1]}"
-        yield TargetError(f"{settings['_target_']} takes no such argument: {error}", where=place, remedy="leave it out")
-
-
 def _unlike(value: Any, parameter: inspect.Parameter) -> str:
     """What the parameter takes by its default and annotation, where the value is plainly something else."""
     default = parameter.default
@@ -128,11 +117,9 @@ def add_code_path(root: Path, code: str) -> None:
     """Puts the folder of the user's code on the import path where it lies outside the project."""
     path = (root / code).resolve()
     if not path.exists():
-        raise TargetError(
-            f"the code folder {code!r} does not exist",
-            where="conf/config.yaml: code",
-            remedy="name the folder or file that holds your model's source",
-        )
+        what = f"the code folder {code!r} does not exist"
+        remedy = "name the folder or file that holds your model's source"
+        raise TargetError(what, where="conf/config.yaml: code", remedy=remedy)
     folder = path if path.is_dir() else path.parent
     if not folder.is_relative_to(root.resolve()):
         sys.dont_write_bytecode = True  # .dvcignore does not reach there: a __pycache__ of ours would look like an edit

@@ -32,7 +32,14 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # what a f
 
 
 class Locked(ShardwrightError):
-    """Another command is at work there."""
+    """Another command is at work there: `found`, where the file says which."""
+
+    def __init__(self, path: Path, found: Holder | None) -> None:
+        what, remedy = "another command is at work there", "wait until it has ended"
+        if found is not None:
+            who = f"`{found.command}` of {found.user} (process {found.pid} on {found.host})"
+            what, remedy = f"{who} is at work there since {found.since}", f"{remedy}, or end it"
+        super().__init__(what, where=path.parent.name, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -74,13 +81,16 @@ def locked(folder: Path, command: str = "") -> Iterator[None]:
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, kernel = _take(path)
-    own = this_process(command or _command())
+    if not command:
+        name = Path(sys.argv[0]).name
+        command = " ".join(["python -m stages" if name == "__main__.py" else name, *sys.argv[1:]])
+    own = this_process(command)
     _write(descriptor, own)
     if not kernel:  # of several that came at once, the last to write its name has it
         time.sleep(SETTLE_S)
         if (found := _read(path)) != own:
             os.close(descriptor)
-            raise _locked(path, found)
+            raise Locked(path, found)
     _held[key] = descriptor
     ended = threading.Event()
     beating = threading.Thread(target=_beat, args=(descriptor, own, ended), daemon=True, name="lock")
@@ -116,11 +126,6 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
-def _command() -> str:
-    name = Path(sys.argv[0]).name
-    return " ".join(["python -m stages" if name == "__main__.py" else name, *sys.argv[1:]])
-
-
 def _take(path: Path) -> tuple[int, bool]:
     """The file, opened, and whether the kernel's lock is on it."""
     while True:
@@ -145,7 +150,7 @@ def _flock(descriptor: int, path: Path) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _locked(path, _read(path)) from None
+        raise Locked(path, _read(path)) from None
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
@@ -160,7 +165,7 @@ def _refuse_living(path: Path, kernel: bool) -> None:
         return
     if found.system == _system():
         if not kernel and lives(found.pid):
-            raise _locked(path, found)
+            raise Locked(path, found)
         return
     deadline = time.monotonic() + WATCH_S
     while time.monotonic() < deadline:
@@ -169,7 +174,7 @@ def _refuse_living(path: Path, kernel: bool) -> None:
         if now is None and not (path.exists() and path.read_bytes()):  # given back
             return
         if now is not None and now != found:
-            raise _locked(path, now)
+            raise Locked(path, now)
 
 
 def _read(path: Path) -> Holder | None:
@@ -194,14 +199,3 @@ def _beat(descriptor: int, holder: Holder, ended: threading.Event) -> None:
     while not ended.wait(BEAT_S):
         beats += 1
         _write(descriptor, replace(holder, beats=beats))
-
-
-def _locked(path: Path, found: Holder | None) -> Locked:
-    where = path.parent.name
-    if found is None:
-        return Locked("another command is at work there", where=where, remedy="wait until it has ended")
-    return Locked(
-        f"`{found.command}` of {found.user} (process {found.pid} on {found.host}) is at work there since {found.since}",
-        where=where,
-        remedy="wait until it has ended, or end it",
-    )

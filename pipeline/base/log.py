@@ -25,19 +25,15 @@ def get_log(stage: str, verbosity: int = NORMAL) -> Log:
     log.setLevel({QUIET: logging.WARNING, NORMAL: logging.INFO, VERBOSE: logging.DEBUG}[verbosity])
     log.propagate = False
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Format(f"[{stage}] "))
+    handler.setFormatter(_Format(f"[{stage}] %(kind)s%(message)s"))
     log.handlers = [handler]
     return log
 
 
 class _Format(logging.Formatter):
-    def __init__(self, prefix: str) -> None:
-        super().__init__(f"{prefix}%(message)s")
-        self._warning = logging.Formatter(f"{prefix}warning: %(message)s")
-
     def format(self, record: logging.LogRecord) -> str:
-        text = self._warning.format(record) if record.levelno >= logging.WARNING else super().format(record)
-        return printable(without_secrets(text), keep="\n\t")
+        record.kind = "warning: " if record.levelno >= logging.WARNING else ""
+        return printable(without_secrets(super().format(record)), keep="\n\t")
 
 
 def say(text: str) -> None:
@@ -52,7 +48,15 @@ def progress(log: Log, what: str, total: int) -> Iterator[Advance]:
         yield lambda done, note="": None
         return
     if not sys.stderr.isatty():
-        yield _lines(log, what, total)
+        shown = 0
+
+        def advance(done: int, note: str = "") -> None:
+            nonlocal shown
+            if done * 5 // total > shown * 5 // total or (done == total and shown != done):
+                shown = done
+                log.info("%s %d/%d %s", what, done, total, note)
+
+        yield advance
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -63,15 +67,3 @@ def progress(log: Log, what: str, total: int) -> Iterator[Advance]:
     with Progress(*columns, MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done, note="": bar.update(task, completed=done, description=f"{what} {note}".strip())
-
-
-def _lines(log: Log, what: str, total: int) -> Advance:
-    shown = 0
-
-    def advance(done: int, note: str = "") -> None:
-        nonlocal shown
-        if done * 5 // total > shown * 5 // total or (done == total and shown != done):
-            shown = done
-            log.info("%s %d/%d %s", what, done, total, note)
-
-    return advance

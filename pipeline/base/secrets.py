@@ -34,7 +34,10 @@ _OF_ENVIRONMENT = re.compile(r"(TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_KEY
 
 def without_secrets(text: str, environment: Mapping[str, str] = os.environ, uris: Iterable[str] = ()) -> str:
     """For a line of a log: URIs, headers, and the secrets that the environment and these URIs are known to hold."""
-    known = {*_of_environment(environment), *(secret for uri in uris for secret in _of_uri(uri))}
+    known = {secret for uri in uris for secret in _of_uri(uri)}
+    for name, value in environment.items():
+        if len(value) >= SHORTEST and _OF_ENVIRONMENT.search(name) and not os.path.isabs(value):
+            known |= _forms(value)
     for secret in sorted(known, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     text = _URI.sub(lambda uri: uri[1] + _SETTING.sub(_setting, _without_user(uri[2], "@")), text)
@@ -66,12 +69,6 @@ def _decoded(text: str) -> str:
     for _ in range(3):  # a URI within a URI
         text = unquote(text)
     return text
-
-
-def _of_environment(environment: Mapping[str, str]) -> Iterator[str]:
-    for name, value in environment.items():
-        if len(value) >= SHORTEST and _OF_ENVIRONMENT.search(name) and not os.path.isabs(value):
-            yield from _forms(value)
 
 
 def _of_uri(uri: str) -> Iterator[str]:

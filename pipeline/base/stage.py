@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,41 +74,38 @@ class Result:
 def execute(stage: StageSpec, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
     """Runs one stage on what is in runs/. The artifact is written last: until then the old one is not replaced."""
     with told(root), locked(root / "runs"):
-        return _execute(stage, run, root, log)
+        config, found = read(stage.reads, root)
+        tracker = Tracker(root, config.tracking, log, run_name=run_name(config, found.get("plan")))
+        started = time.perf_counter()
+        names = ", ".join(KINDS[kind].file for kind in stage.reads)
+        log.info(f"reading {names}" if names else "starting")
+        for kind, artifact in found.items():
+            log.debug("%s is %s", KINDS[kind].file, artifact.digest)
 
+        def track(record: StageRecord, plan: Artifact | None) -> None:
+            """With the name and the tags of the run, as far as the plan is known."""
+            name = run_name(config, plan) if current_point() is None else None  # a sweep names its points
+            tracker.stage(replace(record, run_name=name, tags=run_tags(config, plan)), _upstream(stage, root, config))
 
-def _execute(stage: StageSpec, run: Callable[[Inputs, Config], Result], root: Path, log: Log) -> Artifact:
-    config, found = read(stage.reads, root)
-    tracker = Tracker(root, config.tracking, log, run_name=run_name(config, found.get("plan")))
-    started = time.perf_counter()
-    names = ", ".join(KINDS[kind].file for kind in stage.reads)
-    log.info(f"reading {names}" if names else "starting")
-    for kind, artifact in found.items():
-        log.debug("%s is %s", KINDS[kind].file, artifact.digest)
-    try:
-        with told(root):
-            result = run(Inputs(root, found, log, tracker), config)
-            figures = {**result.figures, "seconds": round(time.perf_counter() - started, 3)}
-            digests = {key: config.digest(key) for key in stage.config}
-            made = artifacts.make(stage.writes, result.body, found.values(), digests)
-            path = artifacts.save(made, root)
-            _write_summary(stage, root, figures)
-            result.settle()
-    except ShardwrightError as error:
-        failed = _record(stage, config, {}, status="failed", error=error.line())
-        tracker.stage(_known(failed, config, found.get("plan")), _upstream(stage, root, config))
-        raise
-    log.info(f"wrote {path.relative_to(root)} in {figures['seconds']:.1f} s")
-    done = _record(stage, config, figures, (path, *result.files))
-    plan = {**found, made.kind: made}.get("plan")
-    tracker.stage(_known(done, config, plan), _upstream(stage, root, config))
-    return made
-
-
-def _known(record: StageRecord, config: Config, plan: Artifact | None) -> StageRecord:
-    """With the name and the tags of the run, as far as the plan is known."""
-    name = run_name(config, plan) if current_point() is None else None  # a sweep names its points
-    return replace(record, run_name=name, tags=run_tags(config, plan))
+        try:
+            with told(root):
+                result = run(Inputs(root, found, log, tracker), config)
+                figures = {**result.figures, "seconds": round(time.perf_counter() - started, 3)}
+                digests = {key: config.digest(key) for key in stage.config}
+                made = artifacts.make(stage.writes, result.body, found.values(), digests)
+                path = artifacts.save(made, root)
+                summary = summary_path(stage.name, root)  # all figures, and those that DVC shows and compares
+                for file, content in ((summary.name, figures), ("metrics.json", headlines(stage.name, figures))):
+                    if content:
+                        write_atomic(summary.with_name(file), (json.dumps(content, indent=1) + "\n").encode())
+                result.settle()
+        except ShardwrightError as error:
+            track(_record(stage, config, {}, status="failed", error=error.line()), found.get("plan"))
+            raise
+        log.info(f"wrote {path.relative_to(root)} in {figures['seconds']:.1f} s")
+        plan = made if made.kind == "plan" else found.get("plan")
+        track(_record(stage, config, figures, (path, *result.files)), plan)
+        return made
 
 
 def read(kinds: Iterable[str], root: Path) -> tuple[Config, dict[str, Artifact]]:
@@ -126,14 +123,6 @@ def read(kinds: Iterable[str], root: Path) -> tuple[Config, dict[str, Artifact]]
 
 def summary_path(stage: str, root: Path) -> Path:
     return root / "runs" / stage / "summary.json"
-
-
-def _write_summary(stage: StageSpec, root: Path, figures: Figures) -> None:
-    """All figures, and those that DVC shows and compares in a file of their own."""
-    path = summary_path(stage.name, root)
-    for name, content in ((path.name, figures), ("metrics.json", headlines(stage.name, figures))):
-        if content:
-            write_atomic(path.with_name(name), (json.dumps(dict(content), indent=1) + "\n").encode())
 
 
 def read_summary(stage: str, root: Path) -> dict[str, Any] | None:
@@ -175,13 +164,18 @@ def as_cached(stages: Iterable[str], config: Config, figures: Mapping[str, Figur
 def _record(
     stage: StageSpec, config: Config, figures: Figures, files: tuple[Path, ...] = (), **more: Any
 ) -> StageRecord:
-    params = {f"{key}.{name}": value for key in stage.config for name, value in _flat(config.plain(key)).items()}
-    return StageRecord(stage.name, params=params, figures=dict(figures), artifacts=files, **more)
+    """All may look into the store: its settings are without passwords of a URI."""
+    plain = {key: config.plain(key) for key in stage.config}
+    groups = {key: value if isinstance(value, Mapping) else {"value": value} for key, value in plain.items()}
+    params = {name: value for key, group in groups.items() for name, value in flat(group, key)}
+    shown = {name: without_secrets(str(v)) if isinstance(v, list | str) else v for name, v in params.items()}
+    return StageRecord(stage.name, params=shown, figures=dict(figures), artifacts=files, **more)
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """For all who may look into the store: no passwords of a URI."""
+def flat(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Keys of mappings in mappings, joined by dots after the prefix."""
     if isinstance(value, Mapping):
-        return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}{key}.").items()}
-    name = prefix.removesuffix(".") or "value"
-    return {name: without_secrets(str(value)) if isinstance(value, list | str) else value}
+        for key, inner in value.items():
+            yield from flat(inner, f"{prefix}.{key}")
+    else:
+        yield prefix, value

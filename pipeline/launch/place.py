@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from pipeline.base.errors import TrainError
 
@@ -23,14 +23,8 @@ class RankPlace:
 
     def environment(self) -> dict[str, str]:
         """As torch reads it."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.ranks),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_ranks),
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
-        }
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+        return dict(zip(names, map(str, astuple(self)), strict=True))
 
 
 def find_place(environment: Mapping[str, str]) -> RankPlace | None:
@@ -41,27 +35,21 @@ def find_place(environment: Mapping[str, str]) -> RankPlace | None:
             local, here = int(environment.get("LOCAL_RANK", 0)), int(environment.get("LOCAL_WORLD_SIZE") or ranks)
             return RankPlace(rank, ranks, local, environment["MASTER_ADDR"], port, here)
         if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in environment:
-            return _of_slurm(environment)
+            hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+            job, ranks = int(environment.get("SLURM_JOB_ID", 0)), int(environment["SLURM_STEP_NUM_TASKS"])
+            counts = tasks_of_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE") or str(ranks))
+            return RankPlace(
+                int(environment["SLURM_PROCID"]),
+                ranks,
+                int(environment.get("SLURM_LOCALID", 0)),
+                environment.get("MASTER_ADDR") or first_host(hosts),
+                int(environment.get("MASTER_PORT") or PORTS[job % len(PORTS)]),
+                counts[min(int(environment.get("SLURM_NODEID", 0)), len(counts) - 1)],
+            )
     except ValueError as error:
-        raise TrainError(
-            f"the environment of the launcher cannot be read: {error}",
-            remedy="start the ranks with torchrun or srun (docs/launch.md)",
-        ) from error
+        what = f"the environment of the launcher cannot be read: {error}"
+        raise TrainError(what, remedy="start the ranks with torchrun or srun (docs/launch.md)") from error
     return None
-
-
-def _of_slurm(environment: Mapping[str, str]) -> RankPlace:
-    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-    job, ranks = int(environment.get("SLURM_JOB_ID", 0)), int(environment["SLURM_STEP_NUM_TASKS"])
-    counts = tasks_of_nodes(environment.get("SLURM_STEP_TASKS_PER_NODE") or str(ranks))
-    return RankPlace(
-        int(environment["SLURM_PROCID"]),
-        ranks,
-        int(environment.get("SLURM_LOCALID", 0)),
-        environment.get("MASTER_ADDR") or first_host(hosts),
-        int(environment.get("MASTER_PORT") or PORTS[job % len(PORTS)]),
-        counts[min(int(environment.get("SLURM_NODEID", 0)), len(counts) - 1)],
-    )
 
 
 def tasks_of_nodes(listed: str) -> list[int]:

@@ -25,7 +25,9 @@ _STATUS = re.compile(r"rank +: (\d+) .*?\n *exitcode +: (-?\d+) ", re.DOTALL)  #
 class LaunchFailed(Exception):
     """A rank failed or the time ran out; the text is for the user, `log` is all that the ranks wrote."""
 
-    log = ""
+    def __init__(self, text: str, log: str = "") -> None:
+        super().__init__(text)
+        self.log = log
 
 
 @dataclass(frozen=True)
@@ -85,21 +87,15 @@ def work_folder() -> Iterator[WorkFolder]:
         folder = tempfile.TemporaryDirectory(prefix="shardwright-", ignore_cleanup_errors=True)
     except OSError as error:
         raise LaunchFailed(f"no temporary folder can be made: {error.strerror or error}; {ROOM}") from error
-    with folder as name, _log_of_ranks(Path(name)) as log:
-        yield WorkFolder(Path(name), log)
-
-
-@contextmanager
-def _log_of_ranks(work: Path) -> Iterator[int]:
-    """In memory where the system has files there: a full disk must not end who prints."""
-    if hasattr(os, "memfd_create"):
-        log = os.memfd_create("log of the ranks")
-    else:
-        log = os.open(work / "log.txt", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        yield log
-    finally:
-        os.close(log)
+    with folder as name:
+        if hasattr(os, "memfd_create"):  # in memory: a full disk must not end who prints
+            log = os.memfd_create("log of the ranks")
+        else:
+            log = os.open(Path(name) / "log.txt", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            yield WorkFolder(Path(name), log)
+        finally:
+            os.close(log)
 
 
 @contextmanager
@@ -122,14 +118,13 @@ def failure_of(work: WorkFolder, status: int, stopped: str, rank: int | None) ->
         why = f"rank {rank} died of {_signal_name(-status)}"
     else:
         why = reason(work.path, log, status)
-        if not _any_reported(work.path, log):
+        files = [*work.path.glob("error-*.txt"), *work.path.glob("final-*.txt")]
+        if not files and not any(line.startswith(FAILED) for line in log.splitlines()):  # no rank has said why
             try:
                 work.try_room()  # of a launcher that starts ranks again
             except LaunchFailed as error:
                 why = str(error)
-    failure = LaunchFailed(why)
-    failure.log = log
-    return failure
+    return LaunchFailed(why, log)
 
 
 def reason(work: Path, log: str, launcher: int = 0) -> str:
@@ -142,33 +137,20 @@ def reason(work: Path, log: str, launcher: int = 0) -> str:
     others, _, first = log.rpartition("Root Cause (first observed failure)")  # whom torchrun killed comes before
     ends = [(rank, int(status)) for rank, status in (*_STATUS.findall(first), *_STATUS.findall(others))]
     for rank, status in ends:
-        if status < 0 and not _follows(work, rank, -status):
+        # Deaths that have another cause: ended by torchrun; or aborted while it ended, after it had told why.
+        follows = -status == signal.SIGTERM or (-status == signal.SIGABRT and _reported(work, rank))
+        if status < 0 and not follows:
             return f"rank {rank} died of {_signal_name(-status)}"
     for rank, status in ends:
         if status > 1 and status != ORPHAN and not _reported(work, rank):  # 1: what it says stands in the log
             return f"rank {rank} ended with status {status} without a word"
     for path in [*_by_age(work.glob("final-*.txt")), *errors]:
         return path.read_text("utf-8").strip()
-    return _reason_in(log.splitlines())
-
-
-def _reason_in(log: list[str]) -> str:
-    for line in log:
-        if line.startswith(FAILED):
-            return line.removeprefix(FAILED)
-    errors = [line.strip() for line in log if "torch.distributed" not in line and _EXCEPTION.fullmatch(line.strip())]
-    return errors[0] if errors else (log[-1].strip() if log else "a rank died without a word")
-
-
-def _any_reported(work: Path, log: str) -> bool:
-    """Whether a rank has said why it failed, in a file or, where there was no room for one, in the log."""
-    files = [*work.glob("error-*.txt"), *work.glob("final-*.txt")]
-    return bool(files) or any(line.startswith(FAILED) for line in log.splitlines())
-
-
-def _follows(work: Path, rank: str, number: int) -> bool:
-    """Deaths that have another cause: ended by torchrun; or aborted while it ended, after it had told why."""
-    return number == signal.SIGTERM or (number == signal.SIGABRT and _reported(work, rank))
+    lines = log.splitlines()
+    told = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
+    own = (line.strip() for line in lines if "torch.distributed" not in line)
+    raised = [line for line in own if _EXCEPTION.fullmatch(line)]
+    return [*told, *raised, *(line.strip() for line in lines[-1:]), "a rank died without a word"][0]
 
 
 def _reported(work: Path, rank: str) -> bool:

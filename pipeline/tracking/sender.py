@@ -10,18 +10,20 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 from pipeline.tracking.execution import SWEEP_TAG
 from pipeline.tracking.headline import numbered
-from pipeline.tracking.spool import Scalar, SendState, Spool, StageRecord
+from pipeline.tracking.spool import POINTS, Scalar, SendState, Spool, StageRecord
 from pipeline.tracking.store import Store
 
 PARAM_CHARS, TAG_CHARS, KEY_CHARS = 6000, 8000, 250
+BATCH = 500  # points that are sent, and noted as sent, together
 EXECUTION_TAG = "shardwright.execution"
 
 
@@ -33,30 +35,35 @@ def send(client: Any, store: Store, spool: Spool, state: SendState) -> None:
     if run.info.status != "RUNNING":
         client.update_run(run.info.run_id, status="RUNNING")
     params, refused, records = dict(run.data.params), None, spool.records()
-    for name, entry in records.items():
-        if name in state.done:
+    for end, entry in records.items():
+        if end in state.done:
             continue
-        try:
-            _send_record(client, run.info.run_id, entry, params)
-        except MlflowException as error:
-            if error.error_code != "INVALID_PARAMETER_VALUE":
-                raise
-            refused = error  # this record cannot be stored, the others can
-            continue
-        state = replace(state, done=(*state.done, name))
+        if entry is None:
+            spool.log.warning("tracking: %s: a damaged record before byte %d is skipped", spool.folder, end)
+        elif entry.status != "live":
+            try:
+                _send_record(client, run.info.run_id, entry, params)
+            except MlflowException as error:
+                if error.error_code != "INVALID_PARAMETER_VALUE":
+                    raise
+                refused = error  # this record cannot be stored, the others can
+                continue
+        state = replace(state, done=(*state.done, end))
         spool.save(state)
-        spool.drop_artifacts(name)
-    names = [entry.run_name for entry in records.values() if entry.run_name]
+        for folder in {path.parent for path in entry.artifacts} if entry else ():
+            shutil.rmtree(folder, ignore_errors=True)
+    known = [entry for entry in records.values() if entry]
+    names = [entry.run_name for entry in known if entry.run_name]
     if names and names[-1] != run.info.run_name:
         client.update_run(run.info.run_id, name=names[-1])
-    for path in spool.live_files():
-        state = _send_live(client, spool, state, path)
-    wanted = spool.wanted_status()
+    wanted = spool.wanted_status()  # asked first: what a dead writer wrote is all there when it is read
+    state = _send_points(client, spool, state)
     if wanted != "RUNNING":
-        ends = [entry.ended for entry in spool.records().values()]
+        ends = [entry.ended for entry in known if entry.status != "live"]
         client.set_terminated(state.run_id, wanted, end_time=_ms(max(ends, default=time.time())))
-    spool.save(replace(state, status=wanted, retry_after=0.0))
-    spool.drop_live(state)
+    state = replace(state, status=wanted, retry_after=0.0)
+    spool.save(state)
+    spool.drop_points(state)
     if refused:
         raise refused
 
@@ -64,11 +71,14 @@ def send(client: Any, store: Store, spool: Spool, state: SendState) -> None:
 def _open_run(client: Any, store: Store, spool: Spool, state: SendState) -> tuple[SendState, Any]:
     """The run of this execution in this store: the one noted, else the one with its tag, else a new one."""
     if state.run_id and state.store == store.digest:
-        run = _find_run(client, state.run_id)
-        if run is not None:
+        run = _unless("RESOURCE_DOES_NOT_EXIST", lambda: client.get_run(state.run_id))
+        if run is not None and run.info.lifecycle_stage == "active":
             return state, run
-    description, execution = spool.description(), spool.folder.name
-    experiment_id = _experiment(client, store, description.get("experiment", "shardwright"))
+    first, execution = spool.first_run(), spool.folder.name
+    named, place = first.get("experiment", "shardwright"), store.artifacts.as_uri() if store.artifacts else None
+    if client.get_experiment_by_name(named) is None:  # another process may be faster
+        _unless("RESOURCE_ALREADY_EXISTS", lambda: client.create_experiment(named, place))
+    experiment_id = str(client.get_experiment_by_name(named).experiment_id)
 
     def of_execution(name: str) -> Any:
         found = client.search_runs([experiment_id], f"tags.`{EXECUTION_TAG}` = '{name}'", max_results=1)
@@ -77,41 +87,27 @@ def _open_run(client: Any, store: Store, spool: Spool, state: SendState) -> tupl
     run = of_execution(execution)
     if run is None:
         tags = {EXECUTION_TAG: execution}
-        if sweep := description.get("sweep"):
+        if sweep := first.get("sweep"):
             above = of_execution(sweep)  # the sweep's own run is the execution of its name
             tags |= {SWEEP_TAG: sweep} | ({"mlflow.parentRunId": above.info.run_id} if above else {})
-        started = _ms(min((entry.started for entry in spool.records().values()), default=time.time()))
-        name = description.get("run_name", execution)
+        started = _ms(min((entry.started for entry in spool.records().values() if entry), default=time.time()))
+        name = first.get("run_name", execution)
         run = client.create_run(experiment_id, start_time=started, tags=tags, run_name=name)
-    fresh = replace(state, store=store.digest, experiment_id=experiment_id, run_id=run.info.run_id, done=(), offsets={})
+    fresh = replace(state, store=store.digest, experiment_id=experiment_id, run_id=run.info.run_id, done=(), points=0)
     spool.save(fresh)
     return fresh, run
 
 
-def _find_run(client: Any, run_id: str) -> Any:
+def _unless(code: str, ask: Callable[[], Any]) -> Any:
+    """What MLflow answers; None where it refuses with that code."""
     from mlflow.exceptions import MlflowException
 
     try:
-        run = client.get_run(run_id)
+        return ask()
     except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+        if error.error_code != code:
             raise
         return None
-    return run if run.info.lifecycle_stage == "active" else None
-
-
-def _experiment(client: Any, store: Store, name: str) -> str:
-    from mlflow.exceptions import MlflowException
-
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        try:
-            return str(client.create_experiment(name, store.artifacts.as_uri() if store.artifacts else None))
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-            found = client.get_experiment_by_name(name)  # another process was faster
-    return str(found.experiment_id)
 
 
 def _send_record(client: Any, run_id: str, entry: StageRecord, params: dict[str, str]) -> None:
@@ -144,22 +140,23 @@ def _send_record(client: Any, run_id: str, entry: StageRecord, params: dict[str,
             client.log_artifact(run_id, str(path), entry.stage)
 
 
-def _send_live(client: Any, spool: Spool, state: SendState, path: Path) -> SendState:
+def _send_points(client: Any, spool: Spool, state: SendState) -> SendState:
+    """So many at a time, each time noted."""
     from mlflow.entities import Metric
 
-    while True:
-        before = state.offsets.get(path.name, 0)
-        found = spool.points(path, before)
-        if found is None or found[2] == before:
-            return state
-        stage, points, after = found
+    while lines := list(islice(spool.lines(POINTS, state.points), BATCH)):
         metrics = []
-        for point in points:
-            keys = _keys(f"{stage}/", point.values)
-            metrics += [Metric(keys[k], float(v), _ms(point.at), point.step) for k, v in point.values.items()]
+        for end, line in lines:
+            try:
+                stage, step, at, values = line
+                keys = _keys(f"{stage}/", values)
+                metrics += [Metric(keys[key], float(value), _ms(at), int(step)) for key, value in values.items()]
+            except (AttributeError, OverflowError, TypeError, ValueError):
+                spool.log.warning("tracking: %s: a damaged point before byte %d is skipped", spool.folder, end)
         client.log_batch(state.run_id, metrics=metrics)
-        state = replace(state, offsets={**state.offsets, path.name: after})
+        state = replace(state, points=lines[-1][0])
         spool.save(state)
+    return state
 
 
 # -- what MLflow accepts ----------------------------------------------------------------------------------------------

@@ -181,10 +181,6 @@ class Location:
         end = len(parts) - parts[::-1].index(FOLDER)
         return cls(Path(*parts[:end]), PurePosixPath(*parts[end:]), bool(scheme))
 
-    def text(self, base: Path) -> str:
-        path = base / self.below
-        return path.as_uri() if self.is_uri else str(path)
-
     def lies_in(self, base: Path) -> bool:
         return len(self.below.parts) > 1 and _exists(base / self.below)
 
@@ -201,8 +197,9 @@ def mend(store: Path) -> int:
         changes = [s for s in strays if s[-1].base in moved and (s[-1].lies_in(own) or not s[-1].lies_in(s[-1].base))]
         if changes:
             database.execute("BEGIN IMMEDIATE")
-            for table, column, row, location in changes:
-                database.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (location.text(own), row))
+            for table, column, row, at in changes:
+                text = (own / at.below).as_uri() if at.is_uri else str(own / at.below)
+                database.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (text, row))
             database.execute("COMMIT")
     return len(changes)
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeline.base.errors import ShardwrightError
 from pipeline.config import Tracking
@@ -33,12 +32,7 @@ BUSY = "another process is sending"
 CHART_PATH = "/#/experiments/{id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
 UI_ADDRESS = ("127.0.0.1", 5000)
 
-
-class Synced(NamedTuple):
-    """Executions that are now wholly in the store, and executions of which something is still only on disk."""
-
-    sent: int
-    left: int
+LogPoint = Callable[[int, Mapping[str, float]], None]  # of a step: the values by their names
 
 
 class Tracker:
@@ -54,51 +48,68 @@ class Tracker:
         execution: str | None = None,
         point: SweepPoint | None = None,
     ) -> None:
-        self._point = point or current_point()
-        root = self._point.root if self._point else root
-        self._root, self._settings, self._log, self._run_name = root, settings, log, run_name
-        self._store = Store.of(root, settings)
-        self._spool = Spool(root, execution or execution_id(), log)
+        point = point or current_point()
+        self._root = root = point.root if point else root
+        self._settings, self._log, self._store = settings, log, Store.of(root, settings)
+        named = {"run_name": point.name, "sweep": point.sweep} if point else {"run_name": run_name}
+        first = {**named, "experiment": settings.experiment}
+        self._spool = Spool(root, execution or execution_id(), log, first)
         self._client: Any = None
         self._warned = False
 
     def stage(self, record: StageRecord, upstream: Sequence[StageRecord] = ()) -> None:
         """Record a stage, and as cached every stage before it that did not run in this execution; then send."""
-        self._record([replace(entry, status="cached") for entry in upstream], record)
+        self.complete([replace(entry, status="cached") for entry in upstream], [record])
 
-    def complete(self, records: Iterable[StageRecord]) -> None:
-        """Record those of stages that have not told anything in this execution; then send."""
-        self._record(records)
-
-    def _record(self, missing: Iterable[StageRecord], done: StageRecord | None = None) -> None:
+    def complete(self, records: Iterable[StageRecord], done: Iterable[StageRecord] = ()) -> None:
+        """Record those of stages that have not told anything in this execution, and what is `done`; then send."""
         if not self._settings.enabled:
             return
         with self._surviving():
-            self._describe()
-            known = {entry.stage for entry in self._spool.records().values()}
-            for entry in missing:
-                if entry.stage not in known:
-                    self._spool.record(entry)
-            if done:
-                self._spool.record(done)
+            known = {entry.stage for entry in self._spool.records().values() if entry and entry.status != "live"}
+            for entry in (*(entry for entry in records if entry.stage not in known), *done):
+                self._spool.record(entry)
         with self._surviving():
             if self._attempt(wait=CONNECT_S) is None:
                 prune(self._root, self._log)
 
-    def live(self, stage: str) -> Live:
-        """Something to log points to while training; close it before the stage is recorded."""
-        descriptor = None
+    @contextlib.contextmanager
+    def live(self, stage: str) -> Iterator[LogPoint]:
+        """To log points while training: each is a line of the spool, and a thread of its own sends what is there.
+
+        In the end the rest is sent, for at most as long as a store may take to answer; what is left stays in the spool.
+        """
+        file, stop = None, threading.Event()
         if self._settings.enabled:
             with self._surviving():
-                self._describe()
-                descriptor = self._spool.open_live(stage)
-        return Live(self, descriptor)
+                file = self._spool.open_points(stage)
+        if file is None:
+            yield lambda step, values: None
+            return
 
-    def _describe(self) -> None:
-        if self._point is None:
-            self._spool.describe(self._run_name, self._settings.experiment)
-        else:
-            self._spool.describe(self._point.name, self._settings.experiment, sweep=self._point.sweep)
+        def log(step: int, values: Mapping[str, float]) -> None:
+            numbers = {name: float(value) for name, value in values.items()}
+            with self._surviving():
+                append(file, (stage, int(step), time.time(), numbers))
+
+        thread = threading.Thread(target=self._send_live, args=(stop,), name="shardwright-tracking", daemon=True)
+        thread.start()
+        try:
+            yield log
+        finally:
+            stop.set()
+            thread.join(CONNECT_S)
+            file.close()
+
+    def _send_live(self, stop: threading.Event) -> None:
+        pause = LIVE_S
+        while not stop.wait(pause):
+            why: str | None = BUSY
+            with self._surviving():
+                why = self._attempt(wait=0.0, force=True)
+            pause = LIVE_S if why in (None, BUSY) else LIVE_RETRY_S
+        with self._surviving():
+            self._attempt(wait=LIVE_S)
 
     def _attempt(self, *, wait: float, force: bool = False, quiet: bool = False) -> str | None:
         """Send under the lock; None when nothing is left, else why not. Failing is remembered, and told once."""
@@ -139,51 +150,11 @@ class Tracker:
             self._warn("tracking: %s cannot be written, this run is not tracked: %s", self._spool.folder, error)
 
 
-class Live:
-    """Points logged while training: `log` appends a line to the spool, a thread of its own sends what is there."""
+def sync(root: Path, settings: Tracking, log: logging.Logger) -> tuple[int, int]:
+    """Send every execution of which something is still only on disk; one line says why, where that fails.
 
-    def __init__(self, tracker: Tracker, descriptor: int | None) -> None:
-        self._tracker, self._descriptor = tracker, descriptor
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shardwright-tracking", daemon=True)
-        if descriptor is not None:
-            self._thread.start()
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        if self._descriptor is None:
-            return
-        content = (int(step), time.time(), {name: float(value) for name, value in values.items()})
-        with self._tracker._surviving():
-            append(self._descriptor, content)
-
-    def close(self) -> None:
-        """Send the rest, for at most as long as a store may take to answer; what is left stays in the spool."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
-            return
-        self._stop.set()
-        self._thread.join(CONNECT_S)
-        os.close(descriptor)
-
-    def __enter__(self) -> Live:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _run(self) -> None:
-        pause = LIVE_S
-        while not self._stop.wait(pause):
-            why: str | None = BUSY
-            with self._tracker._surviving():
-                why = self._tracker._attempt(wait=0.0, force=True)
-            pause = LIVE_S if why in (None, BUSY) else LIVE_RETRY_S
-        with self._tracker._surviving():
-            self._tracker._attempt(wait=LIVE_S)
-
-
-def sync(root: Path, settings: Tracking, log: logging.Logger) -> Synced:
-    """Send every execution of which something is still only on disk; one line says why, where that fails."""
+    How many are now wholly in the store, and of how many something is still only on disk.
+    """
     sent = left = 0
     client: Any = None
     reason: str | None = None
@@ -192,18 +163,17 @@ def sync(root: Path, settings: Tracking, log: logging.Logger) -> Synced:
         tracker = Tracker(root, settings, log, execution=name)
         if not tracker._spool.pending(tracker._spool.state()):
             continue
-        if unreachable:  # do not wait for it once per execution
-            left += 1
-            continue
-        tracker._client = client
-        why = tracker._attempt(wait=CONNECT_S, force=True, quiet=True)
-        client, reason = tracker._client, reason or why
-        unreachable = client is None and why not in (None, BUSY)
+        why = reason
+        if not unreachable:  # else it would be waited for once per execution
+            tracker._client = client
+            why = tracker._attempt(wait=CONNECT_S, force=True, quiet=True)
+            client, reason = tracker._client, reason or why
+            unreachable = client is None and why not in (None, BUSY)
         sent, left = (sent, left + 1) if why else (sent + 1, left)
     if reason:
         log.warning("tracking: %d of %d executions could not be sent: %s", left, sent + left, reason)
     prune(root, log)
-    return Synced(sent, left)
+    return sent, left
 
 
 def latest_run_url(root: Path, settings: Tracking) -> str | None:

@@ -96,7 +96,14 @@ def break_down(events: list[ProfiledEvent], on_gpu: bool) -> Breakdown:
     busy = within(joined(ops, GPU_HOLE_NS if on_gpu else HOLE_NS), whole)
     sent = within(joined(event.span for event in collectives), whole)
     hidden, alone = length(within(sent, busy)), without(sent, busy)
-    communication = length(within(alone, _inside(events, collectives, on_gpu)))
+    # `inside` are those in which ranks of one partition take part.
+    labels = [event for event in events if event.on_gpu == on_gpu and (event.is_label or not on_gpu)]
+    across = joined(label.span for label in labels if label.name == ACROSS)
+    exchanges = joined(label.span for label in labels if label.name.startswith(_EXCHANGE if on_gpu else AROUND))
+    messages = joined(event.span for event in collectives if event.is_message)
+    others = joined(event.span for event in collectives if not event.is_message)
+    inside = without(joined([*others, *within(messages, exchanges)]), across)
+    communication = length(within(alone, inside))
     return Breakdown(
         step_seconds=length(whole) / 1e9,
         compute_seconds=length(busy) / 1e9,
@@ -105,17 +112,6 @@ def break_down(events: list[ProfiledEvent], on_gpu: bool) -> Breakdown:
         other_seconds=(length(whole) - length(busy) - length(alone)) / 1e9,
         bubble_seconds=(length(alone) - communication) / 1e9,
     )
-
-
-def _inside(events: list[ProfiledEvent], collectives: list[ProfiledEvent], on_gpu: bool) -> list[Span]:
-    """Of collectives: in which ranks of one partition take part."""
-    labels = [event for event in events if event.on_gpu == on_gpu and (event.is_label or not on_gpu)]
-    across = joined(label.span for label in labels if label.name == ACROSS)
-    of_several = _EXCHANGE if on_gpu else AROUND
-    exchanges = joined(label.span for label in labels if label.name.startswith(of_several))
-    messages = joined(event.span for event in collectives if event.is_message)
-    others = joined(event.span for event in collectives if not event.is_message)
-    return without(joined([*others, *within(messages, exchanges)]), across)
 
 
 # ---- sets of moments, as spans in their order that do not touch

@@ -35,19 +35,24 @@ class Prefetched(Generic[Read]):
         self.under_way: int | None = None
 
     def __getitem__(self, step: int) -> Read:
-        result = self._take() if self.under_way == step else self._read_here(step)
+        if self.under_way == step:
+            result, error = self._take()
+            if error is not None:
+                raise error
+        else:
+            result = self._read_here(step)
         if self.ahead and step + 1 < self.steps:
             self.under_way = step + 1
             self.wanted.put(step + 1)
-        return result
+        return result  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """What is under way is waited for: nothing reads the data afterwards."""
-        self._drop()
+        self._take()
         self.wanted.put(None)
 
     def _read_here(self, step: int) -> Read:
-        self._drop()
+        self._take()
         before = torch.get_rng_state()
         result = self.read(step)
         if self.ahead is None:
@@ -56,17 +61,12 @@ class Prefetched(Generic[Read]):
             threading.Thread(target=self._work, daemon=True, name=PREFETCH).start()
         return result
 
-    def _take(self) -> Read:
+    def _take(self) -> tuple[Any, BaseException | None]:
+        """What was under way, if anything."""
+        if self.under_way is None:
+            return None, None
         self.under_way = None
-        result, error = self.found.get()
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]
-
-    def _drop(self) -> None:
-        if self.under_way is not None:
-            self.under_way = None
-            self.found.get()
+        return self.found.get()
 
     def _work(self) -> None:
         while (step := self.wanted.get()) is not None:
@@ -88,10 +88,7 @@ def held_out_batches(
         dataset = instantiate(data["held_out"], f"{job['where']['data']}: held_out")
         batches = Batches(dataset, {**job, "data": {**data, "shuffle": False}}, layouts, axes, "held_out", slices)
         if batches.length < batches.size:
-            raise TrainError(
-                f"it has {batches.length} samples, and a batch of the model {batches.size}",
-                where=batches.where,
-                remedy="hold out more of them",
-            )
+            what = f"it has {batches.length} samples, and a batch of the model {batches.size}"
+            raise TrainError(what, where=batches.where, remedy="hold out more of them")
         count = min(job["train"]["evaluate"]["batches"], batches.length // batches.size)
         return [batches[number] for number in range(count * len(batches.slices.samples))]

@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.files import whole_lines
 from pipeline.base.log import Advance, Log
 from pipeline.launch.rank import tell_user
 from pipeline.launch.work_folder import ROOM
-from pipeline.tracking.tracker import Live
+from pipeline.tracking.tracker import LogPoint
 
 Note = dict[str, Any]  # a line: a step, or what happened beside the steps
 
@@ -34,7 +35,7 @@ class Journal:
         if not self.waiting:
             return
         try:
-            _append(self.path, "".join(self.waiting).encode())
+            self._append("".join(self.waiting).encode())
         except OSError as error:
             if not self.told:
                 self.told = True
@@ -42,18 +43,17 @@ class Journal:
             return
         self.waiting.clear()
 
-
-def _append(path: Path, content: bytes) -> None:
-    """All of it, or nothing."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb", buffering=0) as file:
-        before = os.fstat(file.fileno()).st_size
-        try:
-            while content:
-                content = content[file.write(content) :]
-        except OSError:
-            with suppress(OSError):
-                file.truncate(before)
-            raise
+    def _append(self, content: bytes) -> None:
+        """All of it, or nothing."""
+        with open(self.path, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            before = os.fstat(file.fileno()).st_size
+            try:
+                while content:
+                    content = content[file.write(content) :]
+            except OSError:
+                with suppress(OSError):
+                    file.truncate(before)
+                raise
 
 
 class Follower:
@@ -62,28 +62,21 @@ class Follower:
     Lines that are no steps go to the log; a step that is taken again after a restart is passed on once.
     """
 
-    def __init__(self, live: Live, advance: Advance, tell: Callable[[Note], None] = lambda note: None) -> None:
-        self.live, self.advance, self.tell = live, advance, tell
+    def __init__(self, log: LogPoint, advance: Advance, tell: Callable[[Note], None] = lambda note: None) -> None:
+        self.log, self.advance, self.tell = log, advance, tell
         self.position = 0
         self.next = 0
 
     def __call__(self, work: Path) -> None:
-        path = work / "steps.jsonl"
-        if not path.exists():
-            return
-        with open(path, "rb") as file:
-            file.seek(self.position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return  # still being written
-                self.position += len(line)
-                self._pass_on(json.loads(line))
+        for end, line in whole_lines(work / "steps.jsonl", self.position):
+            self.position = end
+            self._pass_on(json.loads(line))
 
     def _pass_on(self, step: Note) -> None:
         if "step" not in step:
             self.tell(step)
             for number in range(self.next, step.get("resumed", 0)):  # taken before this run was started
-                self.live.log(number, {"loss": step["losses"][number]})
+                self.log(number, {"loss": step["losses"][number]})
                 self.next = number + 1
             return
         if step["step"] < self.next:
@@ -96,7 +89,7 @@ class Follower:
             "resident_mb": step["resident_bytes"] / 1e6,
         }
         values |= {name: step[name] for name in ("learning_rate", "eval_loss") if name in step}
-        self.live.log(step["step"], values)
+        self.log(step["step"], values)
         self.advance(step["step"] + 1, f"loss {step['loss']:.4f}")
 
 

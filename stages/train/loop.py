@@ -207,11 +207,8 @@ class Rate:
         self.moves = schedule["warm_up"] > 0 or schedule["decay"] != "none"
         self.whole = [float(group["lr"]) for group in self.groups if "lr" in group]
         if self.moves and len(self.whole) < len(self.groups):
-            raise TrainError(
-                f"{type(optimizer).__name__} has no learning rate `lr`",
-                where=f"{where}: schedule",
-                remedy="leave `schedule` out, or name another optimizer",
-            )
+            what = f"{type(optimizer).__name__} has no learning rate `lr`"
+            raise TrainError(what, where=f"{where}: schedule", remedy="leave `schedule` out, or name another optimizer")
 
     def set(self, step: int) -> None:
         if not self.moves:

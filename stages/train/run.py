@@ -18,7 +18,7 @@ from pipeline.base.stage import STAGES, Inputs, Result, read
 from pipeline.config import Config, TrainEngine
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Plan
-from pipeline.launch.launch import Supervision, run_here, run_ranks
+from pipeline.launch.launch import Supervision, run_ranks
 from pipeline.launch.place import find_place
 from pipeline.launch.work_folder import ROOM, LaunchFailed
 from pipeline.tracking.tracker import Tracker
@@ -101,11 +101,9 @@ def check_export(graph: OpGraph, config: Config) -> None:
     stored = {str(dtype).removeprefix("torch.") for dtype in TYPES}
     for value in (*graph.of_role(Role.PARAMETER), *graph.of_role(Role.BUFFER)):
         if value.type.dtype not in stored:
-            raise TrainError(
-                f"{value.origin} is {value.type.dtype}, for which safetensors files have no type",
-                where=f"conf/train/{config.choices['train']}.yaml: export",
-                remedy="set `export: false`, and take the weights from a snapshot",
-            )
+            what = f"{value.origin} is {value.type.dtype}, for which safetensors files have no type"
+            remedy = "set `export: false`, and take the weights from a snapshot"
+            raise TrainError(what, where=f"conf/train/{config.choices['train']}.yaml: export", remedy=remedy)
 
 
 def check_device(plan: Plan, where: str) -> None:
@@ -144,37 +142,21 @@ def launch(inputs: Inputs, config: Config, plan: Plan, job: Job) -> dict[str, An
     named = "" if train.engine is TrainEngine.planned else f" with {train.engine.value}"
     inputs.log.info("training %d steps on %d ranks%s", train.steps, ranks, named)
     if place and place.ranks != ranks:
-        raise TrainError(
-            f"the run needs {ranks} ranks, and {place.ranks} were started",
-            where="runs/checkpoint/plan.json",
-            remedy=f"start {ranks}, one for each device, or plan for a cluster of {place.ranks} devices",
-        )
+        what = f"the run needs {ranks} ranks, and {place.ranks} were started"
+        remedy = f"start {ranks}, one for each device, or plan for a cluster of {place.ranks} devices"
+        raise TrainError(what, where="runs/checkpoint/plan.json", remedy=remedy)
     watch = Supervision(train.hang_s, True, inputs.log.warning, train.max_restarts)
     try:
-        with (
-            inputs.tracker.live("train") as live,
-            progress(inputs.log, "step", train.steps) as advance,
-        ):
-            follow = Follower(live, advance, lambda note: tell(inputs.log, inputs.root, note))
-            if place:
-                return run_here(WORKER, job, place, train.timeout_s, follow, watch)
-            return run_ranks(WORKER, job, ranks, train.timeout_s, follow, watch=watch)
+        with inputs.tracker.live("train") as log_point, progress(inputs.log, "step", train.steps) as advance:
+            follow = Follower(log_point, advance, lambda note: tell(inputs.log, inputs.root, note))
+            return run_ranks(WORKER, job, ranks, train.timeout_s, follow, place, watch)
     except LaunchFailed as error:
         for line in error.log.splitlines():
             inputs.log.debug(line)
-        raise TrainError(
-            f"training failed: {error}",
-            where=f"conf/train/{config.choices['train']}.yaml",
-            remedy=_remedy(str(error)),
-        ) from error
-
-
-def _remedy(error: str) -> str | None:
-    if "did not finish within" in error:
-        return "raise timeout_s"
-    if ROOM in error:
-        return None
-    return ROOM if os.strerror(errno.ENOSPC) in error else "run with -v for details"
+        remedies = {"did not finish within": "raise timeout_s", ROOM: None, os.strerror(errno.ENOSPC): ROOM}
+        advice = next((one for sign, one in remedies.items() if sign in str(error)), "run with -v for details")
+        what = f"training failed: {error}"
+        raise TrainError(what, where=f"conf/train/{config.choices['train']}.yaml", remedy=advice) from error
 
 
 def make_job(inputs: Inputs, config: Config, plan: Plan, first: bool = True) -> Job:

@@ -15,22 +15,14 @@ import torch.distributed as dist
 
 from pipeline.base.errors import ShardwrightError, TrainError
 from pipeline.base.files import told
-from pipeline.launch.rank import (
-    STOPPED,
-    end_after_cause,
-    error_path,
-    follow_parent,
-    forget_error,
-    report_error,
-    write_result,
-)
+from pipeline.launch.rank import STOPPED, end_after_cause, follow_parent, forget_error, report_error, write_result
 from pipeline.user.batches import SampleError
 from stages.train.engines.engine import Engine, program_of
 from stages.train.job import Job
 from stages.train.loop import Loop
 from stages.train.ranks.joining import gathered, join, require_gpu
 from stages.train.ranks.peers import Peers
-from stages.train.ranks.watchdog import Watchdog, end_process, watch_process
+from stages.train.ranks.watchdog import Watchdog, give_up, watch_process
 
 
 def main(work: Path) -> None:
@@ -40,16 +32,14 @@ def main(work: Path) -> None:
     forget_error(work, rank)
     watchdog = watch_process(job["safety"]["hang_s"], work, rank)
     watchdog.beat("meeting the other ranks", slow=True)
+    final = True
     try:
         if job["device"] == "cuda":
             require_gpu(f"{job['where']['cluster']}: device")
-    except TrainError as error:
-        report_error(work, rank, error.line(), final=True)
-        raise SystemExit(1) from None
-    try:
+        final = False  # a rank that did not come may come when all are started again
         store = join(job["device"], timedelta(seconds=job["train"]["wait_s"]))
-    except TrainError as error:  # a rank that did not come may come when all are started again
-        report_error(work, rank, error.line())
+    except TrainError as error:
+        report_error(work, rank, error.line(), final=final)
         raise SystemExit(1) from None
     try:
         with told(Path.cwd()):
@@ -78,13 +68,7 @@ def meet_peers(store: dist.Store, work: Path, watchdog: Watchdog) -> Peers:
     """From now on this rank hears when the run is to end, and says what it does when another one waits too long."""
     rank = dist.get_rank()
     peers = Peers(store, rank, gathered(socket.gethostname()))
-
-    def silence(what: str) -> None:
-        if not error_path(work, rank).exists():
-            report_error(work, rank, what)
-        end_process()
-
-    peers.listen(silence, lambda: watchdog.now[0])
+    peers.listen(lambda what: give_up(work, rank, what), lambda: watchdog.now[0])
     peers.heed_signals()
     watchdog.explain = peers.explain
     return peers
@@ -113,11 +97,9 @@ def agree(digests: dict[str, str]) -> None:
     for rank, other in enumerate(everyone):
         differs = [file for file in everyone[0] | other if other.get(file) != everyone[0].get(file)]
         if differs:
-            raise TrainError(
-                f"rank {rank} and rank 0 have read different files",
-                where=differs[0],
-                remedy="give all hosts the same conf/ and runs/, best on a file system that they share",
-            )
+            what = f"rank {rank} and rank 0 have read different files"
+            remedy = "give all hosts the same conf/ and runs/, best on a file system that they share"
+            raise TrainError(what, where=differs[0], remedy=remedy)
 
 
 def make_engine(job: Job) -> Engine:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.base.errors import TrainError
-from pipeline.launch.launch import run_here
+from pipeline.launch.launch import run_ranks
 from pipeline.launch.place import PORTS, RankPlace, find_place, first_host, tasks_of_nodes
 from pipeline.launch.work_folder import LaunchFailed
 
@@ -105,8 +105,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_the_rank_is_run_where_it_was_started(module: str) -> None:
     first = RankPlace(0, 4, 0, "10.0.0.1", 29500, 2)
-    assert run_here(module, {}, first, 30) == first.environment()
-    assert run_here(module, {}, RankPlace(3, 4, 1, "10.0.0.1", 29500, 2), 30) == {}, "only the first has a result"
+    assert run_ranks(module, {}, 1, 30, node=first) == first.environment()
+    assert run_ranks(module, {}, 1, 30, node=RankPlace(3, 4, 1, "10.0.0.1", 29500, 2)) == {}, (
+        "only the first has a result"
+    )
 
 
 @pytest.mark.parametrize(("ranks", "here", "threads"), [(4, 1, "12"), (4, 4, "3"), (64, 32, "1")])
@@ -116,12 +118,12 @@ def test_ranks_share_the_cores_of_their_host(
     monkeypatch.setattr("os.cpu_count", lambda: 12)
     place = RankPlace(0, ranks, 0, "10.0.0.1", 29500, here)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert run_here(module, {"threads": 1}, place, 30) == {"threads": threads}
+    assert run_ranks(module, {"threads": 1}, 1, 30, node=place) == {"threads": threads}
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert run_here(module, {"threads": 1}, place, 30) == {"threads": "5"}, "what was given is kept"
+    assert run_ranks(module, {"threads": 1}, 1, 30, node=place) == {"threads": "5"}, "what was given is kept"
 
 
 @pytest.mark.parametrize(("job", "told"), [({"fail": 1}, "the cause"), ({"die": 1}, "rank 3 died of SIGKILL")])
 def test_why_the_rank_failed(module: str, job: dict[str, int], told: str) -> None:
     with pytest.raises(LaunchFailed, match=told):
-        run_here(module, job, RankPlace(3, 4, 1, "10.0.0.1", 29500, 2), 30)
+        run_ranks(module, job, 1, 30, node=RankPlace(3, 4, 1, "10.0.0.1", 29500, 2))

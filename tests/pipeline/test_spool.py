@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.base.signals import is_dvc
 from pipeline.tracking import spool
-from pipeline.tracking.spool import MetricPoint, SendState, Spool, StageRecord
+from pipeline.tracking.spool import SendState, Spool, StageRecord
 
 LOG = logging.getLogger("test")
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +36,9 @@ def test_record_comes_back_as_written(box, tmp_path):
         started=1.0,
         ended=2.0,
     )
-    name = box.record(entry)
+    box.record(entry)
     file.write_text("second")
-    back = box.records()[name]
+    [back] = box.records().values()
     assert [path.read_text() for path in back.artifacts] == ["first"]
     assert replace(back, artifacts=entry.artifacts) == entry
 
@@ -48,87 +48,111 @@ def test_artifacts_of_one_name_are_all_kept(box, tmp_path):
     for path in paths:
         path.parent.mkdir()
         path.write_text(path.parent.name)
-    name = box.record(StageRecord("solve", artifacts=paths))
-    back = box.records()[name]
+    box.record(StageRecord("solve", artifacts=paths))
+    [back] = box.records().values()
     assert {path.name: path.read_text() for path in back.artifacts} == {"plan.json": "a", "plan-2.json": "b"}
 
 
 def test_scalars_of_numpy_are_numbers(box):
     np = pytest.importorskip("numpy")
-    name = box.record(StageRecord("x", figures={"a": np.float32(0.5), "b": np.int64(3)}))
-    assert box.records()[name].figures == {"a": 0.5, "b": 3}
+    box.record(StageRecord("x", figures={"a": np.float32(0.5), "b": np.int64(3)}))
+    assert [entry.figures for entry in box.records().values()] == [{"a": 0.5, "b": 3}]
+
+
+def write(box, file, content):
+    with (box.folder / file).open("ab") as opened:
+        opened.write(content)
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"\xff\xfe", b"[]", b'{"version": 99}', b'{"version": 1}', b'{"version": 1, "stage": 3}']
+    "content",
+    [b"{", b"\xff\xfe", b"[]", b"null", b"3", b'{"version": 99}', b'{"version": 2}', b'{"version": 2, "stage": 3}'],
 )
-def test_damaged_record_is_set_aside_once_and_the_others_are_read(box, caplog, content):
-    good = box.record(StageRecord("trace"))
-    path = box.folder / "records" / "00000000000000000001-1-solve.json"
-    path.write_bytes(content)
-    for _ in range(2):
-        assert list(box.records()) == [good]
-    assert len(caplog.messages) == 1 and "solve.json" in caplog.messages[0]
-    assert path.with_name(path.name + ".damaged").read_bytes() == content
+def test_damaged_record_is_no_record_and_the_others_are_read(box, content):
+    box.record(StageRecord("trace"))
+    write(box, spool.RECORDS, content)
+    assert len(box.records()) == 1  # it may still be written
+    box.record(StageRecord("solve"))
+    first, damaged, last = box.records().values()
+    assert (first.stage, damaged, last.stage) == ("trace", None, "solve")
+    assert box.wanted_status() == "FINISHED" and box.pending(SendState())
 
 
-@pytest.mark.parametrize("content", ["", "null", '{"version": 1}', '{"version": 1, "done": 3}'])
+@pytest.mark.parametrize("name", ["../../../plan.json", "/etc/passwd", ".."])
+def test_copies_of_a_damaged_record_lie_below_its_folder(box, name):
+    box.record(StageRecord("trace"))
+    line = json.loads((box.folder / spool.RECORDS).read_text())
+    write(box, spool.RECORDS, json.dumps(line | {"copies": name, "artifacts": [name]}).encode() + b"\n")
+    for path in (path for entry in box.records().values() for path in entry.artifacts):
+        assert path.parent.parent == box.folder / "artifacts"
+
+
+@pytest.mark.parametrize("content", ["", "null", "{}", '{"done": 3}', '{"done": ["a"]}'])
 def test_damaged_state_starts_afresh(box, caplog, content):
     box.save(SendState(run_id="r"))
-    (box.folder / "state.json").write_text(content)
+    (box.folder / spool.SENT).write_text(content)
     assert box.state() == SendState() == box.state()
     assert len(caplog.messages) == 1
 
 
 def test_state_round_trip(box):
-    state = SendState("s", "1", "r", ("a",), {"a": 3}, "RUNNING", True, 5.0)
+    state = SendState("s", "1", "r", (7,), 3, "RUNNING", True, 5.0)
     box.save(state)
     assert box.state() == state
-    path = box.folder / "state.json"  # with what an earlier version wrote beside it
+    path = box.folder / spool.SENT  # with what a later version wrote beside it
     path.write_text(json.dumps(json.loads(path.read_text()) | {"end": None, "end_after": ""}))
     assert box.state() == state
 
 
-def test_live_points_and_offsets(box):
-    descriptor = box.open_live("train")
-    [path] = box.live_files()
+def test_points_and_offsets(box):
+    file = box.open_points("train")
     for step in range(3):
-        spool.append(descriptor, (step, 10.0 + step, {"loss": 1.0}))
-    os.write(descriptor, b'[3, 13.0, {"lo')
-    stage, points, offset = box.points(path, 0, limit=2)
-    assert (stage, [point.step for point in points]) == ("train", [0, 1])
-    _, points, offset = box.points(path, offset)
-    assert [point.step for point in points] == [2]
-    os.write(descriptor, b'ss": 0.5}]\n')
-    _, points, offset = box.points(path, offset)
-    assert points == [MetricPoint(3, {"loss": 0.5}, 13.0)]
-    assert offset == path.stat().st_size
-    os.close(descriptor)
+        spool.append(file, (step, 10.0 + step, {"loss": 1.0}))
+    file.write(b'[3, 13.0, {"lo')
+    (_, first), (end, second), _ = box.lines(spool.POINTS)
+    assert (first[0], second[0]) == (0, 1)
+    [(end, third)] = box.lines(spool.POINTS, end)
+    assert third[0] == 2
+    file.write(b'ss": 0.5}]\n')
+    [(end, last)] = box.lines(spool.POINTS, end)
+    assert last == [3, 13.0, {"loss": 0.5}]
+    assert end == (box.folder / spool.POINTS).stat().st_size
+    file.close()
 
 
-def test_torn_line_of_a_dead_writer_is_skipped(box, caplog):
-    descriptor = box.open_live("train")
-    spool.append(descriptor, (0, 1.0, {"loss": 1.0}))
-    os.write(descriptor, b"[1, 2.0,")
-    os.close(descriptor)
-    [path] = box.live_files()
-    _, points, offset = box.points(path, 0)
-    assert [point.step for point in points] == [0]
-    assert offset == path.stat().st_size and len(caplog.messages) == 1
+def test_what_a_killed_writer_left_of_a_line_costs_no_other(box):
+    file = box.open_points("train")
+    spool.append(file, (0, 1.0, {"loss": 1.0}))
+    file.write(b"[1, 2.0,")
+    file.close()
+    again = box.open_points("train")
+    spool.append(again, (2, 3.0, {"loss": 1.0}))
+    again.close()
+    assert [line and line[0] for _, line in box.lines(spool.POINTS)] == [0, None, 2]
 
 
-def test_unreadable_live_file_is_set_aside(box, caplog):
-    os.close(box.open_live("train"))
-    [path] = box.live_files()
-    path.write_bytes(b"garbage\n")
-    assert box.points(path, 0) is None and box.live_files() == []
-    assert len(caplog.messages) == 1
+def test_points_go_when_all_are_sent_and_nobody_logs_more(box):
+    file = box.open_points("train")
+    spool.append(file, (0, 1.0, {"loss": 1.0}))
+    [(end, _)] = box.lines(spool.POINTS)
+    box.drop_points(SendState(points=end))
+    assert list(box.lines(spool.POINTS)), "it is still written to"
+    file.close()
+    box.drop_points(SendState())
+    assert list(box.lines(spool.POINTS)), "it has not been sent"
+    box.drop_points(SendState(points=end))
+    assert not list(box.lines(spool.POINTS)) and box.state().points == 0
+
+
+def test_a_full_disk_is_an_error():
+    with open("/dev/full", "ab", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        spool.append(file, {})
 
 
 def test_status_follows_what_the_stages_did(box):
-    descriptor = box.open_live("train")
+    file = box.open_points("train")
     assert box.wanted_status() == "RUNNING"
-    os.close(descriptor)
+    file.close()
     assert box.wanted_status() == "KILLED"
     box.record(StageRecord("train", "failed", error="no memory"))
     assert box.wanted_status() == "FAILED"
@@ -146,9 +170,9 @@ def test_lock_is_for_one(box, tmp_path):
 def test_prune_keeps_the_newest_and_the_unsent(tmp_path):
     for index in range(6):
         box = Spool(tmp_path, f"e{index}", LOG)
-        name = box.record(StageRecord("trace"))
+        box.record(StageRecord("trace"))
         if index != 1:
-            box.save(SendState(done=(name,), status="FINISHED"))
+            box.save(SendState(done=tuple(box.records()), status="FINISHED"))
         os.utime(box.folder, (index, index))
     spool.prune(tmp_path, LOG, keep=2)
     assert set(spool.executions(tmp_path)) == {"e1", "e4", "e5"}
@@ -227,12 +251,12 @@ def test_execution_without_dvc_and_by_name():
     assert name.startswith((f"run-{pid}-", "dvc-"))  # the tests themselves may run under dvc
 
 
-def test_files_carry_a_version(box):
-    box.describe("name", "experiment")
-    box.describe("other", "other")
-    box.record(StageRecord("trace"))
-    box.save(SendState())
-    files = [path for path in box.folder.rglob("*.json")]
-    assert len(files) == 3 and all(json.loads(path.read_text())["version"] == 1 for path in files)
-    assert box.description()["run_name"] == "name"
-    assert not list(box.folder.rglob("*.tmp"))
+def test_the_first_record_says_what_the_run_is_called(tmp_path):
+    for name in ("name", "other"):
+        Spool(tmp_path, "one", LOG, {"run_name": name}).record(StageRecord("trace"))
+    assert Spool(tmp_path, "one", LOG).first_run() == {"run_name": "name"}
+    for damaged in ({"run": "text"}, {"run": {"run_name": 3}}, [], 7):
+        box = Spool(tmp_path, str(len(str(damaged))), LOG)
+        box.record(StageRecord("trace"))
+        (box.folder / spool.RECORDS).write_text(json.dumps(damaged) + "\n")
+        assert box.first_run() == {}

@@ -230,26 +230,26 @@ def test_failure_and_another_try(root):
 def test_live_points_arrive_while_training_runs(root, monkeypatch):
     monkeypatch.setattr(tracking, "LIVE_S", 0.05)
     one = tracker(root)
-    with one.live("train") as live:
-        live.log(0, {"loss": 2.0})
+    with one.live("train") as log:
+        log(0, {"loss": 2.0})
         deadline = time.monotonic() + 600
         while not runs(root) or not runs(root)[0].data.metrics:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert runs(root)[0].info.status == "RUNNING"
         for step in range(1, 1500):
-            live.log(step, {"loss": float(step), "rate[0]": 0.1})
+            log(step, {"loss": float(step), "rate[0]": 0.1})
     one.stage(StageRecord("train", figures={"time": 1.0}))
     [run] = runs(root)
     assert run.info.status == "FINISHED" and run.data.metrics["train/rate_0_"] == 0.1
     assert history(root, run, "train/loss") == [(0, 2.0)] + [(step, float(step)) for step in range(1, 1500)]
-    assert one._spool.live_files() == [] and sync(root, Settings(), LOG) == (0, 0)
+    assert (one._spool.folder / "points.jsonl").stat().st_size == 0 and sync(root, Settings(), LOG) == (0, 0)
 
 
 def test_disabled_does_nothing(root):
     one = tracker(root, enabled=False)
-    with one.live("train") as live:
-        live.log(0, {"loss": 1.0})
+    with one.live("train") as log:
+        log(0, {"loss": 1.0})
     one.stage(StageRecord("train"))
     one.complete([StageRecord("solve")])
     assert latest_run_url(root, Settings(enabled=False)) is None
@@ -320,11 +320,11 @@ def test_live_never_waits_for_the_store(root, monkeypatch, caplog):
     monkeypatch.setattr(tracking, "LIVE_S", 0.01)
     monkeypatch.setattr(tracking, "connect", never)
     one = tracker(root, uri=DEAD)
-    with one.live("train") as live:
-        live.log(0, {"loss": 0.0})
+    with one.live("train") as log:
+        log(0, {"loss": 0.0})
         asked.wait()
         for step in range(1, 1000):
-            live.log(step, {"loss": float(step)})
+            log(step, {"loss": float(step)})
         answer.set()
     monkeypatch.undo()
     one.stage(StageRecord("train"))
@@ -357,8 +357,9 @@ def deadly(method, count, after):
 def send(root, method, count, after):
     tracker = Tracker(root, Settings(), logging.getLogger(), execution="one")
     live = tracker.live("train")
+    log = live.__enter__()
     for step in range(2000):
-        live.log(step, {"loss": 1.0 / (step + 1)})
+        log(step, {"loss": 1.0 / (step + 1)})
     deadly(method, count, after)
     files = (root / "f.txt",)
     tracker.stage(StageRecord("solve", params={"a": 1}, figures={"time": 2.0}, artifacts=files))
@@ -402,7 +403,7 @@ def test_killed_while_sending(killed, how):
 def test_lost_state_and_lost_run(root, caplog):
     one = tracker(root)
     one.stage(StageRecord("trace", params={"a": 1}, figures={"time": 1.0}))
-    (one._spool.folder / "state.json").write_text("{")
+    (one._spool.folder / "sent.json").write_text("{")
     one.stage(StageRecord("solve"))
     [run] = runs(root)
     assert history(root, run, "trace/time") == [(0, 1.0)] and len(warnings(caplog)) == 1
@@ -410,6 +411,24 @@ def test_lost_state_and_lost_run(root, caplog):
     one.stage(StageRecord("train"))
     [again] = runs(root)
     assert again.info.run_id != run.info.run_id and again.data.params == {"trace.a": "1"}
+
+
+def test_damaged_lines_are_told_once_and_cost_no_others(root, caplog):
+    one = tracker(root, uri=DEAD)
+    with one.live("train") as log:
+        log(0, {"loss": 1.0})
+        with (one._spool.folder / "points.jsonl").open("a") as file:
+            file.write("[1, 2.0,")
+        log(2, {"loss": 1.0})
+    with (one._spool.folder / "records.jsonl").open("a") as file:
+        file.write('{"stage": "so')
+    one.stage(StageRecord("train", figures={"time": 1.0}))
+    caplog.clear()
+    for count in (1, 0):
+        assert sync(root, Settings(), LOG) == (count, 0)
+    assert ["a damaged record" in text for text in warnings(caplog)] == [True, False]
+    [run] = runs(root)
+    assert history(root, run, "train/loss") == [(0, 1.0), (2, 1.0)] and run.info.status == "FINISHED"
 
 
 def test_store_changed_between_stages(root):
@@ -426,9 +445,9 @@ def test_store_changed_between_stages(root):
 
 def test_two_senders_do_not_double(root):
     dead = tracker(root, uri=DEAD)
-    with dead.live("train") as live:
+    with dead.live("train") as log:
         for step in range(3000):
-            live.log(step, {"loss": 1.0})
+            log(step, {"loss": 1.0})
     dead.stage(StageRecord("train"))
     threads = [threading.Thread(target=sync, args=(root, Settings(), LOG)) for _ in range(2)]
     for thread in threads:
@@ -442,8 +461,8 @@ def test_two_senders_do_not_double(root):
 def test_spool_that_cannot_be_written_is_told_once(root, caplog):
     (root / "runs" / "tracking").write_text("in the way")
     one = tracker(root)
-    with one.live("train") as live:
-        live.log(0, {"loss": 1.0})
+    with one.live("train") as log:
+        log(0, {"loss": 1.0})
     one.stage(StageRecord("train"))
     assert len(warnings(caplog)) == 1
 

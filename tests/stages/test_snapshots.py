@@ -137,7 +137,7 @@ def unshared(here: Path) -> tuple[str, list[str]]:
         snapshots.take(engine, 1, about(1))
         outcome = snapshots.done(wait=True)
     dist.barrier()
-    return outcome.problem, [path.name for path in folder.iterdir()]
+    return outcome[1], [path.name for path in folder.iterdir()]
 
 
 def streams(here: Path) -> tuple[bool, bool, list[float]]:
@@ -151,7 +151,7 @@ def streams(here: Path) -> tuple[bool, bool, list[float]]:
     snapshots = SnapshotWriter(folder, 1, True, 60)
     snapshots.take(engine, 1, about(1, program="this"))
     torch.rand(3)
-    assert snapshots.done(wait=True).problem == ""
+    assert snapshots.done(wait=True)[1] == ""
     found = find(folder, None, "")
     restore(engine, found, "this")
     same = torch.equal(torch.get_rng_state(), expected)

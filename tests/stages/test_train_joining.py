@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.base.errors import TrainError
+from pipeline.launch.rendezvous import agree_on_start
 from stages.train.ranks import joining
 
 
@@ -35,7 +36,7 @@ def started(place: tuple[str, int], ranks: list[int], world: int, limit: float) 
         store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=600))
         store.set_timeout(timedelta(seconds=limit))
         try:
-            return joining.agree_on_start(store, rank, world, timedelta(seconds=limit))
+            return agree_on_start(store, rank, world, timedelta(seconds=limit))
         except (TrainError, dist.DistError) as error:
             return f"failed: {error}"
 

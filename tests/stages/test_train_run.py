@@ -38,7 +38,7 @@ class Live:
 
 def test_samples_are_those_of_all_micro_batches(tmp_path: Path) -> None:
     live, shown = Live(), []
-    follow = Follower(live, lambda done, note="": shown.append((done, note)))  # type: ignore[arg-type]
+    follow = Follower(live.log, lambda done, note="": shown.append((done, note)))  # type: ignore[arg-type]
     follow(tmp_path)
     with open(tmp_path / "steps.jsonl", "w") as file:
         for step in range(2):
@@ -56,7 +56,7 @@ def test_samples_are_those_of_all_micro_batches(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_is_whole_in_the_tracked_run(tmp_path: Path) -> None:
     """Losses from before it was started come from the snapshot; steps that are taken again are passed on once."""
     live, told = Live(), []
-    follow = Follower(live, lambda done, note="": None, told.append)  # type: ignore[arg-type]
+    follow = Follower(live.log, lambda done, note="": None, told.append)  # type: ignore[arg-type]
     step = {"loss": 2.5, "seconds": 0.5, "samples": 36, "resident_bytes": 0}
     resumed = {"resumed": 2, "restart": 0, "losses": [4.0, 3.0]}
     lines = [resumed, {**step, "step": 2}, {**step, "step": 3}, {"snapshot": 4}, {**resumed, "restart": 1}]

@@ -46,7 +46,13 @@ class SingleEngine(Engine):
         self.stream = dist.get_rank()  # by intent
         self.ranks: int = dist.get_world_size()
         set_mesh({AXIS: self.ranks})
-        self.module = self._built()
+        torch.manual_seed(job["train"]["seed"])  # the same on all ranks; what is drawn later, as for dropout, is not
+        module = self.build_module()
+        if job["train"]["init_from"]:
+            read_weights(module, Path(job["train"]["init_from"]), self.where("train", "init_from"))
+        if self.stream:
+            torch.manual_seed(job["train"]["seed"] + self.stream)
+        self.module = module.to(self.device, torch.bfloat16 if job["model"]["precision"] == "bf16" else None)
         self.called = self._wrapped()
         self.named = named_tensors(self.module)
         self.parameters = {name: t for name, t in self.named.items() if isinstance(t, nn.Parameter) and t.requires_grad}
@@ -57,26 +63,12 @@ class SingleEngine(Engine):
         if job["train"]["evaluate"]["every"]:
             self.held_out = held_out_batches(job, layouts, [AXIS])
 
-    def _built(self) -> nn.Module:
-        """The same on all ranks; what is drawn later, as for dropout, is not."""
-        settings, rank = self.job["train"], dist.get_rank()
-        torch.manual_seed(settings["seed"])
-        module = self.build_module()
-        if settings["init_from"]:
-            read_weights(module, Path(settings["init_from"]), self.where("train", "init_from"))
-        if rank:
-            torch.manual_seed(settings["seed"] + rank)
-        return module.to(self.device, torch.bfloat16 if self.job["model"]["precision"] == "bf16" else None)
-
     def _wrapped(self) -> nn.Module:
         return self.module
 
     def _adds_up(self, last: bool) -> AbstractContextManager[Any]:
         """Around a pass: gradients are brought together in the last one alone."""
         return nullcontext()
-
-    def batch(self, number: int) -> Batch:
-        return self._batches[number]
 
     def step(self, first: Batch, later: list[Batch]) -> float:
         self.optimizer.zero_grad()
@@ -149,11 +141,9 @@ class DDP(SingleEngine):
         loss = super().step(first, later)
         spare = next((name for name, p in self.parameters.items() if p.grad is None), None)
         if spare is not None:  # its bucket was never summed; torch would say so in the next step, in many words
-            raise TrainError(
-                f"{spare} takes no part in the loss, which DistributedDataParallel does not allow",
-                where=self.where("model", "module"),
-                remedy="freeze it (`requires_grad_(False)`), or train with another engine",
-            )
+            what = f"{spare} takes no part in the loss, which DistributedDataParallel does not allow"
+            remedy = "freeze it (`requires_grad_(False)`), or train with another engine"
+            raise TrainError(what, where=self.where("model", "module"), remedy=remedy)
         return loss
 
     def _adds_up(self, last: bool) -> AbstractContextManager[Any]:
@@ -220,6 +210,4 @@ def state_shard(name: str, tensor: Tensor, drifts: bool = False) -> StateShard:
 
 def _sum_of_ranks(total: Tensor) -> dist.Work | None:
     """Under way."""
-    if dist.get_world_size() == 1:
-        return None
-    return dist.all_reduce(total, async_op=True)
+    return dist.all_reduce(total, async_op=True) if dist.get_world_size() > 1 else None

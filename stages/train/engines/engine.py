@@ -19,6 +19,7 @@ from pipeline.base.errors import TrainError
 from pipeline.base.instantiate import instantiate
 from pipeline.ir.layout import Layout
 from pipeline.runtime.programs.source import CannotEvaluate, load_program
+from pipeline.user.batches import Batches
 from pipeline.user.optimizer import build_optimizer
 from pipeline.user.weights import Shape, write_weights
 from stages.train.job import Job
@@ -45,6 +46,7 @@ class Engine(ABC):
     samples: int  # of a step
     held_whole = ""  # why every rank held the whole model while it was built, or nothing
     not_captured = ""  # why a step that was to be a CUDA graph is none, or nothing
+    _batches: Batches
     stream = 0  # of random numbers: ranks with the same number draw alike, others do not
 
     def __init__(self, job: Job, device: torch.device, passes: int) -> None:
@@ -98,8 +100,8 @@ class Engine(ABC):
 
     # ---- what it is made of
 
-    @abstractmethod
-    def batch(self, number: int) -> Batch: ...
+    def batch(self, number: int) -> Batch:
+        return self._batches[number]
 
     @abstractmethod
     def tensors(self) -> Iterable[Tensor]:
@@ -159,11 +161,8 @@ def program_of(job: Job, *, evaluates: bool = False) -> ModuleType:
     source = Path(job["module_path"]).read_bytes()
     given = job.get("digests", {}).get(MODULE)
     if given is not None and artifacts.digest_of("module", source) != given:
-        raise TrainError(
-            "it has changed since the run was started",
-            where=MODULE,
-            remedy="start the run again, and leave the file as it is while it begins",
-        )
+        what = "it has changed since the run was started"
+        raise TrainError(what, where=MODULE, remedy="start the run again, and leave the file as it is while it begins")
     try:
         return load_program(job["module_path"], evaluates=evaluates, source=source)
     except CannotEvaluate as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from pipeline.user.batches import Batches
 from pipeline.user.weights import Shape
 from stages.train.data import held_out_batches
 from stages.train.engines.engine import Batch, Engine, StateShard, program_of
-from stages.train.engines.tensors import OwnTensors, StoredRows, optimizer_state, refuse_optimizer
+from stages.train.engines.tensors import OwnTensors, StoredRows, refuse_optimizer
 from stages.train.job import Job
 from stages.train.ranks.joining import gathered
 from stages.train.ranks.watchdog import Beat, unwatched, with_beats
@@ -61,10 +60,13 @@ class PipelinedEngine(Engine):
         refuse_optimizer(self, [(own.stored, n, self.shapes[n]) for own in self.own.values() for n in own.tensors])
         self.optimizer = self.build_optimizer([own for own, _ in updated])
         dataset, axes, slices = self.build_dataset(), self.places.axes, self.slices
-        self._batches = {n: Batches(dataset, *given, axes, slices=slices) for n, given in self._inputs().items()}
+        self._readers = {n: Batches(dataset, *given, axes, slices=slices) for n, given in self._inputs().items()}
         self.samples = self.slices.start(self.passes)
         if job["train"]["evaluate"]["every"]:
-            self.held_out, self.evaluating = self._held_out(), self._evaluating()
+            self.held_out = self._held_out()
+            evaluating = program_of(job, evaluates=True)
+            both = evaluating.PARTITIONS, smaller_of(evaluating)  # the second ones are for smaller micro-batches
+            self.evaluating = [{p.number: own[p.number](p.tensors) for p in self.partitions} for own in both]
 
     def _clipping(self, rows: Sequence[tuple[nn.Parameter, Row]]) -> Clipping | None:
         """A tied parameter counts where it is held first."""
@@ -97,14 +99,8 @@ class PipelinedEngine(Engine):
         count = max(gathered(max(map(len, read.values()), default=0)))  # some partitions have no inputs
         return [_numbered({n: own[place] for n, own in read.items()}) for place in range(count)]
 
-    def _evaluating(self) -> list[dict[int, Any]]:
-        """The partitions as the model is when it evaluates; the second ones are for smaller micro-batches."""
-        program = program_of(self.job, evaluates=True)
-        both = program.PARTITIONS, smaller_of(program)
-        return [{p.number: own[p.number](p.tensors) for p in self.partitions} for own in both]
-
     def batch(self, number: int) -> Batch:
-        return _numbered({partition: batches[number] for partition, batches in self._batches.items()})
+        return _numbered({partition: batches[number] for partition, batches in self._readers.items()})
 
     def given(self, number: int, batch: Batch) -> Batch:
         """A partition's inputs, on the device."""
@@ -147,19 +143,10 @@ class PipelinedEngine(Engine):
         `restored` gives what the first holder of all has to the others.
         """
         listed: set[str] = set()
-        axes = tuple(self.places.axes)
         for partition in self.partitions:
             names = [name for name in partition.tensors if name not in listed]
             listed.update(names)
-            for name in names:
-                tensor = partition.tensors[name]
-                layout = self.own[partition.number].stored.layout(name, tensor)
-                yield StateShard(f"weights/{name}", tensor.detach(), self.shapes[name], layout, axes)
-            for name in (name for name in names if name in partition.updated):
-                layout = Layout.parse(partition.rows[name][2])
-                yield from optimizer_state(
-                    self, StateShard(name, partition.updated[name], self.shapes[name], layout, axes)
-                )
+            yield from self.own[partition.number].shards(self, partition.updated, names)
 
     def restored(self) -> None:
         """The other holders of a tied parameter take what the first has."""

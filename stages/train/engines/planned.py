@@ -21,7 +21,7 @@ from pipeline.user.batches import Batches
 from pipeline.user.weights import Shape
 from stages.train.data import held_out_batches
 from stages.train.engines.engine import Batch, Engine, StateShard, program_of, unchanged
-from stages.train.engines.tensors import OwnTensors, StoredRows, optimizer_state, refuse_optimizer
+from stages.train.engines.tensors import OwnTensors, StoredRows, refuse_optimizer
 from stages.train.job import Job
 from stages.train.ranks.watchdog import Beat, unwatched
 
@@ -57,9 +57,6 @@ class PlannedEngine(Engine):
             self.held_out = held_out_batches(job, layouts, self.axes, slices)
         self.graphed = GraphedPasses(self._run_passes, self.device) if captures else None
 
-    def batch(self, number: int) -> Batch:
-        return self._batches[number]
-
     def step(self, first: Batch, later: list[Batch]) -> float:
         """But for the first, each batch goes to the device when its turn comes."""
         losses = self._losses(chain([first], map(self.on_device, later)))
@@ -81,11 +78,8 @@ class PlannedEngine(Engine):
         except NotCaptured as why:
             self.graphed, self.not_captured = None, str(why)
         if self.job["model"]["cuda_graphs"] is True:
-            raise TrainError(
-                f"the step cannot be captured as a CUDA graph: {self.not_captured}",
-                where=self.where("model", "cuda_graphs"),
-                remedy="set it to auto or false",
-            )
+            what = f"the step cannot be captured as a CUDA graph: {self.not_captured}"
+            raise TrainError(what, where=self.where("model", "cuda_graphs"), remedy="set it to auto or false")
         return self._run_passes(given)
 
     def _run_passes(self, batches: Iterable[Mapping[str, Tensor]]) -> list[Tensor]:
@@ -107,13 +101,8 @@ class PlannedEngine(Engine):
         return [*self.own.tensors.values(), *self.gradients.buffers()]
 
     def state(self) -> Iterator[StateShard]:
-        axes, shapes = tuple(self.axes), self.own.shapes
-        for name, tensor in self.own.tensors.items():
-            layout = self.stored.layout(name, tensor)
-            yield StateShard(f"weights/{name}", tensor.detach(), shapes[name], layout, axes)
-        for name, updated in zip(self.parameters, self.gradients.updated, strict=True):
-            shard = StateShard(name, updated, shapes[name], Layout.parse(self.stored.row(name)[2]), axes)
-            yield from optimizer_state(self, shard)
+        updated = dict(zip(self.parameters, self.gradients.updated, strict=True))
+        return self.own.shards(self, updated, self.own.tensors)
 
     def exported(self) -> tuple[dict[str, str], dict[str, tuple[torch.dtype, Shape]]]:
         return self.own.state, {name: (t.dtype, self.own.shapes[name]) for name, t in self.own.tensors.items()}

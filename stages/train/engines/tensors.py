@@ -36,16 +36,6 @@ class StoredRows:
         """Of a parameter, its gradient and the optimizer's state; nothing for one that is not trained."""
         return look_up(self.table, name) or ("", "", "")
 
-    def splits_state(self, name: str) -> bool:
-        """Whether the optimizer is given a shard of a parameter."""
-        state = self.row(name)[2]
-        return bool(state) and any(one.kind == "S" for one in Layout.parse(state).states)
-
-    def pads(self, name: str, shape: Shape) -> bool:
-        """Whether a parameter or what the optimizer is given of it lies in uneven shards."""
-        layouts = (Layout.parse(text) for text in (self.row(name)[0], self.row(name)[2]) if text)
-        return any(layout.uneven(shape, sizes_of(self.axes)) for layout in layouts)
-
     def is_trained(self, name: str, tensor: Tensor) -> bool:
         return bool(self.row(name)[0]) and isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
@@ -95,6 +85,16 @@ class OwnTensors:
             shard = read_piece(weights, key, runs_of(*lies)).to(named[name].dtype)
             yield name, with_padding(shard, *lies)
 
+    def shards(self, engine: Engine, updated: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[StateShard]:
+        """Of these tensors, and of what the optimizer keeps of those that it is given as `updated`."""
+        axes, names = tuple(self.stored.axes), list(names)
+        for name in names:
+            layout = self.stored.layout(name, self.tensors[name])
+            yield StateShard(f"weights/{name}", self.tensors[name].detach(), self.shapes[name], layout, axes)
+        for name in (name for name in names if name in updated):
+            layout = Layout.parse(self.stored.row(name)[2])
+            yield from _optimizer_state(engine, StateShard(name, updated[name], self.shapes[name], layout, axes))
+
     def whole(self, name: str) -> Tensor:
         """On every rank of the mesh; all of them ask for it together."""
         tensor = self.tensors[name]
@@ -117,13 +117,20 @@ def state_names(module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str
 def refuse_optimizer(engine: Engine, stored: list[tuple[StoredRows, str, Shape]]) -> None:
     """One that cannot work on shards, or on their padding, where there are such."""
     given = engine.job["train"]["optimizer"], engine.where("train", "optimizer")
-    if split := next((name for rows, name, _ in stored if rows.splits_state(name)), None):
-        refuse_mixing(*given, split, engine.device.type)
-    if padded := next((name for rows, name, shape in stored if rows.pads(name, shape)), None):
-        refuse_moving_zeros(*given, padded, engine.device.type)
+    split, padded = [], []
+    for rows, name, shape in stored:
+        own, _, state = rows.row(name)
+        if state and any(one.kind == "S" for one in Layout.parse(state).states):
+            split.append(name)
+        if any(Layout.parse(text).uneven(shape, sizes_of(rows.axes)) for text in (own, state) if text):
+            padded.append(name)
+    for name in split[:1]:
+        refuse_mixing(*given, name, engine.device.type)
+    for name in padded[:1]:
+        refuse_moving_zeros(*given, name, engine.device.type)
 
 
-def optimizer_state(engine: Engine, of: StateShard) -> Iterator[StateShard]:
+def _optimizer_state(engine: Engine, of: StateShard) -> Iterator[StateShard]:
     """What the optimizer keeps of one parameter: `of` has its name, what the optimizer was given, and how that lies.
 
     A shard that ZeRO-1 updates is empty between steps: what is split is known by the layout, not by the shard's shape.

@@ -19,11 +19,11 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from stages.train.data import PREFETCH, Prefetched
 ANSWER_S = 10.0  # within which every rank answers; its main thread is not asked
 FOR_EVER = timedelta(days=1000)
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-_WAITING = (Prefetched._take.__code__, Prefetched._drop.__code__)
+_WAITING = Prefetched._take.__code__
 Statuses = dict[int, dict[str, Any]]
 
 
@@ -191,20 +191,15 @@ def place_of_work() -> dict[str, Any]:
     threads = {thread.name: thread.ident for thread in threading.enumerate()}
     now = sys._current_frames()
     frame = now.get(threading.main_thread().ident or 0)
-    if frame is not None and (frame.f_code in _WAITING or Path(frame.f_code.co_filename).name == "queue.py"):
+    if frame is not None and (frame.f_code is _WAITING or Path(frame.f_code.co_filename).name == "queue.py"):
         frame = now.get(threads.get(PREFETCH) or 0, frame)
     if frame is None:
         return {"at": "an unknown place", "waits": False}
     file, line = frame.f_code.co_filename, linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     waits = "torch/distributed" in file or ".wait(" in line  # in a call of torch.distributed, or for one under way
-    own = next((f for f in _outwards(frame) if not f.f_code.co_filename.startswith(_INSTALLED)), frame)
-    reads = any(f.f_code is Batches._read.__code__ for f in _outwards(frame))  # and not a thread ahead of this one
+    outwards = [each for each, _ in traceback.walk_stack(frame)]
+    own = next((each for each in outwards if not each.f_code.co_filename.startswith(_INSTALLED)), frame)
+    reads = any(each.f_code is Batches._read.__code__ for each in outwards)  # and not a thread ahead of this one
     sample = step.sample if reads else None
     read = f", reading sample {sample}" if sample is not None else ""
     return {"at": f"{own.f_code.co_filename}:{own.f_lineno}{read}", "waits": not reads and waits}
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -22,13 +22,12 @@ from stages.train.job import Job
 from stages.train.journal import Note
 from stages.train.ranks.joining import gathered
 from stages.train.ranks.watchdog import Watchdog
-from stages.train.snapshots.boxes import BoxedTensor
+from stages.train.snapshots.boxes import BITS, BoxedTensor
 from stages.train.snapshots.manifest import name_of, step_of
 from stages.train.snapshots.resume import find, restore
 from stages.train.snapshots.writer import About, SnapshotWriter
 
 Checksums = dict[tuple[str, Any], int]  # by the name of a tensor and the place of the shard in it
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 OFF = {"every": 0, "keep": 1, "background": False, "hang_s": None, "compare_every": 0, "folder": None}
 
 
@@ -79,8 +78,11 @@ class Safety:
         self._prove()
         every, compared = self.settings["every"], self.settings["compare_every"]
         due = bool(every) and (done % every == 0 or done == self.steps)
-        if compared and (done % compared == 0 or due):
-            self._compare(done)
+        if compared and (done % compared == 0 or due) and (problem := differing_replicas(self.engine)):
+            self.end()
+            what = f"after step {done - 1} replicas are no longer equal: {problem}"
+            advice = self.advice("a device or a link is at fault, or an op is not deterministic")
+            raise TrainError(what, remedy=advice)
         notes = self._outcome(wait=due)
         if self.snapshots and due:
             self.snapshots.take(self.engine, done, self._about(done, numbers()))
@@ -97,11 +99,9 @@ class Safety:
         if self.snapshots is None or exports or (self.newest and step_of(self.newest) >= self.steps):
             return
         went_on = f"from {self._shown(self.newest)}" if self.newest else "from the start"
-        raise TrainError(
-            f"the state after the last step could not be saved: {self.problem}",
-            where=self._shown(self.snapshots.folder),
-            remedy=f"mend that, and run again: training goes on {went_on}",
-        )
+        what = f"the state after the last step could not be saved: {self.problem}"
+        remedy = f"mend that, and run again: training goes on {went_on}"
+        raise TrainError(what, where=self._shown(self.snapshots.folder), remedy=remedy)
 
     def stop(self, done: int, numbers: Callable[[], About]) -> list[Note]:
         """All ranks, where the run ends before its last step: a snapshot of where it stands, unless there is one."""
@@ -118,12 +118,12 @@ class Safety:
         outcome = self.snapshots.done(wait=wait) if self.snapshots else None
         if not outcome or not self.snapshots:
             return []
-        self.problem = outcome.problem
-        if outcome.problem:
-            return [{"snapshot": outcome.step, "problem": outcome.problem}]
-        self.newest = self.snapshots.folder / name_of(outcome.step)
+        step, self.problem = outcome
+        if self.problem:
+            return [{"snapshot": step, "problem": self.problem}]
+        self.newest = self.snapshots.folder / name_of(step)
         self._prove()
-        return [{"snapshot": outcome.step}]
+        return [{"snapshot": step}]
 
     def _prove(self) -> None:
         if self.newest and step_of(self.newest) < self.finite:
@@ -144,15 +144,6 @@ class Safety:
             "engine": self.made_by,
             **numbers,
         }
-
-    def _compare(self, done: int) -> None:
-        problem = differing_replicas(self.engine)
-        if problem:
-            self.end()
-            raise TrainError(
-                f"after step {done - 1} replicas are no longer equal: {problem}",
-                remedy=self.advice("a device or a link is at fault, or an op is not deterministic"),
-            )
 
     def advice(self, text: str) -> str:
         """For the message with which a run is given up."""
@@ -176,7 +167,7 @@ def differing_replicas(engine: Engine) -> str:
 def checksum(tensor: Tensor) -> int:
     """The sum of all words as integers, modulo 2^64: any one that differs changes it."""
     plain = as_real(tensor)
-    words = plain.detach().contiguous().view(-1).view(_WORDS[plain.element_size()])
+    words = plain.detach().contiguous().view(-1).view(BITS[plain.element_size()])
     return int(words.sum(dtype=torch.int64))
 
 

@@ -86,15 +86,16 @@ def with_beats(items: Iterable[T], beat: Beat) -> Iterator[T]:
 
 
 def watch_process(limit_s: float | None, work: Path, rank: int) -> Watchdog:
-    """A hang ends it, and is told unless something else went wrong before; `explain` can be set to say who hangs."""
-
-    def hangs(what: str) -> None:
-        if not error_path(work, rank).exists():
-            report_error(work, rank, dog.explain(what), hang=True)
-        end_process()
-
-    dog = Watchdog(limit_s, hangs)
+    """A hang ends it; `explain` can be set to say who hangs."""
+    dog = Watchdog(limit_s, lambda what: give_up(work, rank, dog.explain(what), hang=True))
     return dog
+
+
+def give_up(work: Path, rank: int, why: str, hang: bool = False) -> None:
+    """Ends this rank; told is why, unless something else went wrong before."""
+    if not error_path(work, rank).exists():
+        report_error(work, rank, why, hang=hang)
+    end_process()
 
 
 def end_process() -> None:

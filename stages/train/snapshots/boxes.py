@@ -17,7 +17,7 @@ import random
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, product
 from math import prod
@@ -37,7 +37,7 @@ from stages.train.snapshots.manifest import TENSORS, Damaged, read_plain
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # of a box in the whole tensor: offsets and sizes
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FILE = re.compile(r"rank-\d{5,9}\.safetensors")
 _DIMS, _BYTES = 64, 2**62  # more than any tensor has
 _PRIME = 2**127 - 1
@@ -72,18 +72,8 @@ class BoxedTensor:
         return BoxedTensor(name, tensor, tuple(tensor.shape), "", boxes_of([((0, size),) for size in tensor.shape]))
 
     def offer(self) -> BoxOffer:
-        return BoxOffer(self.name, self.tensor.dtype, self.shape, self.cut, tuple(box.place for box in self.boxes))
-
-
-@dataclass(frozen=True)
-class BoxOffer:
-    """What a rank could write of one tensor."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    cut: str
-    places: tuple[Place, ...]
+        boxes = {box.place: "" for box in self.boxes}
+        return self.name, self.cut, SavedTensor(self.tensor.dtype, self.shape, boxes)
 
 
 @dataclass(frozen=True)
@@ -94,11 +84,9 @@ class SavedTensor:
     shape: tuple[int, ...]
     boxes: dict[Place, str]  # in which file
 
-    def is_whole(self) -> bool:
-        return sum(prod(sizes) for _, sizes in self.boxes) == prod(self.shape)
-
 
 Table = Mapping[str, SavedTensor]
+BoxOffer = tuple[str, str, SavedTensor]  # what a rank could write of one tensor: its name, how it is cut, its boxes
 
 
 def file_of(rank: int) -> str:
@@ -121,20 +109,20 @@ def shared_out(offers: Sequence[Sequence[BoxOffer]]) -> dict[str, SavedTensor]:
 
     Ranks of different meshes may hold one tensor in different cuts, such as a tied weight: the first one is written.
     """
-    first: dict[str, BoxOffer] = {}
+    cuts: dict[str, str] = {}
     holders: dict[str, dict[Place, list[int]]] = {}
+    result: dict[str, SavedTensor] = {}
     for rank, own in enumerate(offers):
-        for offer in own:
-            if first.setdefault(offer.name, offer).cut == offer.cut:
-                found = holders.setdefault(offer.name, {})
-                for place in offer.places:
-                    found.setdefault(place, []).append(rank)
+        for name, cut, offered in own:
+            if cuts.setdefault(name, cut) == cut:
+                result.setdefault(name, replace(offered, boxes={}))
+                for place in offered.boxes:
+                    holders.setdefault(name, {}).setdefault(place, []).append(rank)
     load = [0] * len(offers)
-    result = {name: SavedTensor(offer.dtype, offer.shape, {}) for name, offer in first.items()}
     for name, places in holders.items():
         for place, ranks in places.items():
             rank = min(ranks, key=load.__getitem__)
-            load[rank] += prod(place[1]) * first[name].dtype.itemsize
+            load[rank] += prod(place[1]) * result[name].dtype.itemsize
             result[name].boxes[place] = file_of(rank)
     return result
 
@@ -160,21 +148,18 @@ def key_of(name: str, place: Place) -> str:
 
 def write_boxes(path: Path, tensors: Iterable[BoxedTensor], mine: Mapping[str, set[Place]]) -> None:
     """Those boxes of these tensors that this rank is to write."""
-    boxes = {
-        key_of(tensor.name, box.place): _as_stored(tensor.tensor[box.within])
-        for tensor in tensors
-        for box in tensor.boxes
-        if box.place in mine.get(tensor.name, ())
-    }
+    boxes = {}
+    for tensor in tensors:
+        for box in (box for box in tensor.boxes if box.place in mine.get(tensor.name, ())):
+            part = tensor.tensor[box.within]
+            if part.is_complex():
+                part = torch.view_as_real(part.resolve_conj())
+            elif part.dtype not in TYPES:
+                part = part.view(BITS[part.dtype.itemsize])
+            boxes[key_of(tensor.name, box.place)] = part
     ordered = sorted(boxes.items(), key=lambda item: -item[1].itemsize)  # each begins at a multiple of its size
-    specs = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in ordered}
-    write_weights(path, specs, (tensor for _, tensor in ordered), {})
-
-
-def _as_stored(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj())
-    return tensor if tensor.dtype in TYPES else tensor.view(_BITS[tensor.dtype.itemsize])
+    specs = {key: (part.dtype, tuple(part.shape)) for key, part in ordered}
+    write_weights(path, specs, (part for _, part in ordered), {})
 
 
 def write_table(folder: Path, table: Table) -> None:
@@ -205,41 +190,35 @@ def read_table(folder: Path, files: Iterable[str]) -> Table:
 
 
 def _tensor(name: str, row: Any, files: set[str]) -> SavedTensor:
-    if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "boxes"} or not isinstance(row["boxes"], list):
-        raise _wrong(name, "is no row with dtype, shape and boxes")
-    dtype = DTYPES.get(row["dtype"]) if isinstance(row["dtype"], str) else None
-    if dtype is None or not (dtype in TYPES or dtype.is_complex or dtype.itemsize in _BITS):
-        raise _wrong(name, f"has the type {row['dtype']!r:.40}")
-    shape = _numbers(name, row["shape"])
-    if len(shape) > _DIMS or prod(shape) * dtype.itemsize > _BYTES:
-        raise _wrong(name, "is larger than any tensor")
-    boxes = dict(_box(name, box, shape, files) for box in row["boxes"])
-    if len(boxes) != len(row["boxes"]) or not tiles(shape, boxes):
-        raise _wrong(name, "has boxes that overlap or leave something out")
+    def require(right: bool, otherwise: str) -> None:
+        if not right:
+            raise Damaged(f"{TENSORS}: {name[:80]!r} {otherwise}")
+
+    def numbers(found: Any) -> tuple[int, ...]:
+        right = isinstance(found, list) and all(type(number) is int and 0 <= number < 2**62 for number in found)
+        require(right, "has a size or an offset that is no number of elements")
+        return tuple(found)
+
+    right = isinstance(row, dict) and row.keys() == {"dtype", "shape", "boxes"} and isinstance(row["boxes"], list)
+    require(right, "is no row with dtype, shape and boxes")
+    dtype: Any = DTYPES.get(row["dtype"]) if isinstance(row["dtype"], str) else None
+    right = dtype is not None and (dtype in TYPES or dtype.is_complex or dtype.itemsize in BITS)
+    require(right, f"has the type {row['dtype']!r:.40}")
+    shape = numbers(row["shape"])
+    require(len(shape) <= _DIMS and prod(shape) * dtype.itemsize <= _BYTES, "is larger than any tensor")
+    boxes: dict[Place, str] = {}
+    for box in row["boxes"]:
+        require(isinstance(box, list) and len(box) == 3, "has a box that is no file, offsets and sizes")
+        file, offsets, sizes = box[0], numbers(box[1]), numbers(box[2])
+        known = isinstance(file, str) and file in files
+        require(known, f"lies in {file!r:.80}, which is no file of the snapshot")
+        require(len(offsets) == len(sizes) == len(shape), "has a box of other dims")
+        edges = zip(offsets, sizes, shape, strict=True)
+        require(all(size >= 1 and start + size <= end for start, size, end in edges), "has a box outside of it")
+        boxes[offsets, sizes] = file
+    right = len(boxes) == len(row["boxes"]) and tiles(shape, boxes)
+    require(right, "has boxes that overlap or leave something out")
     return SavedTensor(dtype, shape, boxes)
-
-
-def _box(name: str, box: Any, shape: tuple[int, ...], files: set[str]) -> tuple[Place, str]:
-    if not isinstance(box, list) or len(box) != 3:
-        raise _wrong(name, "has a box that is no file, offsets and sizes")
-    file, offsets, sizes = box[0], _numbers(name, box[1]), _numbers(name, box[2])
-    if not isinstance(file, str) or file not in files:
-        raise _wrong(name, f"lies in {file!r:.80}, which is no file of the snapshot")
-    if len(offsets) != len(shape) or len(sizes) != len(shape):
-        raise _wrong(name, "has a box of other dims")
-    if any(size < 1 or start + size > whole for start, size, whole in zip(offsets, sizes, shape, strict=True)):
-        raise _wrong(name, "has a box outside of it")
-    return (offsets, sizes), file
-
-
-def _numbers(name: str, found: Any) -> tuple[int, ...]:
-    if not isinstance(found, list) or any(type(number) is not int or not 0 <= number < 2**62 for number in found):
-        raise _wrong(name, "has a size or an offset that is no number of elements")
-    return tuple(found)
-
-
-def _wrong(name: str, what: str) -> Damaged:
-    return Damaged(f"{TENSORS}: {name[:80]!r} {what}")
 
 
 def tiles(shape: tuple[int, ...], places: Iterable[Place]) -> bool:
@@ -251,7 +230,6 @@ def tiles(shape: tuple[int, ...], places: Iterable[Place]) -> bool:
     """
     draw = random.Random(secrets.randbits(128))
     point = [draw.randrange(2, _PRIME) for _ in shape]
-
     power = cache(lambda x, exponent: pow(x, exponent, _PRIME))  # boxes have most of their edges in common
 
     def value(place: Place) -> int:
@@ -268,8 +246,10 @@ def check_boxes(folder: Path, table: Table, part: int = 0, parts: int = 1) -> No
     """Every `parts`-th file has just the boxes that the table says, in their types and shapes."""
     wanted: dict[str, dict[str, tuple[str, list[int]]]] = {}
     for name, saved in table.items():
+        dtype, pair = (saved.dtype.to_real(), [2]) if saved.dtype.is_complex else (saved.dtype, [])
+        stored = TYPES[dtype if dtype in TYPES else BITS[dtype.itemsize]]
         for place, file in saved.boxes.items():
-            wanted.setdefault(file, {})[key_of(name, place)] = _stored_as(saved.dtype, place[1])
+            wanted.setdefault(file, {})[key_of(name, place)] = stored, [*place[1], *pair]
     for file in sorted(wanted)[part::parts]:
         opened = _opened(folder, file)
         keys = set(opened.keys())
@@ -277,12 +257,6 @@ def check_boxes(folder: Path, table: Table, part: int = 0, parts: int = 1) -> No
             view = opened.get_slice(key) if key in keys else None
             if view is None or (view.get_dtype(), list(view.get_shape())) != spec:
                 raise Damaged(f"{file} has not the {key[:80]!r} of {TENSORS}")
-
-
-def _stored_as(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[str, list[int]]:
-    if dtype.is_complex:
-        return TYPES[dtype.to_real()], [*sizes, 2]
-    return TYPES[dtype if dtype in TYPES else _BITS[dtype.itemsize]], list(sizes)
 
 
 def _opened(folder: Path, file: str) -> Any:

@@ -90,7 +90,7 @@ def write_manifest(folder: Path, about: dict[str, Any], files: dict[str, dict[st
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Of the snapshot in this folder, with all that is in it checked: it may come from anywhere."""
     found = _read_listing(folder)
-    if problem := wrong_numbers(found.get("about"), folder):
+    if problem := _wrong_numbers(found.get("about"), folder):
         raise Damaged(f"{MANIFEST}: {problem}")
     return found
 
@@ -110,28 +110,22 @@ def _read_listing(folder: Path) -> dict[str, Any]:
         )
     if digest != _digest(found):
         raise Damaged(f"{MANIFEST} does not match its digest")
-    if problem := _wrong_files(found.get("files")):
-        raise Damaged(f"{MANIFEST}: {problem}")
+    files = found.get("files")
+    if not isinstance(files, dict) or TENSORS not in files:
+        raise Damaged(f"{MANIFEST}: it lists no files")
+    for name, about in files.items():
+        if not _FILE.fullmatch(name):  # one with a folder in it would lead out of the snapshot
+            raise Damaged(f"{MANIFEST}: {name[:80]!r} is no file of a snapshot")
+        if not isinstance(about, dict) or about.keys() != {"sha256", "bytes"}:
+            raise Damaged(f"{MANIFEST}: {name} has no digest and size")
+        if not isinstance(about["sha256"], str) or not _SHA256.fullmatch(about["sha256"]):
+            raise Damaged(f"{MANIFEST}: {name} has no digest")
+        if type(about["bytes"]) is not int or about["bytes"] < 0:
+            raise Damaged(f"{MANIFEST}: {name} has no size")
     return {**found, "digest": digest}
 
 
-def _wrong_files(files: Any) -> str:
-    """A name with a folder in it would lead out of the snapshot."""
-    if not isinstance(files, dict) or TENSORS not in files:
-        return "it lists no files"
-    for name, about in files.items():
-        if not _FILE.fullmatch(name):
-            return f"{name[:80]!r} is no file of a snapshot"
-        if not isinstance(about, dict) or about.keys() != {"sha256", "bytes"}:
-            return f"{name} has no digest and size"
-        if not isinstance(about["sha256"], str) or not _SHA256.fullmatch(about["sha256"]):
-            return f"{name} has no digest"
-        if type(about["bytes"]) is not int or about["bytes"] < 0:
-            return f"{name} has no size"
-    return ""
-
-
-def wrong_numbers(about: Any, snapshot: Path) -> str:
+def _wrong_numbers(about: Any, snapshot: Path) -> str:
     """What is not as the loop wrote it, of the numbers beside the tensors; or nothing."""
     if not isinstance(about, dict):
         return "it has no numbers of the run"
@@ -143,16 +137,11 @@ def wrong_numbers(about: Any, snapshot: Path) -> str:
     right = {
         "losses": _is_list(losses, _is_number) and len(losses) == step,
         "seconds": _is_list(seconds, lambda one: _is_number(one) and one > 0) and 0 < len(seconds) <= step,
-        "evaluated": _is_list(
-            about.get("evaluated"),
-            lambda one: isinstance(one, list) and len(one) == 2 and _is_count(one[0]) and _is_number(one[1]),
-        ),
+        "evaluated": _is_list(about.get("evaluated"), _is_evaluation),
         "peak_bytes": _is_list(about.get("peak_bytes"), _is_count),
         "profiled_at": type(about.get("profiled_at")) is int,
-        "samples": _is_count(about.get("samples")),
-        "ranks": _is_count(about.get("ranks")),
-        "program": isinstance(about.get("program"), str),
-        "engine": isinstance(about.get("engine"), str),
+        **{name: _is_count(about.get(name)) for name in ("samples", "ranks")},
+        **{name: isinstance(about.get(name), str) for name in ("program", "engine")},
         "settings": isinstance(about.get("settings"), dict),
     }
     return next((f"its {name} are not those of a run" for name, good in right.items() if not good), "")
@@ -160,6 +149,10 @@ def wrong_numbers(about: Any, snapshot: Path) -> str:
 
 def _is_list(found: Any, good: Callable[[Any], bool]) -> bool:
     return isinstance(found, list) and all(map(good, found))
+
+
+def _is_evaluation(found: Any) -> bool:
+    return isinstance(found, list) and len(found) == 2 and _is_count(found[0]) and _is_number(found[1])
 
 
 def _is_number(found: Any) -> bool:

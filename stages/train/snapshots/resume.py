@@ -53,23 +53,18 @@ def find(folder: Path, origin: str | None, where: str) -> FoundSnapshot:
             return FoundSnapshot(folder / name, listing["about"], tensors, told, before and folder / before)
         damaged[name] = problem
     if damaged or aside:
-        raise _all_damaged(folder, {**damaged, **dict.fromkeys(aside, "set aside before")}, origin, where)
+        damaged |= dict.fromkeys(aside, "set aside before")
+        named = ", ".join(f"{name} ({problem})" for name, problem in damaged.items())
+        anew = f"move them away to begin from {origin} again" if origin else "begin anew with `resume: never`"
+        what = f"no snapshot of this run in {folder} is whole: {named}"
+        remedy = f"bring one back from a copy of yours, or {anew}, which keeps these; nothing was changed"
+        raise TrainError(what, where=where, remedy=remedy)
     if origin is None:
         return FoundSnapshot(None)
     listing, tensors, problem = _checked(Path(origin), where)
     if problem:
         raise TrainError(f"{origin} is damaged: {problem}", where=where, remedy="name another snapshot")
     return FoundSnapshot(Path(origin), listing["about"], tensors)
-
-
-def _all_damaged(folder: Path, damaged: dict[str, str], origin: str | None, where: str) -> TrainError:
-    named = ", ".join(f"{name} ({problem})" for name, problem in damaged.items())
-    anew = f"move them away to begin from {origin} again" if origin else "begin anew with `resume: never`"
-    return TrainError(
-        f"no snapshot of this run in {folder} is whole: {named}",
-        where=where,
-        remedy=f"bring one back from a copy of yours, or {anew}, which keeps these; nothing was changed",
-    )
 
 
 def _checked(snapshot: Path, where: str) -> tuple[dict[str, Any], Table, str]:
@@ -90,20 +85,15 @@ def _checked(snapshot: Path, where: str) -> tuple[dict[str, Any], Table, str]:
     except manifest.Unreadable as error:
         unreadable = str(error)
     everyone = gathered((unreadable, damaged, missing))
-    unseen = [_unseen(snapshot, [file for _, _, file in everyone])]
-    dist.broadcast_object_list(unseen, src=0)
-    problem = next((text for text, _, _ in everyone if text), unseen[0])
-    if problem:
-        raise TrainError(f"{snapshot} cannot be used: {problem}", where=where)
+    problems: list[Any] = [next((text for text, _, _ in everyone if text), "")]
+    if dist.get_rank() == 0:  # files that it sees and others miss are not damaged
+        unseen = [(rank, file) for rank, (*_, file) in enumerate(everyone) if file and (snapshot / file).exists()]
+        told = (f"rank {rank} does not see {file}, and rank 0 does: {SHARE}" for rank, file in unseen if rank)
+        problems = [problems[0] or next(told, "")]
+    dist.broadcast_object_list(problems, src=0)
+    if problems[0]:
+        raise TrainError(f"{snapshot} cannot be used: {problems[0]}", where=where)
     return listing, tensors, next((text for _, text, _ in everyone if text), "")
-
-
-def _unseen(snapshot: Path, missing: list[str]) -> str:
-    """Asked by all, answered by rank 0: whether it sees files that others miss. Then nothing is damaged."""
-    for rank, file in enumerate(missing):
-        if rank and file and dist.get_rank() == 0 and (snapshot / file).exists():
-            return f"rank {rank} does not see {file}, and rank 0 does: {SHARE}"
-    return ""
 
 
 def restore(engine: Engine, found: FoundSnapshot, program: str) -> None:
@@ -120,10 +110,8 @@ def restore(engine: Engine, found: FoundSnapshot, program: str) -> None:
     streams = random_streams(engine.device, dist.get_rank() if same else 0)
     tensors = [*map(BoxedTensor.of, engine.state()), *(each for each in streams if each.name in found.tensors)]
     if problem := _mismatch(tensors, found.tensors):
-        raise TrainError(
-            f"{found.path} does not fit the model or the optimizer: {problem}",
-            remedy="begin anew with `resume: never`",
-        )
+        what = f"{found.path} does not fit the model or the optimizer: {problem}"
+        raise TrainError(what, remedy="begin anew with `resume: never`")
     files = TensorFiles(found.path, found.tensors)
     with torch.no_grad():
         for tensor in tensors:
@@ -131,7 +119,16 @@ def restore(engine: Engine, found: FoundSnapshot, program: str) -> None:
                 files.fill(tensor)
     engine.restored()
     for stream in streams:
-        _set_stream(stream, engine.device, found.path)
+        try:
+            if stream.name.endswith("/cpu"):
+                torch.set_rng_state(stream.tensor)
+            else:
+                torch.cuda.set_rng_state(stream.tensor, engine.device)
+        except RuntimeError as error:
+            raise TrainError(
+                f"{found.path} cannot be used: {stream.name} is no state of random numbers ({str(error)[:80]})",
+                remedy="name another snapshot as `resume`, or begin anew with `resume: never`",
+            ) from None
     if not same:
         go_apart(engine.stream)
 
@@ -147,19 +144,6 @@ def _mismatch(tensors: list[BoxedTensor], table: Table) -> str:
         if saved is not None and saved.dtype.is_complex and not tensor.tensor.is_complex():
             return f"{tensor.name} is complex in it, and not here"
     return ""
-
-
-def _set_stream(stream: BoxedTensor, device: torch.device, snapshot: Path) -> None:
-    try:
-        if stream.name.endswith("/cpu"):
-            torch.set_rng_state(stream.tensor)
-        else:
-            torch.cuda.set_rng_state(stream.tensor, device)
-    except RuntimeError as error:
-        raise TrainError(
-            f"{snapshot} cannot be used: {stream.name} is no state of random numbers ({str(error)[:80]})",
-            remedy="name another snapshot as `resume`, or begin anew with `resume: never`",
-        ) from None
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import TrainError
 from pipeline.base.secrets import without_secrets
-from pipeline.base.stage import Inputs
+from pipeline.base.stage import Inputs, flat
 from pipeline.config import Config
 from stages.train.snapshots import manifest
 
@@ -52,11 +52,9 @@ def prepare(inputs: Inputs, config: Config, first: bool = True) -> dict[str, Any
             manifest.claim(folder, launch)
         newest = next(iter([*manifest.snapshots_in(folder), *([Path(origin)] if origin else [])]), None)
         if newest and manifest.step_of(newest) > config.train.steps:  # it is not cut back without a word
-            raise TrainError(
-                f"{config.train.steps} steps are asked for, and the run has come to step {manifest.step_of(newest)}",
-                where=f"conf/train/{config.choices['train']}.yaml: steps",
-                remedy="raise `steps`, or begin anew with `resume: never`",
-            )
+            what = f"{config.train.steps} steps are asked for, and the run has come to step {manifest.step_of(newest)}"
+            remedy = "raise `steps`, or begin anew with `resume: never`"
+            raise TrainError(what, where=f"conf/train/{config.choices['train']}.yaml: steps", remedy=remedy)
     return {
         "folder": str(folder),
         "settings": public(settings),
@@ -101,15 +99,7 @@ def settings_of(model: Mapping[str, Any], data: Mapping[str, Any], train: Mappin
     schedule = train.get("schedule")
     if schedule and schedule.get("decay", "none") != "none" and schedule.get("until") is None:
         kept["schedule"] = {**schedule, "until": train["steps"]}
-    return dict(_flat({"model": model, "data": data, "train": kept}))
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
+    return dict([*flat(model, "model"), *flat(data, "data"), *flat(kept, "train")])
 
 
 def digest_of_run(settings: Mapping[str, Any], graph: str, origin: str | None) -> str:

@@ -18,8 +18,9 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,10 @@ from stages.train.snapshots import manifest
 from stages.train.snapshots.boxes import BoxedTensor, Place, SavedTensor, file_of, shared_out, write_boxes, write_table
 
 About = dict[str, Any]  # the numbers beside the tensors
+Outcome = tuple[int, str]  # the same on all ranks: its step, and what went wrong; nothing: it is on the disk
 Saved = tuple[dict[str, dict[str, Any]], str]  # of one rank: its files' digests, and what went wrong, or nothing
 SHARE = "put runs/ on a file system that all hosts share, or set `snapshots.every: 0` (docs/launch.md)"
 SEEN_S = 10.0  # within which a file system that hosts share shows what another host wrote
-
-
-@dataclass(frozen=True)
-class SnapshotOutcome:
-    """The same on all ranks."""
-
-    step: int
-    problem: str  # nothing: it is on the disk
 
 
 class SnapshotWriter:
@@ -53,7 +47,7 @@ class SnapshotWriter:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.staging = _Staging()
         self.thread: threading.Thread | None = None
-        self.outcome: SnapshotOutcome | None = None
+        self.outcome: Outcome | None = None
 
     def take(self, engine: Engine, step: int, about: About) -> None:
         """All ranks do this together, between the same two steps; the snapshot before must have been asked for."""
@@ -67,7 +61,7 @@ class SnapshotWriter:
         else:
             self._write(tensors, step, about)
 
-    def done(self, *, wait: bool = False) -> SnapshotOutcome | None:
+    def done(self, *, wait: bool = False) -> Outcome | None:
         """What became of the snapshot that was taken, once."""
         if self.thread is not None:
             self.thread.join(None if wait else 0)
@@ -82,13 +76,14 @@ class SnapshotWriter:
         temporary = manifest.unfinished(self.folder, step)
         try:
             if dist.get_rank() == 0:
-                self._prune(self.keep)
+                with contextlib.suppress(OSError):  # what cannot be removed stays: that is no fault of the snapshot
+                    manifest.keep_newest(self.folder, self.keep)
             problem = self._name(temporary, step, about, gathered(self._save(tensors, temporary), self.group))
         except Exception as error:  # of talking to the others
             problem = _text(error)
         if problem:  # every rank: what it wrote may be seen by nobody else
             shutil.rmtree(temporary, ignore_errors=True)
-        self.outcome = SnapshotOutcome(step, problem)
+        self.outcome = step, problem
 
     def _save(self, tensors: dict[str, BoxedTensor], temporary: Path) -> Saved:
         """This rank's files, written and read back."""
@@ -101,7 +96,8 @@ class SnapshotWriter:
                 write_boxes(own[0], tensors.values(), mine)
             if shared:
                 write_table(temporary, shared)
-            missing = (f"nobody has all of {name}" for name, saved in shared.items() if not saved.is_whole())
+            held = {name: sum(prod(sizes) for _, sizes in saved.boxes) for name, saved in shared.items()}
+            missing = (f"nobody has all of {name}" for name in held if held[name] != prod(shared[name].shape))
             digests = {path.name: manifest.digest_of(path) for path in own if path.exists()}
             return digests, next(missing, self.staging.not_finite())
         except Exception as error:
@@ -131,18 +127,13 @@ class SnapshotWriter:
                 if not problem[0]:
                     manifest.write_manifest(temporary, about, files)
                     manifest.publish(temporary, step)
-                    self._prune(max(self.keep, 2), replaced=True)
+                    with contextlib.suppress(OSError):
+                        manifest.remove_replaced(self.folder)
+                        manifest.keep_newest(self.folder, max(self.keep, 2))
             except Exception as error:
                 problem = [_text(error)]
         dist.broadcast_object_list(problem, src=0, group=self.group)
         return str(problem[0])
-
-    def _prune(self, keep: int, *, replaced: bool = False) -> None:
-        """What cannot be removed stays: that is no fault of the snapshot."""
-        with contextlib.suppress(OSError):
-            if replaced:
-                manifest.remove_replaced(self.folder)
-            manifest.keep_newest(self.folder, keep)
 
 
 class _Staging:
@@ -188,19 +179,15 @@ def not_seen(folder: Path, files: dict[str, dict[str, Any]]) -> str:
     """On rank 0: which file of another rank it does not see as that wrote it; hosts may have folders of their own."""
     end = time.monotonic() + SEEN_S
     for name, wanted in files.items():
-        while _size(folder / name) != wanted["bytes"]:
+        while True:
+            # hosts that share a folder agree on a file once it is opened
+            with contextlib.suppress(OSError), open(folder / name, "rb") as file:
+                if os.fstat(file.fileno()).st_size == wanted["bytes"]:
+                    break
             if time.monotonic() > end:
                 return f"the first host does not see {name}, which another one wrote; {SHARE}"
             time.sleep(0.1)
     return ""
-
-
-def _size(path: Path) -> int | None:
-    try:
-        with open(path, "rb") as file:  # hosts that share a folder agree on a file once it is opened
-            return os.fstat(file.fileno()).st_size
-    except OSError:
-        return None
 
 
 def random_streams(device: torch.device, rank: int | None = None) -> list[BoxedTensor]:
@@ -218,10 +205,8 @@ def refuse_plain_state(optimizer: torch.optim.Optimizer) -> None:
         for key, value in state.items():
             if value is not None and not isinstance(value, Tensor):
                 name, kind = type(optimizer).__name__, type(value).__name__
-                raise TrainError(
-                    f"{name} keeps its {key} as a {kind}, and only tensors can be saved",
-                    remedy="set `snapshots.every: 0`, or name an optimizer of torch.optim",
-                )
+                what = f"{name} keeps its {key} as a {kind}, and only tensors can be saved"
+                raise TrainError(what, remedy="set `snapshots.every: 0`, or name an optimizer of torch.optim")
 
 
 def _text(error: Exception) -> str:
