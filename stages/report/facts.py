@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeline.cost.step import Priced
 from pipeline.cost.whole_ops import WholeOp, whole_ops_of
-from pipeline.ir.plan import Event, Plan, Prediction, Region
+from pipeline.ir.plan import Event, Plan, Prediction
 from pipeline.ir.profile import as_run
 from pipeline.ir.program import Call, Convert
 from pipeline.ir.report import Report
@@ -27,16 +28,7 @@ MOST_STEPS = 2000  # of training that are drawn: a long run must not make a larg
 MOST_RANKS = 8  # whose peaks are listed one by one
 SUMS = "gradient sums, in buckets"
 BEFORE = "conversions before the chain"
-
-
-@dataclass(frozen=True)
-class PartitionFacts:
-    first: int
-    last: int
-    axes: tuple[tuple[str, int], ...]
-    in_flight: int
-    seconds: float
-    regions: tuple[Region, ...]
+OF_PARTITION = ("first", "last", "axes", "regions")  # what is shown of the plan's partitions
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,7 @@ class PageFacts:
     micro_batches: int
     chunks: int
     links: int
-    partitions: tuple[PartitionFacts, ...]
+    partitions: tuple[dict[str, Any], ...]
     prediction: Prediction
     model: ModelFacts | None  # None where there is no graph
     seconds: SecondsFacts
@@ -88,8 +80,11 @@ class PageFacts:
 
 
 def facts_of(sources: Sources) -> PageFacts:
-    plan = sources.plan
+    plan, graph, profile, cluster = sources.plan, sources.graph, sources.profile, sources.cluster
     parts = priced_partitions(sources)
+    whole_ops: tuple[WholeOp, ...] = ()
+    if graph is not None and profile is not None and cluster is not None:
+        whole_ops = whole_ops_of(plan, as_run(graph, profile.types), profile, cluster)
     every = -(-sources.report.steps // MOST_STEPS) if sources.report else 1
     return PageFacts(
         title=sources.title,
@@ -100,14 +95,11 @@ def facts_of(sources: Sources) -> PageFacts:
         micro_batches=plan.micro_batches,
         chunks=plan.chunks,
         links=plan.partitions[-1].last + 1,
-        partitions=tuple(
-            PartitionFacts(**{own.name: getattr(part, own.name) for own in fields(PartitionFacts)})
-            for part in plan.partitions
-        ),
+        partitions=tuple({key: getattr(part, key) for key in OF_PARTITION} for part in plan.partitions),
         prediction=plan.prediction,
         model=model_of(parts) if parts else None,
         seconds=seconds_of(plan, parts),
-        whole_ops=_whole_ops(sources),
+        whole_ops=whole_ops,
         memory=memory_of(plan, parts),
         events=plan.timeline.events,
         marks=tuple(_marks(sources)),
@@ -115,13 +107,6 @@ def facts_of(sources: Sources) -> PageFacts:
         every=every,
         notes=tuple(filter(None, (*sources.notes, plan.timeline.note))),
     )
-
-
-def _whole_ops(sources: Sources) -> tuple[WholeOp, ...]:
-    graph, profile, cluster = sources.graph, sources.profile, sources.cluster
-    if graph is None or profile is None or cluster is None:
-        return ()
-    return whole_ops_of(sources.plan, as_run(graph, profile.types), profile, cluster)
 
 
 def _thinned(report: Report, every: int) -> Report:
