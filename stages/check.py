@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from math import gcd, prod
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,7 @@ def check(root: Path, draft: Draft, log: Log) -> None:
         with mistakes.gather():
             _optimizer(sound)
     if there(sound.data, "dataset"):
-        with mistakes.gather():
-            _data(sound)
+        mistakes.add(_data(sound))
     for judge, groups in SETTINGS:
         if draft.has(*groups):
             mistakes.add(judge(config, root))
@@ -118,31 +118,25 @@ def _optimizer(config: Config) -> None:
     optimizer, _ = try_optimizer(config.train.optimizer, f"{where}: optimizer", device)
     moves = schedule.warm_up > 0 or schedule.decay.value != "none"
     if moves and not all("lr" in group for group in optimizer.param_groups):
-        what, remedy = (
-            f"{type(optimizer).__name__} has no learning rate `lr`",
-            "leave `schedule` out, or name another optimizer",
-        )
-        raise TrainError(what, where=f"{where}: schedule", remedy=remedy)
+        what = f"{type(optimizer).__name__} has no learning rate `lr`"
+        raise TrainError(what, where=f"{where}: schedule", remedy="leave `schedule` out, or name another optimizer")
 
 
-def _data(config: Config) -> None:
+def _data(config: Config) -> Iterator[ShardwrightError]:
     """The data that is trained on, and the data that is not where it is read."""
     import torch
 
     sets = {"dataset": config.data.dataset}
     if config.data.held_out is not None and config.train is not None and config.train.evaluate.every:
         sets["held_out"] = config.data.held_out
-    mistakes = Mistakes()
     with torch.random.fork_rng(devices=[]):
-        for key, settings in sets.items():
-            with mistakes.gather():
-                _check_data_set(config, settings, f"{file_of(config, 'data')}: {key}", whole_batch=key != "dataset")
-    mistakes.refuse()
+        yield from _raised(*(partial(_check_data_set, config, key, settings) for key, settings in sets.items()))
 
 
-def _check_data_set(config: Config, settings: Mapping[str, Any], where: str, whole_batch: bool) -> None:
+def _check_data_set(config: Config, key: str, settings: Mapping[str, Any]) -> None:
     from pipeline.user.batches import length_of, sample_mistakes
 
+    where = f"{file_of(config, 'data')}: {key}"
     dataset = instantiate(settings, where)
     length = length_of(dataset, where)
     try:
@@ -157,7 +151,7 @@ def _check_data_set(config: Config, settings: Mapping[str, Any], where: str, who
     if odd:
         raise TrainError("; ".join(odd), where=where, remedy="choose data and model that belong together")
     size = next(iter(specs.values()))["shape"][0]
-    if whole_batch and length < size:
+    if key == "held_out" and length < size:
         what = f"it has {length} samples, and a batch of the model {size}"
         raise TrainError(what, where=where, remedy="hold out more of them")
 
@@ -214,7 +208,7 @@ def _solver(config: Config, root: Path) -> Iterator[ShardwrightError]:
         from stages.solve.problem.constraints import parse
 
         axes = _axes(config)
-        yield from _raised(*(lambda n=n, t=t: parse({n: t}, axes, where) for n, t in solve.constraints.items()))
+        yield from _raised(*(partial(parse, {name: text}, axes, where) for name, text in solve.constraints.items()))
     if solve.plan is not None and (root / saved_file(solve.plan)).is_file():
         yield from _raised(lambda: _saved_plan(config, root, saved_file(solve.plan)))
 

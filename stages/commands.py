@@ -80,7 +80,7 @@ def check(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 
 @command("write what solve reads of the train file (for DVC)")
 def settings(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Writes what solve reads of the train file, for DVC, which cannot track a key that is left to its default."""
+    """DVC cannot track a key that is left to its default."""
     from pipeline.base.files import write_atomic
     from pipeline.config import load_config
 
@@ -143,7 +143,6 @@ def apply(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     argument("--all", action="store_true", help="every gradient and buffer, not just the furthest"),
 )
 def verify(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Runs the written program beside the unsplit module; status 1 where they differ."""
     from stages.codegen.run import write_program
     from stages.verify.run import verify as compare
 
@@ -250,7 +249,6 @@ def _with_python() -> dict[str, str]:
 
 @command("send tracked runs that are still waiting")
 def sync(root: Path, arguments: argparse.Namespace, log: Log) -> int:
-    """Sends tracked runs that the store could not take when they were made."""
     from pipeline.config import load_config
     from pipeline.tracking.tracker import sync as send
 

@@ -73,25 +73,23 @@ def table(rows: Sequence[Row], each: str) -> str:
     """One line for each; `!` after the memory of one that does not fit into what each device has."""
     lines = ["".join(name.rjust(width) for name, width in COLUMNS)]
     for layout, priced in rows:
-        own = [*_layout_cells(layout), *(_price_cells(priced) if isinstance(priced, Price) else [])]
-        line = "".join(cell.rjust(width) for cell, (_, width) in zip(own, COLUMNS, strict=False))
+        line = "".join(cell.rjust(width) for cell, (_, width) in zip(_cells(layout, priced), COLUMNS, strict=False))
         lines.append(line if isinstance(priced, Price) else f"{line}  {priced}")
     if any(isinstance(priced, Price) and not priced.fits for _, priced in rows):
         lines.append(f"! more than the {each} that a device has")
     return "\n".join(lines)
 
 
-def _layout_cells(layout: ParallelLayout) -> list[str]:
+def _cells(layout: ParallelLayout, priced: Price | str) -> list[str]:
     chunks = f" x{layout.chunks}" if layout.chunks > 1 else ""
     sizes = [str(size) for size in (layout.dp, layout.tp, layout.pp, layout.micro_batch)]
     sliced = "yes" if layout.sequence_parallel else "no"
-    return [*sizes, f"{layout.schedule.value}{chunks}", layout.recompute.value, str(layout.zero), sliced]
-
-
-def _price_cells(priced: Price) -> list[str]:
-    seconds = f"{priced.seconds:.2f} s" if priced.seconds >= 1 else f"{priced.seconds * 1e3:.2f} ms"
+    cells = [*sizes, f"{layout.schedule.value}{chunks}", layout.recompute.value, str(layout.zero), sliced]
+    if isinstance(priced, str):
+        return cells
     return [
-        seconds,
+        *cells,
+        f"{priced.seconds:.2f} s" if priced.seconds >= 1 else f"{priced.seconds * 1e3:.2f} ms",
         f"{priced.samples_per_s:.1f}",
         f"{priced.tokens_per_s:,.0f}",
         f"{priced.flops / 1e12:.1f}",

@@ -18,7 +18,7 @@ from pipeline.ir.plan import Plan, Region
 from pipeline.runtime.programs.source import load_program
 from stages.codegen.module import write_module
 from stages.verify.compare import judge
-from stages.verify.float32 import judge_in_float32, runner
+from stages.verify.float32 import judge_in_float32
 from stages.verify.float64 import draws_alike
 from stages.verify.locate import Case, locate
 from stages.verify.truth import truth_of
@@ -257,8 +257,8 @@ def judged(tried: Tried, case: Case) -> dict[str, Any]:
     fault = None if verdict.equal or first is None else asdict(locate(case, truth(), tried.make, first))
     in_float32 = None
     if verdict.equal and not known.kind.others:
-        run = runner(load_program(case.path, compiles=False), case.path, tried.make, tried.batch_norm)
-        in_float32 = judge_in_float32(lambda: seeded(tried.build), tried.batches(), run).equal
+        given = tried.batches(), case.path, tried.make, tried.batch_norm
+        in_float32 = judge_in_float32(lambda: seeded(tried.build), *given).equal
     kinds = {d.kind for d in verdict.differences if d.over > 1.0}
     tolerances = {d.tolerance: d.relative for d in verdict.differences if d.kind == "loss"}
     found = {"equal": verdict.equal, "fault": fault, "draw": draw, "kinds": kinds, "tolerances": tolerances}

@@ -37,7 +37,7 @@ def _page(folder: Path, name: str) -> tuple[bool, str]:
     from stages.report.page import page_of, page_without_facts
 
     facts = _Facts(name)
-    with mock.patch("stages.report.page._plain", lambda facts: {"name": facts.title, name: [name]}):
+    with mock.patch("stages.report.page.encode", lambda facts: {"name": facts.title, name: [name]}):
         tags = _tags(page_of(facts))  # type: ignore[arg-type]
         plain = _tags(page_of(_Facts("x")))  # type: ignore[arg-type]
     without = _tags(page_without_facts(name)) == _tags(page_without_facts("x"))

@@ -8,14 +8,17 @@ measured, and a pipeline by its slices. Then the rows say how a part divides, an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
+from pipeline.cost.step import Priced
 from pipeline.cost.whole_ops import WholeOp, whole_ops_of
-from pipeline.ir.plan import Event, Plan, Prediction, Region, Total
+from pipeline.ir.plan import Event, Plan, Prediction
 from pipeline.ir.profile import as_run
-from pipeline.ir.program import Call, Step
+from pipeline.ir.program import Call, Convert
 from pipeline.ir.report import Report
+from pipeline.sharding.conversions import conversion_of
 from pipeline.sharding.partitions import busiest
 from stages.report.memory import MemoryFacts, memory_of
 from stages.report.model import ModelFacts, model_of
@@ -25,16 +28,7 @@ MOST_STEPS = 2000  # of training that are drawn: a long run must not make a larg
 MOST_RANKS = 8  # whose peaks are listed one by one
 SUMS = "gradient sums, in buckets"
 BEFORE = "conversions before the chain"
-
-
-@dataclass(frozen=True)
-class PartitionFacts:
-    first: int
-    last: int
-    axes: tuple[tuple[str, int], ...]
-    in_flight: int
-    seconds: float
-    regions: tuple[Region, ...]
+OF_PARTITION = ("first", "last", "axes", "regions")  # what is shown of the plan's partitions
 
 
 @dataclass(frozen=True)
@@ -72,14 +66,13 @@ class PageFacts:
     micro_batches: int
     chunks: int
     links: int
-    partitions: tuple[PartitionFacts, ...]
+    partitions: tuple[dict[str, Any], ...]
     prediction: Prediction
     model: ModelFacts | None  # None where there is no graph
     seconds: SecondsFacts
     whole_ops: tuple[WholeOp, ...]  # for lack of a rule
     memory: MemoryFacts
     events: tuple[Event, ...]
-    totals: tuple[Total, ...]
     marks: tuple[Mark, ...]
     report: Report | None  # with every so many-th of its steps
     every: int
@@ -87,9 +80,11 @@ class PageFacts:
 
 
 def facts_of(sources: Sources) -> PageFacts:
-    plan = sources.plan
+    plan, graph, profile, cluster = sources.plan, sources.graph, sources.profile, sources.cluster
     parts = priced_partitions(sources)
-    copies = sources.frontier.optimizer_copies if sources.frontier else None
+    whole_ops: tuple[WholeOp, ...] = ()
+    if graph is not None and profile is not None and cluster is not None:
+        whole_ops = whole_ops_of(plan, as_run(graph, profile.types), profile, cluster)
     every = -(-sources.report.steps // MOST_STEPS) if sources.report else 1
     return PageFacts(
         title=sources.title,
@@ -100,32 +95,21 @@ def facts_of(sources: Sources) -> PageFacts:
         micro_batches=plan.micro_batches,
         chunks=plan.chunks,
         links=plan.partitions[-1].last + 1,
-        partitions=tuple(
-            PartitionFacts(**{own.name: getattr(part, own.name) for own in fields(PartitionFacts)})
-            for part in plan.partitions
-        ),
+        partitions=tuple({key: getattr(part, key) for key in OF_PARTITION} for part in plan.partitions),
         prediction=plan.prediction,
         model=model_of(parts) if parts else None,
         seconds=seconds_of(plan, parts),
-        whole_ops=_whole_ops(sources),
-        memory=memory_of(plan, parts, copies),
+        whole_ops=whole_ops,
+        memory=memory_of(plan, parts),
         events=plan.timeline.events,
-        totals=plan.timeline.totals,
         marks=tuple(_marks(sources)),
-        report=sources.report and thinned(sources.report, every),
+        report=sources.report and _thinned(sources.report, every),
         every=every,
         notes=tuple(filter(None, (*sources.notes, plan.timeline.note))),
     )
 
 
-def _whole_ops(sources: Sources) -> tuple[WholeOp, ...]:
-    graph, profile, cluster = sources.graph, sources.profile, sources.cluster
-    if graph is None or profile is None or cluster is None:
-        return ()
-    return whole_ops_of(sources.plan, as_run(graph, profile.types), profile, cluster)
-
-
-def thinned(report: Report, every: int) -> Report:
+def _thinned(report: Report, every: int) -> Report:
     """With every so many-th step, and without the rows of single ranks where there are many of them."""
     rows = tuple(row for row in report.compared if report.ranks <= MOST_RANKS or "_rank_" not in row.what)
     return replace(report, losses=report.losses[::every], step_seconds=report.step_seconds[::every], compared=rows)
@@ -142,13 +126,10 @@ def _marks(sources: Sources) -> Iterator[Mark]:
     for other in plan.alternatives:
         if other.seconds is not None:
             yield Mark("alternative", other.what, other.seconds, other.peak_bytes, other.lost)
-    yield Mark("chosen", "the plan", plan.prediction.step_seconds, plan.prediction.peak_bytes, _words(plan))
-
-
-def _words(plan: Plan) -> str:
     regions = sum(region.recompute for part in plan.partitions for region in part.regions)
     pipeline = f"{plan.schedule}, {len(plan.partitions)} partitions" if plan.pipelined else "no pipeline"
-    return f"{pipeline}, {plan.micro_batches} micro-batches, {regions} recompute regions"
+    about = f"{pipeline}, {plan.micro_batches} micro-batches, {regions} recompute regions"
+    yield Mark("chosen", "the plan", plan.prediction.step_seconds, plan.prediction.peak_bytes, about)
 
 
 # ---- seconds
@@ -156,18 +137,21 @@ def _words(plan: Plan) -> str:
 
 def seconds_of(plan: Plan, parts: tuple[PricedPartition, ...]) -> SecondsFacts:
     predicted = plan.prediction
-    own = [parts[number] for number in busiest(plan)] if parts else []
     compute: Counter[str] = Counter()
     communication: Counter[str] = Counter()
-    for part in own:
-        _add(part, compute, communication)
+    for number in busiest(plan) if parts else ():
+        if priced := parts[number].priced:
+            _add(priced, compute, communication)
     rows, scale = [], {}
     for name, found, known in (
         ("compute", compute, predicted.compute_seconds),
         ("communication", communication, predicted.communication_seconds),
     ):
-        divided, factor = _divided(found, known)
-        rows += [SecondsRow(name, what, seconds) for what, seconds in divided]
+        total = sum(found.values())
+        factor = known / total if total else 1.0
+        divided = found if total else {"all": known}  # one row where nothing says how it divides
+        own = [SecondsRow(name, what, seconds * factor) for what, seconds in divided.items() if seconds]
+        rows += sorted(own, key=lambda row: -row.seconds)
         if abs(factor - 1) > 1e-6:
             scale[name] = factor
     rest = (
@@ -180,39 +164,31 @@ def seconds_of(plan: Plan, parts: tuple[PricedPartition, ...]) -> SecondsFacts:
     return SecondsFacts(tuple(rows), predicted.step_seconds, scale)
 
 
-def _divided(found: Mapping[str, float], known: float) -> tuple[list[tuple[str, float]], float]:
-    """Rows that sum to what is known, largest first, and the factor; one row where nothing says how it divides."""
-    total = sum(found.values())
-    if not total:
-        return ([("all", known)] if known else []), 1.0
-    factor = known / total
-    rows = [(name, seconds * factor) for name, seconds in found.items() if seconds]
-    return sorted(rows, key=lambda row: -row[1]), factor
-
-
-def _add(part: PricedPartition, compute: Counter[str], communication: Counter[str]) -> None:
-    program, times = part.program, part.program.micro_batches
-    if part.price is None:
-        return
-    for steps in program.links:
-        _add_steps(part, steps, times, compute, communication)
+def _add(priced: Priced, compute: Counter[str], communication: Counter[str]) -> None:
+    """The seconds of ops by class; of conversions and the collectives inside ops by what they do."""
+    program, times = priced.program, priced.program.micro_batches
     before: Counter[str] = Counter()  # the plan counts what runs before the chain as compute
-    _add_steps(part, program.prologue, times, compute, before)
-    _add_steps(part, program.shared, 1, compute, before)
+    chain = [(steps, times, communication) for steps in program.links]
+    for steps, count, moved in (*chain, (program.prologue, times, before), (program.shared, 1, before)):
+        kept = priced.kept_by(steps)
+        for step in steps:
+            if isinstance(step, Call):
+                kind = class_of(priced.graph.op(step.op).target, priced.profile.ops[step.op].free)
+                compute[kind] += count * priced.op(step.op).total  # type: ignore[assignment]
+                parts = [("inside ops", priced.collectives_inside(step.op).total)]
+            else:
+                parts = _moves(priced, step, step.source.value in kept)
+            for name, seconds in parts:
+                if seconds:
+                    moved[name] += count * seconds  # type: ignore[assignment]
     compute[BEFORE] += sum(before.values())
-    communication[SUMS] += part.price.gradient_sum  # type: ignore[assignment]
+    communication[SUMS] += priced.step.gradient_sum  # type: ignore[assignment]
 
 
-def _add_steps(
-    part: PricedPartition, steps: Iterable[Step], times: int, compute: Counter[str], communication: Counter[str]
-) -> None:
-    steps = tuple(steps)
-    kept = part.kept(steps)
-    for step in steps:
-        if isinstance(step, Call):
-            seconds = part.seconds(step, kept)
-            assert seconds is not None and part.priced is not None
-            kind = class_of(part.graph.op(step.op).target, part.priced.profile.ops[step.op].free)
-            compute[kind] += times * seconds.total  # type: ignore[assignment]
-        for name, each in part.collectives(step, kept):
-            communication[name] += times * each  # type: ignore[assignment]
+def _moves(priced: Priced, step: Convert, kept: bool) -> list[tuple[str, float]]:
+    """The seconds of a conversion by what it does."""
+    entry = conversion_of(step.source.layout, step.target.layout, priced.sharded.sizes)
+    whole, once = priced.conversion(step, kept), priced.conversion(step, False)
+    again = whole.backward - once.backward
+    parts = ((entry.forward, whole.forward), (entry.backward, once.backward), (entry.forward, again))
+    return [(move.replace("_", "-") if "_" in move else f"local {move or 'move'}", each) for move, each in parts]

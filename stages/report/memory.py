@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeline.cost.resident import Kept, resident_parts, total_of
+from pipeline.cost.step import Priced
 from pipeline.ir.plan import Event, Plan, Region
 from stages.report.model import place_of
 from stages.report.priced import PricedPartition
@@ -27,7 +28,6 @@ class DeviceMemory:
 
     partitions: tuple[int, ...]
     peak_bytes: int
-    resident_bytes: int | None
     in_flight: int
     alive: tuple[Alive, ...]  # sums to the peak
 
@@ -40,53 +40,50 @@ class MemoryFacts:
     devices: tuple[DeviceMemory, ...]
 
 
-def memory_of(plan: Plan, parts: tuple[PricedPartition, ...], optimizer_copies: float | None) -> MemoryFacts:
+def memory_of(plan: Plan, parts: tuple[PricedPartition, ...]) -> MemoryFacts:
     groups = len(plan.partitions) // plan.chunks  # of devices that share their partitions
     sizes = [event.held_bytes or 0 for event in plan.timeline.events]
     most = max(sizes, default=0)
     event = sizes.index(most) if most and most >= plan.prediction.peak_bytes else None
-    devices = tuple(
-        _device(plan, parts, tuple(range(group, len(plan.partitions), groups)), optimizer_copies, event)
-        for group in range(groups)
-    )
+    shared = (tuple(range(group, len(plan.partitions), groups)) for group in range(groups))
+    devices = tuple(_device(plan, parts, numbers, event) for numbers in shared)
     return MemoryFacts(plan.budget_bytes, plan.prediction.peak_bytes, event, devices)
 
 
 def _device(
-    plan: Plan, parts: tuple[PricedPartition, ...], numbers: tuple[int, ...], copies: float | None, event: int | None
+    plan: Plan, parts: tuple[PricedPartition, ...], numbers: tuple[int, ...], event: int | None
 ) -> DeviceMemory:
     own = [plan.partitions[number] for number in numbers]
     peak = plan.prediction.peak_bytes if not plan.pipelined else sum(part.peak_bytes for part in own)
-    priced = [parts[number] for number in numbers if parts and parts[number].price is not None]
-    resident = sum(part.price.resident_bytes for part in priced if part.price) if priced else None
-    alive = _resident(priced, copies) if copies is not None else []
+    priced = [found for number in numbers if parts and (found := parts[number].priced)]
+    alive = _resident(priced)
     if event is not None and priced:
-        alive += _activations(plan, priced[0], event, peak - sum(one.nbytes for one in alive))
+        room = peak - sum(one.nbytes for one in alive)
+        alive += _activations(priced[0], kept_at(plan.timeline.events, own[0].regions, event), room)
     left = peak - sum(one.nbytes for one in alive)
     flight = max(part.in_flight for part in own)
     name, kind = REST if event is not None else "everything else", "rest"
     if plan.pipelined:
         name, kind = f"activations, at most {flight} micro-batches in flight", "activations"
     alive.append(Alive(name, kind, left))
-    return DeviceMemory(numbers, peak, resident, flight, tuple(alive))
+    return DeviceMemory(numbers, peak, flight, tuple(alive))
 
 
-def _resident(parts: Iterable[PricedPartition], copies: float) -> list[Alive]:
+def _resident(parts: Iterable[Priced]) -> list[Alive]:
     sums: Counter[Kept] = Counter()
     for part in parts:
-        found = resident_parts(part.sharded, copies)
+        found = resident_parts(part.sharded, part.optimizer_copies)
         sums.update({kept: total_of(found, kept) for kept in Kept})
     names = {kept: "parameters" if kept is Kept.values else kept.value for kept in Kept}
     return [Alive(name, name, sums[kept]) for kept, name in names.items() if sums[kept]]
 
 
-def _activations(plan: Plan, part: PricedPartition, event: int, room: int) -> list[Alive]:
-    """What the links keep at that event, equal ones together; less each where their sum is more than there is room."""
-    assert part.price is not None
-    links, chain = part.price.links, part.graph.chain
+def _activations(part: Priced, kept: dict[int, bool], room: int) -> list[Alive]:
+    """What these links keep, equal ones together; less each where their sum is more than there is room."""
+    links, chain = part.step.links, part.graph.chain
     sums: Counter[tuple[int, bool]] = Counter()
     like: dict[tuple[int, bool], list[int]] = {}
-    for link, whole in sorted(kept_at(plan.timeline.events, part.partition.regions, event).items()):
+    for link, whole in sorted(kept.items()):
         key = chain[link].block, whole
         sums[key] += links[link].memory.kept if whole else links[link].input_bytes
         like.setdefault(key, []).append(link)

@@ -7,12 +7,13 @@ of 96 layers is about as large as one of two.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.program import Call, Convert, Step, Tensor
 from pipeline.sharding.conversions import conversion_of, made_again, step_axis
-from stages.report.priced import PricedPartition, class_of
+from stages.report.priced import PricedPartition, class_of, short_name
 
 HERE = "{}"
 LONGEST_PERIOD = 24  # links of a layer, at most, that are seen to repeat
@@ -89,10 +90,10 @@ def model_of(parts: tuple[PricedPartition, ...]) -> ModelFacts:
     bodies: dict[Body, int] = {}
     links: list[LinkPlace] = []
     for part in parts:
-        before = (*part.program.prologue, *part.program.shared)
+        program = part.sharded.program
+        before = (*program.prologue, *program.shared)
         listed: list[tuple[int | None, tuple[Step, ...]]] = [(None, before)] if before else []
-        listed += [(part.partition.first + n, steps) for n, steps in enumerate(part.program.links)]
-        for number, steps in listed:
+        for number, steps in [*listed, *enumerate(program.links, part.partition.first)]:
             at, body = _body(part, number, steps)
             links.append(LinkPlace(number, at, bodies.setdefault(body, len(bodies))))
     return ModelFacts(tuple(bodies), tuple(links), folds_of(tuple(link.body for link in links)))
@@ -103,11 +104,9 @@ def folds_of(bodies: tuple[int, ...]) -> tuple[Fold, ...]:
     found: list[Fold] = []
     at = 0
     while at < len(bodies):
-        period, times = max(
-            ((period, _times(bodies, at, period)) for period in range(1, LONGEST_PERIOD + 1)),
-            key=lambda one: (one[0] * one[1] if one[1] > 1 else 1, -one[0]),
-        )
-        fold = Fold(at, period, times) if times > 1 else Fold(at, 1, 1)
+        runs = [Fold(at, period, _times(bodies, at, period)) for period in range(1, LONGEST_PERIOD + 1)]
+        repeated = [fold for fold in runs if fold.times > 1]
+        fold = max(repeated, key=lambda fold: (fold.period * fold.times, -fold.period), default=Fold(at, 1, 1))
         found.append(fold)
         at += fold.period * fold.times
     return tuple(found)
@@ -127,15 +126,14 @@ def place_of(graph: OpGraph, ops: tuple[str, ...]) -> str:
 
 
 def _body(part: PricedPartition, number: int | None, steps: tuple[Step, ...]) -> tuple[str, Body]:
-    calls = [step for step in steps if isinstance(step, Call)]
-    at = place_of(part.graph, tuple(call.op for call in calls)) if number is not None else ""
-    writer = _Writer(part, at, steps, calls)
+    ops = tuple(step.op for step in steps if isinstance(step, Call))
+    at = place_of(part.sharded.graph, ops) if number is not None else ""
+    writer = _Writer(part, at, steps)
     lines = tuple(map(writer.line, steps))
     modules = [line.module for line in lines if line.kind != "conversion"]
     title = "before the chain" if number is None else _title(modules)
-    known = all(line.forward is not None and line.backward is not None for line in lines)
-    forward = sum(line.forward or 0.0 for line in lines) if known else None
-    backward = sum(line.backward or 0.0 for line in lines) if known else None
+    forward = sum(line.forward or 0.0 for line in lines) if part.priced else None
+    backward = sum(line.backward or 0.0 for line in lines) if part.priced else None
     return at, Body(part.number, title, lines, tuple(writer.parameters()), forward, backward)
 
 
@@ -150,25 +148,29 @@ def _title(modules: list[str]) -> str:
 class _Writer:
     """Names the values of one link as every equal link names them."""
 
-    def __init__(self, part: PricedPartition, at: str, steps: tuple[Step, ...], calls: list[Call]) -> None:
-        self.part, self.at, self.calls = part, at, calls
-        self.kept = part.kept(steps)
+    def __init__(self, part: PricedPartition, at: str, steps: tuple[Step, ...]) -> None:
+        self.part, self.graph, self.priced, self.at = part, part.sharded.graph, part.priced, at
+        self.calls = [step for step in steps if isinstance(step, Call)]
+        self.kept = part.priced.kept_by(steps) if part.priced else set()
         self.writers = {
-            tensor.value: f"{self._short(call.op)} {n}" for n, call in enumerate(calls) for tensor in call.outputs
+            tensor.value: f"{self._short(call)} {n}" for n, call in enumerate(self.calls) for tensor in call.outputs
         }
-        self.input = next((link.input for link in part.graph.chain if calls and calls[0].op in link.ops), None)
+        first = self.calls[0].op if self.calls else None
+        self.input = next((link.input for link in self.graph.chain if first in link.ops), None)
 
     def line(self, step: Step) -> OpFacts:
-        seconds = self.part.seconds(step, self.kept)
-        forward, backward = (seconds.forward, seconds.backward) if seconds else (None, None)
+        forward = backward = None
+        if self.priced:
+            kept = isinstance(step, Convert) and step.source.value in self.kept
+            seconds = self.priced.conversion(step, kept) if isinstance(step, Convert) else self.priced.op(step.op)
+            forward, backward = seconds.forward, seconds.backward
         if isinstance(step, Convert):
             return self._conversion(step, forward, backward)
-        op = self.part.graph.op(step.op)
-        free = bool(self.part.priced and self.part.priced.profile.ops[step.op].free)
+        op = self.graph.op(step.op)
         return OpFacts(
-            name=self._short(step.op),
+            name=self._short(step),
             module=self._inside(op.module),
-            kind=class_of(op.target, free),
+            kind=class_of(op.target, bool(self.priced and self.priced.profile.ops[step.op].free)),
             reads=tuple(map(self._tensor, step.inputs)),
             writes=tuple(map(self._tensor, step.outputs)),
             forward=forward,
@@ -177,8 +179,8 @@ class _Writer:
         )
 
     def _conversion(self, step: Convert, forward: float | None, backward: float | None) -> OpFacts:
-        ends = step.source.layout, step.target.layout
-        entry = conversion_of(*ends, self.part.sizes)
+        ends, sizes = (step.source.layout, step.target.layout), self.part.sharded.sizes
+        entry = conversion_of(*ends, sizes)
         entry = made_again(entry) if step.again else entry
         back = " + ".join(filter(None, (entry.again, entry.backward)))
         return OpFacts(
@@ -189,36 +191,29 @@ class _Writer:
             writes=(self._tensor(step.target),),
             forward=forward,
             backward=backward,
-            axis=step_axis(*ends, self.part.sizes),
+            axis=step_axis(*ends, sizes),
             moves=f"forward {entry.forward or 'nothing'}, backward {back or 'nothing'}".replace("_", "-"),
         )
 
-    def parameters(self) -> list[ParameterFacts]:
-        sharding, values = self.part.partition.sharding, self.part.graph.values
-        read = dict.fromkeys(tensor.value for call in self.calls for tensor in call.inputs)
-        return [
-            ParameterFacts(
-                name=self._inside(value.origin),
-                stored=str(sharding.storage[value.origin]),
-                state=str(sharding.state.get(value.origin) or ""),
-                regathered=value.origin in sharding.regathered,
-                shape=value.type.shape,
-            )
-            for value in map(values.__getitem__, read)
-            if value.role is Role.PARAMETER
-        ]
+    def parameters(self) -> Iterator[ParameterFacts]:
+        sharding = self.part.partition.sharding
+        for name in dict.fromkeys(tensor.value for call in self.calls for tensor in call.inputs):
+            value = self.graph.values[name]
+            if value.role is Role.PARAMETER:
+                stored, state = sharding.storage[value.origin], sharding.state.get(value.origin)
+                again = value.origin in sharding.regathered
+                yield ParameterFacts(self._inside(value.origin), str(stored), str(state or ""), again, value.type.shape)
 
     def _tensor(self, tensor: Tensor) -> TensorFacts:
-        value, layout = self.part.graph.values[tensor.value], tensor.layout
+        value, layout = self.graph.values[tensor.value], tensor.layout
         name = self.writers.get(tensor.value) or ("what enters" if tensor.value == self.input else tensor.value)
         if value.role in (Role.PARAMETER, Role.BUFFER):
             name = self._inside(value.origin)
-        local = layout.local_shape(value.type.shape, self.part.sizes)
+        local = layout.local_shape(value.type.shape, self.part.sharded.sizes)
         return TensorFacts(name, str(layout), value.type.shape, local, value.type.dtype)
 
-    def _short(self, op: str) -> str:
-        target = self.part.graph.op(op).target
-        return target.split(".")[1] if target.count(".") > 1 else target
+    def _short(self, call: Call) -> str:
+        return short_name(self.graph.op(call.op).target)
 
     def _inside(self, name: str) -> str:
         if self.at and (name == self.at or name.startswith(f"{self.at}.")):

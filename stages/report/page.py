@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import html
 import json
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
+from pipeline.ir.codec import encode
 from stages.report.facts import PageFacts
 
 HERE = Path(__file__).parent
@@ -52,19 +51,11 @@ def _file(name: str) -> str:
 
 
 def _embedded(facts: PageFacts) -> str:
-    """JSON that cannot end its script element, whatever a module is named."""
-    text = json.dumps(_plain(facts), separators=(",", ":"), allow_nan=False)
+    """JSON that cannot end its script element, whatever a module is named.
+
+    A float has six digits, which is more than a chart shows; None where JSON has no such number.
+    """
+    text = json.dumps(encode(facts))
+    plain = json.loads(text, parse_float=lambda number: float(f"{float(number):.6g}"), parse_constant=lambda _: None)
+    text = json.dumps(plain, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _plain(value: Any) -> Any:
-    """Plain JSON; a float to six digits, which is more than a chart shows, and None where JSON has no such number."""
-    if is_dataclass(value):
-        return {own.name: _plain(getattr(value, own.name)) for own in fields(value)}
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if abs(value) < float("inf") else None
-    return value

@@ -68,13 +68,24 @@ def run(root: Path, arguments: argparse.Namespace, environ: Mapping[str, str], l
     check_repository(root)
     for killed in forget_killed(root, root / SWEEPS):
         log.info("%s was killed: DVC does not take it for running any more", killed)
-    name = f"{title}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name, until = f"{title}-{time.strftime('%Y%m%d-%H%M%S')}", asked.until.value
     with sweep_lock(root / SWEEPS / name) as lock:
-        sweeping = Sweeping(root, name, asked.until.value, environ, log, lock)
-        tracker = _start(sweeping, configs[0], asked.settings)
+        sweeping = Sweeping(root, name, until, environ, log, lock)
+        tracker = Tracker(root, configs[0].tracking, log, execution=name, point=SweepPoint("", name, root))
+        params = dict(setting.split("=", 1) for setting in asked.settings) | {"until": until}
+        tracker.stage(StageRecord("sweep", params=params))  # so that points find the run below which they lie
         rows = [_run(sweeping, number, *pair) for number, pair in enumerate(zip(points, configs, strict=True), start=1)]
-    _close(sweeping, tracker, rows)
-    say(json.dumps(rows, indent=1) if arguments.json else _text(sweeping, configs[0], rows))
+    done = [row for row in rows if "step_ms" in row]
+    best = min(done, key=lambda row: row["step_ms"], default=None)
+    figures: dict[str, float | int | str] = {"points": len(rows), "failed": sum("reason" in row for row in rows)}
+    figures |= {"best_step_ms": best["step_ms"]} if best else {}
+    page, text = sweeping.folder / "points.json", json.dumps(rows, indent=1)
+    write_atomic(page, f"{text}\n".encode())
+    tracker.stage(StageRecord("sweep", figures=figures, artifacts=(page,)))
+    place = f"MLflow: experiment {configs[0].tracking.experiment}, tags.`{SWEEP_TAG}` = '{name}'"
+    dvc = f"`dvc exp apply {best['experiment']}` takes the fastest" if best else "no experiment was kept"
+    told = [*table(rows), place if configs[0].tracking.enabled else "tracking is off", f"DVC: {dvc}"]
+    say(text if arguments.json else "\n".join(told))
     return 0
 
 
@@ -127,9 +138,6 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-# ---- one point
-
-
 def _run(sweeping: Sweeping, number: int, settings: tuple[str, ...], config: Config) -> Row:
     """Its row of the table. What DVC took from its cache is recorded here: no stage ran to tell of it."""
     name, what = f"{sweeping.name}-{number}", " ".join(settings)
@@ -149,37 +157,6 @@ def _run(sweeping: Sweeping, number: int, settings: tuple[str, ...], config: Con
     tracker.complete(as_cached(stages, config, figures))
     found = {column: figures.get(stage, {}).get(figure) for column, (stage, figure) in COLUMNS.items()}
     return {**row, **{column: value for column, value in found.items() if value is not None}, "experiment": name}
-
-
-# ---- the set
-
-
-def _start(sweeping: Sweeping, config: Config, settings: Sequence[str]) -> Tracker:
-    """Sent before the first point, so that points find the run below which they lie."""
-    above = SweepPoint("", sweeping.name, sweeping.root)
-    tracker = Tracker(sweeping.root, config.tracking, sweeping.log, execution=sweeping.name, point=above)
-    params = dict(setting.split("=", 1) for setting in settings)
-    tracker.stage(StageRecord("sweep", params={**params, "until": sweeping.until}))
-    return tracker
-
-
-def _close(sweeping: Sweeping, tracker: Tracker, rows: Sequence[Row]) -> None:
-    steps = [row["step_ms"] for row in rows if "step_ms" in row]
-    figures: dict[str, float | int | str] = {"points": len(rows), "failed": sum("reason" in row for row in rows)}
-    if steps:
-        figures["best_step_ms"] = min(steps)
-    page = sweeping.folder / "points.json"
-    write_atomic(page, (json.dumps(list(rows), indent=1) + "\n").encode())
-    tracker.stage(StageRecord("sweep", figures=figures, artifacts=(page,)))
-
-
-def _text(sweeping: Sweeping, config: Config, rows: Sequence[Row]) -> str:
-    place = f"MLflow: experiment {config.tracking.experiment}, tags.`{SWEEP_TAG}` = '{sweeping.name}'"
-    done = [row for row in rows if "step_ms" in row]
-    dvc = "no experiment was kept"
-    if done:
-        dvc = f"`dvc exp apply {min(done, key=lambda row: row['step_ms'])['experiment']}` takes the fastest"
-    return "\n".join([*table(rows), place if config.tracking.enabled else "tracking is off", f"DVC: {dvc}"])
 
 
 def table(rows: Sequence[Row]) -> list[str]:

@@ -109,7 +109,6 @@ class Difference:
     relative: float
     tolerance: float
     at: int = 0  # which of the step's passes, of a loss
-    in_float32: bool = False  # of the step that is run in float32 (float32.py)
 
     @property
     def over(self) -> float:

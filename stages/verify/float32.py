@@ -10,16 +10,16 @@ times, each with other parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from statistics import median
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from stages.verify.compare import LOSS, SHARE, Difference, ProgramVerdict, compare_passes, largest, whole_gap
+from pipeline.runtime.programs.source import load_program
+from stages.verify.compare import LOSS, SHARE, ProgramVerdict, compare_passes, largest, whole_gap
 from stages.verify.float64 import Asked, in_float32
 from stages.verify.ranks import rank_of
 from stages.verify.truth import (
@@ -55,31 +55,21 @@ class Float32Verdict(ProgramVerdict):
     asked: Mapping[Asked, int]  # casts to lower types that the program's own lines ask for, in all passes
 
 
-# A program's passes of a step: how far each result is from the exact one, and the casts it asks for.
-RunInFloat32 = Callable[[Float32Step], tuple[list[Difference], Mapping[Asked, int]]]
-
-
-def judge_in_float32(build: Build, batches: Sequence[Batch], run: RunInFloat32, tries: int = TRIES) -> Float32Verdict:
-    """Of the first try in which the program is right, or else of the last."""
-    for step in _steps(build, list(batches), tries):
-        found, asked = run(step)
-        judged = (replace(d, tolerance=step.allowed[d.name], in_float32=True) for d in found)
-        verdict = Float32Verdict(tuple(judged), step, asked)
-        if verdict.equal:
-            break
-    return verdict
-
-
-def runner(program: ModuleType, path: str, make: MakeOptimizer, batch_norm: str) -> RunInFloat32:
-    """Of a program whose source is in the file of that path."""
-
-    def run(step: Float32Step) -> tuple[list[Difference], Mapping[Asked, int]]:
+def judge_in_float32(
+    build: Build, batches: list[Batch], path: str, make: MakeOptimizer, batch_norm: str, tries: int = TRIES
+) -> Float32Verdict:
+    """Of the first try in which the program in the file of that path is right, or else of the last."""
+    program = load_program(path, compiles=False)
+    for step in _steps(build, batches, tries):
         rank = rank_of(program, step.state, make, batch_norm)
         with in_float32(draws=False, path=path) as mode:
             losses = rank.run(step.batches)
-        return compare_passes(rank, losses, step.exact, 0, 1.0), mode.asked
-
-    return run
+        found = compare_passes(rank, losses, step.exact, 0, 1.0)
+        judged = tuple(replace(d, tolerance=step.allowed[d.name]) for d in found)
+        verdict = Float32Verdict(judged, step, mode.asked)
+        if verdict.equal:
+            break
+    return verdict
 
 
 def _steps(build: Build, batches: list[Batch], tries: int) -> Iterator[Float32Step]:

@@ -34,10 +34,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from pipeline.ir.graph import Op, OpGraph
+from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Sharding
 from pipeline.ops.table import rule_of
 from pipeline.runtime.recompute.regions import replaying
+from pipeline.tracing.lower import is_random
 
 WIDENED = {  # to the one type, the others
     torch.float64: {
@@ -81,8 +82,8 @@ class InOneType(TorchDispatchMode):
         if function in DRAWS:
             self.drew = True
             return DRAWS[function](self.draws, *args, **kwargs)
-        if may_draw(function):
-            return self._random(function, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in function.tags or function.namespace not in OF_TORCH:
+            return self._random(function, args, kwargs)  # of an op of another library nothing tells
         result = function(*args, **kwargs)
         if function is aten.lift_fresh.default and self.widen:  # torch.tensor(numbers)
             return self._widened(result)
@@ -144,11 +145,6 @@ def draws_alike(graph: OpGraph, text: str) -> bool:
     return "drawn_apart(" not in text and not any(is_random(graph.op(name)) for name in graph.prologue)
 
 
-def may_draw(function: Any) -> bool:
-    """Whether it takes from the generator; of an op of another library nothing tells."""
-    return torch.Tag.nondeterministic_seeded in function.tags or function.namespace not in OF_TORCH
-
-
 def in_order(function: Any, args: Any, kwargs: Any) -> Any:
     """The op on tensors that lie in the order of their elements, in which it draws."""
     laid: dict[int, tuple[Tensor, Tensor]] = {}
@@ -159,16 +155,13 @@ def in_order(function: Any, args: Any, kwargs: Any) -> Any:
         return laid.setdefault(id(value), (value, value.contiguous()))[1]
 
     result = function(*tree_map(lay, args), **tree_map(lay, kwargs))
-    for name, own in [*zip((a.name for a in function._schema.arguments), args, strict=False), *kwargs.items()]:
-        if id(own) in laid and name in _written(function):
+    known = function._schema.arguments
+    written = {a.name for a in known if a.alias_info is not None and a.alias_info.is_write}
+    for name, own in [*zip((a.name for a in known), args, strict=False), *kwargs.items()]:
+        if id(own) in laid and name in written:
             own.copy_(laid[id(own)][1])
     given = {id(copy): own for own, copy in laid.values()}
     return tree_map(lambda value: given.get(id(value), value), result)
-
-
-def _written(function: Any) -> set[str]:
-    """The arguments that the op changes."""
-    return {a.name for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
 
 
 def split_draws(graph: OpGraph, shardings: Iterable[Sharding], others: Container[str]) -> str:
@@ -185,12 +178,6 @@ def split_draws(graph: OpGraph, shardings: Iterable[Sharding], others: Container
         if draws and any(state.kind == "S" for layout in layouts for state in layout.states):
             return op.target
     return ""
-
-
-def is_random(op: Op) -> bool:
-    namespace, name, overload = op.target.split(".")
-    packet = getattr(getattr(torch.ops, namespace), name, None) if namespace == "aten" else None
-    return packet is not None and torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags
 
 
 def _fill(draw: Callable[..., Any], mean: Callable[..., float]) -> Callable[..., Tensor]:

@@ -23,12 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor as Data
 
-from pipeline.ir.graph import OpGraph, Role
+from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ir.layout import of_gradient
 from pipeline.ir.plan import Plan
 from pipeline.ir.program import Call, Convert
-from pipeline.sharding.lowering import lower
-from pipeline.sharding.partitions import part_of
+from pipeline.sharding.partitions import sharded_parts
 from stages.verify.compare import (
     IN_FLOAT32,
     LOSS,
@@ -45,16 +44,7 @@ from stages.verify.float32 import LEAST, MARGIN, Float32Step
 from stages.verify.float64 import Asked, in_float32, in_float64
 from stages.verify.ranks import Rank, rank_of
 from stages.verify.record import Names, Noted, Recorder, names_of, recorded, targets_by_line
-from stages.verify.truth import (
-    Batch,
-    MakeOptimizer,
-    ModuleState,
-    Truth,
-    TruthStep,
-    Values,
-    doubled,
-    interpret,
-)
+from stages.verify.truth import Batch, MakeOptimizer, ModuleState, Truth, TruthStep, Values, doubled, interpret
 
 NEAR = 10 * TOLERANCE  # for values inside a step
 SMALL = 1e-6  # a value below is held against this: zeros may come with rounding
@@ -96,16 +86,12 @@ class Case:
 
     def names(self, graph: OpGraph) -> dict[int, Names]:
         """By partition, in micro-batches of that graph."""
-        if not self.plan.pipelined:
-            return {0: names_of(self.written, lower(graph, self.plan.sharding, self.plan.micro_batches))}
-        return {number: self._names(number, graph) for number in range(len(self.plan.partitions))}
-
-    def _names(self, number: int, graph: OpGraph) -> Names:
-        partition, last = self.plan.partitions[number], len(self.plan.partitions) - 1
-        own = part_of(graph, partition.first, partition.last)
-        program = lower(own, partition.sharding, self.plan.micro_batches, to_loss=number == last)
-        apart = graph is self.smaller and f"class Smaller{number}(" in self.written
-        return names_of(self.written, program, f"{'Smaller' if apart else 'Partition'}{number}", partition.first)
+        found = {}
+        for number, own in enumerate(sharded_parts(self.plan, graph)):
+            apart = graph is self.smaller and f"class Smaller{number}(" in self.written
+            name = f"{'Smaller' if apart else 'Partition'}{number}" if self.plan.pipelined else "Program"
+            found[number] = names_of(self.written, own.program, name, self.plan.partitions[number].first)
+        return found
 
     def line(self, number: int) -> str:
         return self.text.splitlines()[number - 1].strip()
@@ -183,7 +169,7 @@ def _of_trace(case: Case, before: ModuleState, step: TruthStep, *, draw: bool) -
     summed: dict[str, Data] = {}
     for at, (batch, loss) in enumerate(zip(step.batches, step.passes.losses, strict=True)):
         values = interpret(case.graph_of(batch), before, step.batches, at, draw=draw)
-        far = Gap(float((values.loss - loss).abs()), float(loss.abs()))
+        far = whole_gap(values.loss, loss)
         if far.relative() > TOLERANCE:
             return Fault(f"{wrong} loss", difference=far.difference, size=far.size)
         for value in case.graph.of_role(Role.PARAMETER):
@@ -191,8 +177,7 @@ def _of_trace(case: Case, before: ModuleState, step: TruthStep, *, draw: bool) -
                 summed[value.origin] = summed.get(value.origin, 0) + values.gradients[value.name]
     floor = SHARE * largest(summed.values())
     for name, gradient in summed.items():
-        expected = step.passes.gradients.get(name, torch.zeros_like(gradient))
-        far = Gap(float((gradient - expected).abs().max()), largest([expected]))
+        far = whole_gap(gradient, step.passes.gradients.get(name, torch.zeros_like(gradient)))
         if far.relative(floor) > NEAR:
             return Fault(f"{wrong} gradient of {name}", difference=far.difference, size=far.size)
     return None
@@ -230,7 +215,7 @@ class _FaultSearch:
         for noted in self.recorder.noted.values():
             tensor = noted.written.tensor
             wanted = gradients.get(tensor.value)
-            if wanted is None or not noted.written.by_op:
+            if wanted is None or not isinstance(noted.written.step, Call):
                 continue
             far = own_gap(noted.gradient, wanted, of_gradient(tensor.layout), self.rank.axes, padding=False)
             if far.relative(floor) > _near(own, tensor.value, wanted, floor):
@@ -286,7 +271,7 @@ def _of_parameter(case: Case, first: Difference) -> Fault:
         f"all results and their gradients are equal, but the {first.kind} of {first.name} is not: see its conversions, "
         + (f"{rows}, and TIED, line {tied[0]}" if tied else f"and {rows}")
     )
-    return Fault(what) if op is None else Fault(what, op.name, op.target, op.module, op.source)
+    return _at(op, Fault(what))
 
 
 def _names(case: Case, origin: str) -> set[str]:
@@ -304,8 +289,12 @@ def _fault_of(case: Case, noted: Noted, far: Gap) -> Fault:
         op = next(op for op in case.graph.ops if value.name in (op.outputs if made else op.inputs))
         named = f"result of {op.name}" if made else f"{value.role.value} {value.origin}"
         what = f"the {named} differs after its conversion {step.source.layout} -> {step.target.layout}"
-    text = case.line(noted.line)
-    return Fault(what, op.name, op.target, op.module, op.source, noted.line, text, far.difference, far.size)
+    fault = Fault(what, line=noted.line, text=case.line(noted.line), difference=far.difference, size=far.size)
+    return _at(op, fault)
+
+
+def _at(op: Op | None, fault: Fault) -> Fault:
+    return replace(fault, op=op.name, target=op.target, module=op.module, source=op.source) if op else fault
 
 
 # ---- casts to lower types and back, which lose nothing but digits: a mode widens them, and rounding would hide them
@@ -329,9 +318,8 @@ def foreign_cast(case: Case, step: Float32Step, asked: Iterable[Asked]) -> Fault
         own = {op for name in targets.get(line, ()) for op in ops.get(name, ())}
         if not any(dtype in known.get(op, ()) for op in own):
             what = f"a cast to {named.removeprefix('torch.')} that the model does not have: digits are lost"
-            fault = Fault(what, line=line, text=case.line(line))
             op = next((op for op in case.graph.ops if op.name in own), None)
-            return replace(fault, op=op.name, target=op.target, module=op.module, source=op.source) if op else fault
+            return _at(op, Fault(what, line=line, text=case.line(line)))
     return None
 
 

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
 from pipeline.runtime.pipelining.pipelined import Places, RankPipeline
+from pipeline.runtime.pipelining.stage import RankPartition
 from pipeline.runtime.programs.mesh import set_mesh
 from pipeline.runtime.programs.parameters import piece_of
 from pipeline.runtime.step.buckets import Row
 from pipeline.runtime.step.gradients import Gradients
 from pipeline.runtime.step.passes import run_passes
 from pipeline.runtime.step.running_stats import statistics_of
-from stages.verify.truth import Batch, MakeOptimizer, ModuleState, seeded
+from stages.verify.truth import Batch, MakeOptimizer, ModuleState
 
 Around = Callable[[int, int], AbstractContextManager[None]]  # a forward pass of which partition, of which micro-batch
 Copies = list[tuple[Tensor | None, Layout]]  # of one tensor, on this rank
@@ -60,7 +61,8 @@ class WholeRank:
         @contextmanager
         def around() -> Iterator[None]:
             number = next(numbers)
-            with self.around(0, number), seeded(max(number, 0)):
+            with self.around(0, number):
+                torch.default_generator.manual_seed(max(number, 0))
                 yield
 
         with self.statistics():
@@ -124,8 +126,12 @@ class PipelinedRank:
         return {name: piece_of(batch[name], Layout.parse(text), self.axes) for name, text in layouts.items()}
 
     def inside(self, around: Around) -> None:
+        def inside(partition: RankPartition, forward: Forward, number: int, entering: Batch) -> tuple[Tensor, ...]:
+            with around(partition.number, number):
+                return forward(number, entering)
+
         for partition in self.pipeline.partitions:
-            partition.forward = _inside(partition.forward, partial(around, partition.number))  # type: ignore[method-assign, assignment]
+            partition.forward = partial(inside, partition, partition.forward)  # type: ignore[method-assign]
 
     def update(self) -> None:
         self.optimizer.step()
@@ -138,14 +144,6 @@ class PipelinedRank:
     def tensors_of(self, name: str) -> Copies:
         holders = [p for p in self.pipeline.partitions if name in p.tensors]
         return [(p.tensors[name], self._layout(p.number, name)) for p in holders]
-
-
-def _inside(forward: Forward, around: Callable[[int], AbstractContextManager[None]]) -> Forward:
-    def run(number: int, entering: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        with around(number):
-            return forward(number, entering)
-
-    return run
 
 
 Rank = WholeRank | PipelinedRank

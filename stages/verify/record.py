@@ -36,10 +36,6 @@ class WrittenTensor:
     step: Step
     function: str = ""  # in which it is written; a method has none
 
-    @property
-    def by_op(self) -> bool:
-        return isinstance(self.step, Call)
-
 
 Names = dict[tuple[int, str], WrittenTensor]  # link, name -> what it is
 
@@ -92,7 +88,7 @@ class Recorder:
             if written is not None and isinstance(tensor, Data):
                 noted = Noted(written, (self.partition, len(self.noted)), line, tensor.detach().clone())
                 self.noted[self.partition, link, name] = noted
-                if tensor.requires_grad and written.by_op:
+                if tensor.requires_grad and isinstance(written.step, Call):
                     tensor.register_hook(noted.keep)
 
 
@@ -116,12 +112,12 @@ def names_of(text: str, program: Program, written: str = "Program", first: int =
         found |= _match(steps[0][0], statements, tuple(step for _, step in steps[:count]), called[name].name)
         steps = steps[count:]
     assert not steps, "steps that no function has"
-    before = [s for s in _statements(methods["forward"].body) if _is_step(s, functions)]
+    before: dict[str, tuple[Step, ...]] = {"forward": (*program.prologue, *program.shared)}
     if "copies" in methods:
-        copies = [s for s in _statements(methods["copies"].body) if _is_step(s, functions)]
-        found |= _match(BEFORE, copies, program.shared)
-        return found | _match(BEFORE, before, program.prologue)
-    return found | _match(BEFORE, before, (*program.prologue, *program.shared))
+        before = {"copies": program.shared, "forward": program.prologue}
+    for name, own in before.items():
+        found |= _match(BEFORE, [s for s in _statements(methods[name].body) if _is_step(s, functions)], own)
+    return found
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:

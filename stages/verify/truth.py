@@ -79,13 +79,6 @@ class Truth:
     batch_norm: str = "exact"  # of the train file
 
 
-@contextmanager
-def seeded(number: int) -> Iterator[None]:
-    """The random numbers of one pass."""
-    torch.default_generator.manual_seed(number)
-    yield
-
-
 def truth_of(
     build: Build, batches: Sequence[Sequence[Batch]], make: MakeOptimizer, *, draw: bool, batch_norm: str = "exact"
 ) -> Truth:
@@ -143,9 +136,9 @@ def passes_of(
     losses = []
     with within(widen=widen, draws=draw):
         for number, (batch, parts) in enumerate(zip(batches, parts_of(batches), strict=True)):
-            with seeded(number):
-                loss = pick_loss(module(**batch))
-                (loss / parts).backward()
+            torch.default_generator.manual_seed(number)
+            loss = pick_loss(module(**batch))
+            (loss / parts).backward()
             losses.append(loss.detach().double())
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad and p.grad is not None}
     for parameter in trained.values():
@@ -233,7 +226,6 @@ def interpret(
     state: ModuleState,
     batches: Sequence[Batch],
     number: int,
-    *,
     draw: bool = False,
     within: Within = in_float64,
 ) -> Values:
@@ -248,7 +240,8 @@ def interpret(
     gradients: dict[str, Tensor] = {}
     values = {name: t.detach().clone() for name, t in known.items()}
     asked: dict[str, set[torch.dtype]] = {}
-    with within(widen=True, draws=draw, path=ANY) as mode, seeded(number):
+    with within(widen=True, draws=draw, path=ANY) as mode:
+        torch.default_generator.manual_seed(number)
         for op in graph.ops:
             mode.asked.clear()
             for name, result in zip(op.outputs, _results(op, known), strict=True):

@@ -30,7 +30,7 @@ from pipeline.runtime.step.slices import Slices
 from pipeline.user.batches import Batches
 from pipeline.user.optimizer import build_optimizer
 from stages.verify.compare import Difference, ProgramVerdict, judge
-from stages.verify.float32 import TRIES, Float32Verdict, judge_in_float32, runner
+from stages.verify.float32 import TRIES, Float32Verdict, judge_in_float32
 from stages.verify.float64 import draws_alike, split_draws
 from stages.verify.locate import Case, Fault, foreign_cast, locate, locate_in_float32
 from stages.verify.truth import Batch, Truth, truth_of
@@ -84,8 +84,8 @@ def verify(job: dict[str, Any]) -> dict[str, Any]:
 def _in_float32(setting: Setting, case: Case, verdict: ProgramVerdict, truth: Truth) -> dict[str, Any]:
     """The result where all is equal in float64; casts alone where an op draws other numbers in another type."""
     norm, compares = truth.batch_norm, not truth.kind.others
-    run = runner(load_program(case.path, compiles=False), case.path, setting.optimizer, norm)
-    found = judge_in_float32(setting.module, setting.batches[0], run, TRIES if compares else 1)
+    tries = TRIES if compares else 1
+    found = judge_in_float32(setting.module, setting.batches[0], case.path, setting.optimizer, norm, tries)
     asked: list[Any] = [None] * dist.get_world_size()  # partitions are on different ranks; all look at the same line
     dist.all_gather_object(asked, set(found.asked))
     fault = foreign_cast(case, found.step, set().union(*asked))
