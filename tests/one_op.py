@@ -159,7 +159,7 @@ def printed(it: Example, strategy: Strategy, ranks: int) -> Printed:
     writer._is_read = lambda tensor: True  # every result is looked at here
     writer.write((Call("it", inputs, outputs),), None, outputs[0])
     text = "\n".join(writer.lines)
-    names = tuple(writer.names.known[o] for o in outputs)
+    names = tuple(writer.names[o] for o in outputs)
     return Printed(compile(text, it.op.target, "exec"), text, tuple(i.value for i in inputs), names)
 
 

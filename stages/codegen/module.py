@@ -13,7 +13,7 @@ from pipeline.ir.plan import Plan
 from pipeline.sharding.partitions import sharded_parts
 from stages.codegen.block import RESERVED, FunctionBody, free_name, statement
 from stages.codegen.part import ProgramPart, Written, class_text, write_part
-from stages.codegen.text import one_or_many, quoted, runtime_import
+from stages.codegen.text import LINE, one_or_many, quoted
 
 GLOBALS = {  # what else a module has by name
     *("Program", "Tensor", "ONEDNN", "CUDA_GRAPHS", "MESH", "MICRO_BATCHES", "SLICES", "INPUTS", "PARAMETERS"),
@@ -81,7 +81,10 @@ def _letters(number: int) -> str:
 
 def imports(texts: list[str], used: set[str]) -> str:
     functions = "import torch.nn.functional as F\n" if any(re.search(r"\bF\.", text) for text in texts) else ""
-    return f"import torch\n{functions}from torch import Tensor\n" + (f"\n{runtime_import(used)}\n" if used else "")
+    runtime = f"\nfrom pipeline.runtime import {', '.join(sorted(used))}\n"
+    if len(runtime) - 2 > LINE:
+        runtime = "\n" + one_or_many("from pipeline.runtime import (", sorted(used), ")") + "\n"
+    return f"import torch\n{functions}from torch import Tensor\n{runtime if used else ''}"
 
 
 def told_digest(digest: str) -> str:

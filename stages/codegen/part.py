@@ -123,8 +123,11 @@ class Written:
 
 
 def write_part(part: ProgramPart) -> Written:
-    before = _prologue(part)
-    copies = _copies(part, before) if part.sharded.micro_batches > 1 and part.sharded.program.shared else None
+    before, shared, copies = _prologue(part), part.sharded.program.shared, None
+    if shared and part.sharded.micro_batches > 1:
+        writer = part.before_chain()
+        writer.taken.update(before.names.values())
+        copies = writer.write(shared, None, shared[-1].target)
     outside = _outside(part, before.names | (copies.names if copies else {}))
     leaves = _beside_relus(part, list(_leaves(part.regions)))
     blocks = [_block(leaf, part, outside) for leaf in leaves]
@@ -149,13 +152,6 @@ def _prologue(part: ProgramPart) -> FunctionBody:
     writer.names |= {Tensor(name, home[name]): own for name, own in part.entering.items()}
     shared = program.shared if program.micro_batches == 1 else ()
     return writer.write((*program.prologue, *shared), part.entry, part.entry or next(iter(writer.names)))
-
-
-def _copies(part: ProgramPart, before: FunctionBody) -> FunctionBody:
-    writer = part.before_chain()
-    writer.taken.update(before.names.values())
-    shared = part.sharded.program.shared
-    return writer.write(shared, None, shared[-1].target)
 
 
 def _input_names(graph: OpGraph) -> dict[str, str]:
