@@ -20,7 +20,7 @@ from pipeline.ops.dims import strategies
 from pipeline.ops.public import overload_of
 from pipeline.ops.rule import OpRule, OpView, plain_view
 from pipeline.ops.table import table
-from stages.codegen.block import BlockWriter, NamedMesh, Outside
+from stages.codegen.block import BlockWriter, Outside
 from tests import pieces
 from tests.simulated import AXIS, at_once, one_after_another
 
@@ -155,13 +155,11 @@ def printed(it: Example, strategy: Strategy, ranks: int) -> Printed:
     inputs = tuple(Placed(name, layout) for name, layout in zip(it.op.inputs, strategy.inputs, strict=True))
     outputs = tuple(Placed(name, layout) for name, layout in zip(it.op.outputs, strategy.outputs, strict=True))
     sharding = Sharding({"it": strategy}, {}, {})
-    writer = BlockWriter(
-        it.graph, sharding, NamedMesh(((AXIS, ranks),)), "", {i: Outside(i.value, i.value) for i in inputs}
-    )
+    writer = BlockWriter(it.graph, sharding, ((AXIS, ranks),), "", {i: Outside(i.value, i.value) for i in inputs})
     writer._is_read = lambda tensor: True  # every result is looked at here
     writer.write((Call("it", inputs, outputs),), None, outputs[0])
     text = "\n".join(writer.lines)
-    names = tuple(writer.names.known[o] for o in outputs)
+    names = tuple(writer.names[o] for o in outputs)
     return Printed(compile(text, it.op.target, "exec"), text, tuple(i.value for i in inputs), names)
 
 

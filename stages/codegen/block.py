@@ -6,10 +6,11 @@ import ast
 import re
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from pipeline import runtime_names
-from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
-from pipeline.ir.layout import Layout, replicated
+from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
+from pipeline.ir.layout import replicated
 from pipeline.ir.names import is_name, printable
 from pipeline.ir.plan import Sharding, path_name
 from pipeline.ir.program import Call, Convert, Step, Tensor
@@ -25,19 +26,10 @@ from pipeline.sharding.conversions import (
     step_arguments,
     step_axis,
 )
-from stages.codegen.counts import counted_together
 from stages.codegen.text import LINE, quoted, without_literals
 
 RESERVED = {"F", "complex", "float", "p", "self", "torch", "x", "DEVICE", *runtime_names.NAMES}
-
-
-@dataclass(frozen=True)
-class NamedMesh:
-    axes: tuple[tuple[str, int], ...]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(size for _, size in self.axes)
+_SUFFIX = str.maketrans({",": "_", ":": "x", "'": "p", "(": "", ")": ""})  # `s0_s1x3_s0p` for S(0),S(1:3),S(0)'
 
 
 @dataclass(frozen=True)
@@ -53,6 +45,7 @@ class FunctionBody:
     writes: tuple[str, ...]  # the latter by the caller's names
     used: frozenset[str]  # names of runtime functions
     early: dict[str, frozenset[str]]  # calls that may be made before the first link -> the caller's names they read
+    names: dict[Tensor, str]  # of all tensors but x
 
     @property
     def text(self) -> str:
@@ -68,18 +61,6 @@ class FunctionBody:
 
 def returned(count: int) -> str:
     return "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
-
-
-class Names:
-    """Names for tensors, unique within one function: after the op that writes them, then after their layout."""
-
-    def __init__(self) -> None:
-        self.known: dict[Tensor, str] = {}
-        self.taken = set(RESERVED)
-
-    def give(self, tensor: Tensor, name: str) -> str:
-        self.known[tensor] = free_name(name, self.taken)
-        return self.known[tensor]
 
 
 def free_name(name: str, taken: set[str]) -> str:
@@ -106,26 +87,28 @@ class Outside:
 
 
 class BlockWriter:
-    """Writes the lines of one link."""
+    """Writes the lines of one link. Tensors have names of their own: after the op that writes them, then the layout."""
 
     def __init__(
         self,
         graph: OpGraph,
         sharding: Sharding,
-        mesh: NamedMesh,
+        axes: tuple[tuple[str, int], ...],
         prefix: str,
         outside: dict[Tensor, Outside],
         kept: Container[str] = (),
         indent: int = 4,
     ) -> None:
         """`kept` steps are not computed a second time; `indent` is that of the lines where they will stand."""
-        self.graph, self.sharding, self.mesh, self.prefix = graph, sharding, mesh, prefix
+        self.graph, self.sharding, self.prefix = graph, sharding, prefix
+        self.axes, self.sizes = [name for name, _ in axes], tuple(size for _, size in axes)
         self.outside, self.kept, self.indent = outside, kept, indent
-        self.names = Names()
+        self.names: dict[Tensor, str] = {}
+        self.taken = set(RESERVED)
         self.bases: dict[str, str] = {}  # value -> what its copies are named after
         self.readers = graph.consumers()
         leaves = graph.output in sharding.inputs  # a partition whose output the next one reads
-        self.loss = None if leaves else Tensor(graph.output, replicated(len(mesh.axes)))
+        self.loss = None if leaves else Tensor(graph.output, replicated(len(axes)))
         self.arguments: dict[str, str] = {}
         self.reads_parameters = False
         self.returned: set[str] = set()  # values; what leaves a partition may have no reader in its graph
@@ -133,6 +116,10 @@ class BlockWriter:
         self.early: dict[str, frozenset[str]] = {}  # calls that may be made before the first link, and what they read
         self.lines: list[str] = []
         self._group = ""
+
+    def give(self, tensor: Tensor, name: str) -> str:
+        self.names[tensor] = free_name(name, self.taken)
+        return self.names[tensor]
 
     def write(
         self,
@@ -145,12 +132,17 @@ class BlockWriter:
         """Names of `released` values are given up after their last use."""
         self.returned = {tensor.value for tensor in (exit_, *common)}
         if entry is not None:
-            self.names.known[entry] = "x"
-        self._name_what_is_read(steps)
+            self.names[entry] = "x"
+        written = {tensor for step in steps if isinstance(step, Call) for tensor in step.outputs}
+        for step in steps:  # arguments have their names before anything else has
+            for tensor in step.inputs if isinstance(step, Call) else (step.source,):
+                if tensor in self.outside and tensor not in written and tensor not in self.names:
+                    name = self.give(tensor, self.outside[tensor].inside)
+                    self.arguments[name] = self.outside[tensor].name
         stays = {exit_, *common} | ({entry} if entry is not None else set())
-        written = (t for step in steps for t in (step.outputs if isinstance(step, Call) else (step.target,)))
+        written |= {step.target for step in steps if isinstance(step, Convert)}
         ends = self._last_uses(steps, {t for t in written if t.value in released and t not in stays})
-        runs = gathered_together(self.graph, steps, self.mesh.sizes)
+        runs = gathered_together(self.graph, steps, self.sizes)
         together = {run[0]: run for run in runs if not any(_path(step) in self.kept for step in run)}
         counts = {run[0]: run for run in counted_together(self.graph, steps)}
         inside = {step for run in (*together.values(), *counts.values()) for step in run[1:]}
@@ -173,6 +165,7 @@ class BlockWriter:
             tuple(self.outside[tensor].name for tensor in common),
             frozenset(self.used),
             self.early,
+            {tensor: name for tensor, name in self.names.items() if tensor != entry},
         )
 
     def _last_uses(self, steps: tuple[Step, ...], released: set[Tensor]) -> dict[int, list[Tensor]]:
@@ -189,53 +182,53 @@ class BlockWriter:
                 found.setdefault(number, []).append(tensor)
         return found
 
-    def _name_what_is_read(self, steps: tuple[Step, ...]) -> None:
-        """Arguments have their names before anything else has."""
-        written = {tensor for step in steps if isinstance(step, Call) for tensor in step.outputs}
-        for step in steps:
-            for tensor in step.inputs if isinstance(step, Call) else (step.source,):
-                if tensor in self.outside and tensor not in written and tensor not in self.names.known:
-                    name = self.names.give(tensor, self.outside[tensor].inside)
-                    self.arguments[name] = self.outside[tensor].name
-
     def _name(self, tensor: Tensor) -> str:
         value = self.graph.values[tensor.value]
-        if tensor in self.names.known:
-            return self.names.known[tensor]
+        if tensor in self.names:
+            return self.names[tensor]
         assert value.role in (Role.PARAMETER, Role.BUFFER), f"{tensor} is read before it is written"
         self.reads_parameters = True
         return f"p[{quoted(relative(value.origin, self.prefix))}]"
 
     def _convert(self, step: Convert) -> None:
-        source = self._name(step.source)
-        target = self._target(step)
-        is_last = step.target == self.loss and not self.readers[step.target.value]
-        text = convert_text(source, step, self.mesh, self.graph.values[step.source.value].type.shape, is_last)
+        """`all_gather(x, axis="d0", dim=1)`; `regather(..)` or `again(gather, x, ..)` where backward makes it again."""
+        ends = step.source.layout, step.target.layout
+        entry = conversion_of(*ends, self.sizes)
+        entry = made_again(entry) if step.again else entry
+        told = step_arguments(*ends, self.sizes, self.graph.values[step.source.value].type.shape)
+        arguments = [self._name(step.source), f"axis={quoted(self.axes[step_axis(*ends, self.sizes)])}"]
+        arguments += [f"{argument}={number}" for argument, number in told.items()]
+        if step.target == self.loss and not self.readers[step.target.value] and entry.function == "all_reduce":
+            arguments.append("is_last=True")
+        target, function = self._target(step), entry.function
+        self.used.add(function)
+        if entry.again and entry != REGATHER:
+            self.used.add("again")
+            function, arguments = "again", [function, *arguments]
+        text = f"{function}({', '.join(arguments)})"
         text = self._called_by("kept", text) if _path(step) in self.kept else text
-        self.used.update(re.findall(r"^(?:(?:again|kept)\(?)?\w+", text)[0].split("("))
         self.lines += statement(f"{target} = {text}", self._remark(step.target, arrow_from=step.source), self.indent)
 
     def _target(self, step: Convert) -> str:
         value = self.graph.values[step.source.value]
         base = self.bases.setdefault(value.name, self._name(step.source))
         base = value.origin.rpartition(".")[2] if value.role in (Role.PARAMETER, Role.BUFFER) else base
-        return self.names.give(step.target, f"{base}_{suffix(step.target.layout)}")
+        return self.give(step.target, f"{base}_{str(step.target.layout).lower().translate(_SUFFIX)}")
 
     def _convert_together(self, steps: tuple[Convert, ...]) -> None:
         """One collective; each tensor has a line with its dim, parts where there are several, and "R" for S -> R."""
         function = "regather_together" if steps[0].again else "all_gather_together"
         self.used.add(function)
-        sizes = self.mesh.sizes
         rows = []
         for step in steps:
             ends = step.source.layout, step.target.layout
-            given = step_arguments(*ends, sizes, self.graph.values[step.source.value].type.shape)
+            given = step_arguments(*ends, self.sizes, self.graph.values[step.source.value].type.shape)
             parts = {"parts": given.get("parts", 1)} if "size" in given else {}
             told = [*map(str, ({"dim": given["dim"]} | parts | given).values())]
-            told += ['"R"'] if conversion_of(*ends, sizes) is TABLE["SR"] else []
+            told += ['"R"'] if conversion_of(*ends, self.sizes) is TABLE["SR"] else []
             row = ", ".join([self._name(step.source), *told])
             rows.append(f"    ({row}),  {self._remark(step.target, arrow_from=step.source)}")
-        axis, _ = self.mesh.axes[step_axis(steps[0].source.layout, steps[0].target.layout, sizes)]
+        axis = self.axes[step_axis(steps[0].source.layout, steps[0].target.layout, self.sizes)]
         targets = [self._target(step) for step in steps]
         head = f"{', '.join(targets)} = {function}("
         if len(head) > LINE - self.indent:
@@ -244,7 +237,10 @@ class BlockWriter:
 
     def _call(self, step: Call) -> None:
         op = self.graph.op(step.op)
-        self._heading(relative(op.module, self.prefix), op.source)
+        title = printable(f"# {relative(op.module, self.prefix) or 'here'}" + (f" ({op.source})" if op.source else ""))
+        if title != self._group:
+            self.lines.append(title)
+            self._group = title
         text = self._op_text(step)
         self.used.update(set(re.findall(r"\b(\w+)\(", text)) & set(runtime_names.BODIES))
         text = self._called_by("without_autocast", text) if op.exact else text
@@ -255,7 +251,7 @@ class BlockWriter:
             self.lines += statement(text, self._remark(step.outputs[0]), self.indent)
             return
         names = (base if self._is_read(tensor) else f"_{base}" for tensor in step.outputs)
-        targets = ", ".join(self.names.give(t, name) for t, name in zip(step.outputs, names, strict=True))
+        targets = ", ".join(self.give(t, name) for t, name in zip(step.outputs, names, strict=True))
         if len(op.outputs) == 1 and op.outputs != (op.name,):  # a list of one result
             targets = f"({targets},)"
         self.lines += statement(f"{targets} = {text}", self._remark(step.outputs[0]), self.indent)
@@ -271,11 +267,8 @@ class BlockWriter:
         """`kept(F.linear, x, ...)` for `F.linear(x, ...)`"""
         self.used.add(caller)
         parsed = ast.parse(text, mode="eval").body
-        if isinstance(parsed, ast.Call) and ast.unparse(parsed.func).split(".")[0] in (
-            "F",
-            "torch",
-            *runtime_names.NAMES,
-        ):
+        ours = ("F", "torch", *runtime_names.NAMES)
+        if isinstance(parsed, ast.Call) and ast.unparse(parsed.func).split(".")[0] in ours:
             function, _, arguments = text.partition("(")
             return f"{caller}({function}, {arguments}"
         names = sorted({node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)} - {"torch", "F", "p"})
@@ -283,12 +276,6 @@ class BlockWriter:
 
     def _is_read(self, tensor: Tensor) -> bool:
         return bool(self.readers[tensor.value]) or tensor.value in self.returned
-
-    def _heading(self, module: str, source: str) -> None:
-        title = printable(f"# {module or 'here'}" + (f" ({source})" if source else ""))
-        if title != self._group:
-            self.lines.append(title)
-            self._group = title
 
     def _remark(self, tensor: Tensor, arrow_from: Tensor | None = None) -> str:
         arrow = f"{arrow_from.layout} -> " if arrow_from else ""
@@ -316,16 +303,39 @@ class BlockWriter:
             tensors,
             tuple(self._local(tensor) for tensor in step.inputs),
             tuple(self._local(tensor) for tensor in step.outputs),
-            tuple((body, axis) for body, (axis, _) in zip(bodies, self.mesh.axes, strict=False) if body),
+            tuple((body, axis) for body, axis in zip(bodies, self.axes, strict=False) if body),
             plain_view(self.graph, op),
         )
 
     def _local(self, tensor: Tensor) -> tuple[int, ...]:
-        return tensor.layout.local_shape(self.graph.values[tensor.value].type.shape, self.mesh.sizes)
+        return tensor.layout.local_shape(self.graph.values[tensor.value].type.shape, self.sizes)
 
 
 def _path(step: Convert) -> str:
     return path_name(step.source.value, step.source.layout, step.target.layout)
+
+
+def counted_together(graph: OpGraph, steps: tuple[Step, ...]) -> list[tuple[Call, ...]]:
+    """Runs of two or more steps that each add the same number to a buffer, with nothing between them: one call.
+
+    A kernel for every counter, such as how many batches each norm has seen, takes longer to launch than all to run.
+    """
+    read = graph.consumers()
+
+    def counts_by(step: Step) -> object:
+        return _added(graph, graph.op(step.op)) if isinstance(step, Call) and not read[step.outputs[0].value] else None
+
+    runs = (tuple(run) for number, run in groupby(steps, counts_by) if number is not None)
+    return [run for run in runs if len(run) > 1]  # type: ignore[misc]
+
+
+def _added(graph: OpGraph, op: Op) -> object:
+    """The number that an op adds to a buffer of integers; None for any other op."""
+    if op.target != "aten.add_.Tensor" or op.args.named or len(op.inputs) != 1:
+        return None
+    buffer, number = graph.values[op.inputs[0]], op.args.positional[-1]
+    counts = buffer.role is Role.BUFFER and buffer.type.dtype == "int64" and isinstance(number, int)
+    return number if counts else None
 
 
 def statement(text: str, remark: str = "", indent: int = 0) -> list[str]:
@@ -348,29 +358,6 @@ def _arguments(text: str) -> list[str]:
             found.append(text[start:place].strip())
             start = place + 1
     return [*found, text[start:].strip()]
-
-
-def convert_text(source: str, step: Convert, mesh: NamedMesh, shape: tuple[int, ...], is_last: bool = False) -> str:
-    """`all_gather(x, axis="d0", dim=1)`; `regather(...)` or `again(gather, x, ...)` where backward makes it again.
-
-    `shape` is that of the unsplit tensor.
-    """
-    ends = step.source.layout, step.target.layout
-    entry = conversion_of(*ends, mesh.sizes)
-    entry = made_again(entry) if step.again else entry
-    name, _ = mesh.axes[step_axis(*ends, mesh.sizes)]
-    told = step_arguments(*ends, mesh.sizes, shape)
-    arguments = [source, f"axis={quoted(name)}", *(f"{argument}={number}" for argument, number in told.items())]
-    if is_last and entry.function == "all_reduce":
-        arguments.append("is_last=True")
-    if entry.again and entry != REGATHER:
-        return f"again({', '.join([entry.function, *arguments])})"
-    return f"{entry.function}({', '.join(arguments)})"
-
-
-def suffix(layout: Layout) -> str:
-    """`s0_b` for `S(0),B`; parts follow an x, a prime is a p: `s1x3`, `s0p`."""
-    return "_".join(re.sub(r"[()]", "", str(s)).replace(":", "x").replace("'", "p").lower() for s in layout.states)
 
 
 def relative(name: str, prefix: str) -> str:

@@ -7,7 +7,6 @@ not known here makes the answer unknown, as does one that takes samples together
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from math import isclose, prod
 
@@ -28,7 +27,10 @@ ADDING = {"add", "sub", "cat", "stack", "where"}
 
 def loss_growth(larger: OpGraph, smaller: OpGraph) -> Powers:
     """`smaller` is the same graph for fewer samples."""
-    return _Growth(larger, smaller).of_loss()
+    growth = _Growth(larger, smaller)
+    for op in larger.ops:
+        growth.known |= dict.fromkeys(op.outputs, growth.of(op))
+    return growth.read(Ref(larger.output))
 
 
 class _Growth:
@@ -37,13 +39,7 @@ class _Growth:
         self.ratio = larger.batch / smaller.batch
         self.known: dict[str, Powers] = {}
 
-    def of_loss(self) -> Powers:
-        for op in self.larger.ops:
-            powers = self._of(op)
-            self.known.update(dict.fromkeys(op.outputs, powers))
-        return self._read(Ref(self.larger.output))
-
-    def _of(self, op: Op) -> Powers:
+    def of(self, op: Op) -> Powers:
         name = op.target.split(".")[1]
         reduction = _reduction(op)
         if name == "sum":
@@ -54,25 +50,25 @@ class _Growth:
             return _each(int.__add__, *self._arguments(op))
         if name == "div":
             return _each(int.__sub__, *self._arguments(op))
-        own = [self._read(Ref(value)) for value in op.inputs]
+        own = [self.read(Ref(value)) for value in op.inputs]
         if name in ADDING:
-            return _union([*own, *self._literals(op)])
+            if name in ("add", "sub") and any(isinstance(a, float | int) and a != 0 for a in op.args.positional[:2]):
+                own.append(STAYS)  # a number that is added; positions and dims of other ops are none
+            return frozenset().union(*own) if all(own) else UNKNOWN
         if name in LINEAR or name == "mean":
             return own[0] if all(powers == STAYS for powers in own[1:]) else UNKNOWN
-        reduces = reduction is not None  # by a mean, or not at all
-        return STAYS if all(powers == STAYS for powers in own) and (reduces or self._keeps_samples(op)) else UNKNOWN
+        # It reduces by a mean or not at all; or something of it has as many of a thing as there are samples, or nothing
+        # had before.
+        keeps = reduction is not None or not self._sized(op.inputs) or self._sized(op.outputs)
+        return STAYS if keeps and all(powers == STAYS for powers in own) else UNKNOWN
 
     def _sum(self, op: Op, dims: Arg) -> Powers:
         shapes = [graph.values[op.inputs[0]].type.shape for graph in (self.larger, self.smaller)]
         chosen = range(len(shapes[0])) if dims is None or dims == () else dims
         power = self._power(*(prod(shape[dim] for dim in chosen) for shape in shapes))
-        if not all(self._read(Ref(value)) == STAYS for value in op.inputs[1:]):
+        if not all(self.read(Ref(value)) == STAYS for value in op.inputs[1:]):
             return UNKNOWN
-        return _each(int.__add__, self._read(Ref(op.inputs[0])), power)
-
-    def _keeps_samples(self, op: Op) -> bool:
-        """Something of it has as many of a thing as there are samples, or nothing had before."""
-        return not self._sized(op.inputs) or self._sized(op.outputs)
+        return _each(int.__add__, self.read(Ref(op.inputs[0])), power)
 
     def _sized(self, names: Iterable[str]) -> bool:
         return any(self.larger.values[name].type != self.smaller.values[name].type for name in names)
@@ -81,14 +77,9 @@ class _Growth:
         """Of the two that are multiplied or divided, however they are given."""
         ours, theirs = ([a.get(n, name, None) for n, name in enumerate(("self", "other"))]
                         for a in (op.args, self.smaller.op(op.name).args))  # fmt: skip
-        return self._read(ours[0], theirs[0]), self._read(ours[1], theirs[1])
+        return self.read(ours[0], theirs[0]), self.read(ours[1], theirs[1])
 
-    def _literals(self, op: Op) -> list[Powers]:
-        """Of numbers that are added; positions and dims are none of them."""
-        numbers = [a for a in op.args.positional[:2] if isinstance(a, float | int) and a != 0]
-        return [STAYS] * (len(numbers) if op.target.startswith(("aten.add", "aten.sub")) else 0)
-
-    def _read(self, arg: Arg, other: Arg = None) -> Powers:
+    def read(self, arg: Arg, other: Arg = None) -> Powers:
         if isinstance(arg, Ref):
             return self.known.get(arg.value, STAYS)
         numbers = isinstance(arg, float | int) and isinstance(other, float | int)
@@ -103,27 +94,13 @@ class _Growth:
 
 
 def _reduction(op: Op) -> int | None:
-    position, default = _reduction_of(op.target)
-    if position is None:
-        return None
-    found = op.args.get(position, "reduction", default)
-    return int(found)
-
-
-@functools.cache
-def _reduction_of(target: str) -> tuple[int | None, int]:
-    """Where an op has its argument `reduction`, and what it is by default."""
-    overload = overload_of(target)
+    """As its argument of that name has it, or the default; None where it has no such argument."""
+    overload = overload_of(op.target)
     for position, argument in enumerate(overload._schema.arguments if overload else ()):
         if argument.name == "reduction":
-            return position, argument.default_value
-    return None, 0
+            return int(op.args.get(position, "reduction", argument.default_value))
+    return None
 
 
-def _each(joined: Callable[[int, int], int], *two: Powers) -> Powers:
-    first, second = two
+def _each(joined: Callable[[int, int], int], first: Powers, second: Powers) -> Powers:
     return frozenset(joined(a, b) for a in first for b in second)
-
-
-def _union(several: list[Powers]) -> Powers:
-    return frozenset().union(*several) if all(several) else UNKNOWN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,9 +11,16 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.names import pattern
 from pipeline.ir.plan import Plan
 from pipeline.sharding.partitions import sharded_parts
-from stages.codegen.functions import functions_of
-from stages.codegen.part import ProgramPart, class_text, write_part
-from stages.codegen.text import one_or_many, quoted, runtime_import
+from stages.codegen.block import RESERVED, FunctionBody, free_name, statement
+from stages.codegen.part import ProgramPart, Written, class_text, write_part
+from stages.codegen.text import LINE, one_or_many, quoted
+
+GLOBALS = {  # what else a module has by name
+    *("Program", "Tensor", "ONEDNN", "CUDA_GRAPHS", "MESH", "MICRO_BATCHES", "SLICES", "INPUTS", "PARAMETERS"),
+    *("SCHEDULE", "DEVICES", "SENT", "TIED", "PARTITIONS", "SMALLER"),  # of a pipeline
+}
+_COMPILED = "# Compiled when first called. Of what a block has for backward it keeps this part, the rest is made again."
+_MASKED = "# The gradient of a relu's result that one block gives to the next is masked by the latter."
 
 
 def write_module(graph: OpGraph, plan: Plan, digest: str = "") -> str:
@@ -20,10 +28,63 @@ def write_module(graph: OpGraph, plan: Plan, digest: str = "") -> str:
     (sharded,) = sharded_parts(plan, graph)
     part = ProgramPart(sharded, plan.axes, plan.regions, plan.released)
     written = write_part(part)
-    functions = functions_of([written])
-    parts = [*functions.texts, class_text(written, functions.names)]
-    functional = any(re.search(r"\bF\.", text) for text in parts)
-    return "\n\n\n".join([_header(part, plan, written.used, functional, digest), *parts]) + "\n"
+    functions, texts = functions_of([written])
+    texts.append(class_text(written, functions))
+    return "\n\n\n".join([_header(part, plan, imports(texts, written.used), digest), *texts]) + "\n"
+
+
+# ----------------------------------------------------------------------------------------------------------- functions
+
+
+def functions_of(parts: list[Written]) -> tuple[dict[str, str], list[str]]:
+    """The functions' names by the texts of blocks (equal ones are one), and how they are defined and compiled."""
+    blocks = [block for part in parts for block in part.blocks]
+    variables = set().union(*(part.variables for part in parts))
+    names = _names(blocks, variables | {part.part.name for part in parts})
+    texts = []
+    for name, block in {names[block.text]: block for block in blocks}.items():
+        body = (f"    {line}" for line in (*block.lines, f"return {', '.join(block.result)}"))
+        texts.append("\n".join([*statement(f"def {name}{block.signature}:"), *body]))
+    callers = [caller for part in parts for caller in part.callers(names)]
+    ways = {c.called: c.compiled for c in callers if c.leaf.compiled is not None}  # in as many as it is called
+    if ways:
+        lines = [_COMPILED, *([_MASKED] if any(c.leaf.after_relu for c in callers) else [])]
+        lines += [line for name, text in ways.items() for line in statement(f"{name} = {text}")]
+        texts.append("\n".join(lines))
+    return names, texts
+
+
+def _names(blocks: list[FunctionBody], variables: set[str]) -> dict[str, str]:
+    """Block text -> name: the module's, without numbers; with a letter where one module has several functions."""
+    taken = RESERVED | variables | GLOBALS
+    by_base: dict[str, list[str]] = {}
+    for block in blocks:
+        base = "_".join(part for part in block.prefix.split(".") if part and not part.isdigit()) or "model"
+        base = f"{base}_block" if base in taken else base
+        texts = by_base.setdefault(base, [])
+        if block.text not in texts:
+            texts.append(block.text)
+    names = {}
+    for base, texts in by_base.items():
+        for number, text in enumerate(texts):
+            names[text] = free_name(base if len(texts) == 1 else f"{base}_{_letters(number)}", taken)
+    return names
+
+
+def _letters(number: int) -> str:
+    letter = string.ascii_lowercase[number % 26]
+    return letter if number < 26 else _letters(number // 26 - 1) + letter
+
+
+# -------------------------------------------------------------------------------------------------------------- header
+
+
+def imports(texts: list[str], used: set[str]) -> str:
+    functions = "import torch.nn.functional as F\n" if any(re.search(r"\bF\.", text) for text in texts) else ""
+    runtime = f"\nfrom pipeline.runtime import {', '.join(sorted(used))}\n"
+    if len(runtime) - 2 > LINE:
+        runtime = "\n" + one_or_many("from pipeline.runtime import (", sorted(used), ")") + "\n"
+    return f"import torch\n{functions}from torch import Tensor\n{runtime if used else ''}"
 
 
 def told_digest(digest: str) -> str:
@@ -42,11 +103,10 @@ def told_slices(graph: OpGraph, plan: Plan) -> str:
     return " + ".join(f"({size},) * {times}" if times > 1 else f"({size},)" for size, times in counted.items())
 
 
-def _header(part: ProgramPart, plan: Plan, used: set[str], functional: bool, digest: str) -> str:
+def _header(part: ProgramPart, plan: Plan, imported: str, digest: str) -> str:
     mesh = ", ".join(f"{name}={size}" for name, size in plan.axes)
     rows = "\n".join(f"    {quoted(name)}: {entry}," for name, entry in _parameters(part).items())
     inputs = [f'{quoted(name)}: "{layout}"' for name, layout in plan.sharding.inputs.items()]
-    functions = "import torch.nn.functional as F\n" if functional else ""
     slices = f"SLICES = {told_slices(part.graph, plan)}  # samples of those of one batch\n" if plan.slices else ""
     return f'''"""The training program for the mesh {mesh}, written from runs/checkpoint/plan.json.{told_digest(digest)}
 
@@ -58,11 +118,7 @@ again in a recompute region. Write it again with `dvc repro codegen`; to train w
 
 from __future__ import annotations
 
-import torch
-{functions}from torch import Tensor
-
-{runtime_import(used)}
-
+{imported}
 {told_device(plan)}
 MESH = {{{", ".join(f"{quoted(name)}: {size}" for name, size in plan.axes)}}}
 MICRO_BATCHES = {plan.micro_batches}  # forward and backward passes of a step
@@ -84,7 +140,8 @@ def _parameters(part: ProgramPart) -> dict[str, str]:
 
 
 def parameter_rows(part: ProgramPart) -> Iterator[tuple[str, str]]:
-    for name, state in part.sharded.states.items():
-        origin, summed = part.graph.values[name].origin, part.program.reduced.get(name, ())
+    sharded = part.sharded
+    for name, state in sharded.states.items():
+        origin, summed = part.graph.values[name].origin, sharded.program.reduced.get(name, ())
         over = "+".join(part.axes[axis][0] for axis in summed)
-        yield origin, f'("{part.sharding.storage[origin]}", {quoted(over)}, "{state}")'
+        yield origin, f'("{sharded.sharding.storage[origin]}", {quoted(over)}, "{state}")'

@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
-from pipeline.ir.graph import Link, Op, OpGraph, Role
-from pipeline.ir.layout import Layout
+from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.names import is_name, printable
-from pipeline.ir.plan import Region, Sharding
-from pipeline.ir.program import Call, Program, Tensor
+from pipeline.ir.plan import Region
+from pipeline.ir.program import Call, Tensor
 from pipeline.ops.blocks import convolves, relus_between
 from pipeline.sharding.sharded import Sharded
-from stages.codegen.block import RESERVED, BlockWriter, FunctionBody, NamedMesh, Outside, free_name, returned, statement
+from stages.codegen.block import RESERVED, BlockWriter, FunctionBody, Outside, free_name, returned, statement
 from stages.codegen.text import one_or_many, quoted
 
 
@@ -30,44 +29,29 @@ class ProgramPart:
     first: int = 0  # link of the model with which it begins
     common: dict[str, Outside] = field(default_factory=dict)  # of the model: partitions agree on the names
     leaving: tuple[str, ...] = ()  # common values that later partitions read
-    keeps_last: bool = False  # its regions are not run again in the last micro-batch of a step
-
-    @property
-    def recompute(self) -> str:
-        """The function that runs its regions."""
-        return "recompute_except_last" if self.keeps_last else "recompute"
-
-    @property
-    def mesh(self) -> NamedMesh:
-        return NamedMesh(self.axes)
+    recompute: str = "recompute"  # the function that runs its regions
 
     @property
     def graph(self) -> OpGraph:
         return self.sharded.graph
 
     @property
-    def sharding(self) -> Sharding:
-        return self.sharded.sharding
-
-    @property
-    def program(self) -> Program:
-        return self.sharded.program
-
-    @property
-    def home(self) -> dict[str, Layout]:
-        return self.sharded.home
-
-    @property
     def entry(self) -> Tensor | None:
         """The activation that enters a partition."""
         name = self.graph.chain[0].input
-        return Tensor(name, self.sharding.inputs[name]) if name else None
+        return Tensor(name, self.sharded.sharding.inputs[name]) if name else None
 
     @property
     def entering(self) -> dict[str, str]:
         """Common values that enter a partition -> their names."""
         own = (value.name for value in self.graph.of_role(Role.ENTERS))
         return {name: self.common[name].name for name in own if name in self.common}
+
+    def before_chain(self) -> BlockWriter:
+        """What writes lines that stand before those of the chain; the names of common values are not free."""
+        writer = BlockWriter(self.graph, self.sharded.sharding, self.axes, "", {}, indent=8)
+        writer.taken.update(known.name for known in self.common.values())
+        return writer
 
 
 @dataclass(frozen=True)
@@ -119,8 +103,8 @@ class Written:
     """A part with the texts of its blocks; `class_text` needs names for them, which all parts of a module share."""
 
     part: ProgramPart
-    before: Before
-    copies: Before | None
+    before: FunctionBody  # what `forward` does before the chain; blocks take its results by their names there
+    copies: FunctionBody | None  # what is shared, where a step has several passes: made once for all of them
     variables: set[str]
     leaves: list[Leaf]
     blocks: list[FunctionBody]
@@ -129,26 +113,21 @@ class Written:
 
     def callers(self, functions: dict[str, str]) -> list[Caller]:
         """`functions`: text of a block -> its name."""
-        scopes = _scope_names(self.blocks)
+        taken = {"copies", "forward", "tensors", "MESH", "INPUTS", "PARAMETERS", "BUFFERS"}
+        prefixes = dict.fromkeys(block.prefix for block in self.blocks)
+        scopes = {prefix: free_name(prefix or "whole", taken) for prefix in prefixes}
         return [
             Caller(leaf, functions[block.text], scopes[block.prefix], block)
             for leaf, block in zip(self.leaves, self.blocks, strict=True)
         ]
 
 
-@dataclass(frozen=True)
-class Before:
-    """What is done before the chain; blocks take its results by these names."""
-
-    lines: tuple[str, ...]
-    names: dict[Tensor, str]
-    used: frozenset[str]
-    reads_parameters: bool
-
-
 def write_part(part: ProgramPart) -> Written:
-    before = _prologue(part)
-    copies = _copies(part, before) if part.program.micro_batches > 1 and part.program.shared else None
+    before, shared, copies = _prologue(part), part.sharded.program.shared, None
+    if shared and part.sharded.micro_batches > 1:
+        writer = part.before_chain()
+        writer.taken.update(before.names.values())
+        copies = writer.write(shared, None, shared[-1].target)
     outside = _outside(part, before.names | (copies.names if copies else {}))
     leaves = _beside_relus(part, list(_leaves(part.regions)))
     blocks = [_block(leaf, part, outside) for leaf in leaves]
@@ -164,26 +143,15 @@ def write_part(part: ProgramPart) -> Written:
     return Written(part, before, copies, {known.name for known in outside.values()}, leaves, blocks, used, early)
 
 
-def _prologue(part: ProgramPart) -> Before:
-    """What `forward` does before the chain, with the inputs' names; what is shared too, where there is one pass."""
-    graph, program, home = part.graph, part.program, part.home
-    writer = BlockWriter(graph, part.sharding, part.mesh, "", {}, indent=8)
-    writer.names.taken.update(known.name for known in part.common.values())
-    for name, own in _input_names(graph).items():
-        writer.names.give(Tensor(name, home[name]), own)
-    writer.names.known |= {Tensor(name, home[name]): own for name, own in part.entering.items()}
+def _prologue(part: ProgramPart) -> FunctionBody:
+    """With the inputs' names; what is shared too, where there is one pass."""
+    program, home = part.sharded.program, part.sharded.home
+    writer = part.before_chain()
+    for name, own in _input_names(part.graph).items():
+        writer.give(Tensor(name, home[name]), own)
+    writer.names |= {Tensor(name, home[name]): own for name, own in part.entering.items()}
     shared = program.shared if program.micro_batches == 1 else ()
-    block = writer.write((*program.prologue, *shared), part.entry, part.entry or next(iter(writer.names.known)))
-    names = {tensor: name for tensor, name in writer.names.known.items() if tensor != part.entry}
-    return Before(block.lines, names, block.used, block.reads_parameters)
-
-
-def _copies(part: ProgramPart, before: Before) -> Before:
-    """What is shared, where a step has several passes: made once for all of them."""
-    writer = BlockWriter(part.graph, part.sharding, part.mesh, "", {}, indent=8)
-    writer.names.taken.update(before.names.values(), (known.name for known in part.common.values()))
-    block = writer.write(part.program.shared, None, part.program.shared[-1].target)
-    return Before(block.lines, writer.names.known, block.used, block.reads_parameters)
+    return writer.write((*program.prologue, *shared), part.entry, part.entry or next(iter(writer.names)))
 
 
 def _input_names(graph: OpGraph) -> dict[str, str]:
@@ -200,7 +168,7 @@ def _outside(part: ProgramPart, before: dict[Tensor, str]) -> dict[Tensor, Outsi
 
     A block calls what is made for it without the number, as layers may each have theirs (`cos.unsqueeze(1)`).
     """
-    graph, home = part.graph, part.home
+    graph, home = part.graph, part.sharded.home
     given = _input_names(graph)
     found = {
         tensor: Outside(name, name if tensor.value in given else re.sub(r"_\d+(?=_|$)", "", name))
@@ -211,16 +179,18 @@ def _outside(part: ProgramPart, before: dict[Tensor, str]) -> dict[Tensor, Outsi
 
 
 def common_names(graph: OpGraph, taken: set[str]) -> dict[str, Outside]:
-    """The common values by names that are not taken yet, which they then are."""
-    bases = {name: _common_name(graph.op(graph.values[name].origin)) for name in graph.common}
-    return {name: Outside(free_name(base, taken), base) for name, base in bases.items()}
+    """The common values by names that are not taken yet, which they then are.
 
-
-def _common_name(op: Op) -> str:
-    """After its op, and the nearest module that has another name: `encoder_dropout`, `down_relu`."""
-    kind = op.target.split(".")[1]
-    parts = [part for part in op.module.split(".") if part and not part.isdigit() and part != kind]
-    return "_".join([*parts[-1:], kind])
+    After the op, and the nearest module that has another name: `encoder_dropout`, `down_relu`.
+    """
+    found = {}
+    for name in graph.common:
+        op = graph.op(graph.values[name].origin)
+        kind = op.target.split(".")[1]
+        modules = [part for part in op.module.split(".") if part and not part.isdigit() and part != kind]
+        base = "_".join([*modules[-1:], kind])
+        found[name] = Outside(free_name(base, taken), base)
+    return found
 
 
 def _leaves(regions: tuple[Region, ...], kept: tuple[str, ...] = ()) -> Iterator[Leaf]:
@@ -233,12 +203,12 @@ def _leaves(regions: tuple[Region, ...], kept: tuple[str, ...] = ()) -> Iterator
 
 def _beside_relus(part: ProgramPart, leaves: list[Leaf]) -> list[Leaf]:
     """Leaves that know of the relus between them: of two that are compiled, where nothing converts the result."""
-    home = part.home
+    home = part.sharded.home
     between = relus_between(part.graph, [(leaf.first, leaf.last) for leaf in leaves])
     found = list(leaves)
     for number, (one, other) in enumerate(pairwise(leaves)):
         value = part.graph.chain[one.last].output
-        calls = (step for step in part.program.links[one.last] if isinstance(step, Call))
+        calls = (step for step in part.sharded.program.links[one.last] if isinstance(step, Call))
         as_it_is = any(Tensor(value, home[value]) in step.outputs for step in calls)
         if value in between and as_it_is and None not in (one.compiled, other.compiled):
             found[number] = replace(found[number], before_relu=True)
@@ -247,42 +217,26 @@ def _beside_relus(part: ProgramPart, leaves: list[Leaf]) -> list[Leaf]:
 
 
 def _block(leaf: Leaf, part: ProgramPart, outside: dict[Tensor, Outside]) -> FunctionBody:
-    graph, program, home = part.graph, part.program, part.home
+    graph, program, home = part.graph, part.sharded.program, part.sharded.home
     links = graph.chain[leaf.first : leaf.last + 1]
     steps = tuple(step for own in program.links[leaf.first : leaf.last + 1] for step in own)
     entry = Tensor(links[0].input, home[links[0].input]) if links[0].input else None
-    exit_ = program.output if leaf.last == len(graph.chain) - 1 else Tensor(links[-1].output, home[links[-1].output])
     read = {name for link in graph.chain[leaf.last + 1 :] for name in graph.reads_common(link)}.union(part.leaving)
     common = tuple(Tensor(name, home[name]) for link in links for name in link.common if name in read)
-    prefix = _prefix(graph, links)
-    writer = BlockWriter(graph, part.sharding, part.mesh, prefix, outside, leaf.kept)
-    return writer.write(steps, entry, exit_, common, frozenset(part.released))
-
-
-def _prefix(graph: OpGraph, links: tuple[Link, ...]) -> str:
-    """The innermost module that holds all ops of the links, and their parameters."""
     ops = [graph.op(name) for link in links for name in link.ops]
+    tensors = [graph.values[name] for op in ops for name in op.inputs]
     paths = [op.module.split(".") for op in ops]
-    for op in ops:
-        tensors = (graph.values[name] for name in op.inputs)
-        paths += [v.origin.split(".")[:-1] for v in tensors if v.role in (Role.PARAMETER, Role.BUFFER)]
-    return ".".join(_common(paths))
-
-
-def _common(paths: list[list[str]]) -> list[str]:
-    start = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        start.append(parts[0])
-    return start
+    paths += [v.origin.split(".")[:-1] for v in tensors if v.role in (Role.PARAMETER, Role.BUFFER)]
+    alike = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    prefix = ".".join(parts[0] for parts in alike)  # the innermost module that holds all ops, and their parameters
+    writer = BlockWriter(graph, part.sharded.sharding, part.axes, prefix, outside, leaf.kept)
+    return writer.write(steps, entry, part.sharded.leaving(leaf.last), common, frozenset(part.released))
 
 
 def class_text(written: Written, functions: dict[str, str], attributes: str = "") -> str:
     """`forward` is the table of contents; `attributes` are lines for the top of the class."""
     part, before, copies, used = written.part, written.before, written.copies, written.used
     callers = written.callers(functions)
-    passed = _passed(copies, callers)
     prefixes = dict.fromkeys(c.block.prefix for c in callers)
     scopes = {c.block.prefix: c.scope for c in callers if c.block.reads_parameters}
     lines = [f"class {part.name}:", *_indented(attributes.splitlines(), 4), *([""] if attributes else [])]
@@ -291,11 +245,15 @@ def class_text(written: Written, functions: dict[str, str], attributes: str = ""
     lines += ["        self.tensors = tensors"] if before.reads_parameters or copies or not scopes else []
     for prefix in (prefix for prefix in prefixes if prefix in scopes):
         lines += _indented(statement(f"self.{scopes[prefix]} = scope(tensors, {quoted(prefix)})", indent=8), 8)
-    lines += _copies_method(copies, passed) if copies is not None else []
+    if copies is not None:
+        told = "Parameters as several links read them: made once a step, for the forward passes of all micro-batches."
+        entries = [f'"{name}": {name}' for name in _passed(copies, callers)]
+        body = ["p = self.tensors", *copies.lines, *one_or_many("return {", entries, "}").splitlines()]
+        lines += ["", "    def copies(self) -> dict[str, Tensor]:", *_indented([f'"""{told}"""', *body], 8)]
     return "\n".join([*lines, "", forward_text(written, functions)])
 
 
-def _passed(copies: Before | None, callers: list[Caller]) -> list[str]:
+def _passed(copies: FunctionBody | None, callers: list[Caller]) -> list[str]:
     """What `copies` returns and `forward` takes."""
     read = {name for caller in callers for name in caller.block.common.values()}
     return [name for name in copies.names.values() if name in read] if copies is not None else []
@@ -308,7 +266,15 @@ def forward_text(written: Written, functions: dict[str, str]) -> str:
     names = _input_names(part.graph) | {name: name for name in part.entering.values()}
     names |= {name: name for name in _passed(written.copies, callers)}
     results = ["x", *(part.common[name].name for name in part.leaving)]
-    lines = _forward_head(part, names, len(results))
+    entry = ["x: Tensor"] if part.entry else []
+    plain = all(name == own for name, own in names.items())
+    if plain:
+        arguments = [*entry, *(f"{name}: Tensor" for name in names)]
+    else:  # which takes also an input named x
+        arguments = [*entry, *(["/"] if entry else []), "**batch: Tensor"]
+    head = f"def forward({', '.join(['self', *arguments])}) -> {returned(len(results))}:"
+    lines = _indented(statement(head, indent=4), 4)
+    lines += [] if plain else [f"        {own} = batch[{quoted(name)}]" for name, own in names.items()]
     lines += ["        p = self.tensors"] if before.reads_parameters else []
     lines += _indented(list(before.lines), 8)
     for text in written.early:
@@ -320,31 +286,6 @@ def forward_text(written: Written, functions: dict[str, str]) -> str:
     lines += _indented(_region_lines(part, part.regions, callers, methods, indent), indent)
     lines += [f"        return {', '.join(results)}", *methods]
     return "\n".join(lines)
-
-
-def _forward_head(part: ProgramPart, names: dict[str, str], results: int) -> list[str]:
-    """Arguments by their names; `**batch` where one of them is not free, which takes also an input named x."""
-    plain = all(name == own for name, own in names.items())
-    entry = ["x: Tensor"] if part.entry else []
-    if plain:
-        arguments = [*entry, *(f"{name}: Tensor" for name in names)]
-    else:
-        arguments = [*entry, *(["/"] if entry else []), "**batch: Tensor"]
-    head = statement(f"def forward({', '.join(['self', *arguments])}) -> {returned(results)}:", indent=4)
-    taken = [] if plain else [f"        {own} = batch[{quoted(name)}]" for name, own in names.items()]
-    return [*_indented(head, 4), *taken]
-
-
-def _scope_names(blocks: list[FunctionBody]) -> dict[str, str]:
-    taken = {"copies", "forward", "tensors", "MESH", "INPUTS", "PARAMETERS", "BUFFERS"}
-    return {prefix: free_name(prefix or "whole", taken) for prefix in dict.fromkeys(b.prefix for b in blocks)}
-
-
-def _copies_method(copies: Before, passed: list[str]) -> list[str]:
-    entries = [f'"{name}": {name}' for name in passed]
-    body = ["p = self.tensors", *copies.lines, *one_or_many("return {", entries, "}").splitlines()]
-    told = '"""Parameters as several links read them: made once a step, for the forward passes of all micro-batches."""'
-    return ["", "    def copies(self) -> dict[str, Tensor]:", *_indented([told, *body], 8)]
 
 
 def _indented(lines: list[str], columns: int) -> list[str]:

@@ -7,7 +7,6 @@ sizes in it for the smaller ones is there twice: a function, and the `forward` o
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -18,11 +17,10 @@ from pipeline.ir.layout import Layout
 from pipeline.ir.names import ranges
 from pipeline.ir.plan import Plan, Region
 from pipeline.sharding.partitions import crossing, sharded_parts
-from stages.codegen.block import RESERVED, Outside
-from stages.codegen.functions import functions_of
-from stages.codegen.module import parameter_rows, told_device, told_digest, told_slices
+from stages.codegen.block import RESERVED
+from stages.codegen.module import functions_of, imports, parameter_rows, told_device, told_digest, told_slices
 from stages.codegen.part import ProgramPart, Written, class_text, common_names, forward_text, write_part
-from stages.codegen.text import one_or_many, quoted, runtime_import
+from stages.codegen.text import one_or_many, quoted
 
 
 def write_partitions(graph: OpGraph, plan: Plan, digest: str = "", smaller: OpGraph | None = None) -> str:
@@ -31,21 +29,39 @@ def write_partitions(graph: OpGraph, plan: Plan, digest: str = "", smaller: OpGr
     fewer = [write_part(part) for part in parts_of(smaller, plan, "Smaller")] if smaller else []
     pairs = [(one, _in_words_of(one, other)) for one, other in zip(written, fewer, strict=False)]
     everything = [*written, *(other for _, other in pairs)]
-    functions = functions_of(everything)
-    classes = [class_text(one, functions.names, _attributes(one.part)) for one in written]
-    own = _smaller_classes(pairs, functions.names)
-    order = [_order("PARTITIONS", [one.part.name for one in written])]
+    functions, texts = functions_of(everything)
+    texts += [class_text(one, functions, _attributes(one.part)) for one in written]
+    own = _smaller_classes(pairs, functions)
+    order = one_or_many("PARTITIONS = (", [one.part.name for one in written], ")")
     if smaller:
-        order.append(_order("SMALLER", [(b if b.part.name in own else a).part.name for a, b in pairs]))
-    texts = [*functions.texts, *classes, *own.values(), "\n".join(order)]
-    functional = any(re.search(r"\bF\.", text) for text in texts)
-    return "\n\n\n".join([_header(graph, plan, everything, functional, digest, smaller), *texts]) + "\n"
+        chosen = [(b if b.part.name in own else a).part.name for a, b in pairs]
+        order += "\n" + one_or_many("SMALLER = (", chosen, ")")
+    texts += [*own.values(), order]
+    return "\n\n\n".join([_header(graph, plan, everything, texts, digest, smaller), *texts]) + "\n"
 
 
 def parts_of(graph: OpGraph, plan: Plan, name: str) -> list[ProgramPart]:
     """Every partition as a class of its own; what crosses cuts has one name in all of them."""
     common = common_names(graph, RESERVED.union(value.name for value in graph.of_role(Role.INPUT)))
-    return [_part(graph, plan, number, common, name) for number in range(len(plan.partitions))]
+    return [
+        ProgramPart(
+            sharded,
+            partition.axes,
+            tuple(_shifted(region, partition.first) for region in partition.regions),
+            plan.released,
+            name=f"{name}{number}",
+            first=partition.first,
+            common=common,
+            leaving=crossing(graph, partition.last + 1)[1:],
+            recompute="recompute_except_last" if plan.keeps_last else "recompute",
+        )
+        for number, (partition, sharded) in enumerate(zip(plan.partitions, sharded_parts(plan, graph), strict=True))
+    ]
+
+
+def _shifted(region: Region, first: int) -> Region:
+    inner = tuple(_shifted(one, first) for one in region.inner)
+    return replace(region, first=region.first - first, last=region.last - first, inner=inner)
 
 
 def _in_words_of(larger: Written, smaller: Written) -> Written:
@@ -71,32 +87,12 @@ def _same(lines: Sequence[str], others: Sequence[str]) -> bool:
     return ast.dump(ast.parse("\n".join(lines))) == ast.dump(ast.parse("\n".join(others)))
 
 
-def _part(graph: OpGraph, plan: Plan, number: int, common: dict[str, Outside], name: str) -> ProgramPart:
-    partition = plan.partitions[number]
-    return ProgramPart(
-        sharded_parts(plan, graph)[number],
-        partition.axes,
-        tuple(_shifted(region, partition.first) for region in partition.regions),
-        plan.released,
-        name=f"{name}{number}",
-        first=partition.first,
-        common=common,
-        leaving=crossing(graph, partition.last + 1)[1:],
-        keeps_last=plan.keeps_last,
-    )
-
-
-def _shifted(region: Region, first: int) -> Region:
-    inner = tuple(_shifted(one, first) for one in region.inner)
-    return replace(region, first=region.first - first, last=region.last - first, inner=inner)
-
-
 def _attributes(part: ProgramPart) -> str:
     last = part.first + len(part.graph.chain) - 1
     links = f"Links {part.first} to {last}" if last > part.first else f"Link {last}"
-    inputs = [f'{quoted(value.name)}: "{part.sharding.inputs[value.name]}"' for value in part.graph.of_role(Role.INPUT)]
-    parameters = ranges(dict(parameter_rows(part)))
-    rows = [f"    {quoted(name)}: {row}," for name, row in parameters.items()]
+    layouts = part.sharded.sharding.inputs
+    inputs = [f'{quoted(value.name)}: "{layouts[value.name]}"' for value in part.graph.of_role(Role.INPUT)]
+    rows = [f"    {quoted(name)}: {row}," for name, row in ranges(dict(parameter_rows(part))).items()]
     buffers = [quoted(name) for name in ranges({value.origin: "" for value in part.graph.of_role(Role.BUFFER)})]
     return "\n".join(
         [
@@ -110,17 +106,11 @@ def _attributes(part: ProgramPart) -> str:
     )
 
 
-def _order(name: str, classes: list[str]) -> str:
-    return one_or_many(f"{name} = (", classes, ")")
-
-
 def _header(
-    graph: OpGraph, plan: Plan, written: list[Written], functional: bool, digest: str, smaller: OpGraph | None
+    graph: OpGraph, plan: Plan, written: list[Written], texts: list[str], digest: str, smaller: OpGraph | None
 ) -> str:
     count, used = len(plan.partitions), set().union(*(one.used for one in written))
     pieces = count // plan.chunks
-    functions = "import torch.nn.functional as F\n" if functional else ""
-    imports = f"{runtime_import(used)}\n\n" if used else ""
     devices = [str(prod(partition.sizes)) for partition in plan.partitions[:pieces]]
     turns = f"partition n is on piece n % {pieces}" if plan.chunks > 1 else "partition n is on piece n"
     less = _LESS if smaller else ""
@@ -144,10 +134,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
-{functions}from torch import Tensor
-
-{imports}{told_device(plan)}
+{imports(texts, used)}
+{told_device(plan)}
 SCHEDULE = {quoted(plan.schedule)}
 MICRO_BATCHES = {plan.micro_batches}  # forward and backward passes of a step
 # Samples of the micro-batches that have together one batch of the model.
@@ -173,10 +161,10 @@ it once more in backward."""
 
 
 def _sent(graph: OpGraph, plan: Plan, written: list[Written], smaller: OpGraph | None) -> str:
-    homes = [one.part.home for one in written]
+    homes = [one.part.sharded.home for one in written]
     lines = ["SENT = ("]
     for number, after in enumerate(plan.partitions[1:]):
-        lines += [f"    {{  # from Partition{number} to Partition{number + 1}"]
+        lines.append(f"    {{  # from Partition{number} to Partition{number + 1}")
         for name in crossing(graph, after.first):
             value, common = graph.values[name], written[number].part.common
             own = common[name].name if name in common else "x"

@@ -22,7 +22,7 @@ from pipeline.sharding.partitions import part_of
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.lower import Ops
 from pipeline.tracing.trace import trace
-from stages.codegen.growth import STAYS, UNKNOWN, Powers, loss_growth
+from stages.codegen.growth import STAYS, UNKNOWN, loss_growth
 
 CONTIGUOUS = "aten.contiguous.default"
 
@@ -42,7 +42,9 @@ def _graph_of(samples: int, graph: OpGraph, plan: Plan, config: Config) -> OpGra
     if (difference := next(_differences(graph, own), None)) is not None:
         raise _refusal(plan, config, f"the model does something else with {_told(samples)}: {difference}")
     if (powers := loss_growth(graph, own)) not in (STAYS, UNKNOWN):
-        raise _refusal(plan, config, _added_up(powers), "let the model's loss be a mean over samples, or ask for null")
+        some = "" if 0 not in powers else "a part of "
+        why = f"{some}the model's loss does not stay the same with more samples of a kind: theirs cannot be averaged"
+        raise _refusal(plan, config, why, "let the model's loss be a mean over samples, or ask for null")
     for number, partition in enumerate(plan.partitions):
         try:
             part = part_of(own, partition.first, partition.last)
@@ -85,7 +87,8 @@ def _differences(graph: OpGraph, own: OpGraph) -> Iterator[str]:
         if op is None or other is None or _call(op) != _call(other):
             there = f"{op.name} ({op.target}) of {op.module or 'the model'}" if op else "no op"
             yield f"{there} is {f'{other.name} ({other.target})' if other else 'not there'}"
-    if _links(graph) != _links(own):
+    links = [[(link.ops, link.input, link.output, link.common) for link in one.chain] for one in (graph, own)]
+    if links[0] != links[1]:
         yield "its ops make other links"
     for name, value in graph.values.items():
         if name not in own.values or value.type.dtype != own.values[name].type.dtype:
@@ -94,15 +97,6 @@ def _differences(graph: OpGraph, own: OpGraph) -> Iterator[str]:
 
 def _call(op: Op) -> tuple[object, ...]:
     return op.name, op.target, op.inputs, op.outputs, op.mutates
-
-
-def _links(graph: OpGraph) -> list[tuple[object, ...]]:
-    return [(link.ops, link.input, link.output, link.common) for link in graph.chain]
-
-
-def _added_up(powers: Powers) -> str:
-    some = "" if 0 not in powers else "a part of "
-    return f"{some}the model's loss does not stay the same with more samples of a kind: theirs cannot be averaged"
 
 
 def _told(samples: int) -> str:

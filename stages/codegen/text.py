@@ -25,8 +25,3 @@ def one_or_many(start: str, items: list[str], end: str, within: int = 0) -> str:
     line = f"{start}{', '.join(items)}{end}"
     rows = "".join(f"    {item},\n" for item in items)
     return line if len(line) + within <= LINE else f"{start}\n{rows}{end}"
-
-
-def runtime_import(used: set[str]) -> str:
-    line = f"from pipeline.runtime import {', '.join(sorted(used))}"
-    return line if len(line) <= LINE else one_or_many("from pipeline.runtime import (", sorted(used), ")")

@@ -16,7 +16,7 @@ from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.program import Call
 from pipeline.ir.program import Tensor as Placed
 from pipeline.ops.mesh import _strategies, followers, graph_strategies, op_strategies, signature, view_op
-from stages.codegen.block import BlockWriter, NamedMesh, Outside
+from stages.codegen.block import BlockWriter, Outside
 from tests.graphs import gpt_graph, mlp_graph
 from tests.meshes import check, distribute, mesh, run_threads
 from tests.one_op import Example, example, run_unsplit, t
@@ -46,7 +46,7 @@ def check_on_mesh(it: Example, strategy: Strategy, sizes: tuple[int, ...]) -> No
     axes = mesh(*sizes)
     inputs = tuple(Placed(name, layout) for name, layout in zip(it.op.inputs, strategy.inputs, strict=True))
     output = Placed("it", strategy.outputs[0])
-    named = NamedMesh(tuple((axis.name, axis.size) for axis in axes))
+    named = tuple((axis.name, axis.size) for axis in axes)
     outside = {i: Outside(i.value, i.value) for i in inputs}
     writer = BlockWriter(it.graph, Sharding({"it": strategy}, {}, {}), named, "", outside)
     block = writer.write((Call("it", inputs, (output,)),), None, output)

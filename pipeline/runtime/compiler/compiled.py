@@ -76,7 +76,8 @@ class _Block:
         self.compile_graph = graph_compiler(keeps, cheapest)
         # Collectives and what else knows of ranks run as they are, between the compiled parts of the function.
         known = function.__globals__
-        of_runtime = {name for name in function.__code__.co_names if _is_of_runtime(known.get(name))}
+        origins = {name: str(getattr(known.get(name), "__module__", "")) for name in function.__code__.co_names}
+        of_runtime = {name for name, origin in origins.items() if origin.startswith("pipeline.runtime.")}
         self.stateful = of_runtime & STATEFUL  # torch.ops.aten.batch_norm is not
         self.outside = known | {name: torch.compiler.disable(known[name]) for name in of_runtime - STATEFUL}
 
@@ -101,10 +102,6 @@ class _Block:
             lambda: self.compile_graph(graph, inputs, masked, in_cpp=True),
             lambda: self.compile_graph(kept, inputs, masked, in_cpp=False),
         )
-
-
-def _is_of_runtime(value: object) -> bool:
-    return str(getattr(value, "__module__", "")).startswith("pipeline.runtime.")
 
 
 def _first_that_compiles(one: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:

@@ -95,8 +95,8 @@ def messages(source: Site, target: Site, shape: Shape) -> Iterator[Message]:
             if _is_asked(source, sender, reader - target.first):
                 overlaps = [_overlap(have, want) for have, want in zip(source.runs(shape, sender), wanted, strict=True)]
                 if all(overlaps):
-                    read = tuple(_index([(a, length) for a, _, length in dim]) for dim in overlaps)
-                    written = tuple(_index([(b, length) for _, b, length in dim]) for dim in overlaps)
+                    read = _index([[(a, length) for a, _, length in dim] for dim in overlaps])
+                    written = _index([[(b, length) for _, b, length in dim] for dim in overlaps])
                     yield Message(sender, reader, read, written)
 
 
@@ -125,19 +125,12 @@ def _overlap(have: Sequence[Run], want: Sequence[Run]) -> list[tuple[int, int, i
     return found
 
 
-def _index(runs: list[Run]) -> slice | Tensor:
-    if all(sum(one) == other[0] for one, other in pairwise(runs)):
-        return slice(runs[0][0], sum(runs[-1]))
-    return torch.cat([torch.arange(start, start + count) for start, count in runs])
-
-
-def _at(index: Index) -> Index:
-    """As torch takes it for the product of the dims."""
-    if all(isinstance(dim, slice) for dim in index):
-        return index
-    last = len(index) - 1
-    numbers = [torch.arange(dim.start, dim.stop) if isinstance(dim, slice) else dim for dim in index]
-    return tuple(dim.view(-1, *[1] * (last - n)) for n, dim in enumerate(numbers))
+def _index(dims: list[list[Run]]) -> Index:
+    """Of the product of the dims, given by their runs: slices where each is one, else as torch takes numbers."""
+    if all(sum(one) == other[0] for runs in dims for one, other in pairwise(runs)):
+        return tuple(slice(runs[0][0], sum(runs[-1])) for runs in dims)
+    numbers = [torch.cat([torch.arange(start, start + count) for start, count in runs]) for runs in dims]
+    return tuple(dim.view(-1, *[1] * (len(dims) - 1 - n)) for n, dim in enumerate(numbers))
 
 
 class Transfer:
@@ -173,18 +166,15 @@ class Transfer:
                 assert own is not None
                 blocks.append(self.pack(message, own).clone())
                 continue
-            lengths = [
-                len(range(*dim.indices(size))) if isinstance(dim, slice) else len(dim)
-                for size, dim in zip(self.shape, message.written, strict=True)
-            ]
-            block = torch.empty(lengths, dtype=dtype, device=meeting_device(device))
+            like = torch.empty(self.shape, dtype=dtype, device="meta")[message.written]
+            block = torch.empty(like.shape, dtype=dtype, device=meeting_device(device))
             ops.append(dist.P2POp(dist.irecv, block, message.source, tag=tag))
             blocks.append(block)
         return ops, partial(self.unpack, blocks, dtype, device)
 
     def pack(self, message: Message, piece: Tensor) -> Tensor:
         """What the message carries of the sender's piece."""
-        own = piece if self.as_it_is else piece[_at(message.read)]
+        own = piece if self.as_it_is else piece[message.read]
         return in_memory(own.detach()).contiguous()
 
     def unpack(self, blocks: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -194,7 +184,7 @@ class Transfer:
             return blocks[0].to(device)
         whole = torch.zeros(self.shape, dtype=dtype, device=device)
         for message, block in zip(self.received, blocks, strict=True):
-            at = _at(message.written)
+            at = message.written
             whole[at] = whole[at] + block.to(device) if self.sums else block.to(device)
         return whole
 

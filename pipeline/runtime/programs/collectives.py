@@ -10,7 +10,7 @@ room for as much of it as the first one holds. What lies behind its own elements
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from pipeline.runtime.context import step
 from pipeline.runtime.pipelining.deferred_weight_grads import at_border
 from pipeline.runtime.programs.mesh import MeshAxis, axis_of
 
-Move = Callable[[Tensor], Tensor]
+Move = tuple[Any, ...]  # a function of one rank's tensor and an axis, and its further arguments
 Split = tuple[int, int, int | None]  # the dim on which a tensor is split, its parts, and its size where it is uneven
 SHORT = 1 << 18  # bytes of a message that takes as long as it takes to be noticed
 AROUND = "shardwright reduce_scatter"  # the profiler's label of messages that are one
@@ -37,18 +37,21 @@ reduce_scatter_from: Any = getattr(dist, "reduce_scatter_single", None) or dist.
 
 class _Pair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Move, backward: Move) -> Tensor:
-        ctx.move_back = backward
-        y = forward(in_memory(x))
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis, forward: Move, backward: Move) -> Tensor:
+        ctx.axis, ctx.back = axis, backward
+        move, *given = forward
+        y: Tensor = move(in_memory(x), axis, *given)
         return y.view_as(y) if y is x else y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.move_back(in_memory(gradients[0])), None, None
+        move, *given = ctx.back
+        return move(in_memory(gradients[0]), ctx.axis, *given), None, None, None
 
 
-def _apply(x: Tensor, forward: Move, backward: Move) -> Tensor:
-    (result,) = at_border([x], [_Pair.apply(x, forward, backward)])  # type: ignore[no-untyped-call]
+def _apply(x: Tensor, axis: str, forward: Move, backward: Move) -> Tensor:
+    made = _Pair.apply(x, axis_of(axis), forward, backward)  # type: ignore[no-untyped-call]
+    (result,) = at_border([x], [made])
     return result
 
 
@@ -86,20 +89,17 @@ def padded(x: Tensor, dim: int, size: int) -> Tensor:
 # ---- moves of one rank's tensor: each returns its argument, or a new tensor; none writes into its argument
 
 
-def _nothing(x: Tensor) -> Tensor:
+def _nothing(x: Tensor, axis: MeshAxis) -> Tensor:
     return x
 
 
-def _sum(axis: MeshAxis, may_wait: bool = False) -> Move:
-    def move(x: Tensor) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        if axis.size > 1 and may_wait and step.slots:
-            step.add_up(total, axis)
-        elif axis.size > 1:
-            dist.all_reduce(total, group=axis.group)
-        return total
-
-    return move
+def _sum(x: Tensor, axis: MeshAxis, may_wait: bool = False) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    if axis.size > 1 and may_wait and step.slots:
+        step.add_up(total, axis)
+    elif axis.size > 1:
+        dist.all_reduce(total, group=axis.group)
+    return total
 
 
 def _pieces(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
@@ -124,44 +124,36 @@ def _joined(pieces: Tensor, dim: int, parts: int, size: int | None = None) -> Te
     return pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(), dim)
 
 
-def _join(axis: MeshAxis, dim: int, parts: int, size: int | None = None) -> Move:
-    def move(x: Tensor) -> Tensor:
-        if axis.size == 1:
-            return x
-        pieces = x.new_empty((axis.size, *x.shape))
-        all_gather_into(pieces.view(-1), x.contiguous().view(-1), group=axis.group)
-        return _joined(pieces, dim, parts, size)
-
-    return move
+def _join(x: Tensor, axis: MeshAxis, dim: int, parts: int, size: int | None = None) -> Tensor:
+    if axis.size == 1:
+        return x
+    pieces = x.new_empty((axis.size, *x.shape))
+    all_gather_into(pieces.view(-1), x.contiguous().view(-1), group=axis.group)
+    return _joined(pieces, dim, parts, size)
 
 
-def _sum_and_split(axis: MeshAxis, dim: int, parts: int) -> Move:
-    def move(x: Tensor) -> Tensor:
-        if axis.size == 1:
-            return x
-        pieces = _pieces(x, axis.size, dim, parts).contiguous()  # one after another also for images by channel
-        is_view = pieces.data_ptr() == x.data_ptr()
-        return own_sum(pieces.clone() if is_view and _sums_in_place(axis) else pieces, axis)
-
-    return move
+def _sum_and_split(x: Tensor, axis: MeshAxis, dim: int, parts: int) -> Tensor:
+    if axis.size == 1:
+        return x
+    pieces = _pieces(x, axis.size, dim, parts).contiguous()  # one after another also for images by channel
+    is_view = pieces.data_ptr() == x.data_ptr()
+    return own_sum(pieces.clone() if is_view and _sums_in_place(axis) else pieces, axis)
 
 
 def own_sum(rows: Tensor, axis: MeshAxis) -> Tensor:
     """This rank's row of the sum over the ranks, in memory of its own; what is left in `rows` is of no use."""
     if rows.is_complex():  # the backends sum real numbers
         return torch.view_as_complex(own_sum(as_real(rows), axis))
-    if _sums_in_place(axis) and rows.is_cuda:  # two ranks on one GPU: gloo has no messages of that
+    if not _sums_in_place(axis):
+        own = torch.empty_like(rows[0])
+        reduce_scatter_from(own.view(-1), rows.view(-1), group=axis.group)
+        return own
+    if rows.is_cuda:  # two ranks on one GPU: gloo has no messages of that
         dist.all_reduce(rows, group=axis.group)
         return rows[axis.rank].clone()
-    if _sums_in_place(axis):
-        return _at_once(rows, axis) if rows.nbytes < SHORT else _around(rows, axis)
-    own = torch.empty_like(rows[0])
-    reduce_scatter_from(own.view(-1), rows.view(-1), group=axis.group)
-    return own
-
-
-def _at_once(rows: Tensor, axis: MeshAxis) -> Tensor:
-    """Each row goes to its rank, which adds them up: as fast as a message, in as much room as all rows have."""
+    if rows.nbytes >= SHORT:
+        return _around(rows, axis)
+    # Each row goes to its rank, which adds them up: as fast as a message, in as much room as all rows have.
     arrived = torch.empty_like(rows)
     dist.all_to_all_single(arrived.view(-1), rows.view(-1), group=axis.group)
     return arrived.sum(0, dtype=rows.dtype)
@@ -194,13 +186,13 @@ def _sums_in_place(axis: MeshAxis) -> bool:
     return bool(dist.get_backend(axis.group) == "gloo")
 
 
-def _own_piece(axis: MeshAxis, dim: int, parts: int) -> Move:
-    return lambda x: piece(x, axis, dim, parts).contiguous()
+def _own_piece(x: Tensor, axis: MeshAxis, dim: int, parts: int) -> Tensor:
+    return piece(x, axis, dim, parts).contiguous()
 
 
-def own_copy(axis: MeshAxis, dim: int, parts: int) -> Move:
+def own_copy(x: Tensor, axis: MeshAxis, dim: int, parts: int) -> Tensor:
     """The same in memory of its own: a parameter keeps its gradient, and would keep the whole behind a view of it."""
-    return lambda x: piece(x, axis, dim, parts).clone(memory_format=torch.contiguous_format)
+    return piece(x, axis, dim, parts).clone(memory_format=torch.contiguous_format)
 
 
 def piece(x: Tensor, axis: MeshAxis, dim: int, parts: int) -> Tensor:
@@ -212,33 +204,26 @@ def piece(x: Tensor, axis: MeshAxis, dim: int, parts: int) -> Tensor:
     return digits.select(dim + 1, axis.rank).flatten(dim, dim + 1)
 
 
-def _in_zeros(axis: MeshAxis, dim: int, parts: int, size: int | None = None) -> Move:
-    def move(x: Tensor) -> Tensor:
-        length = x.shape[dim] // parts
-        whole = x.new_zeros((*x.shape[:dim], parts, axis.size, length, *x.shape[dim + 1 :]))
-        whole.select(dim + 1, axis.rank).copy_(x.unflatten(dim, (parts, length)))
-        whole = whole.flatten(dim, dim + 2)
-        return whole if size in (None, whole.shape[dim]) else whole.narrow(dim, 0, size).contiguous()
-
-    return move
+def _in_zeros(x: Tensor, axis: MeshAxis, dim: int, parts: int, size: int | None = None) -> Tensor:
+    length = x.shape[dim] // parts
+    whole = x.new_zeros((*x.shape[:dim], parts, axis.size, length, *x.shape[dim + 1 :]))
+    whole.select(dim + 1, axis.rank).copy_(x.unflatten(dim, (parts, length)))
+    whole = whole.flatten(dim, dim + 2)
+    return whole if size in (None, whole.shape[dim]) else whole.narrow(dim, 0, size).contiguous()
 
 
-def _on_first(axis: MeshAxis) -> Move:
-    return lambda x: x if axis.rank == 0 else torch.zeros_like(x)
+def _on_first(x: Tensor, axis: MeshAxis) -> Tensor:
+    return x if axis.rank == 0 else torch.zeros_like(x)
 
 
-def _exchange(axis: MeshAxis, split: tuple[int, int], join: Split) -> Move:
+def _exchange(x: Tensor, axis: MeshAxis, split: tuple[int, int], join: Split) -> Tensor:
     """Splits one dim and joins another, each given with its parts."""
-
-    def move(x: Tensor) -> Tensor:
-        if axis.size == 1:
-            return x
-        outgoing = _pieces(x, axis.size, *split).contiguous()
-        incoming = torch.empty_like(outgoing)
-        dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=axis.group)
-        return _joined(incoming, *join)
-
-    return move
+    if axis.size == 1:
+        return x
+    outgoing = _pieces(x, axis.size, *split).contiguous()
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=axis.group)
+    return _joined(incoming, *join)
 
 
 # ---- moves of several tensors at once: one collective, in which each rank's pieces of all lie one after another
@@ -254,10 +239,9 @@ class Joining:
     def __init__(self, pieces: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis, waits: bool = True) -> None:
         self.shapes, self.splits = [piece.shape for piece in pieces], splits
         self.runs = _runs([axis.size * piece.nbytes for piece in pieces])
-        several = [[pieces[n] for n in run] for run in self.runs]
         self.sent = [  # a single one is not copied
-            in_memory(own[0]).reshape(-1) if len(own) == 1 else torch.cat([piece.reshape(-1) for piece in own])
-            for own in several
+            torch.cat([pieces[n].reshape(-1) for n in run]) if len(run) > 1 else in_memory(pieces[run[0]]).reshape(-1)
+            for run in self.runs
         ]
         self.rows = [flat.new_empty((axis.size, flat.numel())) for flat in self.sent]
         options = {} if waits and len(self.runs) == 1 else {"async_op": True}
@@ -305,81 +289,81 @@ def _runs(sizes: Sequence[int]) -> list[list[int]]:
 
 def sum_gradient(x: Tensor, axis: str) -> Tensor:
     """R -> B"""
-    return _apply(x, _nothing, _sum(axis_of(axis)))
+    return _apply(x, axis, (_nothing,), (_sum,))
 
 
 def all_reduce(x: Tensor, axis: str, is_last: bool = False) -> Tensor:
     """P -> R; the last of a program, which is the loss, need not be there before the gradients are"""
-    return _apply(x, _sum(axis_of(axis), may_wait=is_last), _nothing)
+    return _apply(x, axis, (_sum, is_last), (_nothing,))
 
 
 def all_reduce_both(x: Tensor, axis: str) -> Tensor:
     """P -> B"""
-    return _apply(x, _sum(axis_of(axis)), _sum(axis_of(axis)))
+    return _apply(x, axis, (_sum,), (_sum,))
 
 
 def sum_of_all(x: Tensor, axis: str) -> Tensor:
     """Of what is no part of autograd's graph."""
-    return _sum(axis_of(axis))(x)
+    return _sum(x, axis_of(axis))
 
 
 def pieces_of_all(x: Tensor, axis: str) -> Tensor:
     """Of what is no part of autograd's graph: each rank's, on a new first dim."""
-    return _join(axis_of(axis), 0, 1)(x[None])
+    return _join(x[None], axis_of(axis), 0, 1)
 
 
 def all_gather(x: Tensor, axis: str, dim: int, parts: int = 1, size: int | None = None) -> Tensor:
     """S(dim) -> B"""
-    return _apply(x, _join(axis_of(axis), dim, parts, size), _sum_and_split(axis_of(axis), dim, parts))
+    return _apply(x, axis, (_join, dim, parts, size), (_sum_and_split, dim, parts))
 
 
 def gather(x: Tensor, axis: str, dim: int, parts: int = 1, size: int | None = None) -> Tensor:
     """S(dim) -> R"""
-    return _apply(x, _join(axis_of(axis), dim, parts, size), own_copy(axis_of(axis), dim, parts))
+    return _apply(x, axis, (_join, dim, parts, size), (own_copy, dim, parts))
 
 
 def reduce_scatter(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """P -> S(dim)"""
-    return _apply(x, _sum_and_split(axis_of(axis), dim, parts), _join(axis_of(axis), dim, parts, x.shape[dim]))
+    return _apply(x, axis, (_sum_and_split, dim, parts), (_join, dim, parts, x.shape[dim]))
 
 
 def shard(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """R -> S(dim)"""
-    return _apply(x, _own_piece(axis_of(axis), dim, parts), _join(axis_of(axis), dim, parts, x.shape[dim]))
+    return _apply(x, axis, (_own_piece, dim, parts), (_join, dim, parts, x.shape[dim]))
 
 
 def narrow(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """B -> S(dim)"""
-    return _apply(x, _own_piece(axis_of(axis), dim, parts), _in_zeros(axis_of(axis), dim, parts, x.shape[dim]))
+    return _apply(x, axis, (_own_piece, dim, parts), (_in_zeros, dim, parts, x.shape[dim]))
 
 
 def pad(x: Tensor, axis: str, dim: int, parts: int = 1, size: int | None = None) -> Tensor:
     """S(dim) -> P"""
-    return _apply(x, _in_zeros(axis_of(axis), dim, parts, size), _own_piece(axis_of(axis), dim, parts))
+    return _apply(x, axis, (_in_zeros, dim, parts, size), (_own_piece, dim, parts))
 
 
 def all_to_all(
     x: Tensor, axis: str, dim: int, to: int, parts: int = 1, to_parts: int = 1, size: int | None = None
 ) -> Tensor:
     """S(dim) -> S(to)"""
-    over, count = axis_of(axis), axis_of(axis).size
+    count = axis_of(axis).size
     # Within one dim, the inner of the two factors lies in fewer parts once the outer one is split.
     had = dim, parts // count if dim == to and parts > to_parts else parts
     want = to, to_parts // count if dim == to and to_parts > parts else to_parts
     whole = None if dim == to else x.shape[to]
-    return _apply(x, _exchange(over, want, (*had, size)), _exchange(over, had, (*want, whole)))
+    return _apply(x, axis, (_exchange, want, (*had, size)), (_exchange, had, (*want, whole)))
 
 
 def mask(x: Tensor, axis: str) -> Tensor:
     """R -> P"""
-    return _apply(x, _on_first(axis_of(axis)), _nothing)
+    return _apply(x, axis, (_on_first,), (_nothing,))
 
 
 def mask_gradient(x: Tensor, axis: str) -> Tensor:
     """B -> R"""
-    return _apply(x, _nothing, _on_first(axis_of(axis)))
+    return _apply(x, axis, (_nothing,), (_on_first,))
 
 
 def mask_both(x: Tensor, axis: str) -> Tensor:
     """B -> P"""
-    return _apply(x, _on_first(axis_of(axis)), _on_first(axis_of(axis)))
+    return _apply(x, axis, (_on_first,), (_on_first,))

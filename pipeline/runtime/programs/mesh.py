@@ -45,49 +45,24 @@ def set_meshes(meshes: Sequence[Mapping[str, int]]) -> None:
     _axes.clear()
     first = 0
     for sizes, count in zip(meshes, counts, strict=True):
-        found = _axes_of(sizes, first, world, rank)
-        _axes.update(found if first <= rank < first + count else {})
+        _set_axes(sizes, torch.arange(first, first + count).reshape(tuple(sizes.values())), world, rank)
         first += count
 
 
-def _axes_of(sizes: Mapping[str, int], first: int, world: int, rank: int) -> dict[str, MeshAxis]:
-    """Of a mesh that begins at a rank; every rank of the world takes part, and what is not its own is nothing to it."""
-    groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
-    found = {}
+def _set_axes(sizes: Mapping[str, int], grid: Tensor, world: int, rank: int) -> None:
+    """Those of a mesh on a grid of ranks: every rank makes every group, in the same order, and keeps its own."""
+    groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {(): None}
     for count in range(1, len(sizes) + 1):
         for names in combinations(sizes, count):
-            wide = tuple(name for name in names if sizes[name] > 1)  # an axis of size one adds no rank
-            if wide not in groups:
-                groups[wide] = _group(wide, sizes, first, world, rank)
+            dims = [dim for dim, name in enumerate(sizes) if name in names]
             size = prod(sizes[name] for name in names)
-            found[joined(names)] = MeshAxis(size, _place(rank - first, names, sizes), groups[wide])
-    return found
-
-
-def _place(rank: int, names: tuple[str, ...], sizes: Mapping[str, int]) -> int:
-    """The rank's number among those that differ on these axes alone."""
-    place, stride = 0, prod(sizes.values())
-    for name, size in sizes.items():
-        stride //= size
-        place = place * size + rank // stride % size if name in names else place
-    return place
-
-
-def _group(
-    names: tuple[str, ...], sizes: Mapping[str, int], first: int, world: int, rank: int
-) -> dist.ProcessGroup | None:
-    """Every rank makes every group, in the same order, and keeps its own."""
-    if not names:
-        return None
-    if prod(sizes[name] for name in names) == world:
-        return dist.group.WORLD
-    others = tuple(name for name in sizes if name not in names)
-    own = None
-    for place in range(prod(sizes[name] for name in others)):
-        ranks = [first + r for r in range(prod(sizes.values())) if _place(r, others, sizes) == place]
-        group = dist.new_group(ranks)
-        own = group if rank in ranks else own
-    return own
+            rows = grid.movedim(dims, list(range(-count, 0))).reshape(-1, size).tolist()
+            wide = tuple(name for name in names if sizes[name] > 1)  # an axis of size one adds no rank
+            if wide not in groups:  # in each row are the ranks that differ on these axes alone
+                made = [dist.group.WORLD if len(row) == world else dist.new_group(row) for row in rows]
+                groups[wide] = next((group for group, row in zip(made, rows, strict=True) if rank in row), None)
+            for own in [row for row in rows if rank in row]:
+                _axes[joined(names)] = MeshAxis(size, own.index(rank), groups[wide])
 
 
 def axis_of(name: str) -> MeshAxis:

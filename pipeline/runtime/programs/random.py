@@ -25,7 +25,11 @@ def drawn_apart(draw: Callable[[], Tensor], axis: str) -> Tensor:
     # Not `is_available`: a program on CPUs must not wake the GPU, and inside a recompute region torch refuses it.
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
-        _seed(seed_apart(shared, position(axis)[0] + 1), devices)
+        seed = seed_apart(shared, position(axis)[0] + 1)
+        # Not `torch.manual_seed`: for each kind of device that is absent, every call keeps the stack it came from.
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            torch.cuda.default_generators[device].manual_seed(seed)
         return draw()
 
 
@@ -38,10 +42,3 @@ def go_apart(place: int) -> None:
     """From a stream that all ranks are in, each to one of its own place; place 0 goes on in it."""
     if place:
         torch.manual_seed(seed_apart(int(torch.randint(_SEEDS, ())), place))
-
-
-def _seed(seed: int, devices: list[int]) -> None:
-    """Not `torch.manual_seed`: for each kind of device that is absent, every call keeps the stack it came from."""
-    torch.default_generator.manual_seed(seed)
-    for device in devices:
-        torch.cuda.default_generators[device].manual_seed(seed)

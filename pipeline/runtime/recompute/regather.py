@@ -2,8 +2,8 @@
 
 `again` runs a conversion and notes how its result was made. Inside `keep_shards` autograd keeps that note in place of
 the result and of any view of it, so the copy goes when the link's function returns; backward makes it once more for the
-first op that asks, and lets go of it when its gradient is there. Where one conversion follows another, the note goes
-back to what is stored.
+first op that asks, and lets go of it with the last. Where one conversion follows another, the note goes back to what is
+stored.
 
 A link's parameters are gathered together (`regather_together`): one collective forward, one more in backward for those
 of which backward needs something, when it asks for the first of them, and one for the gradients of those that become
@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -73,47 +72,23 @@ def memory_of(tensor: Tensor) -> int:
 # ------------------------------------------------------------------------------------------------------------- sources
 
 
-class _Conversion:
-    """How a tensor was made, from a tensor that is there anyway or from a view of what another source makes."""
+class _Remade:
+    """Tensors that are made together, each from a tensor that is there anyway or from a view of what was made so."""
 
-    def __init__(self, source: Tensor | GatherSource, move: Callable[[Tensor], Tensor]) -> None:
-        self.source, self.move = source, move
-        self.wanted = False
-        self.made: Tensor | None = None  # by backward, for as long as its ops need it
+    def __init__(
+        self, sources: Sequence[Tensor | _ViewOf], make: Callable[[Sequence[Tensor], Sequence[int]], list[Tensor]]
+    ) -> None:
+        """`make` takes the sources of some of them, and their numbers."""
+        self.sources, self.make = sources, make
+        self.wanted = [0] * len(sources)
+        self.made: list[Tensor | None] = [None] * len(sources)  # by backward, for as long as its ops need them
 
-    def want(self) -> None:
+    def want(self, number: int) -> None:
         """Backward will ask for it: once for each call, and once in all for what it is made from."""
-        if not self.wanted and not isinstance(self.source, Tensor):
-            self.source.want()
-        self.wanted = True
-
-    def take(self) -> Tensor:
-        if self.made is None:
-            with torch.no_grad():
-                self.made = self.move(_taken(self.source))
-        return self.made
-
-    def forget(self, gradient: Tensor) -> None:
-        self.made = None
-
-
-class _GatherGroup:
-    """Tensors of one dtype that are gathered together: how, and what backward needs of them."""
-
-    def __init__(self, axis: MeshAxis, splits: list[Split], summed: list[bool]) -> None:
-        """`summed`: of which gradients are, those of `B` and not those of `R`."""
-        self.axis, self.splits, self.summed = axis, splits, summed
-        self.sources: Sequence[Tensor | GatherSource] = ()
-        self.wanted = [0] * len(splits)
-        self.made: list[Tensor | None] = [None] * len(splits)
-
-    def gather(self, pieces: Sequence[Tensor], numbers: Iterable[int]) -> list[Tensor]:
-        """Ahead of time if that may be: where backward gathers again, and all are parameters themselves."""
-        splits = [self.splits[n] for n in numbers]
-        early = bool(self.sources) and all(isinstance(source, Tensor) for source in self.sources)
-        if early and step.prefetch is not None:
-            return step.prefetch.gather(pieces, splits, self.axis)
-        return Joining(pieces, splits, self.axis).finish()
+        source = self.sources[number]
+        if not self.wanted[number] and isinstance(source, _ViewOf):
+            source.want()
+        self.wanted[number] += 1
 
     def take(self, number: int) -> Tensor:
         """One of them; when the first is asked for, all that will be are made, and each goes when it is asked for last.
@@ -121,11 +96,11 @@ class _GatherGroup:
         What is asked for once more, as by a second backward pass, is made once more.
         """
         if self.made[number] is None:
-            missing = [
-                n for n, wanted in enumerate(self.wanted) if (wanted > 0 or n == number) and self.made[n] is None
-            ]
+            asked = {number, *(n for n, wanted in enumerate(self.wanted) if wanted > 0)}
+            missing = [n for n in sorted(asked) if self.made[n] is None]
+            sources = [self.sources[n] for n in missing]
             with torch.no_grad():
-                found = self.gather([_taken(self.sources[n]) for n in missing], missing)
+                found = self.make([s if isinstance(s, Tensor) else s.take() for s in sources], missing)
             for n, made in zip(missing, found, strict=True):
                 self.made[n] = made
         whole = self.made[number]
@@ -136,49 +111,30 @@ class _GatherGroup:
         return whole
 
 
-class _GroupMember:
-    """One tensor of a group."""
-
-    def __init__(self, group: _GatherGroup, number: int) -> None:
-        self.group, self.number = group, number
-
-    def want(self) -> None:
-        source = self.group.sources[self.number]
-        if not self.group.wanted[self.number] and not isinstance(source, Tensor):
-            source.want()
-        self.group.wanted[self.number] += 1
-
-    def take(self) -> Tensor:
-        return self.group.take(self.number)
+GatherSource = tuple[_Remade, int]  # one of them
 
 
 class _ViewOf:
-    """A part of what a source makes: another is made from it, or autograd keeps it in place of the tensor."""
+    """A part of what is made again: another is made from it, or autograd keeps it in place of the tensor."""
 
     def __init__(self, source: GatherSource, tensor: Tensor) -> None:
-        self.source, self.view = source, StridedView.of(tensor)
+        (self.remade, self.number), self.view = source, StridedView.of(tensor)
 
     def want(self) -> None:
-        self.source.want()
+        self.remade.want(self.number)
 
     def take(self) -> Tensor:
-        return self.view.on(self.source.take())
+        return self.view.on(self.remade.take(self.number))
 
 
-GatherSource = _Conversion | _GroupMember | _ViewOf
+def _remember(results: Iterable[Tensor], remade: _Remade) -> None:
+    for number, result in enumerate(results):
+        place = memory_of(result)
+        step.gathered[place] = remade, number
+        weakref.finalize(result, step.gathered.pop, place, None)
 
 
-def _taken(source: Tensor | GatherSource) -> Tensor:
-    return source if isinstance(source, Tensor) else source.take()
-
-
-def _remember(result: Tensor, source: GatherSource) -> None:
-    place = memory_of(result)
-    step.gathered[place] = source
-    weakref.finalize(result, step.gathered.pop, place, None)
-
-
-def _source_of(x: Tensor) -> Tensor | GatherSource:
+def _source_of(x: Tensor) -> Tensor | _ViewOf:
     source = step.gathered.get(memory_of(x))
     return x.detach() if source is None else _ViewOf(source, x)
 
@@ -192,11 +148,24 @@ def again(conversion: Callable[..., Tensor], x: Tensor, **arguments: Any) -> Ten
     if conversion in ON_FIRST and memory_of(result) == memory_of(x) and axis_of(arguments["axis"]).size > 1:
         result = result.clone()  # other ranks make one: all must have the same gathers ahead
     if memory_of(result) not in (0, memory_of(x)):  # on an axis of one rank nothing is made; a piece of dim 0 is a view
-        source = _Conversion(_source_of(x), partial(conversion, **arguments))
-        _remember(result, source)
-        if result.requires_grad:
-            result.register_hook(source.forget)
+        _remember([result], _Remade([_source_of(x)], lambda pieces, _: [conversion(pieces[0], **arguments)]))
     return result
+
+
+@dataclass(frozen=True)
+class _GatherGroup:
+    """How tensors of one dtype are gathered together."""
+
+    axis: MeshAxis
+    splits: list[Split]
+    summed: list[bool]  # whether their gradients are: those of `B`, and not those of `R`
+    early: bool  # ahead of time if that may be: where backward gathers again, and all are parameters themselves
+
+    def gather(self, pieces: Sequence[Tensor], numbers: Iterable[int]) -> list[Tensor]:
+        splits = [self.splits[n] for n in numbers]
+        if self.early and step.prefetch is not None:
+            return step.prefetch.gather(pieces, splits, self.axis)
+        return Joining(pieces, splits, self.axis).finish()
 
 
 class _Together(torch.autograd.Function):
@@ -204,9 +173,9 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: _GatherGroup, *pieces: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.shapes = group, [piece.shape for piece in pieces]
-        ctx.set_materialize_grads(False)
         wholes = group.gather(pieces, range(len(pieces)))
+        ctx.group, ctx.shapes = group, [whole.shape for whole in wholes]
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(w for w, needs in zip(wholes, ctx.needs_input_grad[1:], strict=True) if not needs)
         )
@@ -216,22 +185,14 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         group, needs = ctx.group, ctx.needs_input_grad[1:]
         own = [n for n, need in enumerate(needs) if need and not group.summed[n] and gradients[n] is not None]
-        found = {n: own_copy(group.axis, *group.splits[n][:2])(gradients[n]) for n in own}
+        found = {n: own_copy(gradients[n], group.axis, *group.splits[n][:2]) for n in own}
         chosen = [n for n, need in enumerate(needs) if need and group.summed[n]]
-        if chosen:
+        if chosen:  # every rank brings a gradient also of what no op has read, whatever the ranks have read
             like = next(gradient for gradient in gradients if gradient is not None)
-            whole = [_zeros(like, ctx.shapes[n], group, n) if gradients[n] is None else gradients[n] for n in chosen]
+            whole = [like.new_zeros(ctx.shapes[n]) if gradients[n] is None else gradients[n] for n in chosen]
             pieces = sum_and_split_several(whole, [group.splits[n] for n in chosen], group.axis)
             found |= dict(zip(chosen, pieces, strict=True))
         return (None, *(found.get(n) for n in range(len(needs))))
-
-
-def _zeros(like: Tensor, shape: torch.Size, group: _GatherGroup, number: int) -> Tensor:
-    """The gradient of what no op has read: every rank brings it, whatever the ranks have read."""
-    dim, _, whole = group.splits[number]
-    sizes = list(shape)
-    sizes[dim] = sizes[dim] * group.axis.size if whole is None else whole
-    return like.new_zeros(sizes)
 
 
 # A tensor with its dim, its parts where there are several, then its size where it is uneven, and "R" where it becomes
@@ -260,13 +221,12 @@ def _together(given: Sequence[Given], axis: str, drops: bool) -> tuple[Tensor, .
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [n for n, tensor in enumerate(tensors) if tensor.dtype == dtype]
         pieces = [tensors[n] for n in alike]
-        group = _GatherGroup(over, [splits[n] for n in alike], [given[n][-1] != "R" for n in alike])
-        if drops:
-            group.sources = [_source_of(piece) for piece in pieces]
+        sources = [_source_of(piece) for piece in pieces]
+        early = drops and all(isinstance(source, Tensor) for source in sources)
+        group = _GatherGroup(over, [splits[n] for n in alike], [given[n][-1] != "R" for n in alike], early)
         wholes = at_border(pieces, _Together.apply(group, *pieces))  # type: ignore[no-untyped-call]
         if drops:
-            for number, whole in enumerate(wholes):
-                _remember(whole, _GroupMember(group, number))
+            _remember(wholes, _Remade(sources, group.gather))
         found |= dict(zip(alike, wholes, strict=True))
     return tuple(found[n] for n in range(len(tensors)))
 
@@ -292,8 +252,9 @@ def keep_shards() -> Iterator[None]:
         source = step.gathered.get(memory_of(tensor)) if step.gathered else None
         if source is None:
             return pack(tensor)
-        source.want()
-        return _ViewOf(source, tensor)
+        view = _ViewOf(source, tensor)
+        view.want()
+        return view
 
     def give(kept: Any) -> Tensor:
         return kept.take() if isinstance(kept, _ViewOf) else unpack(kept)

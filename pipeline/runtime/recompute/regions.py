@@ -39,8 +39,8 @@ def recompute(region: Callable[..., Result], *arguments: Any) -> Result:
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Around the two runs, each inside the region's own hooks on what autograd keeps."""
-        keeping = step.thread.keeping_shards > 0
-        return keep_shards() if keeping else nullcontext(), _replay(keeping, drawn)
+        shards = keep_shards if step.thread.keeping_shards else nullcontext
+        return shards(), _replay(shards, drawn)
 
     # Torch would keep and restore the generators' states for every region; few regions draw numbers. In a region
     # gradients of weights are made with the others.
@@ -72,8 +72,8 @@ def kept(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 
 
 @contextmanager
-def _replay(keeping: bool, drawn: Drawn) -> Iterator[None]:
-    with setting(step.thread, replaying=True), keep_shards() if keeping else nullcontext(), drawn.again():
+def _replay(shards: Callable[[], AbstractContextManager[None]], drawn: Drawn) -> Iterator[None]:
+    with setting(step.thread, replaying=True), shards(), drawn.again():
         yield
 
 
@@ -102,16 +102,10 @@ class _Again(torch.autograd.Function):
         return found
 
 
-class _Holder:
-    """Keeps tensors as autograd would: it lives as long as the result of its node."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        given = [tensor.detach() for tensor in tensors]
-        self.result = _Holding.apply(torch.empty(0, requires_grad=True), *given)  # type: ignore[no-untyped-call]
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = self.result.grad_fn.saved_tensors
-        return found
+def _holder(tensors: list[Tensor]) -> Any:
+    """Keeps tensors as autograd would, for as long as it lives: they are its `grad_fn.saved_tensors`."""
+    given = [tensor.detach() for tensor in tensors]
+    return _Holding.apply(torch.empty(0, requires_grad=True), *given)  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -119,7 +113,7 @@ class _KeptArguments:
     """The arguments of a call of `kept` that its backward needs. Notes know it and a region does not: who keeps the
     arguments knows the region, and autograd's part of such a circle is not seen by the garbage collector."""
 
-    holder: _Holder | None = None  # by which the region keeps them
+    holder: Tensor | None = None  # by which the region keeps them
     needed: list[int] = field(default_factory=list)  # their places
     notes: int = 0  # not yet asked for
     found: tuple[Tensor, ...] = ()
@@ -127,7 +121,7 @@ class _KeptArguments:
     def argument(self, place: int) -> Tensor:
         """Autograd asks the region for them once, and lets go of them with the last."""
         if self.holder is not None:
-            self.found, self.holder = self.holder.tensors(), None
+            self.found, self.holder = self.holder.grad_fn.saved_tensors, None
         self.notes -= 1
         tensor = self.found[self.needed.index(place)]
         self.found = self.found if self.notes else ()
@@ -138,7 +132,7 @@ class _KeptArguments:
 class _KeptResults:
     """Of a call of `kept` on the first run of its region, for the second."""
 
-    holder: _Holder | None
+    holder: Tensor | None
     single: bool
     grads: tuple[bool, ...]
     needed: tuple[int, ...]  # places of the arguments that backward needs
@@ -195,9 +189,9 @@ class RecomputeRegion:
         drawn.end()
         single = isinstance(result, Tensor)
         results = [result] if single else list(result)
-        given.holder = _Holder([arguments[place] for place in given.needed])
+        given.holder = _holder([arguments[place] for place in given.needed])
         with saved_tensors_hooks(*self.around):
-            holder = _Holder(results)
+            holder = _holder(results)
         grads = tuple(t.requires_grad for t in results)
         self.calls.append(_KeptResults(holder, single, grads, tuple(given.needed), drawn))
         return result
@@ -205,10 +199,10 @@ class RecomputeRegion:
     def replay(self, arguments: tuple[Any, ...]) -> Any:
         call = self.calls[self.next]
         self.next += 1
-        _Holder([arguments[place] for place in call.needed])
+        _holder([arguments[place] for place in call.needed])
         call.drawn.skip()
         assert call.holder is not None, "a region is run again once"
-        found, call.holder = call.holder.tensors(), None
+        found, call.holder = call.holder.grad_fn.saved_tensors, None
         results = _Again.apply(torch.empty(0, requires_grad=True), call.grads, *found)  # type: ignore[no-untyped-call]
         return results[0] if call.single else results
 

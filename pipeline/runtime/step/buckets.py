@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -93,7 +92,7 @@ class SumBucket:
         self.axis = axis_of(joined(members[0].summed))
         parameters = [m.parameter for m in members]
         lengths = [parameter.numel() for parameter in parameters]
-        self.flat = _zeros(parameters[0], sum(lengths) + 1)  # with room for a number that is summed too
+        self.flat = parameters[0].new_zeros(sum(lengths) + 1)  # with room for a number that is summed too
         *slots, last = self.flat.split([*lengths, 1])
         self.slots = [slot.view_as(parameter) for slot, parameter in zip(slots, parameters, strict=True)]
         self.slot = PiggybackSlot(self.axis, last)
@@ -102,7 +101,7 @@ class SumBucket:
         self.work: Any = None
 
     def reset(self) -> None:
-        self.arrived.clear()
+        self.arrived, self.missing = set(), set(range(len(self.members)))
         for member in self.members:
             member.parameter.grad = None
 
@@ -149,7 +148,7 @@ class ShardBucket:
         self.place = tuple(axis_of(name).rank for name in split)
         self.sliced = tuple(slice(None) if name in summed else axis_of(name).rank for name in split)
         self.lengths = [prod(m.piece_shape) for m in members]
-        self.flat = _zeros(members[0].parameter, self.axis.size * sum(self.lengths))
+        self.flat = members[0].parameter.new_zeros(self.axis.size * sum(self.lengths))
         self.rows = self.flat.view(self.axis.size, -1)
         self.sent = self.rows[: self.scatter.size]
         self.own = self.sent[self.scatter.rank]
@@ -180,7 +179,7 @@ class ShardBucket:
                 yield number, shard
 
     def reset(self) -> None:
-        self.arrived.clear()
+        self.arrived, self.missing = set(), set(range(len(self.members)))
 
     def take(self, number: int) -> None:
         """A gradient is there: its pieces go to their rows; on axes where it is whole just this rank's is needed."""
@@ -255,10 +254,6 @@ class ShardBucket:
                 values.copy_(self._slot(self.rows, number).view(values.shape))
         for _, shard in self._apart():
             shard.data = shard.data.new_empty(0)
-
-
-def _zeros(like: Tensor, length: int) -> Tensor:
-    return torch.zeros(length, dtype=like.dtype, device=like.device)
 
 
 def _joined_axis(names: Iterable[str]) -> MeshAxis:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.ir.layout import Layout
+from pipeline.ir.layout import Layout, R
 from pipeline.runtime.context import step
 from pipeline.runtime.programs.collectives import Joining, Split, as_real, in_memory
 from pipeline.runtime.programs.mesh import MeshAxis, axis_of
@@ -94,7 +94,6 @@ class Gradients:
         step.start(self.slots)
         for bucket in self.buckets:
             bucket.reset()
-            bucket.missing = set(range(len(bucket.members)))
         for parameter in self.complete:
             if armed or parameter.grad is None:
                 parameter.grad = None  # autograd puts the only gradient in its place without adding
@@ -180,24 +179,19 @@ class GatherPrefetch:
 
     def gather(self, pieces: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis) -> list[Tensor]:
         request = _GatherRequest(tuple(piece.detach() for piece in pieces), tuple(splits), axis)
-        found = self._begun(request) or Joining(request.pieces, request.splits, request.axis)
-        wholes = found.finish()
+        begun, self.begun = self.begun, None
+        if begun is not None and not begun[0].is_for(request):
+            begun[1].finish()
+            begun = None
+        self.used += begun is not None
+        joining = Joining(request.pieces, request.splits, request.axis) if begun is None else begun[1]
+        wholes = joining.finish()
         place = len(self.seen)
         self.seen.append(request)
         if place + 1 < len(self.last) and self.last[place].is_for(request):
             following = self.last[place + 1]
             self.begun = following, Joining(following.pieces, following.splits, following.axis, waits=False)
         return wholes
-
-    def _begun(self, request: _GatherRequest) -> Joining | None:
-        if self.begun is None:
-            return None
-        (expected, joining), self.begun = self.begun, None
-        if expected.is_for(request):
-            self.used += 1
-            return joining
-        joining.finish()
-        return None
 
 
 # ---------------------------------------------------------------------------------------------------------- clipping
@@ -213,15 +207,17 @@ class Clipping:
 
     def __init__(self, updated: Sequence[nn.Parameter], rows: Iterable[Row], axes: Sequence[str], limit: float) -> None:
         self.updated, self.limit = updated, limit
-        self.counted = [p for p, row in zip(updated, rows, strict=True) if _is_first_holder(row, axes)]
+        self.counted = []
+        for parameter, (_, _, state) in zip(updated, rows, strict=True):
+            states = Layout.parse(state).states or [R] * len(axes)  # without a layout it is whole on all
+            if all(s.kind == "S" or axis_of(name).rank == 0 for name, s in zip(axes, states, strict=True)):
+                self.counted.append(parameter)
 
     def clip(self) -> Tensor:
         """After backward and before the optimizer: scales the gradients down to the limit, and returns their norm."""
-        norms = [
-            norm
-            for dtype, gradients in _by_type(self.counted).items()
-            for norm in torch._foreach_norm(gradients, 2, _exact(dtype))
-        ]
+        norms: list[Tensor] = []
+        for dtype, gradients in _by_type(self.counted).items():
+            norms += torch._foreach_norm(gradients, 2, _exact(dtype))
         total = torch.zeros((), dtype=torch.float64, device=self.updated[0].device)
         if norms:
             total = torch.stack(norms).double().square().sum()
@@ -232,13 +228,6 @@ class Clipping:
         for dtype, gradients in _by_type(self.updated).items():
             torch._foreach_mul_(gradients, factor.to(_exact(dtype)))
         return total
-
-
-def _is_first_holder(row: Row, axes: Sequence[str]) -> bool:
-    """Whether no rank before this one holds the same piece; a parameter without a layout is whole on all."""
-    states = Layout.parse(row[2]).states
-    kinds = [state.kind for state in states] if states else ["R"] * len(axes)
-    return all(kind == "S" or axis_of(name).rank == 0 for name, kind in zip(axes, kinds, strict=True))
 
 
 def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Tensor]]:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pipeline.runtime.step.tape import EMPTY, OVERWRITE, MemoryView, Tape, TapeEntry, TapeMemory, op_name
+from pipeline.runtime.step.tape import EMPTY, OVERWRITE, MemoryView, Tape, TapeEntry, TapeMemory
 
 ROOM = 1.5  # memory that was used before the current op, in sizes of the largest: what trunc_normal_ goes back to
 SMALL = 1 << 16  # bytes that are not worth giving back
@@ -46,14 +46,10 @@ class Initial:
     """
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
-        keeper = _Keeper()
-        with _Looks(keeper), keeper:
+        self._keeper = _Keeper()
+        with _Looks(self._keeper), self._keeper:
             self.module = build()
-        self._keeper = keeper
-
-    @property
-    def whole(self) -> str:
-        return self._keeper.whole
+        self.whole = self._keeper.whole
 
     def values(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Each of these tensors of the module in turn, filled until the next is asked for."""
@@ -114,7 +110,7 @@ class _Keeper(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.whole or self.busy or op_name(func) == "aten::set_":  # that looks at other memory and writes none
+        if self.whole or self.busy or func._schema.name == "aten::set_":  # that looks at other memory and writes none
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             try:
@@ -137,8 +133,7 @@ class _Keeper(TorchDispatchMode):
     def _before(self, func: Any, args: Any, kwargs: Any) -> dict[int, MemoryView]:
         """What an op needs is filled; its tensors as views, by their ids."""
         views = {id(leaf): self._view(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        written = {views[id(t)].memory for t in _written(func, args, kwargs)}
-        target = _overwritten(func, args, kwargs, views)
+        written, target = _written(func, args, kwargs, views)
         used = {view.memory for view in views.values()}
         self._make_room(ROOM * self.largest, used)
         for memory in used:
@@ -154,23 +149,20 @@ class _Keeper(TorchDispatchMode):
         used = {view.memory for view in views.values()}
         makes = self._made(result, used)
         new = [view.memory for view in makes if view is not None]
-        written = [views[id(t)].memory for t in _written(func, args, kwargs)]
+        written, target = _written(func, args, kwargs, views)
         if not written and not new:
             return
         storages = [(memory.storage(), memory.nbytes) for memory in used]
         if any(storage is not None and storage.nbytes() != nbytes for storage, nbytes in storages):
             raise _Unknown("an op that resizes a tensor")
-        target = _overwritten(func, args, kwargs, views)
         args, kwargs = (tree_map(lambda value: views.get(id(value), value), part) for part in (tuple(args), kwargs))
         reads = tuple(dict.fromkeys(view.memory for view in views.values() if view.memory is not target))
-        drawn = tuple(
-            (generator, state) for generator, state in states if not torch.equal(generator.get_state(), state)
-        )
+        drawn = tuple((g, state) for g, state in states if not torch.equal(g.get_state(), state))
         number, default = len(self.tape.entries), torch.get_default_dtype()
         entry = TapeEntry(number, func, args, kwargs, reads, target, makes, drawn, default)
         self.tape.add(entry, dict.fromkeys([*written, *new]))
         for memory in new:
-            self._drop(memory) if op_name(func) in EMPTY else self._note_use(memory)
+            self._drop(memory) if func._schema.name in EMPTY else self._note_use(memory)
 
     def _view(self, tensor: Tensor) -> MemoryView:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -288,17 +280,18 @@ class _Keeper(TorchDispatchMode):
                 self._drop(memory)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+def _written(
+    func: Any, args: Any, kwargs: Any, views: dict[int, MemoryView]
+) -> tuple[list[TapeMemory], TapeMemory | None]:
+    """What memory an op writes, and what it writes all of without reading it."""
+    written = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-def _overwritten(func: Any, args: Any, kwargs: Any, views: dict[int, MemoryView]) -> TapeMemory | None:
-    """The memory that an op writes all of, without reading it."""
-    if op_name(func) not in OVERWRITE:
-        return None
+            written += [views[id(leaf)].memory for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    if func._schema.name not in OVERWRITE:
+        return written, None
     target = views[id(args[0])]
     others = (views[id(leaf)] for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor))
-    return target.memory if target.whole() and all(view.memory is not target.memory for view in others) else None
+    alone = target.whole() and all(view.memory is not target.memory for view in others)
+    return written, target.memory if alone else None

@@ -8,8 +8,7 @@ op is on the tape with the state that its generator had, so it draws the same nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +70,7 @@ class TapeEntry:
     """An op on the tape; its arguments have views in place of tensors."""
 
     number: int
-    function: Callable[..., Any]
+    function: Any  # of torch
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     reads: tuple[TapeMemory, ...]
@@ -118,24 +117,19 @@ class Tape:
         for entry in entries:
             made = [view.memory for view in entry.makes if view is not None]
             last |= dict.fromkeys((*entry.reads, *made, entry.overwrites), entry)
-        with torch.no_grad(), _kept_states(entries):
-            for entry in entries:
-                _perform(entry, filled, memory)
-                for done in [m for m in filled if m is not memory and last.get(m) is entry]:
-                    del filled[done]
-
-
-@contextmanager
-def _kept_states(entries: Iterable[TapeEntry]) -> Iterator[None]:
-    used = {id(generator): generator for entry in entries for generator, _ in entry.states}
-    before = [(generator, generator.get_state()) for generator in used.values()]
-    kept = torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(kept)
-        for generator, state in before:
-            generator.set_state(state)
+        used = {id(generator): generator for entry in entries for generator, _ in entry.states}
+        before = [(generator, generator.get_state()) for generator in used.values()]
+        default = torch.get_default_dtype()
+        try:
+            with torch.no_grad():
+                for entry in entries:
+                    _perform(entry, filled, memory)
+                    for done in [m for m in filled if m is not memory and last.get(m) is entry]:
+                        del filled[done]
+        finally:
+            torch.set_default_dtype(default)
+            for generator, state in before:
+                generator.set_state(state)
 
 
 def _perform(entry: TapeEntry, filled: dict[TapeMemory, torch.UntypedStorage], target: TapeMemory) -> None:
@@ -147,7 +141,7 @@ def _perform(entry: TapeEntry, filled: dict[TapeMemory, torch.UntypedStorage], t
     def real(value: Any) -> Any:
         return value.on(storage(value.memory)) if isinstance(value, MemoryView) else value
 
-    if entry.makes and op_name(entry.function) in EMPTY:
+    if entry.makes and entry.function._schema.name in EMPTY:
         return  # the memory is taken when it is first written
     for generator, state in entry.states:
         generator.set_state(state)
@@ -162,8 +156,3 @@ def _perform(entry: TapeEntry, filled: dict[TapeMemory, torch.UntypedStorage], t
             filled[view.memory] = own
         else:
             view.on(storage(view.memory)).copy_(made)
-
-
-def op_name(function: Any) -> str:
-    name: str = function._schema.name
-    return name
