@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.contest_search import ContestSearcher
 from stages.solve.problem.data import Edge, Holding, Node, Problem
 from stages.solve.search.large.arrays import Arrays, Ints, flatten
 from stages.solve.search.large.descent import Searcher
@@ -141,7 +142,7 @@ def _in_this_process(problem: Problem, limit: float, deadline: float, seed: int,
         cost = reduced.constant if fits else math.inf
         return SearchResult(reduced.expand([]) if fits else None, cost, cost, sizes(reduced))
     arrays = flatten(reduced.problem, reduced.base, limit, reduced.constant)
-    searcher = Searcher(arrays, deadline, seed, step)
+    searcher = ContestSearcher(arrays, deadline, seed, step)
     with contextlib.suppress(KeyboardInterrupt):
         searcher.run(SHARES[0])
     picked = None if searcher.best is None else np.asarray(reduced.expand(searcher.best))
@@ -237,7 +238,7 @@ def _first(
     if reduced.problem.nodes:
         teller = _Teller(reduced, board)
         arrays = flatten(reduced.problem, reduced.base, limit, reduced.constant)
-        Searcher(arrays, deadline, seed, step, teller.publish).run(FIRST_SHARE)
+        ContestSearcher(arrays, deadline, seed, step, teller.publish).run(FIRST_SHARE)
 
 
 class _Teller:
@@ -285,7 +286,7 @@ def _search(arrays: Arrays, deadline: float, seed: int, number: int, slots: list
         found = [f for f in (slot.read() for slot in others) if f is not None]
         return min(found, key=lambda f: f[0], default=None)
 
-    searcher = Searcher(arrays, deadline, seed + number, step, slots[number].publish, fetch)
+    searcher = ContestSearcher(arrays, deadline, seed + number, step, slots[number].publish, fetch)
     searcher.run(SHARES[number % len(SHARES)])
     slots[number].publish(searcher)
     slots[number].numbers[3] = searcher.proven or searcher.impossible
@@ -311,7 +312,7 @@ def warm_up() -> None:
     two = np.array([0.0, 1.0])
     nodes = tuple(Node(str(i), two, (Holding(0, 2, two[::-1].copy()),)) for i in range(3))
     edges = tuple(Edge(i, j, np.array([[0.0, 2.0], [2.0, math.inf]])) for i, j in ((0, 1), (1, 2), (0, 2)))
-    searcher = Searcher(flatten(Problem(nodes, edges), np.zeros(2), 2.5, 0.0), math.inf, 0)
+    searcher = ContestSearcher(flatten(Problem(nodes, edges), np.zeros(2), 2.5, 0.0), math.inf, 0)
     searcher.start()
     searcher.pass_messages(2)
     searcher.repair(1)

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from functools import cached_property
 
 from pipeline.base.log import Advance, Log
 from pipeline.config import Solve
@@ -64,12 +63,12 @@ class OnMesh:
 
     def judged_points(self, budget: float) -> list[FrontierPoint]:
         """The same without a search for others, each with the bound on plans that fit the budget as it does."""
-        return [self._point(self._judged(picked, budget)) for picked in self.given]
-
-    def _judged(self, picked: tuple[int, ...], budget: float) -> Solution:
-        known = self._known(picked, GIVEN)
-        proof = self.sweep.within(max(known.peak, budget)).proof
-        return replace(known, proof=self.sweep.proof(GIVEN, known.cost, proof.bound))
+        found = []
+        for picked in self.given:
+            known = self._known(picked, GIVEN)
+            bound = self.sweep.within(max(known.peak, budget)).proof.bound
+            found.append(self._point(replace(known, proof=self.sweep.proof(GIVEN, known.cost, bound))))
+        return found
 
     def promise(self, budget: float) -> float:
         """No plan within the budget is faster, before recompute; infinite where no plan keeps to the constraints."""
@@ -103,10 +102,6 @@ class OnMesh:
         cost, peak = self.left.problem.cost(picked), self.left.problem.peak(picked)
         return Solution(picked, cost, peak, self.sweep.proof(method, cost, self.sweep.bounder.bound_at(peak)))
 
-    @cached_property
-    def baselines(self) -> tuple[Baseline, ...]:
-        return baselines(self.graph, self.choices, self.problem)
-
 
 def price_point(workload: Workload, sharding: Sharding, proof: Proof) -> FrontierPoint:
     """The plan with its conversions' paths, and what its program is predicted to cost."""
@@ -129,7 +124,7 @@ def best_rows(meshes: list[OnMesh]) -> tuple[Baseline, ...]:
     """Of each kind the fastest on any of the meshes."""
     best: dict[str, Baseline] = {}
     for number, mesh in enumerate(meshes):
-        for row in mesh.baselines:
+        for row in baselines(mesh.graph, mesh.choices, mesh.problem):
             if row.name not in best or row.seconds < best[row.name].seconds:
                 best[row.name] = replace(row, mesh=number)
     return tuple(best.values())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from pipeline.base.errors import SolveError
@@ -26,7 +27,7 @@ from stages.solve.problem.meshes import asks_for_pipeline, meshes_of, pieces_of
 
 PAGE = "runs/solve/plans.md"
 
-Make = Callable[[Iterable[Mesh]], list[OnMesh]]
+Make = Callable[[Mesh], OnMesh]
 
 
 def run(inputs: Inputs, config: Config) -> Result:
@@ -38,15 +39,15 @@ def run(inputs: Inputs, config: Config) -> Result:
     memory = float(budget * cluster.devices)
     remember_in(inputs.root / "runs" / "ops")
 
-    def on(meshes: Iterable[Mesh]) -> list[OnMesh]:
-        loads = (Workload(graph, profile, cluster.part(mesh), copies, micro_batches) for mesh in meshes)
-        return [OnMesh(load, settings, where, inputs.log) for load in loads]
+    def on(mesh: Mesh) -> OnMesh:
+        load = Workload(graph, profile, cluster.part(mesh), copies, micro_batches)
+        return OnMesh(load, settings, where, inputs.log)
 
     saved = read_saved(settings.plan, inputs.root, graph)
     as_is = bool(saved) and settings.plan_use is PlanUse.as_is
     known = meshes_of(cluster, settings, where)
     homes = [mesh_for(plan, known, cluster, settings) for plan in saved]
-    tried = _possible(on, _each_once(homes if as_is else [*known, *homes]), homes, inputs.log)
+    tried = _possible(on, homes if as_is else [*known, *homes], homes, inputs.log)
     for plan, home in zip(saved, homes, strict=True):
         next(mesh for mesh in tried if mesh.cluster.axes == home.axes).start_from(plan)
     kept = tried if as_is else most_promising(tried, budget, settings.frontier_meshes)
@@ -54,30 +55,30 @@ def run(inputs: Inputs, config: Config) -> Result:
     alone = not asks_for_pipeline(settings)
     if alone and all(point.resident_bytes > budget for point in found):
         found.append(_small_enough(found, tried, kept, budget))
-    pieces = [
-        mesh
-        for size, meshes in ({} if as_is else pieces_of(cluster, settings, where)).items()
-        for mesh in (
-            most_promising(_with_plans(on, meshes, inputs.log), memory / size, settings.piece_meshes)
-            if alone
-            else _possible(on, meshes, meshes, inputs.log)
-        )
-    ]
+    pieces: list[OnMesh] = []
+    for size, meshes in ({} if as_is else pieces_of(cluster, settings, where)).items():
+        if alone:
+            pieces += most_promising(_with_plans(on, meshes, inputs.log), memory / size, settings.piece_meshes)
+        else:
+            pieces += _possible(on, meshes, meshes, inputs.log)
     parts = _searched(pieces, memory, settings, inputs.log)
+    planned = [*kept, *pieces]
     frontier = Frontier(
         budget,
         copies,
-        tuple(Mesh(mesh.cluster.axes) for mesh in (*kept, *pieces)),
+        tuple(Mesh(mesh.cluster.axes) for mesh in planned),
         _unbeaten(found),
         best_rows(kept),
         tuple(replace(point, mesh=len(kept) + point.mesh) for point in parts),
         micro_batches,
     )
     inputs.log.info(beside(frontier))
-    figures = _figures(frontier, config, [*kept, *pieces], [*tried, *pieces])
-    figures |= _whole_ops(frontier, [*kept, *pieces], inputs.log)
-    figures["meshes"] = len(tried)
-    figures["piece_plans"] = len(frontier.pieces)
+    figures = _figures(frontier, config, planned, [*tried, *pieces])
+    best = (frontier.points or frontier.pieces)[0]
+    whole = whole_ops(planned[best.mesh].workload.priced(best.sharding), best.seconds)
+    if whole:  # what no setting makes faster, and the user's own rule does
+        inputs.log.warning("%s: %s; a rule lets it be split (docs/how-to-add-an-op.md)", LACK, in_words(whole))
+    figures |= figures_of(whole) | {"meshes": len(tried), "piece_plans": len(frontier.pieces)}
     if cluster.device == "cuda" and profile.kernels:
         unsplit = step_seconds(graph, profile.kernels, card_of(cluster.compute))
         seconds = micro_batches * (unsplit.forward + unsplit.backward) + unsplit.optimizer
@@ -87,29 +88,18 @@ def run(inputs: Inputs, config: Config) -> Result:
     return Result(frontier, figures, (page,))
 
 
-def _whole_ops(frontier: Frontier, planned: list[OnMesh], log: Log) -> dict[str, float | int | str]:
-    """Of the fastest plan: what no setting makes faster, and the user's own rule does."""
-    point = (frontier.points or frontier.pieces)[0]
-    found = whole_ops(planned[point.mesh].workload.priced(point.sharding), point.seconds)
-    if found:
-        log.warning("%s: %s; a rule lets it be split (docs/how-to-add-an-op.md)", LACK, in_words(found))
-    return figures_of(found)
-
-
-def _each_once(meshes: list[Mesh]) -> list[Mesh]:
-    return [mesh for number, mesh in enumerate(meshes) if mesh not in meshes[:number]]
-
-
-def _possible(on: Make, meshes: Iterable[Mesh], needed: Iterable[Mesh], log: Log) -> list[OnMesh]:
-    """The meshes that the user's constraints allow: these may speak of axes that not every candidate has.
+def _possible(on: Make, meshes: Sequence[Mesh], needed: Sequence[Mesh], log: Log) -> list[OnMesh]:
+    """The meshes that the user's constraints allow, each once: these may speak of axes that not every candidate has.
 
     What is said against all of them, or against one that is needed, is said to the user.
     """
     found: list[OnMesh] = []
     refusals: list[SolveError] = []
-    for mesh in meshes:
+    for number, mesh in enumerate(meshes):
+        if mesh in meshes[:number]:
+            continue
         try:
-            found += on([mesh])
+            found.append(on(mesh))
         except SolveError as refused:
             if mesh in needed:
                 raise
@@ -120,12 +110,11 @@ def _possible(on: Make, meshes: Iterable[Mesh], needed: Iterable[Mesh], log: Log
     return found
 
 
-def _with_plans(on: Make, meshes: Iterable[Mesh], log: Log) -> list[OnMesh]:
+def _with_plans(on: Make, meshes: Sequence[Mesh], log: Log) -> list[OnMesh]:
     """The pieces on which the constraints leave a plan; a pipeline can do without."""
-    try:
+    with suppress(SolveError):
         return [own for own in _possible(on, meshes, (), log) if math.isfinite(own.promise(math.inf))]
-    except SolveError:
-        return []
+    return []
 
 
 def _judged(kept: list[OnMesh], budget: int) -> list[FrontierPoint]:

@@ -28,7 +28,7 @@ from pipeline.sharding.lowering import with_paths
 from stages.__main__ import main
 from stages.checkpoint.choose import choose, evaluate
 from stages.profile.by_table import profile_graph
-from stages.solve.explain.diff import Changed, explain_diff
+from stages.solve.explain.diff import explain_diff
 from stages.solve.explain.one import Subject, What, explain_one, find_subject
 from stages.solve.explain.options import Options, OptionVerdict
 from stages.solve.explain.priced_run import ExplainError, ItemKind, PlannedRun, planned
@@ -85,7 +85,7 @@ def with_sharding(plan: PlannedRun, sharding: Sharding) -> PlannedRun:
 def repriced(plan: PlannedRun, sharding: Sharding) -> float:
     part = plan.parts[0]
     sharding = with_paths(plan.graph, replace(sharding, paths={}), part.cluster)
-    return part.priced.with_sharding(sharding).step.seconds
+    return part.with_sharding(sharding).step.seconds
 
 
 # -------------------------------------------------------------------------------------------------------- the items
@@ -101,7 +101,7 @@ def test_items_add_up_to_the_price_of_the_step(name, point, micro_batches):
     run = made(GRAPHS[name](), profile_of(name), preset(), frontier, replace(plan, partitions=(only,)))
     (part,) = planned(run).parts
     items = part.items()
-    assert sum(item.seconds for item in items) == pytest.approx(part.priced.step.seconds, rel=1e-12)
+    assert sum(item.seconds for item in items) == pytest.approx(part.step.seconds, rel=1e-12)
     ops = [item.name for item in items if item.kind is ItemKind.op]
     assert sorted(ops) == sorted(op.name for op in part.graph.ops)
 
@@ -365,7 +365,7 @@ def piped() -> PlannedRun:
 def test_every_partition_is_priced_by_itself(piped):
     assert len(piped.parts) == len(piped.plan.partitions)
     for part in piped.parts:
-        assert sum(i.seconds for i in part.items()) == pytest.approx(part.priced.step.seconds)
+        assert sum(i.seconds for i in part.items()) == pytest.approx(part.step.seconds)
     whole = explain_whole(piped)
     assert whole.partition == piped.busiest().number and "1f1b" in dict(whole.plan)["pipeline"]
 
@@ -374,14 +374,14 @@ def test_options_of_a_partition_are_priced_within_it(piped):
     part = piped.parts[-1]
     options = options_of(piped, part.number)
     op = next(op.name for op in part.graph.ops if op.target == "aten.linear.default")
-    now = part.priced.step.seconds
+    now = part.step.seconds
     by_words = {options._words(op, k): s for k, s in enumerate(options.choices.ops[op])}
     found = [option for option in options.of(op, 100)[0] if option.seconds is not None]
     assert len(found) > 2
     for option in found:
         changed = replace(part.sharding, strategies={**part.sharding.strategies, op: by_words[option.choice]}, paths={})
         changed = with_paths(part.graph, changed, part.cluster)
-        assert option.seconds == pytest.approx(part.priced.with_sharding(changed).step.seconds - now, abs=1e-15)
+        assert option.seconds == pytest.approx(part.with_sharding(changed).step.seconds - now, abs=1e-15)
 
 
 # -------------------------------------------------------------------------------------------------- the command line
@@ -455,13 +455,6 @@ def test_nothing_to_explain_says_what_to_run(root, capsys):
     (root / "runs" / "checkpoint" / "plan.json").unlink()
     assert main(["explain"]) == 2
     assert "run `dvc repro checkpoint`" in capsys.readouterr().err
-
-
-def test_settings_that_changed_have_their_values():
-    from stages.solve.explain.diff import changed_settings
-
-    found = changed_settings({"solve.gap": 1, "solve.only": "any"}, {"solve.gap": 1, "solve.only": "data"})
-    assert found == (Changed("solve.only", "any", "data"),)
 
 
 def test_facts_are_plain():

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks import parallel_search, solver
+from benchmarks import contest_search, parallel_search, solver
+from benchmarks.contest_search import ContestSearcher
 from benchmarks.parallel_search import SearchResult
 from stages.solve.problem.data import FORBIDDEN, Edge, Holding, Node, Problem
 from stages.solve.search.large import descent, presolve
 from stages.solve.search.large.arrays import flatten
-from stages.solve.search.large.descent import Searcher
 from stages.solve.search.large.presolve import NoChoice, reduce
 from tests.clocks import Ticks
 
@@ -87,7 +87,7 @@ def test_presolve_keeps_the_optimum(seed):
 
 
 def test_search_finds_the_optimum_of_nearly_all_small_problems(monkeypatch):
-    clock = Ticks().in_place_of_time(monkeypatch, parallel_search, descent, presolve)
+    clock = Ticks().in_place_of_time(monkeypatch, parallel_search, contest_search, descent, presolve)
     equal = solved = 0
     for seed in range(40):
         problem, limit = make(seed)
@@ -126,8 +126,8 @@ def test_only_what_cannot_fit_is_called_impossible(seed):
     if not reduced.problem.nodes:
         return
     with pytest.MonkeyPatch.context() as patch:
-        clock = Ticks().in_place_of_time(patch, descent)
-        searcher = Searcher(flatten(reduced.problem, reduced.base, limit, reduced.constant), clock.now + 50)
+        clock = Ticks().in_place_of_time(patch, contest_search, descent)
+        searcher = ContestSearcher(flatten(reduced.problem, reduced.base, limit, reduced.constant), clock.now + 50)
         searcher.run(0.5)
     assert not (searcher.impossible and optimum(problem, limit) < math.inf)
 

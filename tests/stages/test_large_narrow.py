@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks import parallel_search
+from benchmarks import contest_search, parallel_search
+from benchmarks.contest_search import ContestSearcher
 from benchmarks.parallel_search import search
 from stages.solve.problem.data import Edge, Holding, Node, Problem
 from stages.solve.search.large import descent, presolve
@@ -100,7 +101,7 @@ def test_a_turn_among_few_choices_finds_what_regions_among_all_of_them_cannot(mo
 @pytest.mark.parametrize("slack", [1.0, 1.05])
 def test_a_limit_that_one_plan_is_known_to_meet_is_met(slack, monkeypatch):
     """Never an answer that holds too much, and hardly ever none."""
-    clock = Ticks().in_place_of_time(monkeypatch, parallel_search, descent, presolve)
+    clock = Ticks().in_place_of_time(monkeypatch, parallel_search, contest_search, descent, presolve)
     met = 0
     for seed in range(8):
         problem, plan, limit = planted(seed, slack=slack)
@@ -117,7 +118,7 @@ def test_equal_seeds_take_equal_decisions():
     reduced = reduce(problem)
 
     def decisions(seed: int) -> list[float]:
-        searcher = Searcher(flatten(reduced.problem, reduced.base, limit, reduced.constant), math.inf, seed)
+        searcher = ContestSearcher(flatten(reduced.problem, reduced.base, limit, reduced.constant), math.inf, seed)
         costs: list[float] = []
         searcher.publish = lambda found: costs.append(found.cost)
         searcher.start()

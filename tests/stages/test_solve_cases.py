@@ -19,6 +19,7 @@ from pipeline.ir.plan import Baseline, FrontierPoint, Sharding
 from pipeline.ir.program import Convert
 from pipeline.sharding.lowering import lower
 from stages.profile.by_table import profile_graph
+from stages.solve.answer.baselines import baselines
 from stages.solve.on_mesh import OnMesh, price_point
 from stages.solve.problem.build import to_sharding
 from tests.graphs import SILENT, mesh, solve_settings, trace
@@ -40,7 +41,7 @@ def best(planned: OnMesh, budget: float = float("inf")) -> FrontierPoint:
 
 
 def rows(planned: OnMesh) -> dict[str, Baseline]:
-    return {row.name: row for row in planned.baselines}
+    return {row.name: row for row in baselines(planned.graph, planned.choices, planned.problem)}
 
 
 def conversions(graph: OpGraph, sharding: Sharding) -> dict[str, list[str]]:

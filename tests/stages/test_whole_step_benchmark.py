@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import parallel_search, whole_step
+from benchmarks import contest_search, parallel_search, whole_step
 from benchmarks.step_problems import Sizes, traced
 from pipeline.ir.graph import Role
 from stages.solve.search.large import descent, presolve
@@ -17,7 +17,7 @@ def test_a_small_step_is_planned_as_well_as_by_dynamic_programming(monkeypatch):
 
     def counted(problem, budget, deadline, seed):
         with pytest.MonkeyPatch.context() as patch:
-            clock = Ticks().in_place_of_time(patch, parallel_search, descent, presolve)
+            clock = Ticks().in_place_of_time(patch, parallel_search, contest_search, descent, presolve)
             return search(problem, budget, clock.now + 1000, seed, workers=0, step=10.0)
 
     monkeypatch.setattr(parallel_search, "search", counted)

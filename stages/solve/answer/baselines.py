@@ -17,10 +17,10 @@ SECONDS = 5.0  # for a kind that only the search for large problems can plan
 
 def baselines(graph: OpGraph, choices: Choices, problem: Problem) -> tuple[Baseline, ...]:
     """Kinds that the model's shapes do not allow on this mesh are left out; so are all on one device."""
-    sizes = len(next(iter(choices.ops.values()))[0].outputs[0].states)
+    axes = len(next(iter(choices.ops.values()))[0].outputs[0].states)
     families = Families(graph, choices)
     found = []
-    for name, roles in named(sizes).items() if _splits(choices) else ():
+    for name, roles in named(axes).items() if any(len(own) > 1 for own in choices.ops.values()) else ():
         kept = families.kept(roles)
         if kept is None:
             continue
@@ -30,7 +30,3 @@ def baselines(graph: OpGraph, choices: Choices, problem: Problem) -> tuple[Basel
         if math.isfinite(seconds):
             found.append(Baseline(name, seconds, round(problem.peak(picked)), mesh=0))
     return tuple(found)
-
-
-def _splits(choices: Choices) -> bool:
-    return any(len(options) > 1 for options in choices.ops.values())

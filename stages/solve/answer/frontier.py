@@ -137,20 +137,16 @@ class FrontierSearch:
             )
         method = PRICES if self.bounder.method == ELIMINATION else self.bounder.method
         known = self._solution(bounded.best, method, bounded.bound)
-        if self.settings.search is Search.mcmc:
-            return self._random(limit, known, deadline)
+        if self.settings.search is Search.mcmc:  # what random changes make of the smallest plan
+            with self.clock("mcmc"):
+                fitting = (s for s in self.bounder.seen.values() if s.peak <= limit)
+                start = min(fitting, key=lambda s: (s.picked not in self._starts, s.peak, s.cost))
+                best = mcmc.search(self.problem, limit, start, self.settings.seed, deadline)
+            return self._solution(best, MCMC, known.proof.bound)
         if known.proof.gap <= self.settings.gap or self.settings.search in (Search.dp, Search.large):
             return known
         with self.clock("exact"):
             return self._exact(limit, known, bounded.prices.moments)
-
-    def _random(self, limit: float, known: Solution, deadline: float) -> Solution:
-        """What random changes make of the smallest plan; the bound is that of prices."""
-        with self.clock("mcmc"):
-            fitting = (s for s in self.bounder.seen.values() if s.peak <= limit)
-            start = min(fitting, key=lambda s: (s.picked not in self._starts, s.peak, s.cost))
-            best = mcmc.search(self.problem, limit, start, self.settings.seed, deadline)
-        return self._solution(best, MCMC, known.proof.bound)
 
     @cached_property
     def _small(self) -> Restricted | None:

@@ -69,10 +69,9 @@ def _check_graph(saved: Saved, graph: OpGraph) -> None:
     if odd:
         raise _of_another("model", saved, f"which {_few(odd)}")
     misfits = [
-        f"{value.origin} of {' x '.join(map(str, value.type.shape))} as {layout}"
+        f"{value.origin} of {' x '.join(map(str, value.type.shape))} as {sharding.storage[value.origin]}"
         for value in graph.of_role(Role.PARAMETER)
-        for layout in (sharding.storage[value.origin],)
-        if len(layout.states) != len(saved.sizes) or not _may_lie(graph, value, layout, saved)
+        if not _may_lie(graph, value, sharding.storage[value.origin], saved)
     ]
     if misfits:
         raise _of_another("model", saved, f"it would store {_few(misfits)}")
@@ -84,7 +83,7 @@ def _check_graph(saved: Saved, graph: OpGraph) -> None:
 
 def _may_lie(graph: OpGraph, value: Value, layout: Layout, saved: Saved) -> bool:
     """In pieces that are equal, or as they may be uneven: of a vocabulary, and of what is gathered to be read."""
-    if not layout.holds(value.type.shape, saved.sizes):
+    if len(layout.states) != len(saved.sizes) or not layout.holds(value.type.shape, saved.sizes):
         return False
     uneven = {(value.name, dim) for dim in layout.uneven(value.type.shape, saved.sizes)}
     return uneven <= uneven_in(graph).spots or value.origin in gathered(graph, saved.sharding, saved.sizes)
@@ -124,7 +123,11 @@ def found_among(saved: Saved, graph: OpGraph, problem: Problem, choices: Choices
     gathered_ones = gathered(graph, sharding, saved.sizes)
     for name, ways in choices.storage.items():
         origin = graph.values[name].origin
-        way = _stored(sharding, origin, origin in gathered_ones)
+        layout = sharding.storage[origin]
+        state = sharding.state.get(origin, layout)
+        kind = Way.gathered if origin in gathered_ones else Way.as_it_lies
+        kind = Way.regathered if origin in sharding.regathered else Way.zero1 if state != layout else kind
+        way = Stored(layout, state, kind)
         picked[choices.index[name]] = _the(ways, way, saved, f"{origin} stored as {way}")
     if not math.isfinite(problem.cost(picked)):
         raise _unknown(saved, "what its conversions ask for")
@@ -143,21 +146,10 @@ def check_allowed(picked: tuple[int, ...], choices: Choices, left: Restricted, h
             )
 
 
-def _stored(sharding: Sharding, origin: str, is_gathered: bool) -> Stored:
-    layout = sharding.storage[origin]
-    state = sharding.state.get(origin, layout)
-    if origin in sharding.regathered:
-        return Stored(layout, state, Way.regathered)
-    if state != layout:
-        return Stored(layout, state, Way.zero1)
-    return Stored(layout, state, Way.gathered if is_gathered else Way.as_it_lies)
-
-
 def _the(options: Sequence[T], wanted: T, saved: Saved, what: str) -> int:
-    for number, option in enumerate(options):
-        if option == wanted:
-            return number
-    raise _unknown(saved, what)
+    if wanted not in options:
+        raise _unknown(saved, what)
+    return options.index(wanted)
 
 
 def _unknown(saved: Saved, what: str) -> ArtifactError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.ir.plan import Frontier, FrontierPoint
+from pipeline.ir.plan import Baseline, Frontier, FrontierPoint
 
 _HEAD = """\
 # Plans
@@ -28,24 +28,16 @@ def beside(frontier: Frontier) -> str:
 
 def table(frontier: Frontier) -> str:
     """Markdown: the frontier, then the plans with names, then those for the pieces of pipelines."""
-    rows = [_point(f"frontier {n}", point, frontier) for n, point in enumerate(frontier.points)]
-    rows += [
-        (row.name, frontier.meshes[row.mesh].label, _ms(row.seconds), _mb(row.peak_bytes), "", "", "")
-        for row in frontier.baselines
-    ]
-    rows += [_point("piece", point, frontier) for point in frontier.pieces]
-    return _HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    rows: list[tuple[str, FrontierPoint | Baseline, str, str, str]]
+    rows = [(f"frontier {n}", point, *_proven(point)) for n, point in enumerate(frontier.points)]
+    rows += [(row.name, row, "", "", "") for row in frontier.baselines]
+    rows += [("piece", point, *_proven(point)) for point in frontier.pieces]
+    lines = (
+        (name, frontier.meshes[plan.mesh].label, f"{plan.seconds * 1e3:.3f}", f"{plan.peak_bytes / 1e6:.3f}", *more)
+        for name, plan, *more in rows
+    )
+    return _HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _point(name: str, point: FrontierPoint, frontier: Frontier) -> tuple[str, ...]:
-    mesh, proof = frontier.meshes[point.mesh].label, point.proof
-    figures = (_ms(point.seconds), _mb(point.peak_bytes), _mb(point.resident_bytes))
-    return (name, mesh, *figures, f"{proof.gap:.3%}", proof.method)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}"
-
-
-def _mb(nbytes: float) -> str:
-    return f"{nbytes / 1e6:.3f}"
+def _proven(point: FrontierPoint) -> tuple[str, str, str]:
+    return f"{point.resident_bytes / 1e6:.3f}", f"{point.proof.gap:.3%}", point.proof.method

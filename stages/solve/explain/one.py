@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from itertools import accumulate
 
-from pipeline.ir.graph import Op, OpGraph, Role, TensorType
+from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
@@ -19,6 +21,7 @@ from stages.solve.problem.build import Choices
 
 OP = "op:"  # before the name of an op that is a module's name as well
 NEAR = 3  # names that a message offers
+WHOLE_MODEL = "the model itself"  # the module of an op that is in none
 
 
 class What(StrEnum):
@@ -40,34 +43,32 @@ def find_subject(graph: OpGraph, name: str) -> Subject:
     value = by_origin.get(name) or graph.values.get(name)
     if value is not None and value.role is not Role.RESULT:
         return Subject(What(value.role.value), value.name)
-    ops = {op.name for op in graph.ops}
-    if any(inside(name, known) for known in (*_modules(graph), *by_origin)):
+    modules = dict.fromkeys(around for op in graph.ops if op.module for around in _prefixes(op.module))
+    if any(inside(name, known) for known in (*modules, *by_origin)):
         return Subject(What.module, name)
-    plain = name.removeprefix(OP)
+    ops, plain = {op.name for op in graph.ops}, name.removeprefix(OP)
     if plain in ops:
         return Subject(What.op, plain)
     if value is not None:
         return Subject(What.op, value.origin)
-    known = dict.fromkeys([*by_origin, *_modules(graph), *ops, *graph.values])
-    near = get_close_matches(name, list(known), n=NEAR)
+    near = get_close_matches(name, list(dict.fromkeys([*by_origin, *modules, *ops, *graph.values])), n=NEAR)
     remedy = f"did you mean {', '.join(near)}?" if near else "names are those of named_modules(), named_parameters()"
     raise ExplainError(f"nothing is called {name!r}", where="explain", remedy=remedy)
 
 
 def inside(pattern: str, name: str) -> bool:
     """Whether a module or a parameter is what is named, or lies in it."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
+    return any(fnmatchcase(around, pattern) for around in _prefixes(name))
+
+
+def _prefixes(name: str) -> list[str]:
+    """`a.b.c`: a, a.b and a.b.c."""
+    return list(accumulate(name.split("."), "{}.{}".format))
 
 
 def starred(name: str) -> str:
     """The name with a star for each number between dots: equal layers have equal ones."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-
-
-def _modules(graph: OpGraph) -> dict[str, None]:
-    names = (op.module.split(".") for op in graph.ops)
-    return dict.fromkeys(".".join(parts[:count]) for parts in names for count in range(1, len(parts) + 1) if parts[0])
 
 
 # ---- what was chosen for it
@@ -117,101 +118,89 @@ def home_of(plan: PlannedRun, subject: Subject) -> PricedPartition:
 
 
 def explain_one(plan: PlannedRun, options: Options, subject: Subject, most: int, again: float | None) -> One:
-    part, name = options.part, subject.name
-    fixed = subject.what is What.buffer
+    part, name, is_op = options.part, subject.name, subject.what is What.op
+    graph, fixed = part.graph, subject.what is What.buffer
     found, more = ((), 0) if fixed else options.of(name, most, again)
-    items = [item for item in part.items() if _is_of(item, part.graph, subject)]
-    moved = sum(item.seconds for item in items if item.kind not in (ItemKind.op, ItemKind.optimizer))
+    if is_op:
+        written = graph.op(name).outputs
+        items = [item for item in part.items() if item.op == name or item.value in written]
+    else:
+        whose, own = graph.values[name].origin, (ItemKind.gradient, ItemKind.optimizer)
+        items = [item for item in part.items() if item.value == name or (item.kind in own and item.name == whose)]
+    seconds = {kind: sum(item.seconds for item in items if item.kind is kind) for kind in ItemKind}
+    moved = (item for item in items if item.kind not in (ItemKind.op, ItemKind.optimizer))
     return One(
         what=subject.what,
-        name=name if subject.what is What.op else part.graph.values[name].origin,
-        about=_about(part.graph, subject),
+        name=name if is_op else whose,
+        about=_about(graph, subject),
         partition=part.number if plan.plan.pipelined else None,
         chosen=found[0].choice if found else "R: a buffer is whole on every device",
         step_seconds=plan.plan.prediction.step_seconds,
-        compute_seconds=sum(item.seconds for item in items if item.kind is ItemKind.op),
-        communication_seconds=moved,
-        optimizer_seconds=sum(item.seconds for item in items if item.kind is ItemKind.optimizer),
+        compute_seconds=seconds[ItemKind.op],
+        communication_seconds=sum(item.seconds for item in moved),
+        optimizer_seconds=seconds[ItemKind.optimizer],
         held=tuple(_held(part, subject)),
         conversions=tuple(item for item in items if item.kind is ItemKind.conversion),
         options=found,
         more=more,
-        never=() if fixed else tuple(never_split(part, options.choices, subject)),
+        never=() if fixed else tuple(_never_split(part, options.choices, subject)),
     )
 
 
-def _is_of(item: Item, graph: OpGraph, subject: Subject) -> bool:
-    if subject.what is not What.op:
-        value = graph.values[subject.name]
-        own = item.kind in (ItemKind.gradient, ItemKind.optimizer) and item.name == value.origin
-        return own or item.value == subject.name
-    return item.op == subject.name or item.value in graph.op(subject.name).outputs
-
-
 def _about(graph: OpGraph, subject: Subject) -> str:
+    def shape(name: str) -> str:
+        return "x".join(map(str, graph.values[name].type.shape)) or "scalar"
+
     if subject.what is What.op:
         op = graph.op(subject.name)
-        read = ", ".join(f"{name} {_shape(graph.values[name].type)}" for name in op.inputs)
-        made = ", ".join(f"{name} {_shape(graph.values[name].type)}" for name in op.outputs)
-        return f"{op.target} of {op.module or 'the model itself'} ({op.source}): {read} -> {made}"
-    value = graph.values[subject.name]
-    readers = [f"{op.name} ({op.module or 'the model itself'})" for op in graph.consumers()[value.name]]
+        read, made = (", ".join(f"{name} {shape(name)}" for name in names) for names in (op.inputs, op.outputs))
+        return f"{op.target} of {op.module or WHOLE_MODEL} ({op.source}): {read} -> {made}"
+    readers = [f"{op.name} ({op.module or WHOLE_MODEL})" for op in graph.consumers()[subject.name]]
     shown = ", ".join(readers[:3]) + (f" and {len(readers) - 3} more" if len(readers) > 3 else "")
-    return f"{_shape(value.type)} {value.type.dtype}, read by {shown or 'nothing'}"
-
-
-def _shape(kind: TensorType) -> str:
-    return "x".join(map(str, kind.shape)) or "scalar"
+    return f"{shape(subject.name)} {graph.values[subject.name].type.dtype}, read by {shown or 'nothing'}"
 
 
 def _held(part: PricedPartition, subject: Subject) -> Iterator[HeldBytes]:
-    graph, local = part.graph, part.priced.sharded.local_bytes
+    graph, name, local = part.graph, subject.name, part.sharded.local_bytes
     if subject.what is What.op:
-        op, strategy = graph.op(subject.name), part.sharding.strategies[subject.name]
+        op, strategy = graph.op(name), part.sharding.strategies[name]
         layouts = dict(zip((*op.inputs, *op.outputs), (*strategy.inputs, *strategy.outputs), strict=True))
-        yield HeldBytes("writes", sum(local(name, layouts[name]) for name in op.outputs))
-        saved = [name for name in part.priced.profile.ops[op.name].saves if name in layouts]
-        yield HeldBytes("keeps for backward", sum(local(name, layouts[name]) for name in saved))
+        yield HeldBytes("writes", sum(local(own, layouts[own]) for own in op.outputs))
+        saved = [own for own in part.profile.ops[name].saves if own in layouts]
+        yield HeldBytes("keeps for backward", sum(local(own, layouts[own]) for own in saved))
     elif subject.what is What.parameter:
-        stored = part.sharding.storage[graph.values[subject.name].origin]
-        yield HeldBytes("value", local(subject.name, stored))
-        yield HeldBytes("value, gradient and optimizer state", round(part.priced.parameters[subject.name].resident))
+        yield HeldBytes("value", local(name, part.sharding.storage[graph.values[name].origin]))
+        yield HeldBytes("value, gradient and optimizer state", round(part.parameters[name].resident))
     else:
-        layout = part.sharding.inputs.get(subject.name)
-        whole = graph.values[subject.name].type.nbytes
-        yield HeldBytes("value", local(subject.name, layout) if layout else whole)
+        layout = part.sharding.inputs.get(name)
+        yield HeldBytes("value", local(name, layout) if layout else graph.values[name].type.nbytes)
 
 
-def never_split(part: PricedPartition, choices: Choices, subject: Subject) -> Iterator[Never]:
+def _never_split(part: PricedPartition, choices: Choices, subject: Subject) -> Iterator[Never]:
     """Dims that no option splits over an axis, and why."""
     graph, name = part.graph, subject.name
+    offered: dict[str, list[Layout]] = defaultdict(list)  # by tensor, of all options
     if subject.what is What.op:
         op = graph.op(name)
-        tensors = (*op.inputs, *op.outputs)
-        offered = [zip(tensors, (*s.inputs, *s.outputs), strict=True) for s in choices.ops[name]]
-        known = [pair for pairs in offered for pair in pairs]
-        for tensor in dict.fromkeys(tensors):
-            yield from _never(part, tensor, [layout for n, layout in known if n == tensor], _rule(graph, op))
+        for strategy in choices.ops[name]:
+            for tensor, layout in zip((*op.inputs, *op.outputs), (*strategy.inputs, *strategy.outputs), strict=True):
+                offered[tensor].append(layout)
+        rule = rule_of(op)
+        otherwise = "the op has no rule, and none was found by trying"
+        if rule is not None:
+            otherwise = f"not offered by its rule `{rule.line(view_op(graph, op))}`"
     elif name in choices.storage:
-        layouts = [layout for way in choices.storage[name] for layout in (way.layout, way.state)]
-        yield from _never(part, name, layouts, "no op reads it split so, and ZeRO splits another dim")
+        offered[name] = [layout for way in choices.storage[name] for layout in (way.layout, way.state)]
+        otherwise = "no op reads it split so, and ZeRO splits another dim"
     else:
-        yield from _never(part, name, choices.inputs[name], "no op that reads it is offered that split")
-
-
-def _rule(graph: OpGraph, op: Op) -> str:
-    rule = rule_of(op)
-    if rule is None:
-        return "the op has no rule, and none was found by trying"
-    return f"not offered by its rule `{rule.line(view_op(graph, op))}`"
-
-
-def _never(part: PricedPartition, tensor: str, layouts: Sequence[Layout], otherwise: str) -> Iterator[Never]:
-    value = part.graph.values[tensor]
-    for number, axis in enumerate(part.cluster.axes):
-        split = {layout.states[number].dim for layout in layouts if layout.states[number].kind == "S"}
-        for dim, size in enumerate(value.type.shape):
-            if dim not in split and axis.size > 1:
-                why = f"{size} does not divide by {axis.size}" if size % axis.size else otherwise
-                name = tensor if value.role in (Role.RESULT, Role.ENTERS) else value.origin
-                yield Never(name, dim, size, axis.name, why)
+        offered[name] = [*choices.inputs[name]]
+        otherwise = "no op that reads it is offered that split"
+    for tensor, layouts in offered.items():
+        value = graph.values[tensor]
+        shown = tensor if value.role in (Role.RESULT, Role.ENTERS) else value.origin
+        for number, axis in enumerate(part.cluster.axes):
+            split = {layout.states[number].dim for layout in layouts if layout.states[number].kind == "S"}
+            for dim, size in enumerate(value.type.shape):
+                if dim not in split and axis.size > 1:
+                    why = f"{size} does not divide by {axis.size}" if size % axis.size else otherwise
+                    yield Never(shown, dim, size, axis.name, why)

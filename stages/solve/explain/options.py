@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
@@ -86,7 +87,7 @@ class StepOutcome:
 @dataclass(frozen=True)
 class Change:
     choice: int  # its number among those of its node
-    sharding: Sharding
+    sharding: Sharding  # its conversions not yet found
     picked: tuple[int, ...] | None  # all choices; None where the problem does not have them together
 
 
@@ -105,14 +106,12 @@ class Options:
     ) -> None:
         self.plan, self.part, self.solve, self.checkpoint = plan, part, solve, checkpoint
         self.evaluate, self.where, self.log = evaluate, where, log
-        axes = part.cluster.axes
-        priced = part.priced
-        passes = priced.sharded.micro_batches
-        load = Workload(plan.graph, plan.profile, priced.cluster, priced.optimizer_copies, passes)
+        load = Workload(plan.graph, plan.profile, part.cluster, part.optimizer_copies, part.sharded.micro_batches)
         self.problem, self.choices = build(load)
-        self.hand = Hand(plan.graph, tuple(axis.name for axis in axes), solve, where)
+        self.hand = Hand(plan.graph, tuple(axis.name for axis in part.cluster.axes), solve, where)
         # the plan as choices of the problem; a partition of a pipeline is none
         self.picked = None if plan.plan.pipelined else self._as_choices(part.sharding)
+        self.unconverted = replace(part.sharding, paths={})  # the plan, its conversions not yet found
         self.now = self.outcome(part.sharding)
 
     def _as_choices(self, sharding: Sharding) -> tuple[int, ...]:
@@ -124,44 +123,18 @@ class Options:
 
         `most` are priced in full, `again` is how many seconds each may take to be solved again.
         """
-        ranked = sorted(self._changes(name), key=self._rank)
+        offered = [self.changed(name, k) for k in range(len(self._offered(name)))]
+        chosen = offered.index(self.unconverted) if self.picked is None else self.picked[self.choices.index[name]]
+        others = [
+            self._change(name, k, changed)  # those that make another program than the plan's, each program once
+            for k, changed in enumerate(offered)
+            if changed != self.unconverted and changed not in offered[:k]
+        ]
+        ranked = sorted(others, key=self._rank)
         found = [self._option(name, change, again) for change in ranked[:most]]
-        known = sorted((one for one in found if one.seconds is not None), key=lambda one: one.seconds or 0.0)
-        last = (one for one in found if one.seconds is None)
-        chosen = PricedOption(self._words(name, self._chosen(name)), OptionVerdict.chosen, "", 0.0, 0)
-        return (chosen, *known, *last), max(0, len(ranked) - most)
-
-    def _changes(self, name: str) -> list[Change]:
-        """The options that make another program than the plan's, each program once."""
-        found: dict[int, Sharding] = {}
-        for k in range(len(self._offered(name))):
-            changed = self.changed(name, k)
-            if changed != self._now() and changed not in found.values():
-                found[k] = changed
-        return [self._change(name, k, changed) for k, changed in found.items()]
-
-    def _now(self) -> Sharding:
-        """The plan, its conversions not yet found."""
-        return replace(self.part.sharding, paths={})
-
-    def _change(self, name: str, k: int, changed: Sharding) -> Change:
-        """With the choice that it comes to: a parameter that is split, and read otherwise, is gathered."""
-        if self.picked is None:
-            return Change(self._as_read(name, k, changed), changed, None)
-        try:
-            picked = self._as_choices(changed)
-        except ArtifactError:
-            return Change(k, changed, None)
-        return Change(picked[self.choices.index[name]], changed, picked)
-
-    def _as_read(self, name: str, k: int, changed: Sharding) -> int:
-        ways = self.choices.storage.get(name, ())
-        if not ways or ways[k].way is not Way.as_it_lies:
-            return k
-        if self.part.graph.values[name].origin not in gathered(self.part.graph, changed, self.part.cluster.sizes):
-            return k
-        wanted = replace(ways[k], way=Way.gathered)
-        return ways.index(wanted) if wanted in ways else k
+        found.sort(key=lambda one: math.inf if one.seconds is None else one.seconds)
+        first = PricedOption(self._words(name, chosen), OptionVerdict.chosen, "", 0.0, 0)
+        return (first, *found), max(0, len(ranked) - most)
 
     def _offered(self, name: str) -> tuple[Any, ...]:
         known: tuple[dict[str, Any], ...] = (self.choices.storage, self.choices.inputs, self.choices.ops)
@@ -173,36 +146,44 @@ class Options:
             return str(option)
         return f"{option.name}: {', '.join(map(str, option.inputs))} -> {', '.join(map(str, option.outputs))}"
 
-    def _chosen(self, name: str) -> int:
-        if self.picked is not None:
-            return self.picked[self.choices.index[name]]
-        return next(k for k in range(len(self._offered(name))) if self.changed(name, k) == self._now())
-
     def changed(self, name: str, k: int) -> Sharding:
         """The plan with that one choice, its conversions not yet found."""
-        old, option = self._now(), self._offered(name)[k]
+        old, option = self.unconverted, self._offered(name)[k]
         if name in self.choices.ops:
             new = replace(old, strategies={**old.strategies, name: option})
         elif name in self.choices.inputs:
             new = replace(old, inputs={**old.inputs, name: option})
         else:
-            new = self._stored(old, self.plan.graph.values[name].origin, option)
+            origin = self.plan.graph.values[name].origin
+            state = {key: layout for key, layout in old.state.items() if key != origin}
+            again = [key for key in old.regathered if key != origin]
+            if option.way is Way.regathered:
+                again = [key for key in old.storage if key in again or key == origin]
+            new = replace(
+                old,
+                storage={**old.storage, origin: option.layout},
+                state=state | ({origin: option.state} if option.state != option.layout else {}),
+                regathered=tuple(again),
+            )
         if not new.regathered:
             return new
         apart = gathered(self.part.graph, new, self.part.cluster.sizes)  # what nobody gathers, nobody regathers
         return replace(new, regathered=tuple(name for name in new.regathered if name in apart))
 
-    def _stored(self, old: Sharding, origin: str, option: Any) -> Sharding:
-        state = {key: layout for key, layout in old.state.items() if key != origin}
-        again = {key: True for key in old.regathered if key != origin}
-        if option.way is Way.regathered:
-            again = {key: True for key in old.storage if key in again or key == origin}
-        return replace(
-            old,
-            storage={**old.storage, origin: option.layout},
-            state=state | ({origin: option.state} if option.state != option.layout else {}),
-            regathered=tuple(again),
-        )
+    def _change(self, name: str, k: int, changed: Sharding) -> Change:
+        """With the choice that it comes to: a parameter that is split, and read otherwise, is gathered."""
+        if self.picked is not None:
+            try:
+                picked = self._as_choices(changed)
+            except ArtifactError:
+                return Change(k, changed, None)
+            return Change(picked[self.choices.index[name]], changed, picked)
+        ways, part = self.choices.storage.get(name, ()), self.part
+        if ways and ways[k].way is Way.as_it_lies:
+            wanted = replace(ways[k], way=Way.gathered)
+            if wanted in ways and part.graph.values[name].origin in gathered(part.graph, changed, part.cluster.sizes):
+                return Change(ways.index(wanted), changed, None)
+        return Change(k, changed, None)
 
     def _rank(self, change: Change) -> float:
         """Seconds by the problem, which is quick; of a pipeline's partition by its price."""
@@ -210,7 +191,7 @@ class Options:
             return self.problem.cost(change.picked)
         if self.picked is not None or self._misfit(change.sharding):
             return math.inf
-        return self.part.priced.with_sharding(self._with_paths(change.sharding)).step.seconds
+        return self.part.with_sharding(self._with_paths(change.sharding)).step.seconds
 
     def _with_paths(self, sharding: Sharding) -> Sharding:
         return with_paths(self.part.graph, sharding, self.part.cluster)
@@ -223,66 +204,62 @@ class Options:
         return ""
 
     def _option(self, name: str, change: Change, again: float | None) -> PricedOption:
-        words, k = self._words(name, change.choice), change.choice
+        words = self._words(name, change.choice)
         if misfit := self._misfit(change.sharding):
             return PricedOption(words, OptionVerdict.shape, misfit)
         if self.picked is not None and change.picked is None:
             alone = PricedOption(words, OptionVerdict.neighbours, READ_OTHERWISE)
             return alone if again is None else self._solved(alone, name, change, again)
         outcome = self.outcome(self._with_paths(change.sharding))
-        more = outcome.seconds - self.now.seconds
-        peak = outcome.peak_bytes - self.now.peak_bytes
-        setting = self.hand.forbids(name, self.choices, k) if self.hand.asks else None
+        more, peak = outcome.seconds - self.now.seconds, outcome.peak_bytes - self.now.peak_bytes
+        setting = self.hand.forbids(name, self.choices, change.choice) if self.hand.asks else None
+        verdict, why = OptionVerdict.slower, ""
         if setting is not None:
-            return PricedOption(words, OptionVerdict.setting, f"`{setting}`", more if not outcome.over else None, peak)
-        if outcome.over:
-            found = PricedOption(words, OptionVerdict.over_budget, outcome.over, None, peak)
+            verdict, why = OptionVerdict.setting, f"`{setting}`"
+        elif outcome.over:
+            verdict, why = OptionVerdict.over_budget, outcome.over
         elif abs(more) <= SAME * self.now.seconds:
-            found = PricedOption(words, OptionVerdict.equal, "", more, peak)
-        elif more > 0:
-            found = PricedOption(words, OptionVerdict.slower, "", more, peak)
-        else:
-            found = PricedOption(words, OptionVerdict.faster, NOT_FOUND, more, peak)
-        return found if again is None or self.picked is None else self._solved(found, name, change, again)
+            verdict = OptionVerdict.equal
+        elif more < 0:
+            verdict, why = OptionVerdict.faster, NOT_FOUND
+        found = PricedOption(words, verdict, why, None if outcome.over else more, peak)
+        if again is None or self.picked is None or setting is not None:
+            return found
+        return self._solved(found, name, change, again)
 
     def outcome(self, sharding: Sharding) -> StepOutcome:
         """Of the step; of a pipeline's partition what its devices do and hold, with nothing recomputed."""
         part = self.part
         if self.picked is None:
-            price = part.priced.with_sharding(sharding).step
+            price = part.with_sharding(sharding).step
             return StepOutcome(price.seconds, price.fixed_bytes + sum(link.memory.kept for link in price.links))
         point = FrontierPoint(sharding, 0.0, 0, 0, NOT_PROVEN)
         frontier = replace(self.plan.frontier, meshes=(Mesh(part.cluster.axes),), points=(point,), pieces=())
-        found = self.evaluate(part.graph, part.priced.profile, part.cluster, frontier, 0, self.checkpoint)
+        found = self.evaluate(part.graph, part.profile, part.cluster, frontier, 0, self.checkpoint)
         if found.regions is not None:
             return StepOutcome(found.step_seconds, found.peak_bytes)
         over = found.peak_bytes - frontier.budget_bytes
         return StepOutcome(math.inf, found.peak_bytes, f"by {gigabytes(over)} at the least: {found.consists}")
 
     def _solved(self, option: PricedOption, name: str, change: Change, seconds: float) -> PricedOption:
-        """With all other choices solved again; never worse than with that one changed alone."""
-        sharding = self.solved(name, change, seconds)
-        found = [] if option.seconds is None else [(option.seconds, option.peak_bytes)]
-        if sharding is not None:
-            outcome = self.outcome(self._with_paths(sharding))
-            if not outcome.over:
-                more = outcome.seconds - self.now.seconds
-                found.append((more, outcome.peak_bytes - self.now.peak_bytes))
-        if not found:
-            return option
-        least, peak = min(found, key=lambda one: one[0])
-        return replace(option, solved_seconds=least, solved_peak_bytes=peak)
+        """With all other choices solved again within the budget's memory, or the plan's where that is more.
 
-    def solved(self, name: str, change: Change, seconds: float) -> Sharding | None:
-        """The fastest plan with that choice that needs no more memory than the budget, or than the plan, has."""
+        Never worse than with that one changed alone.
+        """
         assert self.picked is not None
         kept = list(self.hand.kept(self.choices) if self.hand.asks else as_it_is(self.problem).kept)
         kept[self.choices.index[name]] = (change.choice,)
         left = restrict(self.problem, tuple(kept))
         limit = max(float(self.plan.plan.budget_bytes), self.problem.peak(self.picked))
         settings = replace(self.solve, time_limit_s=seconds)
-        try:
-            found = FrontierSearch(left.problem, settings, self.where, self.log).within(limit, seconds)
-        except NothingFound:
-            return None
-        return to_sharding(self.plan.graph, self.choices, left.expand(found.picked))
+        found = [] if option.seconds is None else [(option.seconds, option.peak_bytes)]
+        with suppress(NothingFound):
+            best = FrontierSearch(left.problem, settings, self.where, self.log).within(limit, seconds)
+            sharding = to_sharding(self.plan.graph, self.choices, left.expand(best.picked))
+            outcome = self.outcome(self._with_paths(sharding))
+            if not outcome.over:
+                found.append((outcome.seconds - self.now.seconds, outcome.peak_bytes - self.now.peak_bytes))
+        if not found:
+            return option
+        least, peak = min(found, key=lambda one: one[0])
+        return replace(option, solved_seconds=least, solved_peak_bytes=peak)

@@ -16,7 +16,7 @@ from pipeline.cost.op_prices import OpPrices
 from pipeline.cost.step import Priced
 from pipeline.ir.cluster import COLLECTIVES, Cluster, Mesh
 from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Frontier, Partition, Plan, Sharding
+from pipeline.ir.plan import Frontier, Partition, Plan
 from pipeline.ir.profile import Profile, as_run
 from pipeline.ir.program import Call, Convert, Step
 from pipeline.sharding.conversions import conversion_of, made_again, step_axis
@@ -57,33 +57,19 @@ class Item:
 
 
 @dataclass(frozen=True)
-class PricedPartition:
-    """A partition; the whole model where there is no pipeline."""
+class PricedPartition(Priced):
+    """A partition on its mesh; the whole model where there is no pipeline."""
 
     number: int
-    priced: Priced
-
-    @property
-    def graph(self) -> OpGraph:
-        return self.priced.graph
-
-    @property
-    def cluster(self) -> Cluster:
-        """On its mesh."""
-        return self.priced.cluster
-
-    @property
-    def sharding(self) -> Sharding:
-        return self.priced.sharding
 
     def items(self) -> tuple[Item, ...]:
         """Their seconds add up to the price of the step."""
-        graph, sharding, program = self.graph, self.sharding, self.priced.program
+        graph, sharding, program = self.graph, self.sharding, self.program
         found: list[Item] = []
         passes = [(program.prologue, program.micro_batches), (program.shared, 1)]
         for steps, times in (*passes, *((steps, program.micro_batches) for steps in program.links)):
             found += self._of_steps(steps, times)
-        for name, price in self.priced.parameters.items():
+        for name, price in self.parameters.items():
             origin, axes = graph.values[name].origin, program.reduced.get(name, ())
             over = "+".join(self.cluster.axes[axis].name for axis in axes)
             state = sharding.state.get(origin)
@@ -97,16 +83,16 @@ class PricedPartition:
         return tuple(found)
 
     def _of_steps(self, steps: tuple[Step, ...], times: int) -> Iterator[Item]:
-        kept = self.priced.kept_by(steps)
+        kept = self.kept_by(steps)
         for number, step in enumerate(steps):
             if isinstance(step, Convert):
                 yield self._conversion(step, step.source.value in kept, times, _reader(steps[number:]))
                 continue
-            op, strategy = self.graph.op(step.op), self.priced.sharded.strategy(step.op)
-            ran = self.priced.op(op.name)
+            op, strategy = self.graph.op(step.op), self.sharded.strategy(step.op)
+            ran = self.op(op.name)
             named = (op.name, op.module, op.target, f"{strategy.name}: {', '.join(map(str, strategy.outputs))}")
             yield Item(ItemKind.op, *named, times * ran.forward, times * ran.backward, op=op.name)
-            said = self.priced.collectives_inside(op.name)
+            said = self.collectives_inside(op.name)
             if said.total:
                 bodies = zip(self.cluster.axes, strategy.body.split(","), strict=False)
                 over = "+".join(axis.name for axis, body in bodies if body)
@@ -119,7 +105,7 @@ class PricedPartition:
         entry = conversion_of(*ends, cluster.sizes)
         entry = made_again(entry) if step.again and kept else entry
         axis = cluster.axes[step_axis(*ends, cluster.sizes)].name
-        seconds = self.priced.conversion(step, kept)
+        seconds = self.conversion(step, kept)
         moves = (entry.forward, entry.again, entry.backward) if value.grad else (entry.forward,)
         named = tuple(f"{move} over {axis}" for move in moves if move in COLLECTIVES)
         parameter = value.role is Role.PARAMETER
@@ -154,27 +140,21 @@ class PlannedRun:
 
     def busiest(self) -> PricedPartition:
         """The partition whose devices have most to do in a step: those that the step waits for."""
-        if len(self.parts) == 1:
-            return self.parts[0]
-        return max(self.parts, key=lambda part: part.priced.step.seconds)
+        return max(self.parts, key=lambda part: part.step.seconds)
 
 
 def planned(found: Mapping[str, Artifact]) -> PlannedRun:
     """Of artifacts that belong together."""
     profile, cluster, frontier, plan = (found[kind].body for kind in KINDS[1:])
     graph = as_run(found["graph"].body, profile.types)
-    copies = frontier.optimizer_copies
     cut, costs = sliced(graph, profile, plan.slices)
     parts = []
     for number, (one, own) in enumerate(zip(plan.partitions, sharded_parts(plan, cut), strict=True)):
         ops = OpPrices(cut, costs, cluster.part(mesh_of(one, frontier, cluster)))
-        parts.append(PricedPartition(number, Priced(own, ops, copies)))
-    config = dict(found["plan"].config)
-    if plan.pipelined:
-        return PlannedRun(graph, profile, cluster, frontier, plan, tuple(parts), config)
-    return PlannedRun(
-        cut, costs, cluster, replace(frontier, micro_batches=plan.micro_batches), plan, tuple(parts), config
-    )
+        parts.append(PricedPartition(own, ops, frontier.optimizer_copies, number))
+    if not plan.pipelined:
+        graph, profile, frontier = cut, costs, replace(frontier, micro_batches=plan.micro_batches)
+    return PlannedRun(graph, profile, cluster, frontier, plan, tuple(parts), dict(found["plan"].config))
 
 
 def mesh_of(partition: Partition, frontier: Frontier, cluster: Cluster) -> Mesh:

@@ -16,7 +16,7 @@ from pipeline.base.stage import read
 from pipeline.config import Config, load_config
 from pipeline.ir.codec import encode
 from pipeline.ops.discovery.remembered import remember_in
-from stages.solve.explain.diff import Changed, Diff, changed_settings, explain_diff
+from stages.solve.explain.diff import Changed, Diff, Facts, changes, explain_diff
 from stages.solve.explain.one import One, What, explain_one, find_subject, home_of
 from stages.solve.explain.options import Evaluate, Options
 from stages.solve.explain.priced_run import KINDS, ExplainError, PlannedRun, planned
@@ -28,20 +28,12 @@ Explained = Whole | Module | One | Diff
 
 def explain(root: Path, asked: argparse.Namespace, evaluate: Evaluate, log: Log) -> int:
     """`evaluate` is the checkpoint stage's: the best recompute of a plan."""
-    if asked.diff:
-        found: Explained = _of_two(root, asked.diff)
-    else:
-        found = _of_one(root, asked, evaluate, log)
-    _print(json.dumps(encode(found), indent=1) if asked.json else text_of(found))
-    return 0
-
-
-def _print(text: str) -> None:
-    """A reader that has seen enough (`| head`) is no error."""
+    found = _of_two(root, asked.diff) if asked.diff else _of_one(root, asked, evaluate, log)
     try:
-        say(text)
-    except BrokenPipeError:
+        say(json.dumps(encode(found), indent=1) if asked.json else text_of(found))
+    except BrokenPipeError:  # a reader that has seen enough (`| head`) is no error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be told at exit
+    return 0
 
 
 def text_of(found: Explained) -> str:
@@ -61,15 +53,11 @@ def _of_one(root: Path, asked: argparse.Namespace, evaluate: Evaluate, log: Log)
     subject = find_subject(plan.graph, asked.name)
     if subject.what is What.module:
         return explain_module(plan, subject.name)
-    again = asked.seconds if asked.solve else None
     if asked.solve and plan.plan.pipelined:
         log.warning("a pipeline is not solved again: options are priced with all else as it is")
     where = f"conf/solve/{config.choices['solve']}.yaml"
     options = Options(plan, home_of(plan, subject), config.solve, config.checkpoint, evaluate, where, log)
-    return explain_one(plan, options, subject, asked.most, again)
-
-
-# ------------------------------------------------------------------------------------------------------------ two runs
+    return explain_one(plan, options, subject, asked.most, asked.seconds if asked.solve else None)
 
 
 def _of_two(root: Path, folders: list[str]) -> Diff:
@@ -114,14 +102,15 @@ def _settings(before: PlannedRun, after: PlannedRun, old: Config | None, new: Co
             for config, digest in zip((old, new), digests, strict=True)
         ]
         if None not in known:
-            found += changed_settings(*(_flat(one, f"{key}.") for one in known))
+            found += changes(*(_flat(one, key) for one in known))
         else:
             before_it, after_it = ((digest or "-")[:8] for digest in digests)
             found.append(Changed(key, before_it, after_it))
     return tuple(found)
 
 
-def _flat(value: Any, prefix: str) -> dict[str, Any]:
-    if isinstance(value, dict):
-        return {name: one for key, inner in value.items() for name, one in _flat(inner, f"{prefix}{key}.").items()}
-    return {prefix.removesuffix("."): value}
+def _flat(value: Any, key: str) -> Facts:
+    """Every setting, by its key."""
+    if not isinstance(value, dict):
+        return {key: (key, str(value))}
+    return {name: one for part, inner in value.items() for name, one in _flat(inner, f"{key}.{part}").items()}

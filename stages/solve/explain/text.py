@@ -19,11 +19,8 @@ MOST = 12  # rows of one table, where there may be hundreds
 def seconds(value: float, *, signed: bool = False) -> str:
     if not value:
         return "0"
-    sign = "+" if signed else ""
-    unit, scale = next(
-        ((unit, scale) for unit, scale in (("s", 1.0), ("ms", 1e3)) if abs(value) * scale >= 1), ("us", 1e6)
-    )
-    return f"{value * scale:{sign}.4g} {unit}"
+    unit, scale = ("s", 1.0) if abs(value) >= 1 else ("ms", 1e3) if abs(value) * 1e3 >= 1 else ("us", 1e6)
+    return f"{value * scale:{'+' if signed else ''}.4g} {unit}"
 
 
 def nbytes(value: float, *, signed: bool = False) -> str:
@@ -38,26 +35,20 @@ def nbytes(value: float, *, signed: bool = False) -> str:
 
 def table(rows: Sequence[Sequence[str]], numbers: int = 0) -> list[str]:
     """The first columns are numbers, the last one goes on in the next line where it must."""
-    if not rows:
-        return []
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]) - 1)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for row in rows:
-        padded = enumerate(zip(row[:-1], widths, strict=True))
-        cells = [text.rjust(wide) if n < numbers else text.ljust(wide) for n, (text, wide) in padded]
-        lines += _wrapped("  " + "".join(f"{cell}  " for cell in cells), row[-1])
+    for *row, text in rows:
+        cells = [cell.rjust(widths[n]) if n < numbers else cell.ljust(widths[n]) for n, cell in enumerate(row)]
+        head = "  " + "".join(f"{cell}  " for cell in cells)
+        room = COLUMNS - len(head)
+        if len(text) <= room:
+            lines.append(f"{head}{text}".rstrip())
+        elif room < LEAST:  # the names left of it are long: it goes below them
+            lines += textwrap.wrap(head.rstrip(), COLUMNS, drop_whitespace=False, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(text, COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        else:
+            lines += textwrap.wrap(text, COLUMNS, initial_indent=head, subsequent_indent=" " * len(head))
     return lines
-
-
-def _wrapped(head: str, text: str) -> list[str]:
-    room = COLUMNS - len(head)
-    if len(text) <= room:
-        return [f"{head}{text}".rstrip()]
-    if room < LEAST:  # the names left of it are long: it goes below them
-        below = textwrap.wrap(text, COLUMNS, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        return [*textwrap.wrap(head.rstrip(), COLUMNS, drop_whitespace=False, subsequent_indent=" " * 6), *below]
-    first, *others = textwrap.wrap(text, room)
-    return [f"{head}{first}", *(" " * len(head) + line for line in others)]
 
 
 def _titled(title: str, rows: list[str]) -> list[str]:
@@ -68,19 +59,18 @@ def _titled(title: str, rows: list[str]) -> list[str]:
 
 
 def whole_text(whole: Whole) -> str:
-    step = whole.step_seconds
+    step, listed = whole.step_seconds, seconds(whole.priced_seconds)
     where = "" if whole.partition is None else f" of partition {whole.partition}, the busiest"
-    listed = seconds(whole.priced_seconds)
-    times = ("does not fit" if one.seconds is None else seconds(one.seconds) for one in whole.alternatives)
-    lost = [(time, f"{one.what}: {one.lost}") for time, one in zip(times, whole.alternatives, strict=True)]
-    rest = whole.peak_bytes / whole.budget_bytes if whole.budget_bytes else 0.0
+    lost = [
+        ("does not fit" if one.seconds is None else seconds(one.seconds), f"{one.what}: {one.lost}")
+        for one in whole.alternatives
+    ]
+    part = whole.peak_bytes / whole.budget_bytes if whole.budget_bytes else 0.0
+    memory = f"memory{where}: {nbytes(whole.peak_bytes)} of {nbytes(whole.budget_bytes)} ({part:.0%})"
     lines = [
         *table(whole.plan),
         *_titled(f"a step takes {seconds(step)}", _costs(whole.parts, step)),
-        *_titled(
-            f"memory{where}: {nbytes(whole.peak_bytes)} of {nbytes(whole.budget_bytes)} ({rest:.0%})",
-            _held(whole.memory, whole.peak_bytes),
-        ),
+        *_titled(memory, _held(whole.memory, whole.peak_bytes)),
         *_titled("the largest of what stays", _held(whole.largest, whole.peak_bytes)),
         *_titled(f"ops{where}; priced one by one, all below is {listed}", _costs(whole.ops, step)),
         *_titled(LACK, _costs(whole.whole_ops, step)),
@@ -100,16 +90,16 @@ def _costs(costs: Sequence[Cost], step: float) -> list[str]:
     return [*table(rows, 3 if several else 2), *([f"  and {len(costs) - MOST} more"] if len(costs) > MOST else [])]
 
 
-def _times(count: int) -> str:
-    return f"x {count}" if count > 1 else ""
+def _held(parts: Sequence[HeldBytes], peak: int) -> list[str]:
+    return table([(nbytes(one.nbytes), _share(one.nbytes, peak), one.what) for one in parts], 2)
 
 
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else ""
 
 
-def _held(parts: Sequence[HeldBytes], peak: int) -> list[str]:
-    return table([(nbytes(one.nbytes), _share(one.nbytes, peak), one.what) for one in parts], 2)
+def _times(count: int) -> str:
+    return f"x {count}" if count > 1 else ""
 
 
 def module_text(module: Module) -> str:
@@ -156,25 +146,16 @@ def one_text(one: One) -> str:
 
 
 def _options(options: Sequence[PricedOption]) -> list[str]:
-    """Each with its figures; the choice in words stands first and may be long."""
+    """Each with its figures, then the choice in words with what ruled it out."""
     again = any(one.solved_seconds is not None or one.solved_peak_bytes is not None for one in options)
-    head = [("step", "peak", *(("solved again",) if again else ()), "choice")]
-    rows = [
-        (
-            "" if one.seconds is None else seconds(one.seconds, signed=True),
-            "" if one.peak_bytes is None else nbytes(one.peak_bytes, signed=True),
-            *(("" if one.solved_seconds is None else seconds(one.solved_seconds, signed=True),) if again else ()),
-            one.choice + _ruled_out(one),
-        )
-        for one in options
-    ]
-    return table(head + rows, 3 if again else 2) if options else []
-
-
-def _ruled_out(option: PricedOption) -> str:
-    if option.verdict is OptionVerdict.slower:
-        return ""
-    return f" ({option.verdict.value}{f': {option.why}' if option.why else ''})"
+    rows = [("step", "peak", "solved again", "choice")] if options else []
+    for one in options:
+        asked = (one.seconds, one.solved_seconds)
+        step, solved = ("" if value is None else seconds(value, signed=True) for value in asked)
+        peak = "" if one.peak_bytes is None else nbytes(one.peak_bytes, signed=True)
+        why = f"{one.verdict.value}: {one.why}" if one.why else one.verdict.value
+        rows.append((step, peak, solved, one.choice + (f" ({why})" if one.verdict is not OptionVerdict.slower else "")))
+    return table(rows, 3) if again else table([(step, peak, words) for step, peak, _, words in rows], 2)
 
 
 # ----------------------------------------------------------------------------------------------------------- two plans
@@ -209,13 +190,8 @@ def _moved(moved: Sequence[Moved], shown: Callable[..., str] = seconds) -> list[
 
 
 def _changed(changes: Sequence[Changed]) -> list[str]:
-    return [
-        line
-        for one in changes
-        for line in textwrap.wrap(
-            f"{one.name}: {one.before} -> {one.after}" + (f" x {one.count}" if one.count > 1 else ""),
-            COLUMNS,
-            initial_indent="  ",
-            subsequent_indent="      ",
-        )
-    ]
+    lines = []
+    for one in changes:
+        text = f"{one.name}: {one.before} -> {one.after} {_times(one.count)}".rstrip()
+        lines += textwrap.wrap(text, COLUMNS, initial_indent="  ", subsequent_indent="      ")
+    return lines

@@ -10,8 +10,8 @@ from pipeline.cost.resident import Kept, resident_parts, total_of
 from pipeline.cost.step import ParameterPrice
 from pipeline.cost.whole_ops import whole_ops
 from pipeline.ir.plan import Alternative, Plan, Prediction, Region, Sharding
-from stages.solve.explain.one import HeldBytes, inside, starred
-from stages.solve.explain.priced_run import Item, ItemKind, PlannedRun, PricedPartition
+from stages.solve.explain.one import WHOLE_MODEL, HeldBytes, inside, starred
+from stages.solve.explain.priced_run import Item, ItemKind, PlannedRun
 
 PARTS = ("compute", "communication", "recompute", "optimizer", "bubble", "host")
 SAME = 1e-9  # of a step: what rounding leaves
@@ -47,29 +47,30 @@ class Whole:
 def explain_whole(plan: PlannedRun) -> Whole:
     own, part = plan.plan, plan.busiest()
     items, predicted = part.items(), own.prediction
-    kept = resident_parts(part.priced.sharded, part.priced.optimizer_copies)
+    kept = resident_parts(part.sharded, part.optimizer_copies)
     peak = own.partitions[part.number].peak_bytes if own.pipelined else predicted.peak_bytes
-    resident = [HeldBytes(kind.value, total_of(kept, kind)) for kind in Kept]
-    rest = peak - sum(one.nbytes for one in resident)
+    resident = [HeldBytes(kind.value, total) for kind in Kept if (total := total_of(kept, kind))]
+    rest = HeldBytes("activations, temporaries, the batch", max(0, peak - sum(one.nbytes for one in resident)))
+    paid: dict[str, float] = defaultdict(float)  # by parameter, or by value
+    for item in items:
+        if item.kind is not ItemKind.op:
+            paid[item.name] += item.seconds
+    stored = _costs((stored_as(part.sharding, origin), paid[origin]) for origin in part.sharding.storage)
+    without_rule = whole_ops(part, predicted.step_seconds)
     return Whole(
         plan=tuple(in_words(own).items()),
         step_seconds=predicted.step_seconds,
         parts=tuple(Cost(name, value) for name, value in parts_of(predicted).items() if value),
         peak_bytes=peak,
         budget_bytes=own.budget_bytes,
-        memory=(
-            *(one for one in resident if one.nbytes),
-            HeldBytes("activations, temporaries, the batch", max(0, rest)),
-        ),
+        memory=(*resident, rest),
         largest=tuple(HeldBytes(one.label, one.nbytes) for one in kept[:LARGEST]),
         partition=part.number if own.pipelined else None,
         priced_seconds=sum(item.seconds for item in items),
-        ops=_most_costly((item.what, item) for item in items if item.kind is ItemKind.op),
-        collectives=_most_costly((_move(item), item) for item in items if item.collectives),
-        parameters=_stored(part, items),
-        whole_ops=tuple(
-            Cost(one.target, one.seconds, one.count) for one in whole_ops(part.priced, predicted.step_seconds)
-        ),
+        ops=_most_costly((item.what, item.seconds) for item in items if item.kind is ItemKind.op),
+        collectives=_most_costly((_move(item), item.seconds) for item in items if item.collectives),
+        parameters=tuple(sorted(stored, key=lambda cost: -cost.count)),
+        whole_ops=tuple(Cost(one.target, one.seconds, one.count) for one in without_rule),
         alternatives=own.alternatives,
     )
 
@@ -108,8 +109,8 @@ def _costs(named: Iterable[tuple[str, float]]) -> list[Cost]:
     return [Cost(name, sum(own), len(own)) for name, own in seconds.items()]
 
 
-def _most_costly(named: Iterable[tuple[str, Item]]) -> tuple[Cost, ...]:
-    return tuple(sorted(_costs((name, item.seconds) for name, item in named), key=lambda cost: -cost.seconds))
+def _most_costly(named: Iterable[tuple[str, float]]) -> tuple[Cost, ...]:
+    return tuple(sorted(_costs(named), key=lambda cost: -cost.seconds))
 
 
 def _move(item: Item) -> str:
@@ -119,18 +120,8 @@ def _move(item: Item) -> str:
 
 def stored_as(sharding: Sharding, origin: str) -> str:
     """`R`, `R, state S(0)` or `S(0), regathered`"""
-    state, again = sharding.state.get(origin), origin in sharding.regathered
-    more = [*([f"state {state}"] if state else []), *(["regathered"] if again else [])]
-    return ", ".join([str(sharding.storage[origin]), *more])
-
-
-def _stored(part: PricedPartition, items: tuple[Item, ...]) -> tuple[Cost, ...]:
-    paid: dict[str, float] = defaultdict(float)
-    for item in items:
-        if item.kind is not ItemKind.op:
-            paid[item.name] += item.seconds
-    found = _costs((stored_as(part.sharding, origin), paid[origin]) for origin in part.sharding.storage)
-    return tuple(sorted(found, key=lambda cost: -cost.count))
+    state = f", state {sharding.state[origin]}" if sharding.state.get(origin) else ""
+    return f"{sharding.storage[origin]}{state}" + (", regathered" if origin in sharding.regathered else "")
 
 
 @dataclass(frozen=True)
@@ -163,7 +154,7 @@ class Module:
 
 
 def explain_module(plan: PlannedRun, pattern: str) -> Module:
-    """With a star in the name, what equal layers have is one row."""
+    """With a star in the name, what equal layers have is one row: their ops, which have numbers, by their modules."""
     grouped = any(letter in pattern for letter in "*?[")
     rows: dict[tuple[ItemKind, str, str, str], list[float]] = defaultdict(list)
     kept: dict[tuple[str, str], list[ParameterPrice]] = defaultdict(list)
@@ -171,29 +162,18 @@ def explain_module(plan: PlannedRun, pattern: str) -> Module:
         for item in part.items():
             if item.kind not in OF_PARAMETERS and inside(pattern, item.module):
                 what = item.what.split(".")[1] if item.what.count(".") == 2 else item.what  # of `aten.linear.default`
-                rows[item.kind, _label(item, grouped), what, item.how].append(item.seconds)
-        for value, price in part.priced.parameters.items():
+                named = item.name.startswith(f"{item.module}.")
+                label = starred(item.name if named else item.module or WHOLE_MODEL) if grouped else item.name
+                rows[item.kind, label, what, item.how].append(item.seconds)
+        for value, price in part.parameters.items():
             name = part.graph.values[value].origin
             if inside(pattern, name):
                 kept[starred(name) if grouped else name, stored_as(part.sharding, name)].append(price)
     found = tuple(ModuleRow(*key, sum(own), len(own)) for key, own in rows.items())
-    parameters = tuple(
-        StoredParameter(
-            *key,
-            round(sum(one.resident for one in own)),
-            sum(one.gradient_sum for one in own),
-            sum(one.optimizer for one in own),
-            len(own),
-        )
-        for key, own in kept.items()
-    )
+    parameters = []
+    for key, own in kept.items():
+        resident = round(sum(one.resident for one in own))
+        sums, optimizer = sum(one.gradient_sum for one in own), sum(one.optimizer for one in own)
+        parameters.append(StoredParameter(*key, resident, sums, optimizer, len(own)))
     total = sum(row.seconds for row in found) + sum(one.sums + one.optimizer for one in parameters)
-    return Module(pattern, plan.plan.prediction.step_seconds, total, found, parameters)
-
-
-def _label(item: Item, grouped: bool) -> str:
-    """Ops of equal layers have numbers of their own: their modules tell them apart from others."""
-    if not grouped:
-        return item.name
-    named = item.name.startswith(f"{item.module}.")
-    return starred(item.name if named else item.module or "the model itself")
+    return Module(pattern, plan.plan.prediction.step_seconds, total, found, tuple(parameters))

@@ -17,7 +17,6 @@ from stages.solve.problem.data import Array, Problem
 from stages.solve.search.elimination import FREE, Elimination, Prices, TooWide
 from stages.solve.search.large.priced import Wide
 from stages.solve.search.memory_price import BestPrices, Bounded, Bounder, Seen
-from stages.solve.search.restricted import Restricted
 from stages.solve.search.separators import CutOpen
 
 MOST_DRAWS = 3  # times that copies are drawn together at one limit
@@ -79,9 +78,10 @@ class CutBounder(_Near):
         self.cut = CutOpen(problem)
         self.had: dict[tuple[int, ...], tuple[float, Array]] = {}  # plans of the cut problem
         self.last: tuple[int, ...] = ()
-        self.settled: dict[Hashable, tuple[Restricted, Bounder]] = {}
+        self.settled: dict[Hashable, Bounder] = {}
         super().__init__(problem, best_prices, self.cut)
-        self._draw(FREE, inf)
+        for plan in self.cut.draw(FREE, inf):
+            self.know(plan)
         self.look(FREE)
         if isfinite(self.floor) and not isfinite(self.fastest.cost):
             raise TooWide("its copies cannot be settled")
@@ -108,15 +108,12 @@ class CutBounder(_Near):
         raised = super().raise_bound(limit, start, gap, deadline)
         for _ in range(MOST_DRAWS):
             before = raised.bound
-            self._draw(raised.prices, deadline)
+            for plan in self.cut.draw(raised.prices, deadline):
+                self.know(plan)
             raised = super().raise_bound(limit, raised, gap, deadline)
             if raised.bound - before <= gap / 8 * abs(raised.bound):
                 break
         return raised
-
-    def _draw(self, prices: Prices, deadline: float) -> None:
-        for plan in self.cut.draw(prices, deadline):
-            self.know(plan)
 
     def fit(self, limit: float, raised: Bounded, gap: float, deadline: float) -> None:
         """The best plans within the limit that settle what was cut as the most promising plans do."""
@@ -131,8 +128,8 @@ class CutBounder(_Near):
                 continue
             tried.add(key)
             if key not in self.settled:
-                self.settled[key] = settled, Bounder(settled.problem, self.best_prices)
-            settled, inner = self.settled[key]
+                self.settled[key] = Bounder(settled.problem, self.best_prices)
+            inner = self.settled[key]
             promising = best is None or inner.fastest.cost < best.cost
             if promising and inner.smallest(deadline).peak <= limit:
                 found = inner.within(limit, max(gap, SETTLED_GAP), deadline).best

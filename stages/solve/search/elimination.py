@@ -10,15 +10,16 @@ A share of few forms gets one variable: the set of forms that are made. Where th
 it by the form they want, not by their choice: a variable of its own, tied to the reader's. Such forms are eliminated
 together, once the readers are gone: a kernel that knows that a form is made once tries only those which can be of use.
 
-Equal work is done once: tables are numbered by what they were made from, so the layers of a deep model, whose arrays
-are the same objects, share one elimination. Costs are whole ticks held in floats: sums are exact, in whatever order
-they are added, and infinity stays what it is.
+Equal work is done once (`MadeOnce`): a table is one array whoever asks for it, so the layers of a deep model, whose
+arrays are the same objects, share one elimination. Costs are whole ticks held in floats: sums are exact, in whatever
+order they are added, and infinity stays what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite, prod
 from typing import TypeVar
 
@@ -28,10 +29,13 @@ from numpy.typing import NDArray
 from stages.solve.problem.data import Array, Edge, Node, Problem, Share
 from stages.solve.search.kernels import Tables, least_shared, least_sums
 from stages.solve.search.order import EliminationOrder, OrderRule
+from stages.solve.search.restricted import MadeOnce
 
 MOST_ENTRIES = 200_000_000  # of one elimination: beyond this the graph is too wide
 MOST_SETS = 256  # of the forms of a share, to have a choice each
 FINEST = 2.0**50  # ticks in the largest sum: floats count them exactly
+
+Eliminated = tuple[Array, NDArray[np.int32]]  # by the choices of neighbours: the least cost, and own choices
 
 
 class TooWide(Exception):
@@ -51,17 +55,8 @@ class Prices:
     turn: int = 0
     tilt: float = 0.0
 
-    def tilt_of(self, node: int) -> float:
-        return 1 - self.tilt if node < self.turn else 1 + self.tilt
-
 
 FREE = Prices()
-
-
-@dataclass(frozen=True, eq=False)
-class _Table:
-    number: int
-    costs: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +101,11 @@ class Elimination:
             raise TooWide(f"a table of {min(order.most for order in orders):.1g} entries")
         best = min(possible, key=lambda order: order.total)
         self.steps, self.dense = best.steps, best.dense
-        self._numbers: dict[Hashable, _Table] = {}  # arrays are told by identity: the problem keeps them
-        self._eliminated: dict[Hashable, tuple[_Table, NDArray[np.int32]]] = {}
+        self._once = MadeOnce()  # tables, and what is left of them: equal work has equal arrays
         self._coverage: dict[tuple[int, ...], list[tuple[int, list[tuple[Array, list[int]]]]]] = {}
-        self._forms = self._find_forms()
+        self._eliminations = self._find_eliminations()
         self._node = [max(v for v in f.variables if v < len(problem.nodes)) for f in self.factors]
-        self._unpriced = [self._table(number, []) for number in range(len(self.factors))]
+        self._unpriced = [self._table(number, ()) for number in range(len(self.factors))]
 
     def _factors(self) -> list[_Factor]:
         problem = self.problem
@@ -137,19 +131,19 @@ class Elimination:
         """`shifts`: seconds that the choices of some nodes cost more."""
         tables = list(self._unpriced)
         for number, held in self._covered(prices.moments):
-            tilt = prices.tilt_of(self._node[number])
+            tilt = 1 - prices.tilt if self._node[number] < prices.turn else 1 + prices.tilt
             priced = ((usages, tilt * sum(prices.values[n] for n in at)) for usages, at in held)
-            tables[number] = self._table(number, [(usages, price) for usages, price in priced if price])
+            tables[number] = self._table(number, tuple((usages, price) for usages, price in priced if price))
         for node, shift in (shifts or {}).items():  # the tables of nodes come first, in their order
-            tables[node] = self._shifted(tables[node], shift)
+            tables[node] = self._once(np.add, tables[node], tuple(np.floor(shift / self.tick).tolist()))
         answers: list[NDArray[np.int32]] = []
         total = 0.0
-        for step, form in zip(self.steps, self._forms, strict=True):
-            table, best = self._eliminate(form, [tables[t] for t in step.tables])
-            tables.append(table)
+        for step, eliminate in zip(self.steps, self._eliminations, strict=True):
+            least, best = self._once(eliminate, *[tables[t] for t in step.tables])
+            tables.append(least)
             answers.append(best)
             if not step.neighbours:
-                total += float(table.costs)
+                total += float(least)
         picked = np.zeros(len(self.sizes), dtype=np.int64)
         for step, best in zip(reversed(self.steps), reversed(answers), strict=True):
             picked[list(step.variables)] = best[tuple(picked[n] for n in step.neighbours)]
@@ -169,43 +163,25 @@ class Elimination:
             self._coverage[moments] = found
         return self._coverage[moments]
 
-    def _shifted(self, table: _Table, shift: Array) -> _Table:
-        key = ("shifted", table.number, shift.tobytes())
-        return self._numbered(key, lambda: table.costs + np.floor(shift / self.tick))
-
-    def _table(self, number: int, priced: list[tuple[Array, float]]) -> _Table:
+    def _table(self, number: int, priced: tuple[tuple[Array, float], ...]) -> Array:
         factor, part = self.factors[number], self.factors[number].part
         if part is None:
-            (wants,) = factor.wants
-            return self._numbered(("tie", id(wants)), lambda: _tie(wants))
+            return self._once(_tie, *factor.wants)
         if factor.in_sets and factor.wants:
-            (wants,), count = factor.wants, part.costs.shape[1]
-            return self._numbered(("in set", id(wants), count), lambda: _in_set(wants, count))
-        key = (id(part.costs), *((id(usages), price) for usages, price in priced))
+            return self._once(_in_set, *factor.wants, part.costs.shape[1])
+        ticks = self._once(_ticks, part.costs, priced, self.tick)
         if factor.in_sets:
-            return self._numbered(("sets", *key), lambda: _by_set(self._ticks(part.costs, priced)))
+            return self._once(_by_set, ticks)
         if number in self.dense:
-            forms = tuple(f.tobytes() for f in factor.wants)
-            return self._numbered((*key, forms), lambda: _spread(self._ticks(part.costs, priced), factor.wants))
-        return self._numbered(key, lambda: self._ticks(part.costs, priced))
-
-    def _ticks(self, costs: Array, priced: list[tuple[Array, float]]) -> Array:
-        total = np.array(costs, dtype=float)
-        for usages, price in priced:
-            total += price * usages
-        return np.floor(total / self.tick)
-
-    def _numbered(self, key: Hashable, make: Callable[[], Array]) -> _Table:
-        if key not in self._numbers:
-            self._numbers[key] = _Table(len(self._numbers) + len(self._eliminated), make())
-        return self._numbers[key]
+            return self._once(_spread, ticks, tuple(tuple(forms.tolist()) for forms in factor.wants))
+        return ticks
 
     # ---- what elimination makes of them
 
-    def _find_forms(self) -> list[_Form]:
-        """The form of every step: one object for steps that differ in the names of variables alone."""
+    def _find_eliminations(self) -> list[Callable[..., Eliminated]]:
+        """What each step does with its tables: one object for steps that differ in the names of variables alone."""
         scopes = [factor.variables for factor in self.factors]
-        known: dict[_Form, _Form] = {}
+        known: dict[_Form, Callable[..., Eliminated]] = {}
         found = []
         for step in self.steps:
             axes = (*step.neighbours, *step.variables)
@@ -216,17 +192,21 @@ class Elimination:
                 tuple(tuple(place[v] for v in scopes[t]) for t in step.tables),
                 tuple(tuple(int(n) for n in own) for own in forms),
             )
-            found.append(known.setdefault(form, form))
+            found.append(known.setdefault(form, partial(_eliminate, form)))
             scopes.append(step.neighbours)
         return found
 
-    def _eliminate(self, form: _Form, tables: list[_Table]) -> tuple[_Table, NDArray[np.int32]]:
-        key = (id(form), *(table.number for table in tables))
-        if key not in self._eliminated:
-            placed = [(table.costs, list(places)) for table, places in zip(tables, form.places, strict=True)]
-            least, best = _least_shared(placed, form) if form.forms else _least(placed, form.sizes)
-            self._eliminated[key] = (_Table(len(self._numbers) + len(self._eliminated), least), best)
-        return self._eliminated[key]
+
+def _eliminate(form: _Form, *tables: Array) -> Eliminated:
+    placed = [(table, list(places)) for table, places in zip(tables, form.places, strict=True)]
+    return _least_shared(placed, form) if form.forms else _least(placed, form.sizes)
+
+
+def _ticks(costs: Array, priced: tuple[tuple[Array, float], ...], tick: float) -> Array:
+    total = np.array(costs, dtype=float)
+    for usages, price in priced:
+        total += price * usages
+    return np.floor(total / tick)
 
 
 def _tie(wants: NDArray[np.int64]) -> Array:
@@ -249,9 +229,9 @@ def _by_set(costs: Array) -> Array:
     return np.array([[row[chosen].sum() for chosen in members] for row in costs])
 
 
-def _spread(costs: Array, wants: tuple[NDArray[np.int64], ...]) -> Array:
+def _spread(costs: Array, forms_of: tuple[tuple[int, ...], ...]) -> Array:
     """Cost by the maker's choice and the form that each reader takes: a form that several take counts once."""
-    count = len(wants)
+    wants, count = [np.array(forms) for forms in forms_of], len(forms_of)
     shaped = [w.reshape(*(len(w) if n == at else 1 for n in range(count))) for at, w in enumerate(wants)]
     total = np.zeros((len(costs), *(len(w) for w in wants)))
     for at, forms in enumerate(wants):
@@ -279,7 +259,7 @@ def _flat(tables: list[tuple[Array, list[int]]], shape: tuple[int, ...]) -> Tabl
     return Tables(np.concatenate(parts), starts, strides, np.array(shape))
 
 
-def _least(tables: list[tuple[Array, list[int]]], sizes: tuple[int, ...]) -> tuple[Array, NDArray[np.int32]]:
+def _least(tables: list[tuple[Array, list[int]]], sizes: tuple[int, ...]) -> Eliminated:
     """The least sum over the last of the axes, and where it is; each table comes with the axes of its dims."""
     if len(sizes) == 1:
         total = sum((costs for costs, _ in tables), np.zeros(sizes[0]))
@@ -288,7 +268,7 @@ def _least(tables: list[tuple[Array, list[int]]], sizes: tuple[int, ...]) -> tup
     return least.reshape(sizes[:-1]), best.reshape(*sizes[:-1], 1)
 
 
-def _least_shared(tables: list[tuple[Array, list[int]]], form: _Form) -> tuple[Array, NDArray[np.int32]]:
+def _least_shared(tables: list[tuple[Array, list[int]]], form: _Form) -> Eliminated:
     """The same over all forms of a share, which stand last among the axes; the first table is that of making them."""
     (making, (maker, *_)), *others = tables
     readers = len(form.forms)

@@ -118,8 +118,7 @@ class Bounder:
         if self.fastest.peak > limit and self.problem.length > 0:
             raised = self.raise_bound(limit, raised, gap, deadline)
             self.fit(limit, raised, gap, deadline)
-        best = self.best_within(limit)
-        if best is None:
+        if (best := self.best_within(limit)) is None:
             self.smallest(deadline)
             best = self.best_within(limit)
         return Bounded(min(raised.bound, best.cost) if best else raised.bound, raised.prices, best)

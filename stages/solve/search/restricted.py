@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from stages.solve.problem.data import Edge, Node, Problem, Reader, Share
 
 Part = TypeVar("Part", Node, Edge, Share)
+T = TypeVar("T")
+
+
+class MadeOnce:
+    """Makes each thing once: what was one array stays one array, so that equal layers of a model share their work.
+
+    Arrays are told apart as objects and all else by value. What a thing was made of is kept with it: no other object
+    can come to stand for it.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(self, make: Callable[..., T], *of: Any) -> T:
+        key = (make, *[id(one) if isinstance(one, np.ndarray) else _key(one) for one in of])
+        found: tuple[T, Any] | None = self._made.get(key)
+        if found is None:
+            found = self._made[key] = make(*of), of
+        return found[0]
+
+
+def _key(of: Any) -> Hashable:
+    if isinstance(of, np.ndarray):
+        return id(of)
+    return tuple(map(_key, of)) if isinstance(of, tuple) else of
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,27 +55,26 @@ def as_it_is(problem: Problem) -> Restricted:
 
 
 def restrict(problem: Problem, kept: tuple[tuple[int, ...], ...]) -> Restricted:
-    """The problem with these choices of each node alone. What was one array stays one array."""
-    at = [np.array(own) for own in kept]
-    known: dict[Hashable, np.ndarray] = {}
+    """The problem with these choices of each node alone."""
+    once = MadeOnce()
+    at = [once(np.array, own) for own in kept]
 
-    def cut(table: np.ndarray, *axes: np.ndarray) -> np.ndarray:
-        key = (id(table), *(own.tobytes() for own in axes))
-        if key not in known:
-            known[key] = table[np.ix_(*axes)]
-        return known[key]
+    def cut(part: Part, *axes: np.ndarray) -> Part:
+        holdings = tuple(replace(h, usages=once(_entries, h.usages, *axes)) for h in part.holdings)
+        return replace(part, costs=once(_entries, part.costs, *axes), holdings=holdings)
 
-    def cut_part(part: Part, *axes: np.ndarray) -> Part:
-        holdings = tuple(replace(h, usages=cut(h.usages, *axes)) for h in part.holdings)
-        return replace(part, costs=cut(part.costs, *axes), holdings=holdings)
-
-    nodes = tuple(cut_part(node, own) for node, own in zip(problem.nodes, at, strict=True))
-    edges = tuple(cut_part(edge, at[edge.first], at[edge.second]) for edge in problem.edges)
+    nodes = tuple(cut(node, own) for node, own in zip(problem.nodes, at, strict=True))
+    edges = tuple(cut(edge, at[edge.first], at[edge.second]) for edge in problem.edges)
     shares = []
     for share in problem.shares:
-        readers = tuple(Reader(r.node, cut(r.wants, at[r.node])) for r in share.readers)
-        shares.append(replace(cut_part(share, at[share.maker], np.arange(share.costs.shape[1])), readers=readers))
+        readers = tuple(Reader(r.node, once(_entries, r.wants, at[r.node])) for r in share.readers)
+        left = cut(share, at[share.maker], once(np.arange, share.costs.shape[1]))
+        shares.append(replace(left, readers=readers))
     return Restricted(Problem(nodes, edges, tuple(shares)), kept)
+
+
+def _entries(table: np.ndarray, *axes: np.ndarray) -> np.ndarray:
+    return np.asarray(table[np.ix_(*axes)])
 
 
 def without_dominated(problem: Problem) -> Restricted:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from stages.solve.problem.data import FORBIDDEN, Array, Edge, Holding, Node, Problem, Share
 from stages.solve.search.elimination import FREE, Elimination, Minimum, Prices, TooWide
-from stages.solve.search.restricted import Restricted, as_it_is, restrict
+from stages.solve.search.restricted import MadeOnce, Restricted, as_it_is, restrict
 
 MOST_DRAWS = 12  # times that copies are drawn together at some prices
 CLOSE = 1e-9  # of the value: copies that are this close to agreeing are left
@@ -40,7 +40,7 @@ class _CutProblem:
         self.whole, self.far = problem, far
         self.copies: dict[int, list[int]] = {}  # by maker
         self.split: list[Share] = []
-        self.known: dict[Hashable, Array] = {}
+        self.once = MadeOnce()
         self.count = len(problem.nodes)
         self.tied = Counter(v for e in problem.edges for v in (e.first, e.second))
         self.tied += Counter(v for s in problem.shares for v in (s.maker, *(r.node for r in s.readers)))
@@ -55,7 +55,10 @@ class _CutProblem:
             readers = [r.node for r in share.readers]
             if self._span(*readers):
                 self.split.append(share)
-                edges += self._split(share)
+                edges += [
+                    Edge(self._copy(share.maker), r.node, *self._part(share, len(share.readers), r.wants))
+                    for r in share.readers
+                ]
             elif single and self._span(share.maker, *readers):
                 shares.append(replace(share, maker=self._copy(share.maker)))
             else:
@@ -74,31 +77,25 @@ class _CutProblem:
         self.count += 1
         return self.count - 1
 
-    def _split(self, share: Share) -> Iterator[Edge]:
-        for reader in share.readers:
-            yield Edge(self._copy(share.maker), reader.node, *self._equal_part(share, len(share.readers), reader.wants))
-
-    def _equal_part(
+    def _part(
         self, whole: Node | Share, parts: int, wants: NDArray[np.int64] | None = None
     ) -> tuple[Array, tuple[Holding, ...]]:
-        """One of so many parts of what it costs and holds; of a share by the form that is wanted. Each array once."""
-
-        def once(table: Array) -> Array:
-            key = (id(table), id(wants), parts)
-            if key not in self.known:
-                self.known[key] = np.asarray((table if wants is None else table[:, wants]) / parts)
-            return self.known[key]
-
-        return once(whole.costs), tuple(replace(h, usages=once(h.usages)) for h in whole.holdings)
+        """One of so many parts of what it costs and holds; of a share by the form that is wanted."""
+        held = tuple(replace(h, usages=self.once(_divided, h.usages, wants, parts)) for h in whole.holdings)
+        return self.once(_divided, whole.costs, wants, parts), held
 
     def _nodes(self) -> list[Node]:
         found = [*self.whole.nodes, *self.whole.nodes[:1] * (self.count - len(self.whole.nodes))]
         for maker, copies in self.copies.items():
             node = self.whole.nodes[maker]
-            part = Node(node.name, *self._equal_part(node, len(copies)))
+            part = Node(node.name, *self._part(node, len(copies)))
             for copy in copies:
                 found[copy] = part
         return found
+
+
+def _divided(table: Array, wants: NDArray[np.int64] | None, parts: int) -> Array:
+    return np.asarray((table if wants is None else table[:, wants]) / parts)
 
 
 class CutOpen:
@@ -196,15 +193,11 @@ class CutOpen:
         """A plan: the copies of a maker after another are held to what most of them choose, until all agree."""
         held, picked, done = drawn, found.picked, set[Copies]()
         while apart := [own for own in self._apart(picked) if own not in done]:
-            own = min(apart, key=lambda own: -_favourite(picked, own)[1] / len(own))
+            favourites = {own: Counter(picked[n] for n in own).most_common(1)[0] for own in apart}  # and how many
+            own = max(apart, key=lambda copies: favourites[copies][1] / len(copies))
             done.add(own)
             only = np.full(len(self.problem.nodes[own[0]].costs), FORBIDDEN)
-            only[_favourite(picked, own)[0]] = 0.0
+            only[favourites[own][0]] = 0.0
             held = held | dict.fromkeys(own, only)
             picked = self.elimination.minimise(prices, held).picked
         return tuple(picked[: len(self.problem.nodes)])
-
-
-def _favourite(picked: Sequence[int], own: Copies) -> tuple[int, int]:
-    """What most copies choose, and how many they are."""
-    return Counter(picked[n] for n in own).most_common(1)[0]

@@ -95,25 +95,25 @@ def flatten(problem: Problem, base: Floats, limit: float, constant: float, scale
         arcs[e.second].append((e.first, known[key] + 1))
     holdings = [h for n in nodes for h in n.holdings]
     graph = CostGraph(
-        start=_offsets([len(n.costs) for n in nodes]),
-        arc_start=_offsets([len(a) for a in arcs]),
+        start=offsets([len(n.costs) for n in nodes]),
+        arc_start=offsets([len(a) for a in arcs]),
         arc_to=np.array([j for a in arcs for j, _ in a], np.int32),
         arc_matrix=np.array([m for a in arcs for _, m in a], np.int32),
-        matrix_start=_offsets([m.size for m in matrices]),
+        matrix_start=offsets([m.size for m in matrices]),
         pool=_joined([m.ravel() for m in matrices]),
     )
     held = HoldingArrays(
-        start=_offsets([len(n.holdings) for n in nodes]),
+        start=offsets([len(n.holdings) for n in nodes]),
         first=np.array([h.first for h in holdings], np.int64),
         end=np.array([h.end for h in holdings], np.int64),
-        usage_start=_offsets([len(h.usages) for h in holdings]),
+        usage_start=offsets([len(h.usages) for h in holdings]),
         usage=_joined([h.usages for h in holdings]),
     )
     costs = _joined([n.costs - n.costs.min() for n in nodes])
     return Arrays(graph, costs, held, np.array(base, float), float(limit), constant, forbidden)
 
 
-def _offsets(sizes: Sequence[int] | Ints) -> Ints:
+def offsets(sizes: Sequence[int] | Ints) -> Ints:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(sizes, np.int64))])
 
 
@@ -141,12 +141,12 @@ def narrowed(arrays: Arrays, kept: Ints, back: Ints) -> Arrays:
     matrix = np.zeros(len(leaves), np.int32)
     matrix[forward] = 2 * np.arange(int(forward.sum()))
     matrix[back[forward]] = matrix[forward] + 1
-    matrix_start = _offsets(np.repeat((sizes[leaves] * sizes[old.arc_to])[forward], 2))
+    matrix_start = offsets(np.repeat((sizes[leaves] * sizes[old.arc_to])[forward], 2))
     pool = np.empty(int(matrix_start[-1]))
-    graph = CostGraph(_offsets(sizes), old.arc_start, old.arc_to, matrix, matrix_start, pool)
+    graph = CostGraph(offsets(sizes), old.arc_start, old.arc_to, matrix, matrix_start, pool)
     fill_matrices(old, graph, own, leaves)
     holder = np.repeat(np.arange(arrays.count), np.diff(held.start))
-    usage_start = _offsets(sizes[holder])
+    usage_start = offsets(sizes[holder])
     fewer = held._replace(usage_start=usage_start, usage=np.empty(int(usage_start[-1])))
     fill_usages(graph.start, own, holder, held, fewer)
     return replace(arrays, graph=graph, costs=arrays.costs[kept], holdings=fewer)

@@ -1,4 +1,4 @@
-"""The search: prices of memory from above a bound, choices from below it, then better choices region by region.
+"""Better choices within a memory limit, region by region, at prices of memory that a bound has.
 
 The problem: choices x of least cost c(x) with held(x, t) <= limit at every moment t. With a price p(t) >= 0 on memory,
 
@@ -6,15 +6,14 @@ The problem: choices x of least cost c(x) with held(x, t) <= limit at every mome
 
 and message passing (loops.py) bounds the minimum from below in turn. The messages stay valid when prices change.
 
-1. `start`       a first feasible solution: memory at so high a price that it fits
-2. `raise_bound` subgradient steps on the prices, a few message passes after each; the choices that the messages suggest
-                 are repaired where they hold too much (`repair`): higher prices there, and partial_elimination.py
-3. `improve`     from the best solution: a random region at a random fraction of the prices, solved by elimination;
-                 prices go up where the answer holds too much. Kept if feasible and no dearer. By turns among all
-                 choices, and among few of each node, whose tables span more nodes; more turns to what has gained
-                 lately (`Turns`). Tables may grow while nothing gets better
+`repair`   choices that hold too much somewhere: higher prices there, and partial_elimination.py
+`improve`  from the best solution: a random region at a random fraction of the prices, solved by elimination; prices go
+           up where the answer holds too much. Kept if feasible and no dearer. By turns among all choices, and among few
+           of each node, whose tables span more nodes; more turns to what has gained lately (`Turns`). Tables may grow
+           while nothing gets better
 
-All is anytime: `Searcher.best` is always feasible.
+All is anytime: `Searcher.best` is always feasible. A first solution and prices come from whoever asks: the frontier's
+bounds (priced.py), or benchmarks/contest_search.py, which finds its own.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.solve.search.large.arrays import Arrays, Floats, Ints, candidates, narrowed
+from stages.solve.search.large.arrays import Arrays, Floats, Ints, candidates, narrowed, offsets
 from stages.solve.search.large.loops import add_prices, beliefs, held_after, pass_messages, reverse_arcs, total_cost
 from stages.solve.search.large.partial_elimination import EliminationPlan, grow_ball, make_plan, solve_plan
 
@@ -97,14 +96,8 @@ class Searcher:
         self.looks = 0  # entries looked at so far, to tell what work has cost
         self.tables = np.zeros(0)
         self.back = reverse_arcs(arrays.graph.arc_start, arrays.graph.arc_to)
-        self.message_start = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes[arrays.graph.arc_to])])
+        self.message_start = offsets(self.sizes[arrays.graph.arc_to])
         self.message = np.zeros(self.message_start[-1])
-
-    def run(self, dual_share: float) -> None:
-        self.start()
-        begin = time.monotonic()
-        self.raise_bound(begin + dual_share * (self.deadline - begin))
-        self.improve()
 
     @property
     def finished(self) -> bool:
@@ -172,78 +165,12 @@ class Searcher:
         self.looks += plan.looks
         solve_plan(self.arrays.graph, self.costs, plan, self.tables, picked)
 
-    def pass_messages(self, passes: int) -> float:
-        """Message passes at the present prices: a bound, and choices in `picked`."""
-        a = self.arrays
-        bound = self.messages(passes) + a.constant + float((self.prices * (a.base - a.limit)).sum())
-        if bound > self.bound:
-            self.bound, self.best_prices = bound, self.prices
-            self.publish(self)
-        return bound
-
     def messages(self, passes: int) -> float:
         """What no choices go below at the present prices, what is held whatever is chosen left aside."""
         low, state = -math.inf, (self.back, self.message_start, self.message)
         for number in range(passes):
             low = pass_messages(self.arrays.graph, self.costs, *state, number % 2 == 0, self.picked)
         return low
-
-    # ---- 1. a first solution
-
-    def start(self) -> None:
-        """Raise a price on all memory until a solution fits."""
-        pool = self.arrays.graph.pool
-        largest = float(pool.max(initial=0.0, where=pool < self.arrays.forbidden))
-        unit = 1e-6 * (float(self.arrays.costs.max(initial=0.0)) + largest) / self.bytes
-        for power in range(12):
-            if self.finished:
-                return
-            self.set_prices(np.full(len(self.arrays.base), unit * 10.0**power))
-            self.pass_messages(10)
-            self.solve(self.random_plan(4.0), self.picked)
-            if self.note(self.picked, self.held(self.picked)):
-                return
-            self.repair(6)
-            if self.best is not None:
-                return
-
-    # ---- 2. prices
-
-    def raise_bound(self, until: float) -> None:
-        limit = self.arrays.limit
-        self.set_prices(np.zeros(len(self.prices)))
-        now = time.monotonic()
-        self._settle_messages(now + 0.2 * (until - now))
-        pace, stalled, number = 1.0, 0, 0
-        while pace > 0.003 and time.monotonic() < until and not self.finished:
-            before = self.bound
-            low = self.pass_messages(4)
-            stalled = 0 if self.bound > before + 1e-5 * abs(before) else stalled + 1
-            if stalled > 12:
-                pace, stalled = 0.7 * pace, 0
-            held = self.held(self.picked)
-            self.note(self.picked, held)
-            over = (held - limit) / self.bytes
-            slope = np.where((self.prices > 0) | (over > 0), over, 0.0)
-            target = self.cost if self.best is not None else low + abs(low)
-            gain = pace * max(target - low, 1e-3 * abs(low)) / max(float(slope @ slope), 1e-12)
-            prices = np.maximum(0.0, self.prices + gain * slope / self.bytes)
-            if number % 10 == 9:
-                self.repair(12)
-            self.set_prices(prices)
-            number += 1
-            if number % 50 == 0:
-                self._adopt()
-
-    def _settle_messages(self, until: float) -> None:
-        """Passes without a price until the bound hardly rises: without a binding limit this is the whole search."""
-        before = -math.inf
-        while time.monotonic() < until and not self.finished:
-            low = self.pass_messages(20)
-            self.note(self.picked, self.held(self.picked))
-            if low - before < 1e-4 * abs(low):
-                return
-            before = low
 
     def repair(self, most: int) -> None:
         """Dearer memory where the present choices hold too much, until they fit; then what can be had at old prices."""
@@ -271,7 +198,7 @@ class Searcher:
                 self.picked = trial
                 self.note(trial, held)
 
-    # ---- 3. regions
+    # ---- regions
 
     def improve(self, rounds: float = math.inf) -> None:
         """By turns among all choices, and among those that the messages hold promising: regions reach further there."""
@@ -340,8 +267,10 @@ class Searcher:
         size = int(10 ** random.uniform(1, max(1.3, math.log10(a.count) + 0.3)))
         free = self.everything.copy()
         if size < a.count:
-            seed = int(random.integers(1 << 30))
-            grow_ball(a.graph, self._centre(), size, free, seed)
+            seed, ends = int(random.integers(1 << 30)), a.graph.arc_to
+            anywhere = random.random() < 0.5 or not len(ends)
+            centre = random.integers(a.count) if anywhere else ends[random.integers(len(ends))]
+            grow_ball(a.graph, int(centre), size, free, seed)
         plan = self.random_plan(min(MOST_TABLES, TABLES + 0.5 * (self.idle // IDLE_REGIONS)), free)
         assert self.best is not None
         unit = max(float(self.best_prices.max(initial=0.0)), 1e-4 * (self.cost - a.constant) / self.bytes)
@@ -368,9 +297,3 @@ class Searcher:
         held = self.held(picked)
         if not self.note(picked, held) and self.total(picked) <= self.cost and held.max(initial=0.0) <= a.limit:
             self.best = picked  # as good: go on from there
-
-    def _centre(self) -> int:
-        ends = self.arrays.graph.arc_to
-        if self.random.random() < 0.5 or not len(ends):
-            return int(self.random.integers(self.arrays.count))
-        return int(ends[self.random.integers(len(ends))])

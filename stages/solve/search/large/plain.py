@@ -20,20 +20,20 @@ and a chain of ops takes one pass, not one per op.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stages.solve.problem.data import FORBIDDEN, Array, Edge, Holding, Node, Problem, Share
+from stages.solve.search.restricted import MadeOnce
 
 MOST_READERS = 6  # of a share, for a node per reader: they know of one another
 
+Tables = tuple[Array, ...]  # of an edge or a share: its costs, and the bytes of each holding
 Usages = tuple[Array, ...]  # of a helper, for each holding: bytes by choice
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,49 +66,39 @@ class _Helpers:
     def __init__(self, problem: Problem) -> None:
         self.own = len(problem.nodes)
         self.nodes, self.edges = list(problem.nodes), list[Edge]()
-        self.known: dict[Hashable, Any] = {}
-
-    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key not in self.known:
-            self.known[key] = make()
-        found: T = self.known[key]
-        return found
+        self.once = MadeOnce()
 
     def _helper(self, name: str, of: Edge | Share, usages: Usages, count: int) -> int:
         held = tuple(Holding(h.first, h.end, own) for h, own in zip(of.holdings, usages, strict=True))
-        self.nodes.append(Node(name, self._once(("zeros", count), lambda: np.zeros(count)), held))
+        self.nodes.append(Node(name, self.once(np.zeros, count), held))
         return len(self.nodes) - 1
 
     def add_edge(self, edge: Edge) -> None:
         if not edge.holdings:
             self.edges.append(edge)
             return
-        tables = _tables(edge)
-        usages, to_first, to_second = self._once(("edge", *map(id, tables)), lambda: _reading(tables))
+        usages, to_first, to_second = self.once(_reading, _tables(edge))
         name = f"{self.nodes[edge.first].name} -> {self.nodes[edge.second].name}"
         between = self._helper(name, edge, usages, to_first.shape[1])
         self.edges += [Edge(edge.first, between, to_first), Edge(between, edge.second, to_second)]
 
     def add_reader(self, share: Share, number: int) -> None:
-        tables, readers = _tables(share), share.readers[: number + 1]
+        readers = share.readers[: number + 1]
         wants = tuple(reader.wants for reader in readers)
-        key = ("reader", *map(id, (*tables, *wants)))
-        usages, to_maker, to_readers = self._once(key, lambda: _forms_of_reader(tables, wants))
+        usages, to_maker, to_readers = self.once(_forms_of_reader, _tables(share), wants)
         name = f"{self.nodes[share.maker].name} -> {self.nodes[readers[-1].node].name}"
         node = self._helper(name, share, usages, to_maker.shape[1])
         self.edges.append(Edge(share.maker, node, to_maker))
         self.edges += [Edge(node, reader.node, costs) for reader, costs in zip(readers, to_readers, strict=True)]
 
     def add_form(self, share: Share, form: int) -> None:
-        tables = _tables(share)
-        usages, to_maker = self._once(("form", form, *map(id, tables)), lambda: _making(tables, form))
+        usages, to_maker = self.once(_making, _tables(share), form)
         count = to_maker.shape[1]
         node = self._helper(f"{self.nodes[share.maker].name} as {form}", share, usages, count)
         self.edges.append(Edge(share.maker, node, to_maker))
         for reader in share.readers:
-            if (wanted := reader.wants == form).any():
-                costs = self._once(("wants", id(reader.wants), form, count), partial(_wanting, wanted, count))
-                self.edges.append(Edge(reader.node, node, costs))
+            if form in reader.wants:
+                self.edges.append(Edge(reader.node, node, self.once(_wanting, reader.wants, form, count)))
 
     def in_order(self) -> Plain:
         """With the helpers at their places."""
@@ -124,67 +114,59 @@ class _Helpers:
         return Plain(Problem(tuple(self.nodes[v] for v in order), edges), tuple(place[v] for v in range(own)))
 
 
-def _tables(part: Edge | Share) -> tuple[Array, ...]:
+def _tables(part: Edge | Share) -> Tables:
     return part.costs, *(h.usages for h in part.holdings)
 
 
-def _forms_of_reader(tables: tuple[Array, ...], wants: tuple[Any, ...]) -> tuple[Usages, Array, tuple[Array, ...]]:
+def _forms_of_reader(tables: Tables, wants: tuple[Any, ...]) -> tuple[Usages, Array, tuple[Array, ...]]:
     """A reader of a share: by choice the bytes held, costs to the maker and to the readers up to itself."""
-    costs, *usages = tables
     *before, own = wants
-    to_maker, held, on, forms = [], [], [], []  # by choice; on: which reader before has it made, -1 for itself
+    nothing = np.zeros(len(tables) - 1), np.zeros(len(tables[0]))
+    made: list[tuple[Array, Array]] = []  # by choice: the bytes, and the costs to the maker
+    on, forms = [], []  # by choice: which reader before has it made, -1 for itself; and the form
     for form in np.unique(own):
-        known, classes = _classes([u[:, form] for u in usages], len(costs))
-        for number, values in enumerate(known):
-            to_maker.append(np.where(classes == number, costs[:, form], FORBIDDEN))
-            held.append(values)
-            forms.append(form)
-            on.append(-1)
-        for which, other in enumerate(before):
-            if (other == form).any():
-                to_maker.append(np.zeros(len(costs)))
-                held.append(np.zeros(len(usages)))
-                forms.append(form)
-                on.append(which)
+        ready = [which for which, other in enumerate(before) if (other == form).any()]
+        classes = _classes(tables, form)
+        made += [*classes, *[nothing] * len(ready)]
+        on += [*[-1] * len(classes), *ready]
+        forms += [form] * (len(classes) + len(ready))
     form_of, made_by = np.array(forms)[:, None], np.array(on)[:, None]
     to_readers = [
         np.where((made_by == which) & (form_of != other[None, :]), FORBIDDEN, 0.0) for which, other in enumerate(before)
     ]
     to_readers.append(np.where(form_of != own[None, :], FORBIDDEN, 0.0))
-    return tuple(np.array(held).T.copy()), np.array(to_maker).T.copy(), tuple(to_readers)
+    return *_by_choice(made), tuple(to_readers)
 
 
-def _reading(tables: tuple[Array, ...]) -> tuple[Usages, Array, Array]:
+def _reading(tables: Tables) -> tuple[Usages, Array, Array]:
     """What lies between the ends of an edge: by choice the bytes held and the costs to both ends."""
-    costs, *usages = tables
     _, columns, of_column = np.unique(np.concatenate(tables), axis=1, return_index=True, return_inverse=True)
-    held, to_first, to_second = [], [], []
+    read: list[tuple[Array, Array]] = []
+    to_second: list[Array] = []
     for which, column in enumerate(columns):
-        known, classes = _classes([u[:, column] for u in usages], len(costs))
-        for number, values in enumerate(known):
-            held.append(values)
-            to_first.append(np.where(classes == number, costs[:, column], FORBIDDEN))
-            to_second.append(np.where(of_column.reshape(-1) == which, 0.0, FORBIDDEN))
-    return tuple(np.array(held).T.copy()), np.array(to_first).T.copy(), np.array(to_second)
+        classes = _classes(tables, column)
+        read += classes
+        to_second += [np.where(of_column.reshape(-1) == which, 0.0, FORBIDDEN)] * len(classes)
+    return *_by_choice(read), np.array(to_second)
 
 
-def _making(tables: tuple[Array, ...], form: int) -> tuple[Usages, Array]:
+def _making(tables: Tables, form: int) -> tuple[Usages, Array]:
     """A form of a share: the bytes held, not made coming first; and the costs to the maker."""
-    costs, *usages = (table[:, form] for table in tables)
-    if not usages:
-        return (), np.stack([np.zeros(len(costs)), costs], axis=1)
-    known, classes = _classes(usages, len(costs))
-    made = np.where(classes[:, None] == np.arange(len(known))[None, :], costs[:, None], FORBIDDEN)
-    held = np.concatenate([np.zeros((1, len(usages))), known])
-    return tuple(held.T.copy()), np.concatenate([np.zeros((len(costs), 1)), made], axis=1)
+    return _by_choice([(np.zeros(len(tables) - 1), np.zeros(len(tables[0]))), *_classes(tables, form)])
 
 
-def _classes(columns: list[Array], count: int) -> tuple[Array, NDArray[np.int64]]:
-    """Of so many rows those that differ, and of every row which it is."""
-    rows = np.stack(columns, axis=1) if columns else np.zeros((count, 0))
-    known, classes = np.unique(rows, axis=0, return_inverse=True)
-    return known, classes.reshape(-1)
+def _classes(tables: Tables, column: int) -> list[tuple[Array, Array]]:
+    """What is held by the entries of a column, each once, and what they cost; the others are forbidden then."""
+    costs, *usages = (table[:, column] for table in tables)
+    known, classes = np.unique(np.array(usages).reshape(-1, len(costs)), axis=1, return_inverse=True)
+    return [(held, np.where(classes.reshape(-1) == n, costs, FORBIDDEN)) for n, held in enumerate(known.T)]
 
 
-def _wanting(wants: Any, count: int) -> Array:
-    return np.where(wants[:, None] & (np.arange(count) == 0)[None, :], FORBIDDEN, 0.0)
+def _by_choice(pairs: list[tuple[Array, Array]]) -> tuple[Usages, Array]:
+    """Of each holding the bytes by choice; and the costs, a column for each choice."""
+    held, costs = zip(*pairs, strict=True)
+    return tuple(np.array(held).T.copy()), np.array(costs).T.copy()
+
+
+def _wanting(wants: Any, form: int, count: int) -> Array:
+    return np.where((wants == form)[:, None] & (np.arange(count) == 0)[None, :], FORBIDDEN, 0.0)

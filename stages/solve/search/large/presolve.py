@@ -228,16 +228,13 @@ class _Work:
             return self._alone(i)
         if len(neighbours) == 1 and (found := self._leaf(i, next(iter(neighbours)))):
             return found
-        if len(neighbours) == 2 and self._steady(i) and (found := self._bypass(i)):
+        if len(neighbours) == 2 and (found := self._bypass(i)):
             return found
         if len(neighbours) <= 64:
             for j, matrix in neighbours.items():
                 if matrix.shape[0] <= matrix.shape[1] and ((matrix < np.inf).sum(axis=0) == 1).all():
                     return self._follow(i, j, (matrix < np.inf).argmax(axis=0))
         return []
-
-    def _steady(self, i: int) -> bool:
-        return all((u == u[0]).all() for u in self.held[i].values())
 
     def _release(self, i: int) -> None:
         """What node i holds counts for good: its first choice's."""
@@ -290,9 +287,6 @@ class _Work:
         self.costs[j] = self.costs[j] + self.costs[i][answer] + self.edges[i][j][answer, np.arange(len(answer))]
         self._cut(i, j)
         self.counts["followers"] += 1
-        return self._absorb(i, j, answer)
-
-    def _absorb(self, i: int, j: int, answer: Ints) -> list[int]:
         for interval, usages in self.held[i].items():
             self._hold(j, interval, usages[answer])
         others = list(self.edges[i])
@@ -337,7 +331,8 @@ class _Work:
     def _bypass(self, i: int) -> list[int]:
         a, b = self.edges[i]
         left, right = self.edges[a][i], self.edges[i][b]
-        if left.shape[0] * right.shape[1] > MOST_ENTRIES and b not in self.edges[a]:
+        large = left.shape[0] * right.shape[1] > MOST_ENTRIES and b not in self.edges[a]
+        if large or not all((u == u[0]).all() for u in self.held[i].values()):
             return []
         total = left[:, :, None] + (self.costs[i][:, None] + right)[None]
         best = total.argmin(axis=1)
@@ -360,20 +355,17 @@ class _Work:
         while todo and time.monotonic() < self.deadline:
             changed: set[int] = set()
             for i in sorted(todo):
-                if not self.gone[i] and time.monotonic() < self.deadline:
-                    kept = self._undominated(i)
-                    if not kept.all():
-                        self.counts["dominated choices"] += int((~kept).sum())
-                        self._keep(i, kept)
-                        changed.update([i, *self.edges[i]])
+                size, matrices = len(self.costs[i]), list(self.edges[i].values())
+                many = size * size * sum(m.shape[1] for m in matrices) > MOST_COMPARED
+                if self.gone[i] or many or time.monotonic() >= self.deadline:
+                    continue
+                kept = undominated(self.costs[i], list(self.held[i].values()), matrices)
+                if not kept.all():
+                    self.counts["dominated choices"] += int((~kept).sum())
+                    self._keep(i, kept)
+                    changed.update([i, *self.edges[i]])
             todo = changed | self.shrink(sorted(changed))
             todo.update(j for i in sorted(todo) if len(self.edges[i]) < 64 for j in self.edges[i])
-
-    def _undominated(self, i: int) -> NDArray[np.bool_]:
-        size, matrices = len(self.costs[i]), list(self.edges[i].values())
-        if size * size * sum(m.shape[1] for m in matrices) > MOST_COMPARED:
-            return np.ones(size, bool)
-        return undominated(self.costs[i], list(self.held[i].values()), matrices)
 
     def finish(self) -> Presolved:
         kept = [i for i, gone in enumerate(self.gone) if not gone]

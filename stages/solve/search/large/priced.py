@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -37,8 +38,11 @@ class Wide:
         self.problem, self.seed, self.deadline = problem, seed, deadline
         self.plain = plain(problem)
         now = time.monotonic()
-        self.reduced = _reduced(self.plain.problem, now + 0.5 * (deadline - now))
-        self.searcher = None if self.reduced is None else self._searcher(self.reduced, None, math.inf)
+        self.reduced: Presolved | None = None  # None, as the searcher: no plan is allowed
+        self.searcher: Searcher | None = None
+        with suppress(NoChoice):
+            self.reduced = reduce(self.plain.problem, now + 0.5 * (deadline - now))
+            self.searcher = self._searcher(self.reduced, None, math.inf)
         self.known: dict[tuple[int, ...], Ints] = {}  # plans by what is left of them
 
     def _searcher(self, reduced: Presolved, limit: float | None, deadline: float) -> Searcher:
@@ -105,10 +109,3 @@ class Wide:
         plan = self.plain.read(self.reduced.expand(picked))
         self.known[plan] = picked
         return plan
-
-
-def _reduced(problem: Problem, deadline: float) -> Presolved | None:
-    try:
-        return reduce(problem, deadline)
-    except NoChoice:
-        return None
