@@ -152,8 +152,6 @@ def length_of(dataset: Any, where: str) -> int:
         raise TrainError(f"{text}{_place_in(error)}", where=where) from error
     if length < 1:
         raise TrainError(
-            f"{type(dataset).__name__} has no length or no items",
-            where=where,
-            remedy="give a map-style data set",
+            f"{type(dataset).__name__} has no length or no items", where=where, remedy="give a map-style data set"
         )
     return length

@@ -143,10 +143,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def write_weights(
-    path: Path,
-    specs: Mapping[str, tuple[torch.dtype, Shape]],
-    tensors: Iterable[Tensor],
-    about: Mapping[str, str],
+    path: Path, specs: Mapping[str, tuple[torch.dtype, Shape]], tensors: Iterable[Tensor], about: Mapping[str, str]
 ) -> None:
     """A safetensors file of these tensors, given one after another; it is whole or absent."""
     with writing_whole(path) as file:
