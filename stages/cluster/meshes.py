@@ -80,7 +80,7 @@ class _Tree:
     def __init__(self, group: Group) -> None:
         self.count = len(group.ranks)
         self.root = group
-        self.even = _is_even(group)
+        self.even = all(len({_shape(member) for member in part.members}) <= 1 for part in _all(group))
         self.spans: dict[int, tuple[int, int]] = {}  # id of a group -> first and last place
         self._place(group, 0)
         self.starts = {id(g): [self.spans[id(m)][0] for m in g.members] for g in _all(group)}
@@ -130,12 +130,6 @@ def _all(group: Group) -> Iterator[Group]:
         yield from _all(member)
 
 
-def _is_even(group: Group) -> bool:
-    """Whether all members are alike, at every level."""
-    shapes = {_shape(member) for member in group.members}
-    return len(shapes) <= 1 and all(_is_even(member) for member in group.members)
-
-
 def _shape(group: Group) -> tuple[object, ...]:
     members = tuple(_shape(member) for member in group.members)
     return len(group.ranks), group.bandwidth, group.latency, group.uplink, members
@@ -167,20 +161,17 @@ def _meshes(tree: _Tree, start: int, count: int) -> tuple[Mesh, ...]:
 def _shapes(count: int) -> Iterator[tuple[int, ...]]:
     """Ways to write the count as a product of one to three numbers, order told apart, none of them 1."""
     yield (count,)
-    for first in _divisors(count):
-        yield first, count // first
-        for second in _divisors(count // first):
-            yield first, second, count // first // second
-
-
-def _divisors(count: int) -> list[int]:
-    return [d for d in range(2, count // 2 + 1) if count % d == 0]
+    for first in range(2, count // 2 + 1):
+        rest, over = divmod(count, first)
+        if not over:
+            yield first, rest
+            yield from ((first, second, rest // second) for second in range(2, rest // 2 + 1) if rest % second == 0)
 
 
 def _axis_links(tree: _Tree, start: int, count: int, stride: int, size: int) -> dict[str, LinkCost]:
     groups = count // size
-    sampled = groups > SAMPLES
-    chosen = [number * (groups - 1) // (SAMPLES - 1) for number in range(SAMPLES)] if sampled else range(groups)
+    looked = min(groups, SAMPLES)
+    chosen = [number * (groups - 1) // max(looked - 1, 1) for number in range(looked)]
     firsts = [start + number // stride * stride * size + number % stride for number in chosen]
     return group_links(size, _slowest([tree.along(first, stride, size) for first in firsts]))
 

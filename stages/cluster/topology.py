@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import median
 
 from pipeline.ir.cluster import Group
@@ -78,26 +79,19 @@ def symmetric(matrix: Matrix) -> list[list[float | None]]:
 
 def fill_gaps(matrix: Matrix) -> list[list[float]]:
     """Pairs that were not measured, by the widest path between them: a maximal spanning tree holds all of these."""
-    count = len(matrix)
-    found = [[value if value is not None else 0.0 for value in row] for row in matrix]
-    if all(matrix[i][j] is not None for i in range(count) for j in range(count) if i != j):
-        return found
-    widest = [[0.0] * count for _ in range(count)]
-    reached, best, via = [0], list(found[0]), [0] * count
-    left = set(range(1, count))
-    while left:
-        rank = max(left, key=lambda r: (best[r], -r))
-        if best[rank] <= 0:
-            raise ValueError(f"rank {rank} was measured with none of the others")
-        for other in reached:
-            width = best[rank] if other == via[rank] else min(best[rank], widest[via[rank]][other])
-            widest[rank][other] = widest[other][rank] = width
-        reached.append(rank)
-        left.remove(rank)
-        for other in left:
-            if found[rank][other] > best[other]:
-                best[other], via[other] = found[rank][other], rank
-    return [[found[i][j] if matrix[i][j] is not None else widest[i][j] for j in range(count)] for i in range(count)]
+    pairs = [(width, i, j) for i, row in enumerate(matrix) for j, width in enumerate(row) if width and i != j]
+    widest = [[0.0] * len(matrix) for _ in matrix]
+    groups = [[rank] for rank in range(len(matrix))]  # of each rank: those that are reached over links as fast
+    for width, i, j in sorted(pairs, reverse=True):
+        if groups[i] is not groups[j]:
+            for a, b in product(groups[i], groups[j]):
+                widest[a][b] = widest[b][a] = width
+            joined = groups[i] + groups[j]
+            for rank in joined:
+                groups[rank] = joined
+    if apart := set(range(len(matrix))).difference(groups[0]):
+        raise ValueError(f"rank {min(apart)} was measured with none of the others")
+    return [[w if v is None else v for v, w in zip(*rows, strict=True)] for rows in zip(matrix, widest, strict=True)]
 
 
 def _join_fastest(logs: list[list[float]]) -> _Node:
@@ -199,15 +193,12 @@ def common_group(group: Group, ranks: set[int]) -> Group:
 
 def device_order(group: Group) -> tuple[int, ...]:
     """Ranks with the members of each group next to each other; () where that is 0, 1, 2..."""
-    order = tuple(_leaves(group))
+
+    def leaves(part: Group) -> tuple[int, ...]:
+        return tuple(rank for member in part.members for rank in leaves(member)) if part.members else part.ranks
+
+    order = leaves(group)
     return () if order == tuple(range(len(order))) else order
-
-
-def _leaves(group: Group) -> Iterator[int]:
-    if not group.members:
-        yield from group.ranks
-    for member in group.members:
-        yield from _leaves(member)
 
 
 def partition_of(group: Group) -> frozenset[frozenset[int]]:

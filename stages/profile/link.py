@@ -7,7 +7,7 @@ when backward begins and stay to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -128,7 +128,7 @@ class Runner:
         local = {name: leaf.clone() for name, leaf in zip(ends.reads, leaves, strict=True)}
         parameters = [self.known[name] for name in ends.parameters]
         watch = Watch(leaves, self.names, self.workspace)
-        reads = [_known_number(watch, local[name]) for name in ends.reads]
+        reads = [watch.number(local[name]) for name in ends.reads]
         notes = _Notes(watch, self.names)
         with watch:
             with torch.autograd.graph.saved_tensors_hooks(notes.keep, lambda tensor: tensor):
@@ -140,7 +140,7 @@ class Runner:
             forward = len(watch.kernels)
             edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs if y.requires_grad]
             gradients = [torch.empty_like(y) if y.requires_grad else None for y in outputs]
-            incoming = [None if g is None else _known_number(watch, g) for g in gradients]
+            incoming = [None if g is None else watch.number(g) for g in gradients]
             for name, number in zip(ends.writes, incoming, strict=True):
                 if number is not None:  # also where an op passes it on as it is, to a parameter it adds
                     watch.storages[number].gradient = name
@@ -184,7 +184,8 @@ class Runner:
     def _noted(self, kernels: list[Kernel]) -> tuple[Kernel, ...]:
         """Before the first kernel of an op of which it reads values, the host waits for the card."""
         first = {kernel.op: number for number, kernel in reversed(list(enumerate(kernels))) if kernel.op}
-        waits = {number for op, number in first.items() if _reads_values(self.graph.op(op))}
+        rules = ((rule_of(self.graph.op(op)), number) for op, number in first.items())
+        waits = {number for rule, number in rules if rule is not None and rule.reads_values}
         return tuple(replace(kernel, waits=True) if n in waits else kernel for n, kernel in enumerate(kernels))
 
     def _entering(self, name: str, form: ActivationForm) -> Tensor:
@@ -242,6 +243,13 @@ class Runner:
         return [self._real(a, local) for a in arg] if isinstance(arg, tuple) else arg
 
 
+def ops_by_run(graph: OpGraph, runs: Sequence[LinkRun]) -> list[dict[str, str]]:
+    """Of each link, by the names that its run has for them: equal links share the run of the first of them."""
+    first: dict[int, tuple[str, ...]] = {}
+    links = zip(graph.chain, runs, strict=True)
+    return [dict(zip(first.setdefault(id(run), link.ops), link.ops, strict=True)) for link, run in links]
+
+
 def link_ends(graph: OpGraph) -> tuple[LinkEnds, ...]:
     """What each link of the chain reads and writes beyond itself."""
     trained = {value.name for value in graph.of_role(Role.PARAMETER)}
@@ -262,16 +270,6 @@ def link_ends(graph: OpGraph) -> tuple[LinkEnds, ...]:
         writes.append(tuple(name for name in own if name in later))
         later |= set(read)
     return tuple(LinkEnds(*ends) for ends in zip(reads, reversed(writes), parameters, strict=True))
-
-
-def _reads_values(op: Op) -> bool:
-    rule = rule_of(op)
-    return rule is not None and rule.reads_values
-
-
-def _known_number(watch: Watch, tensor: Tensor) -> int | None:
-    watch.add(tensor)
-    return watch.find(tensor)
 
 
 Edge = tuple[Any, int]  # where in the graph of autograd the gradient of a tensor arrives

@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.names import printable
 from pipeline.ir.profile import Share, Step
+from stages.profile.link import ops_by_run
 from stages.profile.step import StepProfile
 from stages.profile.timeline import CLASSES
 
@@ -73,16 +74,12 @@ def _where(graph: OpGraph, profile: StepProfile, moment: int) -> tuple[str, str]
     if moment >= timeline.forward + timeline.backward:
         return "optimizer", "optimizer"
     backward = moment >= timeline.forward
-    chain = list(zip(graph.chain, profile.runs, strict=True))
-    first: dict[int, Any] = {}
-    for link, run in chain:
-        first.setdefault(id(run), link)
+    chain = list(zip(profile.runs, ops_by_run(graph, profile.runs), strict=True))
     left = moment - timeline.forward if backward else moment
-    for link, run in reversed(chain) if backward else chain:
+    for run, known in reversed(chain) if backward else chain:
         kernels = run.backward if backward else run.forward
         if left < len(kernels):
-            names = dict(zip(first[id(run)].ops, link.ops, strict=True))
-            op = names.get(kernels[left].op)
+            op = known.get(kernels[left].op)
             return "backward" if backward else "forward", graph.op(op).module if op else ""
         left -= len(kernels)
     raise AssertionError("the moment lies in the step")

@@ -15,7 +15,7 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel
 from stages.profile.link import ActivationForm, LinkEnds, LinkRun, Runner, link_ends
 from stages.profile.optimizer import Build, OptimizerRun, run_optimizer
-from stages.profile.timeline import MemoryTimeline, StepMemory, compose, summary
+from stages.profile.timeline import Composer, MemoryTimeline, StepMemory, summary
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def profile_step(
         forms.update(zip(end.writes, runs[-1].forms, strict=True))
     parameters = {value.name: value.type for value in graph.of_role(Role.PARAMETER)}
     step = run_optimizer(optimizer, parameters, device)
-    timeline = compose(graph, runs, ends, step, workspace)
+    timeline = Composer(graph, runs, ends, step, workspace).timeline()
     joined = tuple(_joined(graph, runner, runs, ends, forms))
     return StepProfile(summary(timeline), timeline, tuple(runs), ends, prologue, step, joined)
 
