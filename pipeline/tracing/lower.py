@@ -91,7 +91,9 @@ class _Lowering:
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         canonical = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
         trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-        given = _given_names(self.program, inputs)
+        found = self.program.graph_signature.user_inputs  # export writes their names in small letters
+        changed, lost = ([n for n in some if n not in others] for some, others in ((found, inputs), (inputs, found)))
+        given = dict(zip(changed, lost, strict=True)) if len(changed) == len(lost) else {}
         nodes = {node.name: node for node in self.program.graph.find_nodes(op="placeholder")}
         sources: dict[str, str] = {}  # a tensor of the model -> its value
         for spec in self.program.graph_signature.input_specs:
@@ -155,8 +157,6 @@ class _Lowering:
             self._inline_autocast(node, module, grad)
         elif not hasattr(node.target, "_schema"):
             raise _unsupported(node)
-        elif kind == "broadcast_tensors" and _broadcasts_nothing(node):  # every call of F.mse_loss
-            self.names[node] = tuple(str(self.names[a]) for a in node.args[0])  # type: ignore[union-attr,misc,index]
         elif (same := self._same_as(node, kind)) is not None:
             self.names[node] = same
         else:
@@ -205,9 +205,12 @@ class _Lowering:
         self._inline(node, body, operands, module, grad)
         self.autocast = before
 
-    def _same_as(self, node: Node, kind: str) -> str | None:
+    def _same_as(self, node: Node, kind: str) -> str | tuple[str, ...] | None:
         """The value that the node's result is, where the op does nothing."""
-        first = node.args[0] if node.args else None
+        first: Any = node.args[0] if node.args else None
+        if kind == "broadcast_tensors":  # every call of F.mse_loss
+            same = (a.meta["val"].shape == v.shape for a, v in zip(first, node.meta["val"], strict=True))
+            return tuple(str(self.names[a]) for a in first) if all(same) else None
         if node.name in self.stay or not isinstance(first, Node) or not isinstance(self.names.get(first), str):
             return None
         before, after = first.meta["val"], node.meta["val"]
@@ -261,7 +264,9 @@ class _Lowering:
         if rule is not None and rule.mutates:
             read = args.refs()
             mutates = tuple(read[i] for i in rule.mutates if i < len(read))
-        outputs = self._outputs(node, args, self.grad and not _reads_only_the_shape(target))
+        kind = target.split(".")[1]  # of `detach`, `zeros_like` and `new_ones` no gradient flows through
+        shape_alone = kind == "detach" or kind.endswith("_like") or kind.startswith("new_")
+        outputs = self._outputs(node, args, self.grad and not shape_alone)
         source = op_line(node.meta.get("stack_trace"))
         exact = self.amp and not self.autocast and _autocast_acts_on(node)
         origin = self.values[outputs[0]].origin
@@ -344,18 +349,6 @@ def _in_module(node: Node | None) -> str:
     return f" (module {_module(node)!r})" if node else ""
 
 
-def _broadcasts_nothing(node: Node) -> bool:
-    return all(a.meta["val"].shape == v.shape for a, v in zip(node.args[0], node.meta["val"], strict=True))
-
-
-def _given_names(program: ExportedProgram, inputs: tuple[str, ...]) -> dict[str, str]:
-    """Export writes the names of inputs in small letters: its name -> the user's, for those that it changed."""
-    found = program.graph_signature.user_inputs
-    changed = [name for name in found if name not in inputs]
-    lost = [name for name in inputs if name not in found]
-    return dict(zip(changed, lost, strict=True)) if len(changed) == len(lost) else {}
-
-
 def _nested(numbers: Any) -> Arg:
     return tuple(_nested(n) for n in numbers) if isinstance(numbers, list) else numbers
 
@@ -387,12 +380,6 @@ def _autocast_acts_on(node: Node) -> bool:
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     known = any(policy_of(str(node.target), device) for device in KEYS)
     return known or (composite and not _is_view(node) and _kind(node) not in _CASTS)
-
-
-def _reads_only_the_shape(target: str) -> bool:
-    """Whether no gradient flows through: `detach`, `zeros_like`, `new_ones`."""
-    kind = target.split(".")[1]
-    return kind == "detach" or kind.endswith("_like") or kind.startswith("new_")
 
 
 def _out_of_place(target: str) -> str | None:

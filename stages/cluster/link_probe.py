@@ -61,7 +61,7 @@ def _lead(clock: Clock, other: int, largest: float, budget: float) -> dict[str, 
         if seconds[-1] >= LONG_ENOUGH_S or late:
             break
         nbytes *= PAIR_GROWTH
-    _tell(other, 0, 0)
+    dist.send(torch.tensor([0, 0]), other)
     return {"latency": small, "bandwidth": _bandwidth(sizes, seconds)}
 
 
@@ -86,7 +86,7 @@ def _follow(clock: Clock, other: int) -> None:
 
 def _exchange(clock: Clock, other: int, nbytes: int, repeats: int) -> float:
     """Seconds of one way: half of there and back."""
-    _tell(other, nbytes, repeats)
+    dist.send(torch.tensor([nbytes, repeats]), other)
     message = torch.ones(nbytes, dtype=torch.uint8, device=clock.device)
 
     def there_and_back() -> None:
@@ -96,10 +96,6 @@ def _exchange(clock: Clock, other: int, nbytes: int, repeats: int) -> float:
     there_and_back()
     times = [clock.once(there_and_back, together=False) / 2 for _ in range(repeats)]
     return reduce_times(times).seconds
-
-
-def _tell(other: int, nbytes: int, repeats: int) -> None:
-    dist.send(torch.tensor([nbytes, repeats]), other)
 
 
 def measure_crossing(clock: Clock, pairs: Round, bandwidth: float, largest: float) -> dict[str, Any]:

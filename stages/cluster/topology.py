@@ -38,16 +38,14 @@ class _Node:
         return median(self.inside)
 
 
-def find_groups(
-    bandwidth: Matrix, latency: Matrix | None = None, hosts: Sequence[str] = (), distinct: float = DISTINCT
-) -> Group:
+def find_groups(bandwidth: Matrix, latency: Matrix | None = None, hosts: Sequence[str] = ()) -> Group:
     """The nested groups of all ranks, from bytes/s (and seconds) of each pair; `hosts` names the host of each rank."""
     count = len(bandwidth)
     full = fill_gaps(symmetric(bandwidth))
     logs = [[math.log(value) if i != j else 0.0 for j, value in enumerate(row)] for i, row in enumerate(full)]
     root = _join_fastest(logs)
-    _dissolve(root, math.log(distinct))
-    _dissolve(root, math.log(distinct), _noise(root))
+    _dissolve(root)
+    _dissolve(root, _noise(root))
     delays = symmetric(latency or [[0.0] * count for _ in range(count)])
     return _group(root, delays, list(hosts), top=True)
 
@@ -113,7 +111,7 @@ def _join_fastest(logs: list[list[float]]) -> _Node:
     return next(iter(nodes.values()))
 
 
-def _dissolve(root: _Node, least: float, noise: float = 0.0) -> None:
+def _dissolve(root: _Node, noise: float = 0.0) -> None:
     """Dissolves nodes that are not distinctly faster than the one above, the least distinct first.
 
     Levels are medians over all pairs between members, so they become firmer as a group takes in its noise.
@@ -123,7 +121,7 @@ def _dissolve(root: _Node, least: float, noise: float = 0.0) -> None:
         beyond = []  # by how much a child is faster than it must be to be a group of its own
         for node, child in edges:
             needed = SIGMAS * noise * math.sqrt(1 / len(node.inside) + 1 / len(child.inside))
-            beyond.append(child.level - node.level - max(least, needed))
+            beyond.append(child.level - node.level - max(math.log(DISTINCT), needed))
         if not beyond or min(beyond) >= 0:
             return
         node, child = edges[beyond.index(min(beyond))]

@@ -21,9 +21,8 @@ from pipeline.ops.own_names import CONSTANT
 from pipeline.ops.public import overload_of
 from pipeline.ops.table import rule_of
 from stages.profile.autocast import Autocast
-from stages.profile.device import LOWERED
+from stages.profile.device import LOWERED, workspace_bytes
 from stages.profile.symbolic import Storage, Watch, storage_key
-from stages.profile.workspace import workspace_bytes
 
 
 @dataclass(frozen=True)
