@@ -36,11 +36,11 @@ def find_chain(graph: Ops) -> OpGraph:
             carries.append(op)
         else:
             prologue.append(op)
-    links = _numbered(_cut(carries, values, graph.output, _find_common(carries)), values)
+    links = _numbered(_cut(carries, values, graph.output, find_common(carries)), values)
     return OpGraph(values, (*prologue, *carries), graph.output, tuple(op.name for op in prologue), links)
 
 
-def _find_common(ops: Sequence[Op]) -> set[str]:
+def find_common(ops: Sequence[Op]) -> set[str]:
     """The results of these ops, given in order, that outlive a long run of products."""
     last_read = {name: i for i, op in enumerate(ops) for name in op.inputs}
     before = list(accumulate((_is_product(op) for op in ops), initial=0))
@@ -85,18 +85,14 @@ def _cut(ops: list[Op], values: dict[str, Value], output: str, common: set[str])
         alive = {name for name in alive if last_read.get(name, -1) > i}
         if len(alive) == 1 and values[next(iter(alive))].grad and entry not in alive:
             (exit_,) = alive
-            if links and all(_is_view(o) for o in current):
+            rules = [rule_of(each) for each in current]
+            if links and all(rule is not None and rule.is_view for rule in rules):
                 before, first, _ = links.pop()
                 current, entry = [*before, *current], first
             links.append((current, entry, exit_))
             current, entry = [], exit_
     assert not current, "the loss ends the chain"
     return links
-
-
-def _is_view(op: Op) -> bool:
-    rule = rule_of(op)
-    return rule is not None and rule.is_view
 
 
 def _numbered(links: list[Piece], values: dict[str, Value]) -> tuple[Link, ...]:

@@ -51,7 +51,9 @@ def export_loss(
 ) -> ExportedProgram:
     """As the module runs on the device; `amp` is for autocast to bfloat16."""
     # Torch writes and compiles the code of its graph after each pass over it, and reads no more than the last of that.
-    with _quiet(), CertainBranches(), _lstm_states(), _short_stacks(), _use_lazy_graph_module(True):
+    # For each op it takes down a hundred frames and reads the line of each: those of others' code are enough.
+    stacks = patch.object(proxy, "CapturedTraceback", Stack)
+    with _quiet(), CertainBranches(), _lstm_states(), stacks, _use_lazy_graph_module(True):
         try:
             with device_autocast(device, amp):
                 return torch.export.export(LossOnly(model), (), batch, strict=False)
@@ -107,11 +109,6 @@ def _lstm_states() -> AbstractContextManager[Any]:
         return made, tuple(state.reshape(first.shape) for state, first in zip(last, states, strict=True))
 
     return patch.object(decompositions, "one_layer_lstm", mended)
-
-
-def _short_stacks() -> AbstractContextManager[Any]:
-    """For each op torch takes down a hundred frames and reads the line of each; those of others' code are enough."""
-    return patch.object(proxy, "CapturedTraceback", Stack)
 
 
 @contextmanager

@@ -47,8 +47,12 @@ def _small_biases(graph: Ops, constants: _Constants) -> Ops:
 
     def only_masks(name: str) -> bool:
         """Of attention, as it is or laid out anew, which changes nothing of what it says."""
-        found = readers.get(name, [])
-        return all(_is_mask_of(r, name) or (r.target == CONTIGUOUS and only_masks(r.outputs[0])) for r in found)
+        for op in readers.get(name, []):
+            masks = op.target == ATTENTION and op.args.get(MASK, "attn_mask", None) == Ref(name)
+            same = op.target == CONTIGUOUS and only_masks(op.outputs[0])
+            if not same and not (masks and op.inputs.count(name) == 1):
+                return False
+        return True
 
     values = dict(graph.values)
     ops = []
@@ -68,10 +72,6 @@ def _small_biases(graph: Ops, constants: _Constants) -> Ops:
             values[before.name] = replace(before, type=values[op.inputs[0]].type)
         ops.append(op)
     return replace(graph, ops=tuple(ops), values=values)
-
-
-def _is_mask_of(op: Op, name: str) -> bool:
-    return op.target == ATTENTION and op.args.get(MASK, "attn_mask", None) == Ref(name) and op.inputs.count(name) == 1
 
 
 def _without_mask(op: Op, constants: _Constants) -> Op:
@@ -155,7 +155,12 @@ class _Constants:
             op = self.writers.get(name)
             self.known[name] = None
             if op is not None and self._is_computable(op):
-                self.known |= dict(zip(op.outputs, self._run(op), strict=True))
+                _, kind, overload = op.target.split(".")
+                positional = [self._real(arg) for arg in op.args.positional]
+                named = {key: self._real(arg) for key, arg in op.args.named}
+                result = getattr(getattr(torch.ops.aten, kind), overload)(*positional, **named)
+                results = [result] if isinstance(result, Tensor) else list(result)
+                self.known |= dict(zip(op.outputs, results, strict=True))
         return self.known[name]
 
     def without_batch(self, name: str) -> str | None:
@@ -178,12 +183,6 @@ class _Constants:
         if any(self.values[name].type.numel > LARGEST_MASK for name in op.outputs):
             return False
         return all(self.value(read) is not None for read in op.inputs)
-
-    def _run(self, op: Op) -> list[Tensor]:
-        _, name, overload = op.target.split(".")
-        function = getattr(getattr(torch.ops.aten, name), overload)
-        result = function(*(self._real(a) for a in op.args.positional), **{k: self._real(v) for k, v in op.args.named})
-        return [result] if isinstance(result, Tensor) else list(result)
 
     def _real(self, arg: Arg) -> object:
         if isinstance(arg, Ref):

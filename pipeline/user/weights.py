@@ -35,8 +35,6 @@ class WeightsError(ShardwrightError):
 
 
 class WeightFile(Protocol):
-    """An open file."""
-
     @property
     def shapes(self) -> Mapping[str, Shape]: ...
 

@@ -152,23 +152,18 @@ def _group(node: _Node, delays: list[list[float | None]], hosts: list[str], top:
     across = [delays[i][j] for a in members for b in members if a is not b for i in a.ranks for j in b.ranks]
     seen = [delay for delay in across if delay is not None]
     flat = all(len(member.ranks) == 1 for member in members)
+    names = {hosts[rank] for rank in ranks} if hosts else set()
+    if len(names) == 1:
+        kind = "host" if len(ranks) == hosts.count(hosts[ranks[0]]) else "island"
+    else:  # without the names of the hosts, what is not the whole is an island
+        kind = "cluster" if top else "switch" if hosts else "island"
     return Group(
-        kind=_kind(ranks, hosts, top),
+        kind=kind,
         ranks=ranks,
         bandwidth=math.exp(node.level),
         latency=median(seen) if seen else 0.0,
         members=() if flat else tuple(members),
     )
-
-
-def _kind(ranks: tuple[int, ...], hosts: list[str], top: bool) -> str:
-    """What a group is in words; without the names of the hosts, what is not the whole is an island."""
-    if not hosts:
-        return "cluster" if top else "island"
-    names = {hosts[rank] for rank in ranks}
-    if len(names) > 1:
-        return "cluster" if top else "switch"
-    return "host" if len(ranks) == hosts.count(next(iter(names))) else "island"
 
 
 def with_uplinks(group: Group, uplink: float | None, faster: float = 1.0) -> Group:

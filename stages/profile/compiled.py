@@ -217,7 +217,6 @@ def _ends(results: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
 
 
 def measure_on_card(block: BlockRun, keeps: float) -> Measured:
-    """As it runs on the GPU that its arguments are on."""
     for _ in range(2):
         block.both()
     uneven = _uneven()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pipeline.ir.graph import OpGraph
@@ -77,22 +77,23 @@ def _temporary(kernels: tuple[Kernel, ...], start: int, storages: tuple[Storage,
 
 
 def all_kernels(graph: OpGraph, step: StepProfile) -> Kernels:
-    links, chain = _distinct(graph, [(link.ops, run) for link, run in zip(graph.chain, step.runs, strict=True)])
-    runs, places = _distinct(graph, [(group.ops, group.run) for group in step.joined])
-    joined = tuple(Joined(group.first, group.last, place) for group, place in zip(step.joined, places, strict=True))
+    links, chain = _distinct(graph, [(number, number, run) for number, run in enumerate(step.runs)])
+    runs, places = _distinct(graph, step.joined)
+    joined = tuple(Joined(first, last, place) for (first, last, _), place in zip(step.joined, places, strict=True))
     return Kernels(step.prologue, links, chain, step.optimizer.kernels, joined, runs)
 
 
 def _distinct(
-    graph: OpGraph, linked: list[tuple[tuple[str, ...], LinkRun]]
+    graph: OpGraph, spans: Sequence[tuple[int, int, LinkRun]]
 ) -> tuple[tuple[LinkKernels, ...], tuple[int, ...]]:
-    """The kernels of each run once, and where among them each of the links has its own."""
+    """The kernels of each run once, and where among them each span of links has its own."""
     found: dict[int, LinkKernels] = {}
-    for ops, run in linked:
+    for first, last, run in spans:
         if id(run) not in found:
-            found[id(run)] = _link_kernels({name: len(graph.op(name).outputs) for name in ops}, run)
+            ops = [graph.op(name) for link in graph.chain[first : last + 1] for name in link.ops]
+            found[id(run)] = _link_kernels({op.name: len(op.outputs) for op in ops}, run)
     places = {key: place for place, key in enumerate(found)}
-    return tuple(found.values()), tuple(places[id(run)] for _, run in linked)
+    return tuple(found.values()), tuple(places[id(run)] for _, _, run in spans)
 
 
 def _link_kernels(outputs: dict[str, int], run: LinkRun) -> LinkKernels:

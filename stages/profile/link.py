@@ -131,7 +131,7 @@ class Runner:
         notes = _Notes(watch, self.names)
         with watch:
             with torch.autograd.graph.saved_tensors_hooks(notes.keep, lambda tensor: tensor):
-                self._run(ops, local, watch, set(ends.writes), notes.take)
+                self._run(ops, local, notes, set(ends.writes))
             outputs = [local.pop(name) for name in ends.writes]
             local.clear()
             writes = [watch.find(y) for y in outputs]
@@ -172,7 +172,7 @@ class Runner:
         local = dict(zip(ends.reads, leaves, strict=True))
         watch = Watch(leaves, self.names, self.workspace)
         with torch.no_grad(), watch:
-            self._run(ops, local, watch, set(ends.writes), lambda *_: None)
+            self._run(ops, local, _Notes(watch, self.names), set(ends.writes))
             watch.sweep()
         change = [0] * (len(watch.kernels) + 2)
         for storage in watch.storages:
@@ -192,11 +192,9 @@ class Runner:
         empty = torch.empty_strided(value.type.shape, form.strides, dtype=form.dtype, device="meta")
         return empty.requires_grad_(value.grad)
 
-    def _run(
-        self, ops: tuple[str, ...], local: dict[str, Tensor], watch: Watch, stays: set[str], note: Callable[..., None]
-    ) -> None:
+    def _run(self, ops: tuple[str, ...], local: dict[str, Tensor], notes: _Notes, stays: set[str]) -> None:
         """Adds the results to `local`; what is not read again goes at once, as it does in a module's forward."""
-        autocast = self._autocast()
+        watch, autocast = notes.watch, self._autocast()
         calls = [self.graph.op(name) for name in ops]
         last = {read: number for number, op in enumerate(calls) for read in op.inputs}
         for number, op in enumerate(calls):
@@ -206,7 +204,7 @@ class Runner:
             results = self.call(op, local, autocast)
             edges = _edges(op.inputs, inputs) if torch.is_grad_enabled() else {}
             _mark_backward(results, before, op.name, watch, edges)
-            note(op, inputs, results)
+            notes.take(op, inputs, results)
             for name, tensor in zip(op.outputs, results, strict=True):
                 place = watch.find(tensor)
                 if place is not None and not watch.storages[place].value:

@@ -18,16 +18,6 @@ from stages.profile.timeline import Composer, MemoryTimeline, StepMemory, summar
 
 
 @dataclass(frozen=True)
-class JoinedRun:
-    """Links first..last, between which nothing crosses that a backward needs, run as one."""
-
-    first: int
-    last: int
-    ops: tuple[str, ...]
-    run: LinkRun
-
-
-@dataclass(frozen=True)
 class StepProfile:
     memory: StepMemory
     timeline: MemoryTimeline
@@ -35,7 +25,7 @@ class StepProfile:
     ends: tuple[LinkEnds, ...]
     prologue: tuple[Kernel, ...]
     optimizer: OptimizerRun
-    joined: tuple[JoinedRun, ...] = ()
+    joined: tuple[tuple[int, int, LinkRun], ...]  # links between which nothing crosses that a backward needs, as one
 
 
 def profile_step(
@@ -70,8 +60,7 @@ def profile_step(
     for last in range(len(runs)):
         if last + 1 == len(runs) or _needed(graph, runs, ends, last):
             if last > first:
-                ops = tuple(op for link in graph.chain[first : last + 1] for op in link.ops)
-                joined.append(JoinedRun(first, last, ops, run(first, last)))
+                joined.append((first, last, run(first, last)))
             first = last + 1
     return StepProfile(summary(timeline), timeline, tuple(runs), ends, prologue, step, tuple(joined))
 

@@ -87,7 +87,13 @@ class Composer:
         self.of_parameters: set[str] = set()  # whose gradient is there already: tied weights have one
 
     def timeline(self) -> MemoryTimeline:
-        self._add_resident()
+        for value in self.graph.of_role(Role.PARAMETER):
+            owner = value.origin.rpartition(".")[0]
+            self._add(rounded(value.type.nbytes), PARAMETERS, owner, 0, self.end)
+            self._add(self.step.state.get(value.name, 0), STATE, owner, 0, self.end)
+        for value in (*self.graph.of_role(Role.BUFFER), *self.graph.of_role(Role.INPUT)):
+            self._add(rounded(value.type.nbytes), OTHER, value.origin.rpartition(".")[0], 0, self.end)
+        self._add(self.workspace, OTHER, "libraries", 0, self.end)
         known = ops_by_run(self.graph, self.runs)
         modules = [{there: self.graph.op(here).module for there, here in ops.items()} for ops in known]
         placed = [self._forward(number, modules[number]) for number in range(len(self.runs))]
@@ -104,16 +110,6 @@ class Composer:
         if size:
             self.lives.append(life)
         return life
-
-    def _add_resident(self) -> None:
-        for value in self.graph.of_role(Role.PARAMETER):
-            owner = value.origin.rpartition(".")[0]
-            self._add(rounded(value.type.nbytes), PARAMETERS, owner, 0, self.end)
-            self._add(self.step.state.get(value.name, 0), STATE, owner, 0, self.end)
-        for role in (Role.BUFFER, Role.INPUT):
-            for value in self.graph.of_role(role):
-                self._add(rounded(value.type.nbytes), OTHER, value.origin.rpartition(".")[0], 0, self.end)
-        self._add(self.workspace, OTHER, "libraries", 0, self.end)
 
     def _forward(self, number: int, modules: dict[str, str]) -> list[Life | None]:
         run, ends, start = self.runs[number], self.ends[number], self.forward_at[number]
@@ -171,14 +167,10 @@ class Composer:
 def summary(timeline: MemoryTimeline) -> StepMemory:
     curve = timeline.curve()
     forward, backward = timeline.forward, timeline.forward + timeline.backward
-    resident = kept = after = 0
-    for life in timeline.lives:
-        if life.kind in RESIDENT and life.born == 0:
-            resident += life.size
-        if life.born < forward < life.died:
-            kept += life.size
-        if life.born < backward <= life.died and (life.kind in RESIDENT or life.kind == GRADIENTS):
-            after += life.size
+    resident = sum(life.size for life in timeline.lives if life.kind in RESIDENT and life.born == 0)
+    kept = sum(life.size for life in timeline.lives if life.born < forward < life.died)
+    left = (life for life in timeline.lives if life.born < backward <= life.died)
+    after = sum(life.size for life in left if life.kind in (*RESIDENT, GRADIENTS))
     backward_peak = max(curve[forward:backward], default=resident)
     optimizer_peak = max(curve[backward:], default=after)
     return StepMemory(resident, kept, backward_peak, after, optimizer_peak, max(curve, default=resident))
