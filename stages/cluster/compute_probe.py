@@ -42,7 +42,7 @@ ENOUGH_S, MOST_CALLS = 1e-3, 200  # short work is called again and again in one 
 
 
 def measure_compute(clock: Clock) -> dict[str, Any]:
-    device, one = clock.device, torch.ones(1, device=clock.device)
+    device = clock.device
     on_cpu = device == "cpu"  # on a GPU these ops are bound by memory
     onednn = not on_cpu or onednn_is_faster(clock)
     torch.backends.mkldnn.enabled = onednn and torch.backends.mkldnn.enabled
@@ -53,11 +53,8 @@ def measure_compute(clock: Clock) -> dict[str, Any]:
             str(dtype).removeprefix("torch."): half_products(clock, HALF_SIDES[device], dtype)
             for dtype in HALF_DTYPES[device]
         },
-        "copy": [
-            {"bytes": 12.0 * n, "seconds": _seconds(clock, partial(torch.add, *torch.randn(2, n, device=device)))}
-            for n in COPIES[device]
-        ],
-        "launch": clock.seconds(lambda: one + one, 200),
+        "copy": [_copy(clock, n) for n in COPIES[device]],
+        "launch": _launch(clock),
         "launch_backward": _launch_backward(clock),
         "ops": _own_paces(clock) if on_cpu else {},
         "flops": _own_flops(clock) if on_cpu else {},
@@ -118,6 +115,11 @@ def half_products(clock: Clock, sides: tuple[int, ...], dtype: torch.dtype) -> l
         torch.backends.mkldnn.enabled = enabled
 
 
+def _copy(clock: Clock, elements: int) -> dict[str, float]:
+    a, b = (torch.randn(elements, device=clock.device) for _ in range(2))
+    return {"bytes": 12.0 * elements, "seconds": _seconds(clock, lambda: a + b)}
+
+
 def _seconds(clock: Clock, work: Work) -> float:
     """Of one call, where the first may load libraries and a short one drowns in what it takes to time it."""
     work()
@@ -176,6 +178,11 @@ def _optimizer(clock: Clock, elements: int) -> dict[str, float]:
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter])
     return {"bytes": optimizer_bytes(4.0 * elements, 2), "seconds": clock.seconds(optimizer.step, 5)}
+
+
+def _launch(clock: Clock) -> float:
+    x = torch.ones(1, device=clock.device)
+    return clock.seconds(lambda: x + x, 200)
 
 
 def _launch_backward(clock: Clock) -> float:

@@ -30,6 +30,7 @@ ON_CPU = {  # torch counts the FLOPs of the GPU's kernels only
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
 }
+ALLOCATIONS = ("aten.empty", "aten.new_empty")  # ops that run no kernel
 ALLOCATION = 512  # bytes; the caching allocator rounds every tensor up to a multiple
 
 
@@ -77,8 +78,7 @@ class Watch(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.sweep()
         fresh = [t for t in outputs if self.add(t)]
-        allocates = str(func.overloadpacket).removeprefix("aten.").startswith(("empty", "new_empty"))
-        if (fresh or func._schema.is_mutable) and not allocates:
+        if (fresh or func._schema.is_mutable) and not str(func.overloadpacket).startswith(ALLOCATIONS):
             kernel = _kernel(func, args, kwargs or {}, result, outputs, self.op)
             if nbytes := self.workspace(kernel) if self.workspace else 0:
                 number = len(self.kernels)
