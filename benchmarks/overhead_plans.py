@@ -6,6 +6,8 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from torch.optim import AdamW
+
 from benchmarks.overhead_models import batch_two, build_two
 from benchmarks.profile_accuracy import trace_row
 from benchmarks.recompute_plans import unsplit
@@ -22,7 +24,6 @@ from pipeline.tracing.simplify import simplify
 from stages.checkpoint.recompute.released import released
 from stages.codegen.module import write_module
 from stages.profile.run import make_profile
-from stages.profile.step import adamw
 from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.families import Families, named
 from stages.solve.search.decomposition import fastest
@@ -47,7 +48,7 @@ def two_ranks(sizes: dict[str, int], name: str) -> str:
 
 def _forced(graph: OpGraph, family: str) -> Sharding:
     cluster = two_processes()
-    profile, _ = make_profile(graph, "cpu", "fp32", adamw, logging.getLogger())
+    profile, _ = make_profile(graph, "cpu", "fp32", AdamW, logging.getLogger())
     priced = as_run(graph, profile.types)
     problem, choices = build(Workload(priced, profile, cluster, 2.0))
     kept = Families(priced, choices).kept(named(1)[family])
@@ -65,7 +66,7 @@ def two_processes() -> Cluster:
 
 
 def _text(graph: OpGraph, sharding: Sharding, ranks: int) -> str:
-    profile, _ = make_profile(graph, "cpu", "fp32", adamw, logging.getLogger())
+    profile, _ = make_profile(graph, "cpu", "fp32", AdamW, logging.getLogger())
     regions = tuple(Region(number, number, False, ()) for number in range(len(graph.chain)))
     plan = Plan.whole((("d0", ranks),), "cpu", 0, sharding, regions, Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0))
     plan = replace(plan, released=released(as_run(graph, profile.types), profile))

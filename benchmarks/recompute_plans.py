@@ -6,6 +6,8 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from torch.optim import AdamW
+
 from benchmarks.profile_accuracy import card_of
 from pipeline.cost.groups import Join
 from pipeline.cost.step import Workload
@@ -21,7 +23,6 @@ from stages.checkpoint.recompute.released import released
 from stages.checkpoint.recompute.simulate import simulate
 from stages.codegen.module import write_module
 from stages.profile.run import make_profile
-from stages.profile.step import adamw
 
 
 class Planner:
@@ -29,7 +30,7 @@ class Planner:
 
     def __init__(self, graph: OpGraph, calibration: dict[str, Any], compiled: Compiled | None) -> None:
         self.graph = graph
-        profile, _ = make_profile(self.graph, "cuda", "amp", adamw, logging.getLogger())
+        profile, _ = make_profile(self.graph, "cuda", "amp", AdamW, logging.getLogger())
         self.profile = replace(profile, compiled=compiled)
         typed = as_run(self.graph, self.profile.types)
         cluster = one_card(calibration)

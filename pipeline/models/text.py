@@ -24,6 +24,11 @@ BYTES, CHARACTERS = "bytes", "characters"
 class Bytes:
     size: int = 256
 
+    def read(self, path: str) -> Tensor:
+        """They stay in the file, of which the system reads what is asked for: it may be larger than memory."""
+        size = Path(path).stat().st_size
+        return torch.from_file(path, size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
@@ -42,6 +47,9 @@ class Characters:
     @property
     def size(self) -> int:
         return len(self.known) + 1
+
+    def read(self, path: str) -> Tensor:
+        return torch.tensor(self.encode(Path(path).read_text(encoding="utf-8")), dtype=torch.int32)
 
     def encode(self, text: str) -> list[int]:
         places = {letter: place for place, letter in enumerate(self.known, start=1)}
@@ -75,7 +83,7 @@ class TextFile(Dataset[dict[str, Tensor]]):
         self.tokenizer = tokenizer_of(tokens, vocabulary or path)
         if self.tokenizer.size > vocab_size:
             raise ValueError(f"{path} has tokens up to {self.tokenizer.size - 1}, and vocab_size is {vocab_size}")
-        whole = _read(path, self.tokenizer)
+        whole = self.tokenizer.read(path)
         self.tokens = whole[round(begin * len(whole)) : round(end * len(whole))]
         if len(self) < 1:
             raise ValueError(f"{path} has {len(self.tokens)} tokens there, and a sample needs {length + 1}")
@@ -94,11 +102,3 @@ def tokenizer_of(tokens: str, path: str) -> Bytes | Characters:
     if tokens == CHARACTERS:
         return Characters.of(Path(path).read_text(encoding="utf-8"))
     raise ValueError(f"tokens is {tokens!r}: it can be {BYTES} or {CHARACTERS}")
-
-
-def _read(path: str, tokenizer: Bytes | Characters) -> Tensor:
-    """Bytes stay in the file, of which the system reads what is asked for: it may be larger than memory."""
-    if isinstance(tokenizer, Characters):
-        return torch.tensor(tokenizer.encode(Path(path).read_text(encoding="utf-8")), dtype=torch.int32)
-    size = Path(path).stat().st_size
-    return torch.from_file(path, size=size, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -37,15 +37,13 @@ def device_autocast(device: str, amp: bool) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _devices_of_autocast(device: str) -> Iterator[None]:
+def _devices_of_autocast(device: str) -> AbstractContextManager[Any]:
     plain = autocast.__init__
 
     def init(self: Any, device_type: str, *more: Any, **named: Any) -> None:
         plain(self, "cpu" if device_type == device else device_type, *more, **named)
 
-    with patch.object(autocast, "__init__", init):
-        yield
+    return patch.object(autocast, "__init__", init)
 
 
 @contextmanager
@@ -65,20 +63,15 @@ def _enabled(device: str, amp: bool) -> Iterator[None]:
 def _gpu_ops() -> Iterator[None]:
     """Of the ops that autocast knows on either device."""
     library = torch.library.Library("aten", "IMPL")
-    known = {name for key in KEYS.values() for name in _registered(key)}
+    known = {name for key in KEYS.values() for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the CPU's own are replaced
-        for name in sorted(known.union(RECURRENT)):
+        for name in sorted(name for name in known.union(RECURRENT) if name.startswith("aten::")):
             library.impl(name.removeprefix("aten::"), _kernel(name), KEYS["cpu"], allow_override=True)
     try:
         yield
     finally:
         library._destroy()
-
-
-def _registered(key: str) -> list[str]:
-    found: list[str] = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-    return [name for name in found if name.startswith("aten::")]
 
 
 def _kernel(name: str) -> Callable[..., Any]:

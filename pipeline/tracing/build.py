@@ -60,25 +60,18 @@ def to_fake(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                         continue
                     if id(tensor) not in fakes:
                         originals.append(tensor)
-                        fakes[id(tensor)] = _fake(tensor)
+                        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                        trained = isinstance(tensor, nn.Parameter)
+                        fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if trained else fake
                     tensors[name] = fakes[id(tensor)]  # type: ignore[assignment]
     return model
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def sample_batch(
     specs: Mapping[str, TensorSpec], mode: FakeTensorMode, precision: Precision = Precision.fp32
 ) -> dict[str, Tensor]:
-    """Fake tensors of the right types; no two inputs share memory."""
+    """Fake tensors of the right types, floating ones cast as before a step in bf16; no two inputs share memory."""
     with mode:
-        return {name: torch.empty(tuple(spec.shape), dtype=_dtype(spec, precision)) for name, spec in specs.items()}
-
-
-def _dtype(spec: TensorSpec, precision: Precision) -> torch.dtype:
-    """In bf16 floating inputs are cast before the step."""
-    dtype: torch.dtype = getattr(torch, spec.dtype.value)
-    return torch.bfloat16 if precision is Precision.bf16 and dtype.is_floating_point else dtype
+        batch = {n: torch.empty(tuple(spec.shape), dtype=getattr(torch, spec.dtype.value)) for n, spec in specs.items()}
+        low = precision is Precision.bf16
+        return {name: t.bfloat16() if low and t.is_floating_point() else t for name, t in batch.items()}

@@ -1,13 +1,18 @@
-"""`torch.export` of the module's loss, in train mode, with the user's mistakes turned into one line."""
+"""`torch.export` of the module's loss, in train mode, with the user's mistakes turned into one line.
+
+Export cannot follow a branch on a tensor's value. But some are decided beforehand, such as `if torch.rand([]) < 0.0`:
+`torch.rand` lies in [0, 1), so it is never below 0 (a layer-drop of probability zero) and always below 1.
+"""
 
 from __future__ import annotations
 
 import io
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +26,11 @@ from torch.export import ExportedProgram
 from torch.fx import proxy
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pipeline.base.errors import TraceError
 from pipeline.tracing.autocast import device_autocast
-from pipeline.tracing.certain import CertainBranches
 from pipeline.tracing.source import Stack, origin
 from pipeline.user.loss import pick_loss
 
@@ -45,7 +51,9 @@ def export_loss(
 ) -> ExportedProgram:
     """As the module runs on the device; `amp` is for autocast to bfloat16."""
     # Torch writes and compiles the code of its graph after each pass over it, and reads no more than the last of that.
-    with _quiet(), CertainBranches(), _lstm_states(), _short_stacks(), _use_lazy_graph_module(True):
+    # For each op it takes down a hundred frames and reads the line of each: those of others' code are enough.
+    stacks = patch.object(proxy, "CapturedTraceback", Stack)
+    with _quiet(), CertainBranches(), _lstm_states(), stacks, _use_lazy_graph_module(True):
         try:
             with device_autocast(device, amp):
                 return torch.export.export(LossOnly(model), (), batch, strict=False)
@@ -59,6 +67,13 @@ BRANCH = "a branch on a tensor's value"
 SIZE = "a tensor's value is used as a size"
 SHAPE = "an op whose result has a size that depends on values"
 NUMBERS = "an op that cannot run without numbers"
+KINDS: dict[type[Exception], str] = {
+    GuardOnDataDependentSymNode: BRANCH,
+    DataDependentOutputException: BRANCH,
+    DynamicOutputShapeException: SHAPE,
+    UnsupportedOperatorException: NUMBERS,
+    NotImplementedError: NUMBERS,
+}
 REMEDIES = {
     BRANCH: "compute both ways and choose with `torch.where`",
     SIZE: "take sizes from shapes or from settings",
@@ -70,27 +85,20 @@ REMEDIES = {
 
 def refused(error: Exception) -> TraceError:
     """By the kind of failure that torch.export reports, and by whose code it is in."""
-    kind, arose = _kind(error), origin(error)
-    told = f"{kind}: {_first_line(error)}" if kind else _first_line(error)
+    kind = next((kind for type_, kind in KINDS.items() if isinstance(error, type_)), "")
+    if kind == BRANCH and "specialized integer" in str(error):
+        kind = SIZE
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = ": ".join([*([kind] if kind else []), type(error).__name__, *lines[:1]])
     remedy = REMEDIES[kind]
-    if arose.package:
-        told += f", inside the package {arose.package} ({arose.inside})"
-        remedy = f"it is not in your code: look for a setting of {arose.package} that avoids it" if kind else remedy
-    return TraceError(f"the model cannot be exported: {told}", where=arose.line or "conf/model: module", remedy=remedy)
+    line, package, inside = origin(error)
+    if package:
+        told += f", inside the package {package} ({inside})"
+        remedy = f"it is not in your code: look for a setting of {package} that avoids it" if kind else remedy
+    return TraceError(f"the model cannot be exported: {told}", where=line or "conf/model: module", remedy=remedy)
 
 
-def _kind(error: Exception) -> str:
-    if isinstance(error, GuardOnDataDependentSymNode):
-        return SIZE if "specialized integer" in str(error) else BRANCH
-    if isinstance(error, DataDependentOutputException):
-        return BRANCH
-    if isinstance(error, DynamicOutputShapeException):
-        return SHAPE
-    return NUMBERS if isinstance(error, UnsupportedOperatorException | NotImplementedError) else ""
-
-
-@contextmanager
-def _lstm_states() -> Iterator[None]:
+def _lstm_states() -> AbstractContextManager[Any]:
     """Torch before 2.13 exports the last states of an LSTM with one dim too many (its pull request 185716)."""
     plain = decompositions.one_layer_lstm
 
@@ -100,21 +108,7 @@ def _lstm_states() -> Iterator[None]:
         made, last = plain(given, states, *more, **named)
         return made, tuple(state.reshape(first.shape) for state, first in zip(last, states, strict=True))
 
-    decompositions.one_layer_lstm = mended
-    try:
-        yield
-    finally:
-        decompositions.one_layer_lstm = plain
-
-
-@contextmanager
-def _short_stacks() -> Iterator[None]:
-    """For each op torch takes down a hundred frames and reads the line of each; those of others' code are enough."""
-    plain, proxy.CapturedTraceback = proxy.CapturedTraceback, Stack
-    try:
-        yield
-    finally:
-        proxy.CapturedTraceback = plain
+    return patch.object(decompositions, "one_layer_lstm", mended)
 
 
 @contextmanager
@@ -131,6 +125,45 @@ def _quiet() -> Iterator[None]:
             torch_log.setLevel(level)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+_SYMBOLS = {
+    "<": ("lt", "less", "__lt__"),
+    ">=": ("ge", "greater_equal", "__ge__"),
+    "<=": ("le", "less_equal", "__le__"),
+    ">": ("gt", "greater", "__gt__"),
+}
+_COMPARISONS = {
+    getattr(holder, name): symbol
+    for symbol, names in _SYMBOLS.items()
+    for name in names
+    for holder in (torch, Tensor)
+    if hasattr(holder, name)
+}
+
+
+class CertainBranches(TorchFunctionMode):
+    """Knows which tensors are random numbers in [0, 1) while the model runs, and answers `bool(...)` of comparisons."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.truths: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> truth
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__bool__ and args[0] in self.truths:
+            return self.truths[args[0]]
+        result = func(*args, **(kwargs or {}))
+        if func is torch.rand:
+            self.drawn[result] = True
+        elif func in _COMPARISONS and len(args) == 2 and isinstance(args[0], Tensor) and args[0] in self.drawn:
+            truth = _decide(_COMPARISONS[func], args[1]) if isinstance(args[1], int | float) else None
+            if truth is not None:
+                self.truths[result] = truth
+        return result
+
+
+def _decide(symbol: str, bound: float) -> bool | None:
+    """Whether x compares so with the bound for every x in [0, 1), or for none; None where it depends."""
+    below = True if bound >= 1 else False if bound <= 0 else None
+    above = True if bound < 0 else False if bound >= 1 else None
+    truth = below if symbol in ("<", ">=") else above
+    return truth if truth is None or symbol in ("<", ">") else not truth

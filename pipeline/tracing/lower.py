@@ -50,71 +50,70 @@ class Ops:
 
 
 def lower(
-    program: ExportedProgram,
-    model: nn.Module,
-    inputs: tuple[str, ...],
-    *,
-    amp: bool = False,
-    stay: Container[str] = (),
+    program: ExportedProgram, model: nn.Module, inputs: tuple[str, ...], *, amp: bool = False, stay: Container[str] = ()
 ) -> Ops:
     """`amp`: the program was exported under autocast.
 
     Ops of the names in `stay` are not left out where they do nothing: in a batch of another size they do something.
     """
-    lowering = _Lowering(program, model, inputs, amp, stay)
-    lowering.run(program.graph_module, grad=True)
-    return without_dead_ops(lowering.finish(inputs))
+    lowering = _Lowering(program, amp, stay)
+    lowering.take_placeholders(model, inputs)
+    (output,) = lowering.run(program.graph_module, grad=True)
+    missing = [name for name in inputs if name not in lowering.values]  # they are kept, read or not: the batch has them
+    if missing:
+        raise TraceError(f"export merged the inputs {missing}", where="conf/model: batch", remedy="name each once")
+    loss = lowering.names[output]
+    loss = lowering.mutations.fresh(loss) if isinstance(loss, str) else loss
+    if not isinstance(loss, str) or not lowering.values[loss].grad:
+        raise TraceError(
+            "the loss depends on no trainable parameter",
+            where="conf/model: module",
+            remedy="return a loss that is computed from the parameters",
+        )
+    return without_dead_ops(Ops(lowering.values, tuple(lowering.ops), loss))
 
 
 class _Lowering:
-    def __init__(
-        self,
-        program: ExportedProgram,
-        model: nn.Module,
-        inputs: tuple[str, ...],
-        amp: bool,
-        stay: Container[str],
-    ) -> None:
-        self.program = program
-        self.amp, self.stay = amp, stay
+    def __init__(self, program: ExportedProgram, amp: bool, stay: Container[str]) -> None:
+        self.program, self.amp, self.stay = program, amp, stay
         self.autocast = amp  # around what is being lowered
         self.values: dict[str, Value] = {}
         self.ops: list[Op] = []
         self.names: dict[Node, str | tuple[str, ...]] = {}  # torch's node -> our value, or an op's several values
         self.taken: set[str] = set()
         self.mutations = Mutations(lambda name: self.values[name].type, self._emit)
-        self.nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-        self._placeholders(model, inputs)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
-    def _placeholders(self, model: nn.Module, inputs: tuple[str, ...]) -> None:
-        given = _given_names(self.program, inputs)
-        canonical = _canonical_names(model)
+    def take_placeholders(self, model: nn.Module, inputs: tuple[str, ...]) -> None:
+        """Inputs by the user's names, and parameters and buffers: tied weights are one parameter with two uses."""
+        first: dict[int, str] = {}
+        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        canonical = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
         trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+        found = self.program.graph_signature.user_inputs  # export writes their names in small letters
+        changed, lost = ([n for n in some if n not in others] for some, others in ((found, inputs), (inputs, found)))
+        given = dict(zip(changed, lost, strict=True)) if len(changed) == len(lost) else {}
+        nodes = {node.name: node for node in self.program.graph.find_nodes(op="placeholder")}
+        sources: dict[str, str] = {}  # a tensor of the model -> its value
         for spec in self.program.graph_signature.input_specs:
-            node = self.nodes[spec.arg.name]
+            node = nodes[spec.arg.name]
+            name = node.name
             if spec.kind is InputKind.USER_INPUT:
-                name = given.get(node.name, node.name)
+                name = given.get(name, name)
                 self.values[name] = Value(name, _type(node.meta["val"]), Role.INPUT, name, grad=False)
-                self.taken.add(name)
-                self.names[node] = name
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                 origin = canonical[spec.target.removeprefix(_PREFIX)]
                 role = Role.PARAMETER if origin in trainable else Role.BUFFER
-                self._source(node, role, origin, grad=role is Role.PARAMETER)
+                name = sources.setdefault(origin, name)
+                if name == node.name:
+                    self.values[name] = Value(name, _type(node.meta["val"]), role, origin, role is Role.PARAMETER)
             elif spec.kind is InputKind.CONSTANT_TENSOR:
-                self._constant(node, self.program.constants[spec.target])
+                name = self._constant(name, self.program.constants[spec.target])
+            self.taken.add(name)
+            self.names[node] = name
 
-    def _source(self, node: Node, role: Role, origin: str, grad: bool) -> None:
-        """Adds the value, or finds the one of the same parameter: tied weights are one parameter with two uses."""
-        same = next((v for v in self.values.values() if v.role is not Role.INPUT and v.origin == origin), None)
-        if same is None:
-            self.values[node.name] = Value(node.name, _type(node.meta["val"]), role, origin, grad)
-            self.taken.add(node.name)
-        self.names[node] = same.name if same else node.name
-
-    def _constant(self, node: Node, tensor: torch.Tensor) -> None:
+    def _constant(self, wanted: str, tensor: torch.Tensor) -> str:
         """A tensor that forward() makes out of numbers, as the op that makes it."""
         if tensor.numel() > LARGEST_CONSTANT:
             raise TraceError(
@@ -122,13 +121,12 @@ class _Lowering:
                 where="conf/model: module",
                 remedy="register it as a buffer in __init__",
             )
-        name = self._name(node.name)
+        name = self._name(wanted)
         self.values[name] = Value(name, _type(tensor), Role.RESULT, name, False)
-        numbers = _nested(tensor.tolist())
         dtype = Torch("dtype", str(tensor.dtype).removeprefix("torch."))
-        args = Args((numbers,), (("dtype", dtype), ("device", Torch("device", "any"))))
+        args = Args((_nested(tensor.tolist()),), (("dtype", dtype), ("device", Torch("device", "any"))))
         self.ops.append(Op(name, CONSTANT, args, (name,), "", ""))
-        self.names[node] = name
+        return name
 
     def _name(self, wanted: str) -> str:
         name, count = wanted, 0
@@ -146,9 +144,7 @@ class _Lowering:
         for node in module.graph.nodes:
             if node.op == "call_function" and node not in checks:
                 self._call(node, module, grad)
-            elif node.op == "output":
-                return node.args[0]
-        return None
+        return module.graph.output_node().args[0]
 
     def _call(self, node: Node, module: GraphModule, grad: bool) -> None:
         kind = _kind(node)
@@ -160,29 +156,36 @@ class _Lowering:
         elif kind == "wrap_with_autocast":
             self._inline_autocast(node, module, grad)
         elif not hasattr(node.target, "_schema"):
-            raise self._unsupported(node)
-        elif kind == "broadcast_tensors" and _broadcasts_nothing(node):  # every call of F.mse_loss
-            self.names[node] = tuple(str(self.names[a]) for a in node.args[0])  # type: ignore[union-attr,misc,index]
+            raise _unsupported(node)
         elif (same := self._same_as(node, kind)) is not None:
             self.names[node] = same
-        elif node.target._schema.is_mutable:
-            self._in_place(node, grad)
         else:
-            self._add(node, str(node.target), grad)
+            self.node, self.grad = node, grad
+            if node.target._schema.is_mutable:
+                self._in_place(node)
+            else:
+                self._add(node, str(node.target))
 
-    def _inline(self, node: Node, body: Any, operands: Any, module: GraphModule, grad: bool) -> None:
+    def _inline(self, node: Node, body: Any, operands: Any, module: GraphModule, grad: bool) -> tuple[str, ...]:
         inner = getattr(module, body.target)
         for placeholder, operand in zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True):
             self.names[placeholder] = self.names[operand]
-        self.names[node] = tuple(str(self.names[n]) for n in self.run(inner, grad))
+        results = tuple(str(self.names[n]) for n in self.run(inner, grad))
+        self.names[node] = results
+        return results
 
     def _inline_gradient(self, node: Node, module: GraphModule, grad: bool) -> None:
+        """Results of a region without gradient are cut off from what it read, where that has a gradient."""
         enabled, body, *operands = node.args
         before = len(self.ops)
-        self._inline(node, body, operands, module, grad and bool(enabled))
+        results = self._inline(node, body, operands, module, grad and bool(enabled))
         if grad and not enabled:
             self.node, self.grad = node, False
-            self.names[node] = tuple(self._detached(str(name), before) for name in self.names[node])
+            if any(self.values[read].grad for op in self.ops[before:] for read in op.inputs):
+                self.names[node] = tuple(
+                    self._emit("aten.detach.default", Args((Ref(name),)), self.values[name].type, name)
+                    for name in results
+                )
 
     def _inline_autocast(self, node: Node, module: GraphModule, grad: bool) -> None:
         """A region in which the module turns autocast on or off; on another device than the plan's it does nothing."""
@@ -191,20 +194,23 @@ class _Lowering:
         if device == "cpu":  # pipeline/tracing/autocast.py
             self.autocast = bool(enabled)
         if self.autocast and (not self.amp or (device == "cpu" and dtype != LOW)):
-            raise _autocast_in_forward(getattr(module, body.target), str(dtype).removeprefix("torch."))  # type: ignore[union-attr]
+            region = getattr(module, body.target)  # type: ignore[union-attr]
+            first = next((inner for inner in region.graph.nodes if "stack_trace" in inner.meta), None)
+            raise TraceError(
+                f"forward() turns autocast to {str(dtype).removeprefix('torch.')} on{_in_module(first)}",
+                where=_place(first),
+                remedy="set `precision: amp` in your conf/model file, which is autocast to bfloat16 around all of"
+                " forward()",
+            )
         self._inline(node, body, operands, module, grad)
         self.autocast = before
 
-    def _detached(self, name: str, first: int) -> str:
-        """A result of a region without gradient: cut off from what the region read, where that has a gradient."""
-        inside = self.ops[first:]
-        if not any(self.values[read].grad for op in inside for read in op.inputs):
-            return name
-        return self._emit("aten.detach.default", Args((Ref(name),)), self.values[name].type, name)
-
-    def _same_as(self, node: Node, kind: str) -> str | None:
+    def _same_as(self, node: Node, kind: str) -> str | tuple[str, ...] | None:
         """The value that the node's result is, where the op does nothing."""
-        first = node.args[0] if node.args else None
+        first: Any = node.args[0] if node.args else None
+        if kind == "broadcast_tensors":  # every call of F.mse_loss
+            same = (a.meta["val"].shape == v.shape for a, v in zip(first, node.meta["val"], strict=True))
+            return tuple(str(self.names[a]) for a in first) if all(same) else None
         if node.name in self.stay or not isinstance(first, Node) or not isinstance(self.names.get(first), str):
             return None
         before, after = first.meta["val"], node.meta["val"]
@@ -217,20 +223,19 @@ class _Lowering:
         )
         return str(self.names[first]) if nothing else None
 
-    def _in_place(self, node: Node, grad: bool) -> None:
+    def _in_place(self, node: Node) -> None:
         """A buffer is really changed; anything else becomes a new value that takes the old one's place."""
         written = self.names[node.args[0]]  # type: ignore[index]
         if not isinstance(written, str):
-            raise self._unsupported(node)
+            raise _unsupported(node)
         value = self.values[written]
         if value.role is Role.BUFFER:
-            self._add(node, str(node.target), grad, mutates=(written,))
+            self._add(node, str(node.target), mutates=(written,))
             return
         plain = _out_of_place(str(node.target))
         if value.role is not Role.RESULT or plain is None or not self.mutations.can_change(written):
-            raise self._unsupported(node)
-        self.node, self.grad = node, grad
-        content = self._copied(node, value.type) if plain == COPY else self._add(node, plain, grad)
+            raise _unsupported(node)
+        content = self._copied(node, value.type) if plain == COPY else self._add(node, plain)
         self.mutations.change(written, content)
         self.names[node] = written
 
@@ -253,14 +258,15 @@ class _Lowering:
         self.ops.append(Op(name, target, args, (name,), _module(self.node), source))
         return name
 
-    def _add(self, node: Node, target: str, grad: bool, mutates: tuple[str, ...] = ()) -> str:
-        self.node, self.grad = node, grad
+    def _add(self, node: Node, target: str, mutates: tuple[str, ...] = ()) -> str:
         args = Args(tuple(self._arg(a) for a in node.args), tuple((k, self._arg(v)) for k, v in node.kwargs.items()))
         rule = table().get(target)
         if rule is not None and rule.mutates:
             read = args.refs()
             mutates = tuple(read[i] for i in rule.mutates if i < len(read))
-        outputs = self._outputs(node, args, grad and not _reads_only_the_shape(target))
+        kind = target.split(".")[1]  # of `detach`, `zeros_like` and `new_ones` no gradient flows through
+        shape_alone = kind == "detach" or kind.endswith("_like") or kind.startswith("new_")
+        outputs = self._outputs(node, args, self.grad and not shape_alone)
         source = op_line(node.meta.get("stack_trace"))
         exact = self.amp and not self.autocast and _autocast_acts_on(node)
         origin = self.values[outputs[0]].origin
@@ -279,22 +285,21 @@ class _Lowering:
         writer = self._name(node.name) if many else names[0]
         reads_gradient = grad and any(self.values[name].grad for name in args.refs())
         for name, result in zip(names, results if many else (results,), strict=True):
-            if not isinstance(result, torch.Tensor):
-                raise _number_from_a_tensor(node)
-            type_ = self._result_type(node, result)
+            if not isinstance(result, torch.Tensor):  # `item`; sizes that are known are no numbers of a tensor
+                raise TraceError(
+                    f"the op {node.target} takes a number out of a tensor{_in_module(node)}: what it is will be known"
+                    " when the program runs, and not before",
+                    where=_place(node),
+                    remedy="keep it in a tensor, as one of no dims (`x.max()` in place of `x.max().item()`)",
+                )
+            try:
+                type_ = _type(result)
+            except GuardOnDataDependentSymNode as error:
+                told = f"the op {node.target} makes a tensor whose size depends on values{_in_module(node)}"
+                raise TraceError(told, where=_place(node), remedy=FIXED_SIZE) from error
             self.values[name] = Value(name, type_, Role.RESULT, writer, reads_gradient and type_.is_inexact)
         self.names[node] = names if many else names[0]
         return names
-
-    def _result_type(self, node: Node, result: torch.Tensor) -> TensorType:
-        try:
-            return _type(result)
-        except GuardOnDataDependentSymNode as error:
-            raise TraceError(
-                f"the op {node.target} makes a tensor whose size depends on values{_in_module(node)}",
-                where=_place(node),
-                remedy=FIXED_SIZE,
-            ) from error
 
     def _arg(self, arg: Any) -> Arg:
         if isinstance(arg, Node):
@@ -312,30 +317,6 @@ class _Lowering:
             return arg
         raise TraceError(f"an argument of type {type(arg).__name__} is not supported", where="conf/model: module")
 
-    def finish(self, inputs: tuple[str, ...]) -> Ops:
-        """The inputs are kept, read or not: the batch has them."""
-        missing = [name for name in inputs if name not in self.values]
-        if missing:
-            raise TraceError(f"export merged the inputs {missing}", where="conf/model: batch", remedy="name each once")
-        (output,) = next(n for n in self.program.graph.nodes if n.op == "output").args[0]
-        loss = self.names[output]
-        loss = self.mutations.fresh(loss) if isinstance(loss, str) else loss
-        if not isinstance(loss, str) or not self.values[loss].grad:
-            raise TraceError(
-                "the loss depends on no trainable parameter",
-                where="conf/model: module",
-                remedy="return a loss that is computed from the parameters",
-            )
-        return Ops(self.values, tuple(self.ops), loss)
-
-    def _unsupported(self, node: Node) -> TraceError:
-        """It writes in place what cannot be written so, or is no op at all."""
-        return TraceError(
-            f"the op {node.target} is not supported{_in_module(node)}",
-            where=_place(node),
-            remedy="write it with out-of-place tensor operations",
-        )
-
 
 def _checks(module: GraphModule) -> set[Node]:
     """Asserts, and the numbers that nothing else reads: sizes that are known, and what is compared with them."""
@@ -351,57 +332,25 @@ def _checks(module: GraphModule) -> set[Node]:
     return found
 
 
-def _number_from_a_tensor(node: Node) -> TraceError:
-    """Such as `item`; sizes that are known are no numbers of a tensor, and are gone by now."""
-    read = f"the op {node.target} takes a number out of a tensor{_in_module(node)}"
+def _unsupported(node: Node) -> TraceError:
+    """It writes in place what cannot be written so, or is no op at all."""
     return TraceError(
-        f"{read}: what it is will be known when the program runs, and not before",
+        f"the op {node.target} is not supported{_in_module(node)}",
         where=_place(node),
-        remedy="keep it in a tensor, as one of no dims (`x.max()` in place of `x.max().item()`)",
+        remedy="write it with out-of-place tensor operations",
     )
 
 
-def _autocast_in_forward(region: GraphModule, dtype: str) -> TraceError:
-    first = next((node for node in region.graph.nodes if "stack_trace" in node.meta), None)
-    return TraceError(
-        f"forward() turns autocast to {dtype} on{_in_module(first) if first else ''}",
-        where=_place(first) if first else "conf/model: module",
-        remedy="set `precision: amp` in your conf/model file, which is autocast to bfloat16 around all of forward()",
-    )
+def _place(node: Node | None) -> str:
+    return (op_line(node.meta.get("stack_trace")) if node else "") or "conf/model: module"
 
 
-def _place(node: Node) -> str:
-    return op_line(node.meta.get("stack_trace")) or "conf/model: module"
-
-
-def _in_module(node: Node) -> str:
-    return f" (module {_module(node)!r})"
-
-
-def _broadcasts_nothing(node: Node) -> bool:
-    return all(a.meta["val"].shape == v.shape for a, v in zip(node.args[0], node.meta["val"], strict=True))
-
-
-def _given_names(program: ExportedProgram, inputs: tuple[str, ...]) -> dict[str, str]:
-    """Export writes the names of inputs in small letters: its name -> the user's, for those that it changed."""
-    found = program.graph_signature.user_inputs
-    changed = [name for name in found if name not in inputs]
-    lost = [name for name in inputs if name not in found]
-    return dict(zip(changed, lost, strict=True)) if len(changed) == len(lost) else {}
+def _in_module(node: Node | None) -> str:
+    return f" (module {_module(node)!r})" if node else ""
 
 
 def _nested(numbers: Any) -> Arg:
     return tuple(_nested(n) for n in numbers) if isinstance(numbers, list) else numbers
-
-
-def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the first name of the same tensor."""
-    first: dict[int, str] = {}
-    names: dict[str, str] = {}
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in tensors:
-        names[name] = first.setdefault(id(tensor), name)
-    return names
 
 
 def _type(tensor: torch.Tensor) -> TensorType:
@@ -427,18 +376,10 @@ def _is_view(node: Node) -> bool:
 
 def _autocast_acts_on(node: Node) -> bool:
     """Whether autocast would cast what the op reads, or what its parts read."""
-    name, kind = node.target._schema.name, _kind(node)  # type: ignore[union-attr]
-    overload = node.target._schema.overload_name  # type: ignore[union-attr]
-    full = f"{name}.{overload}" if overload else name
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(full, "CompositeImplicitAutograd")
+    name = node.target.name()  # type: ignore[union-attr]
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     known = any(policy_of(str(node.target), device) for device in KEYS)
-    return known or (composite and not _is_view(node) and kind not in _CASTS)
-
-
-def _reads_only_the_shape(target: str) -> bool:
-    """Whether no gradient flows through: `detach`, `zeros_like`, `new_ones`."""
-    kind = target.split(".")[1]
-    return kind == "detach" or kind.endswith("_like") or kind.startswith("new_")
+    return known or (composite and not _is_view(node) and _kind(node) not in _CASTS)
 
 
 def _out_of_place(target: str) -> str | None:

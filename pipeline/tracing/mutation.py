@@ -47,9 +47,7 @@ class Mutations:
     def fresh(self, name: str) -> str:
         """The value to read for a name: itself, unless its memory was changed since it was made."""
         owner = self._owner(name)
-        if owner == name:
-            return self.latest.get(name, name)
-        if self.seen[name] == self.changes.get(owner, 0):
+        if owner == name or self.seen[name] == self.changes.get(owner, 0):
             return self.latest.get(name, name)
         view = self.views[name]
         if view.many:
@@ -58,7 +56,8 @@ class Mutations:
                 where="conf/model: module",
                 remedy="change it with an out-of-place operation",
             )
-        again = self.emit(view.target, _with_first(view.args, self.fresh(view.parent)), self.types(name), name)
+        args = Args((Ref(self.fresh(view.parent)), *view.args.positional[1:]), view.args.named)
+        again = self.emit(view.target, args, self.types(name), name)
         self.seen[name] = self.changes[owner]
         self.views[again], self.seen[again] = view, self.changes[owner]
         self.latest[name] = again
@@ -84,10 +83,6 @@ class Mutations:
             name = view.parent
         self.latest[owner] = content
         self.changes[owner] = self.changes.get(owner, 0) + 1
-
-
-def _with_first(args: Args, name: str) -> Args:
-    return Args((Ref(name), *args.positional[1:]), args.named)
 
 
 def _inverse(view: _View, parent: TensorType, whole: str, part: str) -> tuple[str, Args] | None:

@@ -1,11 +1,11 @@
-"""Attention as the model means it, without constant masks and with grouped heads; and bags (`bags.py`).
+"""Attention as the model means it, without constant masks and with grouped heads; and bags of embeddings.
 
 A model that is exported builds its attention mask out of position indices, batch by batch, and hands the whole of it to
 attention. Where the mask depends on nothing but constants, it is computed; if it is the lower triangle, the op is
 causal attention without a mask, and if it hides nothing, attention without a mask. A bias under such a mask (T5) is not
 repeated for every sample of the batch, and is taken as it is where the mask hides nothing. What only served them falls
 away. Key and value heads that were repeated for the mask's sake are not: attention takes them as they are
-(`enable_gqa`).
+(`enable_gqa`). Bags of embeddings become our op, with one result, and without offsets where all bags have one length.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from pipeline.ir.graph import Arg, Args, Op, Ref, Torch
-from pipeline.tracing.bags import with_bags
+from pipeline.ir.graph import Arg, Args, Op, Ref, Role, TensorType, Torch, Value
+from pipeline.ops.own_names import EMBEDDING_BAG
 from pipeline.tracing.lower import Ops, is_random, without_dead_ops
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 WHERE, EXPAND, CONTIGUOUS = "aten.where.ScalarOther", "aten.expand.default", "aten.contiguous.default"
 MASK, CAUSAL = 3, 5  # positions of attn_mask and is_causal
 LARGEST_MASK = 1 << 30  # elements
+BAGS = ("aten.embedding_bag.default", "aten.embedding_bag.padding_idx")
+FLAT = ("reshape", "view", "flatten")
 HIDDEN = -1e4  # an additive mask at most this large hides a position
 
 
 def simplify(graph: Ops) -> Ops:
     constants = _Constants(graph)
-    graph = with_bags(graph, constants.value)
-    graph = _small_biases(graph, constants)
-    repeated = _Repeated(graph)
-    ops = tuple(repeated.grouped(_without_mask(op, constants)) if op.target == ATTENTION else op for op in graph.ops)
-    return without_dead_ops(replace(graph, ops=ops))
+    graph = _small_biases(_with_bags(graph, constants), constants)
+    writers = {name: op for op in graph.ops for name in op.outputs}
+    ops = (_without_mask(op, constants) if op.target == ATTENTION else op for op in graph.ops)
+    grouped = tuple(_grouped(op, graph.values, writers) if op.target == ATTENTION else op for op in ops)
+    return without_dead_ops(replace(graph, ops=grouped))
 
 
 def _small_biases(graph: Ops, constants: _Constants) -> Ops:
@@ -45,8 +47,12 @@ def _small_biases(graph: Ops, constants: _Constants) -> Ops:
 
     def only_masks(name: str) -> bool:
         """Of attention, as it is or laid out anew, which changes nothing of what it says."""
-        found = readers.get(name, [])
-        return all(_is_mask_of(r, name) or (r.target == CONTIGUOUS and only_masks(r.outputs[0])) for r in found)
+        for op in readers.get(name, []):
+            masks = op.target == ATTENTION and op.args.get(MASK, "attn_mask", None) == Ref(name)
+            same = op.target == CONTIGUOUS and only_masks(op.outputs[0])
+            if not same and not (masks and op.inputs.count(name) == 1):
+                return False
+        return True
 
     values = dict(graph.values)
     ops = []
@@ -66,10 +72,6 @@ def _small_biases(graph: Ops, constants: _Constants) -> Ops:
             values[before.name] = replace(before, type=values[op.inputs[0]].type)
         ops.append(op)
     return replace(graph, ops=tuple(ops), values=values)
-
-
-def _is_mask_of(op: Op, name: str) -> bool:
-    return op.target == ATTENTION and op.args.get(MASK, "attn_mask", None) == Ref(name) and op.inputs.count(name) == 1
 
 
 def _without_mask(op: Op, constants: _Constants) -> Op:
@@ -108,33 +110,28 @@ def _with(op: Op, causal: bool, mask: Ref | None = None) -> Op:
     return replace(op, args=Args((*positional, mask, dropout, causal), named))
 
 
-class _Repeated:
+def _grouped(op: Op, values: dict[str, Value], writers: dict[str, Op]) -> Op:
     """Keys and values whose heads are repeated before attention, which can do that itself where it has no mask."""
+    if op.args.get(MASK, "attn_mask", None) is not None or op.args.get(7, "enable_gqa", False):
+        return op
+    query, key, value = (values[name].type.shape for name in op.inputs[:3])
+    sources = [_unrepeated(name, writers) for name in op.inputs[1:3]]
+    if len(query) != 4 or key[1] != query[1] or value[1] != query[1] or None in sources:
+        return op
+    positional = (op.args.positional[0], *(Ref(str(name)) for name in sources), *op.args.positional[3:])
+    return replace(op, args=Args(positional, (*op.args.named, ("enable_gqa", True))))
 
-    def __init__(self, graph: Ops) -> None:
-        self.writers = {name: op for op in graph.ops for name in op.outputs}
-        self.values = graph.values
 
-    def grouped(self, op: Op) -> Op:
-        if op.args.get(MASK, "attn_mask", None) is not None or op.args.get(7, "enable_gqa", False):
-            return op
-        query, key, value = (self.values[name].type.shape for name in op.inputs[:3])
-        sources = [self._source(name) for name in op.inputs[1:3]]
-        if len(query) != 4 or key[1] != query[1] or value[1] != query[1] or None in sources:
-            return op
-        positional = (op.args.positional[0], *(Ref(str(name)) for name in sources), *op.args.positional[3:])
-        return replace(op, args=Args(positional, (*op.args.named, ("enable_gqa", True))))
-
-    def _source(self, name: str) -> str | None:
-        """`k` of `k[:, :, None].expand(b, h, r, s, d).reshape(b, h * r, s, d)`"""
-        for kind in ("reshape", "expand", "unsqueeze"):
-            op = self.writers.get(name)
-            if op is None or op.target.split(".")[1] not in (kind, "view" if kind == "reshape" else kind):
-                return None
-            if kind == "unsqueeze" and op.args.positional[1] not in (2, -3):
-                return None
-            name = op.inputs[0]
-        return name
+def _unrepeated(name: str, writers: dict[str, Op]) -> str | None:
+    """`k` of `k[:, :, None].expand(b, h, r, s, d).reshape(b, h * r, s, d)`"""
+    for kinds in (("reshape", "view"), ("expand",), ("unsqueeze",)):
+        op = writers.get(name)
+        if op is None or op.target.split(".")[1] not in kinds:
+            return None
+        if "unsqueeze" in kinds and op.args.positional[1] not in (2, -3):
+            return None
+        name = op.inputs[0]
+    return name
 
 
 class _Constants:
@@ -158,7 +155,11 @@ class _Constants:
             op = self.writers.get(name)
             self.known[name] = None
             if op is not None and self._is_computable(op):
-                results = self._run(op)
+                _, kind, overload = op.target.split(".")
+                positional = [self._real(arg) for arg in op.args.positional]
+                named = {key: self._real(arg) for key, arg in op.args.named}
+                result = getattr(getattr(torch.ops.aten, kind), overload)(*positional, **named)
+                results = [result] if isinstance(result, Tensor) else list(result)
                 self.known |= dict(zip(op.outputs, results, strict=True))
         return self.known[name]
 
@@ -183,15 +184,61 @@ class _Constants:
             return False
         return all(self.value(read) is not None for read in op.inputs)
 
-    def _run(self, op: Op) -> list[Tensor]:
-        _, name, overload = op.target.split(".")
-        function = getattr(getattr(torch.ops.aten, name), overload)
-        result = function(*(self._real(a) for a in op.args.positional), **{k: self._real(v) for k, v in op.args.named})
-        return [result] if isinstance(result, Tensor) else list(result)
-
     def _real(self, arg: Arg) -> object:
         if isinstance(arg, Ref):
             return self.known[arg.value]
         if isinstance(arg, Torch):
             return torch.device("cpu") if arg.kind == "device" else getattr(torch, arg.name)
         return [self._real(a) for a in arg] if isinstance(arg, tuple) else arg
+
+
+def _with_bags(graph: Ops, constants: _Constants) -> Ops:
+    read = {name for op in graph.ops for name in op.inputs} | {graph.output}
+    writers = {name: op for op in graph.ops for name in op.outputs}
+    values, ops = dict(graph.values), []
+    for op in graph.ops:
+        if op.target in BAGS and not read.intersection(op.outputs[1:]):
+            ops += _our_bag(op, values, writers, constants)
+        else:
+            ops.append(op)
+    return replace(graph, values=values, ops=tuple(ops))
+
+
+def _our_bag(op: Op, values: dict[str, Value], writers: dict[str, Op], constants: _Constants) -> list[Op]:
+    weight, indices, offsets = (op.args.get(n, x, None) for n, x in enumerate(("weight", "indices", "offsets")))
+    weights = op.args.get(6, "per_sample_weights", None)
+    last = bool(op.args.get(7, "include_last_offset", False))
+    bags, flat = values[op.outputs[0]].type.shape[0], values[indices.value].type.shape
+    length = _length_of_bags(constants.value(offsets.value), bags, last, flat)
+    made: list[Op] = []
+
+    def in_rows(ref: Ref) -> Ref:
+        """The tensor as one row for each bag: what was laid flat before, or a view."""
+        writer, shape = writers.get(ref.value), (bags, length)
+        if writer and writer.target.split(".")[1] in FLAT and values[writer.inputs[0]].type.shape == shape:
+            return Ref(writer.inputs[0])
+        before, name = values[ref.value], f"{op.name}_rows_of_{ref.value}"
+        values[name] = Value(name, TensorType(shape, before.type.dtype), Role.RESULT, name, before.grad)
+        made.append(Op(name, "aten.reshape.default", Args((ref, shape)), (name,), op.module, op.source, exact=op.exact))
+        return Ref(name)
+
+    if length:
+        indices, offsets, last = in_rows(indices), None, False
+        weights = in_rows(weights) if isinstance(weights, Ref) else None
+    padding, frequency = op.args.get(8, "padding_idx", None), op.args.get(3, "scale_grad_by_freq", False)
+    if isinstance(padding, int) and padding < 0:  # counted from the end
+        padding += values[weight.value].type.shape[0]
+    args = Args((weight, indices, offsets, op.args.get(4, "mode", 0), weights, last, padding, frequency))
+    output = op.outputs[0]
+    values[output] = replace(values[output], origin=output)
+    for name in op.outputs[1:]:
+        del values[name]
+    return [*made, Op(output, EMBEDDING_BAG, args, (output,), op.module, op.source, exact=op.exact)]
+
+
+def _length_of_bags(offsets: Tensor | None, bags: int, last: bool, indices: tuple[int, ...]) -> int:
+    """Of all bags, where it is one and known; else nothing."""
+    if offsets is None or len(indices) != 1 or not bags or not indices[0] or indices[0] % bags:
+        return 0
+    length = indices[0] // bags
+    return length if torch.equal(offsets, torch.arange(bags + last).to(offsets.dtype) * length) else 0

@@ -6,7 +6,6 @@ import re
 import sys
 import sysconfig
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,15 +23,6 @@ _NOT_THEIRS = (
 )
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"
 _PACKAGES = ("/site-packages/", "/dist-packages/")
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Of an error: the user's own line, and where inside an installed package it arose, if it did."""
-
-    line: str  # file and line, or nothing
-    package: str = ""
-    inside: str = ""  # file of the package and line
 
 
 class Stack:
@@ -57,23 +47,19 @@ class Stack:
 
 def op_line(stack_trace: str | None) -> str:
     """File and line of the innermost frame that is not torch's own; the file without its folder."""
-    frames = [(f, n) for f, n in _FRAME.findall(stack_trace or "") if not _foreign(f)]
+    frames = [(f, n) for f, n in _FRAME.findall(stack_trace or "") if not f.startswith(_NOT_THEIRS)]
     return f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else ""
 
 
-def origin(error: BaseException) -> Origin:
+def origin(error: BaseException) -> tuple[str, str, str]:
+    """Of an error: the user's own line; the installed package inside which it arose, if it did, and the line there."""
     trace = traceback.extract_tb(error.__traceback__)
-    frames = [f for f in trace if not _foreign(f.filename) or f.filename.startswith(_LIBRARIES)]
+    frames = [f for f in trace if not f.filename.startswith(_NOT_THEIRS) or f.filename.startswith(_LIBRARIES)]
     theirs = [f for f in frames if not _package(f.filename) and not f.filename.startswith(_STANDARD)]
     line = f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
-    innermost = frames[-1] if frames else None
-    if innermost is None or not (package := _package(innermost.filename)):
-        return Origin(line)
-    return Origin(line, package, f"{Path(innermost.filename).name}:{innermost.lineno}")
-
-
-def _foreign(filename: str) -> bool:
-    return filename.startswith(_NOT_THEIRS)
+    if not frames or not (package := _package(frames[-1].filename)):
+        return line, "", ""
+    return line, package, f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
 
 
 def _package(filename: str) -> str:

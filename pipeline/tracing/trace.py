@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from math import gcd
 
 from pipeline.config import Config, Precision, TensorSpec
@@ -19,20 +19,14 @@ def trace(config: Config, samples: int | None = None, stay: Container[str] = ())
     """For so many samples of the model's batch, or all; ops of the names in `stay` are kept, if they do nothing."""
     mode = fake_mode()
     model = build_model(config, mode)
-    batch = sample_batch(_part(config.model.batch, samples), mode, config.model.precision)
+    specs = config.model.batch
+    if samples is not None:  # a part of each input, whose first dim is the batch
+        whole = gcd(*(spec.shape[0] for spec in specs.values()))
+        parts = {name: [spec.shape[0] // whole * samples, *spec.shape[1:]] for name, spec in specs.items()}
+        specs = {name: TensorSpec(shape=parts[name], dtype=spec.dtype) for name, spec in specs.items()}
+    batch = sample_batch(specs, mode, config.model.precision)
     amp = config.model.precision is Precision.amp
     program = export_loss(model, batch, config.cluster.device.value, amp=amp)
     graph = find_chain(simplify(lower(program, model, tuple(batch), amp=amp, stay=stay)))
     verify_graph(graph)
     return graph
-
-
-def _part(specs: Mapping[str, TensorSpec], samples: int | None) -> Mapping[str, TensorSpec]:
-    """Of each input, whose first dim is the batch."""
-    if samples is None:
-        return specs
-    batch = gcd(*(spec.shape[0] for spec in specs.values()))
-    return {
-        name: TensorSpec(shape=[spec.shape[0] // batch * samples, *spec.shape[1:]], dtype=spec.dtype)
-        for name, spec in specs.items()
-    }

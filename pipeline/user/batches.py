@@ -75,9 +75,8 @@ class Batches:
             step.sample = None
 
     def _failed(self, index: int, what: str) -> SampleError:
-        return SampleError(
-            f"sample {index} of {self.length} {what}", where=self.where, remedy="mend it, or leave it out of the data"
-        )
+        told = f"sample {index} of {self.length} {what}"
+        return SampleError(told, where=self.where, remedy="mend it, or leave it out of the data")
 
     def _sample(self, index: int) -> Mapping[str, Any]:
         sample: Mapping[str, Any] = self._read(index)
@@ -152,8 +151,6 @@ def length_of(dataset: Any, where: str) -> int:
         raise TrainError(f"{text}{_place_in(error)}", where=where) from error
     if length < 1:
         raise TrainError(
-            f"{type(dataset).__name__} has no length or no items",
-            where=where,
-            remedy="give a map-style data set",
+            f"{type(dataset).__name__} has no length or no items", where=where, remedy="give a map-style data set"
         )
     return length

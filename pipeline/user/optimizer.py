@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from pipeline.base.instantiate import TargetError, instantiate
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
-    from torch.optim import Optimizer
 
 ANOTHER = "name an optimizer whose step needs no closure, such as torch.optim.AdamW"
 
 
 def build_optimizer(settings: Mapping[str, Any], where: str, parameters: Sequence[Parameter]) -> Optimizer:
-    import torch  # slow to import
-
     optimizer = instantiate(settings, where, list(parameters))
     target, place = settings["_target_"], f"{where}._target_"
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise TargetError(f"{target} gives a {kind}, which is no torch.optim.Optimizer", where=place, remedy=ANOTHER)
     given = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -41,40 +40,40 @@ def try_optimizer(settings: Mapping[str, Any], where: str, device: str = "cpu") 
 
     On a CPU, or where it must be a GPU there (`capturable`), or on fake tensors of one.
     """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def first_step(place: str) -> tuple[Optimizer, Parameter]:
+        parameter = Parameter(torch.ones(8, 8, device=place))
+        return _stepped(settings, where, [parameter], [[torch.ones_like(parameter)]]), parameter
 
     try:
-        return _first_step(settings, where, "cpu")
+        return first_step("cpu")
     except TargetError as refused:
         if device == "cpu":
             raise
         try:
             with nullcontext() if torch.cuda.is_available() else FakeTensorMode():
-                return _first_step(settings, where, device)
+                return first_step(device)
         except Exception:  # also of a GPU that has no room
             raise refused from None
 
 
-def _first_step(settings: Mapping[str, Any], where: str, device: str) -> tuple[Optimizer, Parameter]:
-    import torch
-
-    parameter = torch.nn.Parameter(torch.ones(8, 8, device=device))
-    optimizer = build_optimizer(settings, where, [parameter])
-    parameter.grad = torch.ones_like(parameter)
-    _take_step(optimizer, settings, where)
-    return optimizer, parameter
-
-
-def _take_step(optimizer: Optimizer, settings: Mapping[str, Any], where: str) -> None:
-    try:
-        optimizer.step()
-    except Exception as error:  # theirs: one line, not our traceback
-        raise TargetError(
-            f"{settings['_target_']} cannot take a step: {type(error).__name__}: {error}",
-            where=where,
-            remedy="check the keys beside `_target_`, or name another optimizer",
-        ) from error
+def _stepped(
+    settings: Mapping[str, Any], where: str, parameters: list[Parameter], steps: Iterable[Sequence[Tensor]]
+) -> Optimizer:
+    """The optimizer after a step with each of these gradients of the parameters."""
+    optimizer = build_optimizer(settings, where, parameters)
+    for gradients in steps:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        try:
+            optimizer.step()
+        except Exception as error:  # theirs: one line, not our traceback
+            raise TargetError(
+                f"{settings['_target_']} cannot take a step: {type(error).__name__}: {error}",
+                where=where,
+                remedy="check the keys beside `_target_`, or name another optimizer",
+            ) from error
+    return optimizer
 
 
 def refuse_mixing(settings: Mapping[str, Any], where: str, split: str, device: str = "cpu") -> None:
@@ -93,13 +92,8 @@ def refuse_mixing(settings: Mapping[str, Any], where: str, split: str, device: s
 
 def refuse_moving_zeros(settings: Mapping[str, Any], where: str, padded: str, device: str = "cpu") -> None:
     """The padding of uneven pieces is zeros without a gradient: what an optimizer makes of it would be read."""
-    import torch
-
-    parameter = torch.nn.Parameter(torch.zeros(8, 6, device=device))
-    optimizer = build_optimizer(settings, where, [parameter])
-    for _ in range(2):
-        parameter.grad = torch.zeros_like(parameter)
-        _take_step(optimizer, settings, where)
+    parameter = Parameter(torch.zeros(8, 6, device=device))
+    _stepped(settings, where, [parameter], ([torch.zeros_like(parameter)] for _ in range(2)))
     if not bool((parameter == 0).all()):
         raise TargetError(
             f"{settings['_target_']} changes zeros that have no gradient, and the plan pads {padded} with such",
@@ -110,8 +104,6 @@ def refuse_moving_zeros(settings: Mapping[str, Any], where: str, padded: str, de
 
 def updates_elements(settings: Mapping[str, Any], where: str, device: str = "cpu") -> bool:
     """Whether steps on the halves of two tensors, cut either way, are those on the whole ones: by trying."""
-    import torch
-
     with torch.random.fork_rng(devices=[]):
         whole = _tried(settings, where, device, lambda tensor: tensor)
         for dim in (0, 1):
@@ -127,17 +119,11 @@ def updates_elements(settings: Mapping[str, Any], where: str, device: str = "cpu
 
 def _tried(settings: Mapping[str, Any], where: str, device: str, cut: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """What a part of two tensors has become after some steps of very different gradients."""
-    import torch
-
     draw = torch.Generator().manual_seed(0)
 
     def drawn(scale: float) -> Tensor:
         return cut(torch.randn(8, 6, generator=draw) * scale).clone().to(device)
 
-    parameters = [torch.nn.Parameter(drawn(1.0)) for _ in range(2)]
-    optimizer = build_optimizer(settings, where, parameters)
-    for scale in (0.1, 1.0, 30.0):
-        for parameter in parameters:
-            parameter.grad = drawn(scale)
-        _take_step(optimizer, settings, where)
+    parameters = [Parameter(drawn(1.0)) for _ in range(2)]
+    _stepped(settings, where, parameters, ([drawn(scale) for _ in parameters] for scale in (0.1, 1.0, 30.0)))
     return [parameter.detach() for parameter in parameters]

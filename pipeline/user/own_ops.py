@@ -27,18 +27,12 @@ def know_own_ops(config: Config, graph: OpGraph | None) -> None:
         locate(str(config.model.module["_target_"]), f"{where}: module")  # defines the ops, and may register rules
         for target, line in given.items():  # the file is the last word
             register(target, line)
-    _check_fit(graph, where, given)
-
-
-def _check_fit(graph: OpGraph, where: str, given: dict[str, str]) -> None:
     own = own_rules()
     for op in graph.ops:
-        if op.target not in own:
-            continue
-        rule = rule_of(op)
-        assert rule is not None
+        rule = rule_of(op) if op.target in own else None
         try:
-            read_line(rule.line(view := plain_view(graph, op)), view)
+            if rule is not None:
+                read_line(rule.line(view := plain_view(graph, op)), view)
         except ValueError as error:
             place = f"{where}: ops.{op.target}" if op.target in given else f"register({op.target!r})"
             raise ConfigError(str(error), where=place, remedy="one name per dim of every tensor") from error

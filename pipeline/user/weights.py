@@ -35,8 +35,6 @@ class WeightsError(ShardwrightError):
 
 
 class WeightFile(Protocol):
-    """An open file."""
-
     @property
     def shapes(self) -> Mapping[str, Shape]: ...
 
@@ -143,25 +141,18 @@ def _some(names: Sequence[str]) -> str:
 
 
 def write_weights(
-    path: Path,
-    specs: Mapping[str, tuple[torch.dtype, Shape]],
-    tensors: Iterable[Tensor],
-    about: Mapping[str, str],
+    path: Path, specs: Mapping[str, tuple[torch.dtype, Shape]], tensors: Iterable[Tensor], about: Mapping[str, str]
 ) -> None:
     """A safetensors file of these tensors, given one after another; it is whole or absent."""
-    with writing_whole(path) as file:
-        file.write(_header(specs, about))
-        for (name, (dtype, shape)), tensor in zip(specs.items(), tensors, strict=True):
-            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
-            file.write(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-
-
-def _header(specs: Mapping[str, tuple[torch.dtype, Shape]], about: Mapping[str, str]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": dict(about)}
     end = 0
     for name, (dtype, shape) in specs.items():
         start, end = end, end + prod(shape) * dtype.itemsize
         entries[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with writing_whole(path) as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for (name, (dtype, shape)), tensor in zip(specs.items(), tensors, strict=True):
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
+            file.write(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))

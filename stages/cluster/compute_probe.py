@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,6 @@ ATTENTIONS = ((8, 4, 64, 32), (4, 4, 128, 64))  # batch, heads, length, width of
 THIN = ((8, 1024, 1024), (8, 512, 2048), (8, 2048, 512))  # rows, inputs, outputs
 FASTER = 0.9  # of the seconds with oneDNN
 LONG_S = 0.01  # a product that takes this long is the last of its dtype
-Case = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...], float]  # a function, its inputs, its FLOPs
 ENOUGH_S, MOST_CALLS = 1e-3, 200  # short work is called again and again in one measurement, up to this
 
 
@@ -57,7 +56,7 @@ def measure_compute(clock: Clock) -> dict[str, Any]:
         "copy": [_copy(clock, n) for n in COPIES[device]],
         "launch": _launch(clock),
         "launch_backward": _launch_backward(clock),
-        "ops": {name: _op(clock, function) for name, function in OPS.items()} if on_cpu else {},
+        "ops": _own_paces(clock) if on_cpu else {},
         "flops": _own_flops(clock) if on_cpu else {},
         "thin": _thin(clock) if on_cpu else None,
         "optimizer": [_optimizer(clock, n) for n in OPTIMIZED[device]],
@@ -128,11 +127,11 @@ def _seconds(clock: Clock, work: Work) -> float:
     return clock.seconds(work, max(1, min(MOST_CALLS, int(ENOUGH_S / once))))
 
 
-def _op(clock: Clock, function: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-    """Seconds for each element, forward and backward."""
-    x = torch.randn(ROWS, COLUMNS)
-    forward, backward = _both(clock, function, x)
-    return {"forward": forward / x.numel(), "backward": backward / x.numel()}
+def _own_paces(clock: Clock) -> dict[str, dict[str, float]]:
+    """Seconds for each element."""
+    seconds = {name: _both(clock, function, torch.randn(ROWS, COLUMNS)) for name, function in OPS.items()}
+    size = ROWS * COLUMNS
+    return {name: {"forward": there / size, "backward": back / size} for name, (there, back) in seconds.items()}
 
 
 def _both(clock: Clock, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[float, float]:
@@ -144,36 +143,23 @@ def _both(clock: Clock, function: Callable[..., torch.Tensor], *inputs: torch.Te
     return forward, max(both - forward, 0.0)
 
 
-def _per_flop(clock: Clock, cases: Iterable[Case], more: float) -> dict[str, float]:
-    """Seconds for each FLOP; backward has `more` times as many."""
-    seconds, flops = [], 0.0
-    for function, inputs, own in cases:
-        seconds.append(_both(clock, function, *inputs))
-        flops += own
-    forward, backward = map(sum, zip(*seconds, strict=True))
-    return {"forward": forward / flops, "backward": backward / (more * flops)}
-
-
-def _convolutions() -> Iterator[Case]:
-    for batch, channels, pixels in CONVOLUTIONS:
-        x, w = torch.randn(batch, channels, pixels, pixels), torch.randn(channels, channels, 3, 3)
-        yield partial(F.conv2d, padding=1), (x, w), 18.0 * channels * x.numel()
-
-
-def _attentions(causal: bool) -> Iterator[Case]:
-    """What a mask hides counts as no FLOP, and takes a CPU as long."""
-    for batch, heads, length, width in ATTENTIONS:
-        inputs = tuple(torch.randn(batch, heads, length, width) for _ in range(3))
-        flops = (2.0 if causal else 4.0) * batch * heads * length**2 * width
-        yield partial(F.scaled_dot_product_attention, is_causal=causal), inputs, flops
-
-
 def _own_flops(clock: Clock) -> dict[str, dict[str, float]]:
-    return {
-        "aten.conv2d.default": _per_flop(clock, _convolutions(), 2),
-        "aten.scaled_dot_product_attention.default": _per_flop(clock, _attentions(False), 2.5),
-        "aten.scaled_dot_product_attention.default, causal": _per_flop(clock, _attentions(True), 2.5),
+    """Seconds for each FLOP. What a mask hides counts as no FLOP, and takes a CPU as long."""
+    images = [(torch.randn(b, c, p, p), torch.randn(c, c, 3, 3)) for b, c, p in CONVOLUTIONS]
+    heads = [tuple(torch.randn(*shape) for _ in range(3)) for shape in ATTENTIONS]
+    attention, causal = (partial(F.scaled_dot_product_attention, is_causal=causal) for causal in (False, True))
+    # A function, its inputs, FLOPs for each element of the first and each size of one of its dims, how many backward.
+    kinds: dict[str, tuple[Any, Any, float, int, float]] = {
+        "aten.conv2d.default": (partial(F.conv2d, padding=1), images, 18.0, 1, 2),
+        "aten.scaled_dot_product_attention.default": (attention, heads, 4.0, 2, 2.5),
+        "aten.scaled_dot_product_attention.default, causal": (causal, heads, 2.0, 2, 2.5),
     }
+    found = {}
+    for name, (function, cases, each, dim, more) in kinds.items():
+        forward, backward = map(sum, zip(*(_both(clock, function, *inputs) for inputs in cases), strict=True))
+        flops = sum(each * first.shape[dim] * first.numel() for first, *_ in cases)
+        found[name] = {"forward": forward / flops, "backward": backward / (more * flops)}
+    return found
 
 
 def _thin(clock: Clock) -> list[dict[str, float]]:

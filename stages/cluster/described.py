@@ -100,33 +100,25 @@ def _host(settings: Settings, ranks: range) -> Group:
     if len(ranks) == 1:
         return Group("host", tuple(ranks), FASTEST, 0.0)
     size = min(preset.island or len(ranks), len(ranks))
-    islands = [_island(settings, ranks[at : at + size], size == len(ranks)) for at in range(0, len(ranks), size)]
+    islands = []
+    for own in (tuple(ranks[at : at + size]) for at in range(0, len(ranks), size)):
+        if len(own) == 1:
+            islands.append(Group("device", own, FASTEST, 0.0))
+        else:
+            assert preset.link_gbytes_per_s and preset.latency_us is not None
+            kind = "host" if size == len(ranks) else "island"
+            islands.append(Group(kind, own, preset.link_gbytes_per_s * 1e9, preset.latency_us / 1e6))
     if len(islands) == 1:
         return islands[0]
     assert preset.cross_gbytes_per_s
     latency = preset.latency_us if preset.cross_latency_us is None else preset.cross_latency_us
-    return Group(
-        kind="host",
-        ranks=tuple(ranks),
-        bandwidth=preset.cross_gbytes_per_s * 1e9,
-        latency=(latency or 0.0) / 1e6,
-        members=tuple(islands) if size > 1 else (),
-    )
-
-
-def _island(settings: Settings, ranks: range, whole: bool) -> Group:
-    if len(ranks) == 1:
-        return Group("device", tuple(ranks), FASTEST, 0.0)
-    preset = settings.preset
-    assert preset.link_gbytes_per_s and preset.latency_us is not None
-    kind = "host" if whole else "island"
-    return Group(kind, tuple(ranks), preset.link_gbytes_per_s * 1e9, preset.latency_us / 1e6)
+    members = tuple(islands) if size > 1 else ()
+    return Group("host", tuple(ranks), preset.cross_gbytes_per_s * 1e9, (latency or 0.0) / 1e6, members=members)
 
 
 def _ranks_of_hosts(settings: Settings) -> list[range]:
-    return [
-        range(end - size, end) for size, end in zip(settings.host_sizes, accumulate(settings.host_sizes), strict=True)
-    ]
+    ends = accumulate(settings.host_sizes)
+    return [range(end - size, end) for size, end in zip(settings.host_sizes, ends, strict=True)]
 
 
 def draw_pairs(group: Group, noise: float, draw: random.Random) -> tuple[list[list[float]], list[list[float]]]:

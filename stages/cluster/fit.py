@@ -20,8 +20,6 @@ Points = list[dict[str, float]]  # bytes and seconds
 
 @dataclass(frozen=True)
 class ReducedTimes:
-    """Repeated times as one."""
-
     seconds: float
     spread: float  # between the quarters, relative
     outliers: int

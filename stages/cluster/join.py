@@ -11,12 +11,16 @@ from stages.cluster.meeting import Arrival, Guest
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m stages.cluster.join", description=__doc__.splitlines()[0])
+    parser.add_argument("first", metavar="FIRST:PORT", help="the first host of `probe.hosts`, and `probe.port`")
+    parser.add_argument("--host", required=True, help="this host, as `probe.hosts` calls it")
+    parser.add_argument("--devices", type=int, default=1, help="number of devices (on CPU: processes)")
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the first host")
+    arguments = parser.parse_args(argv)
     address, _, port = arguments.first.rpartition(":")
     try:
         own = Arrival(arguments.host, arguments.devices)
-        guest = Guest.arrive(address, int(port), own, arguments.wait)
-        take_part(guest, arguments.devices, arguments.wait)
+        take_part(Guest(address, int(port), own, arguments.wait), arguments.devices, arguments.wait)
     except LaunchFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -33,15 +37,6 @@ def take_part(guest: Guest, devices: int, wait: float) -> None:
         guest.failed(str(error))
         raise
     guest.through()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m stages.cluster.join", description=__doc__.splitlines()[0])
-    parser.add_argument("first", metavar="FIRST:PORT", help="the first host of `probe.hosts`, and `probe.port`")
-    parser.add_argument("--host", required=True, help="this host, as `probe.hosts` calls it")
-    parser.add_argument("--devices", type=int, default=1, help="number of devices (on CPU: processes)")
-    parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the first host")
-    return parser
 
 
 if __name__ == "__main__":

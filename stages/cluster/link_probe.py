@@ -6,7 +6,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def _lead(clock: Clock, other: int, largest: float, budget: float) -> dict[str, 
         if seconds[-1] >= LONG_ENOUGH_S or late:
             break
         nbytes *= PAIR_GROWTH
-    _tell(other, 0, 0)
+    dist.send(torch.tensor([0, 0]), other)
     return {"latency": small, "bandwidth": _bandwidth(sizes, seconds)}
 
 
@@ -86,7 +85,7 @@ def _follow(clock: Clock, other: int) -> None:
 
 def _exchange(clock: Clock, other: int, nbytes: int, repeats: int) -> float:
     """Seconds of one way: half of there and back."""
-    _tell(other, nbytes, repeats)
+    dist.send(torch.tensor([nbytes, repeats]), other)
     message = torch.ones(nbytes, dtype=torch.uint8, device=clock.device)
 
     def there_and_back() -> None:
@@ -96,10 +95,6 @@ def _exchange(clock: Clock, other: int, nbytes: int, repeats: int) -> float:
     there_and_back()
     times = [clock.once(there_and_back, together=False) / 2 for _ in range(repeats)]
     return reduce_times(times).seconds
-
-
-def _tell(other: int, nbytes: int, repeats: int) -> None:
-    dist.send(torch.tensor([nbytes, repeats]), other)
 
 
 def measure_crossing(clock: Clock, pairs: Round, bandwidth: float, largest: float) -> dict[str, Any]:
@@ -137,12 +132,7 @@ def _send_along(pairs: Round, message: torch.Tensor) -> None:
 # ---- collectives
 
 
-@dataclass(frozen=True)
-class AxisGroup:
-    """The group of this rank on an axis, and its place there."""
-
-    group: dist.ProcessGroup | None
-    ranks: tuple[int, ...]
+AxisGroup = tuple[dist.ProcessGroup | None, tuple[int, ...]]  # of this rank on an axis, and its ranks
 
 
 def axis_groups(order: list[int], stride: int, size: int) -> AxisGroup:
@@ -152,7 +142,7 @@ def axis_groups(order: list[int], stride: int, size: int) -> AxisGroup:
         for first in range(block, block + stride):
             ranks = tuple(order[first + stride * number] for number in range(size))
             group = dist.new_group(list(ranks))
-            own = AxisGroup(group, ranks) if dist.get_rank() in ranks else own
+            own = (group, ranks) if dist.get_rank() in ranks else own
     assert own is not None
     return own
 
@@ -163,7 +153,7 @@ def measure_axis(clock: Clock, axis: AxisGroup, last: int, budget: float) -> dic
     Every second size is not for the fit: it tells how good the fit is. Each call follows a barrier: where
     ranks do not begin together, calls in a row take three times as long in some runs and not in others.
     """
-    world = len(axis.ranks)
+    world = len(axis[1])
     works: list[tuple[str, bool, float, Callable[[], object]]] = []
     begun, spent = clock.elapsed(), 0.0
     for number, (nbytes, fitted) in enumerate(ends_first(last)):
@@ -188,10 +178,10 @@ def measure_apart(clock: Clock, axis: AxisGroup) -> float:
     """Seconds that a collective takes longer when its ranks come from computing: a little apart, with the threads that
     carry it asleep. The mean counts, as in a step: it is much longer for some calls than for others."""
     product = _product(clock)
-    message = torch.ones(APART_BYTES // 4, device=clock.device)
+    message, (group, _) = torch.ones(APART_BYTES // 4, device=clock.device), axis
 
     def send() -> None:
-        dist.all_reduce(message, group=axis.group)
+        dist.all_reduce(message, group=group)
 
     def both() -> None:
         product()
@@ -218,12 +208,13 @@ def _product(clock: Clock) -> Callable[[], None]:
 
 
 def _moves(clock: Clock, axis: AxisGroup, piece: int) -> dict[str, Callable[[], object]]:
-    world, group = len(axis.ranks), axis.group
+    group, ranks = axis
+    world = len(ranks)
     whole, other = (torch.ones(piece * world, device=clock.device) for _ in range(2))
     part = torch.ones(piece, device=clock.device)
-    place = axis.ranks.index(dist.get_rank())
+    place = ranks.index(dist.get_rank())
     rows = MeshAxis(world, place, group)
-    after, before = axis.ranks[(place + 1) % world], axis.ranks[place - 1]
+    after, before = ranks[(place + 1) % world], ranks[place - 1]
 
     def shift() -> None:
         """Everyone sends to the next and receives from the one before, as in a pipeline."""

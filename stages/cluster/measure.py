@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import statistics
-from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -14,7 +13,7 @@ from pipeline.base.errors import ClusterError
 from pipeline.base.log import Log
 from pipeline.config import ClusterSettings as Settings
 from pipeline.config import Device
-from pipeline.ir.cluster import LATER, Cluster, Compute, Curve, Group, Host, HostPace, LinkCost, Measured, Mesh, Pace
+from pipeline.ir.cluster import LATER, Cluster, Compute, Curve, Host, HostPace, LinkCost, Measured, Mesh, Pace
 from pipeline.launch.launch import LaunchNode, run_ranks
 from pipeline.launch.work_folder import LaunchFailed
 from stages.cluster.fit import fit_errors, fit_links, host_pace, in_a_step, least_squares_line, link_beyond
@@ -99,12 +98,23 @@ def run_probe(settings: Settings, log: Log) -> dict[str, Any]:
 def make_cluster(settings: Settings, found: dict[str, Any]) -> Cluster:
     ranks = found["ranks"]
     names = [rank["host"] for rank in ranks]
-    group = _crossing(find_groups(*pair_matrices(found["pairs"], len(ranks)), names), found["crossing"])
-    memory = settings.memory_gb * 1e9 if settings.memory_gb else min(rank["memory_bytes"] for rank in ranks)
-    measured = {(axis["stride"], axis["size"]): fit_links(axis["fitted"]) for axis in found["axes"]}
-    apart = {(axis["stride"], axis["size"]): axis["apart"] for axis in found["axes"]}
+    group = find_groups(*pair_matrices(found["pairs"], len(ranks)), names)
+    crossing = found["crossing"]  # what one pair has between two hosts, and all devices of a host together
+    if crossing and crossing["each"] <= OWN_LINKS * crossing["alone"]:
+        faster = crossing["alone"] / common_group(group, set(crossing["ranks"])).bandwidth
+        group = with_uplinks(group, crossing["pairs"] * crossing["each"], faster)
+    axes = {(axis["stride"], axis["size"]): axis for axis in found["axes"]}
+    measured = {key: fit_links(axis["fitted"]) for key, axis in axes.items()}
+    errors = [error for key, axis in axes.items() for error in fit_errors(measured[key], axis["unseen"])]
+    apart = {key: axis["apart"] for key, axis in axes.items()}
     gloo = settings.device is Device.cpu
     meshes = tuple(_with_measured(mesh, measured, apart, gloo) for mesh in candidate_meshes(group))
+    hosts = []
+    for name in dict.fromkeys(names):
+        own = [number for number, host in enumerate(names) if host == name]
+        least = min(ranks[number]["memory_bytes"] for number in own)
+        hosts.append(Host(name, tuple(own), ranks[own[0]]["device"], least))
+    memory = settings.memory_gb * 1e9 if settings.memory_gb else min(host.memory_bytes for host in hosts)
     return Cluster(
         source="probe",
         device=settings.device.value,
@@ -112,21 +122,21 @@ def make_cluster(settings: Settings, found: dict[str, Any]) -> Cluster:
         memory_bytes=round(memory),
         compute=_compute(found["compute"]),
         axes=meshes[0].axes,  # the one of one axis
-        hosts=tuple(_hosts(ranks)),
+        hosts=tuple(hosts),
         group=group,
         order=device_order(group),
         meshes=meshes,
         splits=candidate_splits(group),
-        measured=_trust(found, measured),
+        measured=Measured(
+            seconds=found["seconds"],
+            rounds=found["rounds"],
+            pairs=len(found["pairs"]),
+            outliers=found["outliers"],
+            spread=found["spread"],
+            fit_error=statistics.median(errors) if errors else 0.0,
+            overlap=found.get("overlap"),
+        ),
     )
-
-
-def _crossing(group: Group, found: dict[str, Any] | None) -> Group:
-    """The groups with what one pair has between two hosts, and all devices of a host together."""
-    if found is None or found["each"] > OWN_LINKS * found["alone"]:
-        return group
-    common = common_group(group, set(found["ranks"]))
-    return with_uplinks(group, found["pairs"] * found["each"], found["alone"] / common.bandwidth)
 
 
 def _with_measured(mesh: Mesh, measured: Fitted, apart: dict[tuple[int, int], float], gloo: bool) -> Mesh:
@@ -144,27 +154,6 @@ def _with_measured(mesh: Mesh, measured: Fitted, apart: dict[tuple[int, int], fl
             links = axes[number].links
             axes[number] = replace(axes[number], links=links | {LATER: links["all_reduce"]})
     return Mesh(tuple(axes))
-
-
-def _hosts(ranks: list[dict[str, Any]]) -> Iterator[Host]:
-    for name in dict.fromkeys(rank["host"] for rank in ranks):
-        own = [number for number, rank in enumerate(ranks) if rank["host"] == name]
-        memory = min(ranks[number]["memory_bytes"] for number in own)
-        yield Host(name, tuple(own), ranks[own[0]]["device"], memory)
-
-
-def _trust(found: dict[str, Any], measured: Fitted) -> Measured:
-    axes = ((measured[axis["stride"], axis["size"]], axis["unseen"]) for axis in found["axes"])
-    errors = [error for links, unseen in axes for error in fit_errors(links, unseen)]
-    return Measured(
-        seconds=found["seconds"],
-        rounds=found["rounds"],
-        pairs=len(found["pairs"]),
-        outliers=found["outliers"],
-        spread=found["spread"],
-        fit_error=statistics.median(errors) if errors else 0.0,
-        overlap=found.get("overlap"),
-    )
 
 
 def _compute(found: dict[str, Any]) -> Compute:

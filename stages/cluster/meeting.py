@@ -1,7 +1,7 @@
 """Hosts that measure together: who has come, with which versions, and who falls silent. A TCP store on the first host.
 
 The process of the first host serves the store (`Meeting`). Another host's process (`join.py`) says who it is and waits
-for the word to start (`arrive`). Every rank says once a second what it does (`Voice`); the first host listens while its
+for the word to start (`Guest`). Every rank says once a second what it does (`Voice`); the first host listens while its
 own ranks run (`Meeting.listen`), so a rank that is dead, stopped or cut off is told by its number and host within
 SILENT_S, and not by what its peers make of it.
 """
@@ -13,6 +13,7 @@ import json
 import platform
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -143,21 +144,17 @@ class Meeting:
         return next((word for word in words if " died" in word), words[0] if words else None)
 
 
-@dataclass
 class Guest:
     """Another host's side."""
 
-    store: Any
-    host: str
-
-    @classmethod
-    def arrive(cls, address: str, port: int, own: Arrival, timeout: float) -> Guest:
+    def __init__(self, address: str, port: int, own: Arrival, timeout: float) -> None:
+        """Arrives, and says who it is."""
+        self.host = own.host
         try:
-            store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+            self.store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
         except (RuntimeError, OSError) as error:
             raise LaunchFailed(f"host {address} did not answer at port {port} within {timeout:g} s") from error
-        store.set(f"arrival/{own.host}", json.dumps(asdict(own)))
-        return cls(store, own.host)
+        self.store.set(f"arrival/{own.host}", json.dumps(asdict(own)))
 
     def wait(self, timeout: float) -> dict[str, Any]:
         """The word to start."""
@@ -185,18 +182,16 @@ class Guest:
         self.store.set(f"through/{self.host}", "")
 
     def failed(self, reason: str) -> None:
-        try:
+        with suppress(RuntimeError):  # the first host is gone, and knows
             self.store.set(f"failed/{self.host}", on_host(reason, self.host))
             self.through()
-        except RuntimeError:
-            return  # the first host is gone, and knows
 
 
 class Voice:
     """A rank's side: says once a second what it does, where someone listens."""
 
     def __init__(self, job: dict[str, Any], rank: int) -> None:
-        self.rank, self.host = rank, job["host"]
+        self.rank = rank
         self.doing = "starting"
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
@@ -212,12 +207,6 @@ class Voice:
         self.ended.set()
         if self.thread is not None:
             self.thread.join(STOP_S)
-
-    def say(self, doing: str) -> None:
-        self.doing = doing
-
-    def report(self, reason: str) -> str:
-        return f"rank {self.rank} on host {self.host}: {reason}"
 
     def _speak(self) -> None:
         for count in itertools.count():

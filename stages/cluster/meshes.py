@@ -17,9 +17,8 @@ next    send                     latency + N / one
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil, log2, prod
 
@@ -41,19 +40,17 @@ def candidate_splits(group: Group) -> tuple[Split, ...]:
     """The devices in 2, 3... equal pieces, and in the members of each level of groups where these differ."""
     tree = _Tree(group)
     equal = [(tree.count // n,) * n for n in range(2, min(tree.count, MOST_PIECES) + 1) if tree.count % n == 0]
-    every = dict.fromkeys([*equal, *_levels(group)])
-    return tuple(_split(tree, sizes) for sizes in every if 1 < len(sizes) <= MOST_PIECES)
-
-
-def _levels(group: Group) -> Iterator[tuple[int, ...]]:
-    """The sizes of the members at each depth of the tree."""
+    levels = []  # the sizes of the members at each depth of the tree
     level = [group]
     while any(item.members for item in level):
         level = [member for item in level for member in (item.members or (item,))]
-        yield tuple(len(item.ranks) for item in level)
+        levels.append(tuple(len(item.ranks) for item in level))
+    every = dict.fromkeys([*equal, *levels])
+    return tuple(_split(tree, sizes) for sizes in every if 1 < len(sizes) <= MOST_PIECES)
 
 
 def _split(tree: _Tree, sizes: tuple[int, ...]) -> Split:
+    """Pieces of these sizes; the meshes of those of one size have each axis as slow as it is in any of them."""
     edges = list(accumulate(sizes))[:-1]
     beside = [min(pair) for pair in pairwise(sizes)]  # devices that send at once, each to one of the next piece
     link = _slowest([tree.between(edge - 1, edge, crowd) for edge, crowd in zip(edges, beside, strict=True)])
@@ -61,17 +58,10 @@ def _split(tree: _Tree, sizes: tuple[int, ...]) -> Split:
     for size in dict.fromkeys(sizes):
         places = [edge - own for edge, own in zip(accumulate(sizes), sizes, strict=True) if own == size]
         found = [_meshes(tree, place, size) for place in (places[:1] if tree.even else places)]
-        meshes[str(size)] = _worst(found)
+        by_sizes = [{mesh.sizes: mesh.axes for mesh in own} for own in found]
+        alike = (zip(*(own[mesh.sizes] for own in by_sizes), strict=True) for mesh in found[0])
+        meshes[str(size)] = tuple(Mesh(tuple(max(axis, key=_price) for axis in axes)) for axes in alike)
     return Split(sizes, LinkCost(link.latency, link.one), meshes)
-
-
-def _worst(places: list[tuple[Mesh, ...]]) -> tuple[Mesh, ...]:
-    """The meshes of pieces of one size, each axis as slow as it is in any of them."""
-    others = [{mesh.sizes: mesh for mesh in meshes} for meshes in places]
-    return tuple(
-        Mesh(tuple(max(axes, key=_price) for axes in zip(*(found[mesh.sizes].axes for found in others), strict=True)))
-        for mesh in places[0]
-    )
 
 
 class _Tree:
@@ -79,28 +69,22 @@ class _Tree:
 
     def __init__(self, group: Group) -> None:
         self.count = len(group.ranks)
-        self.root = group
-        self.even = _is_even(group)
-        self.spans: dict[int, tuple[int, int]] = {}  # id of a group -> first and last place
-        self._place(group, 0)
-        self.starts = {id(g): [self.spans[id(m)][0] for m in g.members] for g in _all(group)}
-        self.largest = {id(g): max((len(m.ranks) for m in g.members), default=1) for g in _all(group)}
+        self.groups = list(_all(group))
+        self.even = all(len({_shape(member) for member in part.members}) <= 1 for part in self.groups)
+        self.largest = {id(g): max((len(m.ranks) for m in g.members), default=1) for g in self.groups}
+        self.holders: list[tuple[Group, ...]] = []  # of each place, the largest group first
+        self._place(group, ())
 
-    def _place(self, group: Group, first: int) -> None:
-        self.spans[id(group)] = first, first + len(group.ranks) - 1
+    def _place(self, group: Group, around: tuple[Group, ...]) -> None:
         for member in group.members:
-            self._place(member, first)
-            first += len(member.ranks)
+            self._place(member, (*around, group))
+        if not group.members:
+            self.holders += [(*around, group)] * len(group.ranks)
 
     def common(self, first: int, last: int) -> Group:
         """The smallest group that holds both places, and so all between them."""
-        found = self.root
-        while found.members:
-            inner = found.members[bisect_right(self.starts[id(found)], first) - 1]
-            if last > self.spans[id(inner)][1]:
-                return found
-            found = inner
-        return found
+        pairs = zip(self.holders[first], self.holders[last], strict=False)
+        return [one for one, other in pairs if one is other][-1]
 
     def between(self, first: int, last: int, crowd: int) -> LinkRates:
         """From one place to another, while `crowd` of their neighbours do the same."""
@@ -130,12 +114,6 @@ def _all(group: Group) -> Iterator[Group]:
         yield from _all(member)
 
 
-def _is_even(group: Group) -> bool:
-    """Whether all members are alike, at every level."""
-    shapes = {_shape(member) for member in group.members}
-    return len(shapes) <= 1 and all(_is_even(member) for member in group.members)
-
-
 def _shape(group: Group) -> tuple[object, ...]:
     members = tuple(_shape(member) for member in group.members)
     return len(group.ranks), group.bandwidth, group.latency, group.uplink, members
@@ -151,7 +129,7 @@ def _slowest(links: list[LinkRates]) -> LinkRates:
 
 
 def _meshes(tree: _Tree, start: int, count: int) -> tuple[Mesh, ...]:
-    groups = {1, *(len(group.ranks) for group in _all(tree.root))}
+    groups = {1, *(len(group.ranks) for group in tree.groups)}
     found = []
     for shape in _shapes(count):
         strides = [prod(shape[number + 1 :]) for number in range(len(shape))]
@@ -167,20 +145,17 @@ def _meshes(tree: _Tree, start: int, count: int) -> tuple[Mesh, ...]:
 def _shapes(count: int) -> Iterator[tuple[int, ...]]:
     """Ways to write the count as a product of one to three numbers, order told apart, none of them 1."""
     yield (count,)
-    for first in _divisors(count):
-        yield first, count // first
-        for second in _divisors(count // first):
-            yield first, second, count // first // second
-
-
-def _divisors(count: int) -> list[int]:
-    return [d for d in range(2, count // 2 + 1) if count % d == 0]
+    for first in range(2, count // 2 + 1):
+        rest, over = divmod(count, first)
+        if not over:
+            yield first, rest
+            yield from ((first, second, rest // second) for second in range(2, rest // 2 + 1) if rest % second == 0)
 
 
 def _axis_links(tree: _Tree, start: int, count: int, stride: int, size: int) -> dict[str, LinkCost]:
     groups = count // size
-    sampled = groups > SAMPLES
-    chosen = [number * (groups - 1) // (SAMPLES - 1) for number in range(SAMPLES)] if sampled else range(groups)
+    looked = min(groups, SAMPLES)
+    chosen = [number * (groups - 1) // max(looked - 1, 1) for number in range(looked)]
     firsts = [start + number // stride * stride * size + number % stride for number in chosen]
     return group_links(size, _slowest([tree.along(first, stride, size) for first in firsts]))
 
@@ -214,19 +189,15 @@ def group_links(size: int, link: LinkRates) -> dict[str, LinkCost]:
         return dict.fromkeys((*COLLECTIVES, SEND), NOTHING)
     share, steps = (size - 1) / size, size - 1
     once = LinkCost(steps * link.latency, link.around / share)
+    ring = LinkCost(2 * once.latency, once.bandwidth / 2)
+    tree = LinkCost(2 * ceil(log2(size)) * link.latency, link.around / 2)
+    if tree.latency < ring.latency:  # the faster of two lines that cross
+        crossing = (ring.latency - tree.latency) / (1 / tree.bandwidth - 1 / ring.bandwidth)
+        ring = replace(ring, points=((0.0, tree.latency), (crossing, ring.seconds(crossing))))
     return {
-        "all_reduce": _ring_or_tree(LinkCost(2 * once.latency, once.bandwidth / 2), size, link),
+        "all_reduce": ring,
         "all_gather": once,
         "reduce_scatter": once,
         "all_to_all": LinkCost(once.latency, link.each * size / share),
         SEND: LinkCost(link.latency, link.one),
     }
-
-
-def _ring_or_tree(ring: LinkCost, size: int, link: LinkRates) -> LinkCost:
-    """The faster of ring and tree: two lines that cross."""
-    tree = LinkCost(2 * ceil(log2(size)) * link.latency, link.around / 2)
-    if tree.latency >= ring.latency:
-        return ring
-    crossing = (ring.latency - tree.latency) / (1 / tree.bandwidth - 1 / ring.bandwidth)
-    return LinkCost(ring.latency, ring.bandwidth, ((0.0, tree.latency), (crossing, ring.seconds(crossing))))

@@ -22,23 +22,19 @@ def draw(cluster: Cluster, title: str) -> bytes:
 
     figure = Figure(figsize=(12, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    _topology(left, cluster)
+    group = cluster.group or Group("device", (0,), 1.0, 0.0)
+    names = {host.ranks: host.name for host in cluster.hosts}
+    scale = min(1.0, MOST_BOXES / len(group.ranks))
+    width = _box(left, group, 0.0, 0, scale, len(group.ranks), names)
+    left.set_xlim(-0.1, width + 0.1)
+    left.set_ylim(-0.2, _depth(group) + 0.6)
+    left.axis("off")
+    left.set_title("who is linked how", fontsize=9)
     _curves(right, cluster)
     figure.suptitle(f"{title}: {cluster.devices} devices, {cluster.source}", fontsize=10)
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
     return buffer.getvalue()
-
-
-def _topology(axes: Any, cluster: Cluster) -> None:
-    group = cluster.group or Group("device", (0,), 1.0, 0.0)
-    names = {host.ranks: host.name for host in cluster.hosts}
-    scale = min(1.0, MOST_BOXES / len(group.ranks))
-    width = _box(axes, group, 0.0, 0, scale, len(group.ranks), names)
-    axes.set_xlim(-0.1, width + 0.1)
-    axes.set_ylim(-0.2, _depth(group) + 0.6)
-    axes.axis("off")
-    axes.set_title("who is linked how", fontsize=9)
 
 
 def _depth(group: Group) -> int:

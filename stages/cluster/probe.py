@@ -43,7 +43,7 @@ def main(work: Path) -> None:
     voice = Voice(job, rank)
     cuda = job["device"] == "cuda"
     try:
-        voice.say("joining the others")
+        voice.doing = "joining the others"
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=job["timeout_s"]))
@@ -52,8 +52,7 @@ def main(work: Path) -> None:
             write_result(work, result)
         dist.barrier()
     except Exception as error:  # one line for the user instead of a rank's traceback
-        text = voice.report(f"{type(error).__name__}: {error}")
-        report_error(work, rank, text)
+        report_error(work, rank, f"rank {rank} on host {job['host']}: {type(error).__name__}: {error}")
         end_after_cause(error)
         raise
     finally:
@@ -66,7 +65,7 @@ def measure(job: dict[str, Any], voice: Voice) -> dict[str, Any]:
     clock = Clock(job["device"], job["repeats"])
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, {"host": job["host"], **_own_device(job["device"])})
-    voice.say("measuring computation")
+    voice.doing = "measuring computation"
     found: dict[str, Any] = {"ranks": ranks, "compute": measure_compute(clock)}
     links: dict[str, Any] = {"pairs": [], "crossing": None, "rounds": 0, "axes": []}
     if len(ranks) > 1:
@@ -78,7 +77,7 @@ def measure(job: dict[str, Any], voice: Voice) -> dict[str, Any]:
 def _measure_links(job: dict[str, Any], voice: Voice, clock: Clock, hosts: list[str]) -> dict[str, Any]:
     budget = max(job["budget_s"] / 2, job["budget_s"] - clock.elapsed())  # computation takes what it takes
     largest = job["max_message_bytes"]
-    voice.say("measuring pairs")
+    voice.doing = "measuring pairs"
     rounds = pair_rounds(hosts)
     pairs = measure_pairs(clock, rounds, largest, PAIRS * budget)
     across = crossing_pairs(hosts)
@@ -89,11 +88,11 @@ def _measure_links(job: dict[str, Any], voice: Voice, clock: Clock, hosts: list[
     order, axes = chosen[0]
     found, share = [], (1 - PAIRS) * budget / len(axes)
     for (stride, size), links in axes.items():
-        voice.say(f"measuring groups of {size}")
+        voice.doing = f"measuring groups of {size}"
         last = farthest(links, largest, share, 2 + clock.repeats)
         axis = axis_groups(order, stride, size)
         found.append({"stride": stride, "size": size, **measure_axis(clock, axis, last, share)})
-    voice.say("measuring overlap")
+    voice.doing = "measuring overlap"
     overlap = measure_overlap(clock, max(m["bytes"] for m in found[0]["fitted"]["all_reduce"]))
     return {"pairs": pairs, "crossing": crossing, "rounds": len(rounds), "axes": found, "overlap": overlap}
 

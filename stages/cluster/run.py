@@ -39,14 +39,14 @@ def figures(cluster: Cluster) -> dict[str, float | int | str]:
         "groups": len(partition_of(cluster.group)) if cluster.group else 0,
         "meshes": len(cluster.meshes),
     }
-    if cluster.measured and cluster.device == "cpu":
-        found["kernels"] = "oneDNN's and torch's" if cluster.compute.onednn else "torch's own"
     if cluster.measured:
+        if cluster.device == "cpu":
+            found["kernels"] = "oneDNN's and torch's" if cluster.compute.onednn else "torch's own"
         found |= {
             "probe_seconds": round(cluster.measured.seconds, 2),
             "probe_spread": round(cluster.measured.spread, 4),
             "probe_fit_error": round(cluster.measured.fit_error, 4),
         }
-    if cluster.measured and cluster.measured.overlap is not None:
-        found["overlap"] = round(cluster.measured.overlap, 3)
+        if cluster.measured.overlap is not None:
+            found["overlap"] = round(cluster.measured.overlap, 3)
     return found

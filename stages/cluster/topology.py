@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import median
 
 from pipeline.ir.cluster import Group
@@ -37,16 +38,14 @@ class _Node:
         return median(self.inside)
 
 
-def find_groups(
-    bandwidth: Matrix, latency: Matrix | None = None, hosts: Sequence[str] = (), distinct: float = DISTINCT
-) -> Group:
+def find_groups(bandwidth: Matrix, latency: Matrix | None = None, hosts: Sequence[str] = ()) -> Group:
     """The nested groups of all ranks, from bytes/s (and seconds) of each pair; `hosts` names the host of each rank."""
     count = len(bandwidth)
     full = fill_gaps(symmetric(bandwidth))
     logs = [[math.log(value) if i != j else 0.0 for j, value in enumerate(row)] for i, row in enumerate(full)]
     root = _join_fastest(logs)
-    _dissolve(root, math.log(distinct))
-    _dissolve(root, math.log(distinct), _noise(root))
+    _dissolve(root)
+    _dissolve(root, _noise(root))
     delays = symmetric(latency or [[0.0] * count for _ in range(count)])
     return _group(root, delays, list(hosts), top=True)
 
@@ -78,26 +77,19 @@ def symmetric(matrix: Matrix) -> list[list[float | None]]:
 
 def fill_gaps(matrix: Matrix) -> list[list[float]]:
     """Pairs that were not measured, by the widest path between them: a maximal spanning tree holds all of these."""
-    count = len(matrix)
-    found = [[value if value is not None else 0.0 for value in row] for row in matrix]
-    if all(matrix[i][j] is not None for i in range(count) for j in range(count) if i != j):
-        return found
-    widest = [[0.0] * count for _ in range(count)]
-    reached, best, via = [0], list(found[0]), [0] * count
-    left = set(range(1, count))
-    while left:
-        rank = max(left, key=lambda r: (best[r], -r))
-        if best[rank] <= 0:
-            raise ValueError(f"rank {rank} was measured with none of the others")
-        for other in reached:
-            width = best[rank] if other == via[rank] else min(best[rank], widest[via[rank]][other])
-            widest[rank][other] = widest[other][rank] = width
-        reached.append(rank)
-        left.remove(rank)
-        for other in left:
-            if found[rank][other] > best[other]:
-                best[other], via[other] = found[rank][other], rank
-    return [[found[i][j] if matrix[i][j] is not None else widest[i][j] for j in range(count)] for i in range(count)]
+    pairs = [(width, i, j) for i, row in enumerate(matrix) for j, width in enumerate(row) if width and i != j]
+    widest = [[0.0] * len(matrix) for _ in matrix]
+    groups = [[rank] for rank in range(len(matrix))]  # of each rank: those that are reached over links as fast
+    for width, i, j in sorted(pairs, reverse=True):
+        if groups[i] is not groups[j]:
+            for a, b in product(groups[i], groups[j]):
+                widest[a][b] = widest[b][a] = width
+            joined = groups[i] + groups[j]
+            for rank in joined:
+                groups[rank] = joined
+    if apart := set(range(len(matrix))).difference(groups[0]):
+        raise ValueError(f"rank {min(apart)} was measured with none of the others")
+    return [[w if v is None else v for v, w in zip(*rows, strict=True)] for rows in zip(matrix, widest, strict=True)]
 
 
 def _join_fastest(logs: list[list[float]]) -> _Node:
@@ -119,7 +111,7 @@ def _join_fastest(logs: list[list[float]]) -> _Node:
     return next(iter(nodes.values()))
 
 
-def _dissolve(root: _Node, least: float, noise: float = 0.0) -> None:
+def _dissolve(root: _Node, noise: float = 0.0) -> None:
     """Dissolves nodes that are not distinctly faster than the one above, the least distinct first.
 
     Levels are medians over all pairs between members, so they become firmer as a group takes in its noise.
@@ -129,7 +121,7 @@ def _dissolve(root: _Node, least: float, noise: float = 0.0) -> None:
         beyond = []  # by how much a child is faster than it must be to be a group of its own
         for node, child in edges:
             needed = SIGMAS * noise * math.sqrt(1 / len(node.inside) + 1 / len(child.inside))
-            beyond.append(child.level - node.level - max(least, needed))
+            beyond.append(child.level - node.level - max(math.log(DISTINCT), needed))
         if not beyond or min(beyond) >= 0:
             return
         node, child = edges[beyond.index(min(beyond))]
@@ -160,23 +152,18 @@ def _group(node: _Node, delays: list[list[float | None]], hosts: list[str], top:
     across = [delays[i][j] for a in members for b in members if a is not b for i in a.ranks for j in b.ranks]
     seen = [delay for delay in across if delay is not None]
     flat = all(len(member.ranks) == 1 for member in members)
+    names = {hosts[rank] for rank in ranks} if hosts else set()
+    if len(names) == 1:
+        kind = "host" if len(ranks) == hosts.count(hosts[ranks[0]]) else "island"
+    else:  # without the names of the hosts, what is not the whole is an island
+        kind = "cluster" if top else "switch" if hosts else "island"
     return Group(
-        kind=_kind(ranks, hosts, top),
+        kind=kind,
         ranks=ranks,
         bandwidth=math.exp(node.level),
         latency=median(seen) if seen else 0.0,
         members=() if flat else tuple(members),
     )
-
-
-def _kind(ranks: tuple[int, ...], hosts: list[str], top: bool) -> str:
-    """What a group is in words; without the names of the hosts, what is not the whole is an island."""
-    if not hosts:
-        return "cluster" if top else "island"
-    names = {hosts[rank] for rank in ranks}
-    if len(names) > 1:
-        return "cluster" if top else "switch"
-    return "host" if len(ranks) == hosts.count(next(iter(names))) else "island"
 
 
 def with_uplinks(group: Group, uplink: float | None, faster: float = 1.0) -> Group:
@@ -199,15 +186,12 @@ def common_group(group: Group, ranks: set[int]) -> Group:
 
 def device_order(group: Group) -> tuple[int, ...]:
     """Ranks with the members of each group next to each other; () where that is 0, 1, 2..."""
-    order = tuple(_leaves(group))
+
+    def leaves(part: Group) -> tuple[int, ...]:
+        return tuple(rank for member in part.members for rank in leaves(member)) if part.members else part.ranks
+
+    order = leaves(group)
     return () if order == tuple(range(len(order))) else order
-
-
-def _leaves(group: Group) -> Iterator[int]:
-    if not group.members:
-        yield from group.ranks
-    for member in group.members:
-        yield from _leaves(member)
 
 
 def partition_of(group: Group) -> frozenset[frozenset[int]]:

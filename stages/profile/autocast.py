@@ -18,8 +18,8 @@ class Autocast:
     A parameter is, to autocast, a leaf that wants a gradient.
     """
 
-    def __init__(self, device: str = "cuda", low: torch.dtype = torch.bfloat16) -> None:
-        self.device, self.low = device, low
+    def __init__(self, device: str = "cuda") -> None:
+        self.device, self.low = device, torch.bfloat16
         self.composites = COMPOSITES if device == "cuda" else {}
         self.cache: dict[int, Tensor] = {}
 
@@ -27,17 +27,17 @@ class Autocast:
         leaves = tree_leaves(args)
         policy = policy_of(target, self.device, typed=any(isinstance(a, torch.dtype) for a in leaves))
         if policy is Policy.LOW or (self.device == "cpu" and target in recurrent.AUTOCAST):
-            return tree_map(lambda a: self._cast(a, self.low), args)
-        if policy is Policy.FULL:
-            return tree_map(lambda a: self._cast(a, torch.float32), args)
-        if policy is Policy.WIDEST:
-            found = [a.dtype for a in leaves if _is_float(a)]
-            widest = torch.float32 if torch.float32 in found else self.low
-            return tree_map(lambda a: self._cast(a, widest), args)
-        return args
+            dtype = self.low
+        elif policy in (Policy.FULL, Policy.WIDEST):
+            wide = policy is Policy.FULL or any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in leaves)
+            dtype = torch.float32 if wide else self.low
+        else:
+            return args
+        return tree_map(lambda a: self._cast(a, dtype), args)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        if not _is_float(value) or value.dtype in (dtype, torch.float64):
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        if not floats or value.dtype in (dtype, torch.float64):
             return value
         if value.is_leaf and value.requires_grad and dtype == self.low:
             if id(value) not in self.cache:
@@ -62,7 +62,3 @@ def _cross_entropy(
 
 # Composites of which autocast sees the parts on a GPU: op -> what runs instead.
 COMPOSITES = {"aten.cross_entropy_loss.default": _cross_entropy, **recurrent.AUTOCAST}
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()

@@ -66,7 +66,10 @@ def op_cost(view: OpView, rule: OpRule | None, storage: dict[str, str]) -> OpCos
     moved = sum(t.nbytes for t in (*view.inputs, *view.outputs))
     flops = rule.flops(view) if rule else 0.0
     differentiable = any(view.input_grads)
-    saves = (*_kept_inputs(view, rule), *(outputs if rule is None or rule.saves_output else ()))
+    places = range(len(view.inputs)) if rule is None else [i for i in rule.saves_inputs if i < len(view.inputs)]
+    if rule is not None and rule.crosswise:
+        places = [i for i in places if any(view.input_grads[j] for j in places if j != i)]
+    saves = (*(view.op.inputs[i] for i in places), *(outputs if rule is None or rule.saves_output else ()))
     return OpCost(
         flops_forward=flops,
         flops_backward=flops * rule.backward_factor if rule and differentiable else 0.0,
@@ -76,15 +79,6 @@ def op_cost(view: OpView, rule: OpRule | None, storage: dict[str, str]) -> OpCos
         extra_saved=rule.extra_saved(view) if rule and differentiable else 0,
         free=storage[outputs[0]] != outputs[0],
     )
-
-
-def _kept_inputs(view: OpView, rule: OpRule | None) -> tuple[str, ...]:
-    if rule is None:
-        return view.op.inputs
-    places = [i for i in rule.saves_inputs if i < len(view.inputs)]
-    if rule.crosswise:
-        places = [i for i in places if any(view.input_grads[j] for j in places if j != i)]
-    return tuple(view.op.inputs[i] for i in places)
 
 
 def saved_bytes(graph: OpGraph, ops: dict[str, OpCost], storage: dict[str, str]) -> int:

@@ -79,8 +79,10 @@ class _Bench:
         self.results = sum(value.type.nbytes for value in graph.of_role(Role.RESULT))
         self.by_channel = convolves(graph)  # as the program lays its weights out
         with torch.no_grad():
-            for name in graph.prologue:
-                self._call_prologue(name)
+            for op in map(graph.op, graph.prologue):
+                arguments = {read: self._given(read) for read in op.inputs}
+                function = as_function(graph, [op.name], list(arguments), op.outputs, device)
+                self.values.update(zip(op.outputs, function(*arguments.values()), strict=True))
 
     def run(self, first: int, last: int) -> int:
         links = self.graph.chain[first : last + 1]
@@ -104,13 +106,14 @@ class _Bench:
         arguments = [self._argument(name) for name in names]
         function = as_function(self.graph, ops, names, ends.writes, self.device)
         after_relu = "" if relu is None else f"a{names.index(relu)}"
+        autocast = partial(torch.autocast, self.device.type, torch.bfloat16, enabled=self.amp, cache_enabled=False)
         found: list[CompiledWay] = []
         left: tuple[Tensor, ...] = ()
         for keeps, cheapest in self.ways:
             torch._dynamo.reset()  # it gives up on a function that it has compiled often, and tells by the code's name
             relus: dict[str, Any] = {"after_relu": after_relu, "before_relu": before_relu}
             made = compiled(function, keeps, "python", cheapest=cheapest, **relus)
-            block = BlockRun(made, arguments, self._autocast())
+            block = BlockRun(made, arguments, autocast)
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), no_garbage():
                 way, left = self.measure(block, keeps)
             found.append(replace(way, cheapest=cheapest))
@@ -118,9 +121,6 @@ class _Bench:
                 break  # nothing to gain by keeping less
         self.runs.append(worth_choosing(found))
         return len(self.runs) - 1, left
-
-    def _autocast(self) -> Callable[[], AbstractContextManager[Any]]:
-        return lambda: torch.autocast(self.device.type, torch.bfloat16, enabled=self.amp, cache_enabled=False)
 
     def _argument(self, name: str) -> Tensor:
         value = self.graph.values[name]
@@ -146,12 +146,6 @@ class _Bench:
         if value.role is not Role.PARAMETER:
             self.values[name] = tensor
         return tensor
-
-    def _call_prologue(self, name: str) -> None:
-        op = self.graph.op(name)
-        arguments = {read: self._given(read) for read in op.inputs}
-        function = as_function(self.graph, [name], list(arguments), op.outputs, self.device)
-        self.values.update(zip(op.outputs, function(*arguments.values()), strict=True))
 
 
 def worth_choosing(found: Sequence[CompiledWay]) -> tuple[CompiledWay, ...]:
@@ -223,7 +217,6 @@ def _ends(results: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
 
 
 def measure_on_card(block: BlockRun, keeps: float) -> Measured:
-    """As it runs on the GPU that its arguments are on."""
     for _ in range(2):
         block.both()
     uneven = _uneven()

@@ -2,80 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
-from pipeline.ir.graph import Op, OpGraph
+from pipeline.ir.graph import OpGraph
 from pipeline.ir.profile import Held, Joined, Kernel, Kernels, LinkKernels, OpCost
-from stages.profile.link import LinkRun
+from stages.profile.link import LinkRun, ops_by_run
 from stages.profile.step import StepProfile
 from stages.profile.symbolic import Storage
 
 
-@dataclass(frozen=True)
-class _Cost:
-    """An op's cost, with the values it keeps as places among its inputs and outputs."""
-
-    forward: tuple[Kernel, ...]
-    backward: tuple[Kernel, ...]
-    keeps: tuple[int, ...]
-    extra_saved: int
-    temporary_forward: int
-    temporary_backward: int
-
-    def of(self, op: Op) -> OpCost:
-        tensors = (*op.inputs, *op.outputs)
-        return OpCost(
-            flops_forward=sum(k.flops for k in self.forward),
-            flops_backward=sum(k.flops for k in self.backward),
-            bytes_forward=sum(k.read + k.written for k in self.forward),
-            bytes_backward=sum(k.read + k.written for k in self.backward),
-            saves=tuple(dict.fromkeys(tensors[i] for i in self.keeps)),
-            extra_saved=self.extra_saved,
-            free=not self.forward,
-            kernels_forward=len(self.forward),
-            kernels_backward=len(self.backward),
-            temporary_forward=self.temporary_forward,
-            temporary_backward=self.temporary_backward,
-        )
-
-
 def op_costs(graph: OpGraph, step: StepProfile) -> dict[str, OpCost]:
-    costs: dict[str, OpCost] = {}
-    for name in graph.prologue:
-        kernels = tuple(k for k in step.prologue if k.op == name)
-        costs[name] = _Cost(kernels, (), (), 0, 0, 0).of(graph.op(name))
-    known: dict[int, list[_Cost]] = {}
-    for link, run in zip(graph.chain, step.runs, strict=True):
-        if id(run) not in known:  # this is the link that was run
-            known[id(run)] = _link_costs(link.ops, run)
-        costs |= {name: cost.of(graph.op(name)) for name, cost in zip(link.ops, known[id(run)], strict=True)}
+    costs = {name: _cost([k for k in step.prologue if k.op == name], []) for name in graph.prologue}
+    for link, run, known in zip(graph.chain, step.runs, ops_by_run(graph, step.runs), strict=True):
+        if link.ops[0] in known:  # this is the link that was run
+            costs |= _link_costs(graph, link.ops, run)
+        for there, here in known.items():
+            one, other = graph.op(there), graph.op(here)
+            names = dict(zip((*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True))
+            costs[here] = replace(costs[there], saves=tuple(names[name] for name in costs[there].saves))
     return costs
 
 
-def _link_costs(ops: tuple[str, ...], run: LinkRun) -> list[_Cost]:
+def _cost(
+    forward: list[Kernel], backward: list[Kernel], saves: tuple[str, ...] = (), extra_saved: int = 0, **temporary: int
+) -> OpCost:
+    return OpCost(
+        flops_forward=sum(k.flops for k in forward),
+        flops_backward=sum(k.flops for k in backward),
+        bytes_forward=sum(k.read + k.written for k in forward),
+        bytes_backward=sum(k.read + k.written for k in backward),
+        saves=saves,
+        extra_saved=extra_saved,
+        free=not forward,
+        kernels_forward=len(forward),
+        kernels_backward=len(backward),
+        **temporary,
+    )
+
+
+def _link_costs(graph: OpGraph, ops: tuple[str, ...], run: LinkRun) -> dict[str, OpCost]:
     counted: set[int] = set()  # private memory that an op before has answered for
-    costs = []
+    costs = {}
     for name in ops:
-        places, saved = run.places[name], set(run.saved.get(name, ()))
-        keeps = tuple(i for i, place in enumerate(places) if place is not None and place in saved)
+        op, places, saved = graph.op(name), run.places[name], set(run.saved.get(name, ()))
+        tensors = zip((*op.inputs, *op.outputs), places, strict=True)
         private = {s for s in saved if isinstance(s, int) and s not in places and not run.storages[s].value} - counted
         counted |= private
-        costs.append(
-            _Cost(
-                forward=tuple(k for k in run.forward if k.op == name),
-                backward=tuple(k for k in run.backward if k.op == name),
-                keeps=keeps,
-                extra_saved=sum(run.storages[s].size for s in private),
-                temporary_forward=_temporary(run.forward, 0, run.storages, name, ()),
-                temporary_backward=_temporary(run.backward, len(run.forward), run.storages, name, private),
-            )
+        costs[name] = _cost(
+            [k for k in run.forward if k.op == name],
+            [k for k in run.backward if k.op == name],
+            saves=tuple(dict.fromkeys(tensor for tensor, place in tensors if place is not None and place in saved)),
+            extra_saved=sum(run.storages[s].size for s in private),
+            temporary_forward=_temporary(run.forward, 0, run.storages, name, ()),
+            temporary_backward=_temporary(run.backward, len(run.forward), run.storages, name, private),
         )
     return costs
 
 
 def _temporary(
-    kernels: tuple[Kernel, ...], start: int, storages: tuple[Storage, ...], op: str, kept: Collection[int]
+    kernels: Sequence[Kernel], start: int, storages: Sequence[Storage], op: str, kept: Collection[int]
 ) -> int:
     """The most of its own making that is alive during an op's kernels, less what is left after the last of them, and
     less what has gone by then of what it `kept` for backward.
@@ -86,38 +73,36 @@ def _temporary(
     own = [s for s in storages if s.op == op and not s.value and start <= s.born < start + len(kernels)]
     if not moments or not own:
         return 0
-    left = _alive(own, lambda s: s.died is None or s.died > moments[-1] + 1)
+
+    def ends(storage: Storage) -> float:
+        return math.inf if storage.died is None else storage.died
 
     def held_at(moment: int) -> int:
-        gone = _alive((storages[n] for n in kept), lambda s: s.died is not None and s.died <= moment)
-        return _alive(own, lambda s: s.born <= moment and (s.died is None or s.died > moment)) - gone
+        gone = sum(storages[n].size for n in kept if ends(storages[n]) <= moment)
+        return sum(s.size for s in own if s.born <= moment < ends(s)) - gone
 
+    left = sum(s.size for s in own if ends(s) > moments[-1] + 1)
     return max(0, max(map(held_at, moments)) - left)
 
 
-def _alive(storages: Iterable[Storage], is_alive: Callable[[Storage], bool]) -> int:
-    return sum(s.size for s in storages if is_alive(s))
-
-
 def all_kernels(graph: OpGraph, step: StepProfile) -> Kernels:
-    places: dict[int, int] = {}
-    links: list[LinkKernels] = []
-    for link, run in zip(graph.chain, step.runs, strict=True):
-        if id(run) not in places:
-            places[id(run)] = len(links)
-            links.append(_link_kernels({name: len(graph.op(name).outputs) for name in link.ops}, run))
-    chain = tuple(places[id(run)] for run in step.runs)
-    return Kernels(step.prologue, tuple(links), chain, step.optimizer.kernels, *_joined(graph, step))
+    links, chain = _distinct(graph, [(number, number, run) for number, run in enumerate(step.runs)])
+    runs, places = _distinct(graph, step.joined)
+    joined = tuple(Joined(first, last, place) for (first, last, _), place in zip(step.joined, places, strict=True))
+    return Kernels(step.prologue, links, chain, step.optimizer.kernels, joined, runs)
 
 
-def _joined(graph: OpGraph, step: StepProfile) -> tuple[tuple[Joined, ...], tuple[LinkKernels, ...]]:
-    places: dict[int, int] = {}
-    runs: list[LinkKernels] = []
-    for group in step.joined:
-        if id(group.run) not in places:
-            places[id(group.run)] = len(runs)
-            runs.append(_link_kernels({name: len(graph.op(name).outputs) for name in group.ops}, group.run))
-    return tuple(Joined(group.first, group.last, places[id(group.run)]) for group in step.joined), tuple(runs)
+def _distinct(
+    graph: OpGraph, spans: Sequence[tuple[int, int, LinkRun]]
+) -> tuple[tuple[LinkKernels, ...], tuple[int, ...]]:
+    """The kernels of each run once, and where among them each span of links has its own."""
+    found: dict[int, LinkKernels] = {}
+    for first, last, run in spans:
+        if id(run) not in found:
+            ops = [graph.op(name) for link in graph.chain[first : last + 1] for name in link.ops]
+            found[id(run)] = _link_kernels({op.name: len(op.outputs) for op in ops}, run)
+    places = {key: place for place, key in enumerate(found)}
+    return tuple(found.values()), tuple(places[id(run)] for _, _, run in spans)
 
 
 def _link_kernels(outputs: dict[str, int], run: LinkRun) -> LinkKernels:
@@ -132,9 +117,7 @@ def _link_kernels(outputs: dict[str, int], run: LinkRun) -> LinkKernels:
     return LinkKernels(
         forward=run.forward,
         backward=run.backward,
-        held=tuple(
-            Held(s.size, s.born, s.died, s.op, s.value, s.gradient) for s in (run.storages[place] for place in own)
-        ),
+        held=tuple(Held(s.size, s.born, s.died, s.op, s.value, s.gradient) for s in (run.storages[i] for i in own)),
         writes=numbers(run.writes),
         saved={op: tuple(n for n in found if n is not None) for op, found in kept.items()},
         results={op: numbers(run.places[op][-count:]) for op, count in outputs.items()},
@@ -145,8 +128,7 @@ def _link_kernels(outputs: dict[str, int], run: LinkRun) -> LinkKernels:
 def value_types(graph: OpGraph, step: StepProfile) -> dict[str, str]:
     """The dtypes of values that autocast makes others than the graph says."""
     found: dict[str, str] = {}
-    first: dict[int, tuple[str, ...]] = {}
-    for link, run in zip(graph.chain, step.runs, strict=True):
-        for there, here in zip(first.setdefault(id(run), link.ops), link.ops, strict=True):
+    for run, known in zip(step.runs, ops_by_run(graph, step.runs), strict=True):
+        for there, here in known.items():
             found |= zip(graph.op(here).outputs, run.types[there], strict=True)
     return {name: dtype for name, dtype in found.items() if dtype != graph.values[name].type.dtype}

@@ -7,7 +7,7 @@ when backward begins and stay to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -21,9 +21,8 @@ from pipeline.ops.own_names import CONSTANT
 from pipeline.ops.public import overload_of
 from pipeline.ops.table import rule_of
 from stages.profile.autocast import Autocast
-from stages.profile.device import LOWERED
+from stages.profile.device import LOWERED, workspace_bytes
 from stages.profile.symbolic import Storage, Watch, storage_key
-from stages.profile.workspace import workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -128,11 +127,11 @@ class Runner:
         local = {name: leaf.clone() for name, leaf in zip(ends.reads, leaves, strict=True)}
         parameters = [self.known[name] for name in ends.parameters]
         watch = Watch(leaves, self.names, self.workspace)
-        reads = [_known_number(watch, local[name]) for name in ends.reads]
+        reads = [watch.number(local[name]) for name in ends.reads]
         notes = _Notes(watch, self.names)
         with watch:
             with torch.autograd.graph.saved_tensors_hooks(notes.keep, lambda tensor: tensor):
-                self._run(ops, local, watch, set(ends.writes), notes.take)
+                self._run(ops, local, notes, set(ends.writes))
             outputs = [local.pop(name) for name in ends.writes]
             local.clear()
             writes = [watch.find(y) for y in outputs]
@@ -140,7 +139,7 @@ class Runner:
             forward = len(watch.kernels)
             edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs if y.requires_grad]
             gradients = [torch.empty_like(y) if y.requires_grad else None for y in outputs]
-            incoming = [None if g is None else _known_number(watch, g) for g in gradients]
+            incoming = [None if g is None else watch.number(g) for g in gradients]
             for name, number in zip(ends.writes, incoming, strict=True):
                 if number is not None:  # also where an op passes it on as it is, to a parameter it adds
                     watch.storages[number].gradient = name
@@ -173,7 +172,7 @@ class Runner:
         local = dict(zip(ends.reads, leaves, strict=True))
         watch = Watch(leaves, self.names, self.workspace)
         with torch.no_grad(), watch:
-            self._run(ops, local, watch, set(ends.writes), lambda *_: None)
+            self._run(ops, local, _Notes(watch, self.names), set(ends.writes))
             watch.sweep()
         change = [0] * (len(watch.kernels) + 2)
         for storage in watch.storages:
@@ -184,7 +183,8 @@ class Runner:
     def _noted(self, kernels: list[Kernel]) -> tuple[Kernel, ...]:
         """Before the first kernel of an op of which it reads values, the host waits for the card."""
         first = {kernel.op: number for number, kernel in reversed(list(enumerate(kernels))) if kernel.op}
-        waits = {number for op, number in first.items() if _reads_values(self.graph.op(op))}
+        rules = ((rule_of(self.graph.op(op)), number) for op, number in first.items())
+        waits = {number for rule, number in rules if rule is not None and rule.reads_values}
         return tuple(replace(kernel, waits=True) if n in waits else kernel for n, kernel in enumerate(kernels))
 
     def _entering(self, name: str, form: ActivationForm) -> Tensor:
@@ -192,11 +192,9 @@ class Runner:
         empty = torch.empty_strided(value.type.shape, form.strides, dtype=form.dtype, device="meta")
         return empty.requires_grad_(value.grad)
 
-    def _run(
-        self, ops: tuple[str, ...], local: dict[str, Tensor], watch: Watch, stays: set[str], note: Callable[..., None]
-    ) -> None:
+    def _run(self, ops: tuple[str, ...], local: dict[str, Tensor], notes: _Notes, stays: set[str]) -> None:
         """Adds the results to `local`; what is not read again goes at once, as it does in a module's forward."""
-        autocast = self._autocast()
+        watch, autocast = notes.watch, self._autocast()
         calls = [self.graph.op(name) for name in ops]
         last = {read: number for number, op in enumerate(calls) for read in op.inputs}
         for number, op in enumerate(calls):
@@ -206,7 +204,7 @@ class Runner:
             results = self.call(op, local, autocast)
             edges = _edges(op.inputs, inputs) if torch.is_grad_enabled() else {}
             _mark_backward(results, before, op.name, watch, edges)
-            note(op, inputs, results)
+            notes.take(op, inputs, results)
             for name, tensor in zip(op.outputs, results, strict=True):
                 place = watch.find(tensor)
                 if place is not None and not watch.storages[place].value:
@@ -242,6 +240,13 @@ class Runner:
         return [self._real(a, local) for a in arg] if isinstance(arg, tuple) else arg
 
 
+def ops_by_run(graph: OpGraph, runs: Sequence[LinkRun]) -> list[dict[str, str]]:
+    """Of each link, by the names that its run has for them: equal links share the run of the first of them."""
+    first: dict[int, tuple[str, ...]] = {}
+    links = zip(graph.chain, runs, strict=True)
+    return [dict(zip(first.setdefault(id(run), link.ops), link.ops, strict=True)) for link, run in links]
+
+
 def link_ends(graph: OpGraph) -> tuple[LinkEnds, ...]:
     """What each link of the chain reads and writes beyond itself."""
     trained = {value.name for value in graph.of_role(Role.PARAMETER)}
@@ -262,16 +267,6 @@ def link_ends(graph: OpGraph) -> tuple[LinkEnds, ...]:
         writes.append(tuple(name for name in own if name in later))
         later |= set(read)
     return tuple(LinkEnds(*ends) for ends in zip(reads, reversed(writes), parameters, strict=True))
-
-
-def _reads_values(op: Op) -> bool:
-    rule = rule_of(op)
-    return rule is not None and rule.reads_values
-
-
-def _known_number(watch: Watch, tensor: Tensor) -> int | None:
-    watch.add(tensor)
-    return watch.find(tensor)
 
 
 Edge = tuple[Any, int]  # where in the graph of autograd the gradient of a tensor arrives

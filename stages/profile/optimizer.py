@@ -97,7 +97,9 @@ def _watched(build: Build, kind: TensorType, place: str, foreach: bool) -> tuple
     with Watch([parameter, parameter.grad, *kept]) as watch:
         optimizer.step()
         watch.sweep()
-    return _One(sum(map(_device_bytes, kept)), tuple(watch.kernels), tuple(watch.storages)), kept
+    on_device = [t for t in kept if t.device.type != "cpu" or t.dim()]  # a count of steps lies on the host
+    state = sum(rounded(t.untyped_storage().nbytes()) for t in on_device)
+    return _One(state, tuple(watch.kernels), tuple(watch.storages)), kept
 
 
 def _scaled(build: Build, kind: TensorType, device: str, why: str) -> _One:
@@ -116,16 +118,13 @@ def _scaled(build: Build, kind: TensorType, device: str, why: str) -> _One:
         for k in small.kernels
     ]
     storages = tuple(replace(s, size=rounded(round(s.size * more))) for s in small.storages)
-    state = sum(_grown(tensor, shape, kind.shape) for tensor in kept if tensor.numel() > 1)
+    # The dims of a state tensor are those of the parameter, or all of them as one.
+    sizes = dict(zip(shape, kind.shape, strict=False)) | {prod(shape): prod(kind.shape)}
+    grown = (prod(sizes.get(size, size) for size in t.shape) * t.element_size() for t in kept if t.numel() > 1)
+    state = sum(map(rounded, grown))
     if not kernels:  # of a library that torch does not see
         kernels = [Kernel("step", 0.0, 2 * kind.nbytes + state, kind.nbytes + state, kind.dtype, (kind.shape,))]
     return _One(state, tuple(kernels), storages, why)
-
-
-def _grown(tensor: torch.Tensor, small: tuple[int, ...], large: tuple[int, ...]) -> int:
-    """Bytes of a state tensor for a large parameter: its dims are those of the parameter, or all of them as one."""
-    sizes = dict(zip(small, large, strict=False)) | {prod(small): prod(large)}
-    return rounded(prod(sizes.get(size, size) for size in tensor.shape) * tensor.element_size())
 
 
 def _together(types: list[tuple[_One, int]]) -> tuple[tuple[Kernel, ...], tuple[Storage, ...]]:
@@ -156,9 +155,3 @@ def _one_after_another(parameters: list[_One]) -> tuple[tuple[Kernel, ...], tupl
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
-
-
-def _device_bytes(tensor: torch.Tensor) -> int:
-    """A count of steps lies on the host."""
-    counts = tensor.device.type == "cpu" and not tensor.dim()
-    return 0 if counts else rounded(tensor.untyped_storage().nbytes())

@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.names import printable
 from pipeline.ir.profile import Share, Step
+from stages.profile.link import ops_by_run
 from stages.profile.step import StepProfile
 from stages.profile.timeline import CLASSES
 
@@ -32,7 +33,12 @@ def describe(graph: OpGraph, profile: StepProfile) -> Step:
         by_class[life.kind] += life.size
         by_module[life.module or "(the step)"] += life.size
     phase, module = _where(graph, profile, peak)
-    moments = _moments(curve)
+    largest = sorted(by_module.items(), key=lambda item: (-item[1], item[0]))  # equal ones by name
+    rest = sum(size for _, size in largest[TOP_MODULES:])
+    shown = largest[:TOP_MODULES] + ([("all others", rest)] if rest else [])
+    stretch = max(1, -(-len(curve) // SAMPLES))  # of kernels: each is shown at the moment of the most memory
+    stretches = (range(len(curve))[start : start + stretch] for start in range(0, len(curve), stretch))
+    moments = tuple(max(kernels, key=curve.__getitem__) for kernels in stretches)
     return Step(
         resident_bytes=profile.memory.resident,
         after_forward_bytes=profile.memory.after_forward,
@@ -40,7 +46,7 @@ def describe(graph: OpGraph, profile: StepProfile) -> Step:
         peak_in=phase,
         peak_module=module,
         peak_by_class=tuple(Share(kind, by_class[kind]) for kind in CLASSES),
-        peak_by_module=tuple(Share(name, size) for name, size in _top(by_module)),
+        peak_by_module=tuple(Share(name, size) for name, size in shown),
         kernels=(timeline.forward, timeline.backward, timeline.optimizer),
         moments=moments,
         optimizer_bytes=max(0, profile.memory.optimizer_peak - profile.memory.after_backward),
@@ -48,23 +54,9 @@ def describe(graph: OpGraph, profile: StepProfile) -> Step:
     )
 
 
-def _top(sizes: Counter[str]) -> list[tuple[str, int]]:
-    """The largest modules; equal ones by name, so that the same step gives the same table."""
-    ordered = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
-    rest = sum(size for _, size in ordered[TOP_MODULES:])
-    return ordered[:TOP_MODULES] + ([("all others", rest)] if rest else [])
-
-
 def _cell(name: str) -> str:
     """A name that ends no cell and is no markup, whatever a module is called."""
     return re.sub(r"([\\`*\[\]<>|])", r"\\\1", printable(name))
-
-
-def _moments(curve: list[int]) -> tuple[int, ...]:
-    """One moment for each stretch of kernels: that of the most memory."""
-    stretch = max(1, -(-len(curve) // SAMPLES))
-    starts = range(0, len(curve), stretch)
-    return tuple(max(range(start, min(start + stretch, len(curve))), key=curve.__getitem__) for start in starts)
 
 
 def _where(graph: OpGraph, profile: StepProfile, moment: int) -> tuple[str, str]:
@@ -73,16 +65,12 @@ def _where(graph: OpGraph, profile: StepProfile, moment: int) -> tuple[str, str]
     if moment >= timeline.forward + timeline.backward:
         return "optimizer", "optimizer"
     backward = moment >= timeline.forward
-    chain = list(zip(graph.chain, profile.runs, strict=True))
-    first: dict[int, Any] = {}
-    for link, run in chain:
-        first.setdefault(id(run), link)
+    chain = list(zip(profile.runs, ops_by_run(graph, profile.runs), strict=True))
     left = moment - timeline.forward if backward else moment
-    for link, run in reversed(chain) if backward else chain:
+    for run, known in reversed(chain) if backward else chain:
         kernels = run.backward if backward else run.forward
         if left < len(kernels):
-            names = dict(zip(first[id(run)].ops, link.ops, strict=True))
-            op = names.get(kernels[left].op)
+            op = known.get(kernels[left].op)
             return "backward" if backward else "forward", graph.op(op).module if op else ""
         left -= len(kernels)
     raise AssertionError("the moment lies in the step")
@@ -126,7 +114,6 @@ def _place(moment: int, step: Step) -> float:
 
 
 def draw_nothing(title: str, why: str) -> bytes:
-    """A picture that says why there is none."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 2))

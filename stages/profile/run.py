@@ -54,14 +54,10 @@ def make_profile(graph: OpGraph, device: str, precision: str, build: Build, log:
     if step.optimizer.scaled:
         log.info("the optimizer's step is scaled from that of a small parameter: %s", step.optimizer.scaled)
     costs, types = op_costs(graph, step), value_types(graph, step)
-    profile = Profile(
-        device=device,
-        precision=precision,
+    profile = replace(
+        from_table,
         source="symbolic",
         ops=costs,
-        storage=from_table.storage,
-        parameters=from_table.parameters,
-        parameter_bytes=from_table.parameter_bytes,
         saved_bytes=saved_bytes(as_run(graph, types), costs, from_table.storage),
         types=types,
         step=describe(graph, step),
@@ -85,7 +81,6 @@ def compiled_blocks(graph: OpGraph, device: str, precision: str, log: Log) -> Co
 
 
 def write_pictures(root: Path, profile: Profile, why: str, model: str) -> tuple[Path, Path]:
-    """The memory of the step as a picture, and its peak as a table."""
     step = profile.step
     title = f"{model}, unsplit, {profile.precision} on {profile.device}"
     picture = draw(step, title) if step else draw_nothing(title, why)

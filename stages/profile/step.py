@@ -6,7 +6,6 @@ costs no more than a shallow one. Then all of it is laid on one line of time (`t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,17 +14,7 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.profile import Kernel
 from stages.profile.link import ActivationForm, LinkEnds, LinkRun, Runner, link_ends
 from stages.profile.optimizer import Build, OptimizerRun, run_optimizer
-from stages.profile.timeline import MemoryTimeline, StepMemory, compose, summary
-
-
-@dataclass(frozen=True)
-class JoinedRun:
-    """Links first..last, between which nothing crosses that a backward needs, run as one."""
-
-    first: int
-    last: int
-    ops: tuple[str, ...]
-    run: LinkRun
+from stages.profile.timeline import Composer, MemoryTimeline, StepMemory, summary
 
 
 @dataclass(frozen=True)
@@ -36,61 +25,44 @@ class StepProfile:
     ends: tuple[LinkEnds, ...]
     prologue: tuple[Kernel, ...]
     optimizer: OptimizerRun
-    joined: tuple[JoinedRun, ...] = ()
-
-    @property
-    def kernels(self) -> int:
-        return len(self.prologue) + self.timeline.length
-
-
-def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters)
+    joined: tuple[tuple[int, int, LinkRun], ...]  # links between which nothing crosses that a backward needs, as one
 
 
 def profile_step(
-    graph: OpGraph, device: str, precision: str, optimizer: Build = adamw, workspace: int = 0
+    graph: OpGraph, device: str, precision: str, optimizer: Build = torch.optim.AdamW, workspace: int = 0
 ) -> StepProfile:
     """`precision` is `native` (the graph's own types) or `amp`; `workspace` is what the device's libraries hold."""
     runner = Runner(graph, device, precision)
     prologue = runner.run_prologue()
     ends = link_ends(graph)
-    runs: list[LinkRun] = []
     distinct: dict[object, LinkRun] = {}
     forms: dict[str, ActivationForm] = {}
-    for link, end in zip(graph.chain, ends, strict=True):
+
+    def run(first: int, last: int) -> LinkRun:
+        """Of links first..last as one; equal ones are run once."""
+        links = graph.chain[first : last + 1]
+        end = ends[first] if first == last else ends_of(ends, first, last)
         entering = tuple(forms[name] for name in end.reads)
-        key = (link.block, entering)
+        key = (tuple(link.block for link in links), entering)
         if key not in distinct:
-            distinct[key] = runner.run_link(link.ops, end, entering)
-        runs.append(distinct[key])
+            distinct[key] = runner.run_link(tuple(op for link in links for op in link.ops), end, entering)
+        return distinct[key]
+
+    runs: list[LinkRun] = []
+    for number, end in enumerate(ends):
+        runs.append(run(number, number))
         forms.update(zip(end.writes, runs[-1].forms, strict=True))
     parameters = {value.name: value.type for value in graph.of_role(Role.PARAMETER)}
     step = run_optimizer(optimizer, parameters, device)
-    timeline = compose(graph, runs, ends, step, workspace)
-    joined = tuple(_joined(graph, runner, runs, ends, forms))
-    return StepProfile(summary(timeline), timeline, tuple(runs), ends, prologue, step, joined)
-
-
-def _joined(
-    graph: OpGraph, runner: Runner, runs: list[LinkRun], ends: tuple[LinkEnds, ...], forms: dict[str, ActivationForm]
-) -> Iterator[JoinedRun]:
-    """Equal ones are run once."""
-    known: dict[object, LinkRun] = {}
+    timeline = Composer(graph, runs, ends, step, workspace).timeline()
+    joined = []
     first = 0
-    while first < len(runs):
-        last = first
-        while last + 1 < len(runs) and not _needed(graph, runs, ends, last):
-            last += 1
-        if last > first:
-            links = graph.chain[first : last + 1]
-            end = ends_of(ends, first, last)
-            entering = tuple(forms[name] for name in end.reads)
-            key = (tuple(link.block for link in links), entering)
-            ops = tuple(op for link in links for op in link.ops)
-            if key not in known:
-                known[key] = runner.run_link(ops, end, entering)
-            yield JoinedRun(first, last, ops, known[key])
-        first = last + 1
+    for last in range(len(runs)):
+        if last + 1 == len(runs) or _needed(graph, runs, ends, last):
+            if last > first:
+                joined.append((first, last, run(first, last)))
+            first = last + 1
+    return StepProfile(summary(timeline), timeline, tuple(runs), ends, prologue, step, tuple(joined))
 
 
 def _needed(graph: OpGraph, runs: list[LinkRun], ends: tuple[LinkEnds, ...], number: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ ON_CPU = {  # torch counts the FLOPs of the GPU's kernels only
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
 }
+ALLOCATIONS = ("aten.empty", "aten.new_empty")  # ops that run no kernel
 ALLOCATION = 512  # bytes; the caching allocator rounds every tensor up to a multiple
 
 
@@ -77,15 +78,13 @@ class Watch(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.sweep()
         fresh = [t for t in outputs if self.add(t)]
-        if (fresh or func._schema.is_mutable) and not _only_allocates(func):
-            self.kernels.append(_kernel(func, args, kwargs or {}, result, outputs, self.op))
-            self._note_workspace()
+        if (fresh or func._schema.is_mutable) and not str(func.overloadpacket).startswith(ALLOCATIONS):
+            kernel = _kernel(func, args, kwargs or {}, result, outputs, self.op)
+            if nbytes := self.workspace(kernel) if self.workspace else 0:
+                number = len(self.kernels)
+                self.storages.append(Storage(rounded(nbytes), number, self.op, died=number + 1))
+            self.kernels.append(kernel)
         return result
-
-    def _note_workspace(self) -> None:
-        number = len(self.kernels) - 1
-        if nbytes := self.workspace(self.kernels[number]) if self.workspace else 0:
-            self.storages.append(Storage(rounded(nbytes), number, self.op, died=number + 1))
 
     def add(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory is new."""
@@ -102,14 +101,15 @@ class Watch(TorchDispatchMode):
         found = self._alive.get(storage_key(tensor))
         return found[1] if found else None
 
+    def number(self, tensor: Tensor) -> int | None:
+        """That of its storage, which may be new."""
+        self.add(tensor)
+        return self.find(tensor)
+
     def sweep(self) -> None:
         """Notes which storages have gone."""
         for key in [key for key, (reference, _) in self._alive.items() if reference.expired()]:
             self.storages[self._alive.pop(key)[1]].died = len(self.kernels)
-
-
-def _only_allocates(func: Any) -> bool:
-    return str(func.overloadpacket).removeprefix("aten.").startswith(("empty", "new_empty"))
 
 
 def _with_equal_heads(args: Sequence[Any]) -> list[Any]:
@@ -139,7 +139,7 @@ def _kernel(func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor
         dtype=str(largest.dtype).removeprefix("torch."),
         shapes=tuple(tuple(t.shape) for t in (*inputs, *outputs)),
         op=op,
-        scattered=not all(_in_order(t) for t in inputs),
+        scattered=not all(t.is_contiguous() or 0 in t.stride() for t in inputs),  # in order, or repeated
     )
     details: dict[str, Any] = {}
     if name in PRODUCTS:
@@ -152,9 +152,7 @@ def _kernel(func: Any, args: Any, kwargs: Any, result: Any, outputs: list[Tensor
     if name in ATTENTION or name in ON_CPU:
         given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
         details["causal"], details["dropout"] = bool(given.get("is_causal")), bool(given.get("dropout_p"))
-        details["flops"] = plain.flops * (
-            0.5 if details["causal"] else 1.0
-        )  # the counter takes every pair of positions
+        details["flops"] = plain.flops * (0.5 if details["causal"] else 1.0)  # the counter takes every pair
     if name == "convolution_backward":  # the counter takes every channel with every other, also of a grouped one
         gradient, _, weight = inputs[:3]
         details["flops"] = 2.0 * gradient.numel() * (weight.numel() // weight.shape[0]) * sum(args[-1][:2])
@@ -177,12 +175,5 @@ def _mutated(func: Any, args: Any) -> list[Tensor]:
 
 def _touched(tensor: Tensor) -> int:
     """The bytes of memory behind a tensor: a dim that is only repeated is there once."""
-    elements = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        elements *= size if stride else 1
-    return int(elements * tensor.element_size())
-
-
-def _in_order(tensor: Tensor) -> bool:
-    """Whether elements lie one after another as the dims do, or are repeated."""
-    return bool(tensor.is_contiguous()) or any(not stride for stride in tensor.stride())
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(prod(size for size, stride in sizes if stride) * tensor.element_size())

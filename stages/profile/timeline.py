@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from pipeline.ir.graph import OpGraph, Role
-from stages.profile.link import LinkEnds, LinkRun
+from stages.profile.link import LinkEnds, LinkRun, ops_by_run
 from stages.profile.optimizer import OptimizerRun
 from stages.profile.symbolic import rounded
 
@@ -69,42 +69,33 @@ class MemoryTimeline:
         return (life for life in self.lives if life.born <= moment < life.died)
 
 
-def compose(
-    graph: OpGraph, runs: Sequence[LinkRun], ends: Sequence[LinkEnds], optimizer: OptimizerRun, workspace: int
-) -> MemoryTimeline:
+class Composer:
     """Lays the storages of all links on the step's line of time; `workspace` is there all the time."""
-    return _Composer(graph, runs, ends, optimizer, workspace).timeline()
 
-
-class _Composer:
     def __init__(
         self, graph: OpGraph, runs: Sequence[LinkRun], ends: Sequence[LinkEnds], optimizer: OptimizerRun, workspace: int
     ) -> None:
         self.graph, self.runs, self.ends, self.step, self.workspace = graph, runs, ends, optimizer, workspace
-        self.forward_at: list[int] = []
-        count = 0
-        for run in runs:
-            self.forward_at.append(count)
-            count += len(run.forward)
-        self.forward = count
-        backward_at: list[int] = []
-        for run in reversed(runs):
-            backward_at.append(count)
-            count += len(run.backward)
+        *self.forward_at, self.forward = accumulate((len(run.forward) for run in runs), initial=0)
+        backward = (len(run.backward) for run in reversed(runs))
+        *backward_at, self.backward_end = accumulate(backward, initial=self.forward)
         self.backward_at = backward_at[::-1]
-        self.backward_end = count
-        self.end = count + len(optimizer.kernels)
-        self.first: dict[int, int] = {}  # a run -> the link that it was made for
-        for number, run in enumerate(runs):
-            self.first.setdefault(id(run), number)
+        self.end = self.backward_end + len(optimizer.kernels)
         self.lives: list[Life] = []
         self.values: dict[str, Life | None] = {}  # activations that cross links
         self.gradients: dict[str, Life] = {}  # of those
         self.of_parameters: set[str] = set()  # whose gradient is there already: tied weights have one
 
     def timeline(self) -> MemoryTimeline:
-        self._resident()
-        modules = [self._modules(number) for number in range(len(self.runs))]
+        for value in self.graph.of_role(Role.PARAMETER):
+            owner = value.origin.rpartition(".")[0]
+            self._add(rounded(value.type.nbytes), PARAMETERS, owner, 0, self.end)
+            self._add(self.step.state.get(value.name, 0), STATE, owner, 0, self.end)
+        for value in (*self.graph.of_role(Role.BUFFER), *self.graph.of_role(Role.INPUT)):
+            self._add(rounded(value.type.nbytes), OTHER, value.origin.rpartition(".")[0], 0, self.end)
+        self._add(self.workspace, OTHER, "libraries", 0, self.end)
+        known = ops_by_run(self.graph, self.runs)
+        modules = [{there: self.graph.op(here).module for there, here in ops.items()} for ops in known]
         placed = [self._forward(number, modules[number]) for number in range(len(self.runs))]
         for number in reversed(range(len(self.runs))):
             self._backward(number, modules[number], placed[number])
@@ -119,22 +110,6 @@ class _Composer:
         if size:
             self.lives.append(life)
         return life
-
-    def _resident(self) -> None:
-        for value in self.graph.of_role(Role.PARAMETER):
-            owner = value.origin.rpartition(".")[0]
-            self._add(rounded(value.type.nbytes), PARAMETERS, owner, 0, self.end)
-            self._add(self.step.state.get(value.name, 0), STATE, owner, 0, self.end)
-        for role in (Role.BUFFER, Role.INPUT):
-            for value in self.graph.of_role(role):
-                self._add(rounded(value.type.nbytes), OTHER, value.origin.rpartition(".")[0], 0, self.end)
-        self._add(self.workspace, OTHER, "libraries", 0, self.end)
-
-    def _modules(self, number: int) -> dict[str, str]:
-        """The module of each op: a link that was run for an equal one names the ops of that one."""
-        first = self.first[id(self.runs[number])]
-        ops = zip(self.graph.chain[first].ops, self.graph.chain[number].ops, strict=True)
-        return {there: self.graph.op(here).module for there, here in ops}
 
     def _forward(self, number: int, modules: dict[str, str]) -> list[Life | None]:
         run, ends, start = self.runs[number], self.ends[number], self.forward_at[number]
@@ -181,34 +156,21 @@ class _Composer:
                 module = modules.get(storage.op, "")
                 life = self._add(storage.size, TEMPORARIES, module, start + storage.born - count, died)
             placed[place] = life
-            if place in parameters:
-                self._keep_gradient(parameters[place], life)
-            if place in leaving:
-                self._pass_gradient(leaving[place], life)
-
-    def _keep_gradient(self, name: str, life: Life) -> None:
-        if name not in self.of_parameters:
-            self.of_parameters.add(name)
-            life.kind, life.died = GRADIENTS, self.end
-
-    def _pass_gradient(self, name: str, life: Life) -> None:
-        """The first gradient of an activation stays until its writer has it; further ones are added to it."""
-        if name not in self.gradients:
-            self.gradients[name] = life
-            life.died = self.end  # until the writer's backward says better
+            if place in parameters and parameters[place] not in self.of_parameters:
+                self.of_parameters.add(parameters[place])
+                life.kind, life.died = GRADIENTS, self.end
+            if place in leaving and leaving[place] not in self.gradients:  # further ones are added to the first
+                self.gradients[leaving[place]] = life
+                life.died = self.end  # until the writer's backward says better
 
 
 def summary(timeline: MemoryTimeline) -> StepMemory:
     curve = timeline.curve()
     forward, backward = timeline.forward, timeline.forward + timeline.backward
-    resident = kept = after = 0
-    for life in timeline.lives:
-        if life.kind in RESIDENT and life.born == 0:
-            resident += life.size
-        if life.born < forward < life.died:
-            kept += life.size
-        if life.born < backward <= life.died and (life.kind in RESIDENT or life.kind == GRADIENTS):
-            after += life.size
+    resident = sum(life.size for life in timeline.lives if life.kind in RESIDENT and life.born == 0)
+    kept = sum(life.size for life in timeline.lives if life.born < forward < life.died)
+    left = (life for life in timeline.lives if life.born < backward <= life.died)
+    after = sum(life.size for life in left if life.kind in (*RESIDENT, GRADIENTS))
     backward_peak = max(curve[forward:backward], default=resident)
     optimizer_peak = max(curve[backward:], default=after)
     return StepMemory(resident, kept, backward_peak, after, optimizer_peak, max(curve, default=resident))

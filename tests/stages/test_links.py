@@ -32,7 +32,6 @@ from stages.checkpoint.recompute.simulate import simulate
 from stages.codegen.module import write_module
 from stages.profile.by_table import profile_graph
 from stages.profile.run import make_profile
-from stages.profile.step import adamw
 from tests import plans
 from tests.graphs import preset, trace
 
@@ -132,7 +131,7 @@ class Case:
 @functools.cache
 def case(name: str, device: str, precision: str, copies: float = 2.0) -> Case:
     graph = graph_of(name)
-    profile, why = make_profile(graph, device, precision, adamw, logging.getLogger())
+    profile, why = make_profile(graph, device, precision, torch.optim.AdamW, logging.getLogger())
     assert not why
     graph = as_run(graph, profile.types)
     priced = Workload(graph, profile, preset(1), copies).priced(unsplit(graph))

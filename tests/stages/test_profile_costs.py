@@ -14,7 +14,7 @@ from pipeline.models.mlp import MLP
 from stages.profile.by_table import find_storage, profile_graph
 from stages.profile.costs import all_kernels, op_costs, value_types
 from stages.profile.run import make_profile
-from stages.profile.step import adamw, profile_step
+from stages.profile.step import profile_step
 from stages.profile.symbolic import rounded
 from tests.graphs import SILENT, gpt_graph, mlp_graph, trace
 
@@ -230,7 +230,7 @@ def test_the_value_that_leaves_a_link_is_no_temporary(gpt, mlp):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_saved_bytes_are_those_of_the_table(gpt, mlp, device):
     for graph in (gpt, mlp):
-        profile, why = make_profile(graph, device, "fp32", adamw, SILENT)
+        profile, why = make_profile(graph, device, "fp32", torch.optim.AdamW, SILENT)
         assert (profile.source, why) == ("symbolic", "")
         assert profile.saved_bytes == pytest.approx(profile_graph(graph).saved_bytes, rel=0.03)
         assert profile.storage == find_storage(graph)
@@ -280,7 +280,9 @@ def test_under_autocast_values_are_sized_as_they_run():
     products = [op.outputs[0] for op in graph.ops if op.target == "aten.linear.default"]
     assert products and all(types[name] == "bfloat16" for name in products)
     assert not any(name in types for name, value in graph.values.items() if value.role is Role.PARAMETER)
-    full, mixed = (make_profile(graph, "cuda", precision, adamw, SILENT)[0] for precision in ("fp32", "amp"))
+    full, mixed = (
+        make_profile(graph, "cuda", precision, torch.optim.AdamW, SILENT)[0] for precision in ("fp32", "amp")
+    )
     assert mixed.types == types and not full.types
     kept = step.memory.after_forward - step.memory.resident
     assert mixed.saved_bytes == pytest.approx(kept, rel=0.1) and mixed.saved_bytes < full.saved_bytes

@@ -6,6 +6,7 @@ import dataclasses
 import struct
 
 import pytest
+from torch.optim import AdamW
 
 from pipeline.ir.codec import decode, encode
 from pipeline.ir.graph import OpGraph
@@ -13,7 +14,7 @@ from pipeline.ir.profile import Profile, Step
 from stages.profile.by_table import profile_graph
 from stages.profile.picture import COLORS, SAMPLES, TOP_MODULES, describe, draw, draw_nothing, table
 from stages.profile.run import MODULES, PICTURE, figures, make_profile, write_pictures
-from stages.profile.step import StepProfile, adamw, profile_step
+from stages.profile.step import StepProfile, profile_step
 from stages.profile.timeline import CLASSES
 from tests.graphs import SILENT, gpt_graph, mlp_graph
 
@@ -31,7 +32,7 @@ def made(request) -> tuple[OpGraph, StepProfile, Step]:
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return make_profile(gpt_graph(), "cuda", "amp", adamw, SILENT)[0]
+    return make_profile(gpt_graph(), "cuda", "amp", AdamW, SILENT)[0]
 
 
 def size_of(png: bytes) -> tuple[int, int]:

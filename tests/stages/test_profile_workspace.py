@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from pipeline.ir.profile import Kernel
+from stages.profile.device import workspace_bytes
 from stages.profile.run import make_profile
-from stages.profile.step import adamw
-from stages.profile.workspace import workspace_bytes
 from tests.graphs import trace
 
 BATCH = 256
@@ -70,7 +69,7 @@ def test_a_gpu_in_half_precision_has_it_at_its_peak_and_no_other_device():
     graph = trace(Images(), {"x": torch.randn(4, 3, 32, 32)})
     found = {}
     for device, precision in (("cuda", "amp"), ("cuda", "fp32"), ("cpu", "amp")):
-        profile, _ = make_profile(graph, device, precision, adamw, logging.getLogger())
+        profile, _ = make_profile(graph, device, precision, torch.optim.AdamW, logging.getLogger())
         convolutions = [op.name for op in graph.ops if "conv" in op.target]
         found[device, precision] = [profile.ops[name] for name in convolutions]
         assert len(convolutions) == 2
