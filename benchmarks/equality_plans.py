@@ -18,7 +18,7 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R, S
 from pipeline.ir.plan import Frontier, FrontierPoint, Plan, Prediction, Proof, Region, Sharding
 from pipeline.ir.verify import gathered, verify_graph, verify_sharding
-from pipeline.ops.mesh import graph_strategies
+from pipeline.ops.mesh import op_strategies, view_op
 from pipeline.ops.uneven import uneven_in
 from pipeline.sharding.lowering import with_paths
 from pipeline.tracing.build import fake_mode, to_fake
@@ -231,7 +231,8 @@ def random_cases(count: int, meshes: list[tuple[int, ...]], seed: int = 0) -> It
 
 @cache
 def _options(sizes: tuple[int, ...]) -> dict:
-    return graph_strategies(graph_of(GPT), sizes)
+    graph = graph_of(GPT)
+    return {op.name: op_strategies(view_op(graph, op), sizes) for op in graph.ops}
 
 
 def _random_plan(graph: OpGraph, sizes: tuple[int, ...], draw: random.Random) -> Plan:

@@ -10,10 +10,9 @@ from math import prod
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Plan, Prediction, Sharding
-from pipeline.ops.mesh import graph_strategies
 from pipeline.sharding.lowering import with_paths
 from tests import plans
-from tests.graphs import preset
+from tests.graphs import graph_strategies, preset
 from tests.meshes import mesh, random_layout
 
 _graph_strategies = cache(lambda model, sizes: graph_strategies(plans.graph_of(model), sizes))

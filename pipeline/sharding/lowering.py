@@ -228,6 +228,6 @@ def with_paths(graph: OpGraph, sharding: Sharding, cluster: Cluster) -> Sharding
         share = gathered_share(graph, value.name)
         own = paths.setdefault(share, Paths(cluster.axes, cluster.compute, share))
         path = own.cheapest(*ends, value.type.shape, value.type.nbytes, value.grad)
-        if len(path.steps) > 1:
+        if len(path.layouts) > 2:
             found[path_name(value.name, *ends)] = path.layouts[1:-1]
     return replace(sharding, paths=found)

@@ -13,12 +13,11 @@ from pipeline.ir.graph import Args, Link, Op, OpGraph, Ref, Role, Value
 from pipeline.ir.layout import Layout, R
 from pipeline.ir.plan import Plan, Prediction, Region, Sharding
 from pipeline.ir.program import Call, Convert, Step, Tensor
-from pipeline.ops.mesh import graph_strategies
 from pipeline.sharding.conversions import gathered_share, gathered_together
 from pipeline.sharding.lowering import lower, with_paths
 from pipeline.sharding.paths import Paths
 from stages.codegen.module import write_module
-from tests.graphs import gpt_graph, mlp_graph, preset, profile_of
+from tests.graphs import gpt_graph, graph_strategies, mlp_graph, preset, profile_of
 from tests.meshes import mesh
 from tests.one_op import example, t
 
