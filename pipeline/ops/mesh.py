@@ -80,13 +80,13 @@ def _with_axis(
             local[piece] = strategies(rule, piece, sizes[-1])
         for second in local[piece]:
             both = _nested(first, second, sizes)
+            # No further axis splits the padded pieces that one has left of a dim.
             if both is not None and (not view.uneven or _holds(view, both, sizes)):
                 found.setdefault((both.inputs, both.outputs), both)
     return tuple(found.values())
 
 
 def _holds(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> bool:
-    """Whether no further axis splits the padded pieces that one has left of a dim."""
     layouts = zip((*view.inputs, *view.outputs), (*strategy.inputs, *strategy.outputs), strict=True)
     return all(layout.holds(kind.shape, sizes) for kind, layout in layouts)
 

@@ -50,7 +50,7 @@ class Paths:
         self.gathering = axes if share == 1.0 else tuple(_joined(axis, share) for axis in axes)
         self.sizes = tuple(axis.size for axis in axes)
         self._found: dict[tuple[Layout, Layout, tuple[int, ...], int, bool], Path] = {}
-        self._spaces: dict[tuple[tuple[tuple[Spot, ...], ...], Uneven, int, bool], _Space] = {}
+        self._spaces: dict[tuple[tuple[tuple[Spot, ...], ...], Uneven, int, bool], Space] = {}
         self._costs: dict[tuple[int, str, str, int, bool], int] = {}
         self._ways: dict[tuple[int, int, bool], dict[tuple[str, str], int]] = {}
 
@@ -62,7 +62,7 @@ class Paths:
                     raise ValueError(f"no path {source} -> {target}: {layout} does not fit {shape} on {self.sizes}")
             ends = source, target
             spots, uneven = spots_between(ends, shape, grad, self.sizes), uneven_at(ends, shape, self.sizes)
-            space = self._spaces.setdefault((spots, uneven, nbytes, grad), _Space(self, spots, uneven, nbytes, grad))
+            space = self._spaces.setdefault((spots, uneven, nbytes, grad), Space(self, spots, uneven, nbytes, grad))
             layouts = _search(space, source, target)
             steps = [self.step(before, after, nbytes, grad) for before, after in pairwise(layouts)]
             total = Seconds(sum(step.forward for step in steps), sum(step.backward for step in steps))
@@ -108,7 +108,7 @@ def _joined(axis: Axis, share: float) -> Axis:
     return replace(axis, links=axis.links | own)
 
 
-class _Space:
+class Space:
     """The layouts that a search may visit, and the steps between them: shared by all searches between like layouts."""
 
     def __init__(
@@ -117,12 +117,12 @@ class _Space:
         self.paths, self.sizes, self.spots, self.uneven = paths, paths.sizes, spots, uneven
         self.nbytes, self.grad = nbytes, grad
         self.kinds = [tuple("S" if isinstance(spot, Place) else spot for spot in own) for own in spots]
+        self.numbers = [{spot: number for number, spot in enumerate(own)} for own in spots]
         self._steps: dict[Node, list[tuple[Node, int]]] = {}
 
     def node(self, layout: Layout) -> Node:
         places = layout.places(self.sizes)
-        spots = (places.get(axis, state.kind) for axis, state in enumerate(layout.states))
-        return tuple(self.spots[axis].index(spot) for axis, spot in enumerate(spots))
+        return tuple(self.numbers[a][places.get(a, state.kind)] for a, state in enumerate(layout.states))
 
     def layout(self, node: Node) -> Layout:
         spots = [self.spots[axis][number] for axis, number in enumerate(node)]
@@ -156,7 +156,7 @@ class _Space:
         return [0 if number == goal else ways[kind, kinds[goal]] for number, kind in enumerate(kinds)]
 
 
-def _search(space: _Space, source: Layout, target: Layout) -> tuple[Layout, ...]:
+def _search(space: Space, source: Layout, target: Layout) -> tuple[Layout, ...]:
     """A* from one layout to the other."""
     start, goal = space.node(source), space.node(target)
     least = [space.remaining(axis, number) for axis, number in enumerate(goal)]

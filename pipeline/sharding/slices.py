@@ -15,7 +15,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
-from pipeline.ir.graph import Op, OpGraph, Role, TensorType, Value
+from pipeline.ir.graph import Op, OpGraph, Role, TensorType
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Compiled, CompiledWay, OpCost, Profile
 from pipeline.sharding.lowering import home_layouts
@@ -83,13 +83,9 @@ def fits(graph: OpGraph, sharding: Sharding, sizes: tuple[int, ...], slices: tup
         divides(name, part)
         for part in {Fraction(samples, sum(slices)) for samples in slices}
         for name in _depending(graph)
-        if _leads(graph.values[name], part)
+        # Where it is not the first dim that is cut, that need not be the batch.
+        if (shape := graph.values[name].type.shape) and shape[0] % part.denominator == 0
     )
-
-
-def _leads(value: Value, part: Fraction) -> bool:
-    """Whether it is the first dim that is cut: where it is another, that need not be the batch."""
-    return bool(value.type.shape) and value.type.shape[0] % part.denominator == 0
 
 
 def _depending(graph: OpGraph) -> set[str]:
