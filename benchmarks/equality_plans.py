@@ -35,6 +35,7 @@ from stages.solve.problem.families import Families, Parallel
 from stages.solve.problem.storage import Way, storage_choices
 from stages.solve.search.decomposition import fastest
 from stages.solve.search.restricted import restrict
+from tests.unpipelined import whole_plan
 
 COPIES, MEMORY, SECONDS = 2.0, 4 * 10**9, 5.0
 TIGHT = 0.6  # of what the solver's plan needs beyond what stays, where it is to recompute
@@ -263,7 +264,7 @@ def _random_plan(graph: OpGraph, sizes: tuple[int, ...], draw: random.Random) ->
     sharding = with_paths(graph, replace(sharding, regathered=again), cluster)
     axes = tuple((axis.name, axis.size) for axis in cluster.axes)
     regions = _any_regions(0, len(graph.chain) - 1, draw, draw.randint(0, 2))
-    return Plan.whole(axes, "cpu", 0, sharding, regions, Prediction(*[0] * 7), draw.choice([1, 1, 2]))
+    return whole_plan(axes, "cpu", 0, sharding, regions, Prediction(*[0] * 7), draw.choice([1, 1, 2]))
 
 
 def _any_input(shape: tuple[int, ...], sizes: tuple[int, ...], draw: random.Random) -> Layout:

@@ -12,7 +12,7 @@ from pipeline.cost.step import Workload
 from pipeline.ir.cluster import COLLECTIVES, NO_HOST, Axis, Cluster, Compute, Curve, LinkCost
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R
-from pipeline.ir.plan import Plan, Prediction, Sharding, Strategy
+from pipeline.ir.plan import Prediction, Sharding, Strategy
 from pipeline.ir.profile import Compiled, as_run
 from stages.checkpoint.recompute import rotor, schedule
 from stages.checkpoint.recompute.fit_budget import fastest_within
@@ -22,6 +22,7 @@ from stages.checkpoint.recompute.simulate import simulate
 from stages.codegen.module import write_module
 from stages.profile.run import make_profile
 from stages.profile.step import adamw
+from tests.unpipelined import whole_plan
 
 
 class Planner:
@@ -52,7 +53,7 @@ class Planner:
         outcome = simulate(chain, found.sequence)
         nothing = Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
         regions = self.linear.regions(found.regions)
-        plan = Plan.whole((("d0", 1),), "cuda", budget, self.sharding, regions, nothing)
+        plan = whole_plan((("d0", 1),), "cuda", budget, self.sharding, regions, nothing)
         plan = replace(plan, released=self.released)
         text = write_module(self.graph, plan)
         return {

@@ -14,6 +14,7 @@ from pipeline.sharding.lowering import with_paths
 from tests import plans
 from tests.graphs import graph_strategies, preset
 from tests.meshes import mesh, random_layout
+from tests.unpipelined import whole_plan
 
 _graph_strategies = cache(lambda model, sizes: graph_strategies(plans.graph_of(model), sizes))
 
@@ -48,4 +49,4 @@ def plan_of(graph: OpGraph, sharding: Sharding, regions, sizes: tuple[int, ...])
     axes = mesh(*sizes)
     sharding = with_paths(graph, sharding, replace(preset(), axes=axes))
     named = tuple((axis.name, axis.size) for axis in axes)
-    return Plan.whole(named, "cpu", 0, sharding, regions, Prediction(*[0] * 7))
+    return whole_plan(named, "cpu", 0, sharding, regions, Prediction(*[0] * 7))

@@ -44,9 +44,7 @@ def sliced(graph: OpGraph, profile: Profile, slices: tuple[int, ...]) -> tuple[O
         for name, value in graph.values.items()
     }
     costs = {
-        op.name: _scaled(cost, _parameter_bytes(graph, op), count, largest) if cut & set(op.outputs) else cost
-        for op in graph.ops
-        for cost in (profile.ops[op.name],)
+        op.name: _scaled(graph, op, profile.ops[op.name], count, largest) for op in graph.ops if cut & set(op.outputs)
     }
     kernels = replace(profile.kernels, slices=count) if profile.kernels else None
     compiled = profile.compiled and _compiled_for(profile.compiled, count, largest, known=kernels is not None)
@@ -104,13 +102,10 @@ def _cut(kind: TensorType, part: Fraction) -> TensorType:
     return kind
 
 
-def _parameter_bytes(graph: OpGraph, op: Op) -> int:
-    read = (graph.values[name] for name in dict.fromkeys(op.inputs))
-    return sum(value.type.nbytes for value in read if value.role is Role.PARAMETER)
-
-
-def _scaled(cost: OpCost, parameters: int, count: int, largest: Fraction) -> OpCost:
+def _scaled(graph: OpGraph, op: Op, cost: OpCost, count: int, largest: Fraction) -> OpCost:
     """Bytes that are moved are those of the mean, bytes that are held those of the largest."""
+    read = (graph.values[name] for name in dict.fromkeys(op.inputs))
+    parameters = sum(value.type.nbytes for value in read if value.role is Role.PARAMETER)
 
     def part(nbytes: int, share: Fraction, whole: int = parameters) -> int:
         kept = min(nbytes, whole)
