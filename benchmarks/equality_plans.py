@@ -18,7 +18,7 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R, S
 from pipeline.ir.plan import Frontier, FrontierPoint, Plan, Prediction, Proof, Region, Sharding
 from pipeline.ir.verify import gathered, verify_graph, verify_sharding
-from pipeline.ops.mesh import graph_strategies
+from pipeline.ops.mesh import op_strategies, view_op
 from pipeline.ops.uneven import uneven_in
 from pipeline.sharding.lowering import with_paths
 from pipeline.tracing.build import fake_mode, to_fake
@@ -35,6 +35,7 @@ from stages.solve.problem.families import Families, Parallel
 from stages.solve.problem.storage import Way, storage_choices
 from stages.solve.search.decomposition import fastest
 from stages.solve.search.restricted import restrict
+from tests.unpipelined import whole_plan
 
 COPIES, MEMORY, SECONDS = 2.0, 4 * 10**9, 5.0
 TIGHT = 0.6  # of what the solver's plan needs beyond what stays, where it is to recompute
@@ -231,7 +232,8 @@ def random_cases(count: int, meshes: list[tuple[int, ...]], seed: int = 0) -> It
 
 @cache
 def _options(sizes: tuple[int, ...]) -> dict:
-    return graph_strategies(graph_of(GPT), sizes)
+    graph = graph_of(GPT)
+    return {op.name: op_strategies(view_op(graph, op), sizes) for op in graph.ops}
 
 
 def _random_plan(graph: OpGraph, sizes: tuple[int, ...], draw: random.Random) -> Plan:
@@ -262,7 +264,7 @@ def _random_plan(graph: OpGraph, sizes: tuple[int, ...], draw: random.Random) ->
     sharding = with_paths(graph, replace(sharding, regathered=again), cluster)
     axes = tuple((axis.name, axis.size) for axis in cluster.axes)
     regions = _any_regions(0, len(graph.chain) - 1, draw, draw.randint(0, 2))
-    return Plan.whole(axes, "cpu", 0, sharding, regions, Prediction(*[0] * 7), draw.choice([1, 1, 2]))
+    return whole_plan(axes, "cpu", 0, sharding, regions, Prediction(*[0] * 7), draw.choice([1, 1, 2]))
 
 
 def _any_input(shape: tuple[int, ...], sizes: tuple[int, ...], draw: random.Random) -> Layout:

@@ -9,10 +9,11 @@ from pathlib import Path
 from pipeline.base import artifacts
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Plan, Region, Sharding
+from pipeline.ir.plan import Region, Sharding
 from pipeline.ir.verify import verify_sharding
 from pipeline.ops.uneven import uneven_in
 from pipeline.sharding.lowering import with_paths
+from tests.unpipelined import whole_plan
 
 LAYER = re.compile(r"(?<=\blayers\.)\d+")
 
@@ -27,7 +28,7 @@ def save_deep_plan(shallow: Path, deep: Path, layers: int) -> None:
     sharding = with_paths(graph.body, sharding, cluster.part(named))
     verify_sharding(graph.body, sharding, plan.sizes, uneven_in(graph.body).spots)
     regions = in_pairs(len(graph.body.chain))
-    body = Plan.whole(plan.axes, plan.device, plan.budget_bytes, sharding, regions, plan.prediction)
+    body = whole_plan(plan.axes, plan.device, plan.budget_bytes, sharding, regions, plan.prediction)
     artifacts.save(artifacts.make("plan", body, [graph], {}), deep)
 
 

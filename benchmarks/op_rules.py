@@ -26,7 +26,7 @@ from benchmarks.measure_steps import image, locate, text
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Strategy
 from pipeline.ops.dims import strategies
-from pipeline.ops.mesh import followers, graph_strategies, view_op
+from pipeline.ops.mesh import followers, op_strategies, view_op
 from pipeline.ops.table import rule_of, table
 from pipeline.tracing.build import fake_mode, to_fake
 from pipeline.tracing.chain import find_chain
@@ -88,7 +88,7 @@ def on_a_mesh() -> dict[str, float]:
     """All strategies of all ops of GPT-2 XL on a mesh of two axes, and which ops follow another. Bar: 5 s."""
     graph = trace("transformers.GPT2LMHeadModel", XL, text(8, 1024, 50257))
     start = time.perf_counter()
-    options = graph_strategies(graph, MESH)
+    options = {op.name: op_strategies(view_op(graph, op), MESH) for op in graph.ops}
     following = followers(graph, options)
     seconds = time.perf_counter() - start
     count = sum(map(len, options.values()))

@@ -14,7 +14,7 @@ from benchmarks.recompute_plans import unsplit
 from pipeline.cost.step import Workload
 from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Curve, LinkCost
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Plan, Prediction, Region, Sharding
+from pipeline.ir.plan import Prediction, Region, Sharding
 from pipeline.ir.profile import as_run
 from pipeline.sharding.lowering import with_paths
 from pipeline.tracing.chain import find_chain
@@ -28,6 +28,7 @@ from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.families import Families, named
 from stages.solve.search.decomposition import fastest
 from stages.solve.search.restricted import restrict
+from tests.unpipelined import whole_plan
 
 SEARCH_S = 20.0
 FAMILIES = {"ddp": "DDP", "zero3": "ZeRO-3", "tensor": "tensor"}
@@ -68,6 +69,6 @@ def two_processes() -> Cluster:
 def _text(graph: OpGraph, sharding: Sharding, ranks: int) -> str:
     profile, _ = make_profile(graph, "cpu", "fp32", AdamW, logging.getLogger())
     regions = tuple(Region(number, number, False, ()) for number in range(len(graph.chain)))
-    plan = Plan.whole((("d0", ranks),), "cpu", 0, sharding, regions, Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0))
+    plan = whole_plan((("d0", ranks),), "cpu", 0, sharding, regions, Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0))
     plan = replace(plan, released=released(as_run(graph, profile.types), profile))
     return write_module(graph, plan)

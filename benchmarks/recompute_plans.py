@@ -14,7 +14,7 @@ from pipeline.cost.step import Workload
 from pipeline.ir.cluster import COLLECTIVES, NO_HOST, Axis, Cluster, Compute, Curve, LinkCost
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout, R
-from pipeline.ir.plan import Plan, Prediction, Sharding, Strategy
+from pipeline.ir.plan import Prediction, Sharding, Strategy
 from pipeline.ir.profile import Compiled, as_run
 from stages.checkpoint.recompute import rotor, schedule
 from stages.checkpoint.recompute.fit_budget import fastest_within
@@ -23,6 +23,7 @@ from stages.checkpoint.recompute.released import released
 from stages.checkpoint.recompute.simulate import simulate
 from stages.codegen.module import write_module
 from stages.profile.run import make_profile
+from tests.unpipelined import whole_plan
 
 
 class Planner:
@@ -53,7 +54,7 @@ class Planner:
         outcome = simulate(chain, found.sequence)
         nothing = Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
         regions = self.linear.regions(found.regions)
-        plan = Plan.whole((("d0", 1),), "cuda", budget, self.sharding, regions, nothing)
+        plan = whole_plan((("d0", 1),), "cuda", budget, self.sharding, regions, nothing)
         plan = replace(plan, released=self.released)
         text = write_module(self.graph, plan)
         return {

@@ -15,11 +15,12 @@ from pipeline.config.schema import ClusterSource, Device
 from pipeline.cost.step import Workload
 from pipeline.ir.cluster import Cluster, Mesh
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Frontier, Plan
+from pipeline.ir.plan import Frontier, Plan, Strategy
 from pipeline.ir.profile import Profile
 from pipeline.ir.verify import verify_graph
 from pipeline.models.gpt import GPT
 from pipeline.models.mlp import MLP
+from pipeline.ops.mesh import op_strategies, view_op
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.export import export_loss
 from pipeline.tracing.lower import lower
@@ -172,3 +173,7 @@ def plan_of(
     settings = Checkpoint(recompute=Recompute(recompute))
     candidates = [evaluate(graph, profile, cluster, frontier, i, settings) for i in range(len(frontier.points))]
     return choose(candidates, cluster, frontier, "conf/solve/test.yaml: memory_budget_gb")
+
+
+def graph_strategies(graph: OpGraph, sizes: tuple[int, ...]) -> dict[str, tuple[Strategy, ...]]:
+    return {op.name: op_strategies(view_op(graph, op), sizes) for op in graph.ops}

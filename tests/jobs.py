@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config.schema import Train, _plain
+from pipeline.config.schema import Train
+from pipeline.ir.codec import encode
 
 
 def train_settings(**given: Any) -> dict[str, Any]:
     required = {"steps": 1, "micro_batches": 1, "seed": 0, "optimizer": {}}
-    return {**_plain(Train(**required)), **given}
+    return {**encode(Train(**required)), **given}

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline import runtime
 from pipeline.runtime.programs.mesh import axis_of, joined, set_mesh
 from pipeline.runtime.programs.parameters import piece_of
-from pipeline.sharding.paths import cheapest_path
+from pipeline.sharding.paths import Paths
 from tests.graphs import preset
 from tests.meshes import At, check, convert, distribute, everywhere, mesh, own_piece, random_layout
 from tests.pieces import FORWARD, GRADIENT
@@ -66,7 +66,7 @@ def check_path(sizes: tuple[int, ...], seed: int) -> str:
     torch.default_generator.manual_seed(seed)
     draw, places = random.Random(seed), everywhere(sizes)
     source, target = random_layout(draw, SHAPE, sizes), random_layout(draw, SHAPE, sizes)
-    path = cheapest_path(source, target, SHAPE, 8 * prod(SHAPE), True, mesh(*sizes), preset().compute)
+    path = Paths(mesh(*sizes), preset().compute).cheapest(source, target, SHAPE, 8 * prod(SHAPE), True)
     whole, gradient = torch.randn(2, *SHAPE, dtype=torch.float64)
     at = places[dist.get_rank()]
     x = distribute(whole, source, sizes, FORWARD)[at].requires_grad_()

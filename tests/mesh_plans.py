@@ -10,11 +10,11 @@ from math import prod
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Plan, Prediction, Sharding
-from pipeline.ops.mesh import graph_strategies
 from pipeline.sharding.lowering import with_paths
 from tests import plans
-from tests.graphs import preset
+from tests.graphs import graph_strategies, preset
 from tests.meshes import mesh, random_layout
+from tests.unpipelined import whole_plan
 
 _graph_strategies = cache(lambda model, sizes: graph_strategies(plans.graph_of(model), sizes))
 
@@ -49,4 +49,4 @@ def plan_of(graph: OpGraph, sharding: Sharding, regions, sizes: tuple[int, ...])
     axes = mesh(*sizes)
     sharding = with_paths(graph, sharding, replace(preset(), axes=axes))
     named = tuple((axis.name, axis.size) for axis in axes)
-    return Plan.whole(named, "cpu", 0, sharding, regions, Prediction(*[0] * 7))
+    return whole_plan(named, "cpu", 0, sharding, regions, Prediction(*[0] * 7))

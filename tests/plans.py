@@ -54,6 +54,7 @@ from tests import skips
 from tests.graphs import preset, solve_settings
 from tests.made import made_once
 from tests.ranks import AXIS
+from tests.unpipelined import whole_plan
 
 T = TypeVar("T")
 
@@ -221,7 +222,7 @@ def graph_of(model: str) -> OpGraph:
 
 
 def plan_of(sharding: Sharding, regions: tuple[Region, ...], ranks: int) -> Plan:
-    return Plan.whole(((AXIS, ranks),), "cpu", 0, sharding, regions, Prediction(*[0] * 7))
+    return whole_plan(((AXIS, ranks),), "cpu", 0, sharding, regions, Prediction(*[0] * 7))
 
 
 def options_of(graph: OpGraph, ranks: int) -> dict[str, tuple[Strategy, ...]]:

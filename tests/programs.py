@@ -18,6 +18,7 @@ from stages.codegen.module import write_module
 from tests.graphs import GRAPHS, gpt, gpt_batch, mlp, mlp_batch, trace
 from tests.made import made_once
 from tests.skips import Ladder, Shared, UNet, images, sequences
+from tests.unpipelined import whole_plan
 
 
 def kept(graph: OpGraph) -> tuple[Region, ...]:
@@ -66,7 +67,7 @@ SCHEDULES = {"kept": kept, "nested": nested, "everything": everything, "threes":
 
 def plan_for(graph: OpGraph, sharding: Sharding, devices: int, regions=None) -> Plan:
     nothing = Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
-    return Plan.whole((("d0", devices),), "cpu", 0, sharding, regions or kept(graph), nothing)
+    return whole_plan((("d0", devices),), "cpu", 0, sharding, regions or kept(graph), nothing)
 
 
 def uniform(graph: OpGraph, devices: int, split: bool = True) -> Sharding:

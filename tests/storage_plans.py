@@ -12,11 +12,10 @@ from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.layout import B, Layout, R, S, State
 from pipeline.ir.plan import Plan, Region, Strategy
 from pipeline.ir.profile import Profile
-from pipeline.ops.mesh import graph_strategies
 from stages.profile.run import make_profile
 from stages.solve.problem.storage import Stored, Way, storage_choices
 from tests import mesh_plans, plans
-from tests.graphs import SILENT, preset
+from tests.graphs import SILENT, graph_strategies, preset
 from tests.meshes import mesh
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pipeline.ir.graph import Role
 from pipeline.ir.layout import Layout, R, S
 from pipeline.ir.plan import Plan, Region
-from pipeline.ops.mesh import graph_strategies
 from stages.solve.problem.storage import Stored, Way
 from tests import mesh_plans, plans
+from tests.graphs import graph_strategies
 from tests.storage_plans import follow
 
 MODEL = "uneven"

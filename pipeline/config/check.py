@@ -13,7 +13,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -33,10 +33,9 @@ class FieldType:
 
 
 def kind_of(hint: Any) -> FieldType:
-    optional = False
-    if isinstance(hint, types.UnionType):
+    optional = isinstance(hint, types.UnionType)
+    if optional:
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-        optional = True
     arguments = typing.get_args(hint)
     return FieldType(typing.get_origin(hint) or hint, optional, arguments[-1] if arguments else None)
 
@@ -60,12 +59,14 @@ def span(rule: KeyRule, kind: Any = float) -> str:
 
     if rule.at_least is not None and rule.at_most is not None:
         return f"from {show(rule.at_least)} to {show(rule.at_most)}"
-    return " and ".join(f"{sign} {show(bound)}" for sign, bound in _bounds(rule))
+    return " and ".join(f"{sign} {show(bound)}" for sign, (_, bound) in _bounds(rule).items())
 
 
-def _bounds(rule: KeyRule) -> list[tuple[str, float]]:
-    bounds = ((">=", rule.at_least), (">", rule.above), ("<=", rule.at_most), ("<", rule.below))
-    return [(sign, bound) for sign, bound in bounds if bound is not None]
+def _bounds(rule: KeyRule) -> dict[str, tuple[Callable[[float, float], bool], float]]:
+    """Sign -> what it says of a value and the bound."""
+    signs = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+    bounds = zip(signs.items(), (rule.at_least, rule.above, rule.at_most, rule.below), strict=True)
+    return {sign: (holds, bound) for (sign, holds), bound in bounds if bound is not None}
 
 
 def expected(kind: FieldType, rule: KeyRule) -> str:
@@ -120,7 +121,10 @@ def _check_value(value: Any, kind: FieldType, rule: KeyRule, source: Source, key
     elif dataclasses.is_dataclass(kind.type):
         yield from check(typing.cast(type, kind.type), value, source, key)
     elif rule.form is ValueForm.BY_NAME:
-        yield from _check_by_name(value, kind, rule, source, key)
+        for name, item in value.items():
+            if not _is_name(name):
+                yield source.error((*key, name), "is not an argument name", "use letters, digits and '_'")
+            yield from _check_value(item, kind_of(kind.item), KeyRule(rule.help), source, (*key, name))
     elif rule.form in _FORMS:
         yield from _FORMS[rule.form](value, source, key)
     elif kind.type is list:
@@ -141,18 +145,15 @@ def _fits(value: Any, kind: FieldType, rule: KeyRule) -> bool:
         return isinstance(value, kind.type) and len(value) > 0
     if kind.type in (int, float):
         accepted = (int,) if kind.type is int else (int, float)
-        return isinstance(value, accepted) and not isinstance(value, bool) and _in_range(value, rule)
+        number = isinstance(value, accepted) and not isinstance(value, bool)
+        finite = number and (isinstance(value, int) or math.isfinite(value))
+        return finite and all(holds(value, bound) for holds, bound in _bounds(rule).values())
     if kind.type is bool:
         return isinstance(value, bool)
     if kind.type is str:
         return isinstance(value, str) and value.strip() != ""
     assert issubclass(kind.type, Enum), kind
     return isinstance(value, str) and value in kind.type.__members__
-
-
-def _in_range(value: float, rule: KeyRule) -> bool:
-    finite = isinstance(value, int) or math.isfinite(value)
-    return finite and all(_SIGNS[sign](value, bound) for sign, bound in _bounds(rule))
 
 
 def _mismatch(value: Any, kind: FieldType, rule: KeyRule, source: Source, key: Key) -> ConfigError:
@@ -200,15 +201,6 @@ def _check_plain(value: Any, source: Source, key: Key) -> Iterator[ConfigError]:
             yield from _check_plain(item, source, (*key, part))
 
 
-def _check_by_name(
-    value: dict[str, Any], kind: FieldType, rule: KeyRule, source: Source, key: Key
-) -> Iterator[ConfigError]:
-    for name, item in value.items():
-        if not _is_name(name):
-            yield source.error((*key, name), "is not an argument name", "use letters, digits and '_'")
-        yield from _check_value(item, kind_of(kind.item), KeyRule(rule.help), source, (*key, name))
-
-
 def _check_sizes(value: dict[str, Any], source: Source, key: Key) -> Iterator[ConfigError]:
     for name, size in value.items():
         if size is not UNREAD and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
@@ -238,7 +230,6 @@ def _check_dims(value: dict[str, Any], source: Source, key: Key) -> Iterator[Con
             yield source.error(inner, f"got {shown(line)}, expected a line of dims such as 'b n, n -> b n'")
 
 
-_SIGNS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 _FORMS = {
     ValueForm.TARGET: _check_target,
     ValueForm.DIMS: _check_dims,

@@ -33,13 +33,9 @@ NAMED = "one of solve, gpipe, 1f1b, interleaved, zero_bubble"
 
 def check_cluster(cluster: ClusterSettings, source: Source) -> Iterator[ConfigError]:
     """A cluster that is measured says who takes part; one that is not measured is described in full."""
-    if cluster.source is ClusterSource.probe:
-        yield from _check_hosts_to_measure(cluster, source)
-    else:
+    if cluster.source is not ClusterSource.probe:
         yield from list(_check_hosts_described(cluster, source)) or _check_figures(cluster, source)
-
-
-def _check_hosts_to_measure(cluster: ClusterSettings, source: Source) -> Iterator[ConfigError]:
+        return
     if cluster.nodes > 1 or cluster.per_host:
         key = "per_host" if cluster.per_host else "nodes"
         yield source.error((key,), "'probe' counts the hosts that join", "name them in `probe.hosts`")
@@ -140,39 +136,26 @@ def _check_last(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
         yield source_of("checkpoint").error(("recompute",), reason, LAST_ALONE)
 
 
-def _check_schedule(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
-    schedule, steps = config.train.schedule, config.train.steps
-    key = ("schedule", "until")
-    if schedule.decay is Decay.none:
-        if schedule.until is not None:
-            yield source_of("train").error(key, "is not read with `decay: none`", "set `decay` to linear or cosine")
-        return
-    until = steps if schedule.until is None else schedule.until
-    if until <= schedule.warm_up:
+def _check_train(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
+    train, schedule = config.train, config.train.schedule
+    until = train.steps if schedule.until is None else schedule.until
+    if schedule.decay is Decay.none and schedule.until is not None:
+        reason, remedy = "is not read with `decay: none`", "set `decay` to linear or cosine"
+        yield source_of("train").error(("schedule", "until"), reason, remedy)
+    elif schedule.decay is not Decay.none and until <= schedule.warm_up:
         what = "`steps`" if schedule.until is None else "`until`"
         reason = f"got {schedule.warm_up}, and by {what} the decay ends at step {until}"
         yield source_of("train").error(("schedule", "warm_up"), reason, "warm up over fewer steps")
-
-
-def _check_evaluate(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
-    if config.train.evaluate.every and config.data.held_out is None:
+    if train.evaluate.every and config.data is not None and config.data.held_out is None:
         file = f"conf/data/{config.choices['data']}.yaml"
-        reason = f"got {config.train.evaluate.every}, and {file} has no `held_out` data"
+        reason = f"got {train.evaluate.every}, and {file} has no `held_out` data"
         yield source_of("train").error(("evaluate", "every"), reason, "give it `held_out`, or set 0 here")
-
-
-def _check_trace(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
-    step, steps = config.train.trace_step, config.train.steps
-    if step is not None and step >= steps:
-        reason = f"got {step}, and the {steps} steps are counted from 0"
+    if train.trace_step is not None and train.trace_step >= train.steps:
+        reason = f"got {train.trace_step}, and the {train.steps} steps are counted from 0"
         yield source_of("train").error(("trace_step",), reason, "set it to an earlier step, or null")
-
-
-def _check_batch_norm(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
-    """The other engines run the user's own module, whose batch norms do as torch has them."""
-    engine = config.train.engine
-    if config.train.batch_norm is BatchNorm.deferred and engine is not TrainEngine.planned:
-        reason = f"'deferred' is for the plan's program, and `engine` is {engine.value}"
+    # The other engines run the user's own module, whose batch norms do as torch has them.
+    if train.batch_norm is BatchNorm.deferred and train.engine is not TrainEngine.planned:
+        reason = f"'deferred' is for the plan's program, and `engine` is {train.engine.value}"
         yield source_of("train").error(("batch_norm",), reason, "set it to exact, or `engine: planned`")
 
 
@@ -181,8 +164,5 @@ CHECKS = (
     (_check_mesh, ("solve", "checkpoint")),
     (_check_pieces, ("solve", "checkpoint")),
     (_check_last, ("checkpoint", "train")),
-    (_check_schedule, ("train",)),
-    (_check_evaluate, ("train", "data")),
-    (_check_trace, ("train",)),
-    (_check_batch_norm, ("train",)),
+    (_check_train, ("train",)),
 )

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
 from pipeline.base.errors import ConfigError, Mistakes, ShardwrightError, refuse, shown, suggestion
 from pipeline.config.load import ROOT_FILE, build, choices_remedy, choose, group_file, load_config
 from pipeline.config.schema import GROUPS, Config, Experiment, Root, SweepSettings
@@ -135,8 +138,10 @@ class _Edit:
         self.placed.append((name, ".".join(path), value))
         raw = self.changed[name] if name in self.changed else read_bytes(self.root, name)
         refuse(parse(name, (), raw).broken)  # our own errors, with line and column, before ruamel's
-        document = _load(name, raw)
-        place = document
+        try:
+            document = place = _yaml().load(raw.decode("utf-8"))
+        except (YAMLError, ValueError) as error:
+            raise ConfigError("the file cannot be edited: " + str(error).splitlines()[0], where=name) from error
         for part in path[:-1]:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
@@ -145,7 +150,9 @@ class _Edit:
         if path[-1] in place and _same(before, value):
             return
         place[path[-1]] = value
-        self.changed[name] = _dump(document)
+        written = io.BytesIO()
+        _yaml().dump(document, written)
+        self.changed[name] = written.getvalue()
         old, new = (each if isinstance(each, str) else shown(each) for each in (before, value))
         self.lines.append(f"{name}: {'.'.join(path)}: {old} -> {new}")
 
@@ -171,8 +178,6 @@ def _same(before: Any, value: Any) -> bool:
 
 
 def _yaml() -> Any:
-    from ruamel.yaml import YAML
-
     yaml = YAML()
     yaml.preserve_quotes = True
     yaml.width = 120
@@ -181,21 +186,6 @@ def _yaml() -> Any:
         type(None), lambda writer, _: writer.represent_scalar("tag:yaml.org,2002:null", "null")
     )
     return yaml
-
-
-def _load(name: str, raw: bytes) -> Any:
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        return _yaml().load(raw.decode("utf-8"))
-    except (YAMLError, ValueError) as error:
-        raise ConfigError("the file cannot be edited: " + str(error).splitlines()[0], where=name) from error
-
-
-def _dump(document: Any) -> bytes:
-    buffer = io.BytesIO()
-    _yaml().dump(document, buffer)
-    return buffer.getvalue()
 
 
 def _write(root: Path, changed: dict[str, bytes]) -> None:

@@ -117,8 +117,7 @@ def load_part(root: Path, group: str, name: str, **changed: Any) -> Any:
     """A file of a group that exists, whether it is chosen or not, with some of its keys changed."""
     source = read(root, group_file(group, name), (group,), None)
     part = replace(build(GROUPS[group], source), **changed)
-    if isinstance(part, ClusterSettings):
-        refuse(check_cluster(part, source))
+    refuse(check_cluster(part, source) if isinstance(part, ClusterSettings) else ())
     return part
 
 

@@ -21,20 +21,28 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
+from pipeline.ir.codec import encode
+
 MISSING: Any = "???"  # OmegaConf's mark of a mandatory key; written out so that this module imports nothing slow
 
 MOST_DEVICES = 65536
 AUTO, SOLVE = "auto", "solve"
 
+
+def between(least: float, most: float) -> dict[str, float]:
+    """A range, with both ends."""
+    return {"at_least": least, "at_most": most}
+
+
 # Ranges that several keys have
-DEVICES = {"at_least": 1, "at_most": MOST_DEVICES}
+DEVICES = between(1, MOST_DEVICES)
 GBYTES = {"above": 0, "at_most": 1e6}
 GFLOPS = {"above": 0, "at_most": 1e9}
-US = {"at_least": 0, "at_most": 1e6}  # microseconds
+US = between(0, 1e6)  # microseconds
 SECONDS = {"above": 0, "at_most": 1e7}  # about 115 days: what operating systems accept as a timeout
-SEED = {"at_least": 0, "at_most": 2**63 - 1}
+SEED = between(0, 2**63 - 1)
 SHARE = {"above": 0, "at_most": 1}
-STEPS = {"at_least": 0, "at_most": 10**12}
+STEPS = between(0, 10**12)
 
 
 class ValueForm(Enum):
@@ -109,7 +117,7 @@ class Root:
 
 # ---- conf/model/*.yaml
 
-
+Precision = StrEnum("Precision", ["fp32", "bf16", "amp"])
 DType = StrEnum("DType", ["float32", "float64", "bfloat16", "float16", "int64", "int32", "bool"])
 
 
@@ -117,9 +125,6 @@ DType = StrEnum("DType", ["float32", "float64", "bfloat16", "float16", "int64", 
 class TensorSpec:
     shape: list[int] = setting("Size of every dim of the global batch, batch dim first.", at_least=1)
     dtype: DType = setting("Element type.")
-
-
-Precision = StrEnum("Precision", ["fp32", "bf16", "amp"])
 
 
 @dataclass(frozen=True)
@@ -167,16 +172,14 @@ class Data:
 
 # ---- conf/cluster/*.yaml
 
-
 ClusterSource = StrEnum("ClusterSource", ["probe", "preset", "simulate"])
-
 Device = StrEnum("Device", ["cpu", "cuda"])
 
 
 @dataclass
 class Probe:
     max_message_mb: float = setting("Largest message sent between devices, in MB.", 4.0, above=0, at_most=1024)
-    repeats: int = setting("Times each measurement is repeated; outliers are left out.", 7, at_least=3, at_most=1000)
+    repeats: int = setting("Times each measurement is repeated; outliers are left out.", 7, **between(3, 1000))
     budget_s: float = setting("Seconds for the links: messages grow as far as it allows.", 8.0, **SECONDS)
     timeout_s: float = setting("Seconds after which the probe is given up.", 60.0, **SECONDS)
     hosts: list[str] | None = setting(
@@ -184,10 +187,7 @@ class Probe:
         None,
     )
     port: int = setting(
-        "TCP port of the first host at which the others meet; the next one is used too.",
-        29511,
-        at_least=1024,
-        at_most=65000,
+        "TCP port of the first host at which the others meet; the next one is used too.", 29511, **between(1024, 65000)
     )
     join_s: float = setting("Seconds that hosts have to join.", 60.0, **SECONDS)
 
@@ -217,7 +217,7 @@ class Preset:
     memory_gbytes_per_s: float | None = setting("Memory bandwidth of one device, in GB a second.", None, **GBYTES)
     efficiency: float = setting("Share of the figures above that programs reach.", 1.0, **SHARE)
     processors: int | None = setting(
-        "Multiprocessors of a GPU, over which kernels are spread; null is 132.", None, at_least=1, at_most=100000
+        "Multiprocessors of a GPU, over which kernels are spread; null is 132.", None, **between(1, 100000)
     )
     launch_us: float = setting("Time to start one operator, in microseconds.", 10.0, **US)
     latency_us: float | None = setting("Time of an empty message between two devices, in microseconds.", None, **US)
@@ -233,7 +233,7 @@ class Preset:
     network_gbytes_per_s: float | None = setting(
         "Bandwidth of one host to the others, one direction, all its network cards together.", None, **GBYTES
     )
-    network_cards: int = setting("Network cards of a host: a device alone uses one.", 1, at_least=1, at_most=1024)
+    network_cards: int = setting("Network cards of a host: a device alone uses one.", 1, **between(1, 1024))
     reached: ReachedShares = section(
         "What training steps reach of these figures: read by `python -m stages price` alone (`docs/price.md`).",
         ReachedShares,
@@ -242,7 +242,7 @@ class Preset:
 
 @dataclass
 class Simulate:
-    noise: float = setting("Spread of the simulated measurements, relative.", 0.1, at_least=0, at_most=0.2)
+    noise: float = setting("Spread of the simulated measurements, relative.", 0.1, **between(0, 0.2))
     seed: int = setting("Seed of that noise.", 0, **SEED)
 
 
@@ -285,13 +285,9 @@ class ClusterSettings:
 
 # ---- conf/solve/*.yaml
 
-
 Backend = StrEnum("Backend", ["glpk", "highs"])
-
 Search = StrEnum("Search", ["ilp", "dp", "mcmc", "large"])
-
 Only = StrEnum("Only", ["any", "data", "zero", "tensor", "sequence"])
-
 PlanUse = StrEnum("PlanUse", ["start", "as_is"])
 
 
@@ -303,7 +299,7 @@ class Solve:
     )
     time_limit_s: float = setting("Seconds for one solve.", 60.0, **SECONDS)
     gap: float = setting("Relative gap to the bound at which a plan counts as optimal.", 1e-6, at_least=0, below=1)
-    frontier_points: int = setting("Plans along the time/memory frontier.", 6, at_least=1, at_most=64)
+    frontier_points: int = setting("Plans along the time/memory frontier.", 6, **between(1, 64))
     glpsol: str | None = setting("Path of the `glpsol` program; null looks for it.", None)
     search: Search = setting(
         "How plans are searched for: dynamic programming with prices on memory, and the integer program where that"
@@ -325,16 +321,13 @@ class Solve:
         None,
         form=ValueForm.SIZES,
     )
-    most_axes: int = setting("Axes that a candidate mesh may have.", 2, at_least=1, at_most=3)
-    most_meshes: int = setting(
-        "Candidate meshes that are planned for, the most promising first.", 6, at_least=1, at_most=64
-    )
-    frontier_meshes: int = setting("Meshes of which plans are kept, the fastest first.", 3, at_least=1, at_most=64)
+    most_axes: int = setting("Axes that a candidate mesh may have.", 2, **between(1, 3))
+    most_meshes: int = setting("Candidate meshes that are planned for, the most promising first.", 6, **between(1, 64))
+    frontier_meshes: int = setting("Meshes of which plans are kept, the fastest first.", 3, **between(1, 64))
     piece_meshes: int = setting(
         "Meshes of each smaller number of devices of which plans are kept, for pipelines; 0 is none.",
         1,
-        at_least=0,
-        at_most=16,
+        **between(0, 16),
     )
     shard_only: str | None = setting("Module that alone may be split, by name, with * and ?; null is all.", None)
     seed: int = setting("Seed of the random searches (`mcmc`, `large`).", 0, **SEED)
@@ -353,11 +346,8 @@ class Solve:
 
 # ---- conf/checkpoint/*.yaml
 
-
 Recompute = StrEnum("Recompute", ["optimal", "full", "every", "off", "always", "except_last", "never"])
-
-# How a pipeline's work is ordered.
-Pipeline = StrEnum("Pipeline", ["off", "solve", "gpipe", "1f1b", "interleaved", "zero_bubble"])
+Pipeline = StrEnum("Pipeline", ["off", "solve", "gpipe", "1f1b", "interleaved", "zero_bubble"])  # order of its work
 
 
 @dataclass(frozen=True)
@@ -371,17 +361,14 @@ class Checkpoint:
     every_blocks: int | None = setting(
         "Repeated blocks that are recomputed together; read with `recompute: every`, null is 1.",
         None,
-        at_least=1,
-        at_most=10**6,
+        **between(1, 10**6),
     )
     pipeline: Pipeline = setting(
         "Cut the model into partitions on devices of their own: never (`off`), where that is faster, with the best"
         " schedule (`solve`), or always, with this one.",
         Pipeline("off"),
     )
-    partitions: int | None = setting(
-        "Partitions of a pipeline; null is any number.", None, at_least=2, at_most=MOST_DEVICES
-    )
+    partitions: int | None = setting("Partitions of a pipeline; null is any number.", None, **between(2, MOST_DEVICES))
     boundaries: list[str] | None = setting(
         "Modules with which the partitions of a pipeline begin, but for the first, such as [blocks.6]; null is solved"
         " for.",
@@ -395,17 +382,15 @@ class Checkpoint:
         form=ValueForm.COUNT,
     )
     slots_per_link: int = setting(
-        "Memory slots per link of the chain in the optimal search: more is finer and slower.",
-        20,
-        at_least=1,
-        at_most=1000,
+        "Memory slots per link of the chain in the optimal search: more is finer and slower.", 20, **between(1, 1000)
     )
 
 
 # ---- conf/train/*.yaml
 
-
 Decay = StrEnum("Decay", ["none", "linear", "cosine"])
+BatchNorm = StrEnum("BatchNorm", ["exact", "deferred"])
+TrainEngine = StrEnum("TrainEngine", ["planned", "ddp", "fsdp2", "single"])
 
 
 @dataclass
@@ -415,10 +400,9 @@ class RateSchedule:
     until: int | None = setting(
         "Step, counted from the first, at which it has fallen to `least` and stays there; null is `steps`.",
         None,
-        at_least=1,
-        at_most=10**12,
+        **between(1, 10**12),
     )
-    least: float = setting("What is left of it then, as a part of the optimizer's.", 0.0, at_least=0, at_most=1)
+    least: float = setting("What is left of it then, as a part of the optimizer's.", 0.0, **between(0, 1))
 
 
 @dataclass
@@ -431,8 +415,7 @@ class Evaluate:
     batches: int = setting(
         "Batches of the model's size that are read each time, the first of the data; fewer where it has fewer.",
         8,
-        at_least=1,
-        at_most=10**9,
+        **between(1, 10**9),
     )
 
 
@@ -446,26 +429,19 @@ class Snapshotting:
     keep: int = setting(
         "How many are kept, the newest; with 1 also the one before, until a finite loss has proven the newest.",
         2,
-        at_least=1,
-        at_most=10**6,
+        **between(1, 10**6),
     )
     background: bool = setting("Write them while training goes on; false: training waits.", True)
 
 
-BatchNorm = StrEnum("BatchNorm", ["exact", "deferred"])
-
-TrainEngine = StrEnum("TrainEngine", ["planned", "ddp", "fsdp2", "single"])
-
-
 @dataclass(frozen=True)
 class Train:
-    steps: int = setting("Optimizer steps.", at_least=1, at_most=10**12)
+    steps: int = setting("Optimizer steps.", **between(1, 10**12))
     micro_batches: int = setting(
         "Forward and backward passes of a step. The model's batch is that of one pass; each takes the next of the data,"
         " and the step is that of their mean loss.",
         1,
-        at_least=1,
-        at_most=10**6,
+        **between(1, 10**6),
     )
     seed: int = setting("Seed of the weights and of dropout.", 0, **SEED)
     optimizer: dict[str, Any] = setting("What builds the optimizer, without its `params`.", form=ValueForm.TARGET)
@@ -504,8 +480,7 @@ class Train:
     trace_step: int | None = setting(
         "Step, from 0, of which the profiler's trace is written to `runs/train/trace-rank0.json`; null: none.",
         None,
-        at_least=2,
-        at_most=10**12,
+        **between(2, 10**12),
     )
     snapshots: Snapshotting = section("The whole training state, to go on from; see docs/snapshots.md.", Snapshotting)
     resume: str = setting(
@@ -516,8 +491,7 @@ class Train:
     max_restarts: int = setting(
         "How often the ranks are started again, from the newest snapshot, when one of them dies.",
         0,
-        at_least=0,
-        at_most=10**6,
+        **between(0, 10**6),
     )
     hang_s: float | None = setting(
         "Seconds within which a step must follow the one before, and a batch the one before as the model evaluates;"
@@ -550,7 +524,6 @@ class Experiment:
 
 
 # ---- conf/sweep/*.yaml
-
 
 Until = StrEnum("Until", ["checkpoint", "codegen", "train"])
 
@@ -604,21 +577,9 @@ class Config:
         value: Any = self
         for part in key.split("."):
             value = value[part] if isinstance(value, dict) else getattr(value, part)
-        return _plain(value)
+        return encode(value)
 
     def digest(self, key: str) -> str:
         """SHA-256 of the value at a key: equal for equal meaning, whatever the file's comments, order or defaults."""
         text = json.dumps(self.plain(key), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value

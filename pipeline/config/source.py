@@ -49,6 +49,10 @@ def dotted(key: Key) -> str:
     return text
 
 
+def _error(key: Key, what: str, where: str, remedy: str | None) -> ConfigError:
+    return ConfigError(f"{dotted(key)}: {what}" if key else what, where=where, remedy=remedy)
+
+
 @dataclass(frozen=True)
 class Source:
     """A file's values and where each of them stands."""
@@ -67,8 +71,7 @@ class Source:
         return f"{self.name}:{line}:{column}"
 
     def error(self, key: Key, what: str, remedy: str | None = None) -> ConfigError:
-        label = dotted(self.prefix + key)
-        return ConfigError(f"{label}: {what}" if label else what, where=self.where(key), remedy=remedy)
+        return _error(self.prefix + key, what, self.where(key), remedy)
 
 
 def listing(root: Path, group: str, ending: str = ".yaml") -> list[str]:
@@ -174,10 +177,7 @@ class _NodeReader:
 
     def fail(self, node: Any, key: Key, what: str, remedy: str | None = None) -> Any:
         """Keeps the mistake, and gives what stands in the value's place."""
-        label = dotted(self.prefix + key)
-        self.broken.append(
-            ConfigError(f"{label}: {what}" if label else what, where=_at(self.name, node), remedy=remedy)
-        )
+        self.broken.append(_error(self.prefix + key, what, _at(self.name, node), remedy))
         return UNREAD
 
     def value(self, node: Any, key: Key) -> Any:

@@ -190,7 +190,7 @@ class Priced:
         value = self.graph.values[step.source.value]
         paths = Paths(self.cluster.axes, self.cluster.compute, gathered_share(self.graph, step.source.value))
         again = step.again and kept
-        return paths.step(step.source.layout, step.target.layout, value.type.nbytes, value.grad, again)[0]
+        return paths.step(step.source.layout, step.target.layout, value.type.nbytes, value.grad, again)
 
     def kept_by(self, steps: Sequence[Step]) -> set[str]:
         """Values that the ops among these steps keep for backward."""

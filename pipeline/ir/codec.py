@@ -63,7 +63,7 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
             return tuple(_decode(item[0], v, f"{where}[{i}]") for i, v in enumerate(data))
         _expect(len(data) == len(item), where, f"{len(item)} items", data)
         return tuple(_decode(t, v, f"{where}[{i}]") for i, (t, v) in enumerate(zip(item, data, strict=True)))
-    if origin in (dict, Mapping) or origin is types.MappingProxyType:
+    if origin in (dict, Mapping, types.MappingProxyType):
         _expect(isinstance(data, dict), where, "an object", data)
         value_type = typing.get_args(kind)[1]
         return {k: _decode(value_type, v, f"{where}.{k}") for k, v in data.items()}
@@ -72,7 +72,10 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
             return kind(data)
         except ValueError as error:
             raise CodecError(f"{where}: {error}") from error
-    return _decode_scalar(kind, data, where)
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    _expect(isinstance(data, kind) and (kind is bool or not isinstance(data, bool)), where, kind.__name__, data)
+    return data
 
 
 def _decode_dataclass(cls: type, data: Any, where: str) -> Any:
@@ -93,22 +96,14 @@ def _decode_dataclass(cls: type, data: Any, where: str) -> Any:
 def _decode_union(options: tuple[Any, ...], data: Any, where: str) -> Any:
     if data is None and type(None) in options:
         return None
-    problems = []
+    problem = f"{where}: nothing fits"
     for option in options:
-        if option is type(None):
-            continue
         try:
-            return _decode(option, data, where)
+            if option is not type(None):
+                return _decode(option, data, where)
         except CodecError as error:
-            problems.append(str(error))
-    raise CodecError(problems[-1] if problems else f"{where}: nothing fits")
-
-
-def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
-    _expect(isinstance(data, kind) and (kind is bool or not isinstance(data, bool)), where, kind.__name__, data)
-    return data
+            problem = str(error)
+    raise CodecError(problem)
 
 
 def _expect(condition: bool, where: str, wanted: str, data: Any) -> None:
@@ -116,6 +111,4 @@ def _expect(condition: bool, where: str, wanted: str, data: Any) -> None:
         raise CodecError(f"{where}: expected {wanted}, found {str(data)[:40]!r}")
 
 
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+_hints = cache(typing.get_type_hints)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 from pipeline.ir.names import is_name
@@ -42,10 +42,7 @@ class TensorType:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -160,16 +157,18 @@ class OpGraph:
     output: str  # the loss
     prologue: tuple[str, ...]  # ops that depend on no parameter, in order
     chain: tuple[Link, ...]
-    _ops: dict[str, Op] = field(init=False, repr=False, compare=False)
-    _common: dict[str, int] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_ops", {op.name: op for op in self.ops})
-        common = {name: number for number, link in enumerate(self.chain) for name in link.common}
-        object.__setattr__(self, "_common", common)
 
     def op(self, name: str) -> Op:
         return self._ops[name]
+
+    @cached_property
+    def _ops(self) -> dict[str, Op]:
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def common(self) -> dict[str, int]:
+        """Each common value -> the number of the link that writes it."""
+        return {name: number for number, link in enumerate(self.chain) for name in link.common}
 
     def of_role(self, role: Role) -> Iterator[Value]:
         return (v for v in self.values.values() if v.role is role)
@@ -210,15 +209,10 @@ class OpGraph:
                 own.setdefault(readers[0], []).append(name)
         return {name: tuple(names) for names in own.values() for name in names}
 
-    @property
-    def common(self) -> dict[str, int]:
-        """Each common value -> the number of the link that writes it."""
-        return self._common
-
     def reads_common(self, link: Link) -> tuple[str, ...]:
         """The common values of earlier links that a link reads, in the order of reading."""
         read = dict.fromkeys(name for op in link.ops for name in self.op(op).inputs)
-        return tuple(name for name in read if name in self._common and name not in link.common)
+        return tuple(name for name in read if name in self.common and name not in link.common)
 
     def to_json(self) -> Any:
         from pipeline.ir.codec import encode

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from math import prod
 from typing import Any
 
 from pipeline.ir.cluster import COLLECTIVES, Axis, Cluster, Compute, Group, Mesh
 from pipeline.ir.graph import ITEM_SIZE, Args, OpGraph
-from pipeline.ir.plan import Frontier, Partition, Plan, Region, Sharding
-from pipeline.ir.profile import Kernels, LinkKernels, Profile
+from pipeline.ir.plan import Frontier, Plan, Region, Sharding
+from pipeline.ir.profile import Profile
 from pipeline.ir.report import Report
 
 LARGEST = 1 << 62  # number of anything; also of the elements of a tensor
@@ -34,7 +35,9 @@ class InvalidBody(ValueError):
 
 
 def verify_body(body: Any) -> None:
-    _refuse(rule(body) for kind, rules in RULES.items() if isinstance(body, kind) for rule in rules)
+    for rule in (rule for kind, rules in RULES.items() if isinstance(body, kind) for rule in rules):
+        if problem := next(rule(body), None):
+            raise InvalidBody(problem)
 
 
 def verify_beside(bodies: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -42,12 +45,6 @@ def verify_beside(bodies: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for kind, other, rule in BESIDE:
         if kind in bodies and other in bodies:
             yield from ((kind, problem) for problem in rule(bodies[kind], bodies[other]))
-
-
-def _refuse(found: Iterable[Problems]) -> None:
-    for problems in found:
-        if problem := next(problems, None):
-            raise InvalidBody(problem)
 
 
 # ---- of all
@@ -158,14 +155,11 @@ def _rates(cluster: Cluster) -> Problems:
     launches = (compute.launch, compute.launch_backward, compute.optimizer_launch)
     if min((*launches, *(second for pace in paces for second in (pace.forward, pace.backward)))) < 0:
         yield "a time is negative"
-    if any(sizes[0] < 0 or len(set(sizes)) != len(sizes) for sizes in _curves(compute)):
+    curves = [curve.sizes for curve in (compute.matmul, *compute.matmul_by_dtype.values())]
+    if any(sizes[0] < 0 or len(set(sizes)) != len(sizes) for sizes in curves):
         yield "a curve needs sizes that ascend"
     if compute.processors is not None and compute.processors < 1:
         yield "a GPU has no processor"
-
-
-def _curves(compute: Compute) -> Iterator[tuple[float, ...]]:
-    return (curve.sizes for curve in (compute.matmul, *compute.matmul_by_dtype.values()))
 
 
 # ---- frontier and plan
@@ -216,14 +210,10 @@ def _partitions(plan: Plan) -> Problems:
         after = partition.last + 1
         yield from _axes(partition.axes, f"partition {number}")
         yield from _layouts(partition.sharding, len(partition.axes))
-        yield from _regions(partition)
+        if not _cover(partition.regions, partition.first, partition.last):
+            yield f"the regions do not cover the links {partition.first} to {partition.last}, once and in order"
     if sum(prod(partition.sizes) for partition in plan.partitions) > MOST_DEVICES * plan.chunks:
         yield f"it is for more than {MOST_DEVICES} devices"
-
-
-def _regions(partition: Partition) -> Problems:
-    if not _cover(partition.regions, partition.first, partition.last):
-        yield f"the regions do not cover the links {partition.first} to {partition.last}, once and in order"
 
 
 def _cover(regions: tuple[Region, ...], first: int, last: int) -> bool:
@@ -250,12 +240,17 @@ def _timeline(plan: Plan) -> Problems:
 
 
 def _kernels(profile: Profile) -> Problems:
-    if profile.kernels is not None:
-        yield from _kernel_places(profile.kernels)
+    if kernels := profile.kernels:
+        yield from _within(kernels.chain, len(kernels.links), "links of the kernels")
+        yield from _within([one.run for one in kernels.joined], len(kernels.runs), "runs of the kernels")
+        if kernels.slices < 1:
+            yield f"the batch is cut into {kernels.slices}"
+        for link in (*kernels.links, *kernels.runs):
+            places = (link.writes, *link.saved.values(), *link.results.values())
+            yield from _within(chain.from_iterable(places), len(link.held), "memory of a link")
     if profile.compiled is not None:
-        yield from _within(
-            [block.run for block in profile.compiled.blocks], len(profile.compiled.runs), "compiled runs"
-        )
+        runs = [block.run for block in profile.compiled.blocks]
+        yield from _within(runs, len(profile.compiled.runs), "compiled runs")
         if not all(profile.compiled.runs):
             yield "a compiled block was not run"
     if profile.step is not None:
@@ -264,21 +259,6 @@ def _kernels(profile: Profile) -> Problems:
             yield "the curves of the step do not have a value for each of its moments"
     if odd := [dtype for dtype in profile.types.values() if dtype not in ITEM_SIZE]:
         yield f"unsupported dtype {odd[0]!r}"
-
-
-def _kernel_places(kernels: Kernels) -> Problems:
-    yield from _within(kernels.chain, len(kernels.links), "links of the kernels")
-    yield from _within([one.run for one in kernels.joined], len(kernels.runs), "runs of the kernels")
-    if kernels.slices < 1:
-        yield f"the batch is cut into {kernels.slices}"
-    for link in (*kernels.links, *kernels.runs):
-        yield from _within(_places(link), len(link.held), "memory of a link")
-
-
-def _places(link: LinkKernels) -> Iterator[int | None]:
-    yield from link.writes
-    for places in (*link.saved.values(), *link.results.values()):
-        yield from places
 
 
 def _measured(report: Report) -> Problems:
@@ -307,18 +287,15 @@ def _profile_of(profile: Profile, graph: OpGraph) -> Problems:
     yield from _known((*profile.storage, *profile.storage.values(), *profile.types), values, "it names the value")
     yield from _same(profile.storage, values, "`storage`")
     yield from _known((name for cost in profile.ops.values() for name in cost.saves), values, "an op saves")
-    yield from _roots(profile.storage)
+    for name, own in profile.storage.items():  # memory belongs to a value that shares no other's
+        if profile.storage[own] != own:
+            yield f"{name} lies in {own}, which lies elsewhere"
     if profile.kernels is not None:
         if len(profile.kernels.chain) != links:
             yield f"it has kernels of {len(profile.kernels.chain)} links, the graph has {links}"
         yield from _spans([(one.first, one.last) for one in profile.kernels.joined], links, "joined links")
     if profile.compiled is not None:
         yield from _spans([(one.first, one.last) for one in profile.compiled.blocks], links, "compiled links")
-
-
-def _roots(storage: Mapping[str, str]) -> Problems:
-    """Memory belongs to a value that shares no other's."""
-    yield from (f"{name} lies in {own}, which lies elsewhere" for name, own in storage.items() if storage[own] != own)
 
 
 def _spans(spans: list[tuple[int, int]], links: int, what: str) -> Problems:

@@ -25,9 +25,10 @@ room for as many as the first, and what it lacks of them is padding, at the end 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 
 @dataclass(frozen=True, order=True)
@@ -162,10 +163,7 @@ class Layout:
         return tuple(d for d in sorted(taken) if local[d] * self._ranks_on(d, sizes) != shape[d])
 
     def _ranks_on(self, dim: int, sizes: tuple[int, ...]) -> int:
-        count = 1
-        for state, size in zip(self.states, sizes, strict=True):
-            count *= size if state.dim == dim else 1
-        return count
+        return prod(size for state, size in zip(self.states, sizes, strict=True) if state.dim == dim)
 
     def local_shape(self, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one rank's piece, with its padding; a dim that does not divide is split by one axis alone."""
@@ -181,10 +179,7 @@ class Layout:
 
     def pieces(self, sizes: tuple[int, ...]) -> int:
         """In how many pieces the tensor is split."""
-        count = 1
-        for state, size in zip(self.states, sizes, strict=True):
-            count *= size if state.kind == "S" else 1
-        return count
+        return prod(size for state, size in zip(self.states, sizes, strict=True) if state.kind == "S")
 
     def runs(
         self, shape: tuple[int, ...], sizes: tuple[int, ...], rank: tuple[int, ...]
@@ -294,22 +289,16 @@ def _piece(runs: tuple[Run, ...], parts: int, size: int, own: int) -> tuple[Run,
     length = -(-sum(length for _, length in runs) // (parts * size))
     found: list[Run] = []
     for part in range(parts):
-        for start, count in _between(runs, (part * size + own) * length, length):
-            if found and sum(found[-1]) == start:
-                found[-1] = (found[-1][0], found[-1][1] + count)
-            else:
-                found.append((start, count))
+        first, passed = (part * size + own) * length, 0  # of what the runs hold one after another
+        for start, count in runs:
+            low, high = max(first, passed), min(first + length, passed + count)
+            begins = start + low - passed
+            if low < high and found and sum(found[-1]) == begins:
+                found[-1] = (found[-1][0], found[-1][1] + high - low)
+            elif low < high:
+                found.append((begins, high - low))
+            passed += count
     return tuple(found) or ((0, 0),)  # nothing but padding
-
-
-def _between(runs: tuple[Run, ...], first: int, length: int) -> Iterator[Run]:
-    """The elements first .. first + length of what the runs hold one after another."""
-    passed = 0
-    for start, count in runs:
-        low, high = max(first, passed), min(first + length, passed + count)
-        if low < high:
-            yield start + low - passed, high - low
-        passed += count
 
 
 def replicated(axes: int) -> Layout:

@@ -72,15 +72,13 @@ def _runs(numbers: list[int]) -> list[tuple[int, int]]:
 
 
 def _covers(written: str, name: str) -> bool:
-    mine, parts = written.split("."), name.split(".")
-    return len(mine) == len(parts) and all(map(_matches, mine, parts))
+    def matches(mine: str, part: str) -> bool:
+        first, _, last = mine.partition("-")
+        ranged = _is_range(mine) and part.isdecimal()
+        return int(first) <= int(part) <= int(last) if ranged else mine == part
 
-
-def _matches(written: str, part: str) -> bool:
-    first, _, last = written.partition("-")
-    if _is_range(written) and part.isdecimal():
-        return int(first) <= int(part) <= int(last)
-    return written == part
+    parts, own = written.split("."), name.split(".")
+    return len(parts) == len(own) and all(map(matches, parts, own))
 
 
 def _is_range(part: str) -> bool:

@@ -192,21 +192,6 @@ class Plan:
     cuda_graphs: bool = False  # the passes of a step are captured once and replayed
     keeps_last: bool = False  # of a pipeline: the last micro-batch of a step runs its regions once and keeps everything
 
-    @staticmethod
-    def whole(
-        axes: tuple[tuple[str, int], ...],
-        device: str,
-        budget_bytes: int,
-        sharding: Sharding,
-        regions: tuple[Region, ...],
-        prediction: Prediction,
-        micro_batches: int = 1,
-    ) -> Plan:
-        """A plan without a pipeline."""
-        last = regions[-1].last if regions else 0
-        only = Partition(0, last, axes, sharding, regions, 1, prediction.peak_bytes, prediction.step_seconds)
-        return Plan(device, budget_bytes, (only,), prediction, (), micro_batches)
-
     @property
     def pipelined(self) -> bool:
         return len(self.partitions) > 1

@@ -96,9 +96,8 @@ def _values_have_writers(graph: OpGraph) -> Iterator[str]:
         for name in op.outputs:
             if graph.values[name].role is not Role.RESULT or graph.values[name].origin != op.name:
                 yield f"{op.name} writes {name}, which is not its result"
-        yield from (
-            f"{op.name} changes {name!r}, which it does not read" for name in op.mutates if name not in op.inputs
-        )
+        for name in (name for name in op.mutates if name not in op.inputs):
+            yield f"{op.name} changes {name!r}, which it does not read"
     written = {name for op in graph.ops for name in op.outputs}
     for value in graph.values.values():
         if value.role is Role.RESULT and value.name not in written:
@@ -128,8 +127,7 @@ RULES: dict[str, Callable[[OpGraph], Iterator[str]]] = {
 
 def verify_graph(graph: OpGraph) -> None:
     for name, broken in RULES.items():
-        problem = next(broken(graph), None)
-        if problem:
+        if problem := next(broken(graph), None):
             raise InvalidGraph(f"{name}: {problem}")
 
 
@@ -170,30 +168,14 @@ def _every_source_is_stored(graph: OpGraph, sharding: Sharding, sizes: Sizes) ->
 
 
 def _layouts_fit(graph: OpGraph, sharding: Sharding, sizes: Sizes) -> Iterator[str]:
-    for value, layout in _layouts(graph, sharding):
+    parameters = [(value.name, value.origin) for value in graph.of_role(Role.PARAMETER)]
+    kept = [(name, kind[own]) for name, own in parameters for kind in (sharding.storage, sharding.state) if own in kind]
+    for value, layout in (*kept, *_read(graph, sharding)):
         shape = graph.values[value].type.shape
         if len(layout.states) != len(sizes):
             yield f"{value} in {layout}: the mesh has {len(sizes)} axes"
         elif not layout.holds(shape, sizes):
             yield f"{value} in {layout}: {list(shape)} does not divide so on {sizes}"
-
-
-def _uneven_where_it_may_be(
-    graph: OpGraph, sharding: Sharding, sizes: Sizes, uneven: Container[tuple[str, int]]
-) -> Iterator[str]:
-    """A parameter may be stored so in any case: it is gathered where ops read it otherwise."""
-    for value, layout in _read(graph, sharding):
-        shape = graph.values[value].type.shape
-        if any((value, dim) not in uneven for dim in layout.uneven(shape, sizes)):
-            yield f"{value} in {layout}: {list(shape)} does not divide so on {sizes}"
-
-
-def _layouts(graph: OpGraph, sharding: Sharding) -> Iterator[tuple[str, Layout]]:
-    for value in graph.of_role(Role.PARAMETER):
-        yield value.name, sharding.storage[value.origin]
-        if value.origin in sharding.state:
-            yield value.name, sharding.state[value.origin]
-    yield from _read(graph, sharding)
 
 
 def _read(graph: OpGraph, sharding: Sharding) -> Iterator[tuple[str, Layout]]:
@@ -250,9 +232,10 @@ SHARDING_RULES: dict[str, Callable[[OpGraph, Sharding, Sizes], Iterator[str]]] =
 def verify_sharding(graph: OpGraph, sharding: Sharding, sizes: Sizes, uneven: Container[tuple[str, int]] = ()) -> None:
     """`uneven` are the dims of values that ops may read and write in uneven pieces (pipeline.ops.uneven)."""
     for name, broken in SHARDING_RULES.items():
-        problem = next(broken(graph, sharding, sizes), None)
-        if problem:
+        if problem := next(broken(graph, sharding, sizes), None):
             raise InvalidSharding(f"{name}: {problem}")
-    problem = next(_uneven_where_it_may_be(graph, sharding, sizes, uneven), None)
-    if problem:
-        raise InvalidSharding(f"layouts fit: {problem}")
+    # A parameter may be stored unevenly in any case: it is gathered where ops read it otherwise.
+    for value, layout in _read(graph, sharding):
+        shape = graph.values[value].type.shape
+        if any((value, dim) not in uneven for dim in layout.uneven(shape, sizes)):
+            raise InvalidSharding(f"layouts fit: {value} in {layout}: {list(shape)} does not divide so on {sizes}")

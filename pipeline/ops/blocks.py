@@ -22,13 +22,13 @@ Path = tuple[str, ...]
 def blocks_of(graph: OpGraph) -> tuple[tuple[int, int], ...]:
     """(first, last) links of each block, in order."""
     homes = [_home(graph, link) for link in graph.chain]
-    inner: list[list[int]] = []  # the links of each innermost module
-    for _, numbers in groupby(range(len(homes)), key=lambda number: homes[number]):
-        inner.append(list(numbers))
     blocks: list[list[int]] = []
-    for own in inner:
-        if blocks and _belong(homes[blocks[-1][0]], homes[own[0]]) and _ops(graph, blocks[-1] + own) <= MOST_OPS:
-            blocks[-1] += own
+    for (outermost, _), numbers in groupby(range(len(homes)), key=homes.__getitem__):
+        own = list(numbers)  # the links of an innermost module
+        together = [*blocks[-1], *own] if blocks else own
+        inside_one = blocks and homes[blocks[-1][0]][0] == outermost != ()  # numbered module
+        if inside_one and sum(len(graph.chain[number].ops) for number in together) <= MOST_OPS:
+            blocks[-1] = together
         else:
             blocks.append(own)
     if len(blocks) < FEWEST:
@@ -64,12 +64,3 @@ def _home(graph: OpGraph, link: Link) -> tuple[Path, Path]:
         shared.append(parts[0])
     numbered = [place + 1 for place, part in enumerate(shared) if part.isdigit()]
     return (tuple(shared[: numbered[0]]), tuple(shared[: numbered[-1]])) if numbered else ((), ())
-
-
-def _belong(one: tuple[Path, Path], other: tuple[Path, Path]) -> bool:
-    """Whether they are inside one numbered module."""
-    return one[0] == other[0] != ()
-
-
-def _ops(graph: OpGraph, links: list[int]) -> int:
-    return sum(len(graph.chain[number].ops) for number in links)

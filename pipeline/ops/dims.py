@@ -11,9 +11,11 @@ op takes apart, (t h d) say, may be split the same way here: the view's `factors
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
-from pipeline.ir.layout import B, Layout, P, R, S, State
+from pipeline.ir.layout import B, Layout, P, R, S, State, without_gradient
 from pipeline.ir.plan import Strategy
 from pipeline.ops.rule import OpRule, OpView
 
@@ -22,11 +24,7 @@ _LETTER = re.compile(r"(\w+)(?:=(\d+))?([+^!]?)")
 _PLACELESS_BODIES = ("", "mean", "apart")  # local forms that do not ask which part of the dim a rank holds
 
 
-@dataclass(frozen=True)
-class Dim:
-    """One dim of a tensor: its letters, outermost first (more than one where the dim is a product)."""
-
-    letters: tuple[str, ...]
+Dim = tuple[str, ...]  # of a tensor: its letters, outermost first (more than one where the dim is a product)
 
 
 @dataclass(frozen=True)
@@ -48,22 +46,18 @@ class Line:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        found = (x for tensor in (*self.outputs, *self.inputs) for dim in tensor for x in dim.letters)
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(x for tensor in (*self.outputs, *self.inputs) for dim in tensor for x in dim))
 
     def place(self, dims: tuple[Dim, ...], letter: str) -> LetterPlace | None:
         """None where the tensor lacks the letter; ValueError where it cannot be split there."""
-        found = [(i, dim.letters) for i, dim in enumerate(dims) if letter in dim.letters]
+        found = [(i, dim) for i, dim in enumerate(dims) if letter in dim]
         if not found:
             return None
         (index, letters), *others = found
         before = letters[: letters.index(letter)]
         if others or letters.count(letter) > 1 or any(x not in self.sizes for x in before):
             raise ValueError(f"{letter} has no one place")
-        outer = 1
-        for x in before:
-            outer *= self.sizes[x]
-        return LetterPlace(index, outer)
+        return LetterPlace(index, prod(self.sizes[x] for x in before))
 
     def places(self, letter: str) -> tuple[tuple[LetterPlace | None, ...], tuple[LetterPlace | None, ...]] | None:
         """The letter's places in the inputs and in the outputs, or None where it may not be split."""
@@ -89,12 +83,12 @@ def read_line(text: str, view: OpView) -> Line:
         raise ValueError(
             f"line {text!r} does not fit {view.op.target} with {len(view.inputs)} tensors in, {len(view.outputs)} out"
         )
-    inside = tuple(_read_tensor(t, len(v.shape), marks, sizes) for t, v in zip(tensors, view.inputs, strict=True))
-    outside = tuple(_read_tensor(t, len(v.shape), marks, sizes) for t, v in zip(outputs, view.outputs, strict=True))
-    shapes = [*zip(inside, view.inputs, strict=True), *zip(outside, view.outputs, strict=True)]
-    dims = [(dim, size) for tensor, kind in shapes for dim, size in zip(tensor, kind.shape, strict=True)]
-    _find_sizes(dims, sizes, text, view)
-    return Line(inside, outside, frozenset(marks["+"]), frozenset(marks["^"]), frozenset(marks["!"]), sizes)
+    kinds = zip((*tensors, *outputs), (*view.inputs, *view.outputs), strict=True)
+    read = [(_read_tensor(one, len(kind.shape), marks, sizes), kind.shape) for one, kind in kinds]
+    _find_sizes([pair for dims, shape in read for pair in zip(dims, shape, strict=True)], sizes, text, view)
+    sides = tuple(dims for dims, _ in read)
+    summed, fixed, whole = (frozenset(marks[mark]) for mark in "+^!")
+    return Line(sides[: len(tensors)], sides[len(tensors) :], summed, fixed, whole, sizes)
 
 
 def check_line(text: str) -> None:
@@ -116,7 +110,7 @@ def _read_tensor(text: str, rank: int, marks: dict[str, set[str]], sizes: dict[s
     dims: list[Dim] = []
     for token in tokens:
         if token == "*":
-            dims += [Dim((f"*{i}",)) for i in range(rank - len(tokens) + 1)]
+            dims += [(f"*{i}",) for i in range(rank - len(tokens) + 1)]
             continue
         letters = []
         for letter in token.strip("()").split():
@@ -127,7 +121,7 @@ def _read_tensor(text: str, rank: int, marks: dict[str, set[str]], sizes: dict[s
             marks[mark].add(name)
             sizes.update({name: int(size)} if size else {})
             letters.append(name)
-        dims.append(Dim(tuple(letters)))
+        dims.append(tuple(letters))
     if len(dims) != rank:
         raise ValueError(f"{text!r} names {len(dims)} dims, the tensor has {rank}")
     return tuple(dims)
@@ -136,16 +130,13 @@ def _read_tensor(text: str, rank: int, marks: dict[str, set[str]], sizes: dict[s
 def _find_sizes(dims: list[tuple[Dim, int]], sizes: dict[str, int], text: str, view: OpView) -> None:
     """Adds the size of each letter: given as `g=4`, of its own dim, or what the other letters leave of a product."""
     for dim, size in dims:
-        if len(dim.letters) == 1 and sizes.setdefault(dim.letters[0], size) != size:
-            letter = dim.letters[0]
-            raise ValueError(f"line {text!r}: {letter} is both {sizes[letter]} and {size} in {view.op.target}")
-    products = [(dim, size) for dim, size in dims if len(dim.letters) > 1]
+        if len(dim) == 1 and sizes.setdefault(dim[0], size) != size:
+            raise ValueError(f"line {text!r}: {dim[0]} is both {sizes[dim[0]]} and {size} in {view.op.target}")
+    products = [(dim, size) for dim, size in dims if len(dim) > 1]
     for _ in products:
         for dim, size in products:
-            unknown = [x for x in dim.letters if x not in sizes]
-            known = 1
-            for x in dim.letters:
-                known *= sizes.get(x, 1)
+            unknown = [x for x in dim if x not in sizes]
+            known = prod(sizes.get(x, 1) for x in dim)
             if len(unknown) == 1 and known and size % known == 0:
                 sizes[unknown[0]] = size // known
 
@@ -153,29 +144,28 @@ def _find_sizes(dims: list[tuple[Dim, int]], sizes: dict[str, int], text: str, v
 def strategies(rule: OpRule | None, view: OpView, size: int) -> tuple[Strategy, ...]:
     """Every way the op may run on one axis of that many ranks, each with its own set of layouts."""
     found = [_uniform("R", R, view)]
-    if size > 1:
-        if any(view.input_grads):
-            found.append(_uniform("B", B, view))
-        found += _discovered(view, size) if rule is None else _by_line(rule, view, size)
-    distinct = {(s.inputs, s.outputs): s for s in reversed([_without_gradient(s, view) for s in found])}
+    if size > 1 and any(view.input_grads):
+        found.append(_uniform("B", B, view))
+    if size > 1 and rule is None:
+        from pipeline.ops.discovery.discover import discovered  # needs torch, and only ops without a rule need it
+
+        found += discovered(view, size)
+    elif size > 1 and rule is not None:
+        line, factors = read_line(rule.line(view), view), dict(view.factors)
+        cuts = [(letter, factor) for letter in line.letters for factor in (1, *factors.get(letter, ()))]
+        found += filter(None, (_split(rule, view, line, letter, factor, size) for letter, factor in cuts))
+        found += [_partial(rule, view, group) for group in rule.linear_groups(view) if _is_linear(view, group)]
+    after = [any(view.input_grads) and t.is_inexact for t in view.outputs]
+    for number, one in enumerate(found):
+        inputs, outputs = _carrying(one.inputs, view.input_grads), _carrying(one.outputs, after)
+        found[number] = Strategy(one.name, inputs, outputs, one.body)
+    distinct = {(s.inputs, s.outputs): s for s in reversed(found)}
     return tuple(reversed(distinct.values()))
 
 
-def _discovered(view: OpView, size: int) -> list[Strategy]:
-    from pipeline.ops.discovery.discover import discovered  # needs torch, and only ops without a rule need it
-
-    return list(discovered(view, size))
-
-
-def _by_line(rule: OpRule, view: OpView, size: int) -> list[Strategy]:
-    line = read_line(rule.line(view), view)
-    factors = dict(view.factors)
-    found = []
-    for letter in line.letters:
-        for factor in (1, *factors.get(letter, ())):
-            strategy = _split(rule, view, line, letter, factor, size)
-            found += [strategy] if strategy else []
-    return found + [_partial(rule, view, group) for group in rule.linear_groups(view) if _is_linear(view, group)]
+def _carrying(layouts: tuple[Layout, ...], grads: Sequence[bool]) -> tuple[Layout, ...]:
+    """`B` is `R` for a tensor that has no gradient."""
+    return tuple(one if grad else without_gradient(one) for one, grad in zip(layouts, grads, strict=True))
 
 
 def local_factors(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -205,37 +195,26 @@ def _uniform(name: str, state: State, view: OpView) -> Strategy:
 
 def _split(rule: OpRule, view: OpView, line: Line, letter: str, factor: int, size: int) -> Strategy | None:
     """The axis on a letter, or None where the letter may not be split or does not divide."""
-    places = line.places(letter)
-    if places is None or not line.sizes[letter]:
+    places, whole_size = line.places(letter), line.sizes.get(letter)
+    if places is None or not whole_size:
         return None
-    if line.sizes[letter] % (factor * size) and (factor > 1 or not _splits_unevenly(view, letter, line, size)):
+    # In uneven pieces where the graph lets it, with something left for the last rank.
+    unevenly = factor == 1 and letter in view.uneven and (size - 1) * -(-whole_size // size) < whole_size
+    if whole_size % (factor * size) and not unevenly:
         return None
     body = rule.body(view, letter)
     if factor > 1 and body not in _PLACELESS_BODIES:
         return None
 
-    def state(place: LetterPlace | None, absent: State) -> State:
-        return absent if place is None else S(place.dim, place.outer * factor)
+    def state(place: LetterPlace | None, absent: State) -> Layout:
+        return Layout((absent if place is None else S(place.dim, place.outer * factor),))
 
     inside, outside = places
-    reduces = all(place is None for place in outside)
+    added = rule.addends if all(place is None for place in outside) else ()
     whole = R if letter in line.whole else None
-    inputs = [
-        state(place, whole or (P if position in rule.addends and reduces else B))
-        for position, place in enumerate(inside)
-    ]
-    return Strategy(
-        _shown(letter) if factor == 1 else f"{_shown(letter)}:{factor}",
-        tuple(Layout((s,)) for s in inputs),
-        tuple(Layout((state(place, whole or P),)) for place in outside),
-        body,
-    )
-
-
-def _splits_unevenly(view: OpView, letter: str, line: Line, size: int) -> bool:
-    """Whether the letter may be split so, with something left for the last rank."""
-    whole = line.sizes[letter]
-    return letter in view.uneven and (size - 1) * -(-whole // size) < whole
+    inputs = tuple(state(place, whole or (P if n in added else B)) for n, place in enumerate(inside))
+    outputs = tuple(state(place, whole or P) for place in outside)
+    return Strategy(_shown(letter) if factor == 1 else f"{_shown(letter)}:{factor}", inputs, outputs, body)
 
 
 def _is_linear(view: OpView, group: tuple[int, ...]) -> bool:
@@ -248,20 +227,3 @@ def _is_linear(view: OpView, group: tuple[int, ...]) -> bool:
 def _partial(rule: OpRule, view: OpView, group: tuple[int, ...]) -> Strategy:
     states = [P if i in group or i in rule.addends else B for i in range(len(view.inputs))]
     return Strategy("P", tuple(Layout((s,)) for s in states), (Layout((P,)),) * len(view.outputs))
-
-
-def _without_gradient(strategy: Strategy, view: OpView) -> Strategy:
-    """`B` is `R` for a tensor that has no gradient."""
-    inputs = tuple(
-        layout if grad or layout.states[0] != B else Layout((R,))
-        for layout, grad in zip(strategy.inputs, view.input_grads, strict=True)
-    )
-    outputs = tuple(
-        layout if grad or layout.states[0] != B else Layout((R,))
-        for layout, grad in zip(strategy.outputs, output_grads(view), strict=True)
-    )
-    return Strategy(strategy.name, inputs, outputs, strategy.body)
-
-
-def output_grads(view: OpView) -> tuple[bool, ...]:
-    return tuple(any(view.input_grads) and t.is_inexact for t in view.outputs)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
+from functools import wraps
+from typing import TypeVar
 
 from pipeline.ir.graph import OpGraph
-from pipeline.ops.dims import LetterPlace, read_line
+from pipeline.ops.dims import read_line
 from pipeline.ops.rule import plain_view
 from pipeline.ops.table import rule_of
 
@@ -19,24 +22,29 @@ Factors = dict[str, tuple[tuple[str, tuple[int, ...]], ...]]
 _MOST = 3  # ways of cutting one letter that are kept, fewest parts first
 _PASSES = 8
 
-_known: dict[int, tuple[weakref.ref[OpGraph], Factors]] = {}
-
-
-def factors_of(graph: OpGraph) -> Factors:
-    """For each op, the letters that may be split in parts, with the numbers of parts; worked out once per graph."""
-    entry = _known.get(id(graph))
-    if entry is None or entry[0]() is not graph:
-        key = id(graph)
-        entry = (weakref.ref(graph, lambda _: _known.pop(key, None)), _find(graph))
-        _known[key] = entry
-    return entry[1]
-
-
 Spot = tuple[str, int]  # a value's dim
 Letter = tuple[str, int, tuple[tuple[Spot, int], ...]]  # name, size, where it lies and in how many parts
+T = TypeVar("T")
 
 
-def _find(graph: OpGraph) -> Factors:
+def once_per_graph(find: Callable[[OpGraph], T]) -> Callable[[OpGraph], T]:
+    """What is found of a graph is kept as long as the graph, which has no hash."""
+    known: dict[int, tuple[weakref.ref[OpGraph], T]] = {}
+
+    @wraps(find)
+    def found(graph: OpGraph) -> T:
+        key = id(graph)
+        entry = known.get(key)
+        if entry is None or entry[0]() is not graph:
+            entry = known[key] = (weakref.ref(graph, lambda _: known.pop(key, None)), find(graph))
+        return entry[1]
+
+    return found
+
+
+@once_per_graph
+def factors_of(graph: OpGraph) -> Factors:
+    """For each op, the letters that may be split in parts, with the numbers of parts."""
     letters = {op.name: letters_of(graph, op.name) for op in graph.ops}
     parts: dict[Spot, set[int]] = defaultdict(set)
     for found in letters.values():
@@ -49,7 +57,9 @@ def _find(graph: OpGraph) -> Factors:
         before = sum(map(len, parts.values()))
         for name in (*letters, *reversed(letters)):
             for letter in letters[name]:
-                _spread(letter, parts)
+                for cut in _cuts(letter, parts):
+                    for spot, outer in letter[2]:
+                        parts[spot].add(outer * cut)
         if sum(map(len, parts.values())) == before:
             break
     found_by_op = {
@@ -69,13 +79,10 @@ def letters_of(graph: OpGraph, name: str) -> list[Letter]:
     found: list[Letter] = []
     for letter in line.letters:
         if (places := line.places(letter)) and line.sizes[letter] > 1:
-            spots = [*_spots(op.inputs, places[0]), *_spots(op.outputs, places[1])]
-            found.append((letter, line.sizes[letter], tuple(spots)))
+            tensors = zip((*op.inputs, *op.outputs), (*places[0], *places[1]), strict=True)
+            spots = tuple(((value, place.dim), place.outer) for value, place in tensors if place is not None)
+            found.append((letter, line.sizes[letter], spots))
     return found
-
-
-def _spots(names: tuple[str, ...], places: tuple[LetterPlace | None, ...]) -> list[tuple[Spot, int]]:
-    return [((name, p.dim), p.outer) for name, p in zip(names, places, strict=True) if p is not None]
 
 
 def _cuts(letter: Letter, parts: dict[Spot, set[int]]) -> tuple[int, ...]:
@@ -83,9 +90,3 @@ def _cuts(letter: Letter, parts: dict[Spot, set[int]]) -> tuple[int, ...]:
     _, size, spots = letter
     found = {n // outer for spot, outer in spots for n in parts.get(spot, ()) if n % outer == 0}
     return tuple(sorted(n for n in found if n > 1 and size % n == 0 and size > n)[:_MOST])
-
-
-def _spread(letter: Letter, parts: dict[Spot, set[int]]) -> None:
-    for cut in _cuts(letter, parts):
-        for spot, outer in letter[2]:
-            parts[spot].add(outer * cut)

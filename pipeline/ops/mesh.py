@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from pipeline.ir.graph import Arg, Args, Op, OpGraph, Ref, Role, TensorType
+from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, TensorType
 from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Strategy
 from pipeline.ops.dims import local_factors, still_uneven, strategies
@@ -45,9 +45,7 @@ def view_op(graph: OpGraph, op: Op) -> OpView:
 
 def signature(view: OpView) -> Signature:
     """Arguments are compared as text: `1`, `1.0` and `True` are different constants."""
-    positional = tuple(_nameless(a) for a in view.op.args.positional)
-    named = tuple((k, _nameless(v)) for k, v in view.op.args.named)
-    text = repr(Args(positional, named))
+    text = repr((_nameless(view.op.args.positional), _nameless(view.op.args.named)))
     return Signature(view.op.target, text, view.inputs, view.outputs, view.input_grads, view.factors, view.uneven, view)
 
 
@@ -55,10 +53,6 @@ def _nameless(arg: Arg) -> Arg:
     if isinstance(arg, Ref):
         return Ref("")
     return tuple(_nameless(a) for a in arg) if isinstance(arg, tuple) else arg
-
-
-def graph_strategies(graph: OpGraph, sizes: tuple[int, ...]) -> dict[str, tuple[Strategy, ...]]:
-    return {op.name: op_strategies(view_op(graph, op), sizes) for op in graph.ops}
 
 
 def op_strategies(view: OpView, sizes: tuple[int, ...]) -> tuple[Strategy, ...]:
@@ -86,47 +80,36 @@ def _with_axis(
             local[piece] = strategies(rule, piece, sizes[-1])
         for second in local[piece]:
             both = _nested(first, second, sizes)
+            # No further axis splits the padded pieces that one has left of a dim.
             if both is not None and (not view.uneven or _holds(view, both, sizes)):
                 found.setdefault((both.inputs, both.outputs), both)
     return tuple(found.values())
 
 
 def _holds(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> bool:
-    """Whether no further axis splits the padded pieces that one has left of a dim."""
     layouts = zip((*view.inputs, *view.outputs), (*strategy.inputs, *strategy.outputs), strict=True)
     return all(layout.holds(kind.shape, sizes) for kind, layout in layouts)
 
 
 def _local(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> OpView:
     """The op as one rank runs it."""
-    return replace(
-        view,
-        inputs=_pieces(view.inputs, strategy.inputs, sizes),
-        outputs=_pieces(view.outputs, strategy.outputs, sizes),
-        factors=local_factors(view, strategy, sizes),
-        uneven=still_uneven(view, strategy),
+    inputs, outputs = (
+        tuple(TensorType(x.local_shape(t.shape, sizes), t.dtype) for t, x in zip(types, layouts, strict=True))
+        for types, layouts in ((view.inputs, strategy.inputs), (view.outputs, strategy.outputs))
     )
-
-
-def _pieces(
-    types: tuple[TensorType, ...], layouts: tuple[Layout, ...], sizes: tuple[int, ...]
-) -> tuple[TensorType, ...]:
-    return tuple(TensorType(x.local_shape(t.shape, sizes), t.dtype) for t, x in zip(types, layouts, strict=True))
+    factors, uneven = local_factors(view, strategy, sizes), still_uneven(view, strategy)
+    return replace(view, inputs=inputs, outputs=outputs, factors=factors, uneven=uneven)
 
 
 def _nested(first: Strategy, second: Strategy, sizes: tuple[int, ...]) -> Strategy | None:
     bodies = {body for body in (*first.body.split(","), second.body) if body}
-    inputs = [x.nested(y.states[0], sizes) for x, y in zip(first.inputs, second.inputs, strict=True)]
-    outputs = [x.nested(y.states[0], sizes) for x, y in zip(first.outputs, second.outputs, strict=True)]
-    if (len(bodies) > 1 and bodies != {"mean", "classes"}) or None in inputs or None in outputs:
+    pairs = zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=True)
+    found = [both for x, y in pairs if (both := x.nested(y.states[0], sizes)) is not None]
+    count = len(first.inputs)
+    if (len(bodies) > 1 and bodies != {"mean", "classes"}) or len(found) < count + len(first.outputs):
         return None
     body = f"{first.body or ',' * (len(sizes) - 2)},{second.body}" if bodies else ""  # one for each axis
-    return Strategy(
-        f"{first.name},{second.name}",
-        tuple(x for x in inputs if x is not None),
-        tuple(x for x in outputs if x is not None),
-        body,
-    )
+    return Strategy(f"{first.name},{second.name}", tuple(found[:count]), tuple(found[count:]), body)
 
 
 def followers(graph: OpGraph, options: dict[str, tuple[Strategy, ...]]) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""Lines of named dims for ops whose line depends on the shapes: broadcasting and reshaping."""
+"""Lines of named dims for ops whose line depends on the shapes: broadcasting, reshaping, dims that are worked along."""
 
 from __future__ import annotations
 
 import string
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from itertools import count
 
 from pipeline.ops.rule import OpView
 
@@ -13,20 +14,17 @@ def broadcast(view: OpView) -> str:
     if not view.inputs:
         return nothing_split(view)
     shape = view.output.shape
-    letters = [f"{string.ascii_lowercase[i]}" for i in range(len(shape))]
-    tensors = []
-    for tensor in view.inputs:
-        offset = len(shape) - len(tensor.shape)
-        names = [
-            letters[offset + i] if size == shape[offset + i] and size != 1 else f"one{offset + i}^"
-            for i, size in enumerate(tensor.shape)
-        ]
-        tensors.append(" ".join(names))
-    return f"{', '.join(tensors)} -> {', '.join([_output(letters, shape)] * len(view.outputs))}"
+    after = " ".join(aligned(shape, shape, string.ascii_lowercase))
+    before = (" ".join(aligned(t.shape, shape, string.ascii_lowercase)) for t in view.inputs)
+    return f"{', '.join(before)} -> {', '.join([after] * len(view.outputs))}"
 
 
-def _output(letters: list[str], shape: tuple[int, ...]) -> str:
-    return " ".join(x if size != 1 else f"one{i}^" for i, (x, size) in enumerate(zip(letters, shape, strict=True)))
+def aligned(own: Sequence[int], shape: Sequence[int], names: Sequence[str]) -> list[str]:
+    """The dims of a tensor that broadcasts to a shape with these names: fixed ones where it does."""
+    offset = len(shape) - len(own)
+    return [
+        names[place] if size == shape[place] and size != 1 else f"one{place}^" for place, size in enumerate(own, offset)
+    ]
 
 
 def reshape(view: OpView) -> str:
@@ -34,26 +32,18 @@ def reshape(view: OpView) -> str:
     before, after = view.inputs[0].shape, view.output.shape
     if 0 in before:
         return nothing_split(view)
-    left: list[str] = []
-    right: list[str] = []
-    counter = iter(range(10_000))
-    for old, new in _groups(before, after):
-        if len(old) == 1 and len(new) == 1:
-            name = f"d{next(counter)}" + ("^" if old[0] == 1 else "")
-            left.append(name)
-            right.append(name)
-        elif len(old) == 1 and new:
-            names = [f"d{next(counter)}" for _ in new]
-            left.append(f"({' '.join(names)})")
-            right += names
-        elif len(new) == 1 and old:
-            names = [f"d{next(counter)}" for _ in old]
-            left += names
-            right.append(f"({' '.join(names)})")
+    sides: tuple[list[str], list[str]] = ([], [])
+    numbers = count()
+    for group in _groups(before, after):
+        if min(map(len, group)) == 1:
+            factors = max(group, key=len)
+            names = [f"d{next(numbers)}{'^' if factors == (1,) else ''}" for _ in factors]
+            for side, own in zip(sides, group, strict=True):
+                side.extend(names if len(own) == len(names) else [f"({' '.join(names)})"])
         else:
-            left += [f"x{next(counter)}^" for _ in old]
-            right += [f"x{next(counter)}^" for _ in new]
-    return f"{' '.join(left)} -> {' '.join(right)}"
+            for side, own in zip(sides, group, strict=True):
+                side.extend(f"x{next(numbers)}^" for _ in own)
+    return f"{' '.join(sides[0])} -> {' '.join(sides[1])}"
 
 
 def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -61,31 +51,23 @@ def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[tuple
     groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
-        old: list[int] = []
-        new: list[int] = []
-        if i < len(before) and j < len(after) and before[i] == after[j]:
-            groups.append(((before[i],), (after[j],)))
+        first, other = i, j
+        if before[i : i + 1] == after[j : j + 1]:
             i, j = i + 1, j + 1
-            continue
-        if i < len(before) and before[i] == 1:
-            groups.append(((1,), ()))
+        elif before[i : i + 1] == (1,):
             i += 1
-            continue
-        if j < len(after) and after[j] == 1:
-            groups.append(((), (1,)))
+        elif after[j : j + 1] == (1,):
             j += 1
-            continue
-        product_old = product_new = 1
-        while not old or product_old != product_new:
-            if product_old <= product_new and i < len(before):
-                old.append(before[i])
-                product_old *= before[i]
-                i += 1
-            else:
-                new.append(after[j])
-                product_new *= after[j]
-                j += 1
-        groups.append((tuple(old), tuple(new)))
+        else:
+            old = new = 1
+            while i == first or old != new:
+                if old <= new and i < len(before):
+                    old *= before[i]
+                    i += 1
+                else:
+                    new *= after[j]
+                    j += 1
+        groups.append((before[first:i], after[other:j]))
     return groups
 
 
@@ -101,6 +83,11 @@ def letters(rank: int, fixed: Collection[int] = (), mark: str = "^") -> str:
     return " ".join(f"d{i}{mark if i in fixed else ''}" for i in range(rank))
 
 
+def without(rank: int, dim: int) -> str:
+    """`d0 d2`: the letters of all dims but one."""
+    return " ".join(f"d{i}" for i in range(rank) if i != dim)
+
+
 def kept(view: OpView, fixed: Collection[int]) -> str:
     """Tensors of one rank in and out, alike but for the fixed dims."""
     own = range(len(view.output.shape))
@@ -109,13 +96,28 @@ def kept(view: OpView, fixed: Collection[int]) -> str:
     return f"{', '.join(names)} -> {', '.join(after)}"
 
 
-def dim_of(view: OpView, position: int, name: str = "dim", default: int = 0, rank: int | None = None) -> int:
+def along(position: int, default: int | tuple[int, ...] | None = 0, name: str = "dim") -> Callable[[OpView], str]:
+    """The line of an op that works along the dims among its constants, which stay whole; None is all of them."""
+
+    def line(view: OpView) -> str:
+        rank, dims = len(view.output.shape), view.constant(position, name, default)
+        named = (dims,) if isinstance(dims, int) else range(rank) if dims is None else dims
+        return kept(view, {d % max(rank, 1) for d in named})
+
+    return line
+
+
+def along_last(count: int) -> Callable[[OpView], str]:
+    """The last dims, so many of them, are whole."""
+    return lambda view: kept(view, range(len(view.output.shape) - count, len(view.output.shape)))
+
+
+def dim_of(view: OpView, position: int, default: int = 0, rank: int | None = None) -> int:
     """A dim among the constants, counted from the front."""
     count = len(view.inputs[0].shape) if rank is None else rank
-    return int(view.constant(position, name, default)) % max(count, 1)
+    return int(view.constant(position, "dim", default)) % max(count, 1)
 
 
-def permuted(order: list[int]) -> str:
+def permuted(order: Sequence[int]) -> str:
     """The line of a permutation: output dim i is input dim order[i]."""
-    names = [f"d{i}" for i in range(len(order))]
-    return f"{' '.join(names)} -> {' '.join(names[i] for i in order)}"
+    return f"{letters(len(order))} -> {' '.join(f'd{i}' for i in order)}"

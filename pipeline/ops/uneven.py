@@ -7,49 +7,20 @@ size, ends it. So a dim may be uneven where every op that touches it, from the w
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 
 from pipeline.ir.graph import Op, OpGraph, Role
-from pipeline.ops.factors import Letter, Spot, letters_of
+from pipeline.ops.factors import Letter, Spot, letters_of, once_per_graph
 from pipeline.ops.own_names import EMBEDDING_BAG
 
-ENDS = {
-    "aten.embedding.default": "v",
-    EMBEDDING_BAG: "v",
-    "aten.cross_entropy_loss.default": "c",
-}  # with the letter that they end
-THROUGH = frozenset(
-    [
-        "linear",
-        "matmul",
-        "mm",
-        "addmm",
-        "add",
-        "sub",
-        "mul",
-        "neg",
-        "tanh",
-        "dropout",
-        "t",
-        "transpose",
-        "permute",
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "flatten",
-        "squeeze",
-        "unsqueeze",
-        "slice",
-        "to",
-        "_to_copy",
-        "contiguous",
-        "clone",
-        "alias",
-        "detach",
-    ]
-)
+# With the letter that they end.
+ENDS = {"aten.embedding.default": "v", EMBEDDING_BAG: "v", "aten.cross_entropy_loss.default": "c"}
+THROUGH = frozenset({
+    "linear", "matmul", "mm", "addmm", "add", "sub", "mul", "neg", "tanh", "dropout", "t", "transpose", "permute",
+    "view", "reshape", "_unsafe_view", "flatten", "squeeze", "unsqueeze", "slice", "to", "_to_copy", "contiguous",
+    "clone", "alias", "detach",
+})  # fmt: skip
 DIVIDES = "div"  # by what does not have the dim: zeros divided by zeros would be no numbers
 
 
@@ -59,20 +30,9 @@ class Uneven:
     spots: frozenset[Spot]  # dims of values
 
 
-_known: dict[int, tuple[weakref.ref[OpGraph], Uneven]] = {}
-
-
+@once_per_graph
 def uneven_in(graph: OpGraph) -> Uneven:
-    """What may be split in uneven pieces; worked out once per graph."""
-    entry = _known.get(id(graph))
-    if entry is None or entry[0]() is not graph:
-        key = id(graph)
-        entry = (weakref.ref(graph, lambda _: _known.pop(key, None)), _find(graph))
-        _known[key] = entry
-    return entry[1]
-
-
-def _find(graph: OpGraph) -> Uneven:
+    """What may be split in uneven pieces."""
     search = _Search(graph)
     found: dict[str, list[str]] = defaultdict(list)
     seen: set[Spot] = set()

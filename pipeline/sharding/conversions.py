@@ -82,32 +82,16 @@ def conversion(source: State, target: State) -> Conversion:
     return TABLE[source.kind + target.kind]
 
 
-def conversion_seconds(source: State, target: State, nbytes: int, grad: bool, axis: Axis, compute: Compute) -> Seconds:
-    """Seconds to convert a tensor of that many bytes (not split on this axis), and its gradient where it has one."""
-    if source == target:
-        return Seconds(0.0, 0.0)
-    return entry_seconds(conversion(source, target), nbytes, grad, axis, compute)
-
-
 def entry_seconds(entry: Conversion, nbytes: int, grad: bool, axis: Axis, compute: Compute) -> Seconds:
+    """To convert a tensor of that many bytes (not split on this axis), and its gradient where it has one."""
+
+    def seconds(move: str) -> float:
+        if move in COLLECTIVES:
+            return axis.links[move].seconds(nbytes)
+        return compute.launch + nbytes / compute.memory_rate if move else 0.0
+
     backward = (entry.again, entry.backward) if grad else ()
-    return Seconds(
-        _move_seconds(entry.forward, nbytes, axis, compute),
-        sum(_move_seconds(move, nbytes, axis, compute) for move in backward),
-    )
-
-
-def _move_seconds(move: str, nbytes: int, axis: Axis, compute: Compute) -> float:
-    if move in COLLECTIVES:
-        return axis.links[move].seconds(nbytes)
-    return compute.launch + nbytes / compute.memory_rate if move else 0.0
-
-
-def entry_bytes(entry: Conversion, nbytes: int, grad: bool, size: int) -> float:
-    """Bytes that a rank sends, forward and backward; the tensor has that many where it is not split on this axis."""
-    moves = (entry.forward, entry.again, entry.backward) if grad else (entry.forward,)
-    share = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1 / size}
-    return sum(share.get(move, 0.0) * nbytes * (size - 1) / size for move in moves)
+    return Seconds(seconds(entry.forward), sum(map(seconds, backward)))
 
 
 def step_axis(source: Layout, target: Layout, sizes: tuple[int, ...]) -> int:

@@ -36,18 +36,19 @@ from pipeline.sharding.paths import Paths
 
 def lower(graph: OpGraph, sharding: Sharding, micro_batches: int = 1, *, to_loss: bool = True) -> Program:
     """`to_loss` is false for a partition of a pipeline but the last: its output leaves as the next one reads it."""
-    home, written = home_layouts(graph, sharding), _written(graph, sharding)
+    home, written = home_layouts(graph, sharding), written_layouts(graph, sharding)
     shared = _shared(graph, sharding, home, by_value=micro_batches > 1)
-    output = _loss(graph, home) if to_loss else Tensor(graph.output, home[graph.output])
+    leaves = home[graph.output]
+    output = Tensor(graph.output, replicated(len(leaves.states)) if to_loss else leaves)
     prologue = _steps(graph, sharding, graph.prologue, home, {})
     links = []
     for index, link in enumerate(graph.chain):
         copies = {c.target: c.target for c in shared}
         made = Tensor(link.output, written.get(link.output, home[link.output]))
-        leaves = output if index == len(graph.chain) - 1 else Tensor(link.output, home[link.output])
+        end = output if index == len(graph.chain) - 1 else Tensor(link.output, home[link.output])
         steps = _steps(graph, sharding, link.ops, {**home, link.output: made.layout}, copies)
-        if leaves not in copies:
-            steps += _convert(graph, sharding, made, leaves, copies)
+        if end not in copies:
+            steps += _convert(graph, sharding, made, end, copies)
         links.append(tuple(_gathers_first(graph, steps)))
     reduced = _reduced(graph, sharding)
     return Program(tuple(prologue), tuple(shared), tuple(links), reduced, output, micro_batches)
@@ -69,7 +70,7 @@ def home_layouts(graph: OpGraph, sharding: Sharding) -> dict[str, Layout]:
             home[value.name] = sharding.inputs[value.name]
         elif value.role is Role.BUFFER:
             home[value.name] = replicated(axes)
-    home |= _written(graph, sharding)
+    home |= written_layouts(graph, sharding)
     for link, reader in pairwise(graph.chain):
         home[link.output] = _crossing(graph, sharding, home[link.output], link.output, reader)
     if graph.output in sharding.inputs:  # of a partition: as the next one reads it
@@ -77,7 +78,7 @@ def home_layouts(graph: OpGraph, sharding: Sharding) -> dict[str, Layout]:
     return home
 
 
-def _written(graph: OpGraph, sharding: Sharding) -> dict[str, Layout]:
+def written_layouts(graph: OpGraph, sharding: Sharding) -> dict[str, Layout]:
     """The layouts in which ops write."""
     return {n: s for op in graph.ops for n, s in zip(op.outputs, sharding.strategies[op.name].outputs, strict=True)}
 
@@ -90,10 +91,6 @@ def _crossing(graph: OpGraph, sharding: Sharding, written: Layout, name: str, re
     if P not in written.states or len(wanted) != 1 or P in next(iter(wanted)).states:
         return written
     return wanted.pop()
-
-
-def _loss(graph: OpGraph, home: dict[str, Layout]) -> Tensor:
-    return Tensor(graph.output, replicated(len(home[graph.output].states)))
 
 
 def uses(graph: OpGraph, sharding: Sharding) -> dict[str, set[Layout]]:
@@ -150,11 +147,7 @@ def _shared(graph: OpGraph, sharding: Sharding, home: dict[str, Layout], by_valu
 
 
 def _steps(
-    graph: OpGraph,
-    sharding: Sharding,
-    ops: Iterable[str],
-    home: dict[str, Layout],
-    copies: dict[Tensor, Tensor],
+    graph: OpGraph, sharding: Sharding, ops: Iterable[str], home: dict[str, Layout], copies: dict[Tensor, Tensor]
 ) -> list[Step]:
     steps: list[Step] = []
     for op in (graph.op(name) for name in ops):
@@ -228,6 +221,6 @@ def with_paths(graph: OpGraph, sharding: Sharding, cluster: Cluster) -> Sharding
         share = gathered_share(graph, value.name)
         own = paths.setdefault(share, Paths(cluster.axes, cluster.compute, share))
         path = own.cheapest(*ends, value.type.shape, value.type.nbytes, value.grad)
-        if len(path.steps) > 1:
+        if len(path.layouts) > 2:
             found[path_name(value.name, *ends)] = path.layouts[1:-1]
     return replace(sharding, paths=found)

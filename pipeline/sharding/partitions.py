@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.layout import Layout
 from pipeline.ir.plan import Plan, Sharding
-from pipeline.sharding.lowering import home_layouts
+from pipeline.sharding.lowering import home_layouts, written_layouts
 from pipeline.sharding.sharded import Sharded
 
 
@@ -56,23 +55,16 @@ def restricted(graph: OpGraph, sharding: Sharding, first: int, last: int) -> Sha
     own, home = part_of(graph, first, last), home_layouts(graph, sharding)
     origins = {value.origin for value in own.of_role(Role.PARAMETER)}
     inputs = [value.name for value in own.values.values() if value.role in (Role.INPUT, Role.ENTERS)]
+    if written_layouts(own, sharding).get(own.output, home[own.output]) != home[own.output]:
+        inputs.append(own.output)  # how it leaves, where that is not how it is written
     return Sharding(
         strategies={op.name: sharding.strategies[op.name] for op in own.ops},
         storage={name: layout for name, layout in sharding.storage.items() if name in origins},
-        inputs={name: home[name] for name in inputs} | _leaving(own, sharding, home),
+        inputs={name: home[name] for name in inputs},
         paths={name: way for name, way in sharding.paths.items() if name.split(": ")[0] in own.values},
         state={name: layout for name, layout in sharding.state.items() if name in origins},
         regathered=tuple(name for name in sharding.regathered if name in origins),
     )
-
-
-def _leaving(own: OpGraph, sharding: Sharding, home: dict[str, Layout]) -> dict[str, Layout]:
-    """How the activation that leaves a partition lies, where that is not how it is written."""
-    writer = next((op for op in reversed(own.ops) if own.output in op.outputs), None)
-    if writer is None:
-        return {}
-    written = sharding.strategies[writer.name].outputs[writer.outputs.index(own.output)]
-    return {own.output: home[own.output]} if home[own.output] != written else {}
 
 
 def _needed(graph: OpGraph, first: int, last: int) -> tuple[str, ...]:

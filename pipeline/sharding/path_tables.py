@@ -14,20 +14,16 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.ir.layout import Layout, Place
-from pipeline.sharding.paths import FEMTO, WHOLE, Paths, Spot, is_clear, spots_between, uneven_at
-from pipeline.sharding.relax import relax
+from pipeline.base.kernel_cache import kernel
+from pipeline.ir.layout import Layout
+from pipeline.sharding.paths import FEMTO, WHOLE, Paths, Space, Spot, is_clear, spots_between, uneven_at
 
 Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 def conversion_table(
-    paths: Paths,
-    sources: Sequence[Layout],
-    targets: Sequence[Layout],
-    shape: tuple[int, ...],
-    nbytes: int,
-    grad: bool,
+    paths: Paths, sources: Sequence[Layout], targets: Sequence[Layout], shape: tuple[int, ...], nbytes: int, grad: bool
 ) -> Array:
     """Seconds from each source to each target, forward and backward."""
     if len({*sources, *targets}) == 1:  # always so on one device
@@ -41,27 +37,20 @@ def conversion_table(
     return found
 
 
-class _Lattice:
+class _Lattice(Space):
     """The layouts, one dim per axis of the mesh and one entry per spot, and the price of a step along each dim."""
 
     def __init__(self, paths: Paths, ends: Sequence[Layout], shape: tuple[int, ...], nbytes: int, grad: bool) -> None:
-        self.paths, self.sizes, self.nbytes, self.grad = paths, paths.sizes, nbytes, grad
-        self.spots = spots_between(ends, shape, grad, self.sizes)
-        self.uneven = uneven_at(ends, shape, self.sizes)
-        self.shape = tuple(len(own) for own in self.spots)
-        self.numbers = [{spot: number for number, spot in enumerate(own)} for own in self.spots]
-        self.split = [np.array([isinstance(spot, Place) for spot in own]) for own in self.spots]
-        self.steps = [self._steps(axis) for axis in range(len(self.sizes))]
+        spots, uneven = spots_between(ends, shape, grad, paths.sizes), uneven_at(ends, shape, paths.sizes)
+        super().__init__(paths, spots, uneven, nbytes, grad)
+        self.shape = tuple(len(own) for own in spots)
+        self.prices = [self._prices(axis) for axis in range(len(self.sizes))]
 
-    def node(self, layout: Layout) -> tuple[int, ...]:
-        places = layout.places(self.sizes)
-        return tuple(self.numbers[a][places.get(a, state.kind)] for a, state in enumerate(layout.states))
-
-    def _steps(self, axis: int) -> Array:
+    def _prices(self, axis: int) -> Array:
         """Femtoseconds[spots of the other axes..., from, to]; infinite where the two are no step, or no layout."""
         others = [a for a in range(len(self.sizes)) if a != axis]
         found = np.empty((*(self.shape[a] for a in others), self.shape[axis], self.shape[axis]))
-        halves = [self.sizes[a] ** self.split[a].astype(int) for a in others]
+        halves = [np.array([self.sizes[a] if kind == "S" else 1 for kind in self.kinds[a]]) for a in others]
         pieces = prod(np.ix_(*halves), start=np.ones((1,) * len(others), dtype=int)) if others else np.array(1)
         pieces = np.broadcast_to(pieces, found.shape[:-2])
         for count in np.unique(pieces):
@@ -79,15 +68,9 @@ class _Lattice:
 
     def _by_kind(self, axis: int, local: int) -> Array:
         """The price of a step between any two spots of the axis, of a tensor with so many bytes without it."""
-        kinds = ["S" if isinstance(spot, Place) else spot for spot in self.spots[axis]]
-        known = (*WHOLE, "S")
-        price = {
-            (a, b): float(self.paths.cost(axis, a, b, local, self.grad))
-            for a in known
-            for b in known
-            if a + b not in ("RR", "BB", "PP")
-        }
-        table = np.array([[price.get((a, b), 0.0) for b in kinds] for a in kinds])
+        pairs = [(a, b) for a in (*WHOLE, "S") for b in (*WHOLE, "S") if a != b or a == "S"]
+        price = {(a, b): float(self.paths.cost(axis, a, b, local, self.grad)) for a, b in pairs}
+        table = np.array([[price.get((a, b), 0.0) for b in self.kinds[axis]] for a in self.kinds[axis]])
         np.fill_diagonal(table, 0.0)
         return table
 
@@ -101,13 +84,48 @@ class _Lattice:
             least[(row, *self.node(layout))] = 0.0
         cells = np.arange(prod(self.shape)).reshape(self.shape)
         lines = [np.moveaxis(cells, axis, -1).reshape(-1, count) for axis, count in enumerate(self.shape)]
-        relax(
+        _relax(
             least.reshape(len(sources), -1),
             np.array(self.shape),
             np.array([prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]),
             np.concatenate([own[:, 0] for own in lines]),
             np.cumsum([0, *(len(own) for own in lines)]),
-            np.concatenate([own.reshape(-1) for own in self.steps]),
-            np.cumsum([0, *(own.size for own in self.steps[:-1])]),
+            np.concatenate([own.reshape(-1) for own in self.prices]),
+            np.cumsum([0, *(own.size for own in self.prices[:-1])]),
         )
         return least
+
+
+@kernel()
+def _relax(
+    least: Array, counts: Ints, strides: Ints, bases: Ints, base_start: Ints, steps: Array, step_start: Ints
+) -> None:
+    """Brings least[source, layout] down, source by source, by steps along one axis after another until all is quiet.
+
+    A line of an axis holds the layouts that differ on it alone, counts[axis] of them, strides[axis] apart from
+    bases[base_start[axis] + line] on; the price of a step from k to l lies at step_start[axis] + (line, k, l) in steps.
+    """
+    axes = len(counts)
+    before, after = np.empty(counts.max()), np.empty(counts.max())
+    for row in least:
+        quiet, axis = 0, 0
+        while quiet < axes:
+            count, stride = counts[axis], strides[axis]
+            changed = False
+            price = step_start[axis]
+            for line in range(base_start[axis], base_start[axis + 1]):
+                base = bases[line]
+                for k in range(count):
+                    before[k] = row[base + k * stride]
+                    after[k] = before[k]
+                for k in range(count):
+                    if before[k] < np.inf:
+                        for to in range(count):
+                            after[to] = min(after[to], before[k] + steps[price + to])
+                    price += count
+                for k in range(count):
+                    if after[k] < before[k]:
+                        row[base + k * stride] = after[k]
+                        changed = True
+            quiet = 0 if changed else quiet + 1
+            axis = (axis + 1) % axes

@@ -23,15 +23,7 @@ from math import prod
 from pipeline.ir.cluster import Axis, Compute
 from pipeline.ir.layout import Layout, Place, S, State, at_places
 from pipeline.rates.compute import Seconds
-from pipeline.sharding.conversions import (
-    GATHERS,
-    TABLE,
-    conversion_of,
-    entry_bytes,
-    entry_seconds,
-    made_again,
-    step_axis,
-)
+from pipeline.sharding.conversions import GATHERS, TABLE, conversion_of, entry_seconds, made_again, step_axis
 
 WHOLE = ("R", "B", "P")
 FEMTO = 1e15  # costs are compared as whole femtoseconds: equal is equal, in whatever order the steps are added
@@ -45,25 +37,6 @@ Node = tuple[int, ...]  # per axis the number of its spot
 class Path:
     layouts: tuple[Layout, ...]  # the source, what lies between, the target
     seconds: Seconds
-    moved_bytes: float  # that a rank sends, forward and backward
-    peak_bytes: int  # the most that a step of the forward pass reads and writes on a rank
-
-    @property
-    def steps(self) -> tuple[tuple[Layout, Layout], ...]:
-        return tuple(pairwise(self.layouts))
-
-
-def cheapest_path(
-    source: Layout,
-    target: Layout,
-    shape: tuple[int, ...],
-    nbytes: int,
-    grad: bool,
-    axes: tuple[Axis, ...],
-    compute: Compute,
-) -> Path:
-    """For a tensor of that shape and that many bytes (unsplit)."""
-    return Paths(axes, compute).cheapest(source, target, shape, nbytes, grad)
 
 
 class Paths:
@@ -77,7 +50,7 @@ class Paths:
         self.gathering = axes if share == 1.0 else tuple(_joined(axis, share) for axis in axes)
         self.sizes = tuple(axis.size for axis in axes)
         self._found: dict[tuple[Layout, Layout, tuple[int, ...], int, bool], Path] = {}
-        self._spaces: dict[tuple[tuple[tuple[Spot, ...], ...], Uneven, int, bool], _Space] = {}
+        self._spaces: dict[tuple[tuple[tuple[Spot, ...], ...], Uneven, int, bool], Space] = {}
         self._costs: dict[tuple[int, str, str, int, bool], int] = {}
         self._ways: dict[tuple[int, int, bool], dict[tuple[str, str], int]] = {}
 
@@ -89,33 +62,20 @@ class Paths:
                     raise ValueError(f"no path {source} -> {target}: {layout} does not fit {shape} on {self.sizes}")
             ends = source, target
             spots, uneven = spots_between(ends, shape, grad, self.sizes), uneven_at(ends, shape, self.sizes)
-            space = self._spaces.setdefault((spots, uneven, nbytes, grad), _Space(self, spots, uneven, nbytes, grad))
-            self._found[key] = self.priced(_search(space, source, target), nbytes, grad)
+            space = self._spaces.setdefault((spots, uneven, nbytes, grad), Space(self, spots, uneven, nbytes, grad))
+            layouts = _search(space, source, target)
+            steps = [self.step(before, after, nbytes, grad) for before, after in pairwise(layouts)]
+            total = Seconds(sum(step.forward for step in steps), sum(step.backward for step in steps))
+            self._found[key] = Path(layouts, total)
         return self._found[key]
 
-    def priced(self, layouts: tuple[Layout, ...], nbytes: int, grad: bool) -> Path:
-        """These steps with their price."""
-        forward = backward = moved = 0.0
-        peak = 0
-        for before, after in pairwise(layouts):
-            seconds, sent = self.step(before, after, nbytes, grad)
-            forward, backward, moved = forward + seconds.forward, backward + seconds.backward, moved + sent
-            held = [nbytes // layout.pieces(self.sizes) for layout in (before, after)]
-            peak = max(peak, sum(held) if conversion_of(before, after, self.sizes).forward else max(held))
-        return Path(layouts, Seconds(forward, backward), moved, peak)
-
-    def step(
-        self, before: Layout, after: Layout, nbytes: int, grad: bool, again: bool = False
-    ) -> tuple[Seconds, float]:
-        """Seconds of one step, and the bytes that a rank sends; `again` where backward makes it once more."""
+    def step(self, before: Layout, after: Layout, nbytes: int, grad: bool, again: bool = False) -> Seconds:
+        """Of one step; `again` where backward makes it once more."""
         number = step_axis(before, after, self.sizes)
         entry = conversion_of(before, after, self.sizes)
         axis = (self.gathering if entry in GATHERS else self.axes)[number]
-        entry = made_again(entry) if again else entry
-        others = (s.kind == "S" and i != number for i, s in enumerate(before.states))
-        local = nbytes // prod(size for size, split in zip(self.sizes, others, strict=True) if split)
-        seconds = entry_seconds(entry, local, grad, axis, self.compute)
-        return seconds, entry_bytes(entry, local, grad, axis.size)
+        local = nbytes // prod(self.sizes[i] for i, s in enumerate(before.states) if s.kind == "S" and i != number)
+        return entry_seconds(made_again(entry) if again else entry, local, grad, axis, self.compute)
 
     def cost(self, axis: int, before: str, after: str, local: int, grad: bool) -> int:
         """Femtoseconds of a step between two kinds of state, for a tensor that has so many bytes without this axis."""
@@ -148,7 +108,7 @@ def _joined(axis: Axis, share: float) -> Axis:
     return replace(axis, links=axis.links | own)
 
 
-class _Space:
+class Space:
     """The layouts that a search may visit, and the steps between them: shared by all searches between like layouts."""
 
     def __init__(
@@ -157,12 +117,12 @@ class _Space:
         self.paths, self.sizes, self.spots, self.uneven = paths, paths.sizes, spots, uneven
         self.nbytes, self.grad = nbytes, grad
         self.kinds = [tuple("S" if isinstance(spot, Place) else spot for spot in own) for own in spots]
+        self.numbers = [{spot: number for number, spot in enumerate(own)} for own in spots]
         self._steps: dict[Node, list[tuple[Node, int]]] = {}
 
     def node(self, layout: Layout) -> Node:
         places = layout.places(self.sizes)
-        spots = (places.get(axis, state.kind) for axis, state in enumerate(layout.states))
-        return tuple(self.spots[axis].index(spot) for axis, spot in enumerate(spots))
+        return tuple(self.numbers[a][places.get(a, state.kind)] for a, state in enumerate(layout.states))
 
     def layout(self, node: Node) -> Layout:
         spots = [self.spots[axis][number] for axis, number in enumerate(node)]
@@ -196,7 +156,7 @@ class _Space:
         return [0 if number == goal else ways[kind, kinds[goal]] for number, kind in enumerate(kinds)]
 
 
-def _search(space: _Space, source: Layout, target: Layout) -> tuple[Layout, ...]:
+def _search(space: Space, source: Layout, target: Layout) -> tuple[Layout, ...]:
     """A* from one layout to the other."""
     start, goal = space.node(source), space.node(target)
     least = [space.remaining(axis, number) for axis, number in enumerate(goal)]

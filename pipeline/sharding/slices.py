@@ -15,7 +15,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
-from pipeline.ir.graph import Op, OpGraph, Role, TensorType, Value
+from pipeline.ir.graph import Op, OpGraph, Role, TensorType
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Compiled, CompiledWay, OpCost, Profile
 from pipeline.sharding.lowering import home_layouts
@@ -44,9 +44,7 @@ def sliced(graph: OpGraph, profile: Profile, slices: tuple[int, ...]) -> tuple[O
         for name, value in graph.values.items()
     }
     costs = {
-        op.name: _scaled(cost, _parameter_bytes(graph, op), count, largest) if cut & set(op.outputs) else cost
-        for op in graph.ops
-        for cost in (profile.ops[op.name],)
+        op.name: _scaled(graph, op, profile.ops[op.name], count, largest) for op in graph.ops if cut & set(op.outputs)
     }
     kernels = replace(profile.kernels, slices=count) if profile.kernels else None
     compiled = profile.compiled and _compiled_for(profile.compiled, count, largest, known=kernels is not None)
@@ -83,13 +81,9 @@ def fits(graph: OpGraph, sharding: Sharding, sizes: tuple[int, ...], slices: tup
         divides(name, part)
         for part in {Fraction(samples, sum(slices)) for samples in slices}
         for name in _depending(graph)
-        if _leads(graph.values[name], part)
+        # Where it is not the first dim that is cut, that need not be the batch.
+        if (shape := graph.values[name].type.shape) and shape[0] % part.denominator == 0
     )
-
-
-def _leads(value: Value, part: Fraction) -> bool:
-    """Whether it is the first dim that is cut: where it is another, that need not be the batch."""
-    return bool(value.type.shape) and value.type.shape[0] % part.denominator == 0
 
 
 def _depending(graph: OpGraph) -> set[str]:
@@ -108,13 +102,10 @@ def _cut(kind: TensorType, part: Fraction) -> TensorType:
     return kind
 
 
-def _parameter_bytes(graph: OpGraph, op: Op) -> int:
-    read = (graph.values[name] for name in dict.fromkeys(op.inputs))
-    return sum(value.type.nbytes for value in read if value.role is Role.PARAMETER)
-
-
-def _scaled(cost: OpCost, parameters: int, count: int, largest: Fraction) -> OpCost:
+def _scaled(graph: OpGraph, op: Op, cost: OpCost, count: int, largest: Fraction) -> OpCost:
     """Bytes that are moved are those of the mean, bytes that are held those of the largest."""
+    read = (graph.values[name] for name in dict.fromkeys(op.inputs))
+    parameters = sum(value.type.nbytes for value in read if value.role is Role.PARAMETER)
 
     def part(nbytes: int, share: Fraction, whole: int = parameters) -> int:
         kept = min(nbytes, whole)

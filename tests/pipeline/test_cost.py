@@ -23,7 +23,7 @@ from pipeline.rates.allocator import SPARE, spare
 from pipeline.rates.compute import Seconds, op_seconds, optimizer_bytes, optimizer_seconds
 from pipeline.rates.inner_collectives import talk_seconds
 from pipeline.rates.joined_axes import joined_link
-from pipeline.sharding.conversions import TABLE, conversion, conversion_seconds, gathered_beside, gathered_share
+from pipeline.sharding.conversions import TABLE, conversion, entry_seconds, gathered_beside, gathered_share
 from pipeline.sharding.lowering import lower
 from stages.profile.by_table import profile_graph
 from tests.graphs import (
@@ -237,17 +237,16 @@ def test_every_pair_of_states_has_a_conversion():
 def test_the_seconds_of_a_conversion(pair):
     source, target = (S(dim) if kind == "S" else {"R": R, "B": B, "P": P}[kind] for dim, kind in enumerate(pair))
     nbytes = 1_000_000
-    found = conversion_seconds(source, target, nbytes, True, AXIS, COMPUTE)
+    entry = conversion(source, target)
+    found = entry_seconds(entry, nbytes, True, AXIS, COMPUTE)
 
     def seconds(step):
         if step in COLLECTIVES:
             return AXIS.links[step].seconds(nbytes)
         return COMPUTE.launch + nbytes / COMPUTE.memory_rate if step else 0.0
 
-    entry = conversion(source, target)
     assert found == Seconds(seconds(entry.forward), seconds(entry.backward))
-    assert conversion_seconds(source, target, nbytes, False, AXIS, COMPUTE) == Seconds(found.forward, 0.0)
-    assert conversion_seconds(source, source, nbytes, True, AXIS, COMPUTE) == Seconds(0.0, 0.0)
+    assert entry_seconds(entry, nbytes, False, AXIS, COMPUTE) == Seconds(found.forward, 0.0)
 
 
 def test_a_gradients_share_of_the_buckets():
@@ -259,7 +258,7 @@ def test_a_gradients_share_of_the_buckets():
     measured = replace(AXIS, links={**AXIS.links, "all_reduce": curve})
     assert gradient_sum_seconds(small, [measured]) == pytest.approx(0.2 / 25)
     assert gradient_sum_seconds(large, [measured]) == pytest.approx(2.0)
-    assert conversion_seconds(P, R, 10_000_000, True, measured, COMPUTE).forward == pytest.approx(0.1)
+    assert entry_seconds(conversion(P, R), 10_000_000, True, measured, COMPUTE).forward == pytest.approx(0.1)
     assert gradient_sum_seconds(large, preset(1).axes) == gradient_sum_seconds(large, []) == 0.0
     assert BUCKET_BYTES == 25e6
 

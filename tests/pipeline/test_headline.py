@@ -9,8 +9,9 @@ import pytest
 
 from pipeline.base import artifacts
 from pipeline.config import Config, TrainEngine, load_config
-from pipeline.ir.plan import Plan, Prediction, Sharding
+from pipeline.ir.plan import Prediction, Sharding
 from pipeline.tracking.headline import headlines, mesh_text, numbered, run_name, run_tags
+from tests.unpipelined import whole_plan
 
 PROJECT = Path(__file__).parents[2]
 
@@ -23,7 +24,7 @@ def config() -> Config:
 @pytest.fixture(scope="module")
 def plan() -> artifacts.Artifact:
     axes, nothing = (("d0", 2),), Sharding({}, {}, {})
-    body = Plan.whole(axes, "cpu", 20_000_000, nothing, (), Prediction(0.01, 10, 5, 0.01, 0.0, 0.0, 0.0))
+    body = whole_plan(axes, "cpu", 20_000_000, nothing, (), Prediction(0.01, 10, 5, 0.01, 0.0, 0.0, 0.0))
     return artifacts.make("plan", body, (), {})
 
 

@@ -11,16 +11,16 @@ from pipeline.cost.step import Workload
 from pipeline.ir.codec import decode, encode
 from pipeline.ir.graph import Args, Link, Op, OpGraph, Ref, Role, Value
 from pipeline.ir.layout import Layout, R
-from pipeline.ir.plan import Plan, Prediction, Region, Sharding
+from pipeline.ir.plan import Prediction, Region, Sharding
 from pipeline.ir.program import Call, Convert, Step, Tensor
-from pipeline.ops.mesh import graph_strategies
 from pipeline.sharding.conversions import gathered_share, gathered_together
 from pipeline.sharding.lowering import lower, with_paths
 from pipeline.sharding.paths import Paths
 from stages.codegen.module import write_module
-from tests.graphs import gpt_graph, mlp_graph, preset, profile_of
+from tests.graphs import gpt_graph, graph_strategies, mlp_graph, preset, profile_of
 from tests.meshes import mesh
 from tests.one_op import example, t
+from tests.unpipelined import whole_plan
 
 SIZES = (2, 2)
 CLUSTER = replace(preset(), axes=mesh(*SIZES))
@@ -45,7 +45,7 @@ def sharded(storage: str = "R,R", inputs: str = "R,R") -> Sharding:
 def write(sharding: Sharding) -> str:
     graph = mlp_graph()
     links = tuple(Region(i, i, False, ()) for i in range(len(graph.chain)))
-    plan = Plan.whole((("rows", 2), ("columns", 2)), "cpu", 0, sharding, links, Prediction(*[0] * 7))
+    plan = whole_plan((("rows", 2), ("columns", 2)), "cpu", 0, sharding, links, Prediction(*[0] * 7))
     return write_module(graph, plan)
 
 

@@ -15,9 +15,9 @@ from pipeline.ir.layout import R
 from pipeline.ir.plan import Sharding, Strategy
 from pipeline.ir.program import Call
 from pipeline.ir.program import Tensor as Placed
-from pipeline.ops.mesh import _strategies, followers, graph_strategies, op_strategies, signature, view_op
+from pipeline.ops.mesh import _strategies, followers, op_strategies, signature, view_op
 from stages.codegen.block import BlockWriter, Outside
-from tests.graphs import gpt_graph, mlp_graph
+from tests.graphs import gpt_graph, graph_strategies, mlp_graph
 from tests.meshes import check, distribute, mesh, run_threads
 from tests.one_op import Example, example, run_unsplit, t
 from tests.pieces import FORWARD, GRADIENT

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -128,13 +130,14 @@ def test_parts_travel_back_to_the_projection() -> None:
 
 
 def test_factors_are_kept_once_per_graph_and_go_with_it() -> None:
-    graph = fused()
+    graph, other = fused(), fused()
     assert factors.factors_of(graph) is factors.factors_of(graph)
-    key = id(graph)
-    assert key in factors._known
+    found = factors.once_per_graph(lambda _: threading.Event())  # whatever can be watched
+    seen = weakref.ref(found(graph))
+    assert found(graph) is seen() and found(other) is not seen()
     del graph
     gc.collect()
-    assert key not in factors._known
+    assert seen() is None
 
 
 def test_half_of_a_dim_lies_in_half_as_many_parts() -> None:

@@ -34,6 +34,7 @@ from stages.profile.by_table import profile_graph
 from stages.profile.run import make_profile
 from tests import plans
 from tests.graphs import preset, trace
+from tests.unpipelined import whole_plan
 
 # ---- models whose tensors fill what an allocator gives them, so that rounding does not show
 
@@ -209,7 +210,7 @@ def schedules(found: Case, shares: tuple[float, ...]) -> Iterator[Schedule]:
 def plan_of(found: Case, regions: tuple[Region, ...]) -> Plan:
     nothing = Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0)
     freed = released(found.graph, found.profile)
-    return replace(Plan.whole((("d0", 1),), "cpu", 0, found.sharding, regions, nothing), released=freed)
+    return replace(whole_plan((("d0", 1),), "cpu", 0, found.sharding, regions, nothing), released=freed)
 
 
 def check_measured(name: str, schedule: Schedule, least: float = 0.98) -> str:

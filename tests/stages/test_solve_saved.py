@@ -24,6 +24,7 @@ from pipeline.models.mlp import MLP
 from stages.profile.by_table import profile_graph
 from stages.solve import run as stage
 from tests.graphs import SILENT, frontier_of, mlp_batch, mlp_graph, plan_of, preset, profile_of, solve_settings, trace
+from tests.unpipelined import whole_plan
 
 PROJECT = Path(__file__).parents[2]
 
@@ -59,7 +60,7 @@ def config(**asked: object) -> Config:
 
 def plan_with(sharding: Sharding, axes: tuple[tuple[str, int], ...] = (("d0", 2),)) -> Plan:
     """As the checkpoint stage writes it; what it was predicted to cost does not matter."""
-    return Plan.whole(axes, "cpu", 1, sharding, (Region(0, 0, False, ()),), Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0))
+    return whole_plan(axes, "cpu", 1, sharding, (Region(0, 0, False, ()),), Prediction(0.0, 0, 0, 0.0, 0.0, 0.0, 0.0))
 
 
 def refused(root: Path, **asked: object) -> str:

@@ -46,7 +46,10 @@ class Attempt:
 def attempt(function: Callable[[Given], str], given: Given) -> Attempt:
     """Runs a function of a module, which returns a text; one that raises gives no text."""
     if sys.platform != "linux":  # elsewhere a forked process may not use the system's libraries
-        return _here(function, given)
+        try:
+            return Attempt(function(given))
+        except Exception as error:  # whatever it raises
+            return Attempt(None, f"failed: {type(error).__name__}")
     return _forked(function, given) or _started(function, given) or Attempt(None, "failed")
 
 
@@ -103,13 +106,6 @@ def _answer(reading: int, end: Callable[[], None], wait: Callable[[], int]) -> A
     if not in_time:
         return Attempt(None, f"did not end within {SECONDS:.0f} s", certain=False)
     return Attempt(None, f"died of {signal.Signals(-code).name}" if code < 0 else "failed")
-
-
-def _here(function: Callable[[Given], str], given: Given) -> Attempt:
-    try:
-        return Attempt(function(given))
-    except Exception as error:  # whatever it raises
-        return Attempt(None, f"failed: {type(error).__name__}")
 
 
 def _read(pipe: int, until: float) -> tuple[bytes, bool]:

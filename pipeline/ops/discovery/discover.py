@@ -97,21 +97,15 @@ def _signature(view: OpView) -> str:
     named = any(n > 1 and n in sizes for n in constants)
     shapes = [list(t.shape) if named else [sizes[n] for n in t.shape] for t in tensors]
     kinds = [t.dtype for t in tensors]
-    return json.dumps(
-        [SEARCH, view.op.target, torch.__version__, shapes, kinds, list(view.input_grads), _constants(view)]
-    )
-
-
-def _constants(view: OpView) -> str:
-    """The constants, with tensors by number: names differ from layer to layer."""
-    numbers = itertools.count()
+    numbers = itertools.count()  # of tensors: their names differ from layer to layer
 
     def plain(arg: Arg) -> object:
         if isinstance(arg, Ref):
             return f"tensor {next(numbers)}"
         return [plain(a) for a in arg] if isinstance(arg, tuple) else repr(arg)
 
-    return json.dumps([plain(view.op.args.positional), {k: plain(v) for k, v in view.op.args.named}])
+    arguments = json.dumps([plain(view.op.args.positional), {k: plain(v) for k, v in view.op.args.named}])
+    return json.dumps([SEARCH, view.op.target, torch.__version__, shapes, kinds, list(view.input_grads), arguments])
 
 
 def _read(place: Path, key: str) -> tuple[FoundStrategy, ...] | None:
@@ -212,12 +206,11 @@ def _tried(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], rank
     if any(len(run[1]) != len(expected) for run in runs):
         return
     outputs = [_output_state([run[1][i] for run in runs], x, ranks) for i, x in enumerate(expected)]
-    if any(s is None for s in outputs):
+    known = [(s, x.requires_grad) for s, x in zip(outputs, expected, strict=True) if s is not None]
+    if len(known) < len(outputs):
         return
-    known = [s for s in outputs if s is not None]
-    carries = [x.requires_grad for x in expected]
-    for choice in (R, B) if any(s == R and c for s, c in zip(known, carries, strict=True)) else (R,):
-        made = tuple(choice if s == R and c else s for s, c in zip(known, carries, strict=True))
+    for choice in (R, B) if (R, True) in known else (R,):
+        made = tuple(choice if (s, carries) == (R, True) else s for s, carries in known)
         inputs = _input_states(trial, forward, made, whole, expected, runs, ranks)
         if inputs is not None:
             yield FoundStrategy(inputs, made)
@@ -237,15 +230,11 @@ def _output_state(found: list[Tensor], whole: Tensor, ranks: int) -> State | Non
     values = [x.detach() for x in found]
     if values[0].dim() != whole.dim() or len({x.shape for x in values}) > 1:
         return None
-    for dim in range(whole.dim()):
-        if whole.shape[dim] != values[0].shape[dim]:
-            state = S(dim)
-            fits = shards.splits(state, tuple(whole.shape), ranks)
-            return state if fits and not shards.wrong_values(state, values, whole.detach(), near) else None
-    for state in (R, P):
-        if not shards.wrong_values(state, values, whole.detach(), near):
-            return state
-    return None
+    cut = [S(dim) for dim in range(whole.dim()) if whole.shape[dim] != values[0].shape[dim]]
+    if cut and not shards.splits(cut[0], tuple(whole.shape), ranks):
+        return None
+    right = (s for s in cut[:1] or (R, P) if not shards.wrong_values(s, values, whole.detach(), near))
+    return next(right, None)
 
 
 def _input_states(

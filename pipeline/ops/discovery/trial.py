@@ -23,6 +23,7 @@ STEP = 6  # sizes are multiples of it, so that they divide by 2 and by 3
 LARGEST = 1 << 20  # elements of an op that is tried in its own size
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 _COMPLEX = {"float64": "complex128", "float32": "complex64"}  # numbers of two such
+_COMPLEXES = ("complex128", "complex64", "complex32")
 
 
 @dataclass(frozen=True)
@@ -91,17 +92,12 @@ def small_trial(view: OpView) -> Trial | None:
         renamed = (_map(own[0], sizes), tuple((k, _map(v, sizes)) for k, v in own[1]))
         for arguments in dict.fromkeys((own, renamed)):
             for float_type in ("float64", "float32"):
-                dtypes = tuple(_tried_type(t.dtype, float_type) for t in view.inputs)
+                tried = dict.fromkeys(_FLOATS, float_type) | dict.fromkeys(_COMPLEXES, _COMPLEX[float_type])
+                dtypes = tuple(tried.get(t.dtype, t.dtype) for t in view.inputs)
                 trial = Trial(function, tuple(shapes[: len(view.inputs)]), dtypes, view.input_grads, arguments)
                 if _gives(trial, shapes[len(view.inputs) :]):
                     return trial
     return None
-
-
-def _tried_type(dtype: str, float_type: str) -> str:
-    if dtype.startswith("complex"):
-        return _COMPLEX[float_type]
-    return float_type if dtype in _FLOATS else dtype
 
 
 def _function(target: str) -> OpOverload | None:

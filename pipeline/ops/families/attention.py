@@ -7,6 +7,7 @@ of queries and keys, v head dim of values.
 from __future__ import annotations
 
 from pipeline.ops.rule import OpRule, OpView, apart, call
+from pipeline.ops.shapes import aligned
 
 
 def _attention(view: OpView) -> str:
@@ -18,37 +19,26 @@ def _attention(view: OpView) -> str:
     queries, keys, values = (t.shape for t in view.inputs[:3])
     shape = view.output.shape
     grouped = bool(view.constant(7, "enable_gqa", False)) and queries[-3] != keys[-3]
-    batch = [f"b{i}" for i in range(len(shape) - 2)]
-    query = "q^" if view.constant(5, "is_causal", False) else "q"
-    if grouped:
-        batch[-1] = "h"
+    whole, shared = ("(h r)", "h") if grouped else ("", "")
+    query = "q^" if _form(view) else "q"
 
     def leading(own: tuple[int, ...], heads: str = "") -> str:
-        offset = len(shape) - len(own)
-        names = [
-            batch[offset + i] if size == shape[offset + i] and size > 1 else f"one{offset + i}^"
-            for i, size in enumerate(own[:-2])
-        ]
+        names = aligned(own[:-2], shape[:-2], [f"b{i}" for i in range(len(shape) - 2)])
         return " ".join([*names[:-1], heads] if heads else names)
 
-    whole = "(h r)" if grouped else ""
     tensors = [
         f"{leading(queries, whole)} {query} e^",
-        f"{leading(keys, 'h' if grouped else '')} k^ e^",
-        f"{leading(values, 'h' if grouped else '')} k^ v^",
+        f"{leading(keys, shared)} k^ e^",
+        f"{leading(values, shared)} k^ v^",
     ]
     for mask in view.inputs[3:]:
         own = mask.shape
         padded = (1,) * (2 - len(own)) + own
-        heads = whole if grouped and len(padded) > 2 and padded[-3] == shape[-3] else ""
+        heads = whole if len(padded) > 2 and padded[-3] == shape[-3] else ""
         rows = query if padded[-2] == shape[-2] and padded[-2] > 1 else "onq^"
         columns = "k^" if padded[-1] == keys[-2] else "onk^"
         tensors.append(" ".join([leading(padded, heads), rows, columns][-len(own) if len(own) < 2 else 0 :]))
     return f"{', '.join(tensors)} -> {leading(shape, whole)} {query} v^"
-
-
-def _body(view: OpView, letter: str) -> str:
-    return "apart" if view.constant(4, "dropout_p", 0.0) else ""
 
 
 def _form(view: OpView) -> str:
@@ -62,15 +52,12 @@ def _flops(view: OpView) -> float:
     return 2.0 * scores * (queries.shape[-1] + values.shape[-1]) * causal
 
 
-def _row_sums(view: OpView) -> int:
-    """The log of the softmax denominator of every query, in float32."""
-    return 4 * (view.output.numel // view.output.shape[-1])
-
-
 RULES = [
     OpRule(
         "aten.scaled_dot_product_attention.default", _attention, apart(call("F.scaled_dot_product_attention")),
-        linear=((2,),), saves_inputs=(0, 1, 2), saves_output=True, extra_saved=_row_sums, flops=_flops,
-        backward_factor=2.5, keeps_order=True, split_body=_body, random=True, form=_form,
+        linear=((2,),), saves_inputs=(0, 1, 2), saves_output=True, flops=_flops, backward_factor=2.5, keeps_order=True,
+        # The log of the softmax denominator of every query, in float32.
+        extra_saved=lambda view: 4 * (view.output.numel // view.output.shape[-1]),
+        split_body=lambda view, letter: "apart" if view.constant(4, "dropout_p", 0.0) else "", random=True, form=_form,
     ),
 ]  # fmt: skip

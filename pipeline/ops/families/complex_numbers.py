@@ -7,10 +7,8 @@ positive, which a summand need not be.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from pipeline.ops.rule import OpRule, OpView, Rendered, call, method
-from pipeline.ops.shapes import broadcast, dim_of, kept, letters, permuted
+from pipeline.ops.rule import OpRule, OpView, call, method
+from pipeline.ops.shapes import along, along_last, broadcast, letters, permuted
 
 
 def _as_complex(view: OpView) -> str:
@@ -24,45 +22,21 @@ def _as_real(view: OpView) -> str:
 
 
 def _adjoint(view: OpView) -> str:
-    order = list(range(len(view.output.shape)))
+    order = range(len(view.output.shape))
     return permuted([*order[:-2], *reversed(order[-2:])])
-
-
-def _attribute(name: str) -> Callable[[Rendered], str]:
-    return lambda r: f"{r.tensors[0]}.{name}"
-
-
-def _along_one(view: OpView) -> str:
-    """(input, n, dim): a transform of every line along the dim."""
-    return kept(view, {dim_of(view, 2, default=-1)})
-
-
-def _along_two(view: OpView) -> str:
-    return _along(view, view.constant(2, "dim", (-2, -1)))
 
 
 def _along_some(view: OpView) -> str:
     """(input, s, dim): all dims, or the last of which sizes are given."""
     sizes, dims = view.constant(1, "s", None), view.constant(2, "dim", None)
-    rank = len(view.output.shape)
-    return _along(view, dims if dims is not None else range(-len(sizes), 0) if sizes is not None else range(rank))
+    return along_last(len(sizes))(view) if dims is None and sizes is not None else along(2, None)(view)
 
 
-def _shifted(view: OpView) -> str:
-    dims = view.constant(1, "dim", None)
-    return _along(view, range(len(view.output.shape)) if dims is None else dims)
-
-
-def _along(view: OpView, dims: int | tuple[int, ...] | range) -> str:
-    rank = max(len(view.output.shape), 1)
-    return kept(view, {d % rank for d in ((dims,) if isinstance(dims, int) else dims)})
-
-
-TRANSFORMS = {
-    **dict.fromkeys(("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"), _along_one),
-    **dict.fromkeys(("fft2", "ifft2", "rfft2", "irfft2"), _along_two),
+TRANSFORMS = {  # (input, n, dim): a transform of every line along the dim, or of every block along several
+    **dict.fromkeys(("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"), along(2, -1)),
+    **dict.fromkeys(("fft2", "ifft2", "rfft2", "irfft2"), along(2, (-2, -1))),
     **dict.fromkeys(("fftn", "ifftn", "rfftn", "irfftn"), _along_some),
-    **dict.fromkeys(("fftshift", "ifftshift"), _shifted),
+    **dict.fromkeys(("fftshift", "ifftshift"), along(1, None)),
 }
 
 RULES = [
@@ -74,7 +48,7 @@ RULES = [
     OpRule("aten.resolve_conj.default", broadcast, method("resolve_conj"), linear=((0,),)),
     OpRule("aten.resolve_neg.default", broadcast, method("resolve_neg"), linear=((0,),)),
     OpRule("aten.conj_physical.default", broadcast, call("torch.conj_physical"), linear=((0,),), keeps_order=True),
-    OpRule("aten.mH.default", _adjoint, _attribute("mH"), linear=((0,),), is_view=True, permutes=True),
+    OpRule("aten.mH.default", _adjoint, lambda r: f"{r.tensors[0]}.mH", linear=((0,),), is_view=True, permutes=True),
     OpRule("aten.adjoint.default", _adjoint, method("adjoint"), linear=((0,),), is_view=True, permutes=True),
     OpRule("aten.complex.default", broadcast, call("torch.complex"), linear=((0, 1),), addends=(0, 1)),
     OpRule("aten.polar.default", broadcast, call("torch.polar"), saves_output=True),

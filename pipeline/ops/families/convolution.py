@@ -5,11 +5,22 @@ Letters: b batch, g groups, c channels in, o channels out (of one group), y0 y1 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 from pipeline.ir.graph import Arg
 from pipeline.ops.rule import OpRule, OpView, Rendered, call
 from pipeline.ops.shapes import nothing_split
+
+GENERAL = "aten.convolution.default"
+
+
+def _groups_at(target: str) -> int:
+    """(input, weight, bias, stride, padding, dilation, groups); or (..., transposed, output_padding, groups)."""
+    return 8 if target == GENERAL else 6
+
+
+def _groups(view: OpView) -> int:
+    return int(view.constant(_groups_at(view.op.target), "groups", 1))
 
 
 def _each(value: Arg, count: int) -> tuple[int, ...]:
@@ -18,43 +29,25 @@ def _each(value: Arg, count: int) -> tuple[int, ...]:
     return tuple(numbers) * count if len(numbers) == 1 else tuple(numbers)
 
 
-def _convolution(view: OpView, groups: int, stride: Arg, padding: Arg, dilation: Arg) -> str:
+def _convolution(view: OpView) -> str:
     """Where patches do not overlap, their rows and columns may be split; elsewhere pieces would need their borders."""
     image, kernel = view.inputs[0].shape, view.inputs[1].shape
-    rank = len(kernel) - 2
-    if len(image) != rank + 2 or isinstance(padding, str):
+    rank, padding = len(kernel) - 2, view.constant(4, "padding", 0)
+    transposed = view.op.target == GENERAL and view.constant(6, "transposed", False)
+    if len(image) != rank + 2 or isinstance(padding, str) or transposed:
         return nothing_split(view)
-    strides = _each(stride, rank)
+    strides = _each(view.constant(3, "stride", 1), rank)
+    borders = zip(_each(padding, rank), _each(view.constant(5, "dilation", 1), rank), strict=True)
     apart = [
-        s >= k and p == 0 and d == 1 and n % s == 0
-        for s, k, p, d, n in zip(
-            strides, kernel[2:], _each(padding, rank), _each(dilation, rank), image[2:], strict=True
-        )
+        s >= k and border == (0, 1) and n % s == 0
+        for s, k, border, n in zip(strides, kernel[2:], borders, image[2:], strict=True)
     ]
     before = " ".join(f"(y{i} s{i}={strides[i]}^)" if alone else f"i{i}^" for i, alone in enumerate(apart))
     after = " ".join(f"y{i}" if alone else f"y{i}^" for i, alone in enumerate(apart))
     patch = " ".join(f"k{i}^" for i in range(rank))
-    if groups == 1:
+    if _groups(view) == 1:
         return f"b c+ {before}, o c+ {patch}, o -> b o {after}"
     return f"b (g c+) {before}, (g o) c+ {patch}, (g o) -> b (g o) {after}"
-
-
-def _plain(view: OpView) -> str:
-    """conv1d, conv2d, conv3d take (input, weight, bias, stride, padding, dilation, groups)."""
-    return _convolution(
-        view, view.constant(6, "groups", 1), view.constant(3, "stride", 1), view.constant(4, "padding", 0),
-        view.constant(5, "dilation", 1),
-    )  # fmt: skip
-
-
-def _general(view: OpView) -> str:
-    """`convolution` takes (..., stride, padding, dilation, transposed, output_padding, groups)."""
-    if view.constant(6, "transposed", False):
-        return nothing_split(view)
-    return _convolution(
-        view, view.constant(8, "groups", 1), view.constant(3, "stride", 1), view.constant(4, "padding", 0),
-        view.constant(5, "dilation", 1),
-    )  # fmt: skip
 
 
 def _transposed(view: OpView) -> str:
@@ -63,52 +56,40 @@ def _transposed(view: OpView) -> str:
     if len(view.inputs[0].shape) != rank + 2:
         return nothing_split(view)
     before, after, kernel = (" ".join(f"{x}{i}^" for i in range(rank)) for x in "iyk")
-    if view.constant(6, "groups", 1) == 1:
+    if _groups(view) == 1:
         return f"b c+ {before}, c+ o {kernel}, o -> b o {after}"
     return f"b (g c+) {before}, (g c+) o {kernel}, (g o) -> b (g o) {after}"
 
 
-def _with_groups(function: str, position: int) -> Callable[[Rendered], str]:
-    """Prints the call with the number of groups that this rank has."""
+def _flops(view: OpView) -> float:
+    """Each element of the image that has the kernel's channels meets the kernel."""
+    image = view.inputs[0] if "transpose" in view.op.target else view.output
+    return 2.0 * image.numel * view.inputs[1].numel / view.inputs[1].shape[0]
+
+
+def _rule(target: str, function: str) -> OpRule:
+    transposed, position = "transpose" in target, _groups_at(target)
 
     def render(r: Rendered) -> str:
-        groups = r.view.constant(position, "groups", 1)
-        if groups == 1:
+        """The call with the number of groups that this rank has."""
+        if _groups(r.view) == 1:
             return call(function)(r)
-        whole = r.local_output if "transpose" in function else r.local_inputs[0]  # of which a group has the kernel's
+        whole = r.local_output if transposed else r.local_inputs[0]  # of which a group has the kernel's
         here = str(whole[1] // r.local_inputs[1][1])
-        positional, named = list(r.positional), dict(r.named)
-        if position < len(positional):
-            positional[position] = here
-        else:
-            named["groups"] = here
-        return f"{function}({', '.join([*positional, *(f'{k}={v}' for k, v in named.items())])})"
+        if position >= len(r.positional):
+            return call(function)(replace(r, named=r.named | {"groups": here}))
+        positional = (*r.positional[:position], here, *r.positional[position + 1 :])
+        return call(function)(replace(r, positional=positional))
 
-    return render
-
-
-def _flops(view: OpView) -> float:
-    kernel = view.inputs[1].numel / view.inputs[1].shape[0]
-    return 2.0 * view.output.numel * kernel
-
-
-def _transposed_flops(view: OpView) -> float:
-    return 2.0 * view.inputs[0].numel * view.inputs[1].numel / view.inputs[1].shape[0]
-
-
-def _rule(target: str, dims: Callable[[OpView], str], function: str, groups: int) -> OpRule:
     return OpRule(
-        target, dims, _with_groups(function, groups), linear=((0,), (1,)), addends=(2,), saves_inputs=(0, 1),
-        crosswise=True, flops=_transposed_flops if "transpose" in target else _flops,
+        target, _transposed if transposed else _convolution, render, linear=((0,), (1,)), addends=(2,),
+        saves_inputs=(0, 1), crosswise=True, flops=_flops,
     )  # fmt: skip
 
 
 RULES = [
-    _rule("aten.conv1d.default", _plain, "F.conv1d", 6),
-    _rule("aten.conv2d.default", _plain, "F.conv2d", 6),
-    _rule("aten.conv3d.default", _plain, "F.conv3d", 6),
-    _rule("aten.convolution.default", _general, "torch.convolution", 8),
-    _rule("aten.conv_transpose1d.default", _transposed, "F.conv_transpose1d", 6),
-    _rule("aten.conv_transpose2d.input", _transposed, "F.conv_transpose2d", 6),
-    _rule("aten.conv_transpose3d.input", _transposed, "F.conv_transpose3d", 6),
+    *(_rule(f"aten.conv{n}d.default", f"F.conv{n}d") for n in (1, 2, 3)),
+    _rule(GENERAL, "torch.convolution"),
+    _rule("aten.conv_transpose1d.default", "F.conv_transpose1d"),
+    *(_rule(f"aten.conv_transpose{n}d.input", f"F.conv_transpose{n}d") for n in (2, 3)),
 ]

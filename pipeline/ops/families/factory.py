@@ -23,59 +23,38 @@ def _any_piece(view: OpView) -> str:
     return f"{', '.join(' '.join(f't{i}^' for i in range(len(t.shape))) for t in view.inputs)} -> {names}"
 
 
-def _sized(function: str, position: int) -> Callable[[Rendered], str]:
+def _sized(render: Callable[[Rendered], str], position: int = 0) -> Callable[[Rendered], str]:
     """Prints the call with the shape, at that position, of this rank's piece."""
 
-    def render(r: Rendered) -> str:
-        return call(function)(_here(r, position))
+    def here(r: Rendered) -> str:
+        positional = (*r.positional[:position], str(r.local_output), *r.positional[position + 1 :])
+        return render(replace(r, positional=positional))
 
-    return render
-
-
-def _new(name: str) -> Callable[[Rendered], str]:
-    """Prints `x.new_zeros(shape)`."""
-    return lambda r: method(name)(_here(r, 1))
+    return here
 
 
-def _here(r: Rendered, position: int) -> Rendered:
-    """The arguments with this rank's own shape at that position."""
-    positional = list(r.positional)
-    positional[position] = str(r.local_output)
-    return replace(r, positional=tuple(positional))
-
-
-def _constant(name: str, position: int = 0) -> OpRule:
-    return OpRule(f"aten.{name}.default", _any_piece, _sized(f"torch.{name}", position))
-
-
-def _random(name: str) -> OpRule:
-    return OpRule(
-        f"aten.{name}.default", _any_piece, apart(_sized(f"torch.{name}", 0)), split_body=drawn, random=True,
-    )  # fmt: skip
-
-
-def _like(name: str) -> OpRule:
-    return OpRule(f"aten.{name}.default", broadcast, call(f"torch.{name}"))
-
-
-def _random_like(name: str, overload: str = "default") -> OpRule:
-    return OpRule(
-        f"aten.{name}.{overload}", broadcast, apart(call(f"torch.{name}")), split_body=drawn, random=True,
-    )  # fmt: skip
+def _random(target: str, dims: Callable[[OpView], str], render: Callable[[Rendered], str]) -> OpRule:
+    return OpRule(f"aten.{target}", dims, apart(render), split_body=drawn, random=True)
 
 
 RULES = [
     OpRule(CONSTANT, _whole, call("torch.tensor")),
-    OpRule("aten.arange.default", "-> n^", call("torch.arange")),
-    OpRule("aten.arange.start", "-> n^", call("torch.arange")),
-    OpRule("aten.arange.start_step", "-> n^", call("torch.arange")),
+    *(OpRule(f"aten.arange.{name}", "-> n^", call("torch.arange")) for name in ("default", "start", "start_step")),
     OpRule("aten.linspace.default", "-> n^", call("torch.linspace")),
     OpRule("aten.scalar_tensor.default", "->", call("torch.scalar_tensor")),
-    *(_constant(name) for name in ("zeros", "ones", "full")),
-    OpRule("aten.empty.memory_format", _any_piece, _sized("torch.empty", 0)),
-    *(_random(name) for name in ("rand", "randn")),
-    *(OpRule(f"aten.{name}.default", _any_piece, _new(name)) for name in ("new_zeros", "new_ones", "new_full")),
-    *(_like(name) for name in ("zeros_like", "ones_like", "full_like", "empty_like")),
-    *(_random_like(name) for name in ("rand_like", "randn_like", "bernoulli")),
-    _random_like("bernoulli", "p"),
+    *(OpRule(f"aten.{name}.default", _any_piece, _sized(call(f"torch.{name}"))) for name in ("zeros", "ones", "full")),
+    OpRule("aten.empty.memory_format", _any_piece, _sized(call("torch.empty"))),
+    *(_random(f"{name}.default", _any_piece, _sized(call(f"torch.{name}"))) for name in ("rand", "randn")),
+    *(
+        OpRule(f"aten.{name}.default", _any_piece, _sized(method(name), 1))
+        for name in ("new_zeros", "new_ones", "new_full")
+    ),
+    *(
+        OpRule(f"aten.{name}.default", broadcast, call(f"torch.{name}"))
+        for name in ("zeros_like", "ones_like", "full_like", "empty_like")
+    ),
+    *(
+        _random(name, broadcast, call(f"torch.{name.partition('.')[0]}"))
+        for name in ("rand_like.default", "randn_like.default", "bernoulli.default", "bernoulli.p")
+    ),
 ]

@@ -3,68 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 
 from pipeline.ir.graph import Ref
 from pipeline.ops.rule import Linear, OpRule, OpView, Rendered, call
-from pipeline.ops.shapes import dim_of, letters, nothing_split
+from pipeline.ops.shapes import aligned, dim_of, letters, nothing_split
 
 
 def _index(view: OpView) -> str:
     """(input, indices): index tensors broadcast to one run of dims, put where the first of them stood if together."""
-    places = _indexed(view, 1)
+    places = _indexed(view)
     if places is None:
         return nothing_split(view)
-    run, tensors = _run(view, len(places), 1)
-    rest = [f"d{i}" for i in range(len(view.inputs[0].shape)) if i not in places]
-    inside = " ".join(f"d{i}^" if i in places else f"d{i}" for i in range(len(view.inputs[0].shape)))
-    together = places == list(range(places[0], places[0] + len(places)))
-    at = places[0] if together else 0
-    return f"{inside}, {', '.join(tensors)} -> {' '.join([*rest[:at], *run, *rest[at:]])}"
+    shapes = [t.shape for t in view.inputs[1 : 1 + len(places)]]
+    sizes = [max(own) for own in zip_longest(*(reversed(s) for s in shapes), fillvalue=0)][::-1]
+    run = [f"i{i}" if size > 1 else f"j{i}^" for i, size in enumerate(sizes)]
+    tensors = [" ".join(aligned(shape, sizes, run)) for shape in shapes]
+    rank, at = len(view.inputs[0].shape), _run_at(places)
+    rest = [f"d{i}" for i in range(rank) if i not in places]
+    return f"{letters(rank, places)}, {', '.join(tensors)} -> {' '.join([*rest[:at], *run, *rest[at:]])}"
 
 
 def _index_put(view: OpView) -> str:
     """(input, indices, values): where the values land decides, so only dims that no index names are split."""
-    places = _indexed(view, 1)
+    places = _indexed(view)
     if places is None:
         return nothing_split(view)
-    rank = len(view.inputs[0].shape)
-    _, tensors = _run(view, len(places), 1)
-    inside = " ".join(f"d{i}^" if i in places else f"d{i}" for i in range(rank))
-    values, first = view.inputs[1 + len(places)].shape, places[0]
-    together = places == list(range(first, first + len(places)))
-    run = max(len(t.shape) for t in view.inputs[1 : 1 + len(places)])
-    rest = [(f"d{i}", view.inputs[0].shape[i]) for i in range(rank) if i not in places]
-    at = first if together else 0
-    whole = [*rest[:at], *((f"v{i}^", -1) for i in range(run)), *rest[at:]]
-    own = whole[len(whole) - len(values) :]
+    whole, at = view.inputs[0].shape, _run_at(places)
+    indices, values = view.inputs[1 : 1 + len(places)], view.inputs[1 + len(places)].shape
+    rest = [(f"d{i}", size) for i, size in enumerate(whole) if i not in places]
+    run = [(f"v{i}^", -1) for i in range(max(len(t.shape) for t in indices))]
+    written = [*rest[:at], *run, *rest[at:]]
+    own = written[len(written) - len(values) :]
     named = [
         x if size in (n, -1) and n > 1 else f"one{i}^" for i, ((x, size), n) in enumerate(zip(own, values, strict=True))
     ]
-    fixed = [t.replace("i", "f").replace(" ", "^ ") for t in tensors]
-    fixed = [f"{t}^" if t and not t.endswith("^") else t for t in fixed]
+    fixed = [" ".join(f"f{n}d{i}^" for i in range(len(t.shape))) for n, t in enumerate(indices)]
+    inside = letters(len(whole), places)
     return f"{inside}, {', '.join(fixed)}, {' '.join(named)} -> {inside}"
 
 
-def _indexed(view: OpView, position: int) -> list[int] | None:
+def _indexed(view: OpView) -> list[int] | None:
     """The dims that index tensors stand for; None where one is a mask, whose count is known to the values alone."""
-    given = view.constant(position, "indices", ())
-    places = [i for i, item in enumerate(given) if isinstance(item, Ref)]
+    places = [i for i, item in enumerate(view.constant(1, "indices", ())) if isinstance(item, Ref)]
     kinds = view.inputs[1 : 1 + len(places)]
     return places if places and all(t.dtype.startswith("int") for t in kinds) else None
 
 
-def _run(view: OpView, count: int, start: int) -> tuple[list[str], list[str]]:
-    """The dims that the index tensors broadcast to, and each of them in those letters."""
-    shapes = [t.shape for t in view.inputs[start : start + count]]
-    rank = max(map(len, shapes))
-    sizes = [max(s[len(s) - rank + i] for s in shapes if len(s) - rank + i >= 0) for i in range(rank)]
-    run = [f"i{i}" if size > 1 else f"j{i}^" for i, size in enumerate(sizes)]
-    tensors = []
-    for shape in shapes:
-        offset = rank - len(shape)
-        names = [run[offset + i] if n == sizes[offset + i] else f"one{offset + i}^" for i, n in enumerate(shape)]
-        tensors.append(" ".join(names))
-    return run, tensors
+def _run_at(places: list[int]) -> int:
+    """Where the dims of the index tensors stand among the others: in front unless they index dims side by side."""
+    return places[0] if places == list(range(places[0], places[0] + len(places))) else 0
 
 
 def _gather(view: OpView) -> str:
@@ -107,9 +95,8 @@ def _index_write(row: str) -> Callable[[OpView], str]:
 
 def _render_index(r: Rendered) -> str:
     """`x[a, :, b]`"""
-    given = r.view.constant(1, "indices", ())
     names = iter(r.tensors[1:])
-    parts = [next(names) if isinstance(item, Ref) else ":" for item in given]
+    parts = [next(names) if isinstance(item, Ref) else ":" for item in r.view.constant(1, "indices", ())]
     return f"{r.tensors[0]}[{', '.join(parts)}]"
 
 

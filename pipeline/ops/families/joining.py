@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.ops.rule import Linear, OpRule, OpView, Rendered, call, method
-from pipeline.ops.shapes import dim_of, kept, letters, nothing_split
+from pipeline.ops.shapes import along, along_last, dim_of, kept, letters, nothing_split, without
 
 
 def _together(view: OpView) -> Linear:
@@ -25,19 +25,14 @@ def _stack(view: OpView) -> str:
     return f"{', '.join([' '.join(inside)] * len(view.inputs))} -> {outside}"
 
 
-def _parts(view: OpView, dim: int) -> str:
+def _split(view: OpView) -> str:
     """Equal parts of a dim, `(t n) -> n, n, n`: splitting n splits every part (the heads of a fused projection)."""
-    rank = len(view.inputs[0].shape)
-    sizes = {t.shape[dim] for t in view.outputs}
-    if len(sizes) > 1:
+    dim = dim_of(view, 2)
+    if len({t.shape[dim] for t in view.outputs}) > 1:
         return kept(view, {dim})
-    names = letters(rank).split()
+    names = letters(len(view.inputs[0].shape)).split()
     inside = " ".join(f"(t^ {x})" if i == dim else x for i, x in enumerate(names))
     return f"{inside} -> {', '.join([' '.join(names)] * len(view.outputs))}"
-
-
-def _split(view: OpView) -> str:
-    return _parts(view, dim_of(view, 2))
 
 
 def _render_split(r: Rendered) -> str:
@@ -48,15 +43,10 @@ def _render_split(r: Rendered) -> str:
     return f"{r.tensors[0]}.split({sizes[0] if whole else tuple(sizes)}, {dim})"
 
 
-def _unbind(view: OpView) -> str:
+def _select(view: OpView) -> str:
+    """One index of a dim, or each of them: that dim is gone."""
     rank, dim = len(view.inputs[0].shape), dim_of(view, 1)
-    inside = letters(rank, {dim})
-    outside = " ".join(x for i, x in enumerate(letters(rank).split()) if i != dim)
-    return f"{inside} -> {', '.join([outside] * len(view.outputs))}"
-
-
-def _slice(view: OpView) -> str:
-    return kept(view, {dim_of(view, 1)})
+    return f"{letters(rank, {dim})} -> {', '.join([without(rank, dim)] * len(view.outputs))}"
 
 
 def _strided(view: OpView) -> str:
@@ -65,7 +55,7 @@ def _strided(view: OpView) -> str:
     size = view.inputs[0].shape[dim]
     start, end, step = view.constant(2, "start", 0) or 0, view.constant(3, "end", None), view.constant(4, "step", 1)
     if step == 1 or not 0 <= start < step or size % step or (end is not None and end < size):
-        return _slice(view)
+        return kept(view, {dim})
     inside = " ".join(f"(d{i} s={step}^)" if i == dim else f"d{i}" for i in range(rank))
     return f"{inside} -> {letters(rank)}"
 
@@ -82,40 +72,20 @@ def _render_slice(r: Rendered) -> str:
     return f"{r.tensors[0]}[{', '.join([*before, bounds])}]"
 
 
-def _select(view: OpView) -> str:
-    rank, dim = len(view.inputs[0].shape), dim_of(view, 1)
-    return f"{letters(rank, {dim})} -> {' '.join(x for i, x in enumerate(letters(rank).split()) if i != dim)}"
-
-
-def _slice_scatter(view: OpView) -> str:
-    return kept(view, {dim_of(view, 2)})
-
-
 def _select_scatter(view: OpView) -> str:
     rank, dim = len(view.inputs[0].shape), dim_of(view, 2)
-    source = " ".join(x for i, x in enumerate(letters(rank).split()) if i != dim)
-    return f"{letters(rank, {dim})}, {source} -> {letters(rank, {dim})}"
+    return f"{letters(rank, {dim})}, {without(rank, dim)} -> {letters(rank, {dim})}"
 
 
 def _roll(view: OpView) -> str:
     """Without dims the tensor is rolled as one row of numbers."""
-    rank = len(view.output.shape)
-    dims = view.constant(2, "dims", ()) or range(rank)
-    names = letters(rank, {d % rank for d in (dims if not isinstance(dims, int) else (dims,))})
-    return f"{names} -> {names}"
-
-
-def _flip(view: OpView) -> str:
-    rank = len(view.output.shape)
-    names = letters(rank, {d % rank for d in view.constant(1, "dims", ())})
-    return f"{names} -> {names}"
+    return along(2, None, "dims")(view) if view.constant(2, "dims", ()) else nothing_split(view)
 
 
 def _pad(view: OpView) -> str:
     """`pad` lists (before, after) from the last dim on; only dims that it changes stay whole."""
     rank = len(view.output.shape)
-    widths = view.constant(1, "pad", ())
-    return kept(view, {rank - 1 - i // 2 for i, width in enumerate(widths) if width})
+    return kept(view, {rank - 1 - i // 2 for i, width in enumerate(view.constant(1, "pad", ())) if width})
 
 
 def _pads_zeros(view: OpView) -> Linear:
@@ -125,28 +95,22 @@ def _pads_zeros(view: OpView) -> Linear:
     return () if view.constant(2, "value", 0) else ((0,),)
 
 
-def _triangle(view: OpView) -> str:
-    rank = len(view.output.shape)
-    names = letters(rank, {rank - 2, rank - 1})
-    return f"{names} -> {names}"
-
-
 RULES = [
     OpRule("aten.cat.default", _cat, call("torch.cat"), linear=_together),
     OpRule("aten.stack.default", _stack, call("torch.stack"), linear=_together),
     OpRule("aten.split.Tensor", _split, _render_split, linear=((0,),), is_view=True),
     OpRule("aten.split_with_sizes.default", _split, _render_split, linear=((0,),), is_view=True),
     OpRule("aten.chunk.default", _split, method("chunk"), linear=((0,),), is_view=True),
-    OpRule("aten.unbind.int", _unbind, method("unbind"), linear=((0,),), is_view=True),
+    OpRule("aten.unbind.int", _select, method("unbind"), linear=((0,),), is_view=True),
     OpRule("aten.slice.Tensor", _strided, _render_slice, linear=((0,),), is_view=True),
-    OpRule("aten.narrow.default", _slice, method("narrow"), linear=((0,),), is_view=True),
+    OpRule("aten.narrow.default", along(1), method("narrow"), linear=((0,),), is_view=True),
     OpRule("aten.select.int", _select, method("select"), linear=((0,),), is_view=True),
-    OpRule("aten.slice_scatter.default", _slice_scatter, call("torch.slice_scatter"), linear=((0, 1),)),
+    OpRule("aten.slice_scatter.default", along(2), call("torch.slice_scatter"), linear=((0, 1),)),
     OpRule("aten.select_scatter.default", _select_scatter, call("torch.select_scatter"), linear=((0, 1),)),
     OpRule("aten.roll.default", _roll, call("torch.roll"), linear=((0,),)),
-    OpRule("aten.flip.default", _flip, call("torch.flip"), linear=((0,),)),
+    OpRule("aten.flip.default", along(1, (), "dims"), call("torch.flip"), linear=((0,),)),
     OpRule("aten.pad.default", _pad, call("F.pad"), linear=_pads_zeros),
     OpRule("aten.constant_pad_nd.default", _pad, call("torch.constant_pad_nd"), linear=_pads_zeros),
-    OpRule("aten.tril.default", _triangle, call("torch.tril"), linear=((0,),)),
-    OpRule("aten.triu.default", _triangle, call("torch.triu"), linear=((0,),)),
+    OpRule("aten.tril.default", along_last(2), call("torch.tril"), linear=((0,),)),
+    OpRule("aten.triu.default", along_last(2), call("torch.triu"), linear=((0,),)),
 ]

@@ -7,6 +7,7 @@ from pipeline.ops.shapes import nothing_split
 
 NONE, MEAN, SUM = 0, 1, 2
 _REDUCTION = {"0": '"none"', "1": '"mean"', "2": '"sum"'}
+CROSS_ENTROPY = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
 
 
 def _cross_entropy(view: OpView) -> str:
@@ -32,7 +33,7 @@ def _cross_entropy_body(view: OpView, letter: str) -> str:
 
 
 def _render_cross_entropy(r: Rendered) -> str:
-    given = r.given(("input", "target", "weight", "reduction", "ignore_index", "label_smoothing"))
+    given = r.given(CROSS_ENTROPY)
     reduction = _REDUCTION[given.pop("reduction", "1")]
     defaults = {"weight": "None", "ignore_index": "-100", "label_smoothing": "0.0", "reduction": '"mean"', "rows": ""}
     tensors = f"{given.pop('input')}, {given.pop('target')}"
@@ -51,17 +52,11 @@ def _render_cross_entropy(r: Rendered) -> str:
 
 def _count_targets(r: Rendered) -> str:
     """What a mean over a split batch divides by; if it were counted with the loss, ranks would wait."""
-    given = r.given(("input", "target", "weight", "reduction", "ignore_index", "label_smoothing"))
-    rows = r.axes("mean")
+    given, rows = r.given(CROSS_ENTROPY), r.axes("mean")
     if not rows or given.get("weight", "None") != "None":
         return ""
     ignored = given.get("ignore_index", "-100")
     return f"count_targets({given['target']}, axis={rows}{'' if ignored == '-100' else f', ignore_index={ignored}'})"
-
-
-def _logits(view: OpView) -> int:
-    """The log-softmax of the logits, kept for backward."""
-    return view.inputs[0].nbytes
 
 
 def _pointwise(view: OpView) -> str:
@@ -104,7 +99,7 @@ def _nll(view: OpView) -> str:
 
 
 def _render_nll(r: Rendered) -> str:
-    given = r.given(("input", "target", "weight", "reduction", "ignore_index"))
+    given = r.given(CROSS_ENTROPY)
     given["reduction"] = _REDUCTION[given.get("reduction", "1")]
     tensors = f"{given.pop('input')}, {given.pop('target')}"
     return f"F.nll_loss({tensors}{''.join(f', {k}={v}' for k, v in given.items())})"
@@ -113,8 +108,8 @@ def _render_nll(r: Rendered) -> str:
 RULES = [
     OpRule(
         "aten.cross_entropy_loss.default", _cross_entropy, _render_cross_entropy,
-        saves_inputs=(1,), extra_saved=_logits, split_body=_cross_entropy_body,
-        early=_count_targets, early_inputs=(1,),
+        saves_inputs=(1,), split_body=_cross_entropy_body, early=_count_targets, early_inputs=(1,),
+        extra_saved=lambda view: view.inputs[0].nbytes,  # the log-softmax of the logits
     ),
     OpRule("aten.nll_loss_nd.default", _nll, _render_nll, linear=((0,),), saves_inputs=(1,)),
     _pointwise_rule("mse_loss", 2, "reduction"),

@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
-from pipeline.ops.rule import OpRule, OpView, Rendered, call
-from pipeline.ops.shapes import nothing_split
+from pipeline.ops.rule import Dims, Flops, OpRule, OpView, Rendered, call
+from pipeline.ops.shapes import aligned, nothing_split
+
+
+def _product(
+    target: str,
+    dims: Dims,
+    flops: Flops,
+    function: str = "",
+    factors: tuple[int, int] = (0, 1),
+    addend: int | None = None,
+) -> OpRule:
+    """A product of two tensors, to which a third may be added; called as torch has it, or as that function."""
+    render = call(function or f"torch.{target.split('.')[1]}")
+    return OpRule(
+        target, dims, render, linear=tuple((i,) for i in factors), addends=() if addend is None else (addend,),
+        saves_inputs=factors, crosswise=True, flops=flops,
+    )  # fmt: skip
 
 
 def _linear_flops(view: OpView) -> float:
@@ -13,44 +30,25 @@ def _linear_flops(view: OpView) -> float:
 
 
 def _product_flops(view: OpView) -> float:
-    return 2.0 * view.output.numel * view.inputs[0].shape[-1]
-
-
-def _added_flops(view: OpView) -> float:
-    return 2.0 * view.output.numel * view.inputs[1].shape[-1]
+    """Each number of the result is a sum over the last dim of the left factor, the input before the last one."""
+    return 2.0 * view.output.numel * view.inputs[-2].shape[-1]
 
 
 def _broadcast_batch(view: OpView) -> str:
     """`matmul` in all its forms: batch dims broadcast, a vector is a row on the left and a column on the right."""
     a, b = (t.shape for t in view.inputs)
     batch = view.output.shape[: len(view.output.shape) - (len(a) > 1) - (len(b) > 1)]
-
-    def leading(shape: tuple[int, ...]) -> str:
-        sizes = shape[:-2]
-        offset = len(batch) - len(sizes)
-        return " ".join(
-            f"b{offset + i}" if size == batch[offset + i] and size > 1 else f"one{offset + i}^"
-            for i, size in enumerate(sizes)
-        )
-
-    left = f"{leading(a)} m k+" if len(a) > 1 else "k+"
-    right = f"{leading(b)} k+ n" if len(b) > 1 else "k+"
-    whole = " ".join(f"b{i}" if size > 1 else f"one{i}^" for i, size in enumerate(batch))
+    left, right, whole = (
+        " ".join(aligned(sizes, batch, [f"b{i}" for i in range(len(batch))])) for sizes in (a[:-2], b[:-2], batch)
+    )
+    left = f"{left} m k+" if len(a) > 1 else "k+"
+    right = f"{right} k+ n" if len(b) > 1 else "k+"
     return f"{left}, {right} -> {whole} {'m' if len(a) > 1 else ''} {'n' if len(b) > 1 else ''}"
 
 
-def _added(names: tuple[str, ...], line: str) -> Callable[[OpView], str]:
+def _added(names: str, line: str) -> Callable[[OpView], str]:
     """The line of a product with something added, which broadcasts over the product's dims."""
-
-    def dims(view: OpView) -> str:
-        shape, added = view.output.shape, view.inputs[0].shape
-        offset = len(shape) - len(added)
-        own = [
-            names[offset + i] if size == shape[offset + i] and size > 1 else f"one{i}^" for i, size in enumerate(added)
-        ]
-        return f"{' '.join(own)}, {line}"
-
-    return dims
+    return lambda view: f"{' '.join(aligned(view.inputs[0].shape, view.output.shape, names))}, {line}"
 
 
 def _einsum(view: OpView) -> str:
@@ -68,39 +66,11 @@ def _einsum(view: OpView) -> str:
     return f"{inputs} -> {' '.join(right)}"
 
 
-def _each(view: OpView) -> tuple[tuple[int, ...], ...]:
-    return tuple((i,) for i in range(len(view.inputs)))
-
-
 def _einsum_flops(view: OpView) -> float:
     """Two tensors: every letter of the equation is a loop."""
-    equation = str(view.constant(0, "equation", "")).replace(" ", "")
-    sizes = {
-        x: n
-        for term, tensor in zip(equation.partition("->")[0].split(","), view.inputs, strict=False)
-        for x, n in zip(term, tensor.shape, strict=False)
-    }
-    total = 2.0
-    for size in sizes.values():
-        total *= size
-    return total
-
-
-def _render_einsum(r: Rendered) -> str:
-    return f"torch.einsum({r.positional[0]}, {', '.join(r.tensors)})"
-
-
-def _grouped_flops(view: OpView) -> float:
-    return 2.0 * view.inputs[0].numel * view.output.shape[-1]
-
-
-def _grouped(function: str) -> Callable[[Rendered], str]:
-    def render(r: Rendered) -> str:
-        if not r.bodies:
-            return call(function)(r)
-        return f"expert_split({function}, {', '.join(r.tensors)}, axis={r.axes('experts')})"
-
-    return render
+    terms = str(view.constant(0, "equation", "")).replace(" ", "").partition("->")[0].split(",")
+    sizes = {x: n for term, t in zip(terms, view.inputs, strict=False) for x, n in zip(term, t.shape, strict=False)}
+    return 2.0 * prod(sizes.values())
 
 
 def _grouped_line(view: OpView) -> str:
@@ -111,49 +81,33 @@ def _grouped_line(view: OpView) -> str:
 
 
 def _grouped_rule(target: str, function: str, reads_values: bool = False) -> OpRule:
+    def render(r: Rendered) -> str:
+        if not r.bodies:
+            return call(function)(r)
+        return f"expert_split({function}, {', '.join(r.tensors)}, axis={r.axes('experts')})"
+
     return OpRule(
-        target, _grouped_line, _grouped(function), linear=((0,), (1,)), saves_inputs=(0, 1), crosswise=True,
-        flops=_grouped_flops, split_body=lambda view, letter: "experts" if letter == "e" else "",
-        reads_values=reads_values,
+        target, _grouped_line, render, linear=((0,), (1,)), saves_inputs=(0, 1), crosswise=True,
+        flops=lambda view: 2.0 * view.inputs[0].numel * view.output.shape[-1],
+        split_body=lambda view, letter: "experts" if letter == "e" else "", reads_values=reads_values,
     )  # fmt: skip
 
 
 RULES = [
-    OpRule(
-        "aten.linear.default", "* k+, n k+, n -> * n", call("F.linear"),
-        linear=((0,), (1,)), addends=(2,), saves_inputs=(0, 1), crosswise=True, flops=_linear_flops,
+    _product("aten.linear.default", "* k+, n k+, n -> * n", _linear_flops, "F.linear", addend=2),
+    _product("aten.mm.default", "m k+, k+ n -> m n", _product_flops),
+    _product("aten.addmm.default", _added("mn", "m k+, k+ n -> m n"), _product_flops, factors=(1, 2), addend=0),
+    _product("aten.bmm.default", "b m k+, b k+ n -> b m n", _product_flops),
+    _product(
+        "aten.baddbmm.default", _added("bmn", "b m k+, b k+ n -> b m n"), _product_flops, factors=(1, 2), addend=0
     ),
+    _product("aten.matmul.default", _broadcast_batch, _product_flops),
+    _product("aten.mv.default", "m k+, k+ -> m", _product_flops),
+    _product("aten.dot.default", "k+, k+ ->", _product_flops),
     OpRule(
-        "aten.mm.default", "m k+, k+ n -> m n", call("torch.mm"),
-        linear=((0,), (1,)), saves_inputs=(0, 1), crosswise=True, flops=_product_flops,
-    ),
-    OpRule(
-        "aten.addmm.default", _added(("m", "n"), "m k+, k+ n -> m n"), call("torch.addmm"),
-        linear=((1,), (2,)), addends=(0,), saves_inputs=(1, 2), crosswise=True, flops=_added_flops,
-    ),
-    OpRule(
-        "aten.bmm.default", "b m k+, b k+ n -> b m n", call("torch.bmm"),
-        linear=((0,), (1,)), saves_inputs=(0, 1), crosswise=True, flops=_product_flops,
-    ),
-    OpRule(
-        "aten.baddbmm.default", _added(("b", "m", "n"), "b m k+, b k+ n -> b m n"), call("torch.baddbmm"),
-        linear=((1,), (2,)), addends=(0,), saves_inputs=(1, 2), crosswise=True, flops=_added_flops,
-    ),
-    OpRule(
-        "aten.matmul.default", _broadcast_batch, call("torch.matmul"),
-        linear=((0,), (1,)), saves_inputs=(0, 1), crosswise=True, flops=_product_flops,
-    ),
-    OpRule(
-        "aten.mv.default", "m k+, k+ -> m", call("torch.mv"),
-        linear=((0,), (1,)), saves_inputs=(0, 1), crosswise=True, flops=_product_flops,
-    ),
-    OpRule(
-        "aten.dot.default", "k+, k+ ->", call("torch.dot"),
-        linear=((0,), (1,)), saves_inputs=(0, 1), crosswise=True, flops=_product_flops,
-    ),
-    OpRule(
-        "aten.einsum.default", _einsum, _render_einsum,
-        linear=_each, saves_inputs=(0, 1), crosswise=True, flops=_einsum_flops,
+        "aten.einsum.default", _einsum, lambda r: f"torch.einsum({r.positional[0]}, {', '.join(r.tensors)})",
+        linear=lambda view: tuple((i,) for i in range(len(view.inputs))), saves_inputs=(0, 1), crosswise=True,
+        flops=_einsum_flops,
     ),
     # A loop over the experts, whose rows it counts on the host.
     _grouped_rule("transformers.grouped_mm_fallback.default", "torch.ops.transformers.grouped_mm_fallback", True),

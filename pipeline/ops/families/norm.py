@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from pipeline.ops.rule import OpRule, OpView, Rendered, Sent, call
-from pipeline.ops.shapes import dim_of, letters
+from pipeline.ops.shapes import along
 
 
 def _layer_norm(view: OpView) -> str:
@@ -13,26 +15,7 @@ def _layer_norm(view: OpView) -> str:
 
 
 def _rows(view: OpView) -> int:
-    count = len(view.constant(1, "normalized_shape", ()))
-    rows = 1
-    for size in view.inputs[0].shape[: len(view.inputs[0].shape) - count]:
-        rows *= size
-    return rows
-
-
-def _statistics(view: OpView) -> int:
-    """Mean and reciprocal deviation of every row, in float32."""
-    return 2 * 4 * _rows(view)
-
-
-def _deviations(view: OpView) -> int:
-    return 4 * _rows(view)
-
-
-def _softmax(view: OpView) -> str:
-    rank = len(view.output.shape)
-    names = letters(rank, {dim_of(view, 1, default=-1)})
-    return f"{names} -> {names}"
+    return prod(view.inputs[0].shape[: -len(view.constant(1, "normalized_shape", ()))])
 
 
 def _batch_norm(view: OpView) -> str:
@@ -44,12 +27,7 @@ def _batch_norm(view: OpView) -> str:
     return ", ".join([names, *["c^"] * (len(view.inputs) - 1)]) + f" -> {names}"
 
 
-def _whole_batch(view: OpView, letter: str) -> str:
-    return "batch" if view.constant(5, "training", False) else ""
-
-
 def _batch_statistics(view: OpView) -> int:
-    """Mean and reciprocal deviation of every channel, in float32."""
     return 2 * 4 * view.inputs[0].shape[1]
 
 
@@ -80,28 +58,27 @@ def _render_group_norm(r: Rendered) -> str:
     return f"F.group_norm({', '.join([*first, *(f'{k}={v}' for k, v in given.items())])})"
 
 
-def _group_statistics(view: OpView) -> int:
-    return 2 * 4 * view.inputs[0].shape[0] * int(view.constant(1, "num_groups", 1))
-
-
+# What is kept of the statistics: mean and reciprocal deviation, in float32; of `rms_norm` the latter alone.
 RULES = [
     OpRule(
         "aten.batch_norm.default", _batch_norm, _render_batch_norm,
-        saves_inputs=(0, 1), extra_saved=_batch_statistics, mutates=(3, 4), split_body=_whole_batch, talks=_talks,
+        saves_inputs=(0, 1), extra_saved=_batch_statistics, mutates=(3, 4), talks=_talks,
+        split_body=lambda view, letter: "batch" if view.constant(5, "training", False) else "",
     ),
     OpRule(
         "aten.layer_norm.default", _layer_norm, call("F.layer_norm", drop=(5,)),
-        saves_inputs=(0, 1), extra_saved=_statistics,
+        saves_inputs=(0, 1), extra_saved=lambda view: 2 * 4 * _rows(view),
     ),
     OpRule(
-        "aten.rms_norm.default", _layer_norm, call("F.rms_norm"), saves_inputs=(0, 1), extra_saved=_deviations,
+        "aten.rms_norm.default", _layer_norm, call("F.rms_norm"),
+        saves_inputs=(0, 1), extra_saved=lambda view: 4 * _rows(view),
     ),
     OpRule(
-        "aten.group_norm.default", _group_norm, _render_group_norm,
-        saves_inputs=(0, 1), extra_saved=_group_statistics,
+        "aten.group_norm.default", _group_norm, _render_group_norm, saves_inputs=(0, 1),
+        extra_saved=lambda view: 2 * 4 * view.inputs[0].shape[0] * int(view.constant(1, "num_groups", 1)),
     ),
-    OpRule("aten.softmax.int", _softmax, call("torch.softmax"), saves_output=True),
-    OpRule("aten.log_softmax.int", _softmax, call("torch.log_softmax"), saves_output=True),
-    OpRule("aten._softmax.default", _softmax, call("torch._softmax"), saves_output=True),
-    OpRule("aten._log_softmax.default", _softmax, call("torch._log_softmax"), saves_output=True),
+    *(
+        OpRule(f"aten.{name}", along(1, -1), call(f"torch.{name.partition('.')[0]}"), saves_output=True)
+        for name in ("softmax.int", "log_softmax.int", "_softmax.default", "_log_softmax.default")
+    ),
 ]  # fmt: skip

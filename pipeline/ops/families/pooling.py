@@ -2,26 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from pipeline.ops.rule import OpRule, OpView, Rendered, call
-from pipeline.ops.shapes import kept
-
-
-def _image(count: int) -> Callable[[OpView], str]:
-    """The last dims, as many as the image has, are whole."""
-
-    def line(view: OpView) -> str:
-        rank = len(view.output.shape)
-        return kept(view, range(rank - count, rank))
-
-    return line
-
-
-def _rule(target: str, count: int, function: str, *, linear: bool, saves: tuple[int, ...] = ()) -> OpRule:
-    return OpRule(
-        target, _image(count), call(function), linear=((0,),) if linear else (), saves_inputs=saves,
-    )  # fmt: skip
+from pipeline.ops.rule import OpRule, Rendered, call
+from pipeline.ops.shapes import along_last
 
 
 def _resized(name: str, count: int, mode: str, *, corners: bool = True, antialias: bool = False) -> OpRule:
@@ -40,16 +22,16 @@ def _resized(name: str, count: int, mode: str, *, corners: bool = True, antialia
         told = [f"{option}={text}" for option, text in options.items() if text not in ("None", "False")]
         return f"F.interpolate({', '.join([given['input'], *told])})"
 
-    return OpRule(f"aten.{name}.vec", _image(count), render, linear=((0,),))
+    return OpRule(f"aten.{name}.vec", along_last(count), render, linear=((0,),))
 
 
 RULES = [
-    _rule("aten.max_pool1d.default", 1, "F.max_pool1d", linear=False, saves=(0,)),
-    _rule("aten.max_pool2d.default", 2, "F.max_pool2d", linear=False, saves=(0,)),
-    _rule("aten.avg_pool1d.default", 1, "F.avg_pool1d", linear=True),
-    _rule("aten.avg_pool2d.default", 2, "F.avg_pool2d", linear=True),
-    _rule("aten.adaptive_avg_pool1d.default", 1, "F.adaptive_avg_pool1d", linear=True),
-    _rule("aten.adaptive_avg_pool2d.default", 2, "F.adaptive_avg_pool2d", linear=True),
+    *(OpRule(f"aten.max_pool{n}d.default", along_last(n), call(f"F.max_pool{n}d"), saves_inputs=(0,)) for n in (1, 2)),
+    *(
+        OpRule(f"aten.{name}{n}d.default", along_last(n), call(f"F.{name}{n}d"), linear=((0,),))
+        for name in ("avg_pool", "adaptive_avg_pool")
+        for n in (1, 2)
+    ),
     *(_resized(f"upsample_nearest{n}d", n, "nearest", corners=False) for n in (1, 2, 3)),
     *(_resized(f"_upsample_nearest_exact{n}d", n, "nearest-exact", corners=False) for n in (1, 2, 3)),
     _resized("upsample_linear1d", 1, "linear"),

@@ -6,9 +6,6 @@ Dropout between the layers is drawn apart where the batch is split.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from pipeline.ir.graph import Ref, TensorType
 from pipeline.ops.rule import OpRule, OpView, apart, call
 from pipeline.ops.shapes import nothing_split
 
@@ -17,35 +14,31 @@ _ALL = tuple(range(1024))  # inputs beyond those an op has are not looked at
 _KEPT = {"lstm": 7, "gru": 7, "rnn_tanh": 1, "rnn_relu": 1}
 
 
-def _sequence(states: int) -> Callable[[OpView], str]:
-    """(input, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first)."""
-
-    def line(view: OpView) -> str:
-        if len(view.inputs[0].shape) != 3:
-            return nothing_split(view)
-        batch_first = view.constant(8, "batch_first", False)
-        given, made = (f"b t^ {x}^" if batch_first else f"t^ b {x}^" for x in "io")
-        hidden = [f"l^ b h{n}^" for n in range(states)]
-        weights = _whole(view.inputs[1 + states :])
-        return f"{', '.join([given, *hidden, *weights])} -> {', '.join([made, *hidden])}"
-
-    return line
-
-
-def _cell(states: int) -> Callable[[OpView], str]:
-    """(input, states, weights): one step."""
-
-    def line(view: OpView) -> str:
-        if len(view.inputs[0].shape) != 2:
-            return nothing_split(view)
+def _line(view: OpView) -> str:
+    """(input, states, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first), or of a cell, which
+    is one step, (input, states, weights)."""
+    is_cell, states = _is_cell(view), _states(view)
+    if len(view.inputs[0].shape) != (2 if is_cell else 3):
+        return nothing_split(view)
+    weights = [" ".join(f"w{n}d{i}^" for i in range(len(w.shape))) for n, w in enumerate(view.inputs[1 + states :])]
+    if is_cell:
         hidden = [f"b h{n}^" for n in range(states)]
-        return f"{', '.join(['b i^', *hidden, *_whole(view.inputs[1 + states :])])} -> {', '.join(hidden)}"
+        return f"{', '.join(['b i^', *hidden, *weights])} -> {', '.join(hidden)}"
+    given, made = (f"b t^ {x}^" if view.constant(8, "batch_first", False) else f"t^ b {x}^" for x in "io")
+    hidden = [f"l^ b h{n}^" for n in range(states)]
+    return f"{', '.join([given, *hidden, *weights])} -> {', '.join([made, *hidden])}"
 
-    return line
+
+def _kind(view: OpView) -> str:
+    return view.op.target.split(".")[1].removesuffix("_cell")
 
 
-def _whole(weights: tuple[TensorType, ...]) -> list[str]:
-    return [" ".join(f"w{n}d{i}^" for i in range(len(w.shape))) for n, w in enumerate(weights)]
+def _is_cell(view: OpView) -> bool:
+    return view.op.target.endswith("_cell.default")
+
+
+def _states(view: OpView) -> int:
+    return 2 if _kind(view) == "lstm" else 1
 
 
 def _draws(view: OpView, letter: str) -> str:
@@ -54,25 +47,21 @@ def _draws(view: OpView, letter: str) -> str:
     return "apart" if layers > 1 and dropout and train else ""
 
 
-def _weights(view: OpView) -> tuple[TensorType, ...]:
-    """The matrices of all layers and directions."""
-    states = 1 if isinstance(view.op.args.positional[1], Ref) else len(view.op.args.positional[1])
-    return tuple(w for w in view.inputs[1 + states :] if len(w.shape) == 2)
-
-
 def _steps(view: OpView) -> int:
     """Rows that meet each matrix: samples, at every moment."""
     return view.inputs[0].numel // max(view.inputs[0].shape[-1], 1)
 
 
 def _flops(view: OpView) -> float:
-    return 2.0 * _steps(view) * sum(w.numel for w in _weights(view))
+    """The matrices of all layers and directions."""
+    matrices = (w for w in view.inputs[1 + _states(view) :] if len(w.shape) == 2)
+    return 2.0 * _steps(view) * sum(w.numel for w in matrices)
 
 
 def _kept(view: OpView) -> int:
     """Of every layer and direction, which is a row of the last states; and what goes from layer to layer."""
     state = view.outputs[-1]
-    own = _KEPT[view.op.target.split(".")[1].removesuffix("_cell")] * state.shape[-1]
+    own = _KEPT[_kind(view)] * state.shape[-1]
     itemsize = state.nbytes // max(state.numel, 1)
     if len(state.shape) < 3:
         return _steps(view) * own * itemsize
@@ -82,19 +71,14 @@ def _kept(view: OpView) -> int:
     return _steps(view) * (state.shape[0] * own + int(between)) * itemsize
 
 
-def _layer(name: str, states: int) -> OpRule:
-    return OpRule(
-        f"aten.{name}.input", _sequence(states), apart(call(f"torch.{name}")), saves_inputs=_ALL,
-        extra_saved=_kept, flops=_flops, split_body=_draws, random=True,
+def _rules(name: str) -> tuple[OpRule, OpRule]:
+    """Of a layer and of its cell."""
+    layer = OpRule(
+        f"aten.{name}.input", _line, apart(call(f"torch.{name}")), saves_inputs=_ALL, extra_saved=_kept, flops=_flops,
+        split_body=_draws, random=True,
     )  # fmt: skip
+    cell = call(f"torch.{name}_cell")
+    return layer, OpRule(f"aten.{name}_cell.default", _line, cell, saves_inputs=_ALL, extra_saved=_kept, flops=_flops)
 
 
-def _one_step(name: str, states: int) -> OpRule:
-    return OpRule(
-        f"aten.{name}_cell.default", _cell(states), call(f"torch.{name}_cell"), saves_inputs=_ALL,
-        extra_saved=_kept, flops=_flops,
-    )  # fmt: skip
-
-
-_STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
-RULES = [rule(name, states) for name, states in _STATES.items() for rule in (_layer, _one_step)]
+RULES = [rule for name in _KEPT for rule in _rules(name)]

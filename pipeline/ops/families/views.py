@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeline.ops.rule import OpRule, OpView, Rendered, method, reshaped
-from pipeline.ops.shapes import dim_of, permuted, reshape
+from pipeline.ops.shapes import along, dim_of, letters, permuted, reshape
 
 
 def _transpose(view: OpView) -> str:
-    rank = len(view.output.shape)
-    order = list(range(rank))
+    order = list(range(rank := len(view.output.shape)))
     a, b = (view.constant(i, f"dim{i - 1}", 0) % rank for i in (1, 2))
     order[a], order[b] = order[b], order[a]
     return permuted(order)
@@ -29,17 +28,14 @@ def _movedim(view: OpView) -> str:
 
 
 def _t(view: OpView) -> str:
-    return permuted(list(range(len(view.output.shape)))[::-1])
+    return permuted(range(len(view.output.shape))[::-1])
 
 
 def _squeeze(view: OpView) -> str:
     """A dim that is not of size one stays; split into pieces of size one it would go, so it is not split."""
     if view.inputs[0].shape != view.output.shape:
         return reshape(view)
-    rank = len(view.output.shape)
-    stays = view.constant(1, "dim", 0) % max(rank, 1)
-    names = " ".join(f"d{i}" + ("^" if i == stays else "") for i in range(rank))
-    return f"{names} -> {names}"
+    return along(1)(view)
 
 
 def _expand(view: OpView) -> str:
@@ -55,8 +51,7 @@ def _expand(view: OpView) -> str:
 
 
 def _expand_as(view: OpView) -> str:
-    line = _expand(view)
-    left, right = (side.strip() for side in line.split("->"))
+    left, right = _expand(view).split("->")
     return f"{left}, {right} -> {right}"
 
 
@@ -65,17 +60,17 @@ def _repeat(view: OpView) -> str:
     before, after = view.inputs[0].shape, view.output.shape
     offset = len(after) - len(before)
     right = [f"new{i}^" for i in range(offset)] + [f"(r{i}^ d{i})" for i in range(len(before))]
-    return f"{' '.join(f'd{i}' for i in range(len(before)))} -> {' '.join(right)}"
+    return f"{letters(len(before))} -> {' '.join(right)}"
 
 
 def _repeat_interleave(view: OpView) -> str:
     """(input, repeats, dim): each element several times in a row, `d -> (d times)`."""
     rank = len(view.inputs[0].shape)
     if view.constant(2, "dim", None) is None:
-        return f"{' '.join(f'd{i}^' for i in range(rank))} -> n^"
+        return f"{letters(rank, range(rank))} -> n^"
     grown = dim_of(view, 2)
     right = [f"(d{i} r^)" if i == grown else f"d{i}" for i in range(rank)]
-    return f"{' '.join(f'd{i}' for i in range(rank))} -> {' '.join(right)}"
+    return f"{letters(rank)} -> {' '.join(right)}"
 
 
 def _render_repeat_interleave(r: Rendered) -> str:
@@ -103,7 +98,5 @@ RULES = [
     OpRule("aten.expand.default", _expand, reshaped("expand"), linear=((0,),), is_view=True),
     OpRule("aten.expand_as.default", _expand_as, reshaped("expand"), linear=((0,),), is_view=True),
     OpRule("aten.repeat.default", _repeat, method("repeat"), linear=((0,),)),
-    OpRule(
-        "aten.repeat_interleave.self_int", _repeat_interleave, _render_repeat_interleave, linear=((0,),),
-    ),
+    OpRule("aten.repeat_interleave.self_int", _repeat_interleave, _render_repeat_interleave, linear=((0,),)),
 ]  # fmt: skip
