@@ -29,7 +29,7 @@ NO_NAN = {"nnan", "nsz"}  # fastmath: infinite times occur, and they stay exact
 MAX_SIZE = 2**59  # so that the sum of a few is a whole number of 64 bits
 
 
-class Options(NamedTuple):
+class KeepOptions(NamedTuple):
     """The ways to keep each link: those of link i are starts[i]..starts[i+1]-1."""
 
     starts: Ints
@@ -46,8 +46,8 @@ class Links(NamedTuple):
     waiting: Ints  # [l]: what is there whenever links up to l run once those after it are done
     passing: Ints  # [i, j]: what F_ck(i), F_none(i+1..j-1) hold beside the gradient that waits
     passed: Floats  # seconds of the forwards that save nothing, summed up to each link
-    options: Options
-    ends: Options  # that links have as the last of a sub-chain
+    options: KeepOptions
+    ends: KeepOptions  # that links have as the last of a sub-chain
 
 
 class Kinds(NamedTuple):
@@ -79,11 +79,11 @@ def links_of(chain: Chain) -> Links:
     )
 
 
-def _options(options: list[tuple[Option, ...]], around: Ints) -> Options:
+def _options(options: list[tuple[Option, ...]], around: Ints) -> KeepOptions:
     starts = np.cumsum([0, *map(len, options)], dtype=np.int64)
     saved, ft, bt = _sizes([(o.saved, o.ft, o.bt) for link in options for o in link]).T.copy()
     seconds = np.array([o.f + o.b for link in options for o in link], dtype=np.float64)
-    return Options(starts, seconds, saved, saved + ft, np.repeat(around, np.diff(starts)) + saved + bt)
+    return KeepOptions(starts, seconds, saved, saved + ft, np.repeat(around, np.diff(starts)) + saved + bt)
 
 
 def _sizes(sizes: Sequence[float] | Sequence[tuple[float, ...]]) -> Ints:
@@ -153,7 +153,7 @@ def needs(links: Links) -> Ints:
 
 
 @kernel()
-def _need_to_keep(options: Options, i: int, waiting: int, rest: int) -> int:
+def _need_to_keep(options: KeepOptions, i: int, waiting: int, rest: int) -> int:
     """By the option of link i that needs the least, beside which the links after it need `rest`."""
     least = 2**63 - 1
     for k in range(options.starts[i], options.starts[i + 1]):
@@ -249,7 +249,7 @@ def _once(links: Links) -> Floats:
 
 @kernel(fastmath=NO_NAN)
 def _keep(
-    row: Floats, rows: Floats, options: Options, place: tuple[int, int], waiting: int, low: int, extra: int
+    row: Floats, rows: Floats, options: KeepOptions, place: tuple[int, int], waiting: int, low: int, extra: int
 ) -> None:
     """row[m] = keep(i,l,low+m); `place` is i and the kind of i+1..l, -1 where there is none."""
     i, after = place
