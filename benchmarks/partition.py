@@ -101,7 +101,9 @@ def _show(plan: PipelinePlan) -> None:
             f"{part.load.time:10.4f}{part.peak_bytes / 1e9:7.1f}  {again['Region']} regions, {again['Keep']} links kept"
         )
     print(f"a step of {plan.micro_batches}: {plan.seconds:.3f} s simulated, {plan.estimate:.3f} s estimated", end="")
-    print(f", {plan.timeline.idle:.1%} idle")
+    rows = plan.timeline.events
+    busy = sum(event.end - event.start for row in rows for event in row)
+    print(f", {1 - busy / (max(row[-1].end for row in rows) * len(rows)):.1%} idle")
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from pipeline.ir.layout import Layout, R
 from pipeline.ir.plan import Prediction, Sharding, Strategy
 from pipeline.ir.profile import Compiled, as_run
 from stages.checkpoint.recompute import rotor, schedule
-from stages.checkpoint.recompute.fit_budget import fastest_within
 from stages.checkpoint.recompute.linearize import linearize
 from stages.checkpoint.recompute.released import released
+from stages.checkpoint.recompute.rotor import fastest_within
 from stages.checkpoint.recompute.simulate import simulate
 from stages.codegen.module import write_module
 from stages.profile.run import make_profile

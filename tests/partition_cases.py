@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 
-from stages.checkpoint.pipelines.schedules import Load, Pipeline, estimate, in_flight, orders, refusal, weights_of
+from stages.checkpoint.pipelines.schedules import Load, Pipeline, StepWeights, in_flight, orders, refusal, weights_of
 from stages.checkpoint.pipelines.search_inputs import Division, Wishes
 from stages.checkpoint.pipelines.submesh_plans import Piece
 from stages.checkpoint.recompute.chain import Chain
@@ -147,3 +147,10 @@ def _one(case: Case, micro: int, ends: tuple[int, ...], pieces: tuple[Piece, ...
         weight, once = sum(piece.weight[first : last + 1]), sum(piece.once[first : last + 1])
         loads.append(Load(time, 0.0, send, weight, once))
     return estimate(weights_of(pipeline, micro, chunks), loads)
+
+
+def estimate(weights: StepWeights, loads: Sequence[Load]) -> float:
+    """The seconds of a step in closed form; what it is worth stands in schedules.py."""
+    total = sum(load.time + 2 * load.send - weights.credit * load.weight for load in loads)
+    slowest = max(load.time + (2 * load.send if weights.send_in_peak else 0.0) for load in loads)
+    return weights.sum * total + weights.peak * slowest + max(load.once for load in loads)

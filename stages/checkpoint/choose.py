@@ -20,7 +20,6 @@ from stages.checkpoint.pipelines.pipelined import Piped, Pipelines, predict
 from stages.checkpoint.pipelines.search_inputs import PipelineFloor
 from stages.checkpoint.recompute import rotor, schedule
 from stages.checkpoint.recompute.chain import Chain, Slots
-from stages.checkpoint.recompute.fit_budget import fastest_within
 from stages.checkpoint.recompute.linearize import Linear, linearize, loss_temporaries
 from stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, Outcome, simulate
 from stages.checkpoint.recompute.two_lines import played
@@ -43,18 +42,13 @@ class Candidate:
     slices: tuple[int, ...] = ()  # samples of the micro-batches into which a pass is cut; () is one of all
 
     @property
-    def chain_seconds(self) -> float:
-        """Of one micro-batch."""
-        return self.outcome.time
-
-    @property
     def device_seconds(self) -> float:
-        """The same without waiting for the host."""
+        """Of one micro-batch, without waiting for the host."""
         return self.outcome.time - self.outcome.waited
 
     @property
     def step_seconds(self) -> float:
-        return self.price.seconds_with(self.chain_seconds)
+        return self.price.seconds_with(self.outcome.time)
 
 
 NOTHING = Outcome((), 0.0, 0.0)
@@ -166,7 +160,7 @@ def _schedule(graph: OpGraph, chain: Chain, room: int, settings: Checkpoint, mic
     if room < rotor.tightest(chain).memory or not rotor.fits(chain, slots, room):
         least = rotor.tightest(chain, slots)  # in slots: the budget that is named must be accepted when it is set
         raise rotor.InfeasibleBudget(max(room, 0), replace(least, memory=min(least.memory, peak)))
-    return fastest_within(chain, room, slots)
+    return rotor.fastest_within(chain, room, slots)
 
 
 def _slots(chain: Chain, settings: Checkpoint) -> int:
@@ -210,7 +204,7 @@ def _plan_alone(
     assert best.regions is not None
     last = len(best.price.links) - 1
     axes, sharding = _axes(best.priced), best.priced.sharding
-    only = Partition(0, last, axes, sharding, best.regions, 1, best.peak_bytes, best.chain_seconds)
+    only = Partition(0, last, axes, sharding, best.regions, 1, best.peak_bytes, best.outcome.time)
     return Plan(
         device=cluster.device,
         onednn=cluster.compute.onednn,

@@ -73,10 +73,6 @@ def _in_slices(
         passes = replace(frontier, micro_batches=frontier.micro_batches * len(cut))
         found = evaluate(own, costs, cluster, passes, number, settings)
         yield replace(found, slices=cut if len(cut) > 1 else ())
-        if found.regions is not None and not _remakes(found):
+        twice = found.device_seconds > found.linear.once * (1 + 1e-9)
+        if found.regions is not None and not twice:
             return
-
-
-def _remakes(candidate: Candidate) -> bool:
-    """Whether anything is computed twice."""
-    return candidate.device_seconds > candidate.linear.once * (1 + 1e-9)

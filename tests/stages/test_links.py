@@ -23,9 +23,9 @@ from pipeline.ir.program import Convert, Program
 from pipeline.models import gpt, mlp
 from pipeline.runtime.step.memory import measure_peak
 from stages.checkpoint.recompute import rotor
-from stages.checkpoint.recompute.fit_budget import fastest_within
 from stages.checkpoint.recompute.linearize import Linear, growing, linearize
 from stages.checkpoint.recompute.released import LARGE, released
+from stages.checkpoint.recompute.rotor import fastest_within
 from stages.checkpoint.recompute.schedule import Keep, Schedule, full_recompute, no_recompute, scheduled
 from stages.checkpoint.recompute.schedule import Nesting as Nested
 from stages.checkpoint.recompute.simulate import simulate

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stages.checkpoint.pipelines.partition import partition
-from stages.checkpoint.pipelines.partition_times import partition_times
+from stages.checkpoint.pipelines.partition_times import PartitionTimes
 from stages.checkpoint.pipelines.refine import PipelinePlan
 from stages.checkpoint.pipelines.schedules import DeviceOrder, Pipeline, in_flight, orders, refusal
 from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError, Wishes
@@ -165,13 +165,13 @@ def test_the_schedules_differ_in_what_they_wait() -> None:
 
 def test_what_is_sent_counts_if_asked() -> None:
     """One gradient, and outputs in flight; or all that has been sent."""
-    none, last, every = (partition_times(layers(), Terms(100, 8, sent=sent)) for sent in Sent)
+    none, last, every = (PartitionTimes(layers(), Terms(100, 8, sent=sent)) for sent in Sent)
     assert none.room(2, 3, 3) - last.room(2, 3, 3) == 1 + (3 - 1)
     assert none.room(2, 3, 8) - last.room(2, 3, 8) == 8 - 1  # no gradient has been sent while all are in flight
     assert none.room(0, 3, 3) - last.room(0, 3, 3) == 3 - 1
     assert none.room(2, 3, 3) - every.room(2, 3, 3) == (8 - 3) + (8 - 1)
     assert none.room(0, 3, 3) - every.room(0, 3, 3) == 8 - 1
-    assert partition_times(replace(layers(), loss_held=3), Terms(100, 8)).room(8, 8, 5) == 100 - 4 * 3
+    assert PartitionTimes(replace(layers(), loss_held=3), Terms(100, 8)).room(8, 8, 5) == 100 - 4 * 3
 
 
 def test_slots_grow_with_the_longest_partition() -> None:
@@ -181,7 +181,7 @@ def test_slots_grow_with_the_longest_partition() -> None:
     piece = replace(piece, chain=replace(piece.chain, a=(size,) * 101), resident=(0.0,) * 101)
 
     def seconds(slots: Slots, memory: int = 60 * size * 4) -> float:
-        return float(partition_times(piece, Terms(memory, 1, slots=slots)).seconds((1,))[0, 100, 0])
+        return float(PartitionTimes(piece, Terms(memory, 1, slots=slots)).seconds((1,))[0, 100, 0])
 
     coarse, usual, fine = (seconds(Slots(per_link)) for per_link in (1, 20, 100))
     assert seconds(Slots(1), 10**9) < fine <= usual < coarse
@@ -214,7 +214,7 @@ def test_refusals() -> None:
 
 
 def test_what_is_marked_is_recomputed_as_far_as_a_partition_has_it() -> None:
-    timer = partition_times(layers(), Terms(1000, 8, Recompute.MARKED, spans=((1, 2), (3, 3), (5, 8))))
+    timer = PartitionTimes(layers(), Terms(1000, 8, Recompute.MARKED, spans=((1, 2), (3, 3), (5, 8))))
     drawn = {(i, last): str(timer.schedule(i, last, 2)[0]) for i, last in ((0, 8), (2, 5), (4, 4), (6, 8), (0, 1))}
     assert drawn == {
         (0, 8): "0 (1 2) (3) 4 (5 6 7) 8",
@@ -238,7 +238,7 @@ def test_a_last_micro_batch_that_keeps_everything_is_part_of_the_peak(seed: int,
         devices = 3
         if refusal(pipeline, devices, 1 + (pipeline is Pipeline.INTERLEAVED), micro_batches):
             continue
-        timer = partition_times(pieces[0], Terms(10**6, micro_batches, Recompute.EXCEPT_LAST))
+        timer = PartitionTimes(pieces[0], Terms(10**6, micro_batches, Recompute.EXCEPT_LAST))
         order = orders(pipeline, devices, micro_batches, 1 + (pipeline is Pipeline.INTERLEAVED))
         for number, flight in enumerate(in_flight(order)):
             for first, last in ((0, pieces[0].links - 1), (1, 2)):
@@ -280,7 +280,7 @@ def test_a_last_micro_batch_that_keeps_everything_fits_the_memory() -> None:
 def test_fixed_recompute_is_what_the_simulator_says(seed: int) -> None:
     for pieces in random_case(seed).division.pieces.values():
         for mode in (Recompute.NEVER, Recompute.ALWAYS):
-            timer = partition_times(pieces[0], Terms(10**6, 8, mode))
+            timer = PartitionTimes(pieces[0], Terms(10**6, 8, mode))
             form = timer.kept if mode is Recompute.NEVER else timer.dropped
             for i in range(pieces[0].links):
                 for last in range(i, pieces[0].links):
@@ -291,10 +291,10 @@ def test_fixed_recompute_is_what_the_simulator_says(seed: int) -> None:
 
 def test_the_last_micro_batch_waits_with_all_it_keeps() -> None:
     """One that is kept and one that is not: the kept one may wait while the other runs backwards."""
-    timer = partition_times(layers(), Terms(1000, 8, Recompute.EXCEPT_LAST))
+    timer = PartitionTimes(layers(), Terms(1000, 8, Recompute.EXCEPT_LAST))
     kept, dropped, kind = timer.kept, timer.dropped, timer.kinds.of[2, 4]
     need = 2 * dropped.hold[kind] + kept.hold[kind] + dropped.peak[kind] - dropped.hold[kind]
-    seconds = [partition_times(layers(), Terms(m, 8, Recompute.EXCEPT_LAST)).seconds((3,))[0, 4, 2] for m in range(60)]
+    seconds = [PartitionTimes(layers(), Terms(m, 8, Recompute.EXCEPT_LAST)).seconds((3,))[0, 4, 2] for m in range(60)]
     tightest = next(m for m in range(60) if seconds[m] < math.inf)
     assert tightest == need + 3 * 2  # the parameters
 

@@ -23,34 +23,25 @@ from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stages.checkpoint.pipelines.cuts_kernels import Bounds, Costs, ahead, sweep, trace
 from stages.checkpoint.pipelines.schedules import StepWeights
 
-Floats = NDArray[np.float64]
 ROUNDING = 1e-12
 NEARLY = 0.02  # worse by estimate than the best may be better as simulated: such are kept if met
 
 
 @dataclass(frozen=True, eq=False)
 class Field:
-    """All that the search looks at; times are seconds of one micro-batch, forwards and backwards."""
+    """All that the search looks at."""
 
-    seconds: Floats  # [plan, flight, last link, first link]; infinite where it does not fit
-    send: Floats  # [cut, plan before, plan after]: both transfers
-    once: Floats  # [plan, link]: seconds once a step, summed up to each link
-    credit: Floats  # [plan, link]: off the sum, summed up to each link
-    devices: NDArray[np.int64]  # of each plan
+    costs: Costs
     total: int  # devices: all are used
-    flight: NDArray[np.int64]  # [number from the end]: which of the flights of `seconds`
-    allowed: NDArray[np.bool_]  # [number from the end, plan]
-    starts: NDArray[np.bool_]  # [link]: whether a partition may begin with it
     counts: tuple[int, ...]  # numbers of partitions that are wanted
 
     @property
     def links(self) -> int:
-        return int(self.seconds.shape[2])
+        return len(self.costs.starts)
 
 
 @dataclass(frozen=True)
@@ -89,36 +80,26 @@ def search(
     `known`: an estimate that some plan is known to have; worse ones, or with a partition slower than `slowest`, are not
     looked for.
     """
-    return _Search(field, weights, gap, known).run(keep, slowest)
+    one = _Search(field, weights, gap, known)
+    ticket = count()
+    boxes: list[tuple[float, int, _Box]] = []
+    parts = [one.box(0.0, slowest, 0.0, math.inf)]
+    while True:
+        for box in parts:
+            if box is not None and not one.hopeless(box.bound):
+                heapq.heappush(boxes, (box.bound, next(ticket), box))
+        if not boxes or one.hopeless(boxes[0][0]):
+            return one.varied(keep)
+        parts = one.halves(heapq.heappop(boxes)[2])
 
 
 class _Search:
     def __init__(self, field: Field, weights: StepWeights, gap: float, known: float) -> None:
-        self.field, self.weights, self.gap = field, weights, max(gap, ROUNDING)
-        shape = (len(field.flight) + 1, field.total + 1, field.links, len(field.devices))
-        self.values = np.empty(shape)
-        self.least = np.ascontiguousarray(field.seconds.min(axis=1))
-        own = {name: getattr(field, name) for name in Costs._fields if name != "send_in_peak"}
-        self.costs = Costs(send_in_peak=weights.send_in_peak, **own)
+        self.field, self.costs, self.weights, self.gap = field, field.costs, weights, max(gap, ROUNDING)
+        self.values = np.empty((len(self.costs.flight) + 1, field.total + 1, field.links, len(self.costs.devices)))
+        self.least = np.ascontiguousarray(self.costs.seconds.min(axis=1))
         self.met: dict[tuple[tuple[int, ...], tuple[int, ...]], Cuts] = {}
         self.best = known * (1 + 1e-9) if known < math.inf else known
-
-    def run(self, keep: int, slowest: float) -> list[Cuts]:
-        ticket = count()
-        boxes: list[tuple[float, int, _Box]] = []
-
-        def add(box: _Box | None) -> None:
-            if box is not None and not self.hopeless(box.bound):
-                heapq.heappush(boxes, (box.bound, next(ticket), box))
-
-        add(self.box(0.0, slowest, 0.0, math.inf))
-        while boxes:
-            bound, _, box = heapq.heappop(boxes)
-            if self.hopeless(bound):
-                break
-            for part in self.halves(box):
-                add(part)
-        return self.varied(keep)
 
     def varied(self, keep: int) -> list[Cuts]:
         """The best of each number of partitions, as the estimate errs most between these; then the best others."""
@@ -157,22 +138,18 @@ class _Search:
     def relaxed(self, slowest: float, most_once: float, limit: float) -> _Relaxed | None:
         largest = float(np.finfo(np.float64).max)
         bounds = Bounds(min(slowest, largest), most_once, min(limit, largest))
-        before = ahead(self.least, self.costs, self.field.total, bounds)
-        sweep(self.values, before, self.costs, bounds)
-        found = [self.ending(count, bounds) for count in self.field.counts]
-        return min((one for one in found if one is not None), key=lambda one: one.sum, default=None)
-
-    def ending(self, partitions: int, bounds: Bounds) -> _Relaxed | None:
-        """The least sum with so many partitions."""
-        ends = self.values[partitions, self.field.total, 0]
-        plan = int(np.argmin(ends))
-        if ends[plan] == math.inf:
-            return None
-        rows = trace(self.values, partitions, plan, self.costs, bounds)
-        return self.note(tuple(map(int, rows[:, 0])), tuple(map(int, rows[:, 1])), float(ends[plan]))
+        sweep(self.values, ahead(self.least, self.costs, self.field.total, bounds), self.costs, bounds)
+        found = []
+        for partitions in self.field.counts:
+            ends = self.values[partitions, self.field.total, 0]
+            plan = int(np.argmin(ends))
+            if ends[plan] < math.inf:
+                rows = trace(self.values, partitions, plan, self.costs, bounds)
+                found.append(self.note(tuple(rows[:, 0].tolist()), tuple(rows[:, 1].tolist()), float(ends[plan])))
+        return min(found, key=lambda one: one.sum, default=None)
 
     def note(self, firsts: tuple[int, ...], plans: tuple[int, ...], total: float) -> _Relaxed:
-        slowest, once = measure(self.field, self.weights, firsts, plans)
+        slowest, once = measure(self.field, firsts, plans)
         estimate = self.weights.sum * total + self.weights.peak * slowest + once
         cuts = self.met.setdefault((firsts, plans), Cuts(firsts, plans, estimate))
         self.best = min(self.best, estimate)
@@ -191,14 +168,14 @@ class _Box:
     bound: float
 
 
-def measure(field: Field, weights: StepWeights, firsts: tuple[int, ...], plans: tuple[int, ...]) -> tuple[float, float]:
+def measure(field: Field, firsts: tuple[int, ...], plans: tuple[int, ...]) -> tuple[float, float]:
     """The slowest partition, with its transfers if they count, and the most that one does once a step."""
-    slowest = once = 0.0
+    costs, slowest, once = field.costs, 0.0, 0.0
     spans = Cuts(firsts, plans, 0.0).spans(field.links)
     for number, (first, last, p) in enumerate(spans):
-        seconds = float(field.seconds[p, field.flight[len(spans) - 1 - number], last, first])
-        if weights.send_in_peak and number + 1 < len(spans):
-            seconds += float(field.send[last + 1, p, plans[number + 1]])
+        seconds = float(costs.seconds[p, costs.flight[len(spans) - 1 - number], last, first])
+        if costs.send_in_peak and number + 1 < len(spans):
+            seconds += float(costs.send[last + 1, p, plans[number + 1]])
         slowest = max(slowest, seconds)
-        once = max(once, float(field.once[p, last + 1] - field.once[p, first]))
+        once = max(once, float(costs.once[p, last + 1] - costs.once[p, first]))
     return slowest, once

@@ -10,16 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stages.checkpoint.recompute.chain import Chain
 from stages.checkpoint.recompute.in_flight import run_partition
-from stages.checkpoint.recompute.in_flight_dp import passing_of
-from stages.checkpoint.recompute.in_flight_kernels import Kinds
+from stages.checkpoint.recompute.kernels import Floats, Ints, Kinds, passing
 from stages.checkpoint.recompute.schedule import Keep, Nesting
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,27 +22,16 @@ class FixedSchedule:
     time: Floats
     hold: Floats  # for each micro-batch that waits
     peak: Floats
+    last: FixedSchedule | None = None  # of the last micro-batch of a step, where that is run otherwise
 
     def memory(self, flights: Ints) -> Floats:
         """[kind, flight]"""
-        return np.asarray((flights - 1) * self.hold[:, None] + self.peak[:, None])
-
-
-@dataclass(frozen=True, eq=False)
-class ExceptLast:
-    """All micro-batches of a step are dropped but the last, which is kept."""
-
-    kept: FixedSchedule
-    dropped: FixedSchedule
-
-    @property
-    def time(self) -> Floats:
-        return self.dropped.time
-
-    def memory(self, flights: Ints) -> Floats:
-        kept, dropped = self.kept, self.dropped
-        runs = np.maximum(dropped.memory(flights), (flights - 1) * dropped.hold[:, None] + kept.peak[:, None])
-        waits = (flights - 2) * dropped.hold[:, None] + (kept.hold + dropped.peak)[:, None]
+        hold, peak, last = self.hold[:, None], self.peak[:, None], self.last
+        each = np.asarray((flights - 1) * hold + peak)
+        if last is None:
+            return each
+        runs = np.maximum(each, (flights - 1) * hold + last.peak[:, None])
+        waits = (flights - 2) * hold + last.hold[:, None] + peak
         return np.where(flights > 1, np.maximum(runs, waits), runs)
 
 
@@ -71,17 +55,18 @@ def kept_schedule(chain: Chain, kinds: Kinds) -> FixedSchedule:
 def dropped_schedule(chain: Chain, kinds: Kinds, kept: FixedSchedule) -> FixedSchedule:
     """All recomputed from the input."""
     time, hold, peak = kept.time.copy(), kept.hold.copy(), kept.peak.copy()
-    passed, passing, loss = np.concatenate([[0.0], np.cumsum(chain.f_none)]), passing_of(chain), chain.length
+    passed, loss = np.concatenate([[0.0], np.cumsum(chain.f_none)]), chain.length
+    held = passing(np.array(chain.a, dtype=np.float64), np.array(chain.ft_none, dtype=np.float64))
     for u, (i, l) in enumerate(zip(kinds.first.tolist(), kinds.last.tolist(), strict=True)):
         if l < loss:
             time[u] += passed[l + 1] - passed[i]
             hold[u] = chain.a[i]
-            peak[u] = max(chain.a[i] + passing[i, l + 1] + chain.a[l + 1], kept.peak[u])
+            peak[u] = max(chain.a[i] + held[i, l + 1] + chain.a[l + 1], kept.peak[u])
         elif i < l:
             inner = kinds.of[i, l - 1]
             time[u] = passed[l] - passed[i] + kept.time[inner] + chain.b[l]
             hold[u] = chain.a[i] + chain.a[l]
-            own = max(passing[i, l], 2 * chain.a[l] + chain.bt[l])
+            own = max(held[i, l], 2 * chain.a[l] + chain.bt[l])
             peak[u] = max(chain.a[i] + own, kept.peak[inner])
     return FixedSchedule(time, hold, peak)
 
@@ -90,7 +75,8 @@ def marked_schedule(chain: Chain, kinds: Kinds, marks: Sequence[int]) -> FixedSc
     """What is marked recomputed."""
     spans = zip(kinds.first.tolist(), kinds.last.tolist(), strict=True)
     ways = [run_partition(chain, marked_region(marks, i, l), i, l) for i, l in spans]
-    return FixedSchedule(*(np.array(column) for column in zip(*((w.time, w.hold, w.peak) for w in ways), strict=True)))
+    time, hold, peak = np.array([(way.time, way.hold, way.peak) for way in ways]).T
+    return FixedSchedule(time, hold, peak)
 
 
 def marks_of(spans: Sequence[tuple[int, int]], chain: Chain) -> list[int]:

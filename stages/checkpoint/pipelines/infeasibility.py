@@ -81,7 +81,7 @@ def _floor(given: Given) -> PipelineFloor:
         first=part.first,
         last=part.last,
         flight=part.flight,
-        resident_bytes=sum(part.piece.resident[part.first : part.last + 1]) + part.piece.everywhere,
+        resident_bytes=part.resident_bytes,
         waiting_bytes=part.fullest.waiting,
         op=worst_step(part.piece.chain, running, part.first, part.last).op,
     )

@@ -1,7 +1,7 @@
 """What each run of links of a piece's plan takes as a partition, with so many micro-batches in flight.
 
-`PartitionTimes` gives the seconds of every partition at once for the search, and the schedule of one: searched for
-(`SolvedTimes`), or as the user wants it (`FixedTimes`). Bytes a partition has:
+`PartitionTimes` gives the seconds of every partition at once for the search, and the schedule of one: searched for, or
+as the user wants it (`fixed`). Bytes a partition has:
 
     resident + everywhere + k held + (k-1) hold + peak + buffers + loss  <=  memory * share
 
@@ -17,17 +17,14 @@ may hold more than its input between forward and backward (`Piece.loss_held`), o
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Hashable
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from stages.checkpoint.pipelines.fixed_schedules import (
-    ExceptLast,
     FixedSchedule,
-    Floats,
-    Ints,
     dropped_schedule,
     kept_schedule,
     marked_region,
@@ -36,23 +33,21 @@ from stages.checkpoint.pipelines.fixed_schedules import (
 )
 from stages.checkpoint.pipelines.submesh_plans import Piece, Recompute, Sent, Terms
 from stages.checkpoint.recompute.in_flight import Passage, drop_all, keep_all, run_partition
-from stages.checkpoint.recompute.in_flight_dp import HoldTable, contents_of, cut_chain, kinds_of, up_to
-from stages.checkpoint.recompute.in_flight_kernels import Kinds
+from stages.checkpoint.recompute.in_flight_dp import HoldTable, cut_chain
+from stages.checkpoint.recompute.kernels import Floats, Ints, Kinds, contents_of, kinds_of
 from stages.checkpoint.recompute.schedule import Keep, Nesting
 
 FINE_SLOTS = 1000  # for a partition that has been chosen
 
 
-def partition_times(piece: Piece, terms: Terms) -> PartitionTimes:
-    return SolvedTimes(piece, terms) if terms.recompute is Recompute.SOLVED else FixedTimes(piece, terms)
-
-
-class PartitionTimes(ABC):
+class PartitionTimes:
     def __init__(self, piece: Piece, terms: Terms) -> None:
         self.piece, self.terms, self.chain = piece, terms, piece.chain
         self.marks = marks_of(terms.spans, piece.chain)
         self.owned, self.waiting = (np.concatenate([[0.0], np.cumsum(x)]) for x in (piece.resident, piece.held))
         self._schedules: dict[tuple[int, int], tuple[int, Nesting, Passage]] = {}
+        self._tables: dict[int, HoldTable] = {}  # by the longest sub-chain
+        self._solved: dict[tuple[int, ...], tuple[HoldTable, Floats, Ints]] = {}
 
     @cached_property
     def kinds(self) -> Kinds:
@@ -73,6 +68,18 @@ class PartitionTimes(ABC):
     @cached_property
     def dropped(self) -> FixedSchedule:
         return dropped_schedule(self.chain, self.kinds, self.kept)
+
+    @cached_property
+    def fixed(self) -> FixedSchedule | None:
+        """The schedule of all partitions, whether it fits or not; None where the fastest of each is searched for."""
+        recompute = self.terms.recompute
+        if recompute is Recompute.MARKED:
+            return marked_schedule(self.chain, self.kinds, self.marks)
+        if recompute is Recompute.EXCEPT_LAST and self.terms.micro_batches > 1:
+            return replace(self.dropped, last=self.kept)
+        if recompute is Recompute.SOLVED:
+            return None
+        return self.dropped if recompute is Recompute.ALWAYS else self.kept
 
     def room(self, i: int, l: int, flight: int) -> float:
         """Bytes for the schedule of links i..l."""
@@ -101,118 +108,66 @@ class PartitionTimes(ABC):
         best = self._best(flights, slowest, roughly)
         return np.where(of >= 0, best.T[:, of], math.inf).transpose(0, 2, 1)
 
-    @abstractmethod
     def _best(self, flights: tuple[int, ...], slowest: float, roughly: bool) -> Floats:
         """[kind, flight]"""
-
-    def schedule(self, i: int, l: int, flight: int) -> tuple[Nesting, Passage]:
-        """How links i..l run: the fastest known schedule that fits, checked by running it."""
-        key = int(self.kinds.of[i, l]), flight
-        if key not in self._schedules:
-            self._schedules[key] = i, *self._schedule(i, l, flight)
-        first, region, passage = self._schedules[key]
-        return _moved(region, i - first), passage
-
-    @abstractmethod
-    def _schedule(self, i: int, l: int, flight: int) -> tuple[Nesting, Passage]: ...
-
-    def last_passage(self, i: int, l: int) -> Passage | None:
-        """Links i..l as the last micro-batch runs them; None where it runs as those before it."""
-        return None
-
-
-class FixedTimes(PartitionTimes):
-    """One schedule for all partitions, whether it fits or not."""
-
-    @cached_property
-    def fixed(self) -> FixedSchedule | ExceptLast:
-        recompute = self.terms.recompute
-        if recompute is Recompute.MARKED:
-            return marked_schedule(self.chain, self.kinds, self.marks)
-        if self._keeps_last:
-            return ExceptLast(self.kept, self.dropped)
-        return self.dropped if recompute is Recompute.ALWAYS else self.kept
-
-    @property
-    def _keeps_last(self) -> bool:
-        """Whether the last micro-batch of a step is run otherwise than those before it."""
-        return self.terms.recompute is Recompute.EXCEPT_LAST and self.terms.micro_batches > 1
-
-    def _best(self, flights: tuple[int, ...], slowest: float, roughly: bool) -> Floats:
-        fits = self.fixed.memory(np.array(flights)) <= self.rooms(self.kinds.first, self.kinds.last, flights)
-        return np.where(fits, self.fixed.time[:, None], math.inf)
-
-    def _schedule(self, i: int, l: int, flight: int) -> tuple[Nesting, Passage]:
-        if self.terms.recompute is Recompute.MARKED:
-            region = marked_region(self.marks, i, l)
-        elif self.fixed is self.kept:
-            region = keep_all(i, l)
-        else:
-            region = drop_all(i, l, self.chain.length)
-        return region, run_partition(self.chain, region, i, l)
-
-    def last_passage(self, i: int, l: int) -> Passage | None:
-        return run_partition(self.chain, keep_all(i, l), i, l) if self._keeps_last else None
-
-
-class SolvedTimes(PartitionTimes):
-    """Of every partition the fastest schedule that fits: nothing or everything is recomputed, or what a table says."""
-
-    def __init__(self, piece: Piece, terms: Terms) -> None:
-        super().__init__(piece, terms)
-        self._tables: dict[int, HoldTable] = {}  # by the longest sub-chain
-        self._solved: dict[tuple[int, ...], tuple[HoldTable, Floats, Ints]] = {}
-
-    def _best(self, flights: tuple[int, ...], slowest: float, roughly: bool) -> Floats:
         rooms, ways = self.rooms(self.kinds.first, self.kinds.last, flights), np.array(flights)
+        if self.fixed is not None:
+            return np.where(self.fixed.memory(ways) <= rooms, self.fixed.time[:, None], math.inf)
         fits = self.kept.memory(ways) <= rooms
-        kept, dropped = (
-            np.where(ok, form.time[:, None], math.inf)
-            for ok, form in ((fits, self.kept), (self.dropped.memory(ways) <= rooms, self.dropped))
-        )
-        best = np.minimum(kept, dropped)
+        dropped = np.where(self.dropped.memory(ways) <= rooms, self.dropped.time[:, None], math.inf)
+        best = np.minimum(np.where(fits, self.kept.time[:, None], math.inf), dropped)
         rooms[fits] = -1  # nothing is faster
-        table = self._table(slowest)
-        some = slice(len(table.kinds.first))
+        length = self._longest(slowest)
+        some = self.kinds.last - self.kinds.first < length
         if not roughly and np.any(rooms[some] >= 0):
+            if length not in self._tables:
+                slots = self.terms.slots.of(length)
+                kinds, step = self.kinds.up_to(length), self.terms.slots.step_of(slots)
+                self._tables[length] = HoldTable(self.chain, self.terms.memory, slots, kinds, step)
+            table = self._tables[length]
             found = table.least(flights, rooms[some])
             self._solved[flights] = table, *found
             best[some] = np.minimum(best[some], found[0])
         return best
 
-    def _table(self, slowest: float) -> HoldTable:
-        """Of the sub-chains that may be as fast as that."""
+    def _longest(self, slowest: float) -> int:
+        """Links of the longest sub-chain that may be as fast as that."""
         least = np.cumsum([0.0, *(min(o.f + o.b for o in self.chain.options(i)) for i in range(self.piece.links))])
         fast = least[self.kinds.last + 1] - least[self.kinds.first] <= slowest * (1 + 1e-9)
-        length = int((self.kinds.last - self.kinds.first + 1)[fast].max(initial=1))
-        if length not in self._tables:
-            slots = self.terms.slots.of(length)
-            step = self.terms.slots.step_of(slots)
-            self._tables[length] = HoldTable(self.chain, self.terms.memory, slots, up_to(self.kinds, length), step)
-        return self._tables[length]
+        return int((self.kinds.last - self.kinds.first + 1)[fast].max(initial=1))
 
-    def _schedule(self, i: int, l: int, flight: int) -> tuple[Nesting, Passage]:
-        room = self.room(i, l, flight)
-        ways = [(region, run_partition(self.chain, region, i, l)) for region in self._regions(i, l, flight, room)]
-        return min(
-            (way for way in ways if way[1].memory(flight) <= room),
-            key=lambda way: (way[1].time, way[1].memory(flight)),
-        )
+    def schedule(self, i: int, l: int, flight: int) -> tuple[Nesting, Passage]:
+        """How links i..l run: as it is fixed, else the fastest known schedule that fits, checked by running it."""
+        key = int(self.kinds.of[i, l]), flight
+        if key not in self._schedules:
+            room = math.inf if self.fixed else self.room(i, l, flight)
+            ways = [(region, run_partition(self.chain, region, i, l)) for region in self._regions(i, l, flight, room)]
+            fitting = (way for way in ways if way[1].memory(flight) <= room)
+            self._schedules[key] = i, *min(fitting, key=lambda way: (way[1].time, way[1].memory(flight)))
+        first, region, passage = self._schedules[key]
+        return _moved(region, i - first), passage
+
+    def last_passage(self, i: int, l: int) -> Passage | None:
+        """Links i..l as the last micro-batch runs them; None where it runs as those before it."""
+        keeps_last = self.fixed is not None and self.fixed.last is not None
+        return run_partition(self.chain, keep_all(i, l), i, l) if keeps_last else None
 
     def _regions(self, i: int, l: int, flight: int, room: float) -> list[Nesting]:
-        kept = keep_all(i, l)
+        """The one that is fixed; else all kept if that fits, or all dropped and what tables say."""
+        kept, dropped = keep_all(i, l), drop_all(i, l, self.chain.length)
+        if self.terms.recompute is Recompute.MARKED:
+            return [marked_region(self.marks, i, l)]
+        if self.fixed is not None:
+            return [kept if self.fixed is self.kept else dropped]
         if run_partition(self.chain, kept, i, l).memory(flight) <= room or i == self.chain.length:
             return [kept]
-        return [drop_all(i, l, self.chain.length), *self._found(i, l, flight, room), *self._finer(i, l, flight, room)]
-
-    def _found(self, i: int, l: int, flight: int, room: float) -> list[Nesting]:
-        """By the tables that the search has used."""
-        kind, found = self.kinds.of[i, l], []
-        for flights, (table, best, extras) in self._solved.items():
-            if flight in flights and kind < len(best) and best[kind, flights.index(flight)] < math.inf:
+        found = [dropped]
+        for flights, (table, best, extras) in self._solved.items():  # those that the search has used
+            kind = table.kinds.of[i, l]
+            if flight in flights and kind >= 0 and best[kind, flights.index(flight)] < math.inf:
                 extra = int(extras[kind, flights.index(flight)])
                 found.append(table.region(i, l, flight, room, extra))
-        return found
+        return [*found, *self._finer(i, l, flight, room)]
 
     def _finer(self, i: int, l: int, flight: int, room: float) -> list[Nesting]:
         """By a table for this partition alone."""

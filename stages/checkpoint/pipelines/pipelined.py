@@ -17,7 +17,7 @@ from pipeline.config import Checkpoint, Pipeline, Recompute
 from pipeline.config.schema import SOLVE
 from pipeline.cost.groups import Join, groups_of
 from pipeline.cost.step import Workload
-from pipeline.ir.cluster import Cluster, LinkCost, Mesh, Split
+from pipeline.ir.cluster import Cluster, Mesh, Split
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Prediction
 from pipeline.ir.profile import Profile
@@ -26,7 +26,7 @@ from stages.checkpoint.pipelines import schedules, submesh_plans
 from stages.checkpoint.pipelines.partition import partition
 from stages.checkpoint.pipelines.refine import PartitionPlan, PipelinePlan
 from stages.checkpoint.pipelines.reshard import Resharding
-from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError, PipelineFloor, Wishes
+from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError, Wishes
 from stages.checkpoint.pipelines.submesh_costs import Filled, fill
 from stages.checkpoint.recompute.chain import Slots
 from stages.checkpoint.user_choices import boundary_places, join_in_partitions, spans_of
@@ -106,7 +106,9 @@ def find_pipelines(
         plans = partition(divisions, frontier.budget_bytes, wishes, effort, Resharding(graph, pieces.filled, cluster))
     except PartitionError as refused:
         if refused.floor is not None:
-            refused.floor = _of_graph(refused.floor, spans)
+            floor = refused.floor  # in links of the graph for those of the chain
+            op = replace(floor.op, link=spans[floor.op.link][0])
+            refused.floor = replace(floor, first=spans[floor.first][0], last=spans[floor.last][1], op=op)
             return Pipelines(refused=refused)
         key = next((key for key in ("boundaries", "partitions") if getattr(settings, key)), "pipeline")
         if key == "pipeline" and _may_do_without(settings, frontier):
@@ -115,12 +117,6 @@ def find_pipelines(
         raise SolveError(refused.what, where=f"{where}: {key}", remedy=remedy) from refused
     filled = pieces.filled
     return Pipelines(tuple(Piped(plan, tuple(filled[part.piece.name] for part in plan.partitions)) for plan in plans))
-
-
-def _of_graph(floor: PipelineFloor, spans: Sequence[tuple[int, int]]) -> PipelineFloor:
-    """With links of the graph for those of the chain."""
-    op = replace(floor.op, link=spans[floor.op.link][0])
-    return replace(floor, first=spans[floor.first][0], last=spans[floor.last][1], op=op)
 
 
 def may_stand_alone(settings: Checkpoint, frontier: Frontier) -> bool:
@@ -208,28 +204,15 @@ def _wishes(graph: OpGraph, spans: Sequence[tuple[int, int]], settings: Checkpoi
 # ---------------------------------------------------------------------------------------------------------- divisions
 
 
-@dataclass(frozen=True)
-class Usable:
-    """Pieces that may follow one another: of these sizes, or any mix where none is given."""
-
-    sizes: tuple[int, ...]
-    link: LinkCost
-    meshes: dict[str, tuple[Mesh, ...]]
-
-
-def usable_splits(cluster: Cluster) -> tuple[Usable, ...]:
-    """Where devices are linked alike, one for all mixes of sizes."""
+def usable_splits(cluster: Cluster) -> tuple[Split, ...]:
+    """Where devices are linked alike, one without sizes for all mixes of them."""
     alike = cluster.group is not None and not cluster.group.members
-    if not alike:
-        return tuple(Usable(split.sizes, split.link, split.meshes) for split in cluster.splits)
+    if not alike or not cluster.splits:
+        return cluster.splits
     meshes: dict[str, tuple[Mesh, ...]] = {}
     for split in cluster.splits:
         meshes |= {size: own for size, own in split.meshes.items() if size not in meshes}
-    return tuple(Usable((), _slowest(cluster.splits), meshes) for _ in cluster.splits[:1])
-
-
-def _slowest(splits: Iterable[Split]) -> LinkCost:
-    return max((split.link for split in splits), key=lambda link: link.seconds(1e6))
+    return (Split((), max((split.link for split in cluster.splits), key=lambda link: link.seconds(1e6)), meshes),)
 
 
 @dataclass(frozen=True)
@@ -243,7 +226,7 @@ class _Pieces:
     join: Join
     filled: dict[str, Filled] = field(default_factory=dict)  # those that were priced, by name
 
-    def division(self, split: Usable, offered: tuple[tuple[int, ...], ...]) -> Division | None:
+    def division(self, split: Split, offered: tuple[tuple[int, ...], ...]) -> Division | None:
         """With the pieces that have plans; None where a size has none."""
         by_count = {}
         for slices in offered:
@@ -256,7 +239,7 @@ class _Pieces:
             return None
         return Division(self.cluster.devices, by_count, split.link.seconds, split.sizes)
 
-    def _fills(self, split: Usable, slices: tuple[int, ...]) -> Iterator[Filled]:
+    def _fills(self, split: Split, slices: tuple[int, ...]) -> Iterator[Filled]:
         frontier, passes = self.frontier, self.frontier.micro_batches * len(slices)
         graph, profile = sliced(self.graph, self.profile, slices)
         for number, point in enumerate(frontier.pieces):
@@ -272,7 +255,7 @@ class _Pieces:
                 yield found
 
 
-def _mesh_in(split: Usable, mesh: Mesh) -> Mesh | None:
+def _mesh_in(split: Split, mesh: Mesh) -> Mesh | None:
     """The mesh as this split has it: pieces of one size may be slower in another. Axes keep their names."""
     for own in split.meshes.get(str(prod(mesh.sizes)), ()):
         if own.sizes == mesh.sizes:
@@ -299,25 +282,17 @@ def predict(piped: Piped) -> Prediction:
         moved = sum(link.communication.total for link in filled.priced.step.links[span])
         compute += plan.micro_batches * (kept - moved) + sum(one.compute for one in once)
         communication += plan.micro_batches * moved + sum(one.communication for one in once)
-        recompute += _recompute(part, kept, plan.micro_batches)
+        last = part.load.last or part.load  # the last micro-batch may keep everything
+        busy_seconds = (plan.micro_batches - 1) * part.load.time + last.time
+        recompute += max(0.0, busy_seconds - plan.micro_batches * kept)
         optimizer += sum(one.optimizer for one in once)
     return Prediction(
         step_seconds=plan.seconds,
         peak_bytes=piped.peak_bytes,
-        resident_bytes=max(round(_resident(piped, number)) for number in range(piped.pieces)),
+        resident_bytes=max(round(sum(p.resident_bytes for p, _ in piped.on(n))) for n in range(piped.pieces)),
         compute_seconds=compute,
         communication_seconds=communication,
         recompute_seconds=recompute,
         optimizer_seconds=optimizer,
         bubble_seconds=max(0.0, plan.seconds - compute - communication - recompute - optimizer),
     )
-
-
-def _recompute(part: PartitionPlan, kept: float, micro_batches: int) -> float:
-    """Beyond the seconds of a micro-batch that keeps everything; the last one may keep it."""
-    last = part.load.last or part.load
-    return max(0.0, (micro_batches - 1) * part.load.time + last.time - micro_batches * kept)
-
-
-def _resident(piped: Piped, device: int) -> float:
-    return sum(sum(p.piece.resident[p.first : p.last + 1]) + p.piece.everywhere for p, _ in piped.on(device))

@@ -29,6 +29,11 @@ class PartitionPlan:
     room_bytes: float  # in all
 
     @property
+    def resident_bytes(self) -> float:
+        """Whatever is recomputed."""
+        return sum(self.piece.resident[self.first : self.last + 1]) + self.piece.everywhere
+
+    @property
     def regions(self) -> str:
         return str(self.region)
 
@@ -69,7 +74,7 @@ def plan_of(task: SearchTask, cuts: Cuts) -> PipelinePlan:
     parts = []
     for number, (first, last, p) in enumerate(spans):
         then = spans[number + 1] if number + 1 < len(spans) else None
-        send = float(task.plain.send[last + 1, p, then[2]]) / 2 if then else 0.0
+        send = float(task.plain.costs.send[last + 1, p, then[2]]) / 2 if then else 0.0
         parts.append(_part(task.times[p], first, last, task.flights[len(spans) - 1 - number], send))
     order = orders(task.pipeline, len(spans) // task.chunks, task.micro_batches, task.chunks)
     timeline = simulate(order, [part.load for part in parts])

@@ -11,8 +11,8 @@ are those of `torch.distributed.pipelining`:
                   calls it InterleavedZeroBubble). A micro-batch is in flight until its W.
 
 `orders` writes these down, `in_flight` counts in them, and `simulate` plays them: a task starts when its device is free
-and its input is there; transfers take time between two devices and none of theirs. For the search there is `estimate`,
-with t the seconds of a micro-batch on a partition (F + B) and c of both transfers after it:
+and its input is there; transfers take time between two devices and none of theirs. The search estimates a step
+(`StepWeights`), with t the seconds of a micro-batch on a partition (F + B) and c of both transfers after it:
 
     gpipe         sum t + sum c + (M-1) max t          at most the truth, which has max F + max B for max t
     1f1b          sum t + sum c + (M-1) max (t + c)    at least the truth where B is to F alike in all partitions, exact
@@ -79,22 +79,14 @@ def orders(pipeline: Pipeline, devices: int, micro_batches: int, chunks: int = 1
     why = refusal(pipeline, devices, chunks, micro_batches)
     if why:
         raise ChainError(why, where="pipeline schedule", remedy="use another number of micro-batches or partitions")
-    make = {
-        Pipeline.GPIPE: _gpipe,
-        Pipeline.ONE_F_ONE_B: _one_f_one_b,
-        Pipeline.INTERLEAVED: _rounds,
-        Pipeline.ZERO_BUBBLE: _rounds,
-    }[pipeline]
-    tasks = tuple(make(pipeline, rank, devices, micro_batches, chunks) for rank in range(devices))
+    tasks = tuple(_tasks(pipeline, rank, devices, micro_batches, chunks) for rank in range(devices))
     return DeviceOrder(pipeline, devices * chunks, micro_batches, tasks)
 
 
-def _gpipe(_: Pipeline, rank: int, devices: int, micro_batches: int, chunks: int) -> tuple[Task, ...]:
-    return tuple(Task(phase, rank, m) for phase in "FB" for m in range(micro_batches))
-
-
-def _one_f_one_b(_: Pipeline, rank: int, devices: int, micro_batches: int, chunks: int) -> tuple[Task, ...]:
-    ahead = min(micro_batches, devices - rank)
+def _tasks(pipeline: Pipeline, rank: int, devices: int, micro_batches: int, chunks: int) -> tuple[Task, ...]:
+    if pipeline in (Pipeline.INTERLEAVED, Pipeline.ZERO_BUBBLE):
+        return _rounds(pipeline, rank, devices, micro_batches, chunks)
+    ahead = micro_batches if pipeline is Pipeline.GPIPE else min(micro_batches, devices - rank)
     tasks = [Task("F", rank, m) for m in range(ahead)]
     for m in range(micro_batches):
         tasks.append(Task("B", rank, m))
@@ -186,13 +178,6 @@ class PlayedSchedule:
     events: tuple[tuple[TaskEvent, ...], ...]
     seconds: float
 
-    @property
-    def idle(self) -> float:
-        """The share of all devices' time in which they wait."""
-        busy = sum(event.end - event.start for row in self.events for event in row)
-        ends = max(row[-1].end for row in self.events)
-        return 1 - busy / (ends * len(self.events)) if ends else 0.0
-
 
 def simulate(order: DeviceOrder, loads: Sequence[Load]) -> PlayedSchedule:
     """Play the orders: every device runs its next task as soon as its input is there."""
@@ -240,7 +225,7 @@ def _ready(task: Task, partitions: int, loads: Sequence[Load], ends: dict[Task, 
 
 @dataclass(frozen=True)
 class StepWeights:
-    """How `estimate` adds up: `sum` of all partitions' seconds and `peak` times those of the slowest."""
+    """How a step is estimated: `sum` of all partitions' seconds and `peak` times those of the slowest."""
 
     sum: float
     peak: float
@@ -253,28 +238,3 @@ def weights_of(pipeline: Pipeline, micro_batches: int, chunks: int = 1) -> StepW
         return StepWeights(1 / chunks, micro_batches * chunks - 1, True)
     credit = 2.0 if pipeline is Pipeline.ZERO_BUBBLE else 0.0
     return StepWeights(1.0, micro_batches - 1, pipeline is not Pipeline.GPIPE, credit)
-
-
-def estimate(weights: StepWeights, loads: Sequence[Load]) -> float:
-    """The seconds of a step in closed form; what it is worth stands above."""
-    total = sum(load.time + 2 * load.send - weights.credit * load.weight for load in loads)
-    slowest = max(load.time + (2 * load.send if weights.send_in_peak else 0.0) for load in loads)
-    return weights.sum * total + weights.peak * slowest + max(load.once for load in loads)
-
-
-def gpipe_step(loads: Sequence[Load], micro_batches: int) -> float:
-    """GPipe's time to the last backward, exactly: two lines of equal jobs."""
-    lines = [[load.forward for load in loads], [load.backward for load in loads]]
-    return sum(sum(line) + (micro_batches - 1) * max(line) for line in lines) + sum(2 * load.send for load in loads)
-
-
-def draw(timeline: PlayedSchedule, unit: float = 1.0) -> str:
-    """A row for each device, a column for each unit of time: forwards as digits, backwards as letters, W as `-`."""
-    width = max(round(row[-1].end / unit) for row in timeline.events)
-    rows = [["."] * width for _ in timeline.events]
-    for row, events in zip(rows, timeline.events, strict=True):
-        for event in events:
-            mark = {"F": str(event.task.micro % 10), "B": chr(97 + event.task.micro % 26), "W": "-"}[event.task.phase]
-            for column in range(round(event.start / unit), round(event.end / unit)):
-                row[column] = mark
-    return "\n".join(map("".join, rows))

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.checkpoint.pipelines.cuts import Field
-from stages.checkpoint.pipelines.partition_times import PartitionTimes, partition_times
+from stages.checkpoint.pipelines.cuts_kernels import Costs
+from stages.checkpoint.pipelines.partition_times import PartitionTimes
 from stages.checkpoint.pipelines.schedules import Pipeline, StepWeights, in_flight, orders, refusal, weights_of
 from stages.checkpoint.pipelines.search_inputs import Division, Given, PartitionError, Reshard, Wishes
 from stages.checkpoint.pipelines.submesh_plans import Piece, Sent, Terms
@@ -44,7 +45,7 @@ class SearchTask:
         """With the seconds of all partitions that are no slower."""
         distinct = tuple(sorted(set(self.flights)))
         seconds = [own.seconds(distinct, slowest, roughly) for own in self.times]
-        return replace(self.plain, seconds=np.ascontiguousarray(seconds))
+        return replace(self.plain, costs=self.plain.costs._replace(seconds=np.ascontiguousarray(seconds)))
 
 
 def tasks(given: Given, refused: list[str]) -> Iterator[SearchTask]:
@@ -56,7 +57,7 @@ def tasks(given: Given, refused: list[str]) -> Iterator[SearchTask]:
                 continue
             _check(pieces, wishes)
             times_of = cache(
-                lambda piece, chunks, sent, micro=micro_batches: partition_times(
+                lambda piece, chunks, sent, micro=micro_batches: PartitionTimes(
                     piece, _terms(given, micro, chunks, sent)
                 )
             )
@@ -65,7 +66,7 @@ def tasks(given: Given, refused: list[str]) -> Iterator[SearchTask]:
                 for shape in _shapes(given, division, pieces, pipeline, micro_batches, refused):
                     sent = _sent(wishes, pipeline)
                     times = tuple(times_of(piece, shape.chunks, sent) for piece in shape.pieces)
-                    what = _field(given, shape, sends(shape.pieces), weights_of(pipeline, micro_batches).credit)
+                    what = _field(given, shape, sends(shape.pieces), weights_of(pipeline, micro_batches))
                     yield SearchTask(number, pipeline, micro_batches, shape.chunks, times, what, shape.flights)
 
 
@@ -172,7 +173,7 @@ def _counts(wishes: Wishes, pieces: tuple[Piece, ...], possible: tuple[int, ...]
     )
 
 
-def _field(given: Given, shape: Shape, send: Floats, credit: float) -> Field:
+def _field(given: Given, shape: Shape, send: Floats, weights: StepWeights) -> Field:
     links = shape.pieces[0].links
     distinct = tuple(sorted(set(shape.flights)))
     starts = np.ones(links, dtype=bool)
@@ -182,18 +183,18 @@ def _field(given: Given, shape: Shape, send: Floats, credit: float) -> Field:
     allowed = np.ones((len(shape.flights), len(shape.pieces)), dtype=bool)
     for s, size in enumerate(reversed(shape.fixed)):
         allowed[s] = np.array(shape.sizes) == size
-    return Field(
+    costs = Costs(
         seconds=np.empty((len(shape.pieces), 0, links, links)),
         send=send,
+        send_in_peak=weights.send_in_peak,
         once=_sums([piece.once for piece in shape.pieces]),
-        credit=credit * _sums([piece.weight for piece in shape.pieces]),
+        credit=weights.credit * _sums([piece.weight for piece in shape.pieces]),
         devices=np.array(shape.sizes, dtype=np.int64),
-        total=shape.total,
         flight=np.array([distinct.index(k) for k in shape.flights], dtype=np.int64),
         allowed=allowed,
         starts=starts,
-        counts=shape.counts,
     )
+    return Field(costs, shape.total, shape.counts)
 
 
 def _sums(rows: list[tuple[float, ...]]) -> Floats:

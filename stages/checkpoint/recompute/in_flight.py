@@ -14,12 +14,11 @@ Where the last micro-batch of a step keeps everything, it runs beside k - 1 othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stages.checkpoint.recompute.chain import Chain
-from stages.checkpoint.recompute.schedule import Keep, Nesting, ScheduledOp, flatten, forwards
-from stages.checkpoint.recompute.simulate import ExecutedOp, InvalidSequence, MemoryState, apply, start
+from stages.checkpoint.recompute.schedule import Keep, Nesting, flatten, forwards
+from stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, check_end, run, start
 
 
 @dataclass(frozen=True)
@@ -83,20 +82,11 @@ def _phases(
     sequence = flatten(region, chain.length)
     before = len(tuple(forwards(region, chain.length)))
     state = start(chain, first, last)
-    ahead = _run(chain, state, sequence[:before], first)
+    ahead = run(chain, state, sequence[:before], first)
     waiting = sent(ahead[-1].state if ahead else state, last)
-    back = _run(chain, waiting, sequence[before:], first)
-    if back[-1].state != MemoryState(frozenset(), frozenset(), first):
-        raise InvalidSequence(f"it ends with {back[-1].state}, not with the gradient of a_{first} alone")
+    back = run(chain, waiting, sequence[before:], first)
+    check_end(back[-1].state, first)
     return ahead, waiting, back
-
-
-def _run(chain: Chain, state: MemoryState, sequence: Sequence[ScheduledOp], first: int) -> list[ExecutedOp]:
-    steps: list[ExecutedOp] = []
-    for op in sequence:
-        steps.append(apply(chain, state, op, first))
-        state = steps[-1].state
-    return steps
 
 
 def sent(state: MemoryState, last: int) -> MemoryState:

@@ -15,10 +15,10 @@ a_{l+1} inside. C(i+1,i,m) = 0. An empty minimum, and whatever is below its floo
                                        if m >= keep_floor(i,l); for i = l over `Chain.ends`
     _least        recompute(i,j,l,m) = sum f_none_i..f_none_{j-1} + C(j,l,m-a_j) + C(i,j-1,m)
                                        if m >= pass_floor(i,j,l)
-    keep_parts    keep_floor(i,l)    = max(w_l + A_{i+1} + ft_i, a_i + a_{i+1} + A_{i+1} + bt_i + G_i)
-    pass_floor    pass_floor(i,j,l)  = w_l + max(a_{i+1} + ft_none_i,
+    links_of      keep_floor(i,l)    = max(w_l + A_{i+1} + ft_i, a_i + a_{i+1} + A_{i+1} + bt_i + G_i)
+    passing       pass_floor(i,j,l)  = w_l + max(a_{i+1} + ft_none_i,
                                                  max over i < k < j of a_k + a_{k+1} + ft_none_k)
-    Floors        N(i,l)             = least m with C(i,l,m) finite
+    needs         N(i,l)             = least m with C(i,l,m) finite
                                      = min(min over options of max(keep_floor(i,l), A_{i+1} + N(i+1,l)),
                                            min over i < j <= l of max(pass_floor(i,j,l), a_j + N(j,l), N(i,j-1)))
     schedule      answer             = C(0,L,M-a_0)
@@ -37,20 +37,20 @@ optimal: the tests search all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.base.errors import ShardwrightError
 from stages.checkpoint.recompute import kernels
-from stages.checkpoint.recompute.chain import LAST, Chain, ChainError, Option, SlotChain, as_slots, default_slots
-from stages.checkpoint.recompute.kernels import WIDTH
+from stages.checkpoint.recompute.chain import LAST, Chain, ChainError, SlotChain, as_slots, default_slots, discretise
+from stages.checkpoint.recompute.kernels import WIDTH, Floats, Kinds
 from stages.checkpoint.recompute.schedule import Keep, Nesting, OpKind, Schedule, ScheduledOp, scheduled
+from stages.checkpoint.recompute.simulate import simulate
 
 MAX_TABLE_BYTES = 8 * 2**30
-MAX_SIZE = 2**59  # so that the sum of a few is a whole number of 64 bits
+BEYOND = 1.08  # of a room: more than rounding loses with the default number of slots
 
 
 class InfeasibleBudget(ShardwrightError):
@@ -83,29 +83,8 @@ class Floors:
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        self.links = _links(chain)
+        self.links = kernels.links_of(chain)
         self.need = kernels.needs(self.links)
-
-    def keep_parts(self, i: int, l: int, option: int) -> tuple[int, int]:
-        """What keeping link i needs: for its own ops (keep_floor), and for the links after it."""
-        k = self.links.starts[i] + option
-        own = max(self.links.waiting[l] + self.links.forward[k], self.links.backward[k])
-        return int(own), int(self.links.saved[k] + self.need[i + 1, l])
-
-    def end_floor(self, i: int, option: int) -> int:
-        """What link i needs as the last of a sub-chain."""
-        ends = self.links.ends
-        k = ends.starts[i] + option
-        return int(max(self.links.waiting[i] + ends.forward[k], ends.backward[k]))
-
-    def pass_floor(self, i: int, l: int) -> NDArray[np.int64]:
-        """For j = i+1..l: what F_ck(i) and F_none(i+1..j-1) need, as part of links i..l."""
-        return np.asarray(self.links.passing[i, i + 1 : l + 1] + self.links.waiting[l])
-
-    def recompute_floors(self, i: int, l: int) -> NDArray[np.int64]:
-        """For j = i+1..l: the least m with which links i..j-1 can be recomputed."""
-        after = self.links.a[i + 1 : l + 1] + self.need[i + 1 : l + 1, l]
-        return np.asarray(np.maximum(self.pass_floor(i, l), np.maximum(after, self.need[i, i:l])))
 
     def binding(self, i: int, l: int) -> ScheduledOp:
         """The op that holds N(i,l): follow the part of the recurrence that attains it."""
@@ -116,63 +95,25 @@ class Floors:
 
     def _binding(self, i: int, l: int) -> ScheduledOp | tuple[int, int]:
         """The op, or the smaller sub-chain that needs as much."""
-        links, value = self.links, self.need[i, l]
-        if i == l:
-            ends = self.chain.ends(i)
-            k = min(range(len(ends)), key=lambda k: self.end_floor(i, k))
-            forward = links.waiting[l] + links.ends.forward[links.ends.starts[i] + k]
-            number = LAST if self.chain.last and i < self.chain.length else k
-            return ScheduledOp(OpKind.F_ALL if forward == value and i < self.chain.length else OpKind.B, i, number)
-        for k in range(len(self.chain.options(i))):
-            own, rest = self.keep_parts(i, l, k)
+        links, need, value, loss = self.links, self.need, self.need[i, l], self.chain.length
+        options = links.ends if i == l else links.options
+        for number, k in enumerate(range(options.starts[i], options.starts[i + 1])):
+            forward, backward = links.waiting[l] + options.forward[k], options.backward[k]
+            own, rest = max(forward, backward), options.saved[k] + need[i + 1, l]
             if own == value and rest <= value:
-                forward = links.waiting[l] + links.forward[links.starts[i] + k]
-                return ScheduledOp(OpKind.F_ALL if forward == value else OpKind.B, i, k)
+                early = i == l < loss and self.chain.last
+                kind = OpKind.F_ALL if forward == value and i < loss else OpKind.B
+                return ScheduledOp(kind, i, LAST if early else number)
             if rest == value and own <= value:
                 return i + 1, l
-        j = i + 1 + int(np.argmin(self.recompute_floors(i, l)))
-        if self.pass_floor(i, l)[j - i - 1] == value:
-            k = next(k for k in range(i, j) if links.passing[i, k + 1] == links.passing[i, j])
+        passing = links.passing[i, i + 1 : l + 1]
+        after = links.a[i + 1 : l + 1] + need[i + 1 : l + 1, l]
+        floors = np.maximum(np.maximum(passing + links.waiting[l], after), need[i, i:l])
+        at = int(np.argmin(floors))
+        if passing[at] + links.waiting[l] == value:
+            k = i + int(np.argmax(passing == passing[at]))
             return ScheduledOp(OpKind.F_CK if k == i else OpKind.F_NONE, k)
-        return (j, l) if links.a[j] + self.need[j, l] == value else (i, j - 1)
-
-
-def _links(chain: Chain) -> kernels.Links:
-    a = _sizes([*chain.a, 0])
-    grown = _sizes([chain.grown_after(i) for i in range(chain.length + 1)])
-    around = a[:-1] + a[1:] + grown  # of each link: its gradients, and what links after it have left
-    starts, seconds, saved, forward, backward = _arrays([chain.options(i) for i in range(chain.length + 1)], around)
-    ends = _arrays([chain.ends(i) for i in range(chain.length + 1)], around)
-    return kernels.Links(
-        a=a,
-        waiting=a[1:] + grown,
-        passing=kernels.passing(a, _sizes(chain.ft_none)),
-        passed=np.array([0.0, *np.cumsum(chain.f_none)]),
-        starts=starts,
-        seconds=seconds,
-        saved=saved,
-        forward=forward,
-        backward=backward,
-        ends=kernels.LastOptions(ends[0], ends[1], ends[3], ends[4]),
-    )
-
-
-Arrays = tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
-
-
-def _arrays(options: list[tuple[Option, ...]], around: NDArray[np.int64]) -> Arrays:
-    """Where the options of each link begin, their seconds, and what they save, hold in forward and in backward."""
-    starts = np.cumsum([0, *map(len, options)], dtype=np.int64)
-    saved, ft, bt = _sizes([(o.saved, o.ft, o.bt) for link in options for o in link]).T.copy()
-    seconds = np.array([o.f + o.b for link in options for o in link], dtype=np.float64)
-    return starts, seconds, saved, saved + ft, np.repeat(around, np.diff(starts)) + saved + bt
-
-
-def _sizes(sizes: Sequence[float] | Sequence[tuple[float, ...]]) -> NDArray[np.int64]:
-    found = np.array(sizes, dtype=np.float64)
-    if found.max() >= MAX_SIZE:
-        raise ChainError(f"a size of {found.max():.3g} is too large", where="chain", remedy="give more memory or less")
-    return np.array(sizes, dtype=np.int64)
+        return (i + 1 + at, l) if after[at] == value else (i, i + at)
 
 
 def tightest(chain: Chain, slots: int | None = None, first: int = 0, last: int | None = None) -> Floor:
@@ -217,42 +158,82 @@ class Table:
 
     slot_chain: SlotChain
     memory: int
-    best: NDArray[np.float64]
+    best: Floats
     floors: Floors
+    kinds: Kinds
 
     @property
     def chain(self) -> Chain:
         """The chain in slots."""
         return self.slot_chain.sizes
 
-    def row(self, i: int, l: int) -> NDArray[np.float64]:
+    def row(self, i: int, l: int) -> Floats:
         """C(i,l,m) for m = 0..memory."""
-        return self.best[:, self._at(i, l)].reshape(-1)[: self.memory + 1]
+        return self.best[:, self.kinds.of[i, l]].reshape(-1)[: self.memory + 1]
 
     def time(self, i: int, l: int, m: int) -> float:
         """C(i,l,m): infinite where links i..l cannot be run; a_i is not in m, the gradient of a_{l+1} is."""
         if not 0 <= i <= l <= self.chain.length or m > self.memory:
             raise ChainError(f"links {i}..{l} with {m} of {self.memory} slots are not in the table")
-        return float(self.best[m // WIDTH, self._at(i, l), m % WIDTH]) if m >= 0 else math.inf
+        return float(self.best[m // WIDTH, self.kinds.of[i, l], m % WIDTH]) if m >= 0 else math.inf
 
-    def _at(self, i: int, l: int) -> int:
-        n = self.chain.length + 1
-        return i * n - i * (i + 1) // 2 + l
+    def rows(self, extra: int, most: int) -> Floats:
+        """T(i,l,h,h+extra) for h up to `most` slots (in_flight_dp.py), which lie as `best` does."""
+        found = np.empty((most // WIDTH + 1, *self.best.shape[1:]))
+        kernels.fill(found, self.best, extra, True, self.kinds, self.floors.links, self.floors.need)
+        return found
+
+    def region(self, i: int, l: int, h: int, extra: int = 0) -> Nesting:
+        """The steps that attain C(i,l,h), or T(i,l,h,h+extra) where something is extra."""
+        rows = self.rows(extra, h) if extra else self.best
+        return Nesting(tuple(self._steps(rows, i, l, h, extra)))
+
+    def _steps(self, rows: Floats, i: int, l: int, h: int, extra: int) -> Iterator[Keep | Nesting]:
+        while i <= l:
+            seconds, step, j, cost = min(self._choices(rows, i, l, h, extra), key=lambda choice: choice[0])
+            assert seconds < math.inf, "a finite entry of the table has a step that attains it"
+            yield step or self.region(i, j - 1, h + extra)
+            i, h = j, h - cost
+
+    def _choices(
+        self, rows: Floats, i: int, l: int, h: int, extra: int
+    ) -> Iterator[tuple[float, Keep | None, int, int]]:
+        """Every first step of links i..l: seconds with all that follows, what is kept, the link after, slots gone."""
+        links, of, m = self.floors.links, self.kinds.of, h + extra
+        options, waiting = (links.ends if i == l else links.options), links.waiting[l]
+        for number, k in enumerate(range(options.starts[i], options.starts[i + 1])):
+            cost = int(options.saved[k])
+            if h >= cost and m >= max(waiting + options.forward[k], options.backward[k]):
+                rest = rows[(h - cost) // WIDTH, of[i + 1, l], (h - cost) % WIDTH] if i < l else 0.0
+                yield options.seconds[k] + rest, Keep(i, number), i + 1, cost
+        again = self.best[m // WIDTH, :, m % WIDTH]
+        dropped = rows is not self.best and l < self.chain.length  # all of i..l may be
+        for j in range(i + 1, l + 2 if dropped else l + 1):
+            if m < links.passing[i, j] + waiting:  # it grows with j
+                break
+            cost = int(links.a[j]) if j <= l else 0
+            if h >= cost:
+                after = rows[(h - cost) // WIDTH, of[j, l], (h - cost) % WIDTH] if j <= l else 0.0
+                yield links.passed[j] - links.passed[i] + after + again[of[i, j - 1]], None, j, cost
 
 
-def solve(chain: SlotChain | Chain, memory: int | None = None) -> Table:
-    """Fill the table up to `memory` slots (of a plain chain: units); by default all the slots of a SlotChain."""
+def solve(chain: SlotChain | Chain, memory: int | None = None, kinds: Kinds | None = None) -> Table:
+    """Fill the table up to `memory` slots (of a plain chain: units); by default all the slots of a SlotChain.
+
+    `kinds` are the sub-chains that are asked for, by default all.
+    """
     if isinstance(chain, Chain):
         if memory is None:
             raise ChainError("a chain without slots has no budget of its own", remedy="give the memory")
         chain = as_slots(chain, memory)
     memory = chain.slots if memory is None else memory
-    n = chain.sizes.length + 1
-    shape = (memory // WIDTH + 1, n * (n + 1) // 2, WIDTH)
+    kinds = kinds or kernels.kinds_of(kernels.contents_of(chain.sizes))
+    shape = (memory // WIDTH + 1, len(kinds.first), WIDTH)
     if memory < 0 or 8 * math.prod(shape) > MAX_TABLE_BYTES:
-        raise ChainError(f"a table of {n} links and {memory} slots cannot be held", remedy="discretise to fewer slots")
-    table = Table(chain, memory, np.empty(shape), Floors(chain.sizes))
-    kernels.fill(table.best, table.floors.links, table.floors.need)
+        what = f"a table of {chain.sizes.length + 1} links and {memory} slots cannot be held"
+        raise ChainError(what, remedy="discretise to fewer slots")
+    table = Table(chain, memory, np.empty(shape), Floors(chain.sizes), kinds)
+    kernels.fill(table.best, table.best, 0, False, kinds, table.floors.links, table.floors.need)
     return table
 
 
@@ -281,40 +262,7 @@ def schedule(table: Table, memory: int | None = None, first: int = 0, last: int 
     time = table.time(first, last, m)
     if time == math.inf:
         raise _infeasible(table, memory, first, last)
-    return scheduled(_regions(table, first, last, m), table.chain, time)
-
-
-def _regions(table: Table, i: int, l: int, m: int) -> Nesting:
-    steps: list[Keep | Nesting] = []
-    while i <= l:
-        step, j, cost = _choose(table, i, l, m)
-        steps.append(step if isinstance(step, Keep) else _regions(table, i, j - 1, m))
-        i, m = j, m - cost
-    return Nesting(tuple(steps))
-
-
-def _choose(table: Table, i: int, l: int, m: int) -> tuple[Keep | None, int, int]:
-    """The step that attains C(i,l,m): what it keeps if anything, the link after it, the slots gone from m."""
-    found: tuple[Keep | None, int, int] = (None, i, 0)
-    best, passed = math.inf, table.floors.links.passed
-    if i == l:
-        fitting = [k for k in range(len(table.chain.ends(i))) if m >= table.floors.end_floor(i, k)]
-        ends = table.chain.ends(i)
-        return Keep(i, min(fitting, key=lambda k: ends[k].f + ends[k].b)), i + 1, 0
-    for k, option in enumerate(table.chain.options(i)):
-        if m >= max(table.floors.keep_parts(i, l, k)):
-            rest = table.time(i + 1, l, m - int(option.saved))
-            if option.f + option.b + rest < best:
-                best, found = option.f + option.b + rest, (Keep(i, k), i + 1, int(option.saved))
-    for j, low in enumerate(table.floors.recompute_floors(i, l), start=i + 1):
-        if m >= low:
-            size = int(table.chain.a[j])
-            after, inner = table.time(j, l, m - size), table.time(i, j - 1, m)
-            seconds = float(passed[j] - passed[i]) + after + inner
-            if seconds < best:
-                best, found = seconds, (None, j, size)
-    assert found[1] > i, "a finite entry of the table has a step that attains it"
-    return found
+    return scheduled(table.region(first, last, m), table.chain, time)
 
 
 def _infeasible(table: Table, memory: int, first: int, last: int) -> InfeasibleBudget:
@@ -326,3 +274,17 @@ def _infeasible(table: Table, memory: int, first: int, last: int) -> InfeasibleB
     else:
         floor = tightest(slots.source, slots.slots, first, last)
     return InfeasibleBudget(slots.bytes_of(memory), floor)
+
+
+def fastest_within(chain: Chain, room: int, slots: int) -> Schedule:
+    """The fastest schedule that the simulator, in bytes, lets into a room in which the chain fits in slots (`fits`).
+
+    Slots are rounded up for every tensor that is held, so a schedule takes less than its slots say. One table for
+    somewhat more than the room has the schedules that do not fit by their slots, but do in bytes.
+    """
+    table = solve(discretise(chain, int(room * BEYOND), slots))
+    for point in reversed(curve(table)):
+        found = schedule(table, point.memory)
+        if simulate(chain, found.sequence).peak <= room:
+            return found
+    return schedule(solve(discretise(chain, room, slots)))

@@ -70,16 +70,10 @@ class Outcome:
 
 def simulate(chain: Chain, sequence: Iterable[ScheduledOp], first: int = 0, last: int | None = None) -> Outcome:
     """Run links first..last; unless the last is the loss, the gradient of its output is there from the start."""
-    last = chain.length if last is None else last
-    state = start(chain, first, last)
-    steps: list[ExecutedOp] = []
-    for number, op in enumerate(sequence):
-        steps.append(apply(chain, state, op, first, where=f"op {number}"))
-        state = steps[-1].state
-    if state != MemoryState(frozenset(), frozenset(), first):
-        raise InvalidSequence(f"it ends with {state}, not with the gradient of a_{first} alone", where="sequence")
-    peak = max(step.held for step in steps)
-    return Outcome(tuple(steps), sum(step.seconds for step in steps), peak)
+    begin = start(chain, first, chain.length if last is None else last)
+    steps = run(chain, begin, sequence, first)
+    check_end(steps[-1].state if steps else begin, first)
+    return Outcome(tuple(steps), sum(step.seconds for step in steps), max(step.held for step in steps))
 
 
 def start(chain: Chain, first: int, last: int) -> MemoryState:
@@ -87,65 +81,59 @@ def start(chain: Chain, first: int, last: int) -> MemoryState:
     return MemoryState(frozenset({first}), frozenset(), None if last == chain.length else last + 1)
 
 
+def run(chain: Chain, state: MemoryState, sequence: Iterable[ScheduledOp], first: int) -> list[ExecutedOp]:
+    """The ops from that state on, one after another."""
+    steps: list[ExecutedOp] = []
+    for number, op in enumerate(sequence):
+        steps.append(apply(chain, state, op, first, where=f"op {number}"))
+        state = steps[-1].state
+    return steps
+
+
+def check_end(state: MemoryState, first: int) -> None:
+    if state != MemoryState(frozenset(), frozenset(), first):
+        raise InvalidSequence(f"it ends with {state}, not with the gradient of a_{first} alone", where="sequence")
+
+
 def apply(chain: Chain, state: MemoryState, op: ScheduledOp, first: int = 0, where: str | None = None) -> ExecutedOp:
     """One op on one state; raises InvalidSequence where the op cannot run."""
     why = problem(chain, state, op, first)
     if why:
         raise InvalidSequence(f"{op} cannot run: {why}", where=where)
-    run = {OpKind.F_ALL: _save, OpKind.F_CK: _pass, OpKind.F_NONE: _pass, OpKind.B: _back}[op.kind]
-    return run(chain, state, op)
+    i, option = op.link, chain.option(op.link, op.option)
+    if op.kind is OpKind.B:
+        after = MemoryState(state.activations - {i}, state.tapes - {(i, op.option)}, i)
+        return ExecutedOp(op, after, state.bytes(chain) + chain.size(i) + option.bt, option.b)
+    if op.kind is OpKind.F_ALL:
+        after = replace(state, tapes=state.tapes | {(i, op.option)})
+        return ExecutedOp(op, after, after.bytes(chain) + option.ft, option.f)
+    both = replace(state, activations=state.activations | {i + 1})
+    after = both if op.kind is OpKind.F_CK else replace(both, activations=both.activations - {i})
+    return ExecutedOp(op, after, both.bytes(chain) + chain.ft_none[i], chain.f_none[i])
 
 
 def problem(chain: Chain, state: MemoryState, op: ScheduledOp, first: int) -> str | None:
     """Why the op cannot run on the state, if it cannot."""
-    i = op.link
-    known = op.option == LAST and chain.last and i < chain.length
+    i, loss, waits = op.link, op.link == chain.length, state.gradient
+    known = op.option == LAST and chain.last and not loss
     if not first <= i <= chain.length or not (known or 0 <= op.option < len(chain.options(i))):
         return "there is no such link or option"
     if not state.has(i):
         return f"a_{i} is not in memory"
-    return _backward_problem(chain, state, op) if op.kind is OpKind.B else _forward_problem(chain, state, op, first)
-
-
-def _forward_problem(chain: Chain, state: MemoryState, op: ScheduledOp, first: int) -> str | None:
-    i = op.link
-    if i == chain.length:
+    if op.kind is OpKind.B:
+        if loss:
+            return None if waits is None else "the loss has been run"
+        if waits != i + 1:
+            return f"the gradient of a_{i + 1} is not in memory"
+        return None if (i, op.option) in state.tapes else f"link {i} has not been run with this to keep"
+    if loss:
         return "the loss has no forward of its own"
-    if state.gradient is not None and state.gradient <= i:
+    if waits is not None and waits <= i:
         return "its backward has been run"
-    if op.kind is OpKind.F_ALL and chain.last and (op.option == LAST) != (state.gradient == i + 1):
+    if op.kind is OpKind.F_ALL and chain.last and (op.option == LAST) != (waits == i + 1):
         return "it is run as the last of a region where the gradient of its output waits, and only there"
     if state.has(i + 1):
         return f"a_{i + 1} is in memory already"
     if op.kind is OpKind.F_NONE and (i == first or i not in state.activations):
         return f"a_{i} cannot be dropped"
     return None
-
-
-def _backward_problem(chain: Chain, state: MemoryState, op: ScheduledOp) -> str | None:
-    i = op.link
-    if i == chain.length:
-        return None if state.gradient is None else "the loss has been run"
-    if state.gradient != i + 1:
-        return f"the gradient of a_{i + 1} is not in memory"
-    return None if (i, op.option) in state.tapes else f"link {i} has not been run with this to keep"
-
-
-def _save(chain: Chain, state: MemoryState, op: ScheduledOp) -> ExecutedOp:
-    option = chain.option(op.link, op.option)
-    after = replace(state, tapes=state.tapes | {(op.link, op.option)})
-    return ExecutedOp(op, after, after.bytes(chain) + option.ft, option.f)
-
-
-def _pass(chain: Chain, state: MemoryState, op: ScheduledOp) -> ExecutedOp:
-    i = op.link
-    both = replace(state, activations=state.activations | {i + 1})
-    after = both if op.kind is OpKind.F_CK else replace(both, activations=both.activations - {i})
-    return ExecutedOp(op, after, both.bytes(chain) + chain.ft_none[i], chain.f_none[i])
-
-
-def _back(chain: Chain, state: MemoryState, op: ScheduledOp) -> ExecutedOp:
-    i, option = op.link, chain.option(op.link, op.option)
-    held = state.bytes(chain) + chain.size(i) + option.bt
-    after = MemoryState(state.activations - {i}, state.tapes - {(i, op.option)}, i)
-    return ExecutedOp(op, after, held, option.b)
