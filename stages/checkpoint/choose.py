@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.base.errors import BudgetError, SolveError
 from pipeline.config import Checkpoint
+from pipeline.cost.chain_memory import loss_temporaries
 from pipeline.cost.resident import budget_of, gigabytes, resident_parts
 from pipeline.cost.step import Priced, StepPrice, Workload
 from pipeline.ir.cluster import Cluster
@@ -20,7 +21,7 @@ from stages.checkpoint.pipelines.pipelined import Piped, Pipelines, predict
 from stages.checkpoint.pipelines.search_inputs import PipelineFloor
 from stages.checkpoint.recompute import rotor, schedule
 from stages.checkpoint.recompute.chain import Chain, Slots
-from stages.checkpoint.recompute.linearize import Linear, linearize, loss_temporaries
+from stages.checkpoint.recompute.linearize import Linear, linearize
 from stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, Outcome, simulate
 from stages.checkpoint.recompute.two_lines import played
 from stages.checkpoint.user_choices import fixed_schedule, join_of

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from pipeline.base.log import Advance, Log
 from pipeline.config import Solve
+from pipeline.cost.chain_memory import unrecomputed_peak
 from pipeline.cost.step import Workload
 from pipeline.cost.two_lines import waiting_seconds
 from pipeline.ir.plan import Baseline, FrontierPoint, Proof, Sharding
@@ -108,9 +109,8 @@ def price_point(workload: Workload, sharding: Sharding, proof: Proof) -> Frontie
     sharding = with_paths(workload.graph, sharding, workload.cluster)
     priced = workload.priced(sharding)
     price = priced.step
-    peak = price.fixed_bytes + sum(link.memory.kept for link in price.links)
     seconds = price.seconds + price.micro_batches * waiting_seconds(priced)
-    return FrontierPoint(sharding, seconds, price.resident_bytes, peak, proof)
+    return FrontierPoint(sharding, seconds, price.resident_bytes, unrecomputed_peak(priced), proof)
 
 
 def most_promising(meshes: list[OnMesh], budget: float, count: int) -> list[OnMesh]:

@@ -10,13 +10,15 @@ from functools import cache
 import pytest
 import torch
 
+from pipeline.config import Checkpoint, Recompute
 from pipeline.cost.groups import Join
 from pipeline.cost.links import link_costs
 from pipeline.cost.step import Workload
 from pipeline.cost.two_lines import ends_of, waiting_seconds
 from pipeline.cost.unsplit import card_of
-from pipeline.ir.cluster import NO_HOST, Cluster
+from pipeline.ir.cluster import NO_HOST, Cluster, Mesh
 from pipeline.ir.graph import OpGraph
+from pipeline.ir.plan import Frontier, Proof
 from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay, Profile, as_run
 from pipeline.ops.blocks import blocks_of
 from pipeline.ops.mesh import op_strategies, view_op
@@ -24,7 +26,9 @@ from pipeline.rates.compute import op_seconds
 from pipeline.rates.kernels import kernel_seconds
 from pipeline.sharding.lowering import with_paths
 from pipeline.sharding.slices import sliced
+from stages.checkpoint.choose import evaluate
 from stages.profile.run import make_profile
+from stages.solve.on_mesh import price_point
 from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.storage import Way
 from tests.graphs import preset
@@ -138,6 +142,20 @@ def test_a_device_waits_for_a_host_that_is_slower() -> None:
     idle = replace(small, cluster=replace(small.cluster, compute=compute))
     assert waiting_seconds(idle.priced(sharding)) == 0
     assert waiting_seconds(Workload(*profiled("gpt", "cpu"), preset(1), 2.0).priced(sharding)) == 0
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_of_a_plan_is_that_which_is_predicted_for_it_without_recompute(name: str, device: str) -> None:
+    graph, profile = profiled(name, device)
+    cluster = replace(preset(2), device=device)
+    workload = Workload(graph, profile, cluster, 2.0)
+    _, sharding = any_sharding(workload, 2)
+    point = price_point(workload, sharding, Proof("", "", 0.0, 0.0, 0.0, 0, 0))
+    frontier = Frontier(1 << 60, 2.0, (Mesh(cluster.axes),), (point,))
+    planned = evaluate(graph, profile, cluster, frontier, 0, Checkpoint(recompute=Recompute.off))
+    assert planned.regions is not None
+    assert (point.seconds, point.peak_bytes) == (pytest.approx(planned.step_seconds), planned.peak_bytes)
 
 
 def test_lines() -> None:

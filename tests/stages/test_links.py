@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.recompute_plans import unsplit
+from pipeline.cost.chain_memory import growing
 from pipeline.cost.groups import Join
 from pipeline.cost.link_facts import LinkFacts
 from pipeline.cost.links import MOST_WAYS, LinkCosts, LinkWay, link_costs
@@ -23,7 +24,7 @@ from pipeline.ir.program import Convert, Program
 from pipeline.models import gpt, mlp
 from pipeline.runtime.step.memory import measure_peak
 from stages.checkpoint.recompute import rotor
-from stages.checkpoint.recompute.linearize import Linear, growing, linearize
+from stages.checkpoint.recompute.linearize import Linear, linearize
 from stages.checkpoint.recompute.released import LARGE, released
 from stages.checkpoint.recompute.rotor import fastest_within
 from stages.checkpoint.recompute.schedule import Keep, Schedule, full_recompute, no_recompute, scheduled

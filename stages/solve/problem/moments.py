@@ -6,6 +6,7 @@ that reads it; what backward needs stays until the op that needs it is undone.
 
 from __future__ import annotations
 
+from pipeline.cost.groups import Join, groups_of
 from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ir.profile import Profile
 
@@ -18,7 +19,7 @@ class Moments:
         self.count = len(order)
         self.end = 2 * self.count + 1
         self.link = {name: number for number, link in enumerate(graph.chain) for name in link.ops}
-        self.link_end = [self.position[link.ops[-1]] + 1 for link in graph.chain]
+        self.link_end = self._link_ends()
         self.readers = graph.consumers()
         self.views = self._views()
         self.common = {profile.storage[name] for name in graph.common}
@@ -38,6 +39,13 @@ class Moments:
         links = [self.link[r.name] for r in self.readers[value] if r.name in self.link]
         own = [self.link[op.name]] if op.name in self.link else []
         return max((self.link_end[link] for link in (*links, *own)), default=self.count)
+
+    def _link_ends(self) -> list[int]:
+        """When what a link wrote is let go of: with the last of those that are taken as one with it."""
+        ends = [self.position[link.ops[-1]] + 1 for link in self.graph.chain]
+        for group in groups_of(self.graph, self.profile, Join.NEEDLESS):
+            ends[group.first : group.last] = [ends[group.last]] * (group.last - group.first)
+        return ends
 
     def undone(self, value: str) -> int:
         """When the first gradient of a value is there: as the last of its readers, or of its views', is undone."""
