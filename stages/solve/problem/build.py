@@ -56,15 +56,16 @@ T = TypeVar("T")
 
 
 class _Once:
-    """Makes each array once per key."""
+    """Makes each thing once: by a key, and by the objects that it is made of, which are told by identity and kept."""
 
     def __init__(self) -> None:
-        self.made: dict[Hashable, Any] = {}
+        self.made: dict[Hashable, tuple[Any, tuple[object, ...]]] = {}
 
-    def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key not in self.made:
-            self.made[key] = make()
-        found: T = self.made[key]
+    def __call__(self, key: Hashable, make: Callable[[], T], *of: object) -> T:
+        whole = (key, *map(id, of))
+        if whole not in self.made:
+            self.made[whole] = make(), of
+        found: T = self.made[whole][0]
         return found
 
 
@@ -104,35 +105,36 @@ class _Builder:
 
     def split_bytes(self, layouts: tuple[Layout, ...], kind: TensorType) -> Array:
         """Bytes on one rank, per layout."""
-        made = lambda: (np.array([piece_bytes(kind, x, self.sizes) for x in layouts], dtype=float), layouts)  # noqa: E731
-        return self.once(("bytes", id(layouts), kind), made)[0]
+        made = lambda: np.array([piece_bytes(kind, x, self.sizes) for x in layouts], dtype=float)  # noqa: E731
+        return self.once(("bytes", kind), made, layouts)
 
     def same(self, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """One object for equal tuples, so that they can be told by identity."""
         return self.once(("layouts", layouts), lambda: layouts)
 
     def outputs(self, options: tuple[Strategy, ...], position: int) -> tuple[Layout, ...]:
-        made = lambda: (self.same(tuple(s.outputs[position] for s in options)), options)  # noqa: E731
-        return self.once(("outputs", id(options), position), made)[0]
+        made = lambda: self.same(tuple(s.outputs[position] for s in options))  # noqa: E731
+        return self.once(("outputs", position), made, options)
 
     def inputs(self, options: tuple[Strategy, ...], position: int) -> tuple[Layout, ...]:
-        made = lambda: (self.same(tuple(s.inputs[position] for s in options)), options)  # noqa: E731
-        return self.once(("inputs", id(options), position), made)[0]
+        made = lambda: self.same(tuple(s.inputs[position] for s in options))  # noqa: E731
+        return self.once(("inputs", position), made, options)
 
     # ---- nodes, in the order of the step: a parameter stands before the first op that reads it
 
     def leaf(self, value: Value) -> None:
         readers = self.moments.readers[value.name]
         found = [self.inputs(self.options[op.name], i) for op in readers for i in _places(op, value.name)]
-        key = ("wanted", *dict.fromkeys(map(id, found)))
-        wanted = self.once(key, lambda: frozenset(layout for layouts in found for layout in layouts))
+        each = {id(layouts): layouts for layouts in found}.values()
+        wanted = self.once("wanted", lambda: frozenset(layout for layouts in each for layout in layouts), *each)
         if value.role is Role.BUFFER:
             self.source(value, (replicated(len(self.sizes)),))
             return
         shards = value.role is Role.PARAMETER and self.shards
         ways = self.once(
-            ("ways", id(wanted), value.type.shape, shards),
+            ("ways", value.type.shape, shards),
             lambda: storage_choices(value.type.shape, wanted, self.sizes, shards=shards),
+            wanted,
         )
         if value.role is Role.PARAMETER:
             self.parameter(value, self._not_regathered(ways) if self._shared(readers) else ways)
@@ -142,7 +144,7 @@ class _Builder:
     def _not_regathered(self, ways: tuple[Stored, ...]) -> tuple[Stored, ...]:
         """What several links read is gathered once for all of them, or each of them would gather it twice."""
         kept = tuple(way for way in ways if way.way is not Way.regathered)
-        return self.once(("not regathered", id(ways)), lambda: kept)
+        return self.once("not regathered", lambda: kept, ways)
 
     def _shared(self, readers: list[Op]) -> bool:
         """Whether several links read a parameter: it is then converted before the chain, once a step."""
@@ -157,22 +159,25 @@ class _Builder:
         self.layouts[value.name] = layouts
 
     def parameter(self, value: Value, ways: tuple[Stored, ...]) -> None:
-        layouts = self.once(("layouts of", id(ways)), lambda: (self.same(tuple(way.layout for way in ways)), ways))[0]
-        states = self.once(("states of", id(ways)), lambda: self.same(tuple(way.state for way in ways)))
+        layouts = self.once("layouts of", lambda: self.same(tuple(way.layout for way in ways)), ways)
+        states = self.once("states of", lambda: self.same(tuple(way.state for way in ways)), ways)
         copies, axes = self.workload.optimizer_copies, self.axes
         stored, state = self.split_bytes(layouts, value.type), self.split_bytes(states, value.type)
         seconds = self.once(
-            ("optimizer", id(ways), value.type),
+            ("optimizer", value.type),
             lambda: np.array(
                 [
                     self.workload.ops.optimizer(owned, copies) + update_seconds(n, [], _sharded(way, axes))
                     for way, n, owned in zip(ways, stored, state, strict=True)
                 ]
             ),
+            ways,
         )
         usages = self.once(
-            ("resident", id(layouts), id(states), value.type),
+            ("resident", value.type),
             lambda: self._allocated(stored) + copies * self._allocated(state),
+            layouts,
+            states,
         )
         self.maker[value.name] = self.add(value.name, seconds, [Holding(0, self.moments.end, usages)])
         self.layouts[value.name], self.stored[value.name] = layouts, ways
@@ -201,8 +206,8 @@ class _Builder:
         grads = tuple(self.graph.values[o].grad for o in op.outputs)
         types = self.graph.types((*op.inputs, *op.outputs))
         alike = self.workload.ops.alike(op.name)
-        key = ("op", op.target, id(options), replace(cost, saves=()), grads, types, alike)
-        seconds = self.once(key, lambda: self._op_seconds(op, options))
+        key = ("op", op.target, replace(cost, saves=()), grads, types, alike)
+        seconds = self.once(key, lambda: self._op_seconds(op, options), options)
         if op.name == self._loss_maker:
             seconds = seconds + self._to_whole_loss(op, options)
         node = self.add(op.name, seconds, self._op_holdings(op, options))
@@ -230,10 +235,8 @@ class _Builder:
     def _op_holdings(self, op: Op, options: tuple[Strategy, ...]) -> list[Holding]:
         cost, moments = self.profile.ops[op.name], self.moments
         before, after = moments.forward(op.name), moments.backward(op.name)
-        pieces = self.once(
-            ("shares", id(options)),
-            lambda: (np.array([_most_pieces(s, self.sizes) for s in options], dtype=float), options),
-        )[0]
+        count = lambda: np.array([_most_pieces(s, self.sizes) for s in options], dtype=float)  # noqa: E731
+        pieces = self.once("shares", count, options)
         found = []
         for first, end, nbytes in (
             (before, before + 1, cost.temporary_forward),
@@ -241,7 +244,7 @@ class _Builder:
             (after, after + 1, cost.temporary_backward),
         ):
             if nbytes:
-                part = self.once(("part", id(pieces), nbytes), partial(np.divide, nbytes, pieces))
+                part = self.once(("part", nbytes), partial(np.divide, nbytes, pieces), pieces)
                 found.append(Holding(first, end, part))
         for position, name in enumerate(op.outputs):
             found += self._output_holdings(op, name, self.outputs(options, position))
@@ -295,16 +298,14 @@ class _Builder:
             costs, holdings = self.reading(value, layouts, readers)
             self.edges.append(Edge(self.maker[value.name], self.index[op.name], costs, holdings))
             return
-        forms = self.once(
-            ("forms", *(id(layouts) for _, layouts in wants)),
-            lambda: self.same(tuple(sorted({x for _, layouts in wants for x in layouts}))),
-        )
+        sort = lambda: self.same(tuple(sorted({x for _, layouts in wants for x in layouts})))  # noqa: E731
+        forms = self.once("forms", sort, *(layouts for _, layouts in wants))
         number = {layout: n for n, layout in enumerate(forms)}
         costs, holdings = self.reading(value, forms, readers)
         rows = [
             Reader(
                 self.index[op.name],
-                self.once(("wants", id(layouts), id(forms)), partial(_numbers, number, layouts)),
+                self.once("wants", partial(_numbers, number, layouts), layouts, forms),
             )
             for op, layouts in wants
         ]
@@ -318,7 +319,7 @@ class _Builder:
         first = min(self.moments.forward(op.name) for op in readers)
         end = max(self.moments.forgotten(op, value.name) for op in readers)
         costs = self.conversions(value, have, forms)
-        copied = self.once(("copied", id(have), id(forms), value.type), lambda: self._copied(value, have, forms))
+        copied = self.once(("copied", value.type), lambda: self._copied(value, have, forms), have, forms)
         if not copied.any():
             return costs, ()
         until = max((self.moments.backward(op.name) + 1 for op in readers if self._keeps_copy(op, value)), default=end)
@@ -335,7 +336,7 @@ class _Builder:
             table = conversion_table(self.paths, have, forms, kind.shape, kind.nbytes, value.grad)
             return table * self.workload.micro_batches
 
-        return self.once(("conversions", id(have), id(forms), value.type, value.grad), make)
+        return self.once(("conversions", value.type, value.grad), make, have, forms)
 
     def _copied(self, value: Value, have: tuple[Layout, ...], forms: tuple[Layout, ...]) -> Array:
         """Bytes of the copy that a conversion makes; none where it does nothing in the forward pass."""
@@ -352,13 +353,16 @@ class _Builder:
         ways, have = self.stored[value.name], self.layouts[value.name]
         saved = any((self.moments.link.get(r.name), value.name) in self.saved for r in readers)
         times = 1 if self._shared(readers) else self.workload.micro_batches
-        key = (id(ways), id(forms), value.type, value.grad, saved, times, gathered_share(self.graph, value.name))
-        make = lambda: (_parameter_seconds(self, value, ways, forms, saved, times), ways)  # noqa: E731
-        costs = self.once(("reading", *key), make)[0]
-        whole = self.once(("gathered", *key), lambda: self._copied(value, have, forms))
+        key = value.type, value.grad, saved, times, gathered_share(self.graph, value.name)
+
+        def once(what: str, make: Callable[[], T]) -> T:
+            return self.once((what, *key), make, ways, forms)
+
+        costs = once("reading", lambda: _parameter_seconds(self, value, ways, forms, saved, times))
+        whole = once("gathered", lambda: self._copied(value, have, forms))
         gradients: tuple[Holding, ...] = ()
         if value.grad:
-            there, made = self.once(("gradients", *key), lambda: self._gradients(value, forms))
+            there, made = once("gradients", lambda: self._gradients(value, forms))
             firsts = (0, self.moments.undone(value.name))
             pairs = zip(firsts, (there, made), strict=True)
             gradients = tuple(Holding(first, self.moments.end, own) for first, own in pairs if own.any())
@@ -368,10 +372,10 @@ class _Builder:
         first, undone = self.moments.forward(op.name), self.moments.backward(op.name) + 1
         end = max(self.moments.forgotten(r, value.name) for r in readers)
         if self._shared(readers):  # it, its gradient and, between passes, what was added up before
-            copies = self.once(("copies", *key), lambda: (2 + (self.workload.micro_batches > 1)) * whole)
+            copies = once("shared copies", lambda: (2 + (self.workload.micro_batches > 1)) * whole)
             return costs, (Holding(0, self.moments.end, copies), *gradients)
         stays = np.array([way.way is not Way.regathered and saved for way in ways])[:, None]
-        kept, dropped = self.once(("copies", *key), lambda: (whole * stays, whole * ~stays))
+        kept, dropped = once("copies", lambda: (whole * stays, whole * ~stays))
         found = [Holding(first, undone, kept), Holding(first, end, dropped)]
         found.append(Holding(undone - 1, undone, dropped))
         return costs, (*gradients, *(h for h in found if h.usages.any()))
