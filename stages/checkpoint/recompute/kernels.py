@@ -56,12 +56,25 @@ class Kinds(NamedTuple):
     of: Ints
     first: Ints  # of each kind, the one of its sub-chains that begins last
     last: Ints
+    read: Ints  # [number, 2]: i and l of these, and of the sub-chains that they are made of
 
     def up_to(self, length: int) -> Kinds:
         """Those of so many links at most."""
         short = self.last - self.first < length
         numbers = np.where(short, np.cumsum(short) - 1, -1)
-        return Kinds(np.where(self.of < 0, -1, numbers[self.of]), self.first[short], self.last[short])
+        return _kinds(np.where(self.of < 0, -1, numbers[self.of]), self.first[short], self.last[short])
+
+
+def _kinds(of: Ints, first: Ints, last: Ints) -> Kinds:
+    """A sub-chain is read by longer ones that begin or end with the same link."""
+    n = of.shape[1]
+    highest, lowest = np.full(n, -1), np.full(n, n)
+    np.maximum.at(highest, first, last)
+    np.minimum.at(lowest, last, first)
+    i, l = np.nonzero(of[::-1] >= 0)
+    i = n - i
+    some = (l <= highest[i]) | (i > lowest[l])
+    return Kinds(of, first, last, np.column_stack([i[some], l[some]]))
 
 
 def links_of(chain: Chain) -> Links:
@@ -109,7 +122,7 @@ def kinds_of(contents: Sequence[Hashable], longest: int | None = None) -> Kinds:
                 ends.append((i, l))
         of[i, i:stop] = kinds[i:stop]
     first, last = np.array(ends, dtype=np.int64).T.copy()
-    return Kinds(of, first, last)
+    return _kinds(of, first, last)
 
 
 def contents_of(chain: Chain) -> list[Hashable]:
@@ -172,7 +185,7 @@ def fill(rows: Floats, inner: Floats, extra: int, drop: bool, kinds: Kinds, link
     """
     a, passed, held = links.a, links.passed, links.passing  # what is taken out of a tuple in a loop costs time
     n, waits, options, ends, of, first = len(a) - 1, links.waiting, links.options, links.ends, kinds.of, kinds.first
-    once, (highest, lowest) = _once(links), _read(kinds)
+    once, pairs = _once(links), kinds.read
     margin = ROUNDING * (once[0] + passed[n - 1])
     again = np.empty((n, WIDTH))  # [l]: C(i,l,h+extra) of this block and i
     after = np.empty((n * (n + 1) // 2, WIDTH))  # T(j,l,h-a_j) + passed[j] of this block, j next to j for each l
@@ -181,59 +194,49 @@ def fill(rows: Floats, inner: Floats, extra: int, drop: bool, kinds: Kinds, link
     row, found = np.empty(WIDTH), np.empty(WIDTH)
     for block in range(len(rows)):
         low, table = block * WIDTH, rows[block]
-        for i in range(n - 1, -1, -1):
-            for l in range(i, n):
-                u, column = of[i, l], l * (l + 1) // 2
-                if u < 0 or (l > highest[i] and i <= lowest[l]):  # nothing reads it
-                    continue
-                if drop:
-                    for m in range(WIDTH):  # what lies past the end of a table belongs to no hold
-                        source = min(low + m + extra, len(inner) * WIDTH - 1)
-                        again[l, m] = inner[source // WIDTH, u, source % WIDTH]
-                if first[u] == i:
-                    row[:] = np.inf
-                    if low + WIDTH + extra > need[i, l]:
-                        if i == l:
-                            _keep(row, rows, ends, (i, -1), waits[l], low, extra)
-                        else:
-                            _keep(row, rows, options, (i, of[i + 1, l]), waits[l], low, extra)
-                        bound = row[0] if block == 0 else min(row[0], rows[block - 1, u, WIDTH - 1])
-                        limit = bound + margin - (once[i] - once[l + 1]) + passed[i]
-                        while reach[u] > i + 1 and passed[reach[u] - 1] > limit:
-                            reach[u] -= 1
-                        beside = waits[l] - low - extra
-                        while allowed[u] < reach[u] and held[i, allowed[u]] + beside <= 0:
-                            allowed[u] += 1
-                        fits = min(allowed[u], reach[u])
-                        _least(again[i : fits - 1], after[column + i + 1 : column + fits], found)
-                        for j in range(fits, reach[u]):  # those that fit from a later slot of the block on
-                            for m in range(max(held[i, j] + beside, 0), WIDTH):
-                                found[m] = min(found[m], again[j - 1, m] + after[column + j, m])
-                        for m in range(WIDTH):
-                            row[m] = min(row[m], found[m] - passed[i])
-                        if drop and l < n - 1:
-                            for m in range(max(held[i, l + 1] + beside, 0), WIDTH):
-                                row[m] = min(row[m], again[l, m] + passed[l + 1] - passed[i])
-                    table[u] = row
-                for m in range(WIDTH):
-                    if not drop:
-                        again[l, m] = table[u, m]
-                    source = low + m - a[i]
-                    if source < 0:
-                        after[column + i, m] = np.inf
+        for number in range(len(pairs)):
+            i, l = pairs[number, 0], pairs[number, 1]
+            u, column = of[i, l], l * (l + 1) // 2
+            if drop:
+                for m in range(WIDTH):  # what lies past the end of a table belongs to no hold
+                    source = min(low + m + extra, len(inner) * WIDTH - 1)
+                    again[l, m] = inner[source // WIDTH, u, source % WIDTH]
+            if first[u] == i:
+                row[:] = np.inf
+                if low + WIDTH + extra > need[i, l]:
+                    if i == l:
+                        _keep(row, rows, ends, (i, -1), waits[l], low, extra)
                     else:
-                        after[column + i, m] = rows[source // WIDTH, u, source % WIDTH] + passed[i]
-
-
-@kernel()
-def _read(kinds: Kinds) -> tuple[Ints, Ints]:
-    """Of what each kind is computed from: the highest l that begins with link i, the lowest i that ends with link l."""
-    n = kinds.of.shape[1]
-    highest, lowest = np.full(n, -1), np.full(n, n)
-    for u in range(len(kinds.first)):
-        i, l = kinds.first[u], kinds.last[u]
-        highest[i], lowest[l] = max(highest[i], l), min(lowest[l], i)
-    return highest, lowest
+                        _keep(row, rows, options, (i, of[i + 1, l]), waits[l], low, extra)
+                    bound = row[0] if block == 0 else min(row[0], rows[block - 1, u, WIDTH - 1])
+                    limit = bound + margin - (once[i] - once[l + 1]) + passed[i]
+                    while reach[u] > i + 1 and passed[reach[u] - 1] > limit:
+                        reach[u] -= 1
+                    beside = waits[l] - low - extra
+                    while allowed[u] < reach[u] and held[i, allowed[u]] + beside <= 0:
+                        allowed[u] += 1
+                    fits = min(allowed[u], reach[u])
+                    _least(again[i : fits - 1], after[column + i + 1 : column + fits], found)
+                    for j in range(fits, reach[u]):  # those that fit from a later slot of the block on
+                        start = max(held[i, j] + beside, 0)
+                        if start >= WIDTH:
+                            break
+                        for m in range(start, WIDTH):
+                            found[m] = min(found[m], again[j - 1, m] + after[column + j, m])
+                    for m in range(WIDTH):
+                        row[m] = min(row[m], found[m] - passed[i])
+                    if drop and l < n - 1:
+                        for m in range(max(held[i, l + 1] + beside, 0), WIDTH):
+                            row[m] = min(row[m], again[l, m] + passed[l + 1] - passed[i])
+                table[u] = row
+            for m in range(WIDTH):
+                if not drop:
+                    again[l, m] = table[u, m]
+                source = low + m - a[i]
+                if source < 0:
+                    after[column + i, m] = np.inf
+                else:
+                    after[column + i, m] = rows[source // WIDTH, u, source % WIDTH] + passed[i]
 
 
 @kernel()
