@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -92,7 +93,7 @@ def test_every_conversion_is_one_step_and_its_price_the_path_s() -> None:
     steps = [s for s in program.links[index] if isinstance(s, Convert) and s.source.value == weight]
     value = graph.values[weight]
     whole = paths.cheapest(home[weight], Layout((R, R)), value.type.shape, value.type.nbytes, True)
-    assert [(s.source.layout, s.target.layout) for s in steps] == list(whole.steps) and len(steps) == 2
+    assert [(s.source.layout, s.target.layout) for s in steps] == list(pairwise(whole.layouts)) and len(steps) == 2
     assert sum(priced.conversion(s).total for s in steps) == pytest.approx(whole.seconds.total)
     price, moved = priced.step, sum(priced.conversion(s).total for s in program.conversions())
     assert sum(link.communication.total for link in price.links) + price.outside.total == pytest.approx(moved)

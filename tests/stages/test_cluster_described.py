@@ -113,9 +113,9 @@ def test_each_candidate_mesh_prices_conversions_and_steps(project):
             summed = Layout(tuple(P if place == number else R for place in range(len(mesh.axes))))
             for nbytes in (4, 1 << 20, 1 << 30):
                 path = paths.cheapest(summed, whole, (nbytes // 4,), nbytes, True)
-                priced = paths.priced((summed, whole), nbytes, True)
-                assert priced.seconds.forward == axis.links["all_reduce"].seconds(nbytes) > 0
-                assert path.seconds.total <= priced.seconds.total
+                priced = paths.step(summed, whole, nbytes, True)
+                assert priced.forward == axis.links["all_reduce"].seconds(nbytes) > 0
+                assert path.seconds.total <= priced.total
         sharding = replicated(graph, len(mesh.axes))
         price = Workload(graph, profile_of("mlp"), cluster.on(mesh), 2.0).priced(sharding).step
         assert price.seconds > 0 and price.communication == 0
