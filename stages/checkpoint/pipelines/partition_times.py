@@ -34,7 +34,7 @@ from stages.checkpoint.pipelines.fixed_schedules import (
 from stages.checkpoint.pipelines.submesh_plans import Piece, Recompute, Sent, Terms
 from stages.checkpoint.recompute.in_flight import Passage, drop_all, keep_all, run_partition
 from stages.checkpoint.recompute.in_flight_dp import HoldTable, cut_chain
-from stages.checkpoint.recompute.kernels import Floats, Ints, Kinds, contents_of, kinds_of
+from stages.checkpoint.recompute.kernels import Floats, Ints, Kinds, Shorts, contents_of, kinds_of
 from stages.checkpoint.recompute.schedule import Keep, Nesting
 
 FINE_SLOTS = 1000  # for a partition that has been chosen
@@ -85,7 +85,7 @@ class PartitionTimes:
         """Bytes for the schedule of links i..l."""
         return float(self.rooms(np.array([i]), np.array([l]), (flight,))[0, 0])
 
-    def rooms(self, i: Ints, l: Ints, flights: tuple[int, ...]) -> Floats:
+    def rooms(self, i: Ints | Shorts, l: Ints | Shorts, flights: tuple[int, ...]) -> Floats:
         """[sub-chain, flight]"""
         terms, loss, k = self.terms, self.chain.length, np.array(flights)
         sizes = np.array([*self.chain.a, 0.0])

@@ -22,6 +22,7 @@ from stages.checkpoint.recompute.chain import Chain, ChainError, Option
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Shorts = NDArray[np.int32]  # what `fill` reads for every entry is to stay in the cache
 
 WIDTH = 8  # slots of a block: their minima fill the registers; `_least` spells them out
 ROUNDING = 1e-12  # of all times together: more than sums in another order differ by
@@ -53,19 +54,19 @@ class Links(NamedTuple):
 class Kinds(NamedTuple):
     """The distinct sub-chains: `of[i, l]` is the kind of links i..l (-1: none, or too long), in the order of `fill`."""
 
-    of: Ints
-    first: Ints  # of each kind, the one of its sub-chains that begins last
-    last: Ints
-    read: Ints  # [number, 2]: i and l of these, and of the sub-chains that they are made of
+    of: Shorts
+    first: Shorts  # of each kind, the one of its sub-chains that begins last
+    last: Shorts
+    read: Shorts  # [number, 2]: i and l of these, and of the sub-chains that they are made of
 
     def up_to(self, length: int) -> Kinds:
         """Those of so many links at most."""
         short = self.last - self.first < length
         numbers = np.where(short, np.cumsum(short) - 1, -1)
-        return _kinds(np.where(self.of < 0, -1, numbers[self.of]), self.first[short], self.last[short])
+        return _kinds(np.where(self.of < 0, -1, numbers[self.of]).astype(np.int32), self.first[short], self.last[short])
 
 
-def _kinds(of: Ints, first: Ints, last: Ints) -> Kinds:
+def _kinds(of: Shorts, first: Shorts, last: Shorts) -> Kinds:
     """A sub-chain is read by longer ones that begin or end with the same link."""
     n = of.shape[1]
     highest, lowest = np.full(n, -1), np.full(n, n)
@@ -74,7 +75,7 @@ def _kinds(of: Ints, first: Ints, last: Ints) -> Kinds:
     i, l = np.nonzero(of[::-1] >= 0)
     i = n - i
     some = (l <= highest[i]) | (i > lowest[l])
-    return Kinds(of, first, last, np.column_stack([i[some], l[some]]))
+    return Kinds(of, first, last, np.column_stack([i[some], l[some]]).astype(np.int32))
 
 
 def links_of(chain: Chain) -> Links:
@@ -108,21 +109,22 @@ def _sizes(sizes: Sequence[float] | Sequence[tuple[float, ...]]) -> Ints:
 
 def kinds_of(contents: Sequence[Hashable], longest: int | None = None) -> Kinds:
     """Sub-chains are of one kind where their links have equal contents in equal order."""
-    n = len(contents)
+    n, count = len(contents), 0
     numbers = {content: number for number, content in enumerate(contents)}
-    known: dict[tuple[int, int], int] = {}
-    ends: list[tuple[int, int]] = []
-    of = np.full((n + 1, n), -1, dtype=np.int64)
-    kinds = [-1] * n  # of i+1..l by l, then of i..l
+    own = np.array([numbers[content] for content in contents])
+    of = np.full((n + 1, n), -1, dtype=np.int32)
+    equal = np.zeros(n + 1, dtype=np.int64)  # [k]: so many links from i on are as those from k on
+    firsts, lasts = [], []
     for i in reversed(range(n)):
-        own, stop = numbers[contents[i]], min(n, i + (longest or n))
-        for l in range(i, stop):
-            kinds[l] = known.setdefault((own, kinds[l]), len(ends))
-            if kinds[l] == len(ends):
-                ends.append((i, l))
-        of[i, i:stop] = kinds[i:stop]
-    first, last = np.array(ends, dtype=np.int64).T.copy()
-    return _kinds(of, first, last)
+        equal[i + 1 : n] = np.where(own[i + 1 :] == own[i], equal[i + 2 :] + 1, 0)
+        k, stop = i + 1 + int(np.argmax(equal[i + 1 :])), min(n, i + (longest or n))
+        known = min(int(equal[k]), stop - i)
+        of[i, i : i + known] = of[k, k : k + known]
+        of[i, i + known : stop] = np.arange(count, count + stop - i - known)
+        firsts.append(np.full(stop - i - known, i, dtype=np.int32))
+        lasts.append(np.arange(i + known, stop, dtype=np.int32))
+        count += stop - i - known
+    return _kinds(of, np.concatenate(firsts), np.concatenate(lasts))
 
 
 def contents_of(chain: Chain) -> list[Hashable]:
@@ -185,12 +187,12 @@ def fill(rows: Floats, inner: Floats, extra: int, drop: bool, kinds: Kinds, link
     """
     a, passed, held = links.a, links.passed, links.passing  # what is taken out of a tuple in a loop costs time
     n, waits, options, ends, of, first = len(a) - 1, links.waiting, links.options, links.ends, kinds.of, kinds.first
-    once, pairs = _once(links), kinds.read
+    pairs, once = kinds.read, _once(links)
     margin = ROUNDING * (once[0] + passed[n - 1])
     again = np.empty((n, WIDTH))  # [l]: C(i,l,h+extra) of this block and i
     after = np.empty((n * (n + 1) // 2, WIDTH))  # T(j,l,h-a_j) + passed[j] of this block, j next to j for each l
-    reach = kinds.last + 1  # from this j on recompute cannot pay
-    allowed = kinds.first + 1  # from this j on the links passed over do not fit
+    reach = kinds.last + np.int32(1)  # from this j on recompute cannot pay
+    allowed = kinds.first + np.int32(1)  # from this j on the links passed over do not fit
     row, found = np.empty(WIDTH), np.empty(WIDTH)
     for block in range(len(rows)):
         low, table = block * WIDTH, rows[block]
@@ -210,18 +212,17 @@ def fill(rows: Floats, inner: Floats, extra: int, drop: bool, kinds: Kinds, link
                         _keep(row, rows, options, (i, of[i + 1, l]), waits[l], low, extra)
                     bound = row[0] if block == 0 else min(row[0], rows[block - 1, u, WIDTH - 1])
                     limit = bound + margin - (once[i] - once[l + 1]) + passed[i]
-                    while reach[u] > i + 1 and passed[reach[u] - 1] > limit:
-                        reach[u] -= 1
-                    beside = waits[l] - low - extra
-                    while allowed[u] < reach[u] and held[i, allowed[u]] + beside <= 0:
-                        allowed[u] += 1
-                    fits = min(allowed[u], reach[u])
+                    end, fits, beside = reach[u], allowed[u], waits[l] - low - extra
+                    while end > i + 1 and passed[end - 1] > limit:
+                        end -= 1
+                    while fits < end and held[i, fits] + beside <= 0:
+                        fits += 1
+                    reach[u], allowed[u], fits = end, fits, min(fits, end)
                     _least(again[i : fits - 1], after[column + i + 1 : column + fits], found)
-                    for j in range(fits, reach[u]):  # those that fit from a later slot of the block on
-                        start = max(held[i, j] + beside, 0)
-                        if start >= WIDTH:
+                    for j in range(fits, end):  # those that fit from a later slot of the block on
+                        if held[i, j] + beside >= WIDTH:
                             break
-                        for m in range(start, WIDTH):
+                        for m in range(max(held[i, j] + beside, 0), WIDTH):
                             found[m] = min(found[m], again[j - 1, m] + after[column + j, m])
                     for m in range(WIDTH):
                         row[m] = min(row[m], found[m] - passed[i])
