@@ -98,7 +98,11 @@ def _local(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> OpView:
         for types, layouts in ((view.inputs, strategy.inputs), (view.outputs, strategy.outputs))
     )
     factors, uneven = local_factors(view, strategy, sizes), still_uneven(view, strategy)
-    return replace(view, inputs=inputs, outputs=outputs, factors=factors, uneven=uneven)
+    cut: dict[str, int] = {}
+    for letter, size in zip(strategy.name.split(","), sizes, strict=True):
+        cut[letter] = cut.get(letter, 1) * size
+    own = tuple(sorted(cut.items()))
+    return replace(view, inputs=inputs, outputs=outputs, factors=factors, uneven=uneven, pieces=own)
 
 
 def _nested(first: Strategy, second: Strategy, sizes: tuple[int, ...]) -> Strategy | None:

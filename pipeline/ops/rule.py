@@ -18,6 +18,7 @@ class OpView:
     input_grads: tuple[bool, ...]
     factors: tuple[tuple[str, tuple[int, ...]], ...] = ()  # letter -> in how many parts the graph lets its dim lie
     uneven: tuple[str, ...] = ()  # letters that the graph lets lie in pieces that are not equal
+    pieces: tuple[tuple[str, int], ...] = ()  # letter -> in how many pieces other axes have cut it; constants are whole
 
     @property
     def output(self) -> TensorType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -172,3 +173,15 @@ def test_followers_take_what_their_producer_gives() -> None:
         assert len(set(layouts)) == len(layouts)
     first = mlp_graph().ops[0]
     assert first.name not in followers(mlp_graph(), graph_strategies(mlp_graph(), (2, 2))), "it reads an input"
+
+
+@pytest.mark.parametrize(("groups", "channels"), [(2, 6), (2, 12), (4, 12), (3, 6)])
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 2, 2), (3, 2), (4, 2)])
+def test_axes_share_the_groups_of_a_norm(groups, channels, sizes):
+    """However many axes split them, each rank has whole groups."""
+    norm = example("aten.group_norm.default", t(4, channels, 3), groups, t(channels), t(channels), 1e-5)
+    found = op_strategies(norm.view, sizes)
+    assert any("g" in strategy.name for strategy in found) == any(groups % size == 0 for size in sizes)
+    for strategy in found:
+        ranks = math.prod(n for name, n in zip(strategy.name.split(","), sizes, strict=True) if name == "g")
+        assert groups % ranks == 0

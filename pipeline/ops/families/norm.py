@@ -45,7 +45,8 @@ def _render_batch_norm(r: Rendered) -> str:
 def _group_norm(view: OpView) -> str:
     """`group_norm` takes (input, num_groups, weight, bias, eps): groups are separate, each is normalised whole."""
     image = " ".join(f"i{i}^" for i in range(len(view.inputs[0].shape) - 2))
-    groups = f"(g={view.constant(1, 'num_groups', 1)} c^)"
+    count = int(view.constant(1, "num_groups", 1)) // dict(view.pieces).get("g", 1)
+    groups = f"(g={count} c^)"
     return f"n {groups} {image}, {groups}, {groups} -> n {groups} {image}"
 
 
