@@ -37,7 +37,9 @@ class Planner:
         cluster = one_card(calibration)
         self.sharding = unsplit(self.graph)
         workload = Workload(typed, self.profile, cluster, optimizer_copies=2.0)
-        self.linear = linearize(workload.priced(self.sharding), Join.COMPILED if compiled else Join.NEEDLESS)
+        priced = workload.priced(self.sharding)
+        self.linear = linearize(priced, Join.COMPILED if compiled else Join.NEEDLESS)
+        self.optimizer_seconds = priced.step.optimizer
         self.released = released(typed, self.profile)
 
     def schedule(self, budget: int) -> dict[str, Any] | None:
@@ -61,7 +63,7 @@ class Planner:
             "budget": budget,
             "predicted_peak": max(fixed + int(outcome.peak), self.linear.optimizer_peak),
             "recomputes": found != everything,
-            "predicted_ms": 1e3 * (outcome.time + self.linear.optimizer_seconds),
+            "predicted_ms": 1e3 * (outcome.time + self.optimizer_seconds),
             "regions": str(found.regions),
             "text": text,
         }

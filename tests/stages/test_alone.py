@@ -62,12 +62,11 @@ def test_with_memory_to_spare_a_pass_is_not_cut() -> None:
     assert plan == chosen("mlp", Checkpoint())
 
 
-@pytest.mark.parametrize("name", ["gpt", "mlp"])
-def test_less_memory_is_enough_where_passes_may_be_cut(name: str) -> None:
-    whole, cut = tightest(name, Checkpoint()), tightest(name, SOLVED)
+def test_less_memory_is_enough_where_passes_may_be_cut() -> None:
+    whole, cut = tightest("gpt", Checkpoint()), tightest("gpt", SOLVED)
     assert cut < whole
-    plan = chosen(name, SOLVED, budget=cut)
-    assert plan.micro_batches == len(plan.slices) > 1 and sum(plan.slices) == GRAPHS[name]().batch
+    plan = chosen("gpt", SOLVED, budget=cut)
+    assert plan.micro_batches == len(plan.slices) > 1 and sum(plan.slices) == GRAPHS["gpt"]().batch
     assert plan.prediction.peak_bytes <= cut
 
 

@@ -426,7 +426,7 @@ def test_partitions_take_what_their_blocks_were_measured_to() -> None:
         )
         assert once.pipelined is (pipeline == "1f1b")
         one, other = once.prediction, slower.prediction
-        assert one.compute_seconds > 1e-4 and other.compute_seconds == pytest.approx(2 * one.compute_seconds, rel=0.01)
+        assert one.compute_seconds > 1e-4 and other.compute_seconds == pytest.approx(2 * one.compute_seconds, rel=0.05)
     two = plan_with_pipelines("gpt", compiled=measured("gpt"), pipeline="gpipe", partitions=2)
     tight = least("gpt", compiled=measured("gpt"), pipeline="gpipe", partitions=2)
     assert tight < two.prediction.peak_bytes

@@ -264,7 +264,7 @@ def test_one_block_for_all_layers_is_planned_though_it_is_too_wide(sizes):
     for solution in found:
         assert solution.cost == problem.cost(solution.picked) and solution.peak == problem.peak(solution.picked)
         assert 0 < solution.proof.bound <= solution.cost and solution.proof.method == "cut elimination"
-    assert any(solution.peak <= budget and solution.proof.gap < 0.01 for solution in found)
+    assert any(solution.peak <= budget and solution.proof.gap < 0.02 for solution in found)
     (line,) = said.lines
     assert line.startswith("INFO the graph is too wide for elimination") and "cut elimination" in line
     rows = baselines(one_block()[0], choices, problem)
