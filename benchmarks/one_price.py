@@ -3,7 +3,9 @@
 Ten models, as wide as people train them and two blocks deep, on four clusters: one GPU, the eight of a node, two such
 nodes, and two processes of a CPU; under amp on GPUs. Plans are the fastest of all and the fastest of some kinds that
 `only` asks for, each seen twice: what the solver's problem says that it costs and holds, and what the checkpoint stage
-predicts for it where nothing is recomputed. The last line is one JSON object; the exit status says whether the bars are
+predicts for it where nothing is recomputed. What a card waits for its host is in no problem: it is added to the
+solver's seconds as the frontier has it, by the function that predicts it, so of the waiting this proves nothing. The
+last line is one JSON object; the exit status says whether the bars are
 met.
 """
 
