@@ -5,8 +5,7 @@ nodes, and two processes of a CPU; under amp on GPUs. Plans are the fastest of a
 `only` asks for, each seen twice: what the solver's problem says that it costs and holds, and what the checkpoint stage
 predicts for it where nothing is recomputed. What a card waits for its host is in no problem: it is added to the
 solver's seconds as the frontier has it, by the function that predicts it, so of the waiting this proves nothing. The
-last line is one JSON object; the exit status says whether the bars are
-met.
+last line is one JSON object; the exit status says whether the bars are met.
 """
 
 from __future__ import annotations
