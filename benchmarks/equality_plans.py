@@ -29,7 +29,7 @@ from pipeline.tracing.simplify import simplify
 from stages.checkpoint.choose import choose, evaluate
 from stages.codegen.module import write_module
 from stages.profile.by_table import profile_graph
-from stages.solve.on_mesh import OnMesh, price_point
+from stages.solve.on_mesh import MeshProblem, price_point
 from stages.solve.problem.build import to_sharding
 from stages.solve.problem.families import Families, Parallel
 from stages.solve.problem.storage import Way, storage_choices
@@ -143,7 +143,7 @@ class _Planner:
         settings = Solve(backend=Backend.highs, frontier_points=1)
         log = logging.getLogger("benchmarks.equality")
         self.workload = Workload(self.graph, self.profile, self.cluster, COPIES)
-        self.solver = OnMesh(self.workload, settings, "", log)
+        self.solver = MeshProblem(self.workload, settings, "", log)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ class _Planner:
         return kept
 
     def _vocabulary(self) -> Kept:
-        """Tables and heads with a row for each class of the loss: read and stored in pieces of these rows."""
+        """Tables and heads with a row for each class of the loss: read and stored in shards of these rows."""
         choices, graph = self.solver.choices, self.graph
         losses = [op for op in graph.ops if op.target.startswith("aten.cross_entropy")]
         classes = {graph.values[op.inputs[0]].type.shape[1] for op in losses}
@@ -197,7 +197,7 @@ class _Planner:
             else:
                 kept[number] = tuple(range(len(self.solver.problem.nodes[number].costs)))
             if not kept[number]:
-                raise NotPossible(f"{name} cannot take the table in pieces")
+                raise NotPossible(f"{name} cannot take the table in shards")
         return tuple(kept)
 
     def plan(self, sharding: Sharding, recompute: Recompute) -> Plan:

@@ -187,8 +187,8 @@ def report(root: Path, used: dict[str, dict[str, float]], shards: dict[str, Any]
 
     graph, plan = load("graph", root).body, load("plan", root).body
     parameters = {value.origin: value.type.numel for value in graph.of_role(Role.PARAMETER)}
-    pieces = {name: layout.pieces(plan.sizes) for name, layout in plan.sharding.storage.items()}
-    per_rank = sum(count * 4 / pieces[name] for name, count in parameters.items()) / 2**30
+    shards = {name: layout.shards(plan.sizes) for name, layout in plan.sharding.storage.items()}
+    per_rank = sum(count * 4 / shards[name] for name, count in parameters.items()) / 2**30
     lines = len((root / "runs/codegen/module.py").read_text().splitlines())
     print(
         f"{sum(parameters.values()) / 1e9:.1f} billion parameters, {len(graph.ops)} ops, {lines} lines of module.py;"

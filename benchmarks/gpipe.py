@@ -111,7 +111,7 @@ def _job(path: Path, width: int, layers: int, batch: int) -> dict[str, Any]:
             "seed": 0,
             "init_from": None,
             "clip_norm": None,
-            "batch_norm": "exact",
+            "running_stats": "exact",
             "optimizer": optimizer,
             "evaluate": {"every": 0, "batches": 1},
         },

@@ -58,7 +58,7 @@ def judged(one: dict[str, Any], peers: dict[str, Any]) -> dict[str, Any]:
         if peer["peak"] <= one["budget"] and (way in EAGER_WAYS or one["form"] != "eager")
     }
     best = min(fitting, key=lambda way: fitting[way], default=None)
-    alike = known.get("compile" if one["form"] == "compiled" else "plain")
+    alike = known.get("plain" if one["form"] == "eager" else "compile")
     return {
         "form": one["form"],
         "recomputes": one["recomputes"],

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipeline.ir.layout import Layout
 from pipeline.ir.names import look_up
 from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.programs.parameters import piece_of
+from pipeline.runtime.programs.parameters import shard_of
 from pipeline.runtime.step.gradients import Gradients
 from pipeline.runtime.step.passes import run_passes
 
@@ -90,11 +90,11 @@ def our_step(program: ModuleType, model: nn.Module, batch: dict[str, Tensor]) ->
     tensors: dict[str, Tensor] = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for name, parameter in model.named_parameters():
         layout, *_ = look_up(program.PARAMETERS, name)
-        tensors[name] = nn.Parameter(piece_of(parameter.detach(), Layout.parse(layout), axes))
+        tensors[name] = nn.Parameter(shard_of(parameter.detach(), Layout.parse(layout), axes))
     parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
     gradients = Gradients(parameters.values(), [look_up(program.PARAMETERS, name) for name in parameters], axes)
     optimizer = torch.optim.AdamW(gradients.updated, lr=RATE)
-    own = {name: piece_of(t, Layout.parse(program.INPUTS[name]), axes) for name, t in batch.items()}
+    own = {name: shard_of(t, Layout.parse(program.INPUTS[name]), axes) for name, t in batch.items()}
     body = program.Program(tensors)
 
     def step() -> Tensor:

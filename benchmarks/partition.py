@@ -2,7 +2,7 @@
 
 First, small random pipelines against every way to cut them: the least estimate of a step must be the same. Then a model
 of 96 equal layers (width 12288, about 174 billion parameters; micro-batches of 4 sequences of 2048) with an embedding
-before and a head with its loss after them, 98 links, on 64 devices of 80 GB: pieces of 1, 2, 4, 8, 16 and 32 devices
+before and a head with its loss after them, 98 links, on 64 devices of 80 GB: submeshes of 1, 2, 4, 8, 16 and 32 devices
 with two plans each, any mix of them, 64 micro-batches, 1f1b, recompute solved. The costs are written here and nowhere
 measured; the memory binds. One core, the compiled kernels already on disk. Bars: all cases equal; 96 layers under 10 s.
 """
@@ -20,7 +20,7 @@ from collections import Counter
 from stages.checkpoint.pipelines.partition import partition
 from stages.checkpoint.pipelines.refine import PipelinePlan
 from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError
-from stages.checkpoint.pipelines.submesh_plans import Piece
+from stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
 from stages.checkpoint.recompute.chain import Chain, Slots
 from tests.partition_cases import least_estimate, random_case
 
@@ -61,11 +61,11 @@ def _equal(seed: int) -> bool:
 
 def large() -> Division:
     """Tensor parallelism sends little between layers and much inside; the other way (ZeRO) gathers parameters."""
-    pieces = [_piece(size, zero) for size in SIZES for zero in (False, True)]
-    return Division(DEVICES, {MICRO_BATCHES: tuple(pieces)}, lambda nbytes: 20e-6 + nbytes / 25e9)
+    submeshes = [_submesh(size, zero) for size in SIZES for zero in (False, True)]
+    return Division(DEVICES, {MICRO_BATCHES: tuple(submeshes)}, lambda nbytes: 20e-6 + nbytes / 25e9)
 
 
-def _piece(size: int, zero: bool) -> Piece:
+def _submesh(size: int, zero: bool) -> SubmeshPlan:
     inside = 200e9 if size <= 8 else 25e9  # bytes/s: a box has eight devices
     parameters, table = 12 * WIDTH**2, VOCABULARY * WIDTH
     activation = 2 * TOKENS * WIDTH
@@ -76,7 +76,7 @@ def _piece(size: int, zero: bool) -> Piece:
     head = 2 * table * TOKENS / size / RATE
     kept = 34 * TOKENS * WIDTH / size + (0 if zero else 2 * activation)
     owned = (4 if zero and size > 1 else 16) * parameters / size + (12 * parameters / size if zero and size > 1 else 0)
-    return Piece(
+    return SubmeshPlan(
         name=f"{'zero' if zero else 'tensor'} on {size}",
         devices=size,
         chain=Chain(
@@ -97,7 +97,7 @@ def _show(plan: PipelinePlan) -> None:
     for part in plan.partitions:
         again = Counter(type(step).__name__ for step in part.region.steps)
         print(
-            f"{part.first:5}..{part.last:<3}{part.piece.devices:9}  {part.piece.name:14}{part.flight:7}"
+            f"{part.first:5}..{part.last:<3}{part.submesh.devices:9}  {part.submesh.name:14}{part.flight:7}"
             f"{part.load.time:10.4f}{part.peak_bytes / 1e9:7.1f}  {again['Region']} regions, {again['Keep']} links kept"
         )
     print(f"a step of {plan.micro_batches}: {plan.seconds:.3f} s simulated, {plan.estimate:.3f} s estimated", end="")

@@ -1,4 +1,4 @@
-"""Published runs that the cluster-scale cost model is held against."""
+"""Published runs that prices of given layouts are held against."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.cluster_model.step import MicroBatchSeconds, pipeline_seconds
-from pipeline.cluster_model.transformer import (
-    KNOWN,
-    AttentionKernel,
-    ParallelLayout,
-    PipelineSchedule,
-    RecomputeMode,
-    Transformer,
-)
+from pipeline.config.schema import OverlapMode
+from pipeline.cost.schedules import Load, Pipeline, orders, simulate
+from pipeline.layouts.sizes import KNOWN, AttentionKernel, ParallelLayout, Transformer
+from pipeline.layouts.work import RecomputeMode
 
 
 @dataclass(frozen=True)
@@ -35,6 +30,7 @@ def _row(name: str, devices: int, tp: int, pp: int, micro_batch: int, teraflops:
         model.batch,
         recompute=RecomputeMode.full,
         attention=AttentionKernel.plain,
+        overlap=OverlapMode.none,
     )
     return MegatronRow(name, model, layout, teraflops)
 
@@ -79,11 +75,8 @@ def predicted_speed(row: Speed) -> float:
         return 1 / 3
     least, more = divmod(row.blocks, row.devices)
     part = [(least + (stage < more)) / row.blocks / row.micro_batches for stage in range(row.devices)]
-    stages = tuple(MicroBatchSeconds(forward=own, backward=2 * own, again=own, communication=0.0) for own in part)
-    layout = ParallelLayout(
-        1, 1, row.devices, 1, row.micro_batches, schedule=PipelineSchedule.gpipe, recompute=RecomputeMode.full
-    )
-    return 1 / sum(pipeline_seconds(stages, layout))
+    loads = [Load(forward=own, backward=3 * own, early=own) for own in part]  # what runs again does not wait
+    return 1 / simulate(orders(Pipeline.GPIPE, row.devices, row.micro_batches), loads).seconds
 
 
 def relative_errors(table: Sequence[Speed]) -> list[float]:

@@ -91,7 +91,7 @@ def write_family(name: str, batch: Mapping[str, Any], folder: Path) -> None:
 def choose(root: Path, **groups: Mapping[str, Any]) -> None:
     """A file `same` in every group, chosen in conf/config.yaml."""
     card = {"source": "preset", "device": "cpu", "memory_gb": 4, "preset": CARD}
-    small = {"backend": "highs", "gap": 1e-4, "frontier_points": 3, "piece_meshes": 1}
+    small = {"backend": "highs", "gap": 1e-4, "frontier_points": 3, "submeshes": 1}
     train = yaml.safe_load((root / "conf/train/adamw.yaml").read_text())
     usual = {"cluster": card, "solve": small, "checkpoint": {"recompute": "optimal"}, "train": train}
     for group, changes in groups.items():

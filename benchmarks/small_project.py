@@ -27,7 +27,7 @@ def make(root: Path, train: dict[str, Any], width: int = 16, batch: int = 8, con
 def configure(
     root: Path, train: dict[str, Any], width: int = 16, batch: int = 8, context: int = 8, layers: int = 2
 ) -> None:
-    """Its settings alone; `only: zero`, so that pieces of the state lie on both ranks."""
+    """Its settings alone; `only: zero`, so that shards of the state lie on both ranks."""
     words = 64
     shape = {"shape": [batch, context], "dtype": "int64"}
     sizes = {"vocab_size": words, "context": context, "width": width, "layers": layers, "heads": 2}
@@ -54,7 +54,7 @@ def configure(
         "solve": {"backend": "highs", "gap": 1e-3, "frontier_points": 1, "only": "zero"},
         "checkpoint": {"recompute": "off"},
         "train": {
-            "micro_batches": 1,
+            "gradient_accumulation": 1,
             "seed": 1,
             "timeout_s": 3000,
             "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-3},

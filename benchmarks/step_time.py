@@ -11,10 +11,11 @@ machine as the cluster stage measures it. Measured in turn, round by round:
     predicted  plans forced upon the model (families by name, with and without recompute): what a step takes beside
                what it was predicted to.
 
-Bars: ratios of at most 0.95 in the geometric mean and 1.05 at worst; over all forced plans a Spearman rank correlation
-of at least 0.9 and a median error of at most 20%. A batch-norm of ours sees the whole batch, that of DDP and FSDP2 a
-rank's part: there the losses differ, which is told. The machine should do nothing else meanwhile. The last line is one
-JSON object.
+Bars: ratios of at most 0.86 in the geometric mean and 1.0 at worst; over all forced plans a Spearman rank correlation
+of at least 0.93 and a median error of at most 12%. Batch norms are of a rank's part of the batch, as those of DDP and
+FSDP2 are. One scenario has them of the whole batch, which is more than the others do: it counts apart, with a bar of
+1.15, and its losses differ, which is told. The machine should do nothing else meanwhile. The last line is one JSON
+object.
 
 `--only plan --folder DIR`, then `--only measure --folder DIR` run the two parts alone; `--scenarios a,b` some of them.
 """
@@ -41,7 +42,7 @@ from benchmarks.step_time_models import SCENARIOS
 from benchmarks.step_time_ranks import CHOSEN, DDP_LIKE_US, RANKS
 from tests.namespaces import OWN, address, hosts, why_not
 
-MEAN_BAR, WORST_BAR, SPEARMAN_BAR, ERROR_BAR = 0.95, 1.05, 0.9, 0.2
+MEAN_BAR, WORST_BAR, WHOLE_NORMS_BAR, SPEARMAN_BAR, ERROR_BAR = 0.86, 1.0, 1.15, 0.93, 0.12
 FEWEST_PLANS = 20
 NEAR = 1e-4  # losses, relative
 LIMIT_S = 1800
@@ -199,7 +200,9 @@ def judge(found: dict[str, Any], budget_mb: float | None) -> Outcome:
 
 
 def verdict(outcomes: dict[str, Outcome], predictions: list[Predicted]) -> tuple[dict[str, Any], bool]:
-    ratios = [outcome.ratio for outcome in outcomes.values() if outcome.ratio is not None]
+    found = [(SCENARIOS[name].batch_norm, one.ratio) for name, one in outcomes.items() if one.ratio is not None]
+    ratios = [ratio for norm, ratio in found if norm == "per_rank"]
+    whole_norms = max((ratio for norm, ratio in found if norm == "whole"), default=None)
     mean = exp(statistics.fmean(map(log, ratios))) if ratios else None
     worst = max(ratios, default=None)
     pairs = [(each.predicted_ms, each.measured_ms) for each in predictions]
@@ -208,6 +211,7 @@ def verdict(outcomes: dict[str, Outcome], predictions: list[Predicted]) -> tuple
     told = {
         "geomean": _short(mean),
         "worst": _short(worst),
+        "whole_norms": _short(whole_norms),
         "spearman": _short(order),
         "median_error": _short(error),
         "plans": len(predictions),
@@ -215,6 +219,7 @@ def verdict(outcomes: dict[str, Outcome], predictions: list[Predicted]) -> tuple
     }
     fits = all(CHOSEN not in outcome.too_large for outcome in outcomes.values())
     fast = mean is not None and worst is not None and mean <= MEAN_BAR and worst <= WORST_BAR
+    fast = fast and whole_norms is not None and whole_norms <= WHOLE_NORMS_BAR
     right = order is not None and error is not None and order >= SPEARMAN_BAR and error <= ERROR_BAR
     return told, fits and fast and right and len(predictions) >= FEWEST_PLANS and outcomes.keys() == SCENARIOS.keys()
 

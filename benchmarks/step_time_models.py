@@ -20,19 +20,22 @@ class Scenario:
     batch: int
     budget_mb: float | None = None  # memory of a rank; who needs more is out of the comparison
     megabits: int | None = None  # of the link between hosts of one rank each; None: both on this machine
+    batch_norm: str = "per_rank"  # as the peers have it; `whole` is more than they do
 
 
+RESNET = {"width": 32, "blocks": 2, "classes": 16, "pixels": 32}
 SCENARIOS = {
     "gpt_large_batch": Scenario("gpt", {"vocab_size": 256, "context": 64, "width": 128, "layers": 4, "heads": 4}, 32),
     "wide_mlp_small_batch": Scenario("mlp", {"width": 1024, "layers": 4, "classes": 16}, 8),
     "large_vocabulary": Scenario("gpt", {"vocab_size": 32768, "context": 32, "width": 128, "layers": 2, "heads": 4}, 8),
-    "resnet": Scenario("resnet", {"width": 32, "blocks": 2, "classes": 16, "pixels": 32}, 16),
+    "resnet": Scenario("resnet", RESNET, 16),
     "memory_bound": Scenario(
         "gpt", {"vocab_size": 256, "context": 64, "width": 384, "layers": 4, "heads": 4}, 8, budget_mb=115
     ),
     "slow_links": Scenario(
         "gpt", {"vocab_size": 256, "context": 64, "width": 128, "layers": 4, "heads": 4}, 16, megabits=200
     ),
+    "resnet_whole_norms": Scenario("resnet", RESNET, 16, batch_norm="whole"),
 }
 
 

@@ -29,7 +29,7 @@ from pipeline.ir.profile import Profile, as_run
 from stages.checkpoint.choose import choose, evaluate
 from stages.checkpoint.recompute.released import released
 from stages.codegen.module import write_module
-from stages.solve.on_mesh import OnMesh, price_point
+from stages.solve.on_mesh import MeshProblem, price_point
 from stages.solve.problem.build import to_sharding
 from stages.solve.problem.families import Families, named
 from stages.solve.search.decomposition import fastest
@@ -60,13 +60,14 @@ def project(folder: Path, name: str, probe: dict[str, Any]) -> Path:
     shapes = {key: {"shape": spec["shape"], "dtype": spec["dtype"]} for key, spec in specs(scenario).items()}
     adamw = {"_target_": "torch.optim.AdamW", "lr": 1e-5}
     budget = scenario.budget_mb and scenario.budget_mb / 1e3
+    module = {"_target_": "benchmarks.step_time_models.build", "name": name}
     conf: dict[str, dict[str, Any]] = {
-        "model": {"module": {"_target_": "benchmarks.step_time_models.build", "name": name}, "batch": shapes},
+        "model": {"module": module, "batch": shapes, "batch_norm": scenario.batch_norm},
         "data": {"dataset": {"_target_": "pipeline.models.data.TokenSequences"}},  # nothing is trained here
         "cluster": {"source": "probe", "device": "cpu", **probe},
-        "solve": {"backend": "highs", "frontier_points": 4, "piece_meshes": 0, "memory_budget_gb": budget},
+        "solve": {"backend": "highs", "frontier_points": 4, "submeshes": 0, "memory_budget_gb": budget},
         "checkpoint": {"recompute": "optimal"},
-        "train": {"steps": 1, "micro_batches": 1, "seed": 0, "optimizer": adamw},
+        "train": {"steps": 1, "gradient_accumulation": 1, "seed": 0, "optimizer": adamw},
     }
     for group, content in conf.items():
         (root / "conf" / group).mkdir(parents=True)
@@ -156,7 +157,7 @@ class _Planner:
         settings = Solve(backend=Backend.highs, frontier_points=1)
         log = logging.getLogger("benchmarks.step_time")
         self.workload = Workload(self.graph, self.profile, self.cluster, self.frontier.optimizer_copies)
-        self.on_mesh = OnMesh(self.workload, settings, "", log)
+        self.on_mesh = MeshProblem(self.workload, settings, "", log)
 
     def sharding(self, family: str) -> Sharding | None:
         problem, choices = self.on_mesh.problem, self.on_mesh.choices

@@ -23,7 +23,7 @@ from benchmarks.overhead_steps import Step, ddp_step, fsdp_step, our_step, plain
 from benchmarks.step_time_models import SCENARIOS, batch, build
 from pipeline.runtime.compiler.compiled import use_kernels_of
 from pipeline.runtime.programs.source import load_program
-from pipeline.runtime.step.memory import Tally
+from pipeline.runtime.step.memory import Tally, keep_freed_memory
 
 RANKS, WARM_UP, COLLECTIVE_S = 2, 3, 300
 CHOSEN, DDP_LIKE_US = "chosen", "ddp, same kernels"
@@ -132,6 +132,7 @@ def main(arguments: list[str]) -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    keep_freed_memory()  # as all ranks of the train stage, for the peers too
     limit = timedelta(seconds=COLLECTIVE_S)
     dist.init_process_group("gloo", init_method=given.meet, rank=given.rank, world_size=RANKS, timeout=limit)
     found = measure(given.scenario, json.loads(given.programs), given.rounds)

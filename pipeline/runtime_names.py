@@ -11,7 +11,7 @@ BODIES = (  # local forms of ops
     "drawn_apart",
     "expert_split",
     "mean_cross_entropy",
-    "mean_of_pieces",
+    "mean_of_shards",
     "row_split_embedding",
     "row_split_embedding_bag",
 )

@@ -191,7 +191,7 @@ def _mesh(config: Config, root: Path) -> Iterator[ShardwrightError]:
         what = "a pipeline needs several devices, and the cluster has one"
         yield SolveError(what, where=f"{file_of(config, 'checkpoint')}: pipeline", remedy="set `pipeline: off`")
     partitions = config.checkpoint.partitions
-    if partitions is not None and partitions > devices > 1 and pipeline in ("gpipe", "1f1b"):
+    if partitions is not None and partitions > devices > 1 and pipeline not in ("off", "solve", "interleaved"):
         what = f"got {partitions}, and the cluster has {devices} devices"
         remedy = "lower it: with this schedule a device has one partition"
         yield SolveError(what, where=f"{file_of(config, 'checkpoint')}: partitions", remedy=remedy)
@@ -239,7 +239,7 @@ def _saved_plan(config: Config, root: Path, file: str) -> None:
 
 
 def _micro_batches(config: Config, root: Path) -> Iterator[ShardwrightError]:
-    asked, passes = config.checkpoint.micro_batches, config.train.micro_batches
+    asked, passes = config.checkpoint.micro_batches, config.train.gradient_accumulation
     batch = gcd(*(spec.shape[0] for spec in config.model.batch.values()))
     where = f"{file_of(config, 'checkpoint')}: micro_batches"
     if not isinstance(asked, int):

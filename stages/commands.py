@@ -11,12 +11,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.base.errors import ShardwrightError
 from pipeline.base.lock import locked, refuse_locked
 from pipeline.base.log import QUIET, VERBOSE, Log, say
 from pipeline.base.signals import run_dvc
+
+if TYPE_CHECKING:
+    from pipeline.layouts.planner_stages import PlannerStages
 
 
 class RunFailed(ShardwrightError):
@@ -36,7 +39,7 @@ class Command:
 
 COMMANDS: dict[str, Command] = {}
 QUESTIONS = {
-    "batch": "the largest batch (by formula: micro-batch) that fits",
+    "batch": "the largest batch (of layouts: micro-batch) that fits",
     "sequence": "the longest sequence that fits",
     "devices": "the fewest devices that fit",
     "budget": "the memory budgets at which the plan changes",
@@ -85,7 +88,7 @@ def settings(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     from pipeline.config import load_config
 
     config = load_config(root)
-    found = {"micro_batches": config.plain("train.micro_batches")}
+    found = {"gradient_accumulation": config.plain("train.gradient_accumulation")}
     with locked(root / "runs"):
         write_atomic(root / "runs" / "settings" / "train.json", (json.dumps(found, indent=1) + "\n").encode())
     return 0
@@ -188,6 +191,17 @@ def sbatch(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     return write(root, arguments, log)
 
 
+def planner_stages() -> PlannerStages:
+    """What a price is made of, of several stages."""
+    from pipeline.layouts.planner_stages import PlannerStages
+    from stages.cluster.described import describe_compute, describe_group, hidden_share
+    from stages.cluster.meshes import GroupLinks
+    from stages.profile.run import unsplit_profile
+    from stages.solve.forced import tensor_parallel
+
+    return PlannerStages(unsplit_profile, tensor_parallel, describe_compute, hidden_share, describe_group, GroupLinks)
+
+
 @command(
     "price layouts on a cluster without solving: dp=8 tp=4 pp=2 micro_batch=2, or search (docs/price.md)",
     argument("words", nargs="*", metavar="name=value", help="what is given; `search` frees the rest"),
@@ -195,7 +209,21 @@ def sbatch(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 def price(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     from stages.price import run as priced
 
-    return priced(root, arguments, log)
+    return priced(root, arguments, planner_stages(), log)
+
+
+@command(
+    "fit what a card and its links reach to measured steps, and write it into conf/cluster (docs/price.md)",
+    argument("steps", type=Path, help="a CSV of GPT steps"),
+    argument("--cluster", required=True, help="on which they were measured"),
+    argument("--recompute", choices=("none", "selective", "full"), default="none", help="of the steps (none)"),
+    argument("--overlap", choices=("none", "runtime", "megatron"), default="none", help="of the steps (none)"),
+    argument("--vocabulary", type=_positive, default=51200, help="of the steps (51200)"),
+)
+def calibrate(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+    from stages.calibrate import run as fitted
+
+    return fitted(root, arguments, planner_stages(), log)
 
 
 @command(
@@ -225,7 +253,8 @@ def explain(root: Path, arguments: argparse.Namespace, log: Log) -> int:
 def whatif(root: Path, arguments: argparse.Namespace, log: Log) -> int:
     from stages.whatif.run import run as answered
 
-    return answered(root, arguments, lambda stage: importlib.import_module(f"stages.{stage}.run").run, log)
+    stages = lambda stage: importlib.import_module(f"stages.{stage}.run").run  # noqa: E731
+    return answered(root, arguments, stages, planner_stages, log)
 
 
 @command(

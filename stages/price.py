@@ -1,6 +1,6 @@
 """`python -m stages price`: what a layout of a transformer on a described cluster costs, or which one is fastest.
 
-Words are `name=value` (pipeline/cluster_model/words.py); several values with commas between are all combined. `search`
+Words are `name=value` (pipeline/layouts/words.py); several values with commas between are all combined. `search`
 leaves free what is not given.
 """
 
@@ -12,25 +12,29 @@ from itertools import product
 from pathlib import Path
 
 from pipeline.base.log import Log, say
-from pipeline.cluster_model.machine import Machine
-from pipeline.cluster_model.search import Wanted, search
-from pipeline.cluster_model.step import Price, price
-from pipeline.cluster_model.transformer import LayoutError, ParallelLayout, PipelineSchedule, Transformer, why_not
-from pipeline.cluster_model.words import Asked, find_machine, find_model, in_words, read_words
 from pipeline.config import load_config
+from pipeline.cost.schedules import Pipeline
+from pipeline.layouts.planner_stages import PlannerStages
+from pipeline.layouts.search import Wanted, search
+from pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer, why_not
+from pipeline.layouts.step import LayoutPrices, Price
+from pipeline.layouts.traced import Works
+from pipeline.layouts.words import Asked, find_machine, find_model, in_words, read_words
 
 
-def run(root: Path, arguments: argparse.Namespace, log: Log) -> int:
+def run(root: Path, arguments: argparse.Namespace, stages: PlannerStages, log: Log) -> int:
     asked = read_words(arguments.words)
     config = load_config(root)
     model = find_model(root, asked, config)
     if asked.free:
-        cluster, machine = find_machine(root, asked, config, None)
-        rows: list[Row] = list(search(model, machine, model.batch, Wanted(**asked.layout)))
+        cluster, machine = find_machine(root, asked, config, stages, None)
+        prices = LayoutPrices(model, Works(model, config, stages), machine)
+        rows: list[Row] = list(search(prices, Wanted(**asked.layout)))
     else:
         wanted = list(layouts(model, asked))
-        cluster, machine = find_machine(root, asked, config, max(layout.devices for layout in wanted))
-        rows = [_priced(model, layout, machine, alone=len(wanted) == 1) for layout in wanted]
+        cluster, machine = find_machine(root, asked, config, stages, max(layout.devices for layout in wanted))
+        prices = LayoutPrices(model, Works(model, config, stages), machine)
+        rows = [_priced(prices, layout, alone=len(wanted) == 1) for layout in wanted]
     each = f"{machine.memory_bytes / 1e9:g} GB"
     say(f"{in_words(model)}, batch {model.batch}, {machine.devices} devices of {cluster} with {each} each")
     say(table(rows, each))
@@ -43,8 +47,8 @@ def layouts(model: Transformer, asked: Asked) -> Iterator[ParallelLayout]:
     for values in product(*given.values()):
         chosen = dict(zip(given, values, strict=True))
         if chosen.get("chunks", 1) > 1 and "schedule" not in chosen:
-            chosen["schedule"] = PipelineSchedule.interleaved
-        if chosen.get("schedule") is PipelineSchedule.interleaved and "chunks" not in chosen:
+            chosen["schedule"] = Pipeline.INTERLEAVED
+        if chosen.get("schedule") is Pipeline.INTERLEAVED and "chunks" not in chosen:
             chosen["chunks"] = 2
         yield ParallelLayout(batch=model.batch, **chosen)
 
@@ -52,14 +56,14 @@ def layouts(model: Transformer, asked: Asked) -> Iterator[ParallelLayout]:
 Row = tuple[ParallelLayout, Price | str]
 
 
-def _priced(model: Transformer, layout: ParallelLayout, machine: Machine, alone: bool) -> Row:
+def _priced(prices: LayoutPrices, layout: ParallelLayout, alone: bool) -> Row:
     """One of several that cannot be has its reason in the table."""
-    what = why_not(model, layout)
-    if what is None and layout.devices > machine.devices:
-        what = f"it needs {layout.devices} devices, and there are {machine.devices}"
+    what, there = why_not(prices.model, layout), prices.machine.devices
+    if what is None and layout.devices > there:
+        what = f"it needs {layout.devices} devices, and there are {there}"
     if what is not None and alone:
         raise LayoutError(what, remedy="change the word")
-    return layout, price(model, layout, machine) if what is None else what
+    return layout, prices.price(layout) if what is None else what
 
 
 COLUMNS = (

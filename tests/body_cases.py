@@ -18,10 +18,10 @@ from tests.ranks import AXIS
 
 
 def _mine(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Padded with zeros where the pieces are not equal."""
-    pieces = x.chunk(dist.get_world_size(), dim)
-    mine = torch.zeros_like(pieces[0])
-    mine.narrow(dim, 0, pieces[dist.get_rank()].shape[dim]).copy_(pieces[dist.get_rank()])
+    """Padded with zeros where the shards are not equal."""
+    shards = x.chunk(dist.get_world_size(), dim)
+    mine = torch.zeros_like(shards[0])
+    mine.narrow(dim, 0, shards[dist.get_rank()].shape[dim]).copy_(shards[dist.get_rank()])
     return mine
 
 

@@ -1,5 +1,6 @@
 """Tests run beside one another: more threads in each would only get in each other's way."""
 
+import gc
 import os
 import signal
 import sys
@@ -34,6 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.made import share_in
 
         share_in(Path(config.option.basetemp).parent / "made")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What the imports of all test files made stays: to look through it again and again takes a tenth of all tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

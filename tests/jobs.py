@@ -9,5 +9,5 @@ from pipeline.ir.codec import encode
 
 
 def train_settings(**given: Any) -> dict[str, Any]:
-    required = {"steps": 1, "micro_batches": 1, "seed": 0, "optimizer": {}}
+    required = {"steps": 1, "gradient_accumulation": 1, "seed": 0, "optimizer": {}}
     return {**encode(Train(**required)), **given}

@@ -1,4 +1,4 @@
-"""What real ranks of a mesh run: conversion paths, groups of axes, and pieces of parameters."""
+"""What real ranks of a mesh run: conversion paths, groups of axes, and shards of parameters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from pipeline import runtime
 from pipeline.runtime.programs.mesh import axis_of, joined, set_mesh
-from pipeline.runtime.programs.parameters import piece_of
+from pipeline.runtime.programs.parameters import shard_of
 from pipeline.sharding.paths import Paths
 from tests.graphs import preset
-from tests.meshes import At, check, convert, distribute, everywhere, mesh, own_piece, random_layout
-from tests.pieces import FORWARD, GRADIENT
+from tests.meshes import At, check, convert, distribute, everywhere, mesh, own_shard, random_layout
+from tests.shards import FORWARD, GRADIENT
 
 SHAPE = (12, 24)
 
@@ -33,7 +33,7 @@ def run_mesh(sizes: tuple[int, ...], paths: int) -> list[str]:
     places = everywhere(sizes)
     at = places[dist.get_rank()]
     check_groups(sizes, at)
-    check_pieces(sizes, at)
+    check_shards(sizes, at)
     return [check_path(sizes, seed) for seed in range(paths)]
 
 
@@ -51,14 +51,14 @@ def check_groups(sizes: tuple[int, ...], at: At) -> None:
             assert ranks == alike and alike[axis.rank] == dist.get_rank()
 
 
-def check_pieces(sizes: tuple[int, ...], at: At) -> None:
+def check_shards(sizes: tuple[int, ...], at: At) -> None:
     draw = random.Random(0)
     whole = torch.arange(prod(SHAPE)).view(SHAPE)
     names = [f"d{n}" for n in range(len(sizes))]
     for _ in range(20):
         layout = random_layout(draw, SHAPE, sizes)
-        found = piece_of(whole, layout, names)
-        assert torch.equal(found, own_piece(whole, layout, sizes, at)), f"{layout}"
+        found = shard_of(whole, layout, names)
+        assert torch.equal(found, own_shard(whole, layout, sizes, at)), f"{layout}"
         assert found.is_contiguous() and found.data_ptr() != whole.data_ptr()
 
 

@@ -26,7 +26,7 @@ from pipeline.runtime.programs import mesh as runtime_mesh
 from pipeline.runtime.programs.mesh import MeshAxis
 from pipeline.sharding.conversions import conversion_of, step_arguments, step_axis
 from stages.cluster.meshes import LinkRates, group_links
-from tests.pieces import FORWARD, GRADIENT
+from tests.shards import FORWARD, GRADIENT
 from tests.simulated import Done
 
 At = tuple[int, ...]
@@ -89,13 +89,13 @@ def everywhere(sizes: tuple[int, ...]) -> list[At]:
     return list(itertools.product(*(range(size) for size in sizes)))
 
 
-def own_piece(whole: Tensor, layout: Layout, sizes: tuple[int, ...], at: At) -> Tensor:
-    """By the layout's own runs of indices, with zeros behind them where the pieces are not equal."""
-    piece = torch.zeros(layout.local_shape(tuple(whole.shape), sizes), dtype=whole.dtype)
+def own_shard(whole: Tensor, layout: Layout, sizes: tuple[int, ...], at: At) -> Tensor:
+    """By the layout's own runs of indices, with zeros behind them where the shards are not equal."""
+    shard = torch.zeros(layout.local_shape(tuple(whole.shape), sizes), dtype=whole.dtype)
     for dim, runs in enumerate(layout.runs(tuple(whole.shape), sizes, at)):
         whole = whole[(slice(None),) * dim + (torch.cat([torch.arange(s, s + n) for s, n in runs]),)]
-    piece[tuple(slice(n) for n in whole.shape)] = whole
-    return piece
+    shard[tuple(slice(n) for n in whole.shape)] = whole
+    return shard
 
 
 def distribute(whole: Tensor, layout: Layout, sizes: tuple[int, ...], forms: dict[str, str]) -> dict[At, Tensor]:
@@ -110,18 +110,18 @@ def distribute(whole: Tensor, layout: Layout, sizes: tuple[int, ...], forms: dic
                 parts.append(tensor - sum(parts, torch.zeros_like(tensor)))
             spread |= {(*at, i): part for i, part in enumerate(parts)}
         held = spread
-    return {at: own_piece(tensor, layout, sizes, at) for at, tensor in held.items()}
+    return {at: own_shard(tensor, layout, sizes, at) for at, tensor in held.items()}
 
 
 def check(
     found: dict[At, Tensor], whole: Tensor, layout: Layout, sizes: tuple[int, ...], forms: dict[str, str], what: str
 ) -> None:
-    """What the ranks hold, summed where it is partial, is the whole's piece at every place."""
+    """What the ranks hold, summed where it is partial, is the whole's shard at every place."""
     partial = [axis for axis, state in enumerate(layout.states) if forms[state.kind] == "summand"]
     for at in everywhere(sizes):
         options = [range(n) if axis in partial else (at[axis],) for axis, n in enumerate(sizes)]
         total = sum(found[other] for other in itertools.product(*options))
-        expected = own_piece(whole, layout, sizes, at)
+        expected = own_shard(whole, layout, sizes, at)
         assert total.shape == expected.shape, f"{what} in {layout}: {tuple(total.shape)}, not {tuple(expected.shape)}"
         assert torch.allclose(total, expected, rtol=1e-9, atol=1e-9), f"{what} in {layout} is wrong at {at}"
 

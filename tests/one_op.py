@@ -21,7 +21,7 @@ from pipeline.ops.public import overload_of
 from pipeline.ops.rule import OpRule, OpView, plain_view
 from pipeline.ops.table import table
 from stages.codegen.block import BlockWriter, Outside
-from tests import pieces
+from tests import shards
 from tests.simulated import AXIS, at_once, one_after_another
 
 NO_VALUES = {"empty_like", "empty"}  # what these hold is whatever memory held before
@@ -181,7 +181,7 @@ def check_strategy(it: Example, strategy: Strategy, ranks: int) -> None:
     wanted = [values[name].grad for name in it.op.inputs]
     carry = [values[name].grad for name in it.op.outputs]
     mine = [
-        [p.requires_grad_(grad) for p in pieces.values(state, tensor, ranks)]
+        [p.requires_grad_(grad) for p in shards.values(state, tensor, ranks)]
         for state, tensor, grad in zip(states, it.tensors, wanted, strict=True)
     ]
     whole = [tensor.clone().requires_grad_(grad) for tensor, grad in zip(it.tensors, wanted, strict=True)]
@@ -189,7 +189,7 @@ def check_strategy(it: Example, strategy: Strategy, ranks: int) -> None:
     expected = list(found) if isinstance(found, (tuple, list)) else [found]
     coming = [torch.randn_like(x) if grad else None for x, grad in zip(expected, carry, strict=True)]
     arriving = [
-        pieces.gradients(state, g, ranks) if g is not None else None for state, g in zip(made, coming, strict=True)
+        shards.gradients(state, g, ranks) if g is not None else None for state, g in zip(made, coming, strict=True)
     ]
     _backward(expected, coming)
     line = printed(it, strategy, ranks)
@@ -210,15 +210,15 @@ def check_strategy(it: Example, strategy: Strategy, ranks: int) -> None:
     if strategy.body == "apart":  # other numbers than the unsplit op's: see test_ops_random.py
         return
     for number, (state, output) in enumerate(zip(made, expected, strict=True)):
-        pieces.check_values(state, [own[number] for own in results], output.detach(), f"output {number}", near)
+        shards.check_values(state, [own[number] for own in results], output.detach(), f"output {number}", near)
     for number, (state, own, unsplit, grad) in enumerate(zip(states, mine, whole, wanted, strict=True)):
         if grad and any(carry):
             zero = torch.zeros_like
             gradients = [zero(p) if p.grad is None else p.grad for p in own]
             full = zero(unsplit) if unsplit.grad is None else unsplit.grad
-            pieces.check_gradients(state, gradients, full, f"input {number}", near)
+            shards.check_gradients(state, gradients, full, f"input {number}", near)
         elif it.op.inputs[number] in it.op.mutates:
-            pieces.check_values(state, own, unsplit, f"changed input {number}", near)
+            shards.check_values(state, own, unsplit, f"changed input {number}", near)
 
 
 def _backward(outputs: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:

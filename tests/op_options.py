@@ -1,7 +1,7 @@
 """Forms of ops in which every argument that has a default is given another value.
 
 An argument that no form gives is an argument that a rule may have forgotten: a size of the unsplit tensor among them
-would reach the pieces (`output_size` of `repeat_interleave`).
+would reach the shards (`output_size` of `repeat_interleave`).
 """
 
 from __future__ import annotations

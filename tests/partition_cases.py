@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 
-from stages.checkpoint.pipelines.schedules import Load, Pipeline, StepWeights, in_flight, orders, refusal, weights_of
-from stages.checkpoint.pipelines.search_inputs import Division, Wishes
-from stages.checkpoint.pipelines.submesh_plans import Piece
+from pipeline.cost.schedules import Load, Pipeline, StepWeights, in_flight, orders, refusal, weights_of
+from stages.checkpoint.pipelines.search_inputs import Division, UserChoices
+from stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
 from stages.checkpoint.recompute.chain import Chain
-from stages.checkpoint.recompute.in_flight import Passage, run_partition
+from stages.checkpoint.recompute.in_flight import PartitionRun, run_partition
 from stages.checkpoint.recompute.schedule import Keep, Nesting
 from stages.checkpoint.recompute.simulate import InvalidSequence
 
@@ -22,10 +22,10 @@ from stages.checkpoint.recompute.simulate import InvalidSequence
 class Case:
     division: Division
     memory: int
-    wishes: Wishes
+    wishes: UserChoices
     toll: int  # for a cut between plans of unlike names
 
-    def reshard(self, cut: int, before: Piece, after: Piece) -> float:
+    def reshard(self, cut: int, before: SubmeshPlan, after: SubmeshPlan) -> float:
         return self.toll * (cut % 2 + 1) if before.name != after.name else 0.0
 
 
@@ -34,15 +34,17 @@ def random_case(seed: int) -> Case:
     links, devices = rng.choice([2, 3, 3, 3, 4]), rng.randint(1, 4)
     micro = rng.sample([1, 2, 3, 4, 6], rng.randint(1, 2))
     pipeline = rng.choice([Pipeline.ONE_F_ONE_B] * 4 + list(Pipeline))
-    pieces = {m: tuple(_piece(rng, links, size, name) for size, name in ((1, "x"), (1, "y"), (2, "x"))) for m in micro}
+    submeshes = {
+        m: tuple(_submesh(rng, links, size, name) for size, name in ((1, "x"), (1, "y"), (2, "x"))) for m in micro
+    }
     sizes = tuple(rng.choice([c for c in compositions(devices) if len(c) <= links + 1])) if rng.random() < 0.3 else ()
     boundaries = tuple(sorted(rng.sample(range(1, links + 1), rng.randint(0, 2)))) if rng.random() < 0.2 else None
     slow = rng.randint(0, 3)
-    division = Division(devices, pieces, lambda nbytes: slow + nbytes / 2, sizes)
-    return Case(division, 2 * rng.randint(6, 24), Wishes((pipeline,), boundaries=boundaries), rng.randint(0, 4))
+    division = Division(devices, submeshes, lambda nbytes: slow + nbytes / 2, sizes)
+    return Case(division, 2 * rng.randint(6, 24), UserChoices((pipeline,), boundaries=boundaries), rng.randint(0, 4))
 
 
-def _piece(rng: random.Random, links: int, size: int, name: str) -> Piece:
+def _submesh(rng: random.Random, links: int, size: int, name: str) -> SubmeshPlan:
     def some(count: int, most: int) -> tuple[int, ...]:
         return tuple(rng.randint(0, most) for _ in range(count))
 
@@ -57,7 +59,7 @@ def _piece(rng: random.Random, links: int, size: int, name: str) -> Piece:
     )
     weight = tuple(b // 2 for b in chain.b)
     common = rng.random() < 0.3  # values that several links read
-    return Piece(
+    return SubmeshPlan(
         name,
         size,
         chain,
@@ -95,7 +97,7 @@ def trees(first: int, last: int, loss: int, top: bool = True) -> Iterator[tuple[
 
 
 @cache
-def passages(chain: Chain, first: int, last: int) -> tuple[Passage, ...]:
+def passages(chain: Chain, first: int, last: int) -> tuple[PartitionRun, ...]:
     found = set()
     for steps in trees(first, last, chain.length):
         try:
@@ -112,39 +114,39 @@ def least_estimate(case: Case) -> float:
     """The least estimate of a step over every way to cut; infinite where none fits."""
     division, wishes = case.division, case.wishes
     best = math.inf
-    for micro, pieces in division.pieces.items():
-        links = pieces[0].links
+    for micro, submeshes in division.submeshes.items():
+        links = submeshes[0].links
         for count in range(1, links + 1):
             for cuts in combinations(range(1, links), count - 1):
                 if wishes.boundaries is None or cuts == wishes.boundaries:
-                    for chosen in product(pieces, repeat=count):
+                    for chosen in product(submeshes, repeat=count):
                         best = min(best, _one(case, micro, (0, *cuts, links), chosen))
     return best
 
 
-def _one(case: Case, micro: int, ends: tuple[int, ...], pieces: tuple[Piece, ...]) -> float:
-    pipeline, count = case.wishes.pipelines[0], len(pieces)
+def _one(case: Case, micro: int, ends: tuple[int, ...], submeshes: tuple[SubmeshPlan, ...]) -> float:
+    pipeline, count = case.wishes.pipelines[0], len(submeshes)
     chunks = 2 if pipeline is Pipeline.INTERLEAVED else 1
     devices = count // chunks
-    used = tuple(piece.devices for piece in pieces)[:devices]
-    alike = {piece.devices for piece in pieces}
+    used = tuple(submesh.devices for submesh in submeshes)[:devices]
+    alike = {submesh.devices for submesh in submeshes}
     if count % chunks or (chunks > 1 and len(alike) > 1) or sum(used) != case.division.devices:
         return math.inf
     if (case.division.sizes and used != case.division.sizes) or refusal(pipeline, devices, chunks, micro):
         return math.inf
     flights = in_flight(orders(pipeline, devices, micro, chunks))
     loads = []
-    for n, (piece, flight) in enumerate(zip(pieces, flights, strict=True)):
+    for n, (submesh, flight) in enumerate(zip(submeshes, flights, strict=True)):
         first, last = ends[n], ends[n + 1] - 1
-        room = case.memory / chunks - sum(piece.resident[first : last + 1]) - piece.everywhere
-        room -= flight * (sum(piece.held[first : last + 1]) + piece.everywhere_held)
-        time = next((p.time for p in passages(piece.chain, first, last) if p.memory(flight) <= room), math.inf)
+        room = case.memory / chunks - sum(submesh.resident[first : last + 1]) - submesh.everywhere
+        room -= flight * (sum(submesh.held[first : last + 1]) + submesh.everywhere_held)
+        time = next((p.time for p in passages(submesh.chain, first, last) if p.memory(flight) <= room), math.inf)
         send = 0.0
         if n + 1 < count:
             cut = last + 1
-            nbytes = max(p.chain.a[cut] + p.crosses[cut] for p in (piece, pieces[n + 1]))
-            send = case.division.link(nbytes) + case.reshard(last + 1, piece, pieces[n + 1])
-        weight, once = sum(piece.weight[first : last + 1]), sum(piece.once[first : last + 1])
+            nbytes = max(p.chain.a[cut] + p.crosses[cut] for p in (submesh, submeshes[n + 1]))
+            send = case.division.link(nbytes) + case.reshard(last + 1, submesh, submeshes[n + 1])
+        weight, once = sum(submesh.weight[first : last + 1]), sum(submesh.once[first : last + 1])
         loads.append(Load(time, 0.0, send, weight, once))
     return estimate(weights_of(pipeline, micro, chunks), loads)
 

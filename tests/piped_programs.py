@@ -19,7 +19,7 @@ from pipeline.ir.plan import Partition, Plan, Prediction, Region
 from pipeline.ir.verify import verify_sharding
 from pipeline.ops.uneven import uneven_in
 from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.programs.parameters import piece_of
+from pipeline.runtime.programs.parameters import shard_of
 from pipeline.runtime.programs.source import load_program
 from pipeline.runtime.step.gradients import Gradients
 from pipeline.runtime.step.passes import StepCopies
@@ -65,15 +65,15 @@ def random_cuts(graph: OpGraph, count: int, draw: random.Random) -> list[int]:
 # ---- running them
 
 
-class Piece:
-    """A partition on a rank, with its pieces of its own parameters."""
+class SubmeshPlan:
+    """A partition on a rank, with its shards of its own parameters."""
 
     def __init__(self, partition: Any, truth: dict) -> None:
         self.axes, self.sizes = list(partition.MESH), tuple(partition.MESH.values())
         found = {name: look_up(partition.PARAMETERS, name) for name in truth["parameters"]}
         self.rows = {name: row for name, row in found.items() if row is not None}
         self.held = {
-            name: nn.Parameter(piece_of(truth["parameters"][name], Layout.parse(row[0]), self.axes))
+            name: nn.Parameter(shard_of(truth["parameters"][name], Layout.parse(row[0]), self.axes))
             for name, row in self.rows.items()
         }
         self.gradients = Gradients(self.held.values(), self.rows.values(), self.axes)
@@ -90,7 +90,7 @@ class Piece:
         return laid_out(self.updated[name].grad, Layout.parse(self.rows[name][2]), Layout((R,)), self.sizes)
 
     def forward(self, entering: dict[str, Tensor], batch: dict[str, Tensor], last: bool) -> list[Tensor]:
-        own = {name: piece_of(batch[name], layout, self.axes) for name, layout in self.inputs.items()}
+        own = {name: shard_of(batch[name], layout, self.axes) for name, layout in self.inputs.items()}
         named = {**own, **(self.copies.last() if last else self.copies.stand_ins)}
         x = [entering["x"]] if entering else []
         common = {name: tensor for name, tensor in entering.items() if name != "x"}
@@ -114,32 +114,32 @@ def compare(path: Path, truth: dict) -> None:
     """One step of all micro-batches: losses and all gradients are those of the unsplit module."""
     program, near = load_program(str(path)), truth["near"]
     set_mesh(program.PARTITIONS[0].MESH)
-    pieces = [Piece(partition, truth) for partition in program.PARTITIONS]
+    shards = [SubmeshPlan(partition, truth) for partition in program.PARTITIONS]
     count = program.MICRO_BATCHES
-    assert count == len(truth["batches"]) and len(program.SENT) == len(pieces) - 1
-    for piece in pieces:
-        piece.start(count)
+    assert count == len(truth["batches"]) and len(program.SENT) == len(shards) - 1
+    for shard in shards:
+        shard.start(count)
     losses = []
     for number, batch in enumerate(truth["batches"]):
         last = number == count - 1
-        for piece in pieces if last else ():
-            piece.gradients.arm()
-        loss = _through(program, pieces, batch, last)
+        for shard in shards if last else ():
+            shard.gradients.arm()
+        loss = _through(program, shards, batch, last)
         (loss / count).backward()
         losses.append(loss.detach())
-    for piece in pieces:
-        piece.gradients.wait()
+    for shard in shards:
+        shard.gradients.wait()
     for loss, expected in zip(losses, truth["losses"][0], strict=True):
         _near("loss", loss, expected, 0.0, near)
-    _compare_gradients(program, pieces, truth["gradients"][0], near)
+    _compare_gradients(program, shards, truth["gradients"][0], near)
 
 
-def _through(program: Any, pieces: list[Piece], batch: dict[str, Tensor], last: bool) -> Tensor:
+def _through(program: Any, shards: list[SubmeshPlan], batch: dict[str, Tensor], last: bool) -> Tensor:
     """One micro-batch; what is sent is laid out for its reader."""
     entering: dict[str, Tensor] = {}
-    for number, piece in enumerate(pieces):
-        found = piece.forward(entering, batch, last)
-        if number == len(pieces) - 1:
+    for number, shard in enumerate(shards):
+        found = shard.forward(entering, batch, last)
+        if number == len(shards) - 1:
             break
         rows = program.SENT[number]
         sizes = tuple(program.PARTITIONS[number].MESH.values())
@@ -160,13 +160,13 @@ def laid_out(tensor: Tensor, source: Layout, target: Layout, sizes: tuple[int, .
     return function(tensor, axis=AXIS, **step_arguments(source, target, sizes))
 
 
-def _compare_gradients(program: Any, pieces: list[Piece], truth: dict[str, Tensor], near: float) -> None:
+def _compare_gradients(program: Any, shards: list[SubmeshPlan], truth: dict[str, Tensor], near: float) -> None:
     floor = 1e-3 * float(max(g.norm() for g in truth.values()))
     for name, expected in truth.items():
-        holders = tuple(number for number, piece in enumerate(pieces) if name in piece.rows)
+        holders = tuple(number for number, shard in enumerate(shards) if name in shard.rows)
         assert holders and (len(holders) == 1) == (name not in program.TIED), f"{name} is held by {holders}"
         assert program.TIED.get(name, holders) == holders
-        found = sum(pieces[number].gradient(name) for number in holders)
+        found = sum(shards[number].gradient(name) for number in holders)
         _near(name, found, expected, floor, near)
 
 

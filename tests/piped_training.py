@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from pipeline.config import Config, DType, ModelSettings, TensorSpec, load_config
+from pipeline.cost.schedules import Pipeline, orders
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Partition as Planned
 from pipeline.ir.plan import Plan, Region
@@ -29,11 +30,10 @@ from pipeline.ops.blocks import blocks_of
 from pipeline.ops.products import PRODUCTS, is_put_off, weights
 from pipeline.runtime.pipelining.deferred_weight_grads import Border
 from pipeline.runtime.pipelining.stage import RankPartition
-from pipeline.runtime.programs.parameters import piece_of
+from pipeline.runtime.programs.parameters import shard_of
 from pipeline.runtime.programs.source import load_program
 from pipeline.sharding.slices import slices_of
 from pipeline.tracing.trace import trace
-from stages.checkpoint.pipelines.schedules import Pipeline, orders
 from stages.codegen.partitions import write_partitions
 from stages.codegen.slices import graphs_of_slices
 from stages.train.engines.pipelined import PipelinedEngine
@@ -50,7 +50,7 @@ NEAR = {"": 1e-8, "amp": 3e-3, "bf16": 8e-3}  # losses; a step of bfloat16 is 4e
 
 @dataclass(frozen=True)
 class Case:
-    """`devices` of each piece; `plans` is one of FORCED, or random ones by the seed."""
+    """`devices` of each shard; `plans` is one of FORCED, or random ones by the seed."""
 
     model: str
     schedule: str
@@ -199,7 +199,7 @@ def job_of(case: Case, path: Path) -> dict:
             steps=STEPS,
             seed=0,
             clip_norm=case.clip_norm,
-            batch_norm=case.batch_norm,
+            running_stats=case.batch_norm,
             evaluate={"every": STEPS, "batches": 1},
             optimizer={"_target_": "torch.optim.AdamW", "lr": 0.01, "weight_decay": 0.1, "eps": 1e-6},
         ),
@@ -336,7 +336,7 @@ def _train(path: Path) -> None:
     case, truth = torch.load(path.with_suffix(".truth"), weights_only=False)
     engine, before = PipelinedEngine(job_of(case, path)), torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert engine.samples == case.passes * len(next(iter(batch_of(case.model).values())))
-    assert engine.stream == engine.places.piece
+    assert engine.stream == engine.places.submesh
     watched = {partition.number: _watched(partition) for partition in engine.partitions}
     ran = _links_of_passes(engine)
     losses = []
@@ -361,7 +361,7 @@ def _train(path: Path) -> None:
     for partition in engine.partitions:
         for name, tensor in partition.tensors.items():
             layout = engine.own[partition.number].stored.layout(name, tensor)
-            _near(name, tensor.detach(), piece_of(truth["weights"][name], layout, engine.places.axes))
+            _near(name, tensor.detach(), shard_of(truth["weights"][name], layout, engine.places.axes))
     _check_state(engine, truth)
     target = path.with_suffix(".safetensors")
     engine.export(target)
@@ -397,13 +397,13 @@ def _watched(partition: RankPartition) -> list[Seen]:
 def _check_order(
     case: Case, partition: RankPartition, seen: list[Seen], products: list[str], by_last: list[str]
 ) -> None:
-    """Gradients of weights are made where the planned order has them: later, but in the first piece."""
-    piece, phases = partition.number % len(case.devices), [phase for phase, _, _ in seen]
-    assert partition.defers == (case.schedule == "zero_bubble" and piece > 0)
+    """Gradients of weights are made where the planned order has them: later, but in the first shard."""
+    shard, phases = partition.number % len(case.devices), [phase for phase, _, _ in seen]
+    assert partition.defers == (case.schedule == "zero_bubble" and shard > 0)
     if not partition.defers:
         assert phases == ["I"] * case.micro_batches
         return
-    order = orders(Pipeline.ZERO_BUBBLE, len(case.devices), case.micro_batches).tasks[piece]
+    order = orders(Pipeline.ZERO_BUBBLE, len(case.devices), case.micro_batches).tasks[shard]
     assert phases == ["I" if task.phase == "B" else "W" for task in order if task.phase != "F"]
     *counts, of_last = (count for phase, count, _ in seen if phase == "W")
     assert set(counts) <= {len(products)} and of_last == len(by_last)
@@ -459,7 +459,7 @@ def _check_state(engine: PipelinedEngine, truth: dict) -> None:
     """Every tensor is told, by a rank once; other holders of a tied one take again what the first has."""
     told = [held.name for held in engine.state()]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (engine.places.piece, told))
+    dist.all_gather_object(everyone, (engine.places.submesh, told))
     names = {name for _, own in everyone for name in own}
     assert len(told) == len(set(told)) and names >= {f"weights/{name}" for name in truth["names"]}
     assert {name for name in names if name.startswith("optimizer/")} == truth["state"].keys()
@@ -467,7 +467,7 @@ def _check_state(engine: PipelinedEngine, truth: dict) -> None:
         if held.name.startswith("optimizer/"):
             whole = truth["state"][held.name]
             assert held.shape == whole.shape, held.name
-            _near(held.name, held.tensor, piece_of(whole, held.layout, list(held.axes)))
+            _near(held.name, held.tensor, shard_of(whole, held.layout, list(held.axes)))
     later = [(p, name) for p in engine.partitions for name in p.parameters if engine.places.owner(name) != p.number]
     before = {(p.number, name): _tensors(engine, p, name) for p, name in later}
     for partition, name in later:

@@ -1,4 +1,4 @@
-"""Frontiers with plans for the pieces of pipelines, and the plans that the checkpoint stage makes of them."""
+"""Frontiers with plans for the submeshes of pipelines, and the plans that the checkpoint stage makes of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.ir.profile import Compiled
 from stages.checkpoint.choose import choose
 from stages.checkpoint.pipelines.pipelined import Pipelines, find_pipelines
 from stages.checkpoint.unpipelined import find_alone
-from stages.solve.on_mesh import OnMesh
+from stages.solve.on_mesh import MeshProblem
 from tests.graphs import GRAPHS, SILENT, preset, profile_of, solve_settings
 from tests.made import made_once
 
@@ -21,21 +21,21 @@ WHERE = "conf/solve/test.yaml: memory_budget_gb"
 
 
 @made_once
-def with_pieces(name: str, devices: int = 4, micro_batches: int = 4) -> tuple[Cluster, Frontier]:
-    """Two plans on all devices and on pieces of each smaller number."""
+def with_submeshes(name: str, devices: int = 4, micro_batches: int = 4) -> tuple[Cluster, Frontier]:
+    """Two plans on all devices and on submeshes of each smaller number."""
     cluster = preset(devices)
     meshes = [Mesh(cluster.axes), *(split.meshes[size][0] for split in cluster.splits for size in split.meshes)]
     found = [_points(name, cluster, mesh, number, micro_batches) for number, mesh in enumerate(meshes)]
-    pieces = tuple(point for points in found[1:] for point in points)
+    submeshes = tuple(point for points in found[1:] for point in points)
     return cluster, Frontier(
-        cluster.memory_bytes, 2.0, tuple(meshes), tuple(found[0]), (), pieces, micro_batches=micro_batches
+        cluster.memory_bytes, 2.0, tuple(meshes), tuple(found[0]), (), submeshes, micro_batches=micro_batches
     )
 
 
 def _points(name: str, cluster: Cluster, mesh: Mesh, number: int, micro_batches: int) -> list[FrontierPoint]:
     settings = solve_settings(frontier_points=2)
     workload = Workload(GRAPHS[name](), profile_of(name), cluster.part(mesh), 2.0, micro_batches)
-    points = OnMesh(workload, settings, "conf/solve/test.yaml", SILENT).points(1e12, lambda done, note="": None)
+    points = MeshProblem(workload, settings, "conf/solve/test.yaml", SILENT).points(1e12, lambda done, note="": None)
     return [replace(point, mesh=number) for point in points]
 
 
@@ -51,7 +51,7 @@ def pipelines_of(
     compiled: Compiled | None = None,
     **asked: object,
 ) -> Pipelines:
-    cluster, frontier = with_pieces(name, devices, passes)
+    cluster, frontier = with_submeshes(name, devices, passes)
     frontier = replace(frontier, budget_bytes=budget or frontier.budget_bytes)
     profile = replace(profile_of(name), compiled=compiled)
     return find_pipelines(GRAPHS[name](), profile, cluster, frontier, settings_of(**asked), FILE)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def plan_with_pipelines(
     **asked: object,
 ) -> Plan:
     """What the stage would choose."""
-    cluster, frontier = with_pieces(name, devices, passes)
+    cluster, frontier = with_submeshes(name, devices, passes)
     frontier = replace(frontier, budget_bytes=budget or frontier.budget_bytes)
     settings, graph = settings_of(**asked), GRAPHS[name]()  # type: ignore[arg-type]
     profile = replace(profile_of(name), compiled=compiled)

@@ -33,7 +33,7 @@ from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
 from pipeline.ops.uneven import uneven_in
 from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.programs.parameters import piece_of
+from pipeline.runtime.programs.parameters import shard_of
 from pipeline.runtime.programs.source import load_program
 from pipeline.runtime.step.buckets import Row
 from pipeline.runtime.step.gradients import Gradients
@@ -46,7 +46,7 @@ from pipeline.tracing.simplify import simplify
 from stages.codegen.module import write_module
 from stages.profile.by_table import profile_graph
 from stages.solve.problem.build import build, to_sharding
-from stages.solve.problem.constraints import Hand
+from stages.solve.problem.constraints import UserConstraints
 from stages.solve.problem.storage import Stored, Way, storage_choices
 from stages.solve.search.decomposition import fastest
 from stages.solve.search.restricted import restrict
@@ -403,14 +403,14 @@ def data_parallel(graph: OpGraph, ranks: int) -> Plan:
 
 
 def zero(graph: OpGraph, ranks: int) -> Plan:
-    """As data parallel, with every parameter stored in pieces of its last dim that divides."""
+    """As data parallel, with every parameter stored in shards of its last dim that divides."""
     inputs = {v.name: Layout((S(0),)) for v in graph.of_role(Role.INPUT)}
     storage = {v.origin: splits(v.type.shape, ranks)[-1] for v in graph.of_role(Role.PARAMETER)}
     return follow(graph, ranks, lambda name: Layout((B,)), inputs, storage)
 
 
 def zero1(graph: OpGraph, ranks: int) -> Plan:
-    """As data parallel, with the optimizer's state alone in pieces of the last dim that divides, or uneven ones.
+    """As data parallel, with the optimizer's state alone in shards of the last dim that divides, or uneven ones.
 
     A shard of another dim than the first does not lie in the parameter in one run, so it has memory of its own.
     """
@@ -439,7 +439,9 @@ def sequence(graph: OpGraph, ranks: int) -> Plan:
     """What `only: sequence` leaves: tensor parallel, and what lies between the blocks split along the sequence."""
     cluster = preset(ranks)
     problem, choices = build(Workload(graph, profile_graph(graph), cluster, 2.0))
-    hand = Hand(graph, tuple(axis.name for axis in cluster.axes), solve_settings(only=Only.sequence), "conf/solve")
+    hand = UserConstraints(
+        graph, tuple(axis.name for axis in cluster.axes), solve_settings(only=Only.sequence), "conf/solve"
+    )
     left = restrict(problem, hand.kept(choices))
     picked = left.expand(fastest(left.problem, seconds=5.0))
     links = tuple(Region(i, i, False, ()) for i in range(len(graph.chain)))
@@ -524,7 +526,7 @@ def run_alone(model: str, source: str, folder: Path) -> None:
 
 @dataclass
 class Run:
-    """A program on a rank with its pieces of everything."""
+    """A program on a rank with its shards of everything."""
 
     rows: dict[str, Row]
     axes: list[str]
@@ -555,10 +557,10 @@ def prepare(path: Path, truth: dict) -> Run:
     set_mesh(program.MESH)
     axes = list(program.MESH)
     rows = {name: look_up(program.PARAMETERS, name) for name in truth["parameters"]}
-    held = {n: nn.Parameter(piece_of(p, Layout.parse(rows[n][0]), axes)) for n, p in truth["parameters"].items()}
+    held = {n: nn.Parameter(shard_of(p, Layout.parse(rows[n][0]), axes)) for n, p in truth["parameters"].items()}
     tensors = {**truth["constants"], **held}
     layouts = {name: Layout.parse(layout) for name, layout in program.INPUTS.items()}
-    batches = [{n: piece_of(b, layouts[n], axes) for n, b in batch.items()} for batch in truth["batches"]]
+    batches = [{n: shard_of(b, layouts[n], axes) for n, b in batch.items()} for batch in truth["batches"]]
     gradients = Gradients(held.values(), rows.values(), axes)
     assert len(batches) == program.MICRO_BATCHES
     return Run(rows, axes, tuple(program.MESH.values()), held, tensors, batches, gradients, program.Program(tensors))
@@ -577,7 +579,7 @@ def _run(path: Path, truth: dict) -> None:
         run.gradients.publish()
     floor = 1e-3 * float(max(p.norm() for p in truth["after"].values()))
     for name, parameter in run.held.items():
-        expected = piece_of(truth["after"][name], run.layout(name), run.axes)
+        expected = shard_of(truth["after"][name], run.layout(name), run.axes)
         _compare(f"{name} at the end", parameter.detach(), expected, floor, near)
     for name, parameter in updated.items():
         shape = run.state(name).local_shape(tuple(truth["parameters"][name].shape), run.sizes)
@@ -592,7 +594,7 @@ def _compare_gradients(run: Run, updated: dict[str, nn.Parameter], truth: dict[s
             assert parameter.grad is None or not parameter.grad.any(), f"{name} has a gradient"
         else:
             assert parameter.grad is not None, f"{name} has no gradient"
-            _compare(name, parameter.grad, piece_of(truth[name], run.state(name), run.axes), floor, near)
+            _compare(name, parameter.grad, shard_of(truth[name], run.state(name), run.axes), floor, near)
 
 
 def _compare(name: str, found: Tensor, expected: Tensor, floor: float, near: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import tempfile
 import traceback
@@ -74,6 +75,7 @@ def _rank(
     function: Callable[..., Any],
     arguments: Any,
 ) -> None:
+    gc.freeze()  # what the fork has from its server
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=collective_s)

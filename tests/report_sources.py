@@ -14,7 +14,7 @@ from stages.profile.by_table import profile_graph
 from stages.report.priced import Sources
 from stages.solve.on_mesh import price_point
 from tests.graphs import GRAPHS, frontier_of, gpt_graph, plan_of, preset, profile_of
-from tests.pipeline_plans import plan_with_pipelines, with_pieces
+from tests.pipeline_plans import plan_with_pipelines, with_submeshes
 from tests.plans import data_parallel
 
 BASELINES = (Baseline("DDP", 2e-3, 10**6, 0), Baseline("ZeRO-3", 3e-3, 5 * 10**5, 0))
@@ -27,7 +27,7 @@ def sources_of(name: str, budget: int | None = None, recompute: str = "optimal")
 
 
 def piped_sources(name: str = "gpt", pipeline: str = "1f1b", **asked: object) -> Sources:
-    cluster, frontier = with_pieces(name)
+    cluster, frontier = with_submeshes(name)
     plan = plan_with_pipelines(name, pipeline=pipeline, **asked)
     return Sources(name, plan, GRAPHS[name](), profile_of(name), cluster, frontier, digest="sha256:0123456789abcdef")
 

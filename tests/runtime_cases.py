@@ -20,15 +20,15 @@ from pipeline.ir.layout import B, Layout, P, R, S, State
 from pipeline.runtime import context
 from pipeline.runtime.compiler.compiled import compiled
 from pipeline.runtime.programs.collectives import SHORT, all_reduce, own_sum
-from pipeline.runtime.programs.local_ops import count_targets, mean_cross_entropy, mean_of_pieces
+from pipeline.runtime.programs.local_ops import count_targets, mean_cross_entropy, mean_of_shards
 from pipeline.runtime.programs.mesh import axis_of, set_mesh
-from pipeline.runtime.programs.parameters import piece_of, scope, whole_of
+from pipeline.runtime.programs.parameters import scope, shard_of, whole_of
 from pipeline.runtime.recompute.regions import recompute
 from pipeline.runtime.step.gradients import Gradients
 from pipeline.runtime.step.memory import storage_bytes
 from pipeline.runtime.step.passes import run_passes
 from pipeline.sharding.conversions import TABLE, conversion
-from tests import pieces
+from tests import shards
 from tests.ranks import AXIS
 
 SHAPES = {"matrix": (6, 12), "cube": (6, 5, 12), "scalar": ()}
@@ -64,13 +64,13 @@ def check_conversion(shape: str, source: State, target: State) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.randn(SHAPES[shape], dtype=torch.float64)
     gradient = torch.randn(SHAPES[shape], dtype=torch.float64)
-    x = pieces.values(source, whole, ranks)[rank].requires_grad_()
-    given = pieces.gradients(target, gradient, ranks)[rank]
+    x = shards.values(source, whole, ranks)[rank].requires_grad_()
+    given = shards.gradients(target, gradient, ranks)[rank]
     kept = x.detach().clone(), given.clone()
     y = convert(x, source, target)
-    pieces.check_values(target, gathered(y.detach()), whole, "the value")
+    shards.check_values(target, gathered(y.detach()), whole, "the value")
     y.backward(given)
-    pieces.check_gradients(source, gathered(x.grad), gradient, "the source")
+    shards.check_gradients(source, gathered(x.grad), gradient, "the source")
     assert torch.equal(x.detach(), kept[0]) and torch.equal(given, kept[1]), "a conversion wrote into its argument"
 
 
@@ -81,12 +81,12 @@ def check_order_in_memory() -> None:
         if source.kind + target.kind not in TABLE:
             continue
         whole = torch.randn(12, 6, dtype=torch.float64).t()
-        x = pieces.values(source, whole, ranks)[rank].t().contiguous().t().requires_grad_()
+        x = shards.values(source, whole, ranks)[rank].t().contiguous().t().requires_grad_()
         y = convert(x, source, target)
-        pieces.check_values(target, gathered(y.detach()), whole, "the value")
+        shards.check_values(target, gathered(y.detach()), whole, "the value")
         if target.kind != "B":  # an expanded gradient cannot be different summands
             y.backward(torch.ones((), dtype=torch.float64).expand(y.shape))
-            pieces.check_gradients(source, gathered(x.grad), torch.ones_like(whole), f"{source} -> {target}")
+            shards.check_gradients(source, gathered(x.grad), torch.ones_like(whole), f"{source} -> {target}")
 
 
 def check_integers() -> None:
@@ -94,8 +94,8 @@ def check_integers() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for whole in (torch.arange(72).view(6, 12), torch.arange(72).view(6, 12) % 3 == 0):
         for source, target in [(R, S(1)), (S(0), R), (S(1), S(0)), (S(1), B), (B, S(0)), (R, B), (B, R)]:
-            y = convert(pieces.values(source, whole, ranks)[rank], source, target)
-            pieces.check_values(target, gathered(y), whole, f"{source} -> {target}")
+            y = convert(shards.values(source, whole, ranks)[rank], source, target)
+            shards.check_values(target, gathered(y), whole, f"{source} -> {target}")
             assert not y.requires_grad
 
 
@@ -131,19 +131,19 @@ def check_cross_entropy() -> None:
         if early:
             count_targets(mine, AXIS, ignored)
         loss = mean_cross_entropy(own, mine, AXIS, **options)
-        pieces.check_values(P, gathered(loss.detach()), expected.detach(), "the loss")
+        shards.check_values(P, gathered(loss.detach()), expected.detach(), "the loss")
         loss.backward()
-        pieces.check_gradients(S(0), gathered(own.grad), logits.grad, "the logits")
+        shards.check_gradients(S(0), gathered(own.grad), logits.grad, "the logits")
 
 
-def check_mean_of_pieces() -> None:
+def check_mean_of_shards() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.randn(12, 6, dtype=torch.float64)
     own = whole.chunk(ranks)[rank].clone().requires_grad_()
-    mean = mean_of_pieces(own.mean(), AXIS)
-    pieces.check_values(P, gathered(mean.detach()), whole.mean(), "the mean")
+    mean = mean_of_shards(own.mean(), AXIS)
+    shards.check_values(P, gathered(mean.detach()), whole.mean(), "the mean")
     mean.backward()
-    pieces.check_gradients(S(0), gathered(own.grad), torch.full_like(whole, 1 / whole.numel()), "the tensor")
+    shards.check_gradients(S(0), gathered(own.grad), torch.full_like(whole, 1 / whole.numel()), "the tensor")
 
 
 def parameters(*sizes: int) -> list[nn.Parameter]:
@@ -546,24 +546,24 @@ def check_compiled() -> None:
         torch.testing.assert_close(own, plain)
 
 
-def check_pieces_of_parameters() -> None:
+def check_shards_of_parameters() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.arange(72.0).view(6, 12)
     for text in ("R", "S(0)", "S(1)"):
         layout = Layout.parse(text)
-        piece = piece_of(whole, layout, [AXIS])
-        assert piece.shape == layout.local_shape((6, 12), (ranks,))
-        assert torch.equal(piece, pieces.values(layout.states[0], whole, ranks)[rank])
-        assert piece.is_contiguous() and piece.data_ptr() != whole.data_ptr()
+        shard = shard_of(whole, layout, [AXIS])
+        assert shard.shape == layout.local_shape((6, 12), (ranks,))
+        assert torch.equal(shard, shards.values(layout.states[0], whole, ranks)[rank])
+        assert shard.is_contiguous() and shard.data_ptr() != whole.data_ptr()
     for shape in ((7, 12), (12, 5), (1, 3)):
         whole = torch.arange(1.0, 1 + shape[0] * shape[1]).view(shape)
         for text in ("R", "S(0)", "S(1)"):
             layout = Layout.parse(text)
-            piece = piece_of(whole, layout, [AXIS])
-            assert piece.shape == layout.local_shape(shape, (ranks,))
+            shard = shard_of(whole, layout, [AXIS])
+            assert shard.shape == layout.local_shape(shape, (ranks,))
             (rows, columns) = (sum(n for _, n in runs) for runs in layout.runs(shape, (ranks,), (rank,)))
-            assert piece.count_nonzero() == rows * columns, "all else is padding"
-            assert torch.equal(whole_of(piece, shape, layout, [AXIS]), whole)
+            assert shard.count_nonzero() == rows * columns, "all else is padding"
+            assert torch.equal(whole_of(shard, shape, layout, [AXIS]), whole)
 
 
 def check_meshes() -> None:
@@ -600,7 +600,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "integers and booleans": check_integers,
     "scattered sums": check_scattered_sums,
     "mean cross entropy": check_cross_entropy,
-    "mean of pieces": check_mean_of_pieces,
+    "mean of shards": check_mean_of_shards,
     "gradients are summed": check_sums,
     "old values of buckets": check_old_values,
     "one send order": check_send_order,
@@ -616,7 +616,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "the loss comes later": check_later,
     "recompute": check_recompute,
     "compiled": check_compiled,
-    "pieces of parameters": check_pieces_of_parameters,
+    "shards of parameters": check_shards_of_parameters,
     "meshes": check_meshes,
     "scope": check_scope,
 }

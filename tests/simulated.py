@@ -52,8 +52,9 @@ def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     return Done() if async_op else None
 
 
-def _all_gather(output, tensor, group=None):
+def _all_gather(output, tensor, group=None, async_op=False):
     output.copy_(torch.cat(group.exchange(_own.axes[AXIS].rank, tensor)))
+    return Done() if async_op else None
 
 
 def _reduce_scatter(output, tensor, group=None):

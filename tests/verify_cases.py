@@ -16,12 +16,13 @@ from benchmarks.complex_models import ComplexLayers, Fourier, Rotary
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Plan, Region
 from pipeline.runtime.programs.source import load_program
+from pipeline.tracing.trace import with_norms_per_rank
 from stages.codegen.module import write_module
 from stages.verify.compare import judge
 from stages.verify.float32 import judge_in_float32
 from stages.verify.float64 import draws_alike
 from stages.verify.locate import Case, locate
-from stages.verify.truth import truth_of
+from stages.verify.truth import truth_of, with_parts
 from tests import plans
 from tests.graphs import trace
 from tests.programs import Stateful, everything, kept, uniform
@@ -189,7 +190,7 @@ def tokens() -> dict[str, Tensor]:
 
 
 def drawn(seed: int) -> Callable[[OpGraph], Plan]:
-    """Any strategy for each op: complex numbers lie in pieces and in summands."""
+    """Any strategy for each op: complex numbers lie in shards and in summands."""
     return lambda graph: plans.random_plan(graph, 2, seed)
 
 
@@ -210,6 +211,16 @@ TRIED: dict[str, Tried] = {
     # torch.utils.checkpoint ends a second run once backward has all it asks for; rrelu fills its noise after that.
     "whole dropout and rrelu": Tried(partial(Drawing, RANDOM["rrelu"]), rows, whole_and_kept),
     "statistics": Tried(Stateful, rows, split),
+    "statistics of each rank": Tried(Stateful, rows, split, traced=with_norms_per_rank),
+    "deferred statistics of each rank": Tried(
+        Stateful, rows, split, traced=with_norms_per_rank, passes=3, batch_norm="deferred"
+    ),
+    "wrong statistics of each rank": Tried(
+        Stateful, rows, split, ("True, 0.1, ", "True, 0.2, "), traced=with_norms_per_rank
+    ),
+    "each rank with statistics of all": Tried(
+        Stateful, rows, split, ("0.1, 1e-05", '0.1, 1e-05, axis="d0"'), traced=with_norms_per_rank
+    ),
     "statistics of rounding": Tried(Centred, rows, split),
     "deferred statistics": Tried(Stateful, rows, split, passes=3, batch_norm="deferred"),
     "wrong deferred statistics": Tried(
@@ -247,9 +258,14 @@ def judge_all(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
 def judged(tried: Tried, case: Case) -> dict[str, Any]:
     draw = draws_alike(case.graph, case.text)
 
+    norms = list(case.norms.values())
+
+    def build() -> nn.Module:
+        return with_parts(seeded(tried.build), norms) if norms else seeded(tried.build)
+
     def truth():
         batches = [tried.batches()] * 3
-        return truth_of(lambda: seeded(tried.build), batches, tried.make, draw=draw, batch_norm=tried.batch_norm)
+        return truth_of(build, batches, tried.make, draw=draw, batch_norm=tried.batch_norm)
 
     known = truth()
     verdict = judge(load_program(case.path, compiles=False), known, tried.make)
@@ -258,7 +274,7 @@ def judged(tried: Tried, case: Case) -> dict[str, Any]:
     in_float32 = None
     if verdict.equal and not known.kind.others:
         given = tried.batches(), case.path, tried.make, tried.batch_norm
-        in_float32 = judge_in_float32(lambda: seeded(tried.build), *given).equal
+        in_float32 = judge_in_float32(build, *given).equal
     kinds = {d.kind for d in verdict.differences if d.over > 1.0}
     tolerances = {d.tolerance: d.relative for d in verdict.differences if d.kind == "loss"}
     found = {"equal": verdict.equal, "fault": fault, "draw": draw, "kinds": kinds, "tolerances": tolerances}

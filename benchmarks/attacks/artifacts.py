@@ -110,7 +110,7 @@ def _parses(text: str) -> bool:
 def made(folder: Path, pipelined: bool) -> Path:
     """A planned project, with the report of a training that nobody did."""
     root = folder / ("pipelined" if pipelined else "plain")
-    train: dict[str, Any] = {"steps": 2, "micro_batches": 4} if pipelined else {"steps": 2}
+    train: dict[str, Any] = {"steps": 2, "gradient_accumulation": 4} if pipelined else {"steps": 2}
     small_project.configure(root, train)
     if pipelined:
         _settings(root, "solve", only="any")

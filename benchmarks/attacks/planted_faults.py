@@ -44,7 +44,7 @@ FAULTS: dict[str, Edits] = {
         ('class_split_cross_entropy(flatten_1, flatten, axis="d0")',
          'all_reduce(class_split_cross_entropy(flatten_1, flatten, axis="d0"), axis="d0")'),
     ),
-    "pieces in the wrong order": (
+    "shards in the wrong order": (
         ('all_gather(flatten_2, axis="d0", dim=2)',
          'torch.cat(all_gather(flatten_2, axis="d0", dim=2).chunk(2, 2)[::-1], 2)'),
     ),
@@ -139,7 +139,7 @@ def make(root: Path) -> None:
     from stages.__main__ import main
 
     with patch.object(small_project, "BEFORE_TRAIN", ()):
-        small_project.make(root, {"accept_edited_module": True, "steps": 1, "micro_batches": 2})
+        small_project.make(root, {"accept_edited_module": True, "steps": 1, "gradient_accumulation": 2})
     shape = {"shape": [4, 8], "dtype": "int64"}
     module = {
         "module": {"_target_": "benchmarks.planted_model.Planted"},

@@ -260,7 +260,13 @@ def _of_training() -> Iterator[Attack]:
     both = (("conf/model/small.yaml", "batch.input_ids.shape", "ddp"),)
     yield Attack("a batch that ddp cannot cut", odd, both)
     yield one(
-        "deferred batch norms of ddp", {"train.engine": "ddp", "train.batch_norm": "deferred"}, train, "batch_norm"
+        "deferred batch norms of ddp",
+        {"train.engine": "ddp", "train.running_stats": "deferred"},
+        train,
+        "running_stats",
+        {"train.engine": "ddp", "train.running_stats": "deferred"},
+        train,
+        "running_stats",
     )
 
 

@@ -44,11 +44,11 @@ class ArtifactKind:
 KINDS = {
     kind.name: kind
     for kind in (
-        ArtifactKind("graph", "trace", "graph.json", OpGraph, version=3),
+        ArtifactKind("graph", "trace", "graph.json", OpGraph, version=4),
         ArtifactKind("profile", "profile", "profile.json", Profile, version=5),
-        ArtifactKind("cluster", "cluster", "cluster.json", Cluster, version=3),
-        ArtifactKind("frontier", "solve", "frontier.json", Frontier, version=2),
-        ArtifactKind("plan", "checkpoint", "plan.json", Plan, version=7),
+        ArtifactKind("cluster", "cluster", "cluster.json", Cluster, version=4),
+        ArtifactKind("frontier", "solve", "frontier.json", Frontier, version=3),
+        ArtifactKind("plan", "checkpoint", "plan.json", Plan, version=8),
         ArtifactKind("module", "codegen", "module.py", str, version=4),
         ArtifactKind("report", "train", "report.json", Report, version=2),
     )

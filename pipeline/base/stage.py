@@ -40,7 +40,7 @@ STAGES = {
         StageSpec("trace", (), "graph", ("model", "cluster.device")),
         StageSpec("profile", ("graph",), "profile", ("model.precision", "cluster.device", "train.optimizer")),
         StageSpec("cluster", (), "cluster", ("cluster",)),
-        StageSpec("solve", ("graph", "profile", "cluster"), "frontier", ("solve", "train.micro_batches")),
+        StageSpec("solve", ("graph", "profile", "cluster"), "frontier", ("solve", "train.gradient_accumulation")),
         StageSpec("checkpoint", ("graph", "profile", "cluster", "frontier"), "plan", ("checkpoint",)),
         StageSpec("codegen", ("graph", "plan"), "module", ("model",)),
         StageSpec("train", ("graph", "plan", "module"), "report", ("model", "data", "train")),

@@ -3,7 +3,7 @@
 # ruff: noqa: F401 - all names here are for others
 
 from pipeline.config.consistency import PIPELINE_AXIS
-from pipeline.config.experiment import apply_experiment, experiments, find_sweep, overrides, try_settings
+from pipeline.config.experiment import apply_experiment, experiments, find_sweep, overrides, set_keys, try_settings
 from pipeline.config.load import Draft, load_config, load_part, read_draft, saved_file
 from pipeline.config.schema import (
     GROUPS,
@@ -15,6 +15,7 @@ from pipeline.config.schema import (
     Device,
     DType,
     ModelSettings,
+    NormStatistics,
     Only,
     Pipeline,
     PlanUse,

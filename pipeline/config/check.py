@@ -89,8 +89,10 @@ def check(schema: type, value: dict[str, Any], source: Source, key: Key = ()) ->
     """What is wrong: keys that are not known, mandatory ones that are missing, values that their fields do not take."""
     fields = fields_of(schema)
     odd = [name for name, item in value.items() if name not in fields and not unread(item)]
+    now = {former: name for name, (_, item) in fields.items() if (former := rule_of(item).formerly)}
     for name in odd:
-        yield source.error((*key, name), "unknown key", suggestion(name, list(fields), "allowed: "))
+        remedy = f"it is called `{now[name]}` now" if name in now else suggestion(name, list(fields), "allowed: ")
+        yield source.error((*key, name), "unknown key", remedy)
     meant = {nearest(name, list(fields)) for name in odd}  # a mandatory key that is misspelt is one mistake
     for name, (kind, item) in fields.items():
         if name in value:

@@ -114,7 +114,7 @@ def _check_mesh(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
         yield source_of("solve").error(key, f"got {groups}, and `{what}` in {file} makes {asked}", "let them agree")
 
 
-def _check_pieces(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
+def _check_submeshes(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
     """A pipeline that is asked for needs plans of fewer devices than all."""
     if config.checkpoint.pipeline in (OFF, SOLVED):
         return
@@ -122,15 +122,15 @@ def _check_pieces(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
     if solve.mesh and solve.mesh.get(PIPELINE_AXIS, 1) == 1:
         reason = f"is a mesh of all devices, and {asked} asks for partitions"
         yield source_of("solve").error(("mesh",), reason, f"add {PIPELINE_AXIS}: the number of them, or set null")
-    elif not solve.mesh and solve.piece_meshes == 0:
+    elif not solve.mesh and solve.submeshes == 0:
         reason = f"got 0, and {asked} needs plans of fewer devices"
-        yield source_of("solve").error(("piece_meshes",), reason, "set it to 1 or more")
+        yield source_of("solve").error(("submeshes",), reason, "set it to 1 or more")
 
 
 def _check_last(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
     """Without a pipeline the last micro-batch would need as much as if none recomputed, and the others take longer."""
     settings = config.checkpoint
-    passes = settings.micro_batches if isinstance(settings.micro_batches, int) else config.train.micro_batches
+    passes = settings.micro_batches if isinstance(settings.micro_batches, int) else config.train.gradient_accumulation
     if settings.recompute is Recompute.except_last and settings.pipeline is OFF and passes > 1:
         reason = f"'except_last' with {passes} micro-batches is for pipelines, and `pipeline` is off"
         yield source_of("checkpoint").error(("recompute",), reason, LAST_ALONE)
@@ -138,12 +138,12 @@ def _check_last(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
 
 def _check_train(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
     train, schedule = config.train, config.train.schedule
-    until = train.steps if schedule.until is None else schedule.until
-    if schedule.decay is Decay.none and schedule.until is not None:
+    until = train.steps if schedule.decay_steps is None else schedule.decay_steps
+    if schedule.decay is Decay.none and schedule.decay_steps is not None:
         reason, remedy = "is not read with `decay: none`", "set `decay` to linear or cosine"
-        yield source_of("train").error(("schedule", "until"), reason, remedy)
+        yield source_of("train").error(("schedule", "decay_steps"), reason, remedy)
     elif schedule.decay is not Decay.none and until <= schedule.warm_up:
-        what = "`steps`" if schedule.until is None else "`until`"
+        what = "`steps`" if schedule.decay_steps is None else "`decay_steps`"
         reason = f"got {schedule.warm_up}, and by {what} the decay ends at step {until}"
         yield source_of("train").error(("schedule", "warm_up"), reason, "warm up over fewer steps")
     if train.evaluate.every and config.data is not None and config.data.held_out is None:
@@ -154,15 +154,15 @@ def _check_train(config: Config, source_of: SourceOf) -> Iterator[ConfigError]:
         reason = f"got {train.trace_step}, and the {train.steps} steps are counted from 0"
         yield source_of("train").error(("trace_step",), reason, "set it to an earlier step, or null")
     # The other engines run the user's own module, whose batch norms do as torch has them.
-    if train.batch_norm is BatchNorm.deferred and train.engine is not TrainEngine.planned:
+    if train.running_stats is BatchNorm.deferred and train.engine is not TrainEngine.planned:
         reason = f"'deferred' is for the plan's program, and `engine` is {train.engine.value}"
-        yield source_of("train").error(("batch_norm",), reason, "set it to exact, or `engine: planned`")
+        yield source_of("train").error(("running_stats",), reason, "set it to exact, or `engine: planned`")
 
 
 # What the files of these groups say together.
 CHECKS = (
     (_check_mesh, ("solve", "checkpoint")),
-    (_check_pieces, ("solve", "checkpoint")),
+    (_check_submeshes, ("solve", "checkpoint")),
     (_check_last, ("checkpoint", "train")),
     (_check_train, ("train",)),
 )

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,17 @@ def apply_experiment(root: Path, name: str) -> list[str]:
     experiment: Experiment = build(Experiment, source)
     edit = _Edit(root, source)
     edit.apply_all(experiment.settings)
+    _write(root, edit.changed)
+    return edit.lines
+
+
+def set_keys(root: Path, group: str, name: str, settings: Mapping[str, Any]) -> list[str]:
+    """Set keys of a file of a group, chosen or not, with all else in it as it is; the changes made, one line each."""
+    file = group_file(group, name)
+    edit = _Edit(root, read(root, file, (group,)))
+    for path, value in settings.items():
+        edit._set(file, path.split("."), value, ())
+    build(GROUPS[group], read(root, file, (group,), edit.changed))
     _write(root, edit.changed)
     return edit.lines
 

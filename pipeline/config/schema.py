@@ -70,6 +70,7 @@ class KeyRule:
     below: float | None = None
     form: ValueForm | None = None
     meant: Mapping[str, str] = field(default_factory=dict)  # another word for it -> the one that is taken
+    formerly: str = ""  # what the key was called
 
 
 def setting(help: str, default: Any = MISSING, **rule: Any) -> Any:
@@ -118,6 +119,7 @@ class Root:
 # ---- conf/model/*.yaml
 
 Precision = StrEnum("Precision", ["fp32", "bf16", "amp"])
+NormStatistics = StrEnum("NormStatistics", ["whole", "per_rank"])
 DType = StrEnum("DType", ["float32", "float64", "bfloat16", "float16", "int64", "int32", "bool"])
 
 
@@ -147,6 +149,12 @@ class ModelSettings:
         AUTO,
         form=ValueForm.SWITCH,
     )
+    batch_norm: NormStatistics = setting(
+        "Batch norms take mean and variance of the whole batch whatever the plan (`whole`), or each rank those of its"
+        " own part of it, as under `DistributedDataParallel`; the running statistics are then those of rank 0"
+        " (`per_rank`, see docs/training.md).",
+        NormStatistics.whole,
+    )
     ops: dict[str, str] | None = setting(
         "How ops of your own may be split: op to line of dims (`docs/how-to-add-an-op.md`).", None, form=ValueForm.DIMS
     )
@@ -173,6 +181,7 @@ class Data:
 # ---- conf/cluster/*.yaml
 
 ClusterSource = StrEnum("ClusterSource", ["probe", "preset", "simulate"])
+OverlapMode = StrEnum("OverlapMode", ["none", "runtime", "megatron"])
 Device = StrEnum("Device", ["cpu", "cuda"])
 
 
@@ -181,7 +190,7 @@ class Probe:
     max_message_mb: float = setting("Largest message sent between devices, in MB.", 4.0, above=0, at_most=1024)
     repeats: int = setting("Times each measurement is repeated; outliers are left out.", 7, **between(3, 1000))
     budget_s: float = setting("Seconds for the links: messages grow as far as it allows.", 8.0, **SECONDS)
-    timeout_s: float = setting("Seconds after which the probe is given up.", 60.0, **SECONDS)
+    timeout_s: float = setting("Seconds after which the probe is given up.", 300.0, **SECONDS)
     hosts: list[str] | None = setting(
         "Addresses of the hosts, the one that runs the stage first; null is this machine alone (`docs/clusters.md`).",
         None,
@@ -194,15 +203,17 @@ class Probe:
 
 @dataclass
 class ReachedShares:
-    products: float = setting("Share of the half-precision rate that large products reach.", 0.8, **SHARE)
-    unaligned: float = setting("Share of that in products with rows that do not begin on 16 bytes.", 0.4, **SHARE)
-    memory: float = setting("Share of the memory bandwidth that kernels reach.", 0.7, **SHARE)
-    kernel_us: float | None = setting(
-        "Time that any kernel takes, issued by the host, in microseconds; null is `launch_us`.", None, **US
+    products: float | None = setting("Share of the rate that large products reach; null: `efficiency`.", None, **SHARE)
+    unaligned: float | None = setting(
+        "Share of that in products with rows that do not begin on 16 bytes; null: as on an H200.", None, **SHARE
     )
-    links: float = setting("Share of the links' bandwidth that collectives reach.", 0.75, **SHARE)
-    network: float = setting("Share of the network's bandwidth that they reach.", 0.8, **SHARE)
-    collective_us: float = setting("Time that any collective takes beside its bytes, in microseconds.", 30.0, **US)
+    memory: float | None = setting("Share of the memory bandwidth that is reached; null: `efficiency`.", None, **SHARE)
+    kernel_us: float | None = setting(
+        "Time in which the host issues a kernel, in microseconds; null: as that of an H200.", None, **US
+    )
+    links: float = setting("Share of the links' bandwidth that collectives reach.", 1.0, **SHARE)
+    network: float = setting("Share of the network's bandwidth that they reach.", 1.0, **SHARE)
+    collective_us: float = setting("Time that any collective takes beside its messages, in microseconds.", 0.0, **US)
 
 
 @dataclass
@@ -234,8 +245,14 @@ class Preset:
         "Bandwidth of one host to the others, one direction, all its network cards together.", None, **GBYTES
     )
     network_cards: int = setting("Network cards of a host: a device alone uses one.", 1, **between(1, 1024))
+    hidden: float | None = setting(
+        "Of computation and a collective at the same time, the part of the shorter one that costs nothing: 1 is no"
+        " contention; null is 0.8 on GPUs and 0 on CPUs.",
+        None,
+        **between(0, 1),
+    )
     reached: ReachedShares = section(
-        "What training steps reach of these figures: read by `python -m stages price` alone (`docs/price.md`).",
+        "What training steps reach of these figures: written by the command `calibrate` (`docs/price.md`).",
         ReachedShares,
     )
 
@@ -270,6 +287,11 @@ class ClusterSettings:
         Preset,
     )
     simulate: Simulate = section("How measurements are imagined; read when `source: simulate`.", Simulate)
+    overlap: OverlapMode = setting(
+        "Collectives that are priced as running beside computation: those of this project's programs (`runtime`), those"
+        " of Megatron's (`megatron`, to compare with what it reaches), or `none`; see docs/clusters.md.",
+        OverlapMode.runtime,
+    )
 
     @property
     def host_sizes(self) -> tuple[int, ...]:
@@ -286,7 +308,7 @@ class ClusterSettings:
 # ---- conf/solve/*.yaml
 
 Backend = StrEnum("Backend", ["glpk", "highs"])
-Search = StrEnum("Search", ["ilp", "dp", "mcmc", "large"])
+Search = StrEnum("Search", ["ilp", "dp", "large"])
 Only = StrEnum("Only", ["any", "data", "zero", "tensor", "sequence"])
 PlanUse = StrEnum("PlanUse", ["start", "as_is"])
 
@@ -303,8 +325,8 @@ class Solve:
     glpsol: str | None = setting("Path of the `glpsol` program; null looks for it.", None)
     search: Search = setting(
         "How plans are searched for: dynamic programming with prices on memory, and the integer program where that"
-        " leaves a gap (`ilp`), without the integer program (`dp`), by random changes (`mcmc`, without a proof), or by"
-        " the search for large problems (`large`), which needs no dynamic programming.",
+        " leaves a gap (`ilp`), without the integer program (`dp`), or by the search for large problems (`large`),"
+        " which needs no dynamic programming.",
         Search.ilp,
     )
     only: Only = setting(
@@ -324,13 +346,14 @@ class Solve:
     most_axes: int = setting("Axes that a candidate mesh may have.", 2, **between(1, 3))
     most_meshes: int = setting("Candidate meshes that are planned for, the most promising first.", 6, **between(1, 64))
     frontier_meshes: int = setting("Meshes of which plans are kept, the fastest first.", 3, **between(1, 64))
-    piece_meshes: int = setting(
+    submeshes: int = setting(
         "Meshes of each smaller number of devices of which plans are kept, for pipelines; 0 is none.",
         1,
         **between(0, 16),
+        formerly="piece_meshes",
     )
     shard_only: str | None = setting("Module that alone may be split, by name, with * and ?; null is all.", None)
-    seed: int = setting("Seed of the random searches (`mcmc`, `large`).", 0, **SEED)
+    seed: int = setting("Seed of the search for large problems.", 0, **SEED)
     plan: str | None = setting(
         "Saved plan: a file in `conf/plan/`, without its ending, copied from `runs/checkpoint/plan.json` or"
         " `runs/solve/frontier.json`; see docs/constraints.md.",
@@ -375,7 +398,7 @@ class Checkpoint:
         None,
     )
     micro_batches: Any = setting(
-        "Micro-batches of a step: null is those of the train file, `solve` looks for the best multiple of these, of"
+        "Micro-batches of a step: null is `gradient_accumulation`, `solve` looks for the best multiple of that, of"
         " which each takes a slice of a pass. In a pipeline the batch need not divide: 10 samples in four are 3, 3, 2"
         " and 2.",
         None,
@@ -397,10 +420,11 @@ TrainEngine = StrEnum("TrainEngine", ["planned", "ddp", "fsdp2", "single"])
 class RateSchedule:
     warm_up: int = setting("Steps over which the learning rate rises to that of the optimizer.", 0, **STEPS)
     decay: Decay = setting("How it falls after that.", Decay.none, meant={"constant": "none"})
-    until: int | None = setting(
+    decay_steps: int | None = setting(
         "Step, counted from the first, at which it has fallen to `least` and stays there; null is `steps`.",
         None,
         **between(1, 10**12),
+        formerly="until",
     )
     least: float = setting("What is left of it then, as a part of the optimizer's.", 0.0, **between(0, 1))
 
@@ -437,11 +461,12 @@ class Snapshotting:
 @dataclass(frozen=True)
 class Train:
     steps: int = setting("Optimizer steps.", **between(1, 10**12))
-    micro_batches: int = setting(
+    gradient_accumulation: int = setting(
         "Forward and backward passes of a step. The model's batch is that of one pass; each takes the next of the data,"
         " and the step is that of their mean loss.",
         1,
         **between(1, 10**6),
+        formerly="micro_batches",
     )
     seed: int = setting("Seed of the weights and of dropout.", 0, **SEED)
     optimizer: dict[str, Any] = setting("What builds the optimizer, without its `params`.", form=ValueForm.TARGET)
@@ -460,10 +485,11 @@ class Train:
         None,
         above=0,
     )
-    batch_norm: BatchNorm = setting(
+    running_stats: BatchNorm = setting(
         "Running statistics of batch norms change with each micro-batch (`exact`), or once a step with mean and"
         " unbiased variance of all its micro-batches (`deferred`, as in GPipe). Each is normalised by its own in both.",
         BatchNorm.exact,
+        formerly="batch_norm",
     )
     init_from: str | None = setting(
         "File with weights of the unsplit model, by its own names: `.safetensors`, its `.index.json`, or a state dict"
@@ -501,7 +527,7 @@ class Train:
         **SECONDS,
     )
     compare_replicas_every: int = setting(
-        "Steps after which ranks that hold the same piece of a tensor compare its checksum; 0: never.", 0, **STEPS
+        "Steps after which ranks that hold the same shard of a tensor compare its checksum; 0: never.", 0, **STEPS
     )
     engine: TrainEngine = setting(
         "What takes the steps: the plan's program (`planned`), or for comparison your own module under plain PyTorch on"

@@ -101,7 +101,7 @@ def _apart_bytes(sharded: Sharded) -> int:
 
 
 def _lies_in(stored: Layout, state: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether a rank's piece of a parameter is one run of what it stores: cut on the first dim, from the outside."""
+    """Whether a rank's shard of a parameter is one run of what it stores: cut on the first dim, from the outside."""
     cuts = sorted((place.dim, place.outside, sizes[axis]) for axis, place in stored.further(state, sizes).items())
     if state.uneven(shape, sizes):  # on the last rank it is padded
         return False
@@ -123,12 +123,17 @@ def growing(sharded: Sharded) -> frozenset[str]:
 
 
 def _grown(sharded: Sharded, spans: Sequence[Span], owned: frozenset[str]) -> Iterator[int]:
-    """Of each link, the bytes of gradients that its backward leaves: of parameters that no later link reads."""
-    graph, stored = sharded.graph, sharded.sharding.storage
+    """Of each link, the bytes of gradients that its backward leaves: of parameters and common values that no later link
+    reads, and of copies that are made for several links."""
+    graph, stored, program = sharded.graph, sharded.sharding.storage, sharded.program
+    sizes = {name: sharded.local_bytes(name, stored[graph.values[name].origin]) for name in owned}
+    sizes |= {name: sharded.local_bytes(name) for name in graph.common if graph.values[name].grad}
+    for step in program.shared if program.micro_batches == 1 else ():
+        name = step.target.value
+        sizes[name] = sizes.get(name, 0) + sharded.local_bytes(name, step.target.layout)
     last: dict[str, int] = {}
     for number, (first, end) in enumerate(spans):
         for link in graph.chain[first : end + 1]:
-            last |= {read: number for op in link.ops for read in graph.op(op).inputs if read in owned}
+            last |= {read: number for op in link.ops for read in graph.op(op).inputs if read in sizes}
     for number in range(len(spans)):
-        mine = (name for name, place in last.items() if place == number)
-        yield sum(sharded.local_bytes(name, stored[graph.values[name].origin]) for name in mine)
+        yield sum(sizes[name] for name, place in last.items() if place == number)

@@ -40,7 +40,7 @@ class StepFacts:
     name: str
     seconds: float
     spared: float  # seconds that are left of it where its result is kept
-    dear: bool  # a product or a collective: its result may be kept
+    costly: bool  # a product or a collective: its result may be kept
     results: Mapping[Any, int]
     private: Mapping[Any, int]  # what it keeps for backward that is neither given to it nor its result
     keeps: bool  # anything at all
@@ -50,7 +50,7 @@ class StepFacts:
     @property
     def attends(self) -> bool:
         """A product whose backward needs its result."""
-        return self.dear and self.keeps_result and not self.collective
+        return self.costly and self.keeps_result and not self.collective
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class LinkFacts:
     forward_peak: int
     dropped_peak: int
     backward_peak: int  # with the gradients at both ends
+    peak_again: int  # the same where the link ends a region, which holds the gradient that arrives
     lives: tuple[Life, ...] = ()  # of what its forward pass holds, where it was run
     seconds: Seconds = NO_SECONDS  # of the device
     host: LinkHost = LinkHost()
@@ -112,6 +113,13 @@ class ChainFacts:
     def input_bytes(self, group: LinkGroup) -> int:
         return self.priced.step.links[group.first].input_bytes
 
+    def unread_bytes(self) -> int:
+        """Of what is made before the chain and no link reads."""
+        storage, op = self.priced.profile.storage, self.graph.op
+        read = {storage[name] for link in self.graph.chain for own in link.ops for name in op(own).inputs}
+        made = {name for own in self.graph.prologue for name in op(own).outputs if storage[name] == name}
+        return sum(map(self.sharded.local_bytes, made - read))
+
     def _forward_of(self, step: Convert) -> str:
         """What a conversion does in the forward pass."""
         return conversion_of(step.source.layout, step.target.layout, self.sizes).forward
@@ -143,7 +151,7 @@ class ChainFacts:
         for name in group.link.ops:
             for output, layout in zip(self.graph.op(name).outputs, self.sharded.strategy(name).outputs, strict=True):
                 nbytes = self.graph.values[output].type.nbytes
-                local += nbytes // layout.pieces(self.sizes)
+                local += nbytes // layout.shards(self.sizes)
                 unsplit += self.slices * nbytes
         return _ratio(own, whole), local / unsplit if unsplit else 1.0
 
@@ -187,7 +195,6 @@ class ChainFacts:
         beside = {name for name in self.parameters(link) if name not in self.growing}
         parts = link_parts(self.sharded, self.priced.profile, link, steps, exit_, beside)
         whole, input_bytes = parts.whole, self.input_bytes(group)
-        appear = sum(self.sharded.local_bytes(name) for name in self.parameters(link) if name in self.growing)
         found = [
             StepFacts(
                 self.name(step),
@@ -202,6 +209,7 @@ class ChainFacts:
             )
             for step, (forward, casts), own in zip(steps, times, parts.steps, strict=True)
         ]
+        backward_peak = whole.kept + whole.backward_extra + input_bytes + whole.output
         return LinkFacts(
             steps=tuple(found),
             output={parts.output: whole.output},
@@ -209,7 +217,8 @@ class ChainFacts:
             input_bytes=input_bytes,
             forward_peak=max(whole.forward_peak, whole.kept),
             dropped_peak=whole.dropped_peak,
-            backward_peak=whole.kept + whole.backward_extra + input_bytes + whole.output + appear,
+            backward_peak=backward_peak,
+            peak_again=backward_peak,
         )
 
 
@@ -235,7 +244,7 @@ class _AsRun:
 
     def _local(self, held: Held, op: str) -> int:
         if value := self.values.get(held.value) or self.named.get(held.gradient, ""):
-            return held.nbytes // self.sharded.home[value].pieces(self.sharded.sizes)
+            return held.nbytes // self.sharded.home[value].shards(self.sharded.sizes)
         return held.nbytes // self.sharded.shards_of(op) if op else held.nbytes
 
     def facts(self, steps: tuple[Step, ...], times: list[tuple[float, float]]) -> LinkFacts:
@@ -244,7 +253,12 @@ class _AsRun:
         kept = {n: size[n] for n, h in inside if h.born < count and (h.died is None or h.died > count)}
         output = self._output()
         beside = self._added()
-        lives = [(size[n], h.born, self._died(h, self.named.get(h.gradient, "") in beside)) for n, h in inside]
+        added = [self.named.get(h.gradient, "") in beside for _, h in inside]
+        again = [(size[n], h.born, self._died(h, own)) for (n, h), own in zip(inside, added, strict=True)]
+        lives = [
+            (nbytes, born, self._died(h, True) if self._is_used_up(h) else died)
+            for (_, h), (nbytes, born, died) in zip(inside, again, strict=True)
+        ]
         ratio = sum(size) / max(1, sum(held.nbytes for held in run.held))
         return LinkFacts(
             steps=tuple(self._step(step, *seconds) for step, seconds in zip(steps, times, strict=True)),
@@ -254,6 +268,7 @@ class _AsRun:
             forward_peak=max(_peak(lives, 0, count), sum({**kept, **output}.values())),
             dropped_peak=round(run.dropped_peak * ratio),
             backward_peak=_peak(lives, count, self.end),
+            peak_again=_peak(again, count, self.end),
             lives=tuple(
                 (n, size[n], held.born, count if held.died is None else min(held.died, count))
                 for n, held in inside
@@ -267,7 +282,7 @@ class _AsRun:
             if n is not None and storage.get(self.values.get(self.run.held[n].value, ""), "") == storage[name]:
                 return {n: self.size[n]}
         nbytes = self.chain.graph.values[name].type.nbytes  # a view of what entered
-        return {"output": nbytes // self.sharded.home[name].pieces(self.sharded.sizes)}
+        return {"output": nbytes // self.sharded.home[name].shards(self.sharded.sizes)}
 
     def _step(self, step: Step, forward: float, casts: float) -> StepFacts:
         run, size, chain = self.run, self.size, self.chain
@@ -279,8 +294,8 @@ class _AsRun:
         cast = {n for n in forwards if is_cast(chain.graph, run.forward[run.held[n].born])}
         private = {n: size[n] for n in saved - given - cast - set(results) if run.held[n].op == there}
         keeps, keeps_result = bool(run.saved.get(there)), bool(saved & set(results))
-        dear = chain.may_be_kept(step)
-        return StepFacts(chain.name(step), forward, casts, dear, results, private, keeps, keeps_result)
+        costly = chain.may_be_kept(step)
+        return StepFacts(chain.name(step), forward, casts, costly, results, private, keeps, keeps_result)
 
     def _added(self) -> set[str]:
         """Parameters whose gradients have a place already, and one op that makes them."""
@@ -288,10 +303,18 @@ class _AsRun:
         parameters = self.chain.parameters(self.link)
         return {name for name in parameters if name not in self.chain.growing and readers[name] == 1}
 
-    def _died(self, held: Held, is_added: bool) -> int:
-        """The kernel before which it goes: what is added to a place of its own, when the op that made it is undone."""
+    def _is_used_up(self, held: Held) -> bool:
+        """Whether it is the gradient that arrives, which the run had to hold, and the first kernel takes it: that of an
+        op with one input, as others may hand it on."""
+        graph, name = self.chain.graph, self.link.output
+        arrives = held.born == self.count and self.values.get(held.gradient) == name
+        inputs = [read for read in graph.op(graph.values[name].origin).inputs if graph.values[read].grad]
+        return arrives and len(inputs) == 1 and bool(self.run.backward) and self.run.backward[0].op == held.op
+
+    def _died(self, held: Held, goes: bool) -> int:
+        """The kernel before which it goes: what is added to a place of its own, or used up, when its op is undone."""
         end = self.end if held.died is None else held.died
-        if not is_added:
+        if not goes:
             return end
         after = (n for n in range(held.born + 1, self.end) if self.run.backward[n - self.count].op != held.op)
         return min(next(after, self.end), end)

@@ -75,11 +75,19 @@ def link_costs(priced: Priced, growing: Container[str] = (), join: Join = Join.N
     facts, compiled = ChainFacts(priced, growing), priced.profile.compiled
     groups = groups_of(priced.graph, priced.profile, join)
     if join is not Join.COMPILED:
-        return tuple(_costs(group, facts.link(group)) for group in groups)
-    if compiled is None or not compiled.runs:
-        return tuple(_unmeasured(_costs(group, facts.link(group))) for group in groups)
-    runs = {block.first: compiled.runs[block.run] for block in compiled.blocks}
-    return tuple(_measured(group, facts, runs[group.first]) for group in groups)
+        found = [_costs(group, facts.link(group)) for group in groups]
+    elif compiled is None or not compiled.runs:
+        found = [_unmeasured(_costs(group, facts.link(group))) for group in groups]
+    else:
+        runs = {block.first: compiled.runs[block.run] for block in compiled.blocks}
+        found = [_measured(group, facts, runs[group.first]) for group in groups]
+    return tuple(_beside(own, facts.unread_bytes()) for own in found)
+
+
+def _beside(costs: LinkCosts, nbytes: int) -> LinkCosts:
+    """With what the names of the program hold until its forward pass returns."""
+    ways = tuple(replace(way, forward_extra=way.forward_extra + nbytes) for way in costs.ways)
+    return replace(costs, ways=ways, dropped_extra=costs.dropped_extra + nbytes)
 
 
 # ------------------------------------------------------------------------------------------------------- compiled
@@ -127,10 +135,11 @@ def _costs(group: LinkGroup, link: LinkFacts) -> LinkCosts:
     output, host = sum(link.output.values()), link.host
     everything = {**link.kept, **link.output}
     whole = _way(link, everything, link.seconds, Seconds(host.forward, host.backward))
-    again = _again(link.steps)
+    again = computed_again(link.steps)
     # The host's seconds for what a link keeps in a region are those of its first run, which is in any region.
     second = Seconds(host.forward * len(again) / max(1, len(link.steps)) + host.region, host.backward)
-    last = _way(link, link.kept, Seconds(sum(again.values()), link.seconds.backward), second)
+    ends = replace(link, backward_peak=link.peak_again)
+    last = _way(ends, link.kept, Seconds(sum(again.values()), link.seconds.backward), second)
     dropped = host.forward + 3 * host.saved
     return LinkCosts(
         first=group.first,
@@ -145,11 +154,11 @@ def _costs(group: LinkGroup, link: LinkFacts) -> LinkCosts:
     )
 
 
-def _again(steps: tuple[StepFacts, ...]) -> dict[StepFacts, float]:
+def computed_again(steps: tuple[StepFacts, ...]) -> dict[StepFacts, float]:
     """The steps that a second run computes, and for how long: it ends where nothing more is kept."""
     last = max((n for n, step in enumerate(steps) if step.keeps), default=-1)
     found = {step: step.seconds for step in steps[: last + 1]}
-    if last >= 0 and not steps[last].keeps_result and steps[last].dear:
+    if last >= 0 and not steps[last].keeps_result and steps[last].costly:
         found[steps[last]] = steps[last].spared
     return found
 
@@ -163,7 +172,7 @@ def _way(
 ) -> LinkWay:
     nbytes, out = sum(saved.values()), sum(link.output.values())
     ends = link.input_bytes + out
-    peak = link.backward_peak
+    peak = link.backward_peak if kept is None else link.peak_again
     if kept is not None:
         present = {owner for step in kept for owner in (*step.results, *step.private)}
         peak = max(peak, link.second_peak(present) + out)
@@ -180,9 +189,9 @@ def _way(
 
 def _partial(link: LinkFacts, whole: LinkWay) -> list[LinkWay]:
     """Ways that keep some results, from much to little; none that is no better than another in time and bytes."""
-    again = _again(link.steps)
-    dear = [step for step in again if step.dear and step.seconds > step.spared and again[step] > step.spared]
-    ways = [_keeping(link, chosen, again) for chosen in _choices(link, dear) if chosen]
+    again = computed_again(link.steps)
+    costly = [step for step in again if step.costly and step.seconds > step.spared and again[step] > step.spared]
+    ways = [_keeping(link, chosen, again) for chosen in _choices(link, costly) if chosen]
     found: list[LinkWay] = []
     before = whole
     for way in sorted(ways, key=lambda way: (way.backward, way.saved)):
@@ -192,15 +201,15 @@ def _partial(link: LinkFacts, whole: LinkWay) -> list[LinkWay]:
     return _thinned(found, MOST_WAYS)
 
 
-def _choices(link: LinkFacts, dear: list[StepFacts]) -> list[list[StepFacts]]:
-    """What to keep of the dear steps: all, and less and less, the cheapest for its bytes left out first; collectives
+def _choices(link: LinkFacts, costly: list[StepFacts]) -> list[list[StepFacts]]:
+    """What to keep of the costly steps: all, and less and less, the cheapest for its bytes left out first; collectives
     alone, attention alone, and these two."""
     found = [
-        [step for step in dear if step.collective],
-        [step for step in dear if step.attends],
-        [step for step in dear if step.collective or step.attends],
+        [step for step in costly if step.collective],
+        [step for step in costly if step.attends],
+        [step for step in costly if step.collective or step.attends],
     ]
-    left = dear
+    left = costly
     while left:
         found.append(left)
         worst = min(left, key=lambda step: _worth(link, left, step))

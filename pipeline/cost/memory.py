@@ -9,7 +9,8 @@ them while they are made, and what it sends beside their gradients when these ar
 
 A common value (an activation that later links read) and its gradient are counted once, on their own, by the link that
 writes it, and nowhere else: not in what any link keeps, nor in its peaks. They are alive from the forward of their
-link to its backward; counted as if they were there all the time, this is an upper bound. It holds under recompute too:
+link to its backward; the value is counted as if it were there all the time, the gradient from the backward of the last
+link that reads it (pipeline/cost/chain_memory.py): an upper bound. It holds under recompute too:
 a region that writes the value again does so when every later reader is undone and the first copy gone.
 """
 
@@ -40,7 +41,7 @@ class LinkMemory:
 
 @dataclass(frozen=True)
 class StepStorage:
-    """What one step of a link writes and keeps, each piece of memory by its owner."""
+    """What one step of a link writes and keeps, each block of memory by its owner."""
 
     results: dict[Tensor, int]
     kept: dict[Tensor, int]
@@ -80,15 +81,14 @@ def link_parts(
     again = {s.target for s in steps if isinstance(s, Convert) and s.again}
     own = {owner: size for held in kept_by for owner, size in held.items() if owner not in again}
     kept = {exit_: storage.size(exit_), **own}
-    most = max((_temporaries(step, storage)[0] for step in steps), default=0)
     together = _together(sharded, steps)
-    gathered = _gather_peak(steps, storage, together)
-    walk = _Backward(storage, steps, output, kept_by, kept, together, sharded.graph.reads_common(link), beside)
+    entry = None if link.input in sharded.graph.reads_common(link) else link.input
+    walk = _Backward(storage, steps, output, kept_by, kept, together, entry, beside)
     whole = LinkMemory(
         output=storage.size(exit_),
         kept=sum(kept.values()),
-        forward_peak=max(_forward_peak(steps, storage, kept) + most, gathered),
-        dropped_peak=max(_forward_peak(steps, storage, {exit_: storage.size(exit_)}) + most, gathered),
+        forward_peak=_forward_peak(steps, storage, kept_by, together),
+        dropped_peak=_forward_peak(steps, storage, ({},) * len(steps), together),
         backward_extra=walk.extra(),
         common=common_bytes,
     )
@@ -97,12 +97,13 @@ def link_parts(
 
 
 class _Storage:
-    """Which memory each tensor of a link lies in, and how large each piece of memory is."""
+    """Which memory each tensor of a link lies in, and how large each block of memory is."""
 
     def __init__(self, sharded: Sharded, profile: Profile, steps: tuple[Step, ...]) -> None:
         self.sharded, self.profile, self.sizes = sharded, profile, sharded.sizes
         self.owner: dict[Tensor, Tensor] = {}
         self.bytes: dict[Tensor, int] = {}  # of the memory that this link allocates
+        self.viewed: dict[Tensor, Tensor] = {}  # of a view as large as what it shows: that, which has its gradient too
         for step in steps:
             self._add(step)
 
@@ -114,9 +115,11 @@ class _Storage:
                 self.owner[step.target] = self.find(step.source)
             return
         for output in step.outputs:
-            shared = self.profile.storage[output.value] != output.value
+            shared = self.profile.ops[step.op].free or self.profile.storage[output.value] != output.value
             if shared and step.inputs:
                 self.owner[output] = self.find(step.inputs[0])
+                if self.local(output) == self.local(step.inputs[0]):
+                    self.viewed[output] = self.viewed.get(step.inputs[0], step.inputs[0])
             else:
                 self._allocate(output)
 
@@ -144,7 +147,7 @@ def _step_memory(step: Step, kept: dict[Tensor, int], storage: _Storage) -> Step
 
 
 def _common_bytes(common: list[Tensor], storage: _Storage, entry: str | None) -> int:
-    """Each piece of memory once; a view of a parameter, or of another link's common value, needs none."""
+    """Each block of memory once; a view of a parameter, or of another link's common value, needs none."""
     total = sum(storage.size(owner) for owner in dict.fromkeys(storage.find(t) for t in common))
     for tensor in common:
         own = storage.local(tensor)
@@ -177,13 +180,6 @@ def _temporaries(step: Step, storage: _Storage) -> tuple[int, int]:
     return cost.temporary_forward // shards, cost.temporary_backward // shards
 
 
-def _forward_peak(steps: tuple[Step, ...], storage: _Storage, kept: dict[Tensor, int]) -> int:
-    """The most that is alive while the link runs forward. A block's local names hold all it wrote until it returns."""
-    written = {storage.find(tensor) for step in steps for tensor in _written(step)}
-    private = sum(size for tensor, size in kept.items() if tensor not in storage.bytes)
-    return private + sum(storage.bytes.get(owner, 0) for owner in written)
-
-
 Together = tuple[tuple[Tensor, int], ...]  # copies that are made at once, and what is received beside each
 
 
@@ -193,14 +189,23 @@ def _together(sharded: Sharded, steps: tuple[Step, ...]) -> tuple[Together, ...]
     return tuple(tuple((step.target, gathered_beside(graph, step, sizes)[1]) for step in run) for run in runs)
 
 
-def _gather_peak(steps: tuple[Step, ...], storage: _Storage, together: tuple[Together, ...]) -> int:
-    """The most that is alive while a collective makes its copies: these come before all else in a link."""
+def _forward_peak(
+    steps: tuple[Step, ...],
+    storage: _Storage,
+    kept_by: tuple[Mapping[Tensor, int], ...],
+    together: tuple[Together, ...],
+) -> int:
+    """The most that is alive while the link runs forward. A block's local names hold all it wrote until it returns;
+    an op's temporaries, and what a collective receives beside its copies, are there while it runs."""
     last = {run[-1][0]: run for run in together}
     alive = peak = 0
-    for step in steps:
+    for step, own in zip(steps, kept_by, strict=True):
         alive += sum(storage.bytes.get(tensor, 0) for tensor in _written(step))
+        alive += sum(size for tensor, size in own.items() if tensor not in storage.bytes)
+        beside = _temporaries(step, storage)[0]
         if isinstance(step, Convert) and step.target in last:
-            peak = max(peak, alive + sum(received for _, received in last[step.target]))
+            beside = sum(received for _, received in last[step.target])
+        peak = max(peak, alive + beside)
     return peak
 
 
@@ -208,9 +213,9 @@ def _gather_peak(steps: tuple[Step, ...], storage: _Storage, together: tuple[Tog
 class _Backward:
     """A link walked backwards: gradients appear as ops are undone, what was kept goes when no earlier op needs it.
 
-    Gradients at the link's input and of its parameters are counted elsewhere. So are those of the common values that it
-    reads, but the link's own share lies beside what has come together so far; and that of a parameter whose gradient
-    has a place already lies beside it until it is added.
+    Gradients at the link's two ends are counted elsewhere. So are those of the common values that it reads, but the
+    link's own share lies beside what has come together so far; and that of a parameter whose gradient has a place
+    already lies beside it until it is added. Of other parameters they stay.
     """
 
     storage: _Storage
@@ -219,7 +224,7 @@ class _Backward:
     kept_by: tuple[Mapping[Tensor, int], ...]  # by each step
     kept: Mapping[Tensor, int]
     together: tuple[Together, ...]
-    carried: tuple[str, ...]  # common values that the link reads
+    entry: str | None  # the link's input, unless it is a common value
     beside: Container[str]  # parameters whose gradients have a place already
 
     def extra(self) -> int:
@@ -228,9 +233,9 @@ class _Backward:
         made = {tensor: index for index, step in enumerate(steps) for tensor in _written(step)}
         run_of = {copy: run for run in self.together for copy, _ in run}
         needed_until = self._needed_until(made, run_of)
-        held = dict(kept)
-        gradients: dict[Tensor, int] = {self.output: storage.size(self.output)}
-        start, peak = sum(held.values()), 0
+        held = {owner: size for owner, size in kept.items() if any(owner in own for own in self.kept_by)}
+        gradients = {storage.viewed.get(self.output, self.output): storage.size(self.output)}
+        start, peak = sum(kept.values()), 0
         asked: set[Together] = set()
         converts = [step for step in steps if isinstance(step, Convert)]
         last = [step for step in converts if any(step.target == run[-1][0] for run in self.together)]
@@ -249,15 +254,15 @@ class _Backward:
             sent = _most_sent([storage.size(copy) for copy, _ in run if copy in summed])
             for tensor in (*_read(step), *(source[copy] for copy, _ in run)):  # the shards of all come at once
                 if storage.has_gradient(tensor):
-                    gradients.setdefault(tensor, storage.local(tensor))
+                    gradients.setdefault(storage.viewed.get(tensor, tensor), storage.local(tensor))
             temporary = _temporaries(step, storage)[1]
             peak = max(peak, sum(held.values()) + sum(gradients.values()) + temporary + sent)
-            added = [tensor for tensor in _read(step) if tensor.value in self.beside and tensor not in made]
+            added = [tensor for tensor in _read(step) if self._has_place(tensor) and tensor not in made]
             for tensor in (*_written(step), *added):
                 gradients.pop(tensor, None)
             held = {t: n for t, n in held.items() if needed_until.get(t, len(steps)) < index}
-        ends = sum(n for tensor, n in gradients.items() if tensor.value not in self.carried)
-        return max(0, peak - start - ends - storage.size(self.output))
+        arrived = sum(n for tensor, n in gradients.items() if tensor.value == self.entry)
+        return max(0, peak - start - arrived - storage.size(self.output))
 
     def _needed_until(self, made: Mapping[Tensor, int], run_of: Mapping[Tensor, Together]) -> dict[Tensor, int]:
         """The first step that needs each memory, with which it goes; a copy made again for one op goes right after."""
@@ -266,6 +271,12 @@ class _Backward:
             found |= dict.fromkeys(self.kept_by[index], index)
         alone = [owner for owner in found if owner in made and owner not in self.kept and owner not in run_of]
         return found | {owner: made[owner] + 1 for owner in alone}
+
+    def _has_place(self, tensor: Tensor) -> bool:
+        """That of a copy that is made for several links has one where passes add it up."""
+        sharded = self.storage.sharded
+        as_stored = sharded.micro_batches > 1 or tensor.layout == sharded.home[tensor.value]
+        return tensor.value in self.beside and as_stored
 
     def _sums_gradient(self, step: Convert) -> bool:
         """Of what is gathered: its gradient is sent. That of S -> R is there on every rank."""

@@ -74,11 +74,15 @@ class OpPrices:
         if self.card is None:
             cost, compute = self.profile.ops[op], self.cluster.compute
             return OpPrice(op_seconds(self.graph, op, cost, strategy, compute, self.cluster.sizes))
-        local, own = _LocalKernels(self, op, strategy), self.kernels[op]
-        forward = [kernel_seconds(local.of(one), self.card) for one in own.forward]
-        backward = [kernel_seconds(local.of(one), self.card) for one in own.backward]
+        own = self.local_kernels(op, strategy)
+        forward, backward = ([kernel_seconds(one, self.card) for one in part] for part in (own.forward, own.backward))
         casts = sum(took for took, one in zip(forward, own.forward, strict=True) if is_cast(self.graph, one))
         return OpPrice(Seconds(sum(forward), sum(backward)), casts)
+
+    def local_kernels(self, op: str, strategy: Strategy) -> OpKernels:
+        """Those of an op as one rank runs them."""
+        local, own = _LocalKernels(self, op, strategy), self.kernels[op]
+        return OpKernels(own.op, tuple(map(local.of, own.forward)), tuple(map(local.of, own.backward)))
 
     def unsplit(self, op: str, strategy: Strategy) -> Seconds:
         """Of the op on the whole batch, on one rank."""

@@ -25,7 +25,7 @@ class ResidentPart:
 
     kept: Kept
     names: tuple[str, ...]  # of parameters, or of buffers
-    pieces: int  # into which each of them is cut
+    shards: int  # into which each of them is cut
     nbytes: int
 
     @property
@@ -41,19 +41,19 @@ def resident_parts(sharded: Sharded, optimizer_copies: float) -> tuple[ResidentP
     found: dict[tuple[str, Kept, int], list[tuple[str, float]]] = defaultdict(list)
     for value in graph.of_role(Role.PARAMETER):
         stored, state = sharded.sharding.storage[value.origin], sharded.states[value.name]
-        shards = state.pieces(sizes) // stored.pieces(sizes)
+        ratio = state.shards(sizes) // stored.shards(sizes)
         value_bytes, state_bytes = (sharded.local_bytes(value.name, layout) for layout in (stored, state))
         for kept, layout, nbytes in (
             (Kept.values, stored, value_bytes),
-            (Kept.gradients, stored, max(value_bytes, shards * state_bytes)),
+            (Kept.gradients, stored, max(value_bytes, ratio * state_bytes)),
             (Kept.state, state, optimizer_copies * state_bytes),
         ):
-            found[_pattern(value.origin), kept, layout.pieces(sizes)].append((value.origin, nbytes))
+            found[_pattern(value.origin), kept, layout.shards(sizes)].append((value.origin, nbytes))
     for value in graph.of_role(Role.BUFFER):
         found[_pattern(value.origin), Kept.buffers, 1].append((value.origin, value.type.nbytes))
     parts = [
-        ResidentPart(kept, tuple(name for name, _ in own), pieces, round(sum(nbytes for _, nbytes in own)))
-        for (_, kept, pieces), own in found.items()
+        ResidentPart(kept, tuple(name for name, _ in own), shards, round(sum(nbytes for _, nbytes in own)))
+        for (_, kept, shards), own in found.items()
     ]
     order = (Kept.state, Kept.values, Kept.gradients, Kept.buffers)
     return tuple(sorted(parts, key=lambda part: (-part.nbytes, order.index(part.kept), part.names)))

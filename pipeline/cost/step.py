@@ -9,7 +9,8 @@ optimizer state that is split over axes Z on which the parameter is not (ZeRO-1)
     after optimizer  the new values are all-gathered over Z         m bytes
 
 Without Z this is the all-reduce of DDP. Axes of one collective are taken as one (pipeline.rates.joined_axes). A
-collective's latency belongs to a bucket; a parameter pays its share of it. That backward hides the sums is not priced.
+collective's latency belongs to a bucket; a parameter pays its share of it. Here all is added up; what runs beside
+computation is played in pipeline.cost.traffic, which says by how much the step is shorter.
 
 The parameters that a link gathers (ZeRO-2, ZeRO-3) are one collective too, of which each pays its share.
 
@@ -25,12 +26,12 @@ from math import prod
 
 from pipeline.cost.memory import LinkMemory, link_memory
 from pipeline.cost.op_prices import OpPrices
+from pipeline.ir.buckets import BUCKET_BYTES
 from pipeline.ir.cluster import LATER, Axis, Cluster
 from pipeline.ir.graph import OpGraph, Role
 from pipeline.ir.plan import Sharding
 from pipeline.ir.profile import Profile
 from pipeline.ir.program import Call, Convert, Program, Step
-from pipeline.rates.allocator import spare
 from pipeline.rates.compute import Seconds
 from pipeline.rates.inner_collectives import talk_seconds
 from pipeline.rates.joined_axes import joined_link
@@ -44,8 +45,6 @@ from pipeline.sharding.conversions import (
 )
 from pipeline.sharding.paths import Paths
 from pipeline.sharding.sharded import Sharded
-
-BUCKET_BYTES = 25e6  # of the buckets of pipeline.runtime.step.gradients
 
 
 @dataclass(frozen=True)
@@ -109,14 +108,18 @@ def gradient_sum_seconds(nbytes: float, axes: Sequence[Axis]) -> float:
 
 def update_seconds(nbytes: float, summed: Sequence[Axis], split: Sequence[Axis]) -> float:
     """Seconds of a step for a parameter of so many bytes on a rank: `summed` is A and `split` is Z above."""
-    both = [axis for axis in split if axis in summed]
+    sums = sum(seconds for _, seconds in sums_of(nbytes, summed, split))
+    return sums + _bucketed("all_gather", nbytes, split, nbytes)
+
+
+def sums_of(
+    nbytes: float, summed: Sequence[Axis], split: Sequence[Axis]
+) -> tuple[tuple[list[Axis], float], tuple[list[Axis], float]]:
+    """Of these the sums, which may leave in backward: what is scattered, then what is all-reduced."""
+    both, rest = [axis for axis in split if axis in summed], [axis for axis in summed if axis not in split]
     left = nbytes / prod(axis.size for axis in split if axis not in summed)
     owned = left / prod(axis.size for axis in both)
-    return (
-        _bucketed(LATER, left, both, nbytes)
-        + _bucketed("all_reduce", owned, [axis for axis in summed if axis not in split], nbytes)
-        + _bucketed("all_gather", nbytes, split, nbytes)
-    )
+    return (both, _bucketed(LATER, left, both, nbytes)), (rest, _bucketed("all_reduce", owned, rest, nbytes))
 
 
 def _bucketed(collective: str, nbytes: float, axes: Sequence[Axis], held: float) -> float:
@@ -209,7 +212,7 @@ class Priced:
         for name, (stored, state, shards) in self._stored().items():
             found[name] = ParameterPrice(
                 resident_bytes(stored, state, self.optimizer_copies, shards),
-                update_seconds(stored, *self._axes(name)),
+                update_seconds(stored, *self.update_axes(name)),
                 self.ops.optimizer(state, self.optimizer_copies),
             )
         return found
@@ -218,12 +221,12 @@ class Priced:
         """Bytes of each parameter and of a tensor of its optimizer state, and how many of these one of those has."""
         own, sizes = self.sharded, self.sharded.sizes
         return {
-            name: (own.local_bytes(name), own.local_bytes(name, state), state.pieces(sizes) // home.pieces(sizes))
+            name: (own.local_bytes(name), own.local_bytes(name, state), state.shards(sizes) // home.shards(sizes))
             for name, state in own.states.items()
             for home in (own.home[name],)
         }
 
-    def _axes(self, parameter: str) -> tuple[list[Axis], list[Axis]]:
+    def update_axes(self, parameter: str) -> tuple[list[Axis], list[Axis]]:
         """Those over which its gradient is summed, and those on which its state alone is split."""
         home, state = self.sharded.home[parameter], self.sharded.states[parameter]
         split = [n for n, (a, b) in enumerate(zip(home.states, state.states, strict=True)) if a.kind != "S" == b.kind]
@@ -248,8 +251,7 @@ class Priced:
             gradient_sum=sum(one.gradient_sum for one in owned),
             optimizer=sum(one.optimizer for one in owned),
             resident_bytes=round(sum(one.resident for one in owned))
-            + sum(value.type.nbytes for value in self.graph.of_role(Role.BUFFER))
-            + self._left_over(),
+            + sum(value.type.nbytes for value in self.graph.of_role(Role.BUFFER)),
             shared_bytes=sum(map(self.copied_bytes, program.shared)),
             micro_batches=program.micro_batches,
             ahead_bytes=max(map(self._ahead_bytes, program.links), default=0),
@@ -261,26 +263,24 @@ class Priced:
         memory = link_memory(self.sharded, self.profile, number)
         return LinkPrice(compute, communication, memory, self.sharded.local_bytes(entry) if entry else 0)
 
-    def _left_over(self) -> int:
-        """What a GPU's memory may lose between parameters, their gradients and the optimizer's tensors."""
-        if self.cluster.device != "cuda":
-            return 0
-        stored = self._stored().values()
-        return round(sum(resident_bytes(spare(own), spare(state), self.optimizer_copies) for own, state, _ in stored))
-
-    def _ahead_bytes(self, steps: Sequence[Step]) -> int:
-        """What a link's gather of parameters as they are stored receives and sends (runtime.step.gradients)."""
+    def gathered_ahead(self, steps: Sequence[Step]) -> list[Convert]:
+        """Those that begin before a link asks for them: of parameters as they are stored (runtime.step.gradients)."""
         sizes = self.sharded.sizes
         again = [step for step in steps if isinstance(step, Convert) and step.again]
         made = {step.target for step in again}
         joined = {step for run in gathered_together(self.graph, steps, sizes) for step in run}
+        regathers = (conversion_of(s.source.layout, s.target.layout, sizes) is TABLE["SB"] for s in again)
+        return [s for s, alone in zip(again, regathers, strict=True) if s.source not in made and (alone or s in joined)]
+
+    def _ahead_bytes(self, steps: Sequence[Step]) -> int:
+        """What a link's gather receives and sends."""
+        sizes = self.sharded.sizes
         found: dict[int, int] = {}
-        for step in again:
-            ends = step.source.layout, step.target.layout
-            if step.source not in made and (step in joined or conversion_of(*ends, sizes) is TABLE["SB"]):
-                axis, whole = step_axis(*ends, sizes), self.sharded.local_bytes(step.target.value, step.target.layout)
-                sent, _ = gathered_beside(self.graph, step, sizes)
-                found[axis] = found.get(axis, 0) + whole + sent
+        for step in self.gathered_ahead(steps):
+            axis = step_axis(step.source.layout, step.target.layout, sizes)
+            sent, _ = gathered_beside(self.graph, step, sizes)
+            whole = self.sharded.local_bytes(step.target.value, step.target.layout)
+            found[axis] = found.get(axis, 0) + whole + sent
         return max(found.values(), default=0)
 
     def copied_bytes(self, step: Convert) -> int:

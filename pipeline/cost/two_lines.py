@@ -4,16 +4,19 @@
     device      |F0 |F1 |-|F2 |....B2....|....B1....|
 
 A link ends when the device is through with it: after the one before, and not before its last kernel was issued. Where
-the host takes longer than the device, the device waits.
+the host takes longer than the device, the device waits. What it sends beside that runs while it waits, too
+(pipeline.cost.traffic).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from pipeline.cost.groups import Join, groups_of
 from pipeline.cost.link_facts import ChainFacts
 from pipeline.cost.step import Priced
+from pipeline.cost.traffic import Ran, RunKind, lines_of
 
 Pair = tuple[float, float]  # seconds of the host and of the device
 
@@ -27,15 +30,28 @@ def ends_of(parts: Iterable[Pair]) -> Iterator[float]:
         yield ended
 
 
-def waiting_seconds(priced: Priced) -> float:
-    """That the device waits for its host in a pass of which nothing is recomputed."""
+def unrecomputed_runs(priced: Priced) -> list[Ran]:
+    """A pass of which nothing is recomputed, with what the device waits for its host."""
     facts = ChainFacts(priced)
-    if facts.card is None or priced.profile.compiled is not None:
-        return 0.0
-    groups = groups_of(priced.graph, priced.profile, Join.NEEDLESS)
+    groups = groups_of(
+        priced.graph, priced.profile, Join.NEEDLESS if priced.profile.compiled is None else Join.COMPILED
+    )
     pairs = [(facts.host(group), facts.device(group)) for group in groups]
     forward = [(host.forward, device.forward) for host, device in pairs]
     backward = [(host.backward, device.backward) for host, device in pairs]
-    loss = [(forward[-1][0] + backward[-1][0], forward[-1][1] + backward[-1][1])]
-    parts = [*forward[:-1], *loss, *reversed(backward[:-1])]
-    return max(ends_of(parts)) - sum(device for _, device in parts)
+    loss = (forward[-1][0] + backward[-1][0], forward[-1][1] + backward[-1][1])
+    parts = [*forward[:-1], loss, *reversed(backward[:-1])]
+    *before, last = [(group.first, group.last) for group in groups]
+    spans = [
+        *((span, RunKind.FORWARD) for span in before),
+        (last, RunKind.BOTH),
+        *((span, RunKind.BACKWARD) for span in reversed(before)),
+    ]
+    ends = pairwise([0.0, *ends_of(parts)])
+    return [Ran(*span, kind, end - begin) for (span, kind), (begin, end) in zip(spans, ends, strict=True)]
+
+
+def unrecomputed_seconds(priced: Priced) -> float:
+    """Of a step of which nothing is recomputed, as it is played."""
+    ran = unrecomputed_runs(priced)
+    return priced.step.seconds_with(sum(one.seconds for one in ran)) - lines_of(priced, ran).saved

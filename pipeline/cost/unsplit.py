@@ -26,7 +26,7 @@ def card_of(compute: Compute) -> Card:
     """A card as a cluster describes it: what large products reach in each precision, its memory, its processors."""
     products = {dtype: max(compute.matmul_of(dtype).rates) for dtype in ("float32", *HALF)}
     start = REPLAYED_START if compute.host == NO_HOST else START
-    card = Card(products, compute.memory_rate, start=start, host=compute.host)
+    card = Card(products, compute.memory_rate, start=start, host=compute.host, unaligned=compute.unaligned)
     return replace(card, processors=compute.processors) if compute.processors else card
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -58,8 +59,13 @@ class HostPace:
     backward_kernel: float = 22e-6
     parameter: float = 20e-6
     region: float = 370e-6
-    saved: float = 10e-6
+    saved: float = 4e-6
     kept: float = 300e-6
+
+
+def paced(host: HostPace, kernel: float) -> HostPace:
+    """The host that takes so many seconds for a kernel of a forward pass, and as much more or less for all else."""
+    return HostPace(**{name: seconds * kernel / host.kernel for name, seconds in vars(host).items()})
 
 
 NO_HOST = HostPace(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # of a step that is replayed
@@ -81,7 +87,9 @@ class Compute:
     host: HostPace = field(default_factory=HostPace)  # of a GPU: what issues its kernels
     workspace: int = 0  # bytes that libraries of products keep on a GPU once they were called forward and backward
     flops: dict[str, Pace] = field(default_factory=dict)  # by op, for each FLOP; one that is missing is as a product
+    unaligned: float | None = None  # of a GPU: share of its rate in products with rows that begin on no 16 bytes
     onednn: bool = True  # of a CPU: whether oneDNN's kernels, which torch takes by default, are the faster ones
+    bodies: dict[str, Pace] = field(default_factory=dict)  # by local form: seconds of a call beside those of its op
     product_bytes: Pace = Pace(0.0, 0.0)  # what a product's bytes take beside its arithmetic: it counts with few rows
 
     def matmul_of(self, dtype: str) -> Curve:
@@ -155,11 +163,11 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Split:
-    """The devices cut into pieces for the partitions of a pipeline, one after another in `Cluster.order`."""
+    """The devices cut into submeshes for the partitions of a pipeline, one after another in `Cluster.order`."""
 
-    sizes: tuple[int, ...]  # devices of each piece
+    sizes: tuple[int, ...]  # devices of each submesh
     link: LinkCost  # between neighbours, the slowest of them
-    meshes: dict[str, tuple[Mesh, ...]]  # of a piece, by its size; as slow as the slowest piece of that size
+    meshes: dict[str, tuple[Mesh, ...]]  # of a submesh, by its size; as slow as the slowest submesh of that size
 
 
 @dataclass(frozen=True)
@@ -172,6 +180,7 @@ class Group:
     latency: float
     uplink: float | None = None  # bytes/s out of a member, for all of its devices; None: each has links of its own
     members: tuple[Group, ...] = ()  # none: each rank is one
+    start: float = 0.0  # seconds that any collective takes beside its messages
 
     def __post_init__(self) -> None:
         if self.members and sorted(r for m in self.members for r in m.ranks) != sorted(self.ranks):
@@ -196,7 +205,14 @@ class Measured:
     outliers: int  # times that were left out
     spread: float  # of repeated measurements, relative to their median: the median over all
     fit_error: float  # on message sizes that were not fitted, relative: the median over all
-    overlap: float | None  # of computation and communication: 1 hides the shorter of the two, 0 nothing
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Collectives beside computation."""
+
+    mode: str = "runtime"  # whose: `runtime` as programs run, `megatron` as Megatron does, `none` one after the other
+    hidden: float = 0.0  # of computation and a collective at once: 1 hides the shorter of the two, 0 nothing
 
 
 @dataclass(frozen=True)
@@ -213,6 +229,7 @@ class Cluster:
     meshes: tuple[Mesh, ...] = ()  # candidates of one to three axes
     splits: tuple[Split, ...] = ()  # candidates for pipelines
     measured: Measured | None = None
+    overlap: Overlap = Overlap()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -234,3 +251,16 @@ class Cluster:
     def part(self, mesh: Mesh) -> Cluster:
         """As many of the devices as this mesh has: a partition of a pipeline."""
         return replace(self, devices=prod(mesh.sizes), axes=mesh.axes)
+
+    def links_of(self, axes: Sequence[int]) -> str:
+        """The links that a collective over these axes of the mesh uses, by a name: those of the smallest group of
+        devices that holds its ranks."""
+        places = [0]
+        for axis in axes:
+            stride = prod(self.sizes[axis + 1 :])
+            places = [place + stride * n for place in places for n in range(self.sizes[axis])]
+        ranks = {self.order[place] if self.order else place for place in places}
+        group, depth = self.group, 0
+        while group is not None:
+            group, depth = next((one for one in group.members if ranks.issubset(one.ranks)), None), depth + 1
+        return f"links {depth}"

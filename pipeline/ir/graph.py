@@ -133,6 +133,7 @@ class Op:
     source: str  # file and line of the user's code
     mutates: tuple[str, ...] = ()  # buffers that it changes in place (batch-norm statistics)
     exact: bool = False  # the module turns autocast off around it, which would cast something here
+    per_rank: bool = False  # a batch norm in training, each rank with the statistics of its own part of the batch
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -141,7 +142,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Link:
-    """A piece of the chain: reads one activation (the first link none) and writes one, beside common values."""
+    """A part of the chain: reads one activation (the first link none) and writes one, beside common values."""
 
     ops: tuple[str, ...]
     input: str | None

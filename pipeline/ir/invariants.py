@@ -129,7 +129,7 @@ def _meshes(cluster: Cluster) -> Problems:
         yield from _mesh(mesh.axes, cluster.devices)
     for split in cluster.splits:
         if not split.sizes or min(split.sizes) < 1 or sum(split.sizes) != cluster.devices:
-            yield f"pieces of {split.sizes} devices are not all {cluster.devices}"
+            yield f"submeshes of {split.sizes} devices are not all {cluster.devices}"
         if odd := {str(size) for size in split.sizes} ^ set(split.meshes):
             yield f"a split has no mesh for each of its sizes ({min(odd)})"
         for size, meshes in split.meshes.items():
@@ -166,13 +166,13 @@ def _rates(cluster: Cluster) -> Problems:
 
 
 def _points(frontier: Frontier) -> Problems:
-    if not (frontier.points or frontier.pieces):
+    if not (frontier.points or frontier.submesh_points):
         yield "it has no point"
     if not 1 <= frontier.micro_batches <= MOST_PASSES:
         yield f"a step has {frontier.micro_batches} passes"
     if frontier.optimizer_copies < 0:
         yield "an optimizer keeps less than nothing"
-    points = (*frontier.points, *frontier.pieces)
+    points = (*frontier.points, *frontier.submesh_points)
     meshes = [*(point.mesh for point in points), *(row.mesh for row in frontier.baselines)]
     yield from _within(meshes, len(frontier.meshes), "meshes")
     for mesh in frontier.meshes:

@@ -18,8 +18,8 @@ one another from there, outermost first. So on axes of sizes 2 and 4:
 An axis with a smaller `o` is applied first; for a later one the dim lies in fewer parts by then, `o` divided by what
 the earlier ones took. A layout fits a shape where all the digits divide.
 
-A dim that does not divide may be held in uneven pieces, by one axis alone: 7 over 2 ranks are 4 and 3. Every rank has
-room for as many as the first, and what it lacks of them is padding, at the end of its piece.
+A dim that does not divide may be held in uneven shards, by one axis alone: 7 over 2 ranks are 4 and 3. Every rank has
+room for as many as the first, and what it lacks of them is padding, at the end of its shard.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Place:
 
 @dataclass(frozen=True)
 class AxisSplit:
-    """What one axis does to the piece that the axes before it left: the dim lies in `parts`, each of which is split."""
+    """What one axis does to the shard that the axes before it left: the dim lies in `parts`, each of which is split."""
 
     axis: int
     dim: int
@@ -131,7 +131,7 @@ class Layout:
         return dict(_places(self.states, sizes))
 
     def splits(self, sizes: tuple[int, ...]) -> tuple[AxisSplit, ...]:
-        """The layout as splits of one axis after another, each of the piece that those before it left."""
+        """The layout as splits of one axis after another, each of the shard that those before it left."""
         taken: dict[int, int] = {}
         found = []
         for axis, place in _places(self.states, sizes):
@@ -149,7 +149,7 @@ class Layout:
         return self.holds(shape, sizes) and not self.uneven(shape, sizes)
 
     def holds(self, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-        """Whether the tensor can lie so, in pieces that may be uneven; a dim without elements is not split."""
+        """Whether the tensor can lie so, in shards that may be uneven; a dim without elements is not split."""
         try:
             self.local_shape(shape, sizes)
         except (ValueError, IndexError):
@@ -157,7 +157,7 @@ class Layout:
         return all(shape[split.dim] > 0 for split in self.splits(sizes))
 
     def uneven(self, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """The dims of which the pieces are padded."""
+        """The dims of which the shards are padded."""
         local = self.local_shape(shape, sizes)
         taken = {split.dim for split in self.splits(sizes)}
         return tuple(d for d in sorted(taken) if local[d] * self._ranks_on(d, sizes) != shape[d])
@@ -166,7 +166,7 @@ class Layout:
         return prod(size for state, size in zip(self.states, sizes, strict=True) if state.dim == dim)
 
     def local_shape(self, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one rank's piece, with its padding; a dim that does not divide is split by one axis alone."""
+        """The shape of one rank's shard, with its padding; a dim that does not divide is split by one axis alone."""
         local = list(shape)
         for split in self.splits(sizes):
             size = sizes[split.axis]
@@ -177,8 +177,8 @@ class Layout:
             local[split.dim] = -(-local[split.dim] // size)
         return tuple(local)
 
-    def pieces(self, sizes: tuple[int, ...]) -> int:
-        """In how many pieces the tensor is split."""
+    def shards(self, sizes: tuple[int, ...]) -> int:
+        """In how many shards the tensor is split."""
         return prod(size for state, size in zip(self.states, sizes, strict=True) if state.kind == "S")
 
     def runs(
@@ -186,13 +186,13 @@ class Layout:
     ) -> tuple[tuple[Run, ...], ...]:
         """What the rank at that place of the mesh holds of the unsplit tensor: for each dim, runs of indices in order.
 
-        The piece is their product: the elements whose index is in a run of every dim. Padding is in none, so that the
-        last pieces of an uneven dim are shorter than their room, or have no run.
+        The shard is their product: the elements whose index is in a run of every dim. Padding is in none, so that the
+        last shards of an uneven dim are shorter than their room, or have no run.
         """
         self.local_shape(shape, sizes)  # refuses what does not divide
         held: list[tuple[Run, ...]] = [((0, size),) for size in shape]
         for split in self.splits(sizes):
-            held[split.dim] = _piece(held[split.dim], split.parts, sizes[split.axis], rank[split.axis])
+            held[split.dim] = _shard(held[split.dim], split.parts, sizes[split.axis], rank[split.axis])
         return tuple(held)
 
     def normal(self, sizes: tuple[int, ...]) -> Layout:
@@ -200,7 +200,7 @@ class Layout:
         return at_places(self.states, self.places(sizes), sizes)
 
     def further(self, finer: Layout, sizes: tuple[int, ...]) -> dict[int, Place]:
-        """The digits of a rank's piece that a finer layout takes, by axis: what is split here is split there as well.
+        """The digits of a rank's shard that a finer layout takes, by axis: what is split here is split there as well.
 
         `R,S(0)` of a dim of 24 on (2, 3) is `S(0)',S(0)` once axis 0 takes the outermost 2 of the 8 that a rank holds.
         """
@@ -219,7 +219,7 @@ class Layout:
         return found
 
     def nested(self, state: State, sizes: tuple[int, ...]) -> Layout | None:
-        """This layout with one more axis, of the last of the sizes, in a state that is said of the local piece.
+        """This layout with one more axis, of the last of the sizes, in a state that is said of the local shard.
 
         None where the axis would cut across the parts that lie on a rank: that is no layout.
         """
@@ -284,8 +284,8 @@ def _fewest_primes(states: tuple[State, ...]) -> tuple[State, ...]:
     return tuple(written)
 
 
-def _piece(runs: tuple[Run, ...], parts: int, size: int, own: int) -> tuple[Run, ...]:
-    """Of each of `parts` equal parts of what the runs hold, piece number `own` of `size`."""
+def _shard(runs: tuple[Run, ...], parts: int, size: int, own: int) -> tuple[Run, ...]:
+    """Of each of `parts` equal parts of what the runs hold, shard number `own` of `size`."""
     length = -(-sum(length for _, length in runs) // (parts * size))
     found: list[Run] = []
     for part in range(parts):

@@ -80,7 +80,7 @@ class Frontier:
     meshes: tuple[Mesh, ...]
     points: tuple[FrontierPoint, ...]  # fastest first
     baselines: tuple[Baseline, ...] = ()
-    pieces: tuple[FrontierPoint, ...] = ()  # plans on meshes of fewer devices, for the partitions of a pipeline
+    submesh_points: tuple[FrontierPoint, ...] = ()  # plans on meshes of fewer devices, for the partitions of a pipeline
     micro_batches: int = 1  # forward and backward passes of a step
 
 
@@ -169,6 +169,7 @@ class Prediction:
     optimizer_seconds: float
     bubble_seconds: float = 0.0  # in which the busiest devices of a pipeline wait; the seconds above are theirs
     host_seconds: float = 0.0  # in which a GPU waits for the host to issue its kernels
+    hidden_seconds: float = 0.0  # of collectives behind what is computed: no part of the step, nor of those above
 
 
 def _is_compiled(region: Region) -> bool:
@@ -203,14 +204,14 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Of all pieces of the devices; partition n is on piece n modulo their number."""
+        """Of all submeshes of the devices; partition n is on submesh n modulo their number."""
         return sum(prod(partition.sizes) for partition in self.partitions[: len(self.partitions) // self.chunks])
 
     @property
     def rank_peak_bytes(self) -> tuple[int, ...]:
-        """Of each rank: all partitions of its piece of the devices together."""
-        pieces = len(self.partitions) // self.chunks
-        own = [sum(part.peak_bytes for part in self.partitions[n::pieces]) for n in range(pieces)]
+        """Of each rank: all partitions of its submesh of the devices together."""
+        submeshes = len(self.partitions) // self.chunks
+        own = [sum(part.peak_bytes for part in self.partitions[n::submeshes]) for n in range(submeshes)]
         return tuple(peak for n, peak in enumerate(own) for _ in range(prod(self.partitions[n].sizes)))
 
     @property

@@ -230,7 +230,7 @@ SHARDING_RULES: dict[str, Callable[[OpGraph, Sharding, Sizes], Iterator[str]]] =
 
 
 def verify_sharding(graph: OpGraph, sharding: Sharding, sizes: Sizes, uneven: Container[tuple[str, int]] = ()) -> None:
-    """`uneven` are the dims of values that ops may read and write in uneven pieces (pipeline.ops.uneven)."""
+    """`uneven` are the dims of values that ops may read and write in uneven shards (pipeline.ops.uneven)."""
     for name, broken in SHARDING_RULES.items():
         if problem := next(broken(graph, sharding, sizes), None):
             raise InvalidSharding(f"{name}: {problem}")

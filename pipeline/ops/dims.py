@@ -169,7 +169,7 @@ def _carrying(layouts: tuple[Layout, ...], grads: Sequence[bool]) -> tuple[Layou
 
 
 def local_factors(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The factors of the pieces that a strategy on a mesh leaves: half of a dim lies in half as many parts."""
+    """The factors of the shards that a strategy on a mesh leaves: half of a dim lies in half as many parts."""
     found = []
     for letter, parts in view.factors:
         left = set(parts)
@@ -180,7 +180,7 @@ def local_factors(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> t
 
 
 def still_uneven(view: OpView, strategy: Strategy) -> tuple[str, ...]:
-    """The letters that a further axis may split in uneven pieces: not those that one has split already."""
+    """The letters that a further axis may split in uneven shards: not those that one has split already."""
     return tuple(letter for letter in view.uneven if _shown(letter) not in strategy.name.split(","))
 
 
@@ -198,7 +198,7 @@ def _split(rule: OpRule, view: OpView, line: Line, letter: str, factor: int, siz
     places, whole_size = line.places(letter), line.sizes.get(letter)
     if places is None or not whole_size:
         return None
-    # In uneven pieces where the graph lets it, with something left for the last rank.
+    # In uneven shards where the graph lets it, with something left for the last rank.
     unevenly = factor == 1 and letter in view.uneven and (size - 1) * -(-whole_size // size) < whole_size
     if whole_size % (factor * size) and not unevenly:
         return None

@@ -1,7 +1,7 @@
 """The strategies of an op on a mesh: those of one axis after another, each on the shapes that the axes before it left.
 
-What runs on a rank is the op itself on its pieces, so it can be split again as any op can: the rule is asked once more,
-with the local shapes. The states that it answers with are said of the local pieces; `Layout.nested` says them of the
+What runs on a rank is the op itself on its shards, so it can be split again as any op can: the rule is asked once more,
+with the local shapes. The states that it answers with are said of the local shards; `Layout.nested` says them of the
 whole tensor, or that the combination is no layout (it would cut across the parts that a rank holds).
 
 Two strategies with the same layouts run the same local op and need the same conversions: the later one is dominated
@@ -32,6 +32,7 @@ class Signature:
     inputs: tuple[TensorType, ...]
     outputs: tuple[TensorType, ...]
     input_grads: tuple[bool, ...]
+    per_rank: bool
     factors: tuple[tuple[str, tuple[int, ...]], ...]
     uneven: tuple[str, ...]
     view: OpView = field(compare=False)  # an op that has it
@@ -46,7 +47,10 @@ def view_op(graph: OpGraph, op: Op) -> OpView:
 def signature(view: OpView) -> Signature:
     """Arguments are compared as text: `1`, `1.0` and `True` are different constants."""
     text = repr((_nameless(view.op.args.positional), _nameless(view.op.args.named)))
-    return Signature(view.op.target, text, view.inputs, view.outputs, view.input_grads, view.factors, view.uneven, view)
+    return Signature(
+        view.op.target, text, view.inputs, view.outputs, view.input_grads, view.op.per_rank, view.factors, view.uneven,
+        view,
+    )  # fmt: skip
 
 
 def _nameless(arg: Arg) -> Arg:
@@ -75,12 +79,12 @@ def _with_axis(
     found: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Strategy] = {}
     local: dict[OpView, tuple[Strategy, ...]] = {}
     for first in outer:
-        piece = _local(view, first, sizes[:-1])
-        if piece not in local:
-            local[piece] = strategies(rule, piece, sizes[-1])
-        for second in local[piece]:
+        shard = _local(view, first, sizes[:-1])
+        if shard not in local:
+            local[shard] = strategies(rule, shard, sizes[-1])
+        for second in local[shard]:
             both = _nested(first, second, sizes)
-            # No further axis splits the padded pieces that one has left of a dim.
+            # No further axis splits the padded shards that one has left of a dim.
             if both is not None and (not view.uneven or _holds(view, both, sizes)):
                 found.setdefault((both.inputs, both.outputs), both)
     return tuple(found.values())
@@ -102,7 +106,7 @@ def _local(view: OpView, strategy: Strategy, sizes: tuple[int, ...]) -> OpView:
     for letter, size in zip(strategy.name.split(","), sizes, strict=True):
         cut[letter] = cut.get(letter, 1) * size
     own = tuple(sorted(cut.items()))
-    return replace(view, inputs=inputs, outputs=outputs, factors=factors, uneven=uneven, pieces=own)
+    return replace(view, inputs=inputs, outputs=outputs, factors=factors, uneven=uneven, shards=own)
 
 
 def _nested(first: Strategy, second: Strategy, sizes: tuple[int, ...]) -> Strategy | None:

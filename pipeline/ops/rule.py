@@ -17,8 +17,8 @@ class OpView:
     outputs: tuple[TensorType, ...]
     input_grads: tuple[bool, ...]
     factors: tuple[tuple[str, tuple[int, ...]], ...] = ()  # letter -> in how many parts the graph lets its dim lie
-    uneven: tuple[str, ...] = ()  # letters that the graph lets lie in pieces that are not equal
-    pieces: tuple[tuple[str, int], ...] = ()  # letter -> in how many pieces other axes have cut it; constants are whole
+    uneven: tuple[str, ...] = ()  # letters that the graph lets lie in shards that are not equal
+    shards: tuple[tuple[str, int], ...] = ()  # letter -> in how many shards other axes have cut it; constants are whole
 
     @property
     def output(self) -> TensorType:
@@ -41,7 +41,7 @@ class Rendered:
     positional: tuple[str, ...]
     named: dict[str, str]
     tensors: tuple[str, ...]
-    local_inputs: tuple[tuple[int, ...], ...]  # the shapes of this rank's pieces
+    local_inputs: tuple[tuple[int, ...], ...]  # the shapes of this rank's shards
     local_outputs: tuple[tuple[int, ...], ...]
     bodies: tuple[tuple[str, str], ...]  # local form of the op -> the mesh axis that asks for it
     view: OpView
@@ -63,7 +63,9 @@ class Rendered:
 Dims = str | Callable[[OpView], str]
 Linear = tuple[tuple[int, ...], ...]
 Flops = Callable[[OpView], float]
-Sent = tuple[str, int]  # a collective, and the bytes of the unsplit tensor
+Sent = tuple[str, int]  # a collective, and the bytes of the unsplit tensor; of those below, of what each rank has
+GATHER_FEW, SUM_FEW = "gather_few", "sum_few"  # a few numbers of each rank come to all, or their sum does
+FEW_RANKS = 8  # a sum over no more of them is made of what all have
 
 
 def no_flops(view: OpView) -> float:

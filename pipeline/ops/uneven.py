@@ -1,6 +1,6 @@
-"""Which dims of a graph may lie in uneven pieces: vocabularies, whose sizes are what the data has.
+"""Which dims of a graph may lie in uneven shards: vocabularies, whose sizes are what the data has.
 
-What a rank lacks of an uneven dim is padding behind its piece. A weight's padding is zeros, and gets no gradient where
+What a rank lacks of an uneven dim is padding behind its shard. A weight's padding is zeros, and gets no gradient where
 all that reads the dim works on each of its elements by itself until a lookup or a cross entropy, which know the true
 size, ends it. So a dim may be uneven where every op that touches it, from the weights to those ends, is one of these.
 """
@@ -32,7 +32,7 @@ class Uneven:
 
 @once_per_graph
 def uneven_in(graph: OpGraph) -> Uneven:
-    """What may be split in uneven pieces."""
+    """What may be split in uneven shards."""
     search = _Search(graph)
     found: dict[str, list[str]] = defaultdict(list)
     seen: set[Spot] = set()

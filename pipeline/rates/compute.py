@@ -28,14 +28,14 @@ class Seconds:
 
 
 def local_bytes(graph: OpGraph, value: str, layout: Layout, sizes: tuple[int, ...]) -> int:
-    return piece_bytes(graph.values[value].type, layout, sizes)
+    return shard_bytes(graph.values[value].type, layout, sizes)
 
 
 @lru_cache(maxsize=1 << 16)
-def piece_bytes(kind: TensorType, layout: Layout, sizes: tuple[int, ...]) -> int:
-    """Of one rank's piece, with its padding where the pieces are uneven."""
+def shard_bytes(kind: TensorType, layout: Layout, sizes: tuple[int, ...]) -> int:
+    """Of one rank's shard, with its padding where the shards are uneven."""
     if not layout.holds(kind.shape, sizes):  # in a smaller batch than the one that was planned for
-        return kind.nbytes // layout.pieces(sizes)
+        return kind.nbytes // layout.shards(sizes)
     return prod(layout.local_shape(kind.shape, sizes)) * ITEM_SIZE[kind.dtype]
 
 
@@ -54,12 +54,14 @@ def op_seconds(
     flops, moved = cost.flops_forward * share, cost.bytes_forward * kept
     worked = flops * own.forward if own else _product(flops, moved, matmul, compute.product_bytes.forward)
     done = max(worked, moved / compute.memory_rate, calibrated.forward * elements)
-    forward = done + compute.launch * max(1, cost.kernels_forward)
+    beside = [compute.bodies[body] for body in {*strategy.body.split(",")} if body in compute.bodies]
+    forward = done + compute.launch * max(1, cost.kernels_forward) + sum(pace.forward for pace in beside)
     if not backward:
         return Seconds(forward, 0.0)
     flops, moved = cost.flops_backward * share, cost.bytes_backward * kept
     worked = flops * own.backward if own else _product(flops, moved, matmul, compute.product_bytes.backward)
     done = max(worked, moved / compute.memory_rate, calibrated.backward * elements)
+    done += sum(pace.backward for pace in beside)
     return Seconds(forward, done + compute.launch_backward * max(1, cost.kernels_backward))
 
 

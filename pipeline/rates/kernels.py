@@ -32,6 +32,7 @@ class Card:
     processors: int = 132
     start: float = START  # seconds that any kernel takes beside its own
     host: HostPace = field(default_factory=HostPace)
+    unaligned: float | None = None  # share of the rate in products with rows that begin on no 16 bytes; None: as below
 
     def rate(self, dtype: str) -> float:
         known = (dtype, "bfloat16") if dtype in HALF else (dtype,)
@@ -161,15 +162,17 @@ def _product(kernel: Kernel, card: Card) -> float:
     fill = min(1.0, used / card.processors) * inner / (inner + (16 if kernel.dtype in HALF else 40))
     if min(rows, columns) < TILE:
         fill *= max(min(rows, columns), 16) / TILE if kernel.dtype in HALF else 0.9
-    computed = kernel.flops / (card.rate(kernel.dtype) * _alignment(kernel) * max(fill, 1e-3))
+    computed = kernel.flops / (card.rate(kernel.dtype) * _alignment(kernel, card) * max(fill, 1e-3))
     beside = PRODUCT_BYTES["half" if kernel.dtype in HALF else "float32"]
     return computed + beside * (kernel.read + kernel.written) / card.memory
 
 
-def _alignment(kernel: Kernel) -> float:
+def _alignment(kernel: Kernel, card: Card) -> float:
     if kernel.dtype not in HALF:
         return 1.0
     begins = gcd(16, 2 * kernel.leading) if kernel.leading else 16
+    if begins < 16 and card.unaligned is not None:
+        return card.unaligned
     return ALIGNMENT.get(begins, ODD[kernel.transposed or "nn"])
 
 

@@ -23,7 +23,7 @@ from pipeline.runtime.programs.local_ops import (
     count_targets,
     expert_split,
     mean_cross_entropy,
-    mean_of_pieces,
+    mean_of_shards,
     row_split_embedding,
     row_split_embedding_bag,
 )
@@ -35,7 +35,7 @@ from pipeline.runtime.recompute.regions import kept, recompute, recompute_except
 __all__ = [
     "again", "all_gather", "all_gather_together", "all_reduce", "all_reduce_both", "all_to_all", "batch_norm",
     "channels_last", "class_split_cross_entropy", "compiled", "count_targets", "drawn_apart", "expert_split", "gather",
-    "keep_shards", "kept", "mask", "mask_both", "mask_gradient", "mean_cross_entropy", "mean_of_pieces", "narrow",
+    "keep_shards", "kept", "mask", "mask_both", "mask_gradient", "mean_cross_entropy", "mean_of_shards", "narrow",
     "pad", "recompute", "recompute_except_last", "reduce_scatter", "regather", "regather_together",
     "row_split_embedding", "row_split_embedding_bag", "scope", "shard", "sum_gradient", "without_autocast",
 ]  # fmt: skip

@@ -143,11 +143,11 @@ def _gathers_over(
 def gathered_beside(graph: OpGraph, step: Convert, sizes: tuple[int, ...]) -> tuple[int, int]:
     """Bytes that a gather of a parameter takes beside the whole: of what it sends, and of what it receives.
 
-    A large one is a collective of its own, which sends the piece that is stored, and receives the whole itself where it
+    A large one is a collective of its own, which sends the shard that is stored, and receives the whole itself where it
     is split on its first dim (pipeline.runtime.programs.collectives.Joining).
     """
     ends = step.source.layout, step.target.layout
-    whole = graph.values[step.target.value].type.nbytes // step.target.layout.pieces(sizes)
+    whole = graph.values[step.target.value].type.nbytes // step.target.layout.shards(sizes)
     if whole < GATHERED_ALONE:
         return whole // sizes[step_axis(*ends, sizes)], whole
     return 0, 0 if step_arguments(*ends, sizes) == {"dim": 0} else whole
@@ -168,7 +168,7 @@ def step_arguments(
 ) -> dict[str, int]:
     """What the step's function is told besides the tensor and the axis: dims, and parts where there are several.
 
-    And the size of a dim that comes together, where its pieces are uneven in a tensor of that shape.
+    And the size of a dim that comes together, where its shards are uneven in a tensor of that shape.
     """
     axis = step_axis(source, target, sizes)
     split = [layout for layout in (source, target) if layout.states[axis].kind == "S"]

@@ -9,7 +9,7 @@ after a collective, which a region that begins with the next one does not repeat
 
 On an axis where a parameter is stored `R` and an op reads it as `B`, the step sums its gradient once, in buckets (this
 is DDP), and the parameter counts as `B`: what ops that read it otherwise need there is local (`B -> R` masks the
-gradient, `B -> S` takes a piece). What is left of the way to its readers is converted. A parameter that several links
+gradient, `B -> S` takes a shard). What is left of the way to its readers is converted. A parameter that several links
 read in a layout it is not stored in is converted once, before the chain; one that is regathered (ZeRO-3) by each link,
 which lets go of the copy. A link begins with the parameters that it gathers, so that those of one axis are one
 collective.

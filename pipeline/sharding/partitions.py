@@ -85,10 +85,10 @@ def busiest(plan: Plan) -> tuple[int, ...]:
     """The partitions on the devices that wait least: the prediction's seconds by kind are theirs."""
     if not plan.pipelined:
         return (0,)
-    pieces = len(plan.partitions) // plan.chunks
-    busy = [0.0] * pieces
+    shards = len(plan.partitions) // plan.chunks
+    busy = [0.0] * shards
     for total in plan.timeline.totals:
         if total.what != "waiting":
-            busy[total.partition % pieces] += total.seconds
-    device = max(range(pieces), key=busy.__getitem__)
-    return tuple(range(device, len(plan.partitions), pieces))
+            busy[total.partition % shards] += total.seconds
+    device = max(range(shards), key=busy.__getitem__)
+    return tuple(range(device, len(plan.partitions), shards))

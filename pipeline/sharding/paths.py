@@ -9,7 +9,7 @@ Between source and target a layout may use the dims that these split and one mor
 wait for its place: another such dim would cost the same. On a dim, an axis may take the outermost or the innermost
 digit, the one next to it, or one where an axis of the source or the target begins or ends. A tensor without a gradient
 may be a mask or hold indices, which have no summands: it passes through `P` only on an axis where an end is `P`. A dim
-is in uneven pieces on the way where it is so at an end, on that axis, and then no other axis splits it.
+is in uneven shards on the way where it is so at an end, on that axis, and then no other axis splits it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Space:
             own = held[axis]
             others = [(a, p) for a, p in enumerate(held) if a != axis and isinstance(p, Place)]
             local = self.nbytes // prod(self.sizes[a] for a, _ in others)
-            # One place leads to another only if pieces of the one make up pieces of the other.
+            # One place leads to another only if shards of the one make up shards of the other.
             blocked = [*others, *([(axis, own)] if isinstance(own, Place) else [])]
             for after, spot in enumerate(self.spots[axis]):
                 free = all(is_clear((axis, spot), other, self.sizes, self.uneven) for other in blocked)
@@ -214,7 +214,7 @@ def is_clear(wanted: tuple[int, Spot], taken: tuple[int, Spot], sizes: tuple[int
 
 
 def uneven_at(ends: Sequence[Layout], shape: tuple[int, ...], sizes: tuple[int, ...]) -> Uneven:
-    """Where these layouts are in uneven pieces."""
+    """Where these layouts are in uneven shards."""
     return frozenset(
         (axis, place.dim)
         for layout in ends

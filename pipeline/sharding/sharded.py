@@ -47,7 +47,7 @@ class Sharded:
     def shards_of(self, op: str) -> int:
         """Into how many an op's tensors are cut at most."""
         strategy = self.strategy(op)
-        return max((layout.pieces(self.sizes) for layout in (*strategy.inputs, *strategy.outputs)), default=1)
+        return max((layout.shards(self.sizes) for layout in (*strategy.inputs, *strategy.outputs)), default=1)
 
     def leaving(self, link: int) -> Tensor:
         """The activation with which a link ends, as the next one finds it; of the last one the program's output."""

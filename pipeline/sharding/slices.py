@@ -67,7 +67,7 @@ def _compiled_for(compiled: Compiled, count: int, largest: Fraction, known: bool
 def fits(graph: OpGraph, sharding: Sharding, sizes: tuple[int, ...], slices: tuple[int, ...]) -> bool:
     """Whether each of these can still be split as the sharding splits the batch: on the dim that is cut.
 
-    Other dims may be in uneven pieces, as they are of the whole batch.
+    Other dims may be in uneven shards, as they are of the whole batch.
     """
     if len(slices) < 2:
         return True

@@ -22,7 +22,7 @@ from pipeline.ops.table import rule_of
 from pipeline.tracing.lower import Ops, is_random
 
 LONGEST_RESIDUAL = 6  # products in a row
-Piece = tuple[list[Op], str | None, str]  # the ops of a link, what it reads and what it writes
+Shard = tuple[list[Op], str | None, str]  # the ops of a link, what it reads and what it writes
 
 
 def find_chain(graph: Ops) -> OpGraph:
@@ -72,11 +72,11 @@ def _is_product(op: Op) -> bool:
     return rule is not None and rule.is_product
 
 
-def _cut(ops: list[Op], values: dict[str, Value], output: str, common: set[str]) -> list[Piece]:
+def _cut(ops: list[Op], values: dict[str, Value], output: str, common: set[str]) -> list[Shard]:
     last_read = {name: i for i, op in enumerate(ops) for name in op.inputs}
     last_read[output] = len(ops)
     alive: set[str] = set()
-    links: list[Piece] = []
+    links: list[Shard] = []
     current: list[Op] = []
     entry: str | None = None
     for i, op in enumerate(ops):
@@ -95,7 +95,7 @@ def _cut(ops: list[Op], values: dict[str, Value], output: str, common: set[str])
     return links
 
 
-def _numbered(links: list[Piece], values: dict[str, Value]) -> tuple[Link, ...]:
+def _numbered(links: list[Shard], values: dict[str, Value]) -> tuple[Link, ...]:
     numbers: dict[object, int] = {}
     chain = []
     last_read = {name: i for i, (ops, _, _) in enumerate(links) for op in ops for name in op.inputs}

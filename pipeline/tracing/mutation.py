@@ -52,7 +52,7 @@ class Mutations:
         view = self.views[name]
         if view.many:
             raise TraceError(
-                f"{view.target} gives pieces of a tensor that is changed in place afterwards",
+                f"{view.target} gives shards of a tensor that is changed in place afterwards",
                 where="conf/model: module",
                 remedy="change it with an out-of-place operation",
             )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 from math import gcd
 
-from pipeline.config import Config, Precision, TensorSpec
+from pipeline.config import Config, NormStatistics, Precision, TensorSpec
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.verify import verify_graph
+from pipeline.ops.families.norm import is_batch_norm_in_training
 from pipeline.tracing.build import build_model, fake_mode, sample_batch
 from pipeline.tracing.chain import find_chain
 from pipeline.tracing.export import export_loss
@@ -28,5 +30,12 @@ def trace(config: Config, samples: int | None = None, stay: Container[str] = ())
     amp = config.model.precision is Precision.amp
     program = export_loss(model, batch, config.cluster.device.value, amp=amp)
     graph = find_chain(simplify(lower(program, model, tuple(batch), amp=amp, stay=stay)))
+    if config.model.batch_norm is NormStatistics.per_rank:
+        graph = with_norms_per_rank(graph)
     verify_graph(graph)
     return graph
+
+
+def with_norms_per_rank(graph: OpGraph) -> OpGraph:
+    """Batch norms that take the statistics of each rank's own part of the batch."""
+    return replace(graph, ops=tuple(replace(op, per_rank=is_batch_norm_in_training(op)) for op in graph.ops))

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from pipeline.base.errors import TrainError
 from pipeline.ir.layout import Layout, Run
 from pipeline.runtime.context import step
-from pipeline.runtime.programs.collectives import piece
+from pipeline.runtime.programs.collectives import local_shard
 from pipeline.runtime.programs.mesh import axis_of
 from pipeline.runtime.step.slices import Slices
 
@@ -105,7 +105,7 @@ class Batches:
         held = [axis_of(axis) for axis in self.axes]
         for split in self.layouts[name].splits(tuple(axis.size for axis in held)):
             if split.dim or whole:
-                rows = piece(rows, held[split.axis], split.dim, split.parts)
+                rows = local_shard(rows, held[split.axis], split.dim, split.parts)
         return rows.contiguous()
 
 

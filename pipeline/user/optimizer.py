@@ -91,7 +91,7 @@ def refuse_mixing(settings: Mapping[str, Any], where: str, split: str, device: s
 
 
 def refuse_moving_zeros(settings: Mapping[str, Any], where: str, padded: str, device: str = "cpu") -> None:
-    """The padding of uneven pieces is zeros without a gradient: what an optimizer makes of it would be read."""
+    """The padding of uneven shards is zeros without a gradient: what an optimizer makes of it would be read."""
     parameter = Parameter(torch.zeros(8, 6, device=device))
     _stepped(settings, where, [parameter], ([torch.zeros_like(parameter)] for _ in range(2)))
     if not bool((parameter == 0).all()):

@@ -102,15 +102,15 @@ class _StateDict:
         return self.tensors[name][box].clone()
 
 
-def read_piece(weights: WeightFile, name: str, runs: Sequence[Sequence[Run]]) -> Tensor:
+def read_shard(weights: WeightFile, name: str, runs: Sequence[Sequence[Run]]) -> Tensor:
     """The elements whose indices lie in these runs of each dim; nothing else is read."""
     boxes = [[slice(start, start + count) for start, count in dim] for dim in runs]
-    pieces = [weights.read(name, box) for box in product(*boxes)]
+    shards = [weights.read(name, box) for box in product(*boxes)]
     for dim in reversed(range(len(runs))):  # the last dim varies fastest
         count = len(boxes[dim])
-        groups = [pieces[i : i + count] for i in range(0, len(pieces), count)]
-        pieces = [torch.cat(group, dim) if count > 1 else group[0] for group in groups]
-    return pieces[0]
+        groups = [shards[i : i + count] for i in range(0, len(shards), count)]
+        shards = [torch.cat(group, dim) if count > 1 else group[0] for group in groups]
+    return shards[0]
 
 
 def match_names(file: WeightFile, names: Mapping[str, str], shapes: Mapping[str, Shape], where: str) -> dict[str, str]:

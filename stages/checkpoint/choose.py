@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pipeline.base.errors import BudgetError, SolveError
 from pipeline.config import Checkpoint
 from pipeline.cost.chain_memory import loss_temporaries
 from pipeline.cost.resident import budget_of, gigabytes, resident_parts
 from pipeline.cost.step import Priced, StepPrice, Workload
+from pipeline.cost.step_lines import StepLines
+from pipeline.cost.traffic import lines_of
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Alternative, Frontier, Partition, Plan, Prediction, Region
@@ -17,13 +20,13 @@ from pipeline.sharding.partitions import restricted
 from stages.checkpoint import timeline
 from stages.checkpoint.describe import axes_in_words, passes_in_words, pipeline_in_words, recompute_in_words
 from stages.checkpoint.offers import Offer, alternatives
-from stages.checkpoint.pipelines.pipelined import Piped, Pipelines, predict
+from stages.checkpoint.pipelines.pipelined import Pipelines, PricedPipeline, predict
 from stages.checkpoint.pipelines.search_inputs import PipelineFloor
 from stages.checkpoint.recompute import rotor, schedule
 from stages.checkpoint.recompute.chain import Chain, Slots
 from stages.checkpoint.recompute.linearize import Linear, linearize
 from stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, Outcome, simulate
-from stages.checkpoint.recompute.two_lines import played
+from stages.checkpoint.recompute.two_lines import played, runs_of
 from stages.checkpoint.user_choices import fixed_schedule, join_of
 
 
@@ -49,7 +52,16 @@ class Candidate:
 
     @property
     def step_seconds(self) -> float:
-        return self.price.seconds_with(self.outcome.time)
+        return self.price.seconds_with(self.outcome.time) - self.hidden_seconds
+
+    @cached_property
+    def lines(self) -> StepLines:
+        return lines_of(self.priced, runs_of(self.outcome, self.linear.costs))
+
+    @cached_property
+    def hidden_seconds(self) -> float:
+        """Of collectives, behind what is computed."""
+        return self.lines.saved
 
 
 NOTHING = Outcome((), 0.0, 0.0)
@@ -215,12 +227,12 @@ def _plan_alone(
         alternatives=others,
         micro_batches=best.price.micro_batches,
         slices=best.slices,
-        timeline=timeline.of_one(best.price, best.outcome, best.linear),
+        timeline=timeline.of_one(best.price, best.outcome, best.linear, best.lines),
     )
 
 
 def _plan_piped(
-    best: Piped,
+    best: PricedPipeline,
     prediction: Prediction,
     graph: OpGraph,
     cluster: Cluster,
@@ -276,7 +288,7 @@ def _offer(candidate: Candidate) -> Offer:
     return Offer(what, "", kind, candidate.peak_bytes, prediction, candidate.point)
 
 
-def _piped_offer(piped: Piped) -> Offer:
+def _piped_offer(piped: PricedPipeline) -> Offer:
     plan, axes = piped.plan, [_axes(filled.priced) for filled in piped.fills]
     spans = [(*span, own) for span, own in zip(piped.spans, axes, strict=True)]
     again = sum(isinstance(step, schedule.Nesting) for part in plan.partitions for step in part.region.steps)
@@ -306,10 +318,11 @@ def _predict(best: Candidate) -> Prediction:
         peak_bytes=best.peak_bytes,
         resident_bytes=price.resident_bytes,
         compute_seconds=price.micro_batches * once - moved + price.outside.total,
-        communication_seconds=price.communication,
+        communication_seconds=price.communication - best.hidden_seconds,
         recompute_seconds=price.micro_batches * max(0.0, best.device_seconds - once),
         optimizer_seconds=price.optimizer,
         host_seconds=price.micro_batches * best.outcome.waited,
+        hidden_seconds=best.hidden_seconds,
     )
 
 

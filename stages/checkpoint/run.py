@@ -25,7 +25,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     profile, cluster, frontier = (inputs[kind] for kind in ("profile", "cluster", "frontier"))
     graph = as_run(inputs["graph"], profile.types)
     where = f"conf/solve/{config.choices['solve']}.yaml: memory_budget_gb"
-    for point in (*frontier.points, *frontier.pieces):
+    for point in (*frontier.points, *frontier.submesh_points):
         verify_sharding(graph, point.sharding, frontier.meshes[point.mesh].sizes, uneven_in(graph).spots)
     settings, file = config.checkpoint, f"conf/checkpoint/{config.choices['checkpoint']}.yaml"
 
@@ -56,6 +56,7 @@ def figures(plan: Plan) -> dict[str, float | int | str]:
         "budget_mb": round(plan.budget_bytes / 1e6, 3),
         "bubble_ms": round(predicted.bubble_seconds * 1e3, 4),
         "host_ms": round(predicted.host_seconds * 1e3, 4),
+        "hidden_ms": round(predicted.hidden_seconds * 1e3, 4),
         "recompute_regions": sum(region.recompute for part in plan.partitions for region in part.regions),
         "partitions": len(plan.partitions),
         "schedule": plan.schedule or "none",

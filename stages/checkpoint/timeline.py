@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pipeline.cost.step import StepPrice
+from pipeline.cost.step_lines import StepLines
 from pipeline.ir.plan import Event, Timeline, Total
 from stages.checkpoint.pipelines.refine import PipelinePlan
 from stages.checkpoint.recompute.linearize import Linear
@@ -17,8 +18,9 @@ PHASES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 WAITING = "waiting"
 
 
-def of_one(price: StepPrice, outcome: Outcome, linear: Linear) -> Timeline:
-    """Without a pipeline: link by link in the order of execution, one micro-batch after another."""
+def of_one(price: StepPrice, outcome: Outcome, linear: Linear, lines: StepLines) -> Timeline:
+    """Without a pipeline: link by link in the order of execution, one micro-batch after another, each until the device
+    is through with it; of gradient sums what is left then."""
     last, spans = len(linear.spans) - 1, linear.spans
     loss, now = len(price.links) - 1, 0.0
     events: list[Event] = []
@@ -30,15 +32,19 @@ def of_one(price: StepPrice, outcome: Outcome, linear: Linear) -> Timeline:
             now += seconds
 
     add("prologue", 0, loss, None, price.outside.total)
+    *each, _ = lines.durations(last=False)
+    *of_last, waited = lines.durations()
     for micro in range(price.micro_batches):
         seen: set[int] = set()
-        for step in outcome.steps:
+        took = of_last if micro == price.micro_batches - 1 else each
+        for step, seconds in zip(outcome.steps, took, strict=True):
             link = step.op.link
             ran = "recompute" if link in seen else "forward"
             what = ran if step.op.kind is not OpKind.B else "loss" if link == last else "backward"
             seen.add(link)
-            add(what, *spans[link], micro, step.seconds, linear.fixed_bytes + int(step.held))
-    add("gradient sums", 0, loss, None, price.gradient_sum)
+            add(what, *spans[link], micro, seconds, linear.fixed_bytes + int(step.held))
+    begun = sum(one.seconds for bucket in lines.buckets for one in bucket.sums)
+    add("gradient sums", 0, loss, None, max(0.0, price.gradient_sum - begun) + waited)
     add("optimizer", 0, loss, None, price.optimizer)
     return _bounded(events)
 

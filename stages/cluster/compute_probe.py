@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from pipeline.rates.compute import optimizer_bytes
+from pipeline.runtime.programs.local_ops import batch_norm
+from pipeline.runtime.programs.mesh import set_meshes
 from stages.cluster.host_probe import measure_host
 from stages.cluster.timing import Clock, Work, slowest
 
@@ -36,6 +40,9 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 CONVOLUTIONS = ((8, 32, 32), (8, 64, 16))  # batch, channels, pixels; kernels of 3 x 3
 ATTENTIONS = ((8, 4, 64, 32), (4, 4, 128, 64))  # batch, heads, length, width of a head
 THIN = ((8, 1024, 1024), (8, 512, 2048), (8, 2048, 512))  # rows, inputs, outputs
+CACHES = "/sys/devices/system/cpu/cpu0/cache"  # of Linux, with a folder for each
+CACHE = 32 << 20  # bytes of the largest one, where they are not told
+MOST_TENSORS = 64  # that are gone through in turn, so that none is in a cache
 FASTER = 0.9  # of the seconds with oneDNN
 LONG_S = 0.01  # a product that takes this long is the last of its dtype
 ENOUGH_S, MOST_CALLS = 1e-3, 200  # short work is called again and again in one measurement, up to this
@@ -58,6 +65,7 @@ def measure_compute(clock: Clock) -> dict[str, Any]:
         "launch_backward": _launch_backward(clock),
         "ops": _own_paces(clock) if on_cpu else {},
         "flops": _own_flops(clock) if on_cpu else {},
+        "bodies": _bodies(clock) if on_cpu else {},
         "thin": _thin(clock) if on_cpu else None,
         "optimizer": [_optimizer(clock, n) for n in OPTIMIZED[device]],
         "processors": None if on_cpu else torch.cuda.get_device_properties(device).multi_processor_count,
@@ -134,10 +142,12 @@ def _own_paces(clock: Clock) -> dict[str, dict[str, float]]:
     return {name: {"forward": there / size, "backward": back / size} for name, (there, back) in seconds.items()}
 
 
-def _both(clock: Clock, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[float, float]:
+def _both(clock: Clock, function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[float, float]:
     """Seconds forward and backward, with gradients of all inputs."""
     own = [x.requires_grad_() for x in inputs]
-    gradient = torch.ones_like(function(*own))
+    found = function(*own)
+    gradient = torch.ones_like(found) if isinstance(found, torch.Tensor) else tuple(map(torch.ones_like, found))
+    del found
     forward = clock.seconds(lambda: function(*own))
     both = clock.seconds(lambda: torch.autograd.grad(function(*own), own, gradient))
     return forward, max(both - forward, 0.0)
@@ -163,21 +173,52 @@ def _own_flops(clock: Clock) -> dict[str, dict[str, float]]:
 
 
 def _thin(clock: Clock) -> list[dict[str, float]]:
-    """Linear layers of a few rows, where reading the weight takes longer than the arithmetic."""
+    """Linear layers of a few rows, where reading the weight takes longer than the arithmetic.
+
+    Several in turn, as a step goes from layer to layer: a weight is in no cache when its turn comes again.
+    """
     found = []
     for rows, before, after in THIN:
-        forward, backward = _both(clock, F.linear, torch.randn(rows, before), torch.randn(after, before))
+        weights = [torch.randn(after, before) for _ in range(_beyond_caches(4 * before * after))]
+        seconds = _both(clock, lambda x, *own: tuple(F.linear(x, w) for w in own), torch.randn(rows, before), *weights)
+        forward, backward = (one / len(weights) for one in seconds)
         moved = 4.0 * (rows * before + before * after + rows * after)
         found.append({"flops": 2.0 * rows * before * after, "bytes": moved, "forward": forward, "backward": backward})
     return found
 
 
+def _beyond_caches(nbytes: int) -> int:
+    """How many tensors of that many bytes fill the largest cache of a CPU."""
+    told = (path.read_text().strip() for path in Path(CACHES).glob("index*/size"))
+    sizes = [int(size[:-1]) << 10 for size in told if size.endswith("K")]
+    return max(2, min(MOST_TENSORS, -(-max(sizes, default=CACHE) // nbytes)))
+
+
 def _optimizer(clock: Clock, elements: int) -> dict[str, float]:
-    """A step of AdamW on one parameter, which keeps two tensors of its size."""
-    parameter = torch.nn.Parameter(torch.ones(elements, device=clock.device))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter])
-    return {"bytes": optimizer_bytes(4.0 * elements, 2), "seconds": clock.seconds(optimizer.step, 5)}
+    """A step of AdamW on one parameter, which keeps two tensors of its size.
+
+    On a CPU one of several, as a model has: what it reads is in no cache since the step before.
+    """
+    count = 1 if clock.device == "cuda" else _beyond_caches(16 * elements)
+    parameters = [torch.nn.Parameter(torch.ones(elements, device=clock.device)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW(parameters)
+    seconds = clock.seconds(optimizer.step, 5 if count == 1 else 1) / count
+    return {"bytes": optimizer_bytes(4.0 * elements, 2), "seconds": seconds}
+
+
+def _bodies(clock: Clock) -> dict[str, dict[str, float]]:
+    """Seconds that local forms take longer than their ops, without what they send: many ops on few numbers."""
+    set_meshes([{"alone": 1}] * dist.get_world_size())
+    running = torch.zeros(16), torch.ones(16)
+
+    def norm(axis: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return batch_norm(x, weight, bias, *running, True, 0.1, 1e-5, axis=axis)
+
+    tensors = torch.randn(2, 16, 4), torch.ones(16), torch.zeros(16)
+    own, usual = (_both(clock, partial(norm, axis), *tensors) for axis in ("alone", ""))
+    return {"batch": {"forward": max(own[0] - usual[0], 0.0), "backward": max(own[1] - usual[1], 0.0)}}
 
 
 def _launch(clock: Clock) -> float:

@@ -7,11 +7,12 @@ from itertools import accumulate
 
 from pipeline.config import ClusterSettings as Settings
 from pipeline.config import Device
-from pipeline.ir.cluster import Cluster, Compute, Curve, Group, Host, Measured
+from pipeline.ir.cluster import Cluster, Compute, Curve, Group, Host, HostPace, Measured, Overlap, paced
 from stages.cluster.meshes import FASTEST, candidate_meshes, candidate_splits
 from stages.cluster.topology import device_order, find_groups, with_uplinks
 
 WORKSPACE = 2 << 25  # bytes that torch gives cuBLAS on a Hopper GPU, forward and backward; on older ones it is less
+HIDDEN = 0.8  # kernels beside collectives take 1.19 times as long, on A100s and H100s (arXiv 2507.03114): 2 - 1.19
 MOST_SIMULATED = 256  # devices whose pairs are drawn one by one; larger clusters are grouped as they are described
 
 
@@ -28,7 +29,7 @@ def simulate(settings: Settings) -> Cluster:
     hosts = [host.name for host in describe_hosts(settings) for _ in host.ranks]
     found = with_uplinks(find_groups(bandwidth, latency, hosts), described.uplink)
     count = len(hosts)
-    measured = Measured(0.0, max(count - 1, 0), count * (count - 1) // 2, 0, settings.simulate.noise, 0.0, None)
+    measured = Measured(0.0, max(count - 1, 0), count * (count - 1) // 2, 0, settings.simulate.noise, 0.0)
     return _cluster(settings, found, measured)
 
 
@@ -48,21 +49,31 @@ def _cluster(settings: Settings, group: Group, measured: Measured | None) -> Clu
         meshes=meshes,
         splits=candidate_splits(group),
         measured=measured,
+        overlap=Overlap(settings.overlap.value, hidden_share(settings)),
     )
 
 
+def hidden_share(settings: Settings) -> float:
+    """A GPU's collectives take few of its processors; a CPU's take the cores, and the memory, of what is computed."""
+    if settings.preset.hidden is not None:
+        return settings.preset.hidden
+    return HIDDEN if settings.device is Device.cuda else 0.0
+
+
 def describe_compute(settings: Settings) -> Compute:
-    preset = settings.preset
+    preset, reached = settings.preset, settings.preset.reached
     assert preset.matmul_gflops and preset.memory_gbytes_per_s
-    reached = 1e9 * preset.efficiency
+    products = 1e9 * (reached.products or preset.efficiency)
     half = {"float16": preset.half_gflops, "bfloat16": preset.bf16_gflops or preset.half_gflops}
     return Compute(
-        matmul=Curve((1.0,), (preset.matmul_gflops * reached,)),
-        memory_rate=preset.memory_gbytes_per_s * reached,
+        matmul=Curve((1.0,), (preset.matmul_gflops * products,)),
+        memory_rate=preset.memory_gbytes_per_s * 1e9 * (reached.memory or preset.efficiency),
         launch=preset.launch_us / 1e6,
         launch_backward=2 * preset.launch_us / 1e6,
-        matmul_by_dtype={dtype: Curve((1.0,), (rate * reached,)) for dtype, rate in half.items() if rate},
+        matmul_by_dtype={dtype: Curve((1.0,), (rate * products,)) for dtype, rate in half.items() if rate},
         processors=preset.processors,
+        unaligned=reached.unaligned,
+        host=HostPace() if reached.kernel_us is None else paced(HostPace(), reached.kernel_us / 1e6),
         workspace=WORKSPACE if settings.device is Device.cuda else 0,
     )
 
@@ -83,7 +94,7 @@ def describe_group(settings: Settings) -> Group:
         return hosts[0]
     preset = settings.preset
     assert preset.network_gbytes_per_s and preset.network_latency_us is not None
-    uplink = preset.network_gbytes_per_s * 1e9
+    uplink = preset.network_gbytes_per_s * preset.reached.network * 1e9
     shared = any(len(host.ranks) > 1 for host in hosts)
     return Group(
         kind="cluster",
@@ -92,11 +103,12 @@ def describe_group(settings: Settings) -> Group:
         latency=preset.network_latency_us / 1e6,
         uplink=uplink if shared else None,
         members=tuple(hosts) if shared else (),
+        start=preset.reached.collective_us / 1e6,
     )
 
 
 def _host(settings: Settings, ranks: range) -> Group:
-    preset = settings.preset
+    preset, start = settings.preset, settings.preset.reached.collective_us / 1e6
     if len(ranks) == 1:
         return Group("host", tuple(ranks), FASTEST, 0.0)
     size = min(preset.island or len(ranks), len(ranks))
@@ -107,13 +119,15 @@ def _host(settings: Settings, ranks: range) -> Group:
         else:
             assert preset.link_gbytes_per_s and preset.latency_us is not None
             kind = "host" if size == len(ranks) else "island"
-            islands.append(Group(kind, own, preset.link_gbytes_per_s * 1e9, preset.latency_us / 1e6))
+            bandwidth = preset.link_gbytes_per_s * preset.reached.links * 1e9
+            islands.append(Group(kind, own, bandwidth, preset.latency_us / 1e6, start=start))
     if len(islands) == 1:
         return islands[0]
     assert preset.cross_gbytes_per_s
     latency = preset.latency_us if preset.cross_latency_us is None else preset.cross_latency_us
     members = tuple(islands) if size > 1 else ()
-    return Group("host", tuple(ranks), preset.cross_gbytes_per_s * 1e9, (latency or 0.0) / 1e6, members=members)
+    bandwidth = preset.cross_gbytes_per_s * preset.reached.links * 1e9
+    return Group("host", tuple(ranks), bandwidth, (latency or 0.0) / 1e6, members=members, start=start)
 
 
 def _ranks_of_hosts(settings: Settings) -> list[range]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 
 from pipeline.ir.cluster import COLLECTIVES, HostPace, LinkCost
@@ -12,8 +12,7 @@ from stages.cluster.meshes import NOTHING
 
 OUTLIER = 5.0  # times the median distance from the median
 RISEN = 3.0  # times the seconds of the smallest message: where the bandwidth begins to show
-# Seconds of each work on the host for which the defaults of `HostPace` hold, under torch 2.11.
-KNOWN_HOST = {"forward": 0.95e-3, "backward": 2.2e-3, "region": 1.12e-3, "kept": 0.29e-3, "optimizer": 0.85e-3}
+KNOWN_HOST = 3.15e-3  # seconds of the work of host_probe.py where the defaults of `HostPace` hold, under torch 2.11
 
 Points = list[dict[str, float]]  # bytes and seconds
 
@@ -114,19 +113,9 @@ def fit_errors(links: Mapping[str, LinkCost], unseen: Mapping[str, Points]) -> l
     ]
 
 
-def host_pace(measured: Mapping[str, float]) -> HostPace:
-    """Of a host that took so long for the works of host_probe.py."""
-    known, slower = HostPace(), {name: measured[name] / seconds for name, seconds in KNOWN_HOST.items()}
-    return HostPace(
-        op=known.op * slower["forward"],
-        kernel=known.kernel * slower["forward"],
-        module=known.module * slower["forward"],
-        backward_kernel=known.backward_kernel * slower["backward"],
-        parameter=known.parameter * slower["optimizer"],
-        region=known.region * slower["region"],
-        saved=known.saved * slower["region"],
-        kept=known.kept * slower["kept"],
-    )
+def host_pace(seconds: float) -> HostPace:
+    """Of a host that took so long for the work of host_probe.py."""
+    return HostPace(*(pace * seconds / KNOWN_HOST for pace in astuple(HostPace())))
 
 
 def least_squares_line(points: list[tuple[float, float]]) -> tuple[float, float]:

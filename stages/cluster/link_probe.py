@@ -157,8 +157,8 @@ def measure_axis(clock: Clock, axis: AxisGroup, last: int, budget: float) -> dic
     works: list[tuple[str, bool, float, Callable[[], object]]] = []
     begun, spent = clock.elapsed(), 0.0
     for number, (nbytes, fitted) in enumerate(ends_first(last)):
-        piece = max(1, nbytes // 4 // world)
-        moves = _moves(clock, axis, piece)
+        submesh = max(1, nbytes // 4 // world)
+        moves = _moves(clock, axis, submesh)
         cost = 0.0
         for move in moves.values():
             move()
@@ -166,7 +166,7 @@ def measure_axis(clock: Clock, axis: AxisGroup, last: int, budget: float) -> dic
         spent += cost * (2 + clock.repeats)
         if spent > budget and number >= FEWEST_SIZES:
             break
-        works += [(name, fitted, 4.0 * piece * world, move) for name, move in moves.items()]
+        works += [(name, fitted, 4.0 * submesh * world, move) for name, move in moves.items()]
     seconds = clock.together([move for *_, move in works], budget - (clock.elapsed() - begun))
     found: dict[str, Any] = {"fitted": {}, "unseen": {}, "apart": measure_apart(clock, axis)}
     for (name, fits, moved, _), taken in zip(works, seconds, strict=True):
@@ -207,11 +207,11 @@ def _product(clock: Clock) -> Callable[[], None]:
     return product
 
 
-def _moves(clock: Clock, axis: AxisGroup, piece: int) -> dict[str, Callable[[], object]]:
+def _moves(clock: Clock, axis: AxisGroup, submesh: int) -> dict[str, Callable[[], object]]:
     group, ranks = axis
     world = len(ranks)
-    whole, other = (torch.ones(piece * world, device=clock.device) for _ in range(2))
-    part = torch.ones(piece, device=clock.device)
+    whole, other = (torch.ones(submesh * world, device=clock.device) for _ in range(2))
+    part = torch.ones(submesh, device=clock.device)
     place = ranks.index(dist.get_rank())
     rows = MeshAxis(world, place, group)
     after, before = ranks[(place + 1) % world], ranks[place - 1]

@@ -13,7 +13,7 @@ from pipeline.base.errors import ClusterError
 from pipeline.base.log import Log
 from pipeline.config import ClusterSettings as Settings
 from pipeline.config import Device
-from pipeline.ir.cluster import LATER, Cluster, Compute, Curve, Host, HostPace, LinkCost, Measured, Mesh, Pace
+from pipeline.ir.cluster import LATER, Cluster, Compute, Curve, Host, HostPace, LinkCost, Measured, Mesh, Overlap, Pace
 from pipeline.launch.launch import LaunchNode, run_ranks
 from pipeline.launch.work_folder import LaunchFailed
 from stages.cluster.fit import fit_errors, fit_links, host_pace, in_a_step, least_squares_line, link_beyond
@@ -134,8 +134,8 @@ def make_cluster(settings: Settings, found: dict[str, Any]) -> Cluster:
             outliers=found["outliers"],
             spread=found["spread"],
             fit_error=statistics.median(errors) if errors else 0.0,
-            overlap=found.get("overlap"),
         ),
+        overlap=Overlap(settings.overlap.value, found.get("overlap", 0.0)),
     )
 
 
@@ -175,6 +175,7 @@ def _compute(found: dict[str, Any]) -> Compute:
         host=host_pace(found["host"]) if found.get("host") else HostPace(),
         onednn=found["onednn"],
         flops={name: Pace(**seconds) for name, seconds in found["flops"].items()},
+        bodies={name: Pace(**seconds) for name, seconds in found.get("bodies", {}).items()},
         product_bytes=beside_arithmetic(found["thin"] or [], max(matmul.rates)),
     )
 

@@ -26,7 +26,7 @@ from pipeline.ir.cluster import COLLECTIVES, SEND, Axis, Group, LinkCost, Mesh, 
 
 FASTEST = 1e15  # bytes/s that stand for "costs nothing": a device to itself
 NOTHING = LinkCost(0.0, FASTEST)
-MOST_PIECES = 64
+MOST_SUBMESHES = 64
 SAMPLES = 64  # groups of an axis that are looked at, evenly spread, where there are more
 
 
@@ -37,22 +37,39 @@ def candidate_meshes(group: Group) -> tuple[Mesh, ...]:
 
 
 def candidate_splits(group: Group) -> tuple[Split, ...]:
-    """The devices in 2, 3... equal pieces, and in the members of each level of groups where these differ."""
+    """The devices in 2, 3... equal submeshes, and in the members of each level of groups where these differ."""
     tree = _Tree(group)
-    equal = [(tree.count // n,) * n for n in range(2, min(tree.count, MOST_PIECES) + 1) if tree.count % n == 0]
+    equal = [(tree.count // n,) * n for n in range(2, min(tree.count, MOST_SUBMESHES) + 1) if tree.count % n == 0]
     levels = []  # the sizes of the members at each depth of the tree
     level = [group]
     while any(item.members for item in level):
         level = [member for item in level for member in (item.members or (item,))]
         levels.append(tuple(len(item.ranks) for item in level))
     every = dict.fromkeys([*equal, *levels])
-    return tuple(_split(tree, sizes) for sizes in every if 1 < len(sizes) <= MOST_PIECES)
+    return tuple(_split(tree, sizes) for sizes in every if 1 < len(sizes) <= MOST_SUBMESHES)
+
+
+class GroupLinks:
+    """Links of axes and of submeshes that nobody has to choose among."""
+
+    def __init__(self, group: Group) -> None:
+        self.tree = _Tree(group)
+
+    def along(self, stride: int, size: int) -> dict[str, LinkCost]:
+        """Of an axis over so many devices, each `stride` places from the next; as slow as the slowest of its groups."""
+        return _axis_links(self.tree, 0, self.tree.count, stride, size)
+
+    def between(self, distance: int) -> LinkCost:
+        """From each device of a submesh to the one so many places further, all at once, over the slowest way."""
+        edges = range(distance, self.tree.count, distance)
+        link = _slowest([self.tree.between(edge - 1, edge, distance) for edge in edges])
+        return LinkCost(link.start + link.latency, link.one)
 
 
 def _split(tree: _Tree, sizes: tuple[int, ...]) -> Split:
-    """Pieces of these sizes; the meshes of those of one size have each axis as slow as it is in any of them."""
+    """Submeshes of these sizes; the meshes of those of one size have each axis as slow as it is in any of them."""
     edges = list(accumulate(sizes))[:-1]
-    beside = [min(pair) for pair in pairwise(sizes)]  # devices that send at once, each to one of the next piece
+    beside = [min(pair) for pair in pairwise(sizes)]  # devices that send at once, each to one of the next submesh
     link = _slowest([tree.between(edge - 1, edge, crowd) for edge, crowd in zip(edges, beside, strict=True)])
     meshes = {}
     for size in dict.fromkeys(sizes):
@@ -98,14 +115,14 @@ class _Tree:
     def _link(self, group: Group, crowd: int, within: int, size: int) -> LinkRates:
         """`size` devices, up to `within` of them in one member of the group, while `crowd` such groups are at work."""
         if group.uplink is None or not group.members:
-            return LinkRates.alike(group.latency, group.bandwidth)
+            return LinkRates.alike(group.latency, group.bandwidth, group.start)
         within = max(1, min(within, size - 1))
         share = group.uplink / min(crowd, self.largest[id(group)])
         around = min(share, within * group.bandwidth)
         if within > 1:  # the ring also runs inside the members
             around = min(around, *(member.bandwidth for member in group.members))
         out = share / within * (size - 1) / (size - within)  # what stays in the member needs no uplink
-        return LinkRates(group.latency, around, min(share, group.bandwidth), min(out, group.bandwidth))
+        return LinkRates(group.latency, around, min(share, group.bandwidth), min(out, group.bandwidth), group.start)
 
 
 def _all(group: Group) -> Iterator[Group]:
@@ -125,6 +142,7 @@ def _slowest(links: list[LinkRates]) -> LinkRates:
         around=min(link.around for link in links),
         one=min(link.one for link in links),
         each=min(link.each for link in links),
+        start=max(link.start for link in links),
     )
 
 
@@ -177,10 +195,11 @@ class LinkRates:
     around: float  # past each device, from one to the next around a ring
     one: float  # from one device to the next, nothing else in the group
     each: float  # out of each device, to all others at once
+    start: float = 0.0  # seconds of any collective beside its messages
 
     @classmethod
-    def alike(cls, latency: float, bandwidth: float) -> LinkRates:
-        return cls(latency, bandwidth, bandwidth, bandwidth)
+    def alike(cls, latency: float, bandwidth: float, start: float = 0.0) -> LinkRates:
+        return cls(latency, bandwidth, bandwidth, bandwidth, start)
 
 
 def group_links(size: int, link: LinkRates) -> dict[str, LinkCost]:
@@ -188,9 +207,9 @@ def group_links(size: int, link: LinkRates) -> dict[str, LinkCost]:
     if size == 1:
         return dict.fromkeys((*COLLECTIVES, SEND), NOTHING)
     share, steps = (size - 1) / size, size - 1
-    once = LinkCost(steps * link.latency, link.around / share)
-    ring = LinkCost(2 * once.latency, once.bandwidth / 2)
-    tree = LinkCost(2 * ceil(log2(size)) * link.latency, link.around / 2)
+    once = LinkCost(link.start + steps * link.latency, link.around / share)
+    ring = LinkCost(link.start + 2 * steps * link.latency, once.bandwidth / 2)
+    tree = LinkCost(link.start + 2 * ceil(log2(size)) * link.latency, link.around / 2)
     if tree.latency < ring.latency:  # the faster of two lines that cross
         crossing = (ring.latency - tree.latency) / (1 / tree.bandwidth - 1 / ring.bandwidth)
         ring = replace(ring, points=((0.0, tree.latency), (crossing, ring.seconds(crossing))))
@@ -199,5 +218,5 @@ def group_links(size: int, link: LinkRates) -> dict[str, LinkCost]:
         "all_gather": once,
         "reduce_scatter": once,
         "all_to_all": LinkCost(once.latency, link.each * size / share),
-        SEND: LinkCost(link.latency, link.one),
+        SEND: LinkCost(link.start + link.latency, link.one),
     }

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from pipeline.ir.cluster import LinkCost
 from pipeline.launch.rank import end_after_cause, follow_parent, report_error, write_result
 from pipeline.launch.rendezvous import init_process_group
+from pipeline.runtime.step.memory import keep_freed_memory
 from stages.cluster.compute_probe import measure_compute
 from stages.cluster.link_probe import axis_groups, measure_axis, measure_crossing, measure_overlap, measure_pairs
 from stages.cluster.meeting import Voice
@@ -47,6 +48,7 @@ def main(work: Path) -> None:
         if cuda:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=job["timeout_s"]))
+        keep_freed_memory()  # as ranks that train do
         result = measure(job, voice)
         if int(os.environ["LOCAL_RANK"]) == 0:  # each host has a folder of its own
             write_result(work, result)

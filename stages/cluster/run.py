@@ -47,6 +47,6 @@ def figures(cluster: Cluster) -> dict[str, float | int | str]:
             "probe_spread": round(cluster.measured.spread, 4),
             "probe_fit_error": round(cluster.measured.fit_error, 4),
         }
-        if cluster.measured.overlap is not None:
-            found["overlap"] = round(cluster.measured.overlap, 3)
+    if cluster.devices > 1:
+        found["overlap"] = round(cluster.overlap.hidden, 3)
     return found

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.names import pattern
+from pipeline.ir.names import pattern, ranges
 from pipeline.ir.plan import Plan
 from pipeline.sharding.partitions import sharded_parts
 from stages.codegen.block import RESERVED, FunctionBody, free_name, statement
@@ -17,10 +17,12 @@ from stages.codegen.text import LINE, one_or_many, quoted
 
 GLOBALS = {  # what else a module has by name
     *("Program", "Tensor", "ONEDNN", "CUDA_GRAPHS", "MESH", "MICRO_BATCHES", "SLICES", "INPUTS", "PARAMETERS"),
-    *("SCHEDULE", "DEVICES", "SENT", "TIED", "PARTITIONS", "SMALLER"),  # of a pipeline
+    *("PER_RANK", "SCHEDULE", "DEVICES", "SENT", "TIED", "PARTITIONS", "SMALLER"),  # of a pipeline
 }
 _COMPILED = "# Compiled when first called. Of what a block has for backward it keeps this part, the rest is made again."
 _MASKED = "# The gradient of a relu's result that one block gives to the next is masked by the latter."
+
+_PER_RANK = "# Batch norms are of each rank's own samples; of their running statistics those of rank 0 are the model's."
 
 
 def write_module(graph: OpGraph, plan: Plan, digest: str = "") -> str:
@@ -97,6 +99,13 @@ def told_device(plan: Plan) -> str:
     return f"DEVICE = torch.device({quoted(plan.device)}){onednn}{graphs}"
 
 
+def told_norms(graph: OpGraph) -> str:
+    """Nothing, where batch norms have the statistics of the whole batch."""
+    norms = [op for op in graph.ops if op.per_rank]
+    names = [quoted(name) for name in ranges({graph.values[value].origin: "" for op in norms for value in op.mutates})]
+    return f"\n{_PER_RANK}\n{one_or_many('PER_RANK = {', names, '}') if names else 'PER_RANK = ()'}" if norms else ""
+
+
 def told_slices(graph: OpGraph, plan: Plan) -> str:
     """As Python writes them, equal ones once."""
     counted = Counter(plan.slices or (graph.batch,))
@@ -110,7 +119,7 @@ def _header(part: ProgramPart, plan: Plan, imported: str, digest: str) -> str:
     slices = f"SLICES = {told_slices(part.graph, plan)}  # samples of those of one batch\n" if plan.slices else ""
     return f'''"""The training program for the mesh {mesh}, written from runs/checkpoint/plan.json.{told_digest(digest)}
 
-Each line's layout stands behind it with the shape of one rank's piece: R replicated, B replicated with a partial
+Each line's layout stands behind it with the shape of one rank's shard: R replicated, B replicated with a partial
 gradient, S(d) split on dim d, P partial sums. `del` lets go of what backward does not need, `kept` is not computed
 again in a recompute region. Write it again with `dvc repro codegen`; to train with your own edits, set
 `accept_edited_module: true` in your conf/train file and run `python -m stages train`.
@@ -122,7 +131,7 @@ from __future__ import annotations
 {told_device(plan)}
 MESH = {{{", ".join(f"{quoted(name)}: {size}" for name, size in plan.axes)}}}
 MICRO_BATCHES = {plan.micro_batches}  # forward and backward passes of a step
-{slices}{one_or_many("INPUTS = {", inputs, "}")}
+{slices}{one_or_many("INPUTS = {", inputs, "}")}{told_norms(part.graph)}
 # Of each parameter: how it is stored, the axes over which its gradient is summed during backward, and how the
 # optimizer's state is stored; `*` stands for a number.
 PARAMETERS = {{

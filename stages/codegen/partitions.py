@@ -18,7 +18,15 @@ from pipeline.ir.names import ranges
 from pipeline.ir.plan import Plan, Region
 from pipeline.sharding.partitions import crossing, sharded_parts
 from stages.codegen.block import RESERVED
-from stages.codegen.module import functions_of, imports, parameter_rows, told_device, told_digest, told_slices
+from stages.codegen.module import (
+    functions_of,
+    imports,
+    parameter_rows,
+    told_device,
+    told_digest,
+    told_norms,
+    told_slices,
+)
 from stages.codegen.part import ProgramPart, Written, class_text, common_names, forward_text, write_part
 from stages.codegen.text import one_or_many, quoted
 
@@ -110,9 +118,9 @@ def _header(
     graph: OpGraph, plan: Plan, written: list[Written], texts: list[str], digest: str, smaller: OpGraph | None
 ) -> str:
     count, used = len(plan.partitions), set().union(*(one.used for one in written))
-    pieces = count // plan.chunks
-    devices = [str(prod(partition.sizes)) for partition in plan.partitions[:pieces]]
-    turns = f"partition n is on piece n % {pieces}" if plan.chunks > 1 else "partition n is on piece n"
+    submeshes = count // plan.chunks
+    devices = [str(prod(partition.sizes)) for partition in plan.partitions[:submeshes]]
+    turns = f"partition n is on submesh n % {submeshes}" if plan.chunks > 1 else "partition n is on submesh n"
     less = _LESS if smaller else ""
     last = _LAST if "recompute_except_last" in used else ""
     begin = f"The training program of a pipeline of {count} partitions, written from runs/checkpoint/plan.json."
@@ -120,10 +128,10 @@ def _header(
 
 A class for each partition, for one micro-batch: `forward` takes what the partition before sends (x and, by their names,
 the values in `SENT`) and of the batch what its `INPUTS` name; it returns what the next one reads, x first, and the last
-one the loss. `MESH`, `INPUTS` and `PARAMETERS` are those of its piece. How tensors get from the layout of one
+one the loss. `MESH`, `INPUTS` and `PARAMETERS` are those of its submesh. How tensors get from the layout of one
 partition's mesh to that of the next is not written here: `SENT` has both.{less}{last}
 
-Each line's layout stands behind it with the shape of one rank's piece: R replicated, B replicated with a partial
+Each line's layout stands behind it with the shape of one rank's shard: R replicated, B replicated with a partial
 gradient, S(d) split on dim d, P partial sums. `del` lets go of what backward does not need, `kept` is not computed
 again in a recompute region. Of each parameter: how it is stored, the axes over which its gradient is summed during
 backward, and how the optimizer's state is stored; `0-3` stands for any of these numbers. Write it again with
@@ -139,8 +147,8 @@ from typing import ClassVar
 SCHEDULE = {quoted(plan.schedule)}
 MICRO_BATCHES = {plan.micro_batches}  # forward and backward passes of a step
 # Samples of the micro-batches that have together one batch of the model.
-SLICES = {told_slices(graph, plan)}
-DEVICES = ({", ".join(devices)}{"," if len(devices) == 1 else ""})  # of each piece; {turns}
+SLICES = {told_slices(graph, plan)}{told_norms(graph)}
+DEVICES = ({", ".join(devices)}{"," if len(devices) == 1 else ""})  # of each submesh; {turns}
 # What each partition sends to the next of one micro-batch: its whole shape, its type (outside autocast), its layouts
 # at both ends, and whether its gradient comes back.
 {_sent(graph, plan, written, smaller)}

@@ -12,7 +12,6 @@ from pipeline.ops.uneven import uneven_in
 from pipeline.sharding.partitions import part_of
 from stages.codegen.module import write_module
 from stages.codegen.partitions import write_partitions
-from stages.codegen.slices import graphs_of_slices
 
 
 def run(inputs: Inputs, config: Config) -> Result:
@@ -23,7 +22,11 @@ def run(inputs: Inputs, config: Config) -> Result:
 
 def write_program(graph: OpGraph, plan: Plan, config: Config, digest: str = "") -> tuple[str, tuple[OpGraph, ...]]:
     """The text, and the graphs that it is of: where it cuts passes into slices, those of its slices."""
-    graph, *smaller = graphs_of_slices(graph, plan, config)
+    smaller: list[OpGraph] = []
+    if len(plan.slices) > 1:
+        from stages.codegen.slices import graphs_of_slices  # traces again: torch is slow to import
+
+        graph, *smaller = graphs_of_slices(graph, plan, config)
     if not plan.pipelined:
         verify_sharding(graph, plan.sharding, plan.sizes, uneven_in(graph).spots)
         text = write_module(graph, plan, digest)

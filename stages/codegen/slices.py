@@ -29,8 +29,6 @@ CONTIGUOUS = "aten.contiguous.default"
 
 def graphs_of_slices(graph: OpGraph, plan: Plan, config: Config) -> tuple[OpGraph, ...]:
     """For the micro-batches of the plan, the larger and the smaller ones if they differ; `graph` is that of a pass."""
-    if len(plan.slices) < 2:
-        return (graph,)
     return tuple(_graph_of(samples, graph, plan, config) for samples in dict.fromkeys(plan.slices))
 
 

@@ -82,7 +82,7 @@ def op_cost(view: OpView, rule: OpRule | None, storage: dict[str, str]) -> OpCos
 
 
 def saved_bytes(graph: OpGraph, ops: dict[str, OpCost], storage: dict[str, str]) -> int:
-    """What one step keeps for backward, each piece of memory once."""
+    """What one step keeps for backward, each block of memory once."""
     kept = {storage[name] for cost in ops.values() for name in cost.saves}
     activations = {name for name in kept if graph.values[name].role is Role.RESULT}
     extra = sum(cost.extra_saved for cost in ops.values())

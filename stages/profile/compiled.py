@@ -25,9 +25,9 @@ from pipeline.base.garbage import no_collection
 from pipeline.ir.graph import Arg, OpGraph, Ref, Role, Torch
 from pipeline.ir.profile import Compiled, CompiledBlock, CompiledWay
 from pipeline.ops.blocks import blocks_of, convolves, relus_between
-from pipeline.rates.allocator import SPARE, uneven
 from pipeline.runtime.compiler.compiled import compiled
 from pipeline.runtime.programs.autocast import without_autocast
+from pipeline.runtime.step.memory import allocate_exactly
 from stages.profile.link import LinkEnds, link_ends
 from stages.profile.step import ends_of
 
@@ -53,6 +53,8 @@ def measure_blocks(
     told: Callable[[str], None] = lambda line: None,
 ) -> Compiled:
     """On the GPU, unless there is another way to measure."""
+    if measure is None:
+        allocate_exactly()
     ways = [*((part, False) for part in keeps), *((part, True) for part in cheapest)]
     bench = _Bench(graph, device, amp, ways, measure or measure_on_card)
     blocks = []
@@ -219,28 +221,17 @@ def _ends(results: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
 def measure_on_card(block: BlockRun, keeps: float) -> Measured:
     for _ in range(2):
         block.both()
-    uneven = _uneven()
     results, saved, forward_peak = _weigh(block.forward)
-    spare = SPARE * (_uneven() - uneven)
     left = tuple(tensor.detach().clone() for tensor in results)
     edges, gradients = _ends(results)
     given = sum(gradient.untyped_storage().nbytes() for gradient in gradients)
-    uneven = _uneven()
     _, gone, _ = _weigh(results.clear)
-    spare_alone = spare - SPARE * (uneven - _uneven())
     _, _, backward_peak = _weigh(lambda: block.backward(edges, gradients))
     edges.clear()
     gradients.clear()
     forward, backward = _seconds(block)
-    alone = saved + gone + spare_alone
-    peaks = forward_peak + spare, alone + given + backward_peak
-    return CompiledWay(keeps, forward, backward, saved + spare, alone, *peaks), left
-
-
-def _uneven() -> int:
-    """Tensors that may take up to `SPARE` bytes more in a step than they take here."""
-    blocks = (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"])
-    return sum(block["state"] == "active_allocated" and uneven(block["requested_size"]) for block in blocks)
+    alone = saved + gone
+    return CompiledWay(keeps, forward, backward, saved, alone, forward_peak, alone + given + backward_peak), left
 
 
 @contextmanager

@@ -24,6 +24,11 @@ PADDED = 8  # channels
 LARGE = 2**19  # elements of a weight from which one-element convolutions are run as the others are
 PARTIAL_SUMS, MOST_PARTIAL = 1024, 140e6  # bytes for each element of such a weight, and in all
 FORWARD, BACKWARD = ("convolution", "cudnn_convolution"), ("convolution_backward",)
+REDUCTIONS = ("sum", "mean")
+FEW_ROWS = 3072  # of an embedding, whose gradient needs nothing beside it
+WARP, REDUCING, THREADS, PROCESSORS = 32, 512, 2048, 132  # threads; of a block that reduces; of a processor of an H200
+
+Shape = tuple[int, ...]
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -157,9 +162,54 @@ LOWERED = {  # device -> op -> what it runs instead
 
 
 def workspace_bytes(kernel: Kernel) -> int:
-    """What a kernel of a GPU's library takes beside its tensors while it runs."""
-    if kernel.dtype not in HALF or kernel.name not in (*FORWARD, *BACKWARD):
+    """What a kernel of a GPU takes beside its tensors while it runs."""
+    if kernel.name in REDUCTIONS:
+        return _reduction(kernel.shapes[0], kernel.shapes[-1])
+    if kernel.name == "_scaled_dot_product_flash_attention_backward":
+        return _flash_backward(*kernel.shapes[1:3])
+    if kernel.name == "embedding_dense_backward":  # rows that are read more than once are added up first
+        rows = prod(kernel.shapes[0][:-1])
+        return 4 * prod(kernel.shapes[0]) if rows > FEW_ROWS else 0
+    if kernel.name in (*FORWARD, *BACKWARD) and kernel.dtype in HALF:
+        return _convolution(kernel)
+    return 0
+
+
+def _reduction(given: Shape, result: Shape) -> int:
+    """Sums over rows, such as the gradient of a bias: blocks of threads that share a column write their sums down, and
+    torch takes as much for each as if it had all columns of its block (`setReduceConfig` in its Reduce.cuh)."""
+    columns, rows = prod(result), prod(given) // max(prod(result), 1)
+    if not result or not given or given[-1] == 1 or result[-1] != given[-1]:
+        return 0  # along rows: a few bytes
+    vector = next(size for size in (4, 2, 1) if result[-1] % size == 0)
+    threads = REDUCING // vector
+    high = min(_power_of_two(rows), max(threads // min(_power_of_two(columns // vector), WARP), 1))
+    wide = min(_power_of_two(columns // vector), threads // high)
+    of_one = -(-rows // high)
+    blocks, room = -(-columns // vector // wide), PROCESSORS * (THREADS // (wide * high))
+    if rows < min(16 * high, 256) or of_one < 256 or blocks > room:
         return 0
+    shared_by = max(min(-(-room // blocks), -(-of_one // 16)), -(-of_one // 256))
+    return 4 * columns * shared_by * wide * vector if shared_by > 1 else 0
+
+
+def _power_of_two(size: int) -> int:
+    """The largest one that is not larger."""
+    return 1 << max(size, 1).bit_length() - 1
+
+
+def _flash_backward(query: Shape, key: Shape) -> int:
+    """Gradients of queries are added up in float32, those of keys and values first for each head of the queries."""
+    heads, width = query[1], query[-1]
+    shared = 2 * 2 * query[0] * heads * key[2] * width if key[1] != heads else 0
+    return 4 * prod(query[:-1]) * (1 + width) + shared
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _convolution(kernel: Kernel) -> int:
     if kernel.name in FORWARD:
         given, weight, result = kernel.shapes[0], kernel.shapes[1], kernel.shapes[-1]
     else:
@@ -168,7 +218,7 @@ def workspace_bytes(kernel: Kernel) -> int:
         return 0
     as_product = prod(weight[2:]) == 1 and given[2:] == result[2:] and prod(weight) < LARGE
     whole, made = 2 * prod(given), 2 * prod(result)
-    padded = whole // given[1] * -(-given[1] // PADDED) * PADDED
+    padded = whole // given[1] * _up(given[1], PADDED)
     if kernel.name in FORWARD:
         return made if as_product else padded + 2 * made
     if as_product:

@@ -43,7 +43,7 @@ class Keeps:
 
 
 def keeps_on_cuda(layer: RecurrentLayer, dtype: torch.dtype) -> Keeps:
-    """cuDNN wants the weights in one piece: those of a program lie apart, so they are copied."""
+    """cuDNN wants the weights in one shard: those of a program lie apart, so they are copied."""
     each = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}[layer.kind] * layer.hidden
     return Keeps(each + (layer.hidden + layer.made if layer.projects else 0), weights=True, output=True)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from pipeline.base.errors import TraceError
 from pipeline.base.files import write_atomic
-from pipeline.base.log import Log
+from pipeline.base.log import QUIET, Log, get_log
 from pipeline.base.stage import Inputs, Result
 from pipeline.config import Config
 from pipeline.ir.graph import OpGraph
@@ -38,7 +39,7 @@ def run(inputs: Inputs, config: Config) -> Result:
     files = write_pictures(inputs.root, profile, why, config.choices["model"])
     unknown = sorted({op.target for op in graph.ops if rule_of(op) is None})
     for target in unknown:
-        inputs.log.debug("%s has no rule: it runs replicated", target)
+        inputs.log.debug("%s has no rule: solve tries in which ways it can be split", target)
     return Result(profile, figures(profile, len(unknown)), files)
 
 
@@ -64,6 +65,15 @@ def make_profile(graph: OpGraph, device: str, precision: str, build: Build, log:
         kernels=all_kernels(graph, step),
     )
     return profile, ""
+
+
+def unsplit_profile(graph: OpGraph) -> Profile:
+    """Of a graph in half precision on a GPU, without an optimizer's step."""
+    no_step = functools.partial(torch.optim.SGD, lr=0.0)
+    profile, why = make_profile(graph, "cuda", "bf16", no_step, get_log("price", QUIET))
+    if profile.kernels is None:
+        raise TraceError(f"its step cannot be simulated: {why}", where="the model", remedy="choose another")
+    return profile
 
 
 def compiled_blocks(graph: OpGraph, device: str, precision: str, log: Log) -> Compiled:

@@ -24,7 +24,7 @@ CLASSES = (*RESIDENT, GRADIENTS, ACTIVATIONS, TEMPORARIES)
 
 @dataclass(slots=True)
 class Life:
-    """A piece of memory from one kernel of the step until before another."""
+    """A block of memory from one kernel of the step until before another."""
 
     size: int
     kind: str

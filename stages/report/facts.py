@@ -2,7 +2,8 @@
 
 The rows of the predicted step, by op class and collective, sum to what the plan predicts for each part. Ops and
 conversions are priced one by one, as the solver did; the plan may price a whole link by its kernels, or as it was
-measured, and a pipeline by its slices. Then the rows say how a part divides, and `scale` what they were multiplied by.
+measured, a pipeline by its slices, and collectives as far as nothing hides them. Then the rows say how a part divides,
+and `scale` what they were multiplied by.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from typing import Any
 
 from pipeline.cost.step import Priced
 from pipeline.cost.whole_ops import WholeOp, whole_ops_of
+from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Event, Plan, Prediction
 from pipeline.ir.profile import as_run
 from pipeline.ir.program import Call, Convert
 from pipeline.ir.report import Report
+from pipeline.ops.samples import norms_in_words
 from pipeline.sharding.conversions import conversion_of
 from pipeline.sharding.partitions import busiest
 from stages.report.memory import MemoryFacts, memory_of
@@ -105,8 +108,13 @@ def facts_of(sources: Sources) -> PageFacts:
         marks=tuple(_marks(sources)),
         report=sources.report and _thinned(sources.report, every),
         every=every,
-        notes=tuple(filter(None, (*sources.notes, plan.timeline.note))),
+        notes=tuple(filter(None, (*sources.notes, plan.timeline.note, _norms(graph, plan)))),
     )
+
+
+def _norms(graph: OpGraph | None, plan: Plan) -> str:
+    norms = norms_in_words(graph, plan) if graph else ""
+    return f"batch norms {norms}, as under DistributedDataParallel" if norms else ""
 
 
 def _thinned(report: Report, every: int) -> Report:

@@ -6,36 +6,80 @@ import math
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 from pipeline.base.log import Advance, Log
 from pipeline.config import Solve
 from pipeline.cost.chain_memory import unrecomputed_peak
 from pipeline.cost.step import Workload
-from pipeline.cost.two_lines import waiting_seconds
+from pipeline.cost.traffic import lines_of
+from pipeline.cost.two_lines import unrecomputed_runs, unrecomputed_seconds
 from pipeline.ir.plan import Baseline, FrontierPoint, Proof, Sharding
 from pipeline.sharding.lowering import with_paths
 from stages.solve.answer.baselines import baselines
-from stages.solve.answer.frontier import PRICES, FrontierSearch, Solution
+from stages.solve.answer.frontier import ELIMINATION, PRICES, FrontierSearch, Solution
 from stages.solve.answer.saved import Saved, check_allowed, found_among
 from stages.solve.problem.build import build, to_sharding
-from stages.solve.problem.constraints import Hand
+from stages.solve.problem.constraints import UserConstraints
 from stages.solve.problem.storage import Way
 from stages.solve.search.elimination import least_resident
 from stages.solve.search.restricted import Restricted, as_it_is, restrict
 
+NO_PROOF = Proof("", "given", 0.0, 0.0, 0.0, 0, 0)
 GIVEN = "given"  # a proof's method: the plan was saved, not found
+MOST_SHARES = 4  # plans that are played to find how much of what they send stays exposed
+LITTLE = 0.02  # of a share: what is not searched again for
 
 
-class OnMesh:
+class MeshProblem:
     def __init__(self, workload: Workload, settings: Solve, where: str, log: Log) -> None:
         self.workload, self.settings, self.where = workload, settings, where
         self.graph, self.cluster = workload.graph, workload.cluster
         self.given: list[tuple[int, ...]] = []  # plans that were saved, by what is left of the problem
         start = time.monotonic()
-        self.problem, self.choices = build(workload)
-        self.left = self._left_by(settings)
+        self.summed, self.choices = build(workload)
+        self.share = 1 - workload.cluster.overlap.hidden
         self.build_seconds = time.monotonic() - start
-        self.sweep = FrontierSearch(self.left.problem, settings, where, log)
+        self._search(log)
+
+    def _search(self, log: Log) -> None:
+        """With that share of what may run behind other work."""
+        self.problem = self.summed.exposing(self.share)
+        self.left = self._left_by(self.settings)
+        self.sweep = FrontierSearch(self.left.problem, self.settings, self.where, log)
+        for picked in self.given:
+            self.sweep.start_from(picked)
+
+    def settle(self, log: Log) -> None:
+        """The search with the share that its own fastest plan leaves exposed, as that is played.
+
+        The first share is the least that any plan can have: `promise` is then a bound. After that each plan tells the
+        share for the next one, until a plan comes again; the share of the fastest in the play is kept.
+        """
+        tried: dict[tuple[int, ...], tuple[float, float]] = {}  # plan -> its seconds, the share that it leaves
+        most = MOST_SHARES if self.sweep.bounder.method == ELIMINATION else 1
+        while len(tried) < most:
+            picked = self.left.expand(self.sweep.bounder.fastest.picked)
+            if picked in tried or not math.isfinite(self.problem.cost(picked)) or not self.summed.behind(picked):
+                break
+            tried[picked] = self._played(picked)
+            self._take(tried[picked][1], log)
+        if tried:
+            self._take(min(tried.values())[1], log)
+
+    def _played(self, picked: tuple[int, ...]) -> tuple[float, float]:
+        """Seconds of a plan's step, and the share of what may run behind other work that does not."""
+        sharding = with_paths(self.graph, to_sharding(self.graph, self.choices, picked), self.cluster)
+        priced = self.workload.priced(sharding)
+        ran = unrecomputed_runs(priced)
+        lines = lines_of(priced, ran)
+        seconds = priced.step.seconds_with(sum(one.seconds for one in ran)) - lines.saved
+        return seconds, 1 - lines.saved / self.summed.behind(picked)
+
+    def _take(self, share: float, log: Log) -> None:
+        if abs(share - self.share) > LITTLE:
+            self.share = share
+            self._search(log)
 
     def _left_by(self, settings: Solve, ways: Collection[Way] = ()) -> Restricted:
         """What the settings leave of the problem; of the ways to store a parameter these, where any is named."""
@@ -48,8 +92,8 @@ class OnMesh:
             kept[number] = tuple(k for k in kept[number] if stored[k].way in ways) or kept[number]
         return restrict(self.problem, tuple(kept))
 
-    def _hand(self, settings: Solve) -> Hand:
-        return Hand(self.graph, tuple(axis.name for axis in self.cluster.axes), settings, self.where)
+    def _hand(self, settings: Solve) -> UserConstraints:
+        return UserConstraints(self.graph, tuple(axis.name for axis in self.cluster.axes), settings, self.where)
 
     def start_from(self, saved: Saved) -> None:
         """The search knows this plan from the beginning, and the frontier has a place for it."""
@@ -108,23 +152,24 @@ def price_point(workload: Workload, sharding: Sharding, proof: Proof) -> Frontie
     """The plan with its conversions' paths, and what its program is predicted to cost."""
     sharding = with_paths(workload.graph, sharding, workload.cluster)
     priced = workload.priced(sharding)
-    price = priced.step
-    seconds = price.seconds + price.micro_batches * waiting_seconds(priced)
-    return FrontierPoint(sharding, seconds, price.resident_bytes, unrecomputed_peak(priced), proof)
+    seconds, resident = unrecomputed_seconds(priced), priced.step.resident_bytes
+    return FrontierPoint(sharding, seconds, resident, unrecomputed_peak(priced), proof)
 
 
-def most_promising(meshes: list[OnMesh], budget: float, count: int) -> list[OnMesh]:
+def most_promising(meshes: list[MeshProblem], budget: float, count: int) -> list[MeshProblem]:
     """The meshes on which the fastest plan is fastest, of equal ones the first; and those that have a saved plan."""
     possible = [mesh for mesh in meshes if math.isfinite(mesh.promise(budget))]
     best = sorted(possible or meshes[:1], key=lambda mesh: mesh.promise(budget))[:count]
     return best + [mesh for mesh in possible if mesh.given and mesh not in best]
 
 
-def best_rows(meshes: list[OnMesh]) -> tuple[Baseline, ...]:
+def best_rows(meshes: list[MeshProblem]) -> tuple[Baseline, ...]:
     """Of each kind the fastest on any of the meshes."""
     best: dict[str, Baseline] = {}
     for number, mesh in enumerate(meshes):
-        for row in baselines(mesh.graph, mesh.choices, mesh.problem):
+        for row in baselines(
+            mesh.graph, mesh.choices, mesh.problem, partial(price_point, mesh.workload, proof=NO_PROOF)
+        ):
             if row.name not in best or row.seconds < best[row.name].seconds:
                 best[row.name] = replace(row, mesh=number)
     return tuple(best.values())

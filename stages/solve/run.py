@@ -22,26 +22,26 @@ from pipeline.ops.discovery.remembered import remember_in
 from stages.solve.answer.refusal import refusal, refusal_of_saved
 from stages.solve.answer.saved import mesh_for, read_saved
 from stages.solve.answer.table import beside, table
-from stages.solve.on_mesh import OnMesh, best_rows, most_promising
-from stages.solve.problem.meshes import asks_for_pipeline, meshes_of, pieces_of
+from stages.solve.on_mesh import MeshProblem, best_rows, most_promising
+from stages.solve.problem.meshes import asks_for_pipeline, meshes_of, submeshes_of
 
 PAGE = "runs/solve/plans.md"
 
-Make = Callable[[Mesh], OnMesh]
+Make = Callable[[Mesh], MeshProblem]
 
 
 def run(inputs: Inputs, config: Config) -> Result:
     profile, cluster, settings = inputs["profile"], inputs["cluster"], config.solve
     graph = as_run(inputs["graph"], profile.types)
     where = f"conf/solve/{config.choices['solve']}.yaml"
-    copies, micro_batches = profile.optimizer_copies, config.train.micro_batches
+    copies, micro_batches = profile.optimizer_copies, config.train.gradient_accumulation
     budget = budget_bytes(settings.memory_budget_gb, cluster, where)
     memory = float(budget * cluster.devices)
     remember_in(inputs.root / "runs" / "ops")
 
-    def on(mesh: Mesh) -> OnMesh:
+    def on(mesh: Mesh) -> MeshProblem:
         load = Workload(graph, profile, cluster.part(mesh), copies, micro_batches)
-        return OnMesh(load, settings, where, inputs.log)
+        return MeshProblem(load, settings, where, inputs.log)
 
     saved = read_saved(settings.plan, inputs.root, graph)
     as_is = bool(saved) and settings.plan_use is PlanUse.as_is
@@ -55,14 +55,14 @@ def run(inputs: Inputs, config: Config) -> Result:
     alone = not asks_for_pipeline(settings)
     if alone and all(point.resident_bytes > budget for point in found):
         found.append(_small_enough(found, tried, kept, budget))
-    pieces: list[OnMesh] = []
-    for size, meshes in ({} if as_is else pieces_of(cluster, settings, where)).items():
+    submeshes: list[MeshProblem] = []
+    for size, meshes in ({} if as_is else submeshes_of(cluster, settings, where)).items():
         if alone:
-            pieces += most_promising(_with_plans(on, meshes, inputs.log), memory / size, settings.piece_meshes)
+            submeshes += most_promising(_with_plans(on, meshes, inputs.log), memory / size, settings.submeshes)
         else:
-            pieces += _possible(on, meshes, meshes, inputs.log)
-    parts = _searched(pieces, memory, settings, inputs.log)
-    planned = [*kept, *pieces]
+            submeshes += _possible(on, meshes, meshes, inputs.log)
+    parts = _searched(submeshes, memory, settings, inputs.log)
+    planned = [*kept, *submeshes]
     frontier = Frontier(
         budget,
         copies,
@@ -73,12 +73,12 @@ def run(inputs: Inputs, config: Config) -> Result:
         micro_batches,
     )
     inputs.log.info(beside(frontier))
-    figures = _figures(frontier, config, planned, [*tried, *pieces])
-    best = (frontier.points or frontier.pieces)[0]
+    figures = _figures(frontier, config, planned, [*tried, *submeshes])
+    best = (frontier.points or frontier.submesh_points)[0]
     whole = whole_ops(planned[best.mesh].workload.priced(best.sharding), best.seconds)
     if whole:  # what no setting makes faster, and the user's own rule does
         inputs.log.warning("%s: %s; a rule lets it be split (docs/how-to-add-an-op.md)", LACK, in_words(whole))
-    figures |= figures_of(whole) | {"meshes": len(tried), "piece_plans": len(frontier.pieces)}
+    figures |= figures_of(whole) | {"meshes": len(tried), "submesh_plans": len(frontier.submesh_points)}
     if cluster.device == "cuda" and profile.kernels:
         unsplit = step_seconds(graph, profile.kernels, card_of(cluster.compute))
         seconds = micro_batches * (unsplit.forward + unsplit.backward) + unsplit.optimizer
@@ -88,12 +88,12 @@ def run(inputs: Inputs, config: Config) -> Result:
     return Result(frontier, figures, (page,))
 
 
-def _possible(on: Make, meshes: Sequence[Mesh], needed: Sequence[Mesh], log: Log) -> list[OnMesh]:
+def _possible(on: Make, meshes: Sequence[Mesh], needed: Sequence[Mesh], log: Log) -> list[MeshProblem]:
     """The meshes that the user's constraints allow, each once: these may speak of axes that not every candidate has.
 
     What is said against all of them, or against one that is needed, is said to the user.
     """
-    found: list[OnMesh] = []
+    found: list[MeshProblem] = []
     refusals: list[SolveError] = []
     for number, mesh in enumerate(meshes):
         if mesh in meshes[:number]:
@@ -110,14 +110,14 @@ def _possible(on: Make, meshes: Sequence[Mesh], needed: Sequence[Mesh], log: Log
     return found
 
 
-def _with_plans(on: Make, meshes: Sequence[Mesh], log: Log) -> list[OnMesh]:
-    """The pieces on which the constraints leave a plan; a pipeline can do without."""
+def _with_plans(on: Make, meshes: Sequence[Mesh], log: Log) -> list[MeshProblem]:
+    """The submeshes on which the constraints leave a plan; a pipeline can do without."""
     with suppress(SolveError):
         return [own for own in _possible(on, meshes, (), log) if math.isfinite(own.promise(math.inf))]
     return []
 
 
-def _judged(kept: list[OnMesh], budget: int) -> list[FrontierPoint]:
+def _judged(kept: list[MeshProblem], budget: int) -> list[FrontierPoint]:
     """The saved plans and no others, each with its distance from the best."""
     found = [replace(point, mesh=n) for n, mesh in enumerate(kept) for point in mesh.judged_points(budget)]
     least = min(found, key=lambda point: point.resident_bytes)
@@ -126,14 +126,15 @@ def _judged(kept: list[OnMesh], budget: int) -> list[FrontierPoint]:
     return found
 
 
-def _searched(kept: list[OnMesh], memory: float, settings: Solve, log: Log) -> list[FrontierPoint]:
+def _searched(kept: list[MeshProblem], memory: float, settings: Solve, log: Log) -> list[FrontierPoint]:
     """The frontier of every mesh, and the plans that the search was given. `memory` is that of all devices together.
 
-    A piece of a pipeline has its part of the model, so its devices may hold as much more as they are fewer.
+    A submesh of a pipeline has its part of the model, so its devices may hold as much more as they are fewer.
     """
     found: list[FrontierPoint] = []
     with progress(log, "frontier", len(kept) * settings.frontier_points) as advance:
         for number, mesh in enumerate(kept):
+            mesh.settle(log)
             before = number * settings.frontier_points
             points = mesh.points(
                 memory / mesh.cluster.devices, lambda done, note="", before=before: advance(before + done, note)
@@ -143,13 +144,13 @@ def _searched(kept: list[OnMesh], memory: float, settings: Solve, log: Log) -> l
 
 
 def _figures(
-    frontier: Frontier, config: Config, planned: list[OnMesh], every: list[OnMesh]
+    frontier: Frontier, config: Config, planned: list[MeshProblem], every: list[MeshProblem]
 ) -> dict[str, float | int | str]:
     """Sizes are those of the fastest plan's problem, seconds those of every mesh that was looked at.
 
-    Where a pipeline is asked for, plans are those of its pieces.
+    Where a pipeline is asked for, plans are those of its submeshes.
     """
-    points = frontier.points or frontier.pieces
+    points = frontier.points or frontier.submesh_points
     best, problem = points[0], planned[points[0].mesh].problem
     seconds = {"build": sum(mesh.build_seconds for mesh in every)}
     for mesh in every:
@@ -194,7 +195,9 @@ def budget_bytes(gigabytes: float | None, cluster: Cluster, where: str) -> int:
     return round(gigabytes * 1e9)
 
 
-def _small_enough(found: list[FrontierPoint], tried: list[OnMesh], kept: list[OnMesh], budget: int) -> FrontierPoint:
+def _small_enough(
+    found: list[FrontierPoint], tried: list[MeshProblem], kept: list[MeshProblem], budget: int
+) -> FrontierPoint:
     """The plan that keeps least for good, on whatever mesh, where the search was after other plans; or a refusal.
 
     Not even with every activation recomputed can a plan be smaller than what stays resident.

@@ -29,7 +29,6 @@ from stages.train.ranks.watchdog import Watchdog
 from stages.train.snapshots.writer import About
 
 MEASURED_STEP = 1  # memory is measured on the second step taken here: by then the optimizer state exists
-PROFILED_STEP = 2  # of those taken here, where `trace_step` names no other; still one of the steps that warm up
 
 
 class Loop:
@@ -167,9 +166,12 @@ class Loop:
 
 
 def looked_at(trace_step: int | None, start: int, steps: int) -> tuple[int, int]:
-    """The step whose memory is measured, and the one that is profiled: the step after, where that would be the same."""
+    """The step whose memory is measured, and the one that is profiled: the step after, where that would be the same.
+
+    Profiled is the last one, where no other is asked for: after the profiler a host may issue kernels a third slower.
+    """
     measured = min(start + MEASURED_STEP, steps - 1)
-    profiled_step = start + PROFILED_STEP if trace_step is None else trace_step
+    profiled_step = steps - 1 if trace_step is None else trace_step
     return measured, profiled_step + (profiled_step == measured)
 
 
@@ -186,14 +188,14 @@ def _python_calls() -> list[Note]:
 def part_of_rate(schedule: Mapping[str, Any], step: int, steps: int) -> float:
     """The part of the optimizer's rate that this step takes.
 
-    It rises evenly over `warm_up` steps, whole with the last of them, then falls to `least` at step `until`.
+    It rises evenly over `warm_up` steps, whole with the last of them, then falls to `least` at step `decay_steps`.
     """
     warm_up, least = schedule["warm_up"], schedule["least"]
     if step < warm_up:
         return float((step + 1) / warm_up)
     if schedule["decay"] == "none":
         return 1.0
-    until = schedule["until"] or steps
+    until = schedule["decay_steps"] or steps
     gone = min(1.0, (step - warm_up) / (until - warm_up))
     left = 1 - gone if schedule["decay"] == "linear" else (1 + math.cos(math.pi * gone)) / 2
     return float(least + (1 - least) * left)

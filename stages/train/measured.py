@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import astuple, replace
 from typing import Any
 
 from pipeline.ir.plan import Plan, Prediction
@@ -18,8 +19,9 @@ def compare(
     samples: int,
     peaks: Sequence[tuple[int, int]],
     breakdown: Breakdown | None,
+    on_gpu: bool = False,
 ) -> tuple[Compared, ...]:
-    """The parts of the step are those of the profiled one, scaled to the median step: together they are that.
+    """The parts of the step are those of the profiled one, brought to the median step: together they are that.
 
     `peaks` are bytes of each rank, measured and predicted.
     """
@@ -29,20 +31,28 @@ def compare(
         _compared("samples_per_second", samples / median_seconds, samples / predicted if predicted else 0.0),
     ]
     if breakdown is not None:
-        scale = median_seconds / breakdown.step_seconds * 1e3
+        of_median = _of_median(breakdown, median_seconds, on_gpu)
         computing = prediction.compute_seconds + prediction.recompute_seconds + prediction.optimizer_seconds
         parts = {
-            "compute_ms": (breakdown.compute_seconds, computing),
-            "communication_ms": (breakdown.communication_seconds, prediction.communication_seconds),
-            "bubble_ms": (breakdown.bubble_seconds, prediction.bubble_seconds),
-            "other_ms": (breakdown.other_seconds, prediction.host_seconds),
+            "compute_ms": (of_median.compute_seconds, computing),
+            "communication_ms": (of_median.communication_seconds, prediction.communication_seconds),
+            "bubble_ms": (of_median.bubble_seconds, prediction.bubble_seconds),
+            "other_ms": (of_median.other_seconds, prediction.host_seconds),
         }
         if not any(parts["bubble_ms"]):  # no pipeline
             del parts["bubble_ms"]
-        rows += [_compared(name, measured * scale, told * 1e3) for name, (measured, told) in parts.items()]
+        rows += [_compared(name, measured * 1e3, told * 1e3) for name, (measured, told) in parts.items()]
     highest = max(measured for measured, _ in peaks), prediction.peak_bytes
     named = {"peak_mb": highest, **{f"peak_mb_rank_{rank}": peak for rank, peak in enumerate(peaks)}}
     return (*rows, *(_compared(name, measured / 1e6, told / 1e6) for name, (measured, told) in named.items()))
+
+
+def _of_median(found: Breakdown, seconds: float, on_gpu: bool) -> Breakdown:
+    """A GPU works as long under the profiler as without: it slows the host, so that what it adds is waiting."""
+    waiting = found.other_seconds + seconds - found.step_seconds
+    if on_gpu and waiting >= 0:
+        return replace(found, step_seconds=seconds, other_seconds=waiting)
+    return Breakdown(*(part * seconds / found.step_seconds for part in astuple(found)))
 
 
 def _compared(what: str, measured: float, predicted: float) -> Compared:
@@ -69,15 +79,16 @@ def make_report(measured: dict[str, Any], plan: Plan, edited: bool) -> Report:
         module_edited=edited,
         evaluations=tuple(Evaluation(step, loss) for step, loss in measured["evaluated"]),
         breakdown=breakdown,
-        compared=compare(plan.prediction, median, measured["samples"], both, breakdown),
+        compared=compare(plan.prediction, median, measured["samples"], both, breakdown, plan.device == "cuda"),
         engine=measured["engine"],
     )
 
 
 def median_seconds(seconds: tuple[float, ...], profiled: int) -> float:
     """Of the steps that are as all others; of the last one where there are so few."""
-    usual = [second for step, second in enumerate(seconds) if step >= WARM_UP and step != profiled]
-    return statistics.median(usual or seconds[-1:])
+    plain = [(step, second) for step, second in enumerate(seconds) if step != profiled]
+    usual = [second for step, second in plain if step >= WARM_UP]
+    return statistics.median(usual or [plain[-1][1] if plain else seconds[-1]])
 
 
 def figures(report: Report) -> dict[str, float | int | str]:

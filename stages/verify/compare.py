@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.ir.layout import Layout, P, R, replicated
 from pipeline.runtime.programs.mesh import combine, joined
-from pipeline.runtime.programs.parameters import own_elements, piece_of
+from pipeline.runtime.programs.parameters import own_elements, shard_of
 from stages.verify.float64 import in_float64, widest
 from stages.verify.ranks import Copies, Rank, rank_of
 from stages.verify.truth import MakeOptimizer, ModuleState, Passes, Truth
@@ -51,7 +51,7 @@ def own_gap(
         return Gap(0.0, 0.0)
     partial = [axis for axis, state in zip(axes, layout.states, strict=True) if state == P]
     whole = Layout(tuple(R if state == P else state for state in layout.states))
-    wanted = None if expected is None else piece_of(expected.detach(), whole, axes)
+    wanted = None if expected is None else shard_of(expected.detach(), whole, axes)
     found = torch.zeros_like(wanted) if found is None else found.detach()
     if partial and (found.is_floating_point() or found.is_complex()):
         found = combine(found, joined(tuple(partial)))

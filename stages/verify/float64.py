@@ -213,7 +213,7 @@ def _whole(draw: Callable[..., Any], least: Callable[..., int]) -> Callable[...,
 
 
 DRAWS: dict[Any, Callable[..., Any]] = {
-    # What rules of pipeline/ops may split, as these ops are run: each has a value that its pieces have too.
+    # What rules of pipeline/ops may split, as these ops are run: each has a value that its shards have too.
     aten.bernoulli_.float: _fill(aten.bernoulli_.float, lambda p=0.5: 1.0),
     aten.bernoulli.default: lambda draws, p, **kwargs: (
         aten.bernoulli.default(p.contiguous()) if draws else torch.ones_like(p)

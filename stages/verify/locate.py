@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ir.layout import of_gradient
 from pipeline.ir.plan import Plan
 from pipeline.ir.program import Call, Convert
+from pipeline.ops.samples import NormParts, norm_parts_of_plan
 from pipeline.sharding.partitions import sharded_parts
 from stages.verify.compare import (
     IN_FLOAT32,
@@ -93,6 +95,11 @@ class Case:
             found[number] = names_of(self.written, own.program, name, self.plan.partitions[number].first)
         return found
 
+    @cached_property
+    def norms(self) -> dict[str, NormParts]:
+        """Batch norms of each rank's own samples."""
+        return norm_parts_of_plan(self.graph, self.plan)
+
     def line(self, number: int) -> str:
         return self.text.splitlines()[number - 1].strip()
 
@@ -113,7 +120,7 @@ def locate(case: Case, truth: Truth, make: MakeOptimizer, first: Difference) -> 
         again = compare_passes(rank, losses, step.passes, first.step, TOLERANCE)
         if first.kind != "buffer" and not any(d.over > 1.0 for d in again):
             return _of_update(first)
-        values = interpret(case.graph_of(step.batches[at]), before, step.batches, at, draw=truth.draw)
+        values = interpret(case.graph_of(step.batches[at]), before, step.batches, at, draw=truth.draw, norms=case.norms)
         search = _FaultSearch(case, rank, recorder, values)
         if fault := search.forward() or search.backward() or search.buffers(first):
             return fault
@@ -127,8 +134,8 @@ def locate_in_float32(case: Case, step: Float32Step, make: MakeOptimizer, batch_
     for at, batch in enumerate(step.batches):
         with in_float32(draws=False):
             rank, recorder, _ = _recorded_step(case, step.state, step.batches, make, batch_norm, at)
-        exact = interpret(case.graph_of(batch), wide, batches, at)
-        own = interpret(case.graph_of(batch), step.state, step.batches, at, within=in_float32)
+        exact = interpret(case.graph_of(batch), wide, batches, at, norms=case.norms)
+        own = interpret(case.graph_of(batch), step.state, step.batches, at, within=in_float32, norms=case.norms)
         search = _FaultSearch(case, rank, recorder, exact, own)
         if fault := search.forward() or search.backward():
             break
@@ -158,7 +165,7 @@ def _step(truth: Truth, number: int) -> tuple[ModuleState, TruthStep]:
 
 def _of_update(first: Difference) -> Fault:
     return Fault(
-        f"up to it all is equal, but the optimizer's step {first.step + (first.kind == 'parameter')} on pieces of the "
+        f"up to it all is equal, but the optimizer's step {first.step + (first.kind == 'parameter')} on shards of the "
         "parameters is not its step on the whole: it must work element by element"
     )
 
@@ -168,7 +175,7 @@ def _of_trace(case: Case, before: ModuleState, step: TruthStep, *, draw: bool) -
     wrong = "the traced graph itself is not the module: run op by op, it has another"
     summed: dict[str, Data] = {}
     for at, (batch, loss) in enumerate(zip(step.batches, step.passes.losses, strict=True)):
-        values = interpret(case.graph_of(batch), before, step.batches, at, draw=draw)
+        values = interpret(case.graph_of(batch), before, step.batches, at, draw=draw, norms=case.norms)
         far = whole_gap(values.loss, loss)
         if far.relative() > TOLERANCE:
             return Fault(f"{wrong} loss", difference=far.difference, size=far.size)
@@ -307,7 +314,7 @@ def foreign_cast(case: Case, step: Float32Step, asked: Iterable[Asked]) -> Fault
     suspects = sorted((line, str(dtype), dtype) for dtype, line in asked if _is_lower(dtype, widest))
     if not suspects:
         return None
-    known = interpret(case.graph, step.state, step.batches, 0, within=in_float32).asked
+    known = interpret(case.graph, step.state, step.batches, 0, within=in_float32, norms=case.norms).asked
     graphs = [graph for graph in (case.graph, case.smaller) if graph is not None]
     ops: dict[tuple[str, str], set[str]] = {}  # function, name in it -> ops whose results it stands for
     for (_, name), written in (item for g in graphs for own in case.names(g).values() for item in own.items()):

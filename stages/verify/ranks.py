@@ -14,8 +14,8 @@ from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
 from pipeline.runtime.pipelining.pipelined import Places, RankPipeline
 from pipeline.runtime.pipelining.stage import RankPartition
-from pipeline.runtime.programs.mesh import set_mesh
-from pipeline.runtime.programs.parameters import piece_of
+from pipeline.runtime.programs.mesh import is_first, set_mesh
+from pipeline.runtime.programs.parameters import shard_of
 from pipeline.runtime.step.buckets import Row
 from pipeline.runtime.step.gradients import Gradients
 from pipeline.runtime.step.passes import run_passes
@@ -28,11 +28,16 @@ Forward = Callable[[int, Mapping[str, Tensor]], tuple[Tensor, ...]]
 CPU = torch.device("cpu")
 
 
+def per_rank_of(program: ModuleType) -> dict[str, bool]:
+    """Running statistics of each rank's own samples: those of the first rank of a mesh are the model's."""
+    return dict.fromkeys(getattr(program, "PER_RANK", ()), True)
+
+
 class WholeRank:
     """A program that is no pipeline, with this rank's shards of a state."""
 
     def __init__(self, program: ModuleType, state: ModuleState, make: MakeOptimizer, batch_norm: str) -> None:
-        self.names = list(state.parameters)
+        self.names, self.per_rank = list(state.parameters), per_rank_of(program)
         set_mesh(program.MESH)
         self.axes = list(program.MESH)
         self.passes: int = program.MICRO_BATCHES
@@ -40,7 +45,7 @@ class WholeRank:
         table: Mapping[str, Row] = program.PARAMETERS
         self.rows = {name: row for name in self.names if (row := look_up(table, name)) and row[0]}
         parameters = {
-            name: nn.Parameter(piece_of(state.parameters[name], Layout.parse(row[0]), self.axes))
+            name: nn.Parameter(shard_of(state.parameters[name], Layout.parse(row[0]), self.axes))
             for name, row in self.rows.items()
         }
         rest = {name: value for name, value in state.parameters.items() if name not in parameters}
@@ -55,7 +60,7 @@ class WholeRank:
 
     def run(self, batches: list[Batch]) -> list[Tensor]:
         """The losses of one step's passes; of a pipeline where its last partition is. Then gradients are there."""
-        shards = [{name: piece_of(x, self.inputs[name], self.axes) for name, x in b.items()} for b in batches]
+        shards = [{name: shard_of(x, self.inputs[name], self.axes) for name, x in b.items()} for b in batches]
         numbers = iter(range(-1, len(shards)))  # the first is for copies that all passes share
 
         @contextmanager
@@ -83,6 +88,8 @@ class WholeRank:
         return [(self.updated[name].grad, Layout.parse(self.rows[name][2]))]
 
     def tensors_of(self, name: str) -> Copies:
+        if look_up(self.per_rank, name) and not is_first(self.axes):
+            return []
         whole = replicated(len(self.axes))
         return [(self.tensors[name], Layout.parse(self.rows[name][0]) if name in self.rows else whole)]
 
@@ -91,7 +98,7 @@ class PipelinedRank:
     """The same of a pipeline, partition by partition."""
 
     def __init__(self, program: ModuleType, state: ModuleState, make: MakeOptimizer, batch_norm: str) -> None:
-        self.names = list(state.parameters)
+        self.names, self.per_rank = list(state.parameters), per_rank_of(program)
         self.places = Places(program)
         self.axes = self.places.axes
         self.tables = {n: self.places.written[n].PARAMETERS for n in self.places.numbers}
@@ -107,7 +114,7 @@ class PipelinedRank:
         for name, value in (state.constants | state.parameters).items():
             if self.places.holds(number, name):
                 trained = name in state.parameters and look_up(self.tables[number], name) is not None
-                shard = piece_of(value, self._layout(number, name), self.axes)
+                shard = shard_of(value, self._layout(number, name), self.axes)
                 found[name] = nn.Parameter(shard) if trained else shard
         return found
 
@@ -123,7 +130,7 @@ class PipelinedRank:
 
     def _inputs(self, number: int, batch: Batch) -> Batch:
         layouts: Mapping[str, str] = self.places.written[number].INPUTS
-        return {name: piece_of(batch[name], Layout.parse(text), self.axes) for name, text in layouts.items()}
+        return {name: shard_of(batch[name], Layout.parse(text), self.axes) for name, text in layouts.items()}
 
     def inside(self, around: Around) -> None:
         def inside(partition: RankPartition, forward: Forward, number: int, entering: Batch) -> tuple[Tensor, ...]:
@@ -142,6 +149,8 @@ class PipelinedRank:
         return [(p.updated[name].grad, Layout.parse(p.rows[name][2])) for p in holders]
 
     def tensors_of(self, name: str) -> Copies:
+        if look_up(self.per_rank, name) and not is_first(self.axes):
+            return []
         holders = [p for p in self.pipeline.partitions if name in p.tensors]
         return [(p.tensors[name], self._layout(p.number, name)) for p in holders]
 

@@ -83,6 +83,13 @@ def _notes(result: dict[str, Any]) -> list[str]:
     elif result["draws"]:
         notes.append("random ops are split: dropout is off on both sides, other ops give their mean")
         notes += [f"numbers of one seed on both sides: {', '.join(result['others'])}"] if result["others"] else []
+    if result["norm_parts"]:
+        parts = " or ".join(map(str, result["norm_parts"]))
+        notes.append(
+            f"batch norms are of each rank's own samples (batch_norm: per_rank): compared with the unsplit module whose"
+            f" batch norms normalise {parts} parts of the batch apart, as DistributedDataParallel on {parts} ranks,"
+            " and keep the running statistics of the first"
+        )
     return notes
 
 

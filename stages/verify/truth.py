@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import cycle
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from pipeline.ir.graph import Arg, Op, OpGraph, Ref, Role, Torch
 from pipeline.ops.own_names import CONSTANT
 from pipeline.ops.public import overload_of
+from pipeline.ops.samples import NormParts
 from pipeline.runtime.programs.collectives import in_memory
 from pipeline.runtime.step.running_stats import COUNTER
 from pipeline.user.loss import pick_loss
@@ -28,6 +31,7 @@ from stages.verify.float64 import ANY, WIDENED, Within, in_float64, widest
 Batch = dict[str, Tensor]
 Build = Callable[[], nn.Module]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+NO_PARTS: Mapping[str, NormParts] = MappingProxyType({})
 BATCH_NORM_ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
@@ -208,6 +212,53 @@ class _BatchNorms(TorchFunctionMode):
             variance.lerp_(numbers.var(1).to(variance.dtype), momentum)
 
 
+# ---- `batch_norm: per_rank`: each norm normalises the samples of each rank apart, and rank 0's are remembered
+
+
+def with_parts(module: nn.Module, norms: Sequence[NormParts]) -> nn.Module:
+    """The module, whose batch norms in training, in the order in which they run, have these parts."""
+    forward = module.forward
+
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with _PartedNorms(norms):
+            return forward(*args, **kwargs)
+
+    module.forward = within
+    return module
+
+
+class _PartedNorms(TorchFunctionMode):
+    def __init__(self, norms: Sequence[NormParts]) -> None:
+        super().__init__()
+        self.left = cycle(norms)
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        names = BATCH_NORM_ARGUMENTS.get(func, ())
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if not names or not given.get("training", False):
+            return func(*args, **kwargs)
+        running = given.get("running_mean"), given.get("running_var")
+
+        def norm(x: Tensor, mean: Tensor | None, variance: Tensor | None) -> Tensor:
+            instead = given | {"input": x, "running_mean": mean, "running_var": variance}
+            return func(*(instead.pop(name) for name in names[: len(args)]), *args[len(names) :], **instead)
+
+        return normed_apart(norm, given["input"], running, next(self.left))
+
+
+def normed_apart(
+    norm: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
+    x: Tensor,
+    running: tuple[Tensor | None, Tensor | None],
+    own: NormParts,
+) -> Tensor:
+    """Each part of the samples by its own statistics; the running ones are those of the first part."""
+    parts = [part.flatten(0, 1) for part in x.unflatten(0, (own.outer, own.parts, -1)).unbind(1)]
+    found = [norm(part, *((None, None) if number else running)) for number, part in enumerate(parts)]
+    return torch.stack([part.unflatten(0, (own.outer, -1)) for part in found], dim=1).flatten(0, 2)
+
+
 # ---- the traced graph, op by op, on unsplit tensors
 
 
@@ -228,8 +279,9 @@ def interpret(
     number: int,
     draw: bool = False,
     within: Within = in_float64,
+    norms: Mapping[str, NormParts] = NO_PARTS,
 ) -> Values:
-    """Pass `number` of a step of these batches; the state is left as it was."""
+    """Pass `number` of a step of these batches; the state is left as it was. `norms` are those with parts."""
     tensors = {name: t.detach().clone().requires_grad_() for name, t in state.parameters.items()}
     tensors |= {name: t.detach().clone() for name, t in state.constants.items()}
     known = {
@@ -244,7 +296,7 @@ def interpret(
         torch.default_generator.manual_seed(number)
         for op in graph.ops:
             mode.asked.clear()
-            for name, result in zip(op.outputs, _results(op, known), strict=True):
+            for name, result in zip(op.outputs, _results(op, known, norms.get(op.name)), strict=True):
                 known[name] = result
                 values[name] = result.detach().clone()
                 if result.requires_grad:
@@ -257,7 +309,7 @@ def interpret(
     return Values(values, gradients, loss.detach(), asked)
 
 
-def _results(op: Op, known: dict[str, Tensor]) -> list[Tensor]:
+def _results(op: Op, known: dict[str, Tensor], parts: NormParts | None = None) -> list[Tensor]:
     positional = [_real(arg, known) for arg in op.args.positional]
     named = {key: _real(arg, known) for key, arg in op.args.named if key != "pin_memory"}
     if op.target == CONSTANT:
@@ -265,7 +317,12 @@ def _results(op: Op, known: dict[str, Tensor]) -> list[Tensor]:
     else:
         overload = overload_of(op.target)
         assert overload is not None, f"torch has no {op.target}, and the graph was read"
-        found = overload(*positional, **named)
+        if parts is None:
+            found = overload(*positional, **named)
+        else:
+            x, weight, bias, mean, variance, *rest = positional
+            norm = lambda x, *running: overload(x, weight, bias, *running, *rest, **named)  # noqa: E731
+            found = normed_apart(norm, x, (mean, variance), parts)
     return [found] if isinstance(found, Tensor) else list(found)
 
 

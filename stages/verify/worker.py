@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import islice
@@ -23,6 +24,7 @@ from pipeline.ir.layout import replicated
 from pipeline.ir.plan import Plan
 from pipeline.launch.rank import end_after_cause, follow_parent, report_error, write_result
 from pipeline.launch.rendezvous import init_process_group
+from pipeline.ops.samples import NormParts
 from pipeline.runtime.pipelining.pipelined import Places
 from pipeline.runtime.programs.mesh import set_mesh
 from pipeline.runtime.programs.source import load_program
@@ -33,7 +35,7 @@ from stages.verify.compare import Difference, ProgramVerdict, judge
 from stages.verify.float32 import TRIES, Float32Verdict, judge_in_float32
 from stages.verify.float64 import draws_alike, split_draws
 from stages.verify.locate import Case, Fault, foreign_cast, locate, locate_in_float32
-from stages.verify.truth import Batch, Truth, truth_of
+from stages.verify.truth import Batch, Truth, truth_of, with_parts
 
 AT = "line "  # begins the word of a rank on a program that fails
 
@@ -64,9 +66,11 @@ def verify(job: dict[str, Any]) -> dict[str, Any]:
     graphs = [OpGraph.from_json(text) for text in job["graphs"]] or [artifacts.load("graph", root).body]
     graph: OpGraph = graphs[0]
     text = Path(path).read_text()
-    setting = Setting(job, load_program(path, compiles=False), graph, text)
-    truth = setting.truth()
     plan: Plan = artifacts.load("plan", root).body
+    case = Case(graph, plan, job["written"], text, path, *graphs[1:])
+    norms = [case.norms[op.name] for op in graph.ops if op.per_rank]  # in the order in which the module runs them
+    setting = Setting(job, load_program(path, compiles=False), graph, text, norms)
+    truth = setting.truth()
     if split := split_draws(graph, [part.sharding for part in plan.partitions], truth.kind.others):
         raise TrainError(
             f"the program splits {split}, which draws random numbers of its own: they are not those of the model",
@@ -74,11 +78,12 @@ def verify(job: dict[str, Any]) -> dict[str, Any]:
             remedy="plan without a rule for that op: it then runs whole",
         )
     verdict = judge(load_program(path, compiles=False), truth, setting.optimizer)
-    case = Case(graph, plan, job["written"], text, path, *graphs[1:])
     first = verdict.first()
     if not verdict.equal and first is not None:
-        return _result(verdict, truth, locate(case, setting.truth(), setting.optimizer, first))
-    return _in_float32(setting, case, verdict, truth)
+        found = _result(verdict, truth, locate(case, setting.truth(), setting.optimizer, first))
+    else:
+        found = _in_float32(setting, case, verdict, truth)
+    return {**found, "norm_parts": sorted({own.parts for own in norms})}
 
 
 def _in_float32(setting: Setting, case: Case, verdict: ProgramVerdict, truth: Truth) -> dict[str, Any]:
@@ -97,7 +102,10 @@ def _in_float32(setting: Setting, case: Case, verdict: ProgramVerdict, truth: Tr
 class Setting:
     """The user's module, data and optimizer."""
 
-    def __init__(self, job: dict[str, Any], program: Any, graph: OpGraph, text: str) -> None:
+    def __init__(
+        self, job: dict[str, Any], program: Any, graph: OpGraph, text: str, norms: Sequence[NormParts] = ()
+    ) -> None:
+        self.norms = norms
         pipelined = hasattr(program, "PARTITIONS")
         self.job, self.draw = job, not pipelined and draws_alike(graph, text)
         if pipelined:
@@ -115,7 +123,7 @@ class Setting:
 
     def truth(self) -> Truth:
         try:
-            norm = self.job["train"]["batch_norm"]
+            norm = self.job["train"]["running_stats"]
             return truth_of(self.module, self.batches, self.optimizer, draw=self.draw, batch_norm=norm)
         except RuntimeError as error:
             raise TrainError(
@@ -126,7 +134,8 @@ class Setting:
 
     def module(self) -> nn.Module:
         torch.manual_seed(self.job["train"]["seed"])
-        return instantiate(self.job["model"]["module"], f"{self.job['where']['model']}: module")
+        module = instantiate(self.job["model"]["module"], f"{self.job['where']['model']}: module")
+        return with_parts(module, self.norms) if self.norms else module
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return build_optimizer(self.job["train"]["optimizer"], f"{self.job['where']['train']}: optimizer", parameters)

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.base.errors import ShardwrightError
 from stages.whatif.search import FitLimit
 
-PLANNER, FORMULA = "the planner", "formula"
+PLANNER, LAYOUTS = "the planner", "layouts"
 LONGEST = 100  # characters of a cell
 Row = Mapping[str, Any]  # by column; None: not known
 
@@ -42,7 +42,7 @@ class Question:
 @dataclass(frozen=True)
 class Answer:
     question: str
-    by: str  # PLANNER or FORMULA
+    by: str  # PLANNER or LAYOUTS
     about: str  # model, devices, budget
     answer: str
     rows: tuple[Row, ...]

@@ -179,7 +179,7 @@ class ByPlanner:
             same_layouts = replace(  # none where the plan is a pipeline
                 frontier,
                 points=() if now.pipelined else tuple(p for p in frontier.points if p.sharding == now.sharding),
-                pieces=(),
+                submesh_points=(),
                 meshes=tuple(slower(mesh, factor) for mesh in frontier.meshes),
             )
             changed = {"cluster": slower(cluster, factor)}
@@ -261,7 +261,7 @@ def signature(plan: Plan | None) -> str:
 def _samples(config: Config) -> int:
     """Of a step."""
     first = next(iter(config.model.batch.values())).shape[0]
-    return int(first) * config.train.micro_batches
+    return int(first) * config.train.gradient_accumulation
 
 
 def _ms(plan: Plan | None) -> float | None:

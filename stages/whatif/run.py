@@ -1,32 +1,36 @@
 """`python -m stages whatif QUESTION`: largest batch or sequence, fewest devices, budgets, slower links, clusters.
 
 A question about the project's own model is answered by the planner; settings such as `solve.memory_budget_gb=2` change
-the configuration for it. One about a transformer by name or by sizes, in the words of `price`, is answered by formula.
+the configuration for it. One about a transformer by name or by sizes, in the words of `price`, is
+answered by the prices of its layouts.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
 from pipeline.base.log import QUIET, VERBOSE, Log, get_log, say
-from pipeline.cluster_model.transformer import KNOWN
-from pipeline.cluster_model.words import WORDS
 from pipeline.config import GROUPS, try_settings
+from pipeline.layouts.planner_stages import PlannerStages
+from pipeline.layouts.sizes import KNOWN
+from pipeline.layouts.words import UNPLANNED, WORDS
 from stages.whatif.answer import Question, SlowerLinks, WhatIfError
-from stages.whatif.formula import ByFormula
+from stages.whatif.layouts import ByLayouts
 from stages.whatif.planned import ByPlanner
 from stages.whatif.planner import RunOf, planning
 
 FACTORS = ("bandwidth", "latency")
 
 
-def run(root: Path, arguments: argparse.Namespace, run_of: RunOf, log: Log) -> int:
+def run(
+    root: Path, arguments: argparse.Namespace, run_of: RunOf, of_planner: Callable[[], PlannerStages], log: Log
+) -> int:
     question = read_question(arguments)
-    if of_formula(question.words):
-        found = getattr(ByFormula.of(root, question), question.name)()
+    if of_layouts(question.words):
+        found = getattr(ByLayouts.of(root, question, of_planner()), question.name)()
     else:
         config = try_settings(root, question.words)
         stages = get_log("plan", arguments.verbosity if arguments.verbosity == VERBOSE else QUIET)
@@ -74,16 +78,16 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
     raise WhatIfError(what, where="whatif link", remedy="give factors above 0, such as 0.5")
 
 
-def of_formula(words: Sequence[str]) -> bool:
+def of_layouts(words: Sequence[str]) -> bool:
     """Whether the words are of a transformer by name or by sizes; words of both kinds are refused."""
     priced, plain = [], []
     for word in words:
         name, _, value = word.partition("=")
-        if (name in WORDS and name not in GROUPS) or (name == "model" and value in KNOWN):
+        if (name in {**WORDS, **UNPLANNED} and name not in GROUPS) or (name == "model" and value in KNOWN):
             priced.append(word)
         elif name.split(".")[0] in GROUPS and name not in WORDS:
             plain.append(word)
     if priced and plain:
-        what = f"'{priced[0]}' asks for a formula and '{plain[0]}' for the planner"
+        what = f"'{priced[0]}' asks for layouts by words and '{plain[0]}' for a plan"
         raise WhatIfError(what, remedy="keep words of one kind")
     return bool(priced)

@@ -52,7 +52,7 @@ def main(root, steps):
     optimizer = make(train["optimizer"], model.parameters())
     size = next(iter(model_settings["batch"].values()))["shape"][0]
     indices = samples(data, len(dataset))
-    passes = train["micro_batches"]
+    passes = train["gradient_accumulation"]
     for _ in range(steps):
         optimizer.zero_grad()
         losses = []

@@ -69,9 +69,14 @@ TINY: dict[str, dict[str, Any]] = {
             "link_gbytes_per_s": 2,
         },
     },
-    "solve": {"backend": "highs", "gap": 1e-4, "frontier_points": 2, "piece_meshes": 0},
+    "solve": {"backend": "highs", "gap": 1e-4, "frontier_points": 2, "submeshes": 0},
     "checkpoint": {"recompute": "optimal", "slots_per_link": 10},
-    "train": {"steps": 4, "micro_batches": 1, "seed": 1, "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-2}},
+    "train": {
+        "steps": 4,
+        "gradient_accumulation": 1,
+        "seed": 1,
+        "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-2},
+    },
 }
 
 

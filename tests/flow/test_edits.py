@@ -79,9 +79,9 @@ def test_a_tight_budget_saves_memory_and_changes_no_loss(tiny: Project) -> None:
 def test_micro_batches_plan_again_and_train_as_the_plain_loop_does(tiny: Project) -> None:
     once = tiny.load("plan").prediction
     with undone(tiny, "conf/train/tiny.yaml"):
-        tiny.edit("conf/train/tiny.yaml", "micro_batches: 1", "micro_batches: 3")
+        tiny.edit("conf/train/tiny.yaml", "gradient_accumulation: 1", "gradient_accumulation: 3")
         line = tiny.stages("train").refused()
-        assert "other settings of train.micro_batches" in line and "dvc repro" in line
+        assert "other settings of train.gradient_accumulation" in line and "dvc repro" in line
         assert tiny.repro().ok().stages == ["solve", "checkpoint", "codegen", "train"]
         check_against_plain(tiny, 2, 1e-5)
         plan, report = tiny.load("plan"), tiny.load("report")

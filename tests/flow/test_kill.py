@@ -108,9 +108,13 @@ def kill(process: psutil.Process) -> bool:
     return alive
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["cluster", "solve", "checkpoint", "train"])
 def test_a_stage_killed_while_it_works(victim: Victim, stage: str) -> None:
-    """At any moment; one that has ended by then is killed earlier. Ranks of train are processes as a user's are."""
+    """At any moment; one that has ended by then is killed earlier. Ranks of train are processes as a user's are.
+
+    One that starts ranks to measure, two that search, and the longest; codegen is killed below, and trace and profile
+    write as it does.
+    """
     delay = random.Random(stage).random() * victim.seconds[stage]
     killed = False
     while not killed:

@@ -28,9 +28,9 @@ def project(make_project: Maker, slices: int) -> Project:
     return make_project(
         tiny=True,
         model=TIED,
-        solve={"piece_meshes": 1},
+        solve={"submeshes": 1},
         checkpoint=FORCED | ({"micro_batches": MICRO_BATCHES[slices]} if slices > 1 else {}),
-        train={"micro_batches": MICRO_BATCHES[slices] // slices, "clip_norm": 0.5, "export": True},
+        train={"gradient_accumulation": MICRO_BATCHES[slices] // slices, "clip_norm": 0.5, "export": True},
     )
 
 
@@ -79,9 +79,9 @@ def test_only_the_last_micro_batch_keeps_everything(
     made = make_project(
         tiny=True,
         model={"module": TINY["model"]["module"] | {"width": 64, "layers": 4}},
-        solve={"piece_meshes": 1},
+        solve={"submeshes": 1},
         checkpoint={"pipeline": "gpipe", "boundaries": ["layers.2"], "recompute": "always"},
-        train={"micro_batches": 4},
+        train={"gradient_accumulation": 4},
     )
     monkeypatch.chdir(made.root)
     predicted, settings = {}, made.root / "conf/checkpoint/tiny.yaml"

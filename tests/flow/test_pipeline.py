@@ -124,10 +124,13 @@ def test_the_page_of_the_run_is_written(default: Project) -> None:
 
 
 def test_the_plans_stand_beside_those_with_names(default: Project) -> None:
-    """As a table under runs/ and in the tracked run: the frontier, DDP and ZeRO, and plans for pieces of pipelines."""
+    """As a table under runs/ and in the tracked run: the frontier, DDP and ZeRO, and plans for submeshes."""
     page = (default.root / "runs/solve/plans.md").read_text()
     frontier = default.load("frontier")
-    assert page.count("| frontier ") == len(frontier.points) and page.count("| piece |") == len(frontier.pieces) > 0
+    assert (
+        page.count("| frontier ") == len(frontier.points)
+        and page.count("| submesh |") == len(frontier.submesh_points) > 0
+    )
     for row in frontier.baselines:
         assert f"| {row.name} | " in page
     assert {"DDP", "ZeRO-3"} <= {row.name for row in frontier.baselines}

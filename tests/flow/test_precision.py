@@ -46,7 +46,7 @@ def plain_losses(project: Project, steps: int, capsys: Told) -> list[float]:
 def test_two_ranks_train_as_a_plain_loop_does(project: Project, capsys: Told, precision: str) -> None:
     """With one micro-batch and with three: these are the train file's, and only stages that read it run again."""
     for micro_batches, stages in {1: STAGES, 3: STAGES[STAGES.index("solve") :]}.items():
-        project.write_yaml("conf/train/tiny.yaml", TINY["train"] | {"micro_batches": micro_batches})
+        project.write_yaml("conf/train/tiny.yaml", TINY["train"] | {"gradient_accumulation": micro_batches})
         project.write_yaml("conf/model/tiny.yaml", TINY["model"])
         full = plain_losses(project, TINY["train"]["steps"], capsys)
         project.write_yaml("conf/model/tiny.yaml", TINY["model"] | {"precision": precision})

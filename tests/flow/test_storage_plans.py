@@ -35,7 +35,7 @@ MICRO_BATCHED += [f"tied8x3-{name}" for name in ("zero1", "zero2", "zero2-threes
 MICRO_BATCHED += ["gpt8x3-zero1_also_on_tp", "mlp8x3-ddp_zero1"]
 CASES += [(NAMED[case.split("-")[1]].sizes, case) for case in MICRO_BATCHED]
 SHARDED = ("zero1", "zero2", "zero3", "zero3-deep", "ddp_zero1", "ddp_zero3", "zero1_tp", "zero3_tp")
-CASES += [(NAMED[name.split("-")[0]].sizes, f"uneven-{name}") for name in SHARDED]  # pieces that are not equal
+CASES += [(NAMED[name.split("-")[0]].sizes, f"uneven-{name}") for name in SHARDED]  # shards that are not equal
 
 
 def source_of(case: str) -> str:

@@ -221,6 +221,7 @@ def enter(network: int) -> None:
 def become(request: Mapping[str, Any], files: Sequence[int], place: Path) -> NoReturn:
     import runpy
     import tempfile
+    import threading
 
     os.chdir(request["folder"])
     os.environ.clear()
@@ -230,6 +231,8 @@ def become(request: Mapping[str, Any], files: Sequence[int], place: Path) -> NoR
         os.close(file)
     tempfile.tempdir = None  # found anew, in this environment
     sys.modules["numba.core.config"].reload_config()
+    # Pyomo's is shared by all forks, and stays locked for ever when one of them is killed while it holds it.
+    sys.modules["pyomo.common.dependencies"].capture_output_lock = threading.Lock()
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
     sys.path[:1] = [*request["path"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.executable = str(place / "python")

@@ -498,7 +498,7 @@ FORGED = {
         put("micro_batches", 0),
         put("micro_batches", 10**9),
         put("meshes", []),
-        lambda body: body.update(points=[], pieces=[]),
+        lambda body: body.update(points=[], shards=[]),
         put("points", 0, "sharding", "storage", {"x": "R,R"}),
     ],
     "plan": [

@@ -17,7 +17,7 @@ from pipeline.runtime.programs.mesh import MeshAxis
 from pipeline.runtime.step.slices import Slices
 from pipeline.user import batches
 from tests.mesh_plans import stored
-from tests.meshes import everywhere, own_piece
+from tests.meshes import everywhere, own_shard
 
 SHAPES = {"inputs": (12, 6, 4), "labels": (12, 6)}
 
@@ -51,13 +51,13 @@ def batch_at(layouts: dict[str, Layout], sizes: tuple[int, ...], at: tuple[int, 
 
 @settings(deadline=None)
 @given(st.sampled_from([(2,), (2, 2), (2, 3), (3, 1, 2)]), st.integers(0, 10**6))
-def test_a_rank_reads_its_piece_of_every_input(sizes: tuple[int, ...], seed: int) -> None:
+def test_a_rank_reads_its_shard_of_every_input(sizes: tuple[int, ...], seed: int) -> None:
     draw = random.Random(seed)
     layouts = {name: stored(draw, shape, sizes) for name, shape in SHAPES.items()}
     for at in everywhere(sizes):
         batch, _ = batch_at(layouts, sizes, at)
         for name, tensor in Samples().tensors.items():
-            assert torch.equal(batch[name], own_piece(tensor, layouts[name], sizes, at)), f"{name} in {layouts[name]}"
+            assert torch.equal(batch[name], own_shard(tensor, layouts[name], sizes, at)), f"{name} in {layouts[name]}"
             assert batch[name].is_contiguous()
 
 
@@ -86,6 +86,13 @@ def test_losses_count_by_their_samples(losses: list[float], count: int, passes: 
     shares = [mean / parts for mean, parts in zip(means, slices.parts(count * passes), strict=True)]
     assert sum(shares) == pytest.approx(slices.mean(means), abs=1e-9)
     assert slices.uneven == (12 % count > 0) == any(map(slices.is_smaller, range(count)))
+
+
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    orders = [batches.sample_indices(40 * epoch, 40, 40, True, 7) for epoch in range(3)]
+    assert all(sorted(order) == list(range(40)) for order in orders)
+    assert len(set(map(tuple, orders))) == 3 and orders[0] != list(range(40))
+    assert batches.sample_indices(39, 2, 40, False, 7) == [39, 0]
 
 
 def test_only_the_rows_that_a_rank_needs_are_read() -> None:

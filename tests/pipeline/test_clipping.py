@@ -25,7 +25,7 @@ LIMITS = (0.1, 1e6)  # it clips, it does not
 
 
 def clip_all(folder: str) -> dict[str, list[tuple[float, float]]]:
-    """On a rank: of every program, the norm and the norm of this rank's clipped pieces beside what they should be."""
+    """On a rank: of every program, the norm and the norm of this rank's clipped shards beside what they should be."""
     found = {}
     for path in sorted(Path(folder).glob("*.py")):
         truth = plans.load_truth(Path(folder) / f"{path.stem.partition('-')[0]}.truth")

@@ -20,6 +20,7 @@ from pipeline.ir.cluster import (
     LinkCost,
     Measured,
     Mesh,
+    Overlap,
     Split,
 )
 from pipeline.ir.codec import CodecError, decode, encode
@@ -160,7 +161,8 @@ clusters = st.builds(
     axes,
     tuples(st.builds(Host, names, ranks, names, counts)), st.none() | groups, ranks, meshes,
     tuples(st.builds(Split, ranks, links, tables(meshes))),
-    st.none() | st.builds(Measured, seconds, counts, counts, counts, seconds, seconds, st.none() | seconds),
+    st.none() | st.builds(Measured, seconds, counts, counts, counts, seconds, seconds),
+    st.builds(Overlap, names, seconds),
 )  # fmt: skip
 reports = st.builds(
     Report, counts, counts, tuples(seconds), tuples(seconds), seconds, seconds, tuples(counts), seconds, counts,

@@ -107,7 +107,7 @@ def test_interpolation_within_a_file_and_of_the_environment_under_tracking(
     monkeypatch.setenv("STORE_FOR_TEST", "sqlite:///elsewhere.db")
     (project / MAIN).write_text(CHOICES + "tracking: {uri: '${oc.env:STORE_FOR_TEST}'}\n")
     optimizer = "optimizer: {_target_: torch.optim.AdamW, lr: 0.1, eps: '${.lr}', note: '\\${kept}'}\n"
-    (project / "conf/train/adamw.yaml").write_text("steps: 3\nmicro_batches: 1\nseed: ${steps}\n" + optimizer)
+    (project / "conf/train/adamw.yaml").write_text("steps: 3\ngradient_accumulation: 1\nseed: ${steps}\n" + optimizer)
     config = load_config(project)
     assert config.tracking.uri == "sqlite:///elsewhere.db"
     assert config.train.seed == 3
@@ -245,42 +245,47 @@ VALUES = {
         "module: {_target_: a.b}\nbatch:\n  input ids: {dtype: int64, shape: [1]}\n",
         "conf/model/gpt_small.yaml:3:3: model.batch.input ids: is not an argument name; use letters, digits and '_'",
     ),
+    "a key that has another name now": (
+        "conf/train/adamw.yaml",
+        "steps: 1\nmicro_batches: 2\nseed: 0\noptimizer: {_target_: a.b}\n",
+        "conf/train/adamw.yaml:2:1: train.micro_batches: unknown key; it is called `gradient_accumulation` now",
+    ),
     "no micro-batches": (
         "conf/train/adamw.yaml",
-        "steps: 1\nmicro_batches: 0\nseed: 0\noptimizer: {_target_: a.b}\n",
-        "conf/train/adamw.yaml:2:1: train.micro_batches: got 0, expected an integer from 1 to 1000000",
+        "steps: 1\ngradient_accumulation: 0\nseed: 0\noptimizer: {_target_: a.b}\n",
+        "conf/train/adamw.yaml:2:1: train.gradient_accumulation: got 0, expected an integer from 1 to 1000000",
     ),
     "parts of micro-batches": (
         "conf/train/adamw.yaml",
-        "steps: 1\nmicro_batches: 1.5\nseed: 0\noptimizer: {_target_: a.b}\n",
-        "conf/train/adamw.yaml:2:1: train.micro_batches: got 1.5, expected an integer from 1 to 1000000",
+        "steps: 1\ngradient_accumulation: 1.5\nseed: 0\noptimizer: {_target_: a.b}\n",
+        "conf/train/adamw.yaml:2:1: train.gradient_accumulation: got 1.5, expected an integer from 1 to 1000000",
     ),
     "no target": (
         "conf/train/adamw.yaml",
-        "steps: 1\nmicro_batches: 1\nseed: 0\noptimizer:\n  lr: 1\n",
+        "steps: 1\ngradient_accumulation: 1\nseed: 0\noptimizer:\n  lr: 1\n",
         "conf/train/adamw.yaml:4:1: train.optimizer._target_: mandatory key is missing;"
         " give the dotted name of what is called",
     ),
     "target's form": (
         "conf/train/adamw.yaml",
-        "steps: 1\nmicro_batches: 1\nseed: 0\noptimizer:\n  _target_: AdamW\n",
+        "steps: 1\ngradient_accumulation: 1\nseed: 0\noptimizer:\n  _target_: AdamW\n",
         "conf/train/adamw.yaml:5:3: train.optimizer._target_: got 'AdamW',"
         " expected a dotted importable name such as torch.optim.AdamW",
     ),
     "nested target's form": (
         "conf/train/adamw.yaml",
-        "steps: 1\nmicro_batches: 1\nseed: 0\noptimizer:\n  _target_: a.b\n  inner: [{_target_: c}]\n",
+        "steps: 1\ngradient_accumulation: 1\nseed: 0\noptimizer:\n  _target_: a.b\n  inner: [{_target_: c}]\n",
         "conf/train/adamw.yaml:6:12: train.optimizer.inner[0]._target_: got 'c',"
         " expected a dotted importable name such as torch.optim.AdamW",
     ),
     "argument's name": (
         "conf/train/adamw.yaml",
-        "steps: 1\nmicro_batches: 1\nseed: 0\noptimizer:\n  _target_: a.b\n  _partial_: true\n",
+        "steps: 1\ngradient_accumulation: 1\nseed: 0\noptimizer:\n  _target_: a.b\n  _partial_: true\n",
         "conf/train/adamw.yaml:6:3: train.optimizer._partial_: unknown key; allowed: _target_ and keyword arguments",
     ),
     "argument not finite": (
         "conf/train/adamw.yaml",
-        "steps: 1\nmicro_batches: 1\nseed: 0\noptimizer:\n  _target_: a.b\n  betas: [0.9, .inf]\n",
+        "steps: 1\ngradient_accumulation: 1\nseed: 0\noptimizer:\n  _target_: a.b\n  betas: [0.9, .inf]\n",
         "conf/train/adamw.yaml:6:16: train.optimizer.betas[1]: got inf, expected a finite number",
     ),
     "precision": (

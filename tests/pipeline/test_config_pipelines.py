@@ -110,12 +110,12 @@ PIPED = {"pipeline": "1f1b"}
             "solve.mesh: is a mesh of all devices, and `pipeline: 1f1b` asks for partitions",
         ),
         (
-            {"checkpoint": PIPED, "solve": {"piece_meshes": 0}},
+            {"checkpoint": PIPED, "solve": {"submeshes": 0}},
             SOLVE,
-            "solve.piece_meshes: got 0, and `pipeline: 1f1b` needs plans of fewer devices",
+            "solve.submeshes: got 0, and `pipeline: 1f1b` needs plans of fewer devices",
         ),
         (
-            {"checkpoint": {"recompute": "except_last"}, "train": {"micro_batches": 4}},
+            {"checkpoint": {"recompute": "except_last"}, "train": {"gradient_accumulation": 4}},
             CHECKPOINT,
             "checkpoint.recompute: 'except_last' with 4 micro-batches is for pipelines",
         ),

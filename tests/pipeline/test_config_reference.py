@@ -31,7 +31,8 @@ def test_the_keys_that_dvc_names_are_mandatory_and_those_of_the_stages() -> None
         assert set(keys) <= set(STAGES[stage].config), stage
         named += keys
     assert "train.optimizer" in named
-    assert "runs/settings/train.json" in stages["solve"]["deps"] and "train.micro_batches" in STAGES["solve"].config
+    assert "runs/settings/train.json" in stages["solve"]["deps"]
+    assert "train.gradient_accumulation" in STAGES["solve"].config
     for group, _, key in (name.partition(".") for name in named):
         assert mandatory(fields_of(GROUPS[group])[key][1]), f"{group}.{key}"
 

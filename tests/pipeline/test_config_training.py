@@ -30,29 +30,29 @@ def change(root: Path, file: str, **changes: Any) -> None:
 def test_what_a_run_can_ask_for(project: Path) -> None:
     change(project, TRAIN, steps=30, schedule={"warm_up": 5, "decay": "cosine"}, evaluate={"every": 10}, trace_step=29)
     plain = load_config(project).plain("train")
-    assert plain["schedule"] == {"warm_up": 5, "decay": "cosine", "until": None, "least": 0.0}
+    assert plain["schedule"] == {"warm_up": 5, "decay": "cosine", "decay_steps": None, "least": 0.0}
     assert plain["evaluate"] == {"every": 10, "batches": 8} and plain["trace_step"] == 29
-    assert plain["batch_norm"] == "exact"
-    change(project, TRAIN, batch_norm="deferred")
-    assert load_config(project).plain("train")["batch_norm"] == "deferred"
+    assert plain["running_stats"] == "exact"
+    change(project, TRAIN, running_stats="deferred")
+    assert load_config(project).plain("train")["running_stats"] == "deferred"
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"schedule": {"until": 9}}, "train.schedule.until: is not read with `decay: none`"),
-        ({"schedule": {"warm_up": 9, "decay": "linear", "until": 9}}, "by `until` the decay ends at step 9"),
+        ({"schedule": {"decay_steps": 9}}, "train.schedule.decay_steps: is not read with `decay: none`"),
+        ({"schedule": {"warm_up": 9, "decay": "linear", "decay_steps": 9}}, "`decay_steps` the decay ends at step 9"),
         ({"schedule": {"warm_up": 20, "decay": "cosine"}}, "by `steps` the decay ends at step 20"),
         ({"schedule": {"decay": "constant"}}, "did you mean 'none'?"),
         ({"schedule": {"least": 1.5}}, "expected a number from 0 to 1"),
         ({"trace_step": 20}, "the 20 steps are counted from 0"),
         ({"trace_step": 1}, "expected an integer from 2"),
         ({"evaluate": {"every": -1}}, "expected an integer from 0"),
-        ({"batch_norm": "later"}, "train.batch_norm"),
+        ({"running_stats": "later"}, "train.running_stats"),
         *(
             (
-                {"batch_norm": "deferred", "engine": engine},
-                f"train.batch_norm: 'deferred' is for the plan's program, and `engine` is {engine}",
+                {"running_stats": "deferred", "engine": engine},
+                f"train.running_stats: 'deferred' is for the plan's program, and `engine` is {engine}",
             )
             for engine in ("ddp", "fsdp2", "single")
         ),

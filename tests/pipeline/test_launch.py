@@ -112,6 +112,7 @@ def run(notes: Path, mode: str, timeout: float = 240, **more):
     return run_ranks("a_rank", {"mode": mode, "notes": str(notes), "payload": [1, "ü"]}, 2, timeout, **more)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_the_result_comes_back(notes, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     folders = []
@@ -122,6 +123,7 @@ def test_the_result_comes_back(notes, monkeypatch):
     no_process_left(notes)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_the_reason_is_that_of_the_rank_that_failed_first(notes):
     with pytest.raises(LaunchFailed) as failure:
         run(notes, "fail")
@@ -134,17 +136,20 @@ def test_a_rank_that_dies_is_named_though_another_notices_before_it_is_gone(note
         run(notes, "lost")
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_failure_that_nobody_reported_is_found_in_the_log(notes):
     with pytest.raises(LaunchFailed, match=r"^ValueError: nobody reported this$"):
         run(notes, "raise")
     no_process_left(notes)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_ranks_are_started_again(notes):
     assert run(notes, "again", watch=Supervision(restarts=1)) == {"restarts": 1}
     no_process_left(notes)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_they_are_not_where_that_would_not_help(notes):
     pids_seen = set()
     with pytest.raises(LaunchFailed, match=r"^no start would help$"):
@@ -203,6 +208,7 @@ def test_a_result_and_an_error_for_which_the_temporary_folder_has_no_room(tmp_pa
     assert reason(tmp_path, capsys.readouterr().err) == "why"
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_ranks_that_end_without_a_result(notes):
     with pytest.raises(LaunchFailed, match="without a result"):
         run(notes, "nothing")

@@ -1,4 +1,4 @@
-"""States and layouts: text, refusals, and the shapes of pieces."""
+"""States and layouts: text, refusals, and the shapes of shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.ir.layout import AxisSplit, B, Layout, P, Place, R, S, State, at_places, replicated, without_gradient
-from tests.meshes import everywhere, own_piece, placed, spots
+from tests.meshes import everywhere, own_shard, placed, spots
 
 states = st.one_of(
     st.sampled_from([R, B, P]),
@@ -70,7 +70,7 @@ def test_a_layout_in_json_is_text(data: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "sizes", "local", "pieces"),
+    ("text", "sizes", "local", "shards"),
     [
         ("R", (2,), (8, 12), 1),
         ("B", (2,), (8, 12), 1),
@@ -83,10 +83,10 @@ def test_a_layout_in_json_is_text(data: object) -> None:
         ("S(0)", (1,), (8, 12), 1),
     ],
 )
-def test_shape_and_number_of_pieces(text: str, sizes: tuple[int, ...], local: tuple[int, ...], pieces: int) -> None:
+def test_shape_and_number_of_shards(text: str, sizes: tuple[int, ...], local: tuple[int, ...], shards: int) -> None:
     layout = Layout.parse(text)
     assert layout.local_shape((8, 12), sizes) == local
-    assert layout.pieces(sizes) == pieces
+    assert layout.shards(sizes) == shards
 
 
 def test_a_split_that_does_not_divide_is_refused() -> None:
@@ -97,7 +97,7 @@ def test_a_split_that_does_not_divide_is_refused() -> None:
 
 
 def test_a_layout_of_another_mesh_is_refused() -> None:
-    for ask in (lambda x: x.local_shape((8,), (2, 2)), lambda x: x.pieces((2, 2))):
+    for ask in (lambda x: x.local_shape((8,), (2, 2)), lambda x: x.shards((2, 2))):
         with pytest.raises(ValueError, match="argument"):
             ask(Layout.parse("S(0)"))
 
@@ -165,11 +165,11 @@ def test_the_ranks_hold_every_element_as_often_as_the_layout_says(case) -> None:
         count[torch.meshgrid(*(torch.tensor(indices(dim)) for dim in runs), indexing="ij")] += 1
     copies = math.prod(n for n, state in zip(sizes, layout.states, strict=True) if state.kind != "S")
     assert (count == copies).all()
-    assert math.prod(layout.local_shape(shape, sizes)) * layout.pieces(sizes) == math.prod(shape)
+    assert math.prod(layout.local_shape(shape, sizes)) * layout.shards(sizes) == math.prod(shape)
 
 
 @given(placed())
-def test_a_piece_is_a_digit_of_the_index(case) -> None:
+def test_a_shard_is_a_digit_of_the_index(case) -> None:
     """The dim's indices, kept where the digit that an axis takes is the rank's number on it."""
     shape, sizes, layout = case
     for at in everywhere(sizes):
@@ -263,7 +263,7 @@ def test_a_split_across_the_parts_of_a_rank_is_no_layout() -> None:
 @settings(max_examples=200, deadline=None)
 @given(placed())
 def test_the_digits_of_a_finer_layout(case) -> None:
-    """Splitting a rank's piece at these digits gives its piece of the finer layout."""
+    """Splitting a rank's shard at these digits gives its shard of the finer layout."""
     shape, sizes, finer = case
     finer = Layout(tuple(state if state.kind == "S" else R for state in finer.states))
     whole = torch.arange(math.prod(shape)).view(shape)
@@ -276,11 +276,11 @@ def test_the_digits_of_a_finer_layout(case) -> None:
             digits = coarse.further(finer, sizes)
             assert sorted(digits) == list(axes)
             for at in everywhere(sizes):
-                held = own_piece(whole, coarse, sizes, at)
+                held = own_shard(whole, coarse, sizes, at)
                 for axis, place in sorted(digits.items(), key=lambda item: -item[1].outside):
                     held = held.unflatten(place.dim, (place.outside, sizes[axis], -1))
                     held = held.select(place.dim + 1, at[axis]).flatten(place.dim, place.dim + 1)
-                assert torch.equal(held, own_piece(whole, finer, sizes, at))
+                assert torch.equal(held, own_shard(whole, finer, sizes, at))
 
 
 @pytest.mark.parametrize(

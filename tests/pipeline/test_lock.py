@@ -43,6 +43,8 @@ def test_the_second_is_told_who_where_and_since_when(tmp_path: Path) -> None:
             assert told.startswith("runs: `a holder` of ana (process 4711 on node7) is at work there since 20")
     with locked(runs), locked(runs):  # the first has let it go; what it wrote does not matter
         assert json.loads((runs / lock.FILE).read_text())["pid"] == os.getpid()
+        with open(runs / lock.FILE) as file, pytest.raises(BlockingIOError):  # nobody shares it
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     assert not list(runs.iterdir())
     refuse_locked(runs)
 

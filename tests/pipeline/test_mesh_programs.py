@@ -174,7 +174,7 @@ def test_paths_are_part_of_the_artifact() -> None:
 
 
 def test_a_gradient_is_summed_once_whatever_else_reads_the_parameter() -> None:
-    """Tied: an op that reads the weight whole masks its gradient, one that takes a piece pads it; nothing is moved."""
+    """Tied: an op that reads the weight whole masks its gradient, one that takes a shard pads it; nothing is moved."""
     graph, sizes = gpt_graph(tie=True), (2,)
     found = graph_strategies(graph, sizes)
     chosen = {name: next(s for s in options if s.name == "R") for name, options in found.items()}

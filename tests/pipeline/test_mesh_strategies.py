@@ -21,7 +21,7 @@ from stages.codegen.block import BlockWriter, Outside
 from tests.graphs import gpt_graph, graph_strategies, mlp_graph
 from tests.meshes import check, distribute, mesh, run_threads
 from tests.one_op import Example, example, run_unsplit, t
-from tests.pieces import FORWARD, GRADIENT
+from tests.shards import FORWARD, GRADIENT
 
 MESHES = [(2, 2), (2, 3), (3, 2)]
 INDEX = {"high": 12}

@@ -41,3 +41,8 @@ def test_a_pattern_stands_for_every_number() -> None:
     assert look_up({"layers.*.up": 1, "layers.2.up": 2}, "layers.3.up") == 1
     assert look_up({"layers.*.up": 1, "layers.2.up": 2}, "layers.2.up") == 2
     assert look_up({"layers.*.up": 1}, "layers.up") is None
+
+
+def test_a_range_stands_for_its_ends_and_no_further() -> None:
+    written = {"layers.2-4.up": 1}
+    assert [look_up(written, f"layers.{n}.up") for n in range(1, 6)] == [None, 1, 1, 1, None]

@@ -224,7 +224,7 @@ def test_every_strategy_equals_the_unsplit_op(target: str, number: int) -> None:
         assert names[0] == "R"
 
 
-WHOLE = {  # nothing to split: numbers, sequences whose pieces are a slice of the whole, a buffer that is changed
+WHOLE = {  # nothing to split: numbers, sequences whose shards are a slice of the whole, a buffer that is changed
     "aten.add_.Tensor", "aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.linspace.default",
     "aten.scalar_tensor.default", CONSTANT,
 }  # fmt: skip
@@ -316,7 +316,7 @@ WRONG = {
     "the classes of a loss are split": (
         "aten.cross_entropy_loss.default", {"split_body": lambda view, letter: ""}, (t(12, 4), t(12, high=4), None, 2),
     ),
-    "statistics of a piece of the batch": (
+    "statistics of a shard of the batch": (
         "aten.batch_norm.default", {"split_body": None},
         (t(6, 4), t(4), t(4), t(4, grad=False), t(4, grad=False), True, 0.1, 1e-5, False),
     ),
@@ -326,7 +326,7 @@ WRONG = {
         (t(2, 8, 4, 2), t(2, 4, 4, 2), t(2, 4, 4, 2), {"enable_gqa": True}),
     ),
     "parts are split as one": ("aten.split.Tensor", {"dims": "b (n t^) -> b n, b n, b n"}, (t(2, 12), 4, 1)),
-    "queries see the keys of their piece": (
+    "queries see the keys of their shard": (
         "aten.scaled_dot_product_attention.default",
         {"dims": "b h s e^, b h s e^, b h s v^ -> b h s v^"},
         (t(2, 2, 12, 2), t(2, 2, 12, 2), t(2, 2, 12, 2), None, 0.0, True),

@@ -35,6 +35,24 @@ def test_the_vocabulary_of_an_embedding_and_of_a_loss_may_be_split() -> None:
     assert "c" not in texts(loss, 5), "12 classes on 5 ranks"
 
 
+@pytest.mark.parametrize(
+    ("kind", "tensors", "count"),
+    [
+        ("linear", (t(2, 3, 4), t(5, 4), t(5)), 2 * 6 * 4 * 5),
+        ("mm", (t(3, 4), t(4, 5)), 2 * 3 * 4 * 5),
+        ("addmm", (t(5), t(3, 4), t(4, 5)), 2 * 3 * 4 * 5),
+        ("bmm", (t(2, 3, 4), t(2, 4, 5)), 2 * 2 * 3 * 4 * 5),
+        ("baddbmm", (t(2, 3, 5), t(2, 3, 4), t(2, 4, 5)), 2 * 2 * 3 * 4 * 5),
+        ("matmul", (t(2, 3, 4), t(4, 5)), 2 * 2 * 3 * 4 * 5),
+        ("mv", (t(3, 4), t(4)), 2 * 3 * 4),
+        ("dot", (t(4), t(4)), 2 * 4),
+    ],
+)
+def test_a_product_counts_a_multiplication_and_a_sum_for_each_pair(kind: str, tensors: tuple, count: int) -> None:
+    it = example(f"aten.{kind}.default", *tensors)
+    assert rule_of(it.op).flops(it.view) == count
+
+
 def test_more_ranks_than_heads_of_keys() -> None:
     """Two heads of keys on four ranks: queries are split inside each group of heads, keys are read whole."""
     it = example("aten.scaled_dot_product_attention.default", t(2, 8, 6, 2), t(2, 2, 6, 2), t(2, 2, 6, 2), None, 0.0,

@@ -14,7 +14,7 @@ from pipeline.ops.table import rule_of, table
 from pipeline.runtime import drawn_apart, recompute
 from tests.one_op import Example, example, printed, run_printed, t
 from tests.op_cases import CASES
-from tests.pieces import values
+from tests.shards import values
 from tests.simulated import AXIS, one_after_another
 
 RANDOM = sorted(target for target, rule in table().items() if rule.random)
@@ -125,7 +125,7 @@ OTHERS = ("attention", "dropout", *RECURRENT)
 
 
 @pytest.mark.parametrize("target", [x for x in RANDOM if not any(name in x for name in OTHERS)])
-def test_pieces_of_random_tensors_differ(target: str) -> None:
+def test_shards_of_random_tensors_differ(target: str) -> None:
     args = {"bernoulli": (t(12, 50, positive=True, grad=False),), "rand": ((12, 50),), "randn": ((12, 50),)}
     name = target.split(".")[1]
     more = (0.4,) if target.endswith(".p") else ()

@@ -35,7 +35,7 @@ def texts(found: Path) -> list[str]:
 
 @settings(max_examples=120, deadline=None)
 @given(placed(2), st.sampled_from([1e-9, 1e-3]))
-def test_a_path_brings_every_piece_and_every_gradient_to_its_place(case, latency: float) -> None:
+def test_a_path_brings_every_shard_and_every_gradient_to_its_place(case, latency: float) -> None:
     shape, sizes, source, target = case
     torch.default_generator.manual_seed(0)
     axes = mesh(*sizes, latency=latency)

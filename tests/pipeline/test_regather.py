@@ -66,7 +66,7 @@ def test_the_gradients_are_those_of_a_kept_copy_and_only_the_shard_is_kept(ranks
 
 
 def saved_bytes(gather: str) -> int:
-    """Bytes of all memory that autograd holds for backward, the input and the weights' own pieces aside."""
+    """Bytes of all memory that autograd holds for backward, the input and the weights' own shards aside."""
     ranks, held = 2, {}
 
     def rank(at):
@@ -114,8 +114,8 @@ SHAPES = ((6, 6), (6,), (4, 6), (12, 3))  # whole; each is split on its dim, the
 SPLITS = ((0, 1), (0, 1), (1, 1), (0, 2))
 
 
-def piece_of(whole: Tensor, split: tuple[int, int], ranks: int, rank: int) -> Tensor:
-    return collectives.piece(whole, MeshAxis(ranks, rank, None), *split).clone()
+def shard_of(whole: Tensor, split: tuple[int, int], ranks: int, rank: int) -> Tensor:
+    return collectives.local_shard(whole, MeshAxis(ranks, rank, None), *split).clone()
 
 
 def mixed(x: Tensor, wholes: list[Tensor]) -> Tensor:
@@ -135,7 +135,7 @@ def run_together(
     inputs = torch.randn(ranks, ROWS, 6, dtype=torch.float64)
 
     def rank(at):
-        shards = [piece_of(w, split, ranks, at[0]) for w, split in zip(whole, SPLITS, strict=True)]
+        shards = [shard_of(w, split, ranks, at[0]) for w, split in zip(whole, SPLITS, strict=True)]
         for number, shard in enumerate(shards):
             shard.requires_grad_(number != frozen)
         x = inputs[at[0]].clone().requires_grad_()
@@ -307,8 +307,8 @@ def test_a_second_backward_pass_gathers_once_more() -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_piece_of_what_was_gathered_is_converted_once_more(dim: int) -> None:
-    """On the first dim the piece is a view: backward must make the piece again, not the whole that it lies in."""
+def test_a_shard_of_what_was_gathered_is_converted_once_more(dim: int) -> None:
+    """On the first dim the shard is a view: backward must make the shard again, not the whole that it lies in."""
 
     torch.default_generator.manual_seed(dim)
     shards = torch.randn(2, 3, 6, dtype=torch.float64)

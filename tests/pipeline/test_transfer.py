@@ -19,7 +19,7 @@ STATES = (R, B, P, S(0), S(1), S(0, 2), S(0, 3))
 CPU = torch.device("cpu")
 
 
-def pieces_of(whole: Tensor, site: Site, seed: int = 0) -> dict[int, Tensor]:
+def shards_of(whole: Tensor, site: Site, seed: int = 0) -> dict[int, Tensor]:
     """Of every rank; on axes where the layout is partial they add up to the whole."""
     generator = torch.Generator().manual_seed(seed)
     partial = [axis for axis, state in enumerate(site.layout.states) if state == P]
@@ -38,31 +38,31 @@ def pieces_of(whole: Tensor, site: Site, seed: int = 0) -> dict[int, Tensor]:
     return found
 
 
-def moved(pieces: dict[int, Tensor], source: Site, target: Site) -> dict[int, Tensor]:
+def moved(shards: dict[int, Tensor], source: Site, target: Site) -> dict[int, Tensor]:
     senders = {rank: Transfer(source, target, SHAPE, rank) for rank in source.ranks}
     found = {}
     for rank in target.ranks:
         reader = Transfer(source, target, SHAPE, rank)
-        blocks = [senders[m.source].pack(m, pieces[m.source]) for m in reader.received]
+        blocks = [senders[m.source].pack(m, shards[m.source]) for m in reader.received]
         found[rank] = reader.unpack(blocks, torch.float64, CPU)
     return found
 
 
-def whole_of(pieces: dict[int, Tensor], site: Site) -> Tensor:
+def whole_of(shards: dict[int, Tensor], site: Site) -> Tensor:
     """Put together from the ranks that hold something of their own; equal ones are checked to be equal."""
     whole = torch.zeros(SHAPE, dtype=torch.float64)
     kinds = site.layout.states
-    for rank, piece in pieces.items():
+    for rank, shard in shards.items():
         place = site.place(rank)
         twin = [0 if kind in (R, B) else n for n, kind in zip(place, kinds, strict=True)]
         number = reduce(lambda found, each: found * each[1] + each[0], zip(twin, site.sizes, strict=True), 0)
-        torch.testing.assert_close(piece, pieces[site.first + number])
+        torch.testing.assert_close(shard, shards[site.first + number])
         if number == rank - site.first:
             rows, columns = (
                 torch.cat([torch.arange(start, start + count) for start, count in runs])
                 for runs in site.runs(SHAPE, rank)
             )
-            whole[rows.view(-1, 1), columns] += piece
+            whole[rows.view(-1, 1), columns] += shard
     return whole
 
 
@@ -77,7 +77,7 @@ def sites(draw: st.DrawFn, first: int) -> Site:
 @given(sites(0), st.integers(0, 1).flatmap(lambda again: sites(0 if again else 16)))
 def test_the_reader_holds_what_was_sent(source: Site, target: Site) -> None:
     whole = torch.randn(SHAPE, dtype=torch.float64)
-    torch.testing.assert_close(whole_of(moved(pieces_of(whole, source), source, target), target), whole)
+    torch.testing.assert_close(whole_of(moved(shards_of(whole, source), source, target), target), whole)
 
 
 @settings(deadline=None)
@@ -85,7 +85,7 @@ def test_the_reader_holds_what_was_sent(source: Site, target: Site) -> None:
 def test_the_gradient_comes_back_in_its_own_layout(source: Site, target: Site) -> None:
     gradient = torch.randn(SHAPE, dtype=torch.float64)
     ends = target.of_gradient(), source.of_gradient()
-    back = moved(pieces_of(gradient, ends[0]), *ends)
+    back = moved(shards_of(gradient, ends[0]), *ends)
     assert back.keys() == set(source.ranks) and ends[1].layout == of_gradient(source.layout)
     torch.testing.assert_close(whole_of(back, ends[1]), gradient)
 

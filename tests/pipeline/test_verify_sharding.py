@@ -101,7 +101,7 @@ def test_a_state_may_lie_inside_of_tensor_parallelism() -> None:
     verify_sharding(plans.graph_of(MODEL), state(sharding("ddp_tp"), hidden_0_weight="S(1),S(0)"), SIZES)
 
 
-def test_uneven_pieces_are_those_of_a_vocabulary_and_of_storage() -> None:
+def test_uneven_shards_are_those_of_a_vocabulary_and_of_storage() -> None:
     """What ops read and write lies so where the graph allows it; a batch that is smaller than planned does not."""
     graph, sizes = plans.graph_of("uneven"), (2,)
     zero, words = plan_named("uneven", "zero3").sharding, vocabulary_plan().sharding

@@ -1,4 +1,4 @@
-"""Files of weights: any piece of any tensor is read as it is, and files that are not the model's are refused."""
+"""Files of weights: any shard of any tensor is read as it is, and files that are not the model's are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.ir.layout import Layout
-from pipeline.user.weights import TYPES, WeightsError, match_names, open_weights, read_piece, write_weights
+from pipeline.user.weights import TYPES, WeightsError, match_names, open_weights, read_shard, write_weights
 
 STATE = {
     "token.weight": torch.arange(48.0).view(8, 6),
@@ -57,20 +57,20 @@ def whole(tensor: Tensor) -> tuple:
 
 
 @pytest.mark.parametrize("write", FORMS)
-def test_every_form_gives_names_shapes_and_pieces(tmp_path: Path, write) -> None:
+def test_every_form_gives_names_shapes_and_shards(tmp_path: Path, write) -> None:
     weights = open_weights(write(tmp_path), "here")
     assert weights.shapes == {name: tuple(tensor.shape) for name, tensor in STATE.items()}
     for name, tensor in STATE.items():
-        found = read_piece(weights, name, whole(tensor))
+        found = read_shard(weights, name, whole(tensor))
         assert found.dtype == tensor.dtype and torch.equal(found, tensor)
-    found = read_piece(weights, "token.weight", (((0, 2), (4, 1)), ((1, 1), (3, 2))))
+    found = read_shard(weights, "token.weight", (((0, 2), (4, 1)), ((1, 1), (3, 2))))
     assert torch.equal(found, STATE["token.weight"][[0, 1, 4]][:, [1, 3, 4]])
-    assert read_piece(weights, "token.weight", (((2, 1),), ((0, 6),))).untyped_storage().nbytes() <= 6 * 4
+    assert read_shard(weights, "token.weight", (((2, 1),), ((0, 6),))).untyped_storage().nbytes() <= 6 * 4
 
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_pieces_of_layouts_are_those_of_the_tensor(tmp_path_factory, data) -> None:
+def test_shards_of_layouts_are_those_of_the_tensor(tmp_path_factory, data) -> None:
     sizes, shape = (2, 3), (12, 36)
     states = ["R", "S(0)", "S(1)", "S(0:2)", "S(1:3)"]
     text = ",".join(data.draw(st.sampled_from(states)) for _ in sizes)
@@ -83,7 +83,7 @@ def test_pieces_of_layouts_are_those_of_the_tensor(tmp_path_factory, data) -> No
     rank = tuple(data.draw(st.integers(0, size - 1)) for size in sizes)
     runs = layout.runs(shape, sizes, rank)
     rows, columns = ([i for start, count in dim for i in range(start, start + count)] for dim in runs)
-    assert torch.equal(read_piece(open_weights(path, ""), "x", runs), tensor[rows][:, columns])
+    assert torch.equal(read_shard(open_weights(path, ""), "x", runs), tensor[rows][:, columns])
 
 
 # ------------------------------------------------------------------------------------------------------------- writing

@@ -179,6 +179,7 @@ def stages(root: Path, *names: str) -> None:
         os.chdir(here)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_run_in_slices_has_the_losses_of_whole_passes(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain_loop(project, TINY["train"]["steps"])
     expected = [float(line) for line in capsys.readouterr().out.split()]
@@ -190,6 +191,7 @@ def test_a_run_in_slices_has_the_losses_of_whole_passes(project: Path, capsys: p
     assert len(report.evaluations) == 1  # its program takes slices, too
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_verify_and_explain_know_slices(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages(project, "verify")
     assert "equal: loss" in capsys.readouterr().out

@@ -72,7 +72,7 @@ def test_a_train_file_needs_steps_and_an_optimizer(project: Path, capsys: pytest
     assert told(capsys, "check", status=0) == []
     assert told(capsys, "settings", status=0) == []
     written = json.loads((project / "runs/settings/train.json").read_text())
-    assert written == {"micro_batches": 1} and load_config(project).train.seed == 0
+    assert written == {"gradient_accumulation": 1} and load_config(project).train.seed == 0
     (project / TRAIN).write_text("seed: 1\n")
     assert [line.split(": ")[2] for line in told(capsys, "check")] == ["train.steps", "train.optimizer"]
 

@@ -70,7 +70,7 @@ def named_budget(line: str) -> int:
     return round(float(re.search(r"tightest feasible budget is (\S+) GB", line)[1]) * 1e9)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["mlp", "gpt_tied", "ladder"])
 def test_shrinking_budgets(name):
     """No recompute, then recompute, then a refusal; time never falls as the budget does."""
     loose = plan_of(name)

@@ -236,7 +236,7 @@ def test_an_uplink_is_what_pairs_reach_together(each, uplink):
     assert cluster.group.bandwidth == pytest.approx(alone) and cluster.group.uplink == uplink
     by_shape = {mesh.sizes: mesh.axes for mesh in cluster.meshes}
     assert by_shape[2, 4][0].links[SEND].bandwidth == pytest.approx(uplink / 4 if uplink else alone)
-    assert cluster.measured.overlap is None and "overlap" not in figures(cluster)
+    assert cluster.overlap.hidden == figures(cluster)["overlap"] == 0.0
 
 
 def recorded(name: str) -> Cluster:
@@ -303,7 +303,7 @@ def test_an_axis_of_one_rank_costs_nothing():
 def test_ring_links(size):
     latency, bandwidth, nbytes = 1e-5, 1e9, 1e6
     links = group_links(size, LinkRates.alike(latency, bandwidth))
-    step = latency + nbytes / size / bandwidth  # one message of the ring: a piece of the tensor
+    step = latency + nbytes / size / bandwidth  # one message of the ring: a submesh of the tensor
     assert set(links) == {*COLLECTIVES, SEND}
     assert links["all_reduce"].seconds(nbytes) == pytest.approx(2 * (size - 1) * step)
     assert links["all_gather"].seconds(nbytes) == pytest.approx((size - 1) * step)
@@ -378,7 +378,7 @@ def test_a_real_probe_of_two_ranks(warm_python):
     assert cluster.axes[0].links[LATER] == cluster.axes[0].links["all_reduce"]
     assert [len(host.ranks) for host in cluster.hosts] == [2] and cluster.group.kind == "host"
     assert cluster.measured.pairs == cluster.measured.rounds == 1 and cluster.measured.seconds > 0
-    assert 0 <= cluster.measured.overlap <= 1 and cluster.measured.fit_error > 0
+    assert 0 <= cluster.overlap.hidden <= 1 and cluster.measured.fit_error > 0
     assert set(compute.matmul_by_dtype) == {"bfloat16"}
     assert all(link.latency > 0 and link.bandwidth > 0 for link in cluster.axes[0].links.values())
     told = figures(cluster)
@@ -422,7 +422,7 @@ def test_the_probe_by_hand_needs_torch_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "result.json").read_text())
     cluster = make_cluster(settings(source=ClusterSource.probe, devices=1, memory_gb=None), found)
-    assert (cluster.devices, cluster.measured.overlap, cluster.measured.pairs) == (1, None, 0)
+    assert (cluster.devices, cluster.overlap.hidden, cluster.measured.pairs) == (1, 0.0, 0)
     assert cluster.memory_bytes > 1e6 and min(cluster.compute.matmul_of("bfloat16").rates) > 0
     assert cluster.compute.flops and all(pace.forward > 0 < pace.backward for pace in cluster.compute.flops.values())
 

@@ -147,7 +147,7 @@ def test_groups_that_cross_a_host_at_once_share_its_uplink():
     # all-to-all over all devices: of the 31 messages of each device 24 leave the host, through an eighth of its card
     out = by_shape[32,][0].links["all_to_all"]
     assert out.seconds(1e9) - out.latency == pytest.approx(24 * 1e9 / 32**2 / (10e9 / 8))
-    # and pieces of a pipeline: the 8 devices of a host send to the next host at once
+    # and submeshes of a pipeline: the 8 devices of a host send to the next host at once
     splits = {split.sizes: split for split in cluster.splits}
     assert splits[8, 8, 8, 8].link.bandwidth == 10e9 / 8 and splits[(1,) * 32].link.bandwidth == 10e9
     assert splits[16, 16].link.bandwidth == 10e9 / 8

@@ -174,7 +174,7 @@ def test_uneven_hosts():
     hosts = splits[8, 4]
     assert hosts.link.bandwidth == 25e9 and set(hosts.meshes) == {"8", "4"}
     assert all(min(bandwidths(mesh)) == 200e9 for own in hosts.meshes.values() for mesh in own)
-    # one of the two pieces of six crosses the hosts: both are priced so
+    # one of the two submeshes of six crosses the hosts: both are priced so
     assert min(bandwidths(splits[6, 6].meshes["6"][0])) == 25e9
 
 

@@ -57,7 +57,7 @@ def ruff(folder: Path) -> str:
 # ------------------------------------------------------------------------------------------------------- bytes
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", ["mlp", "gpt_tied"])
 def test_the_same_plan_gives_the_same_bytes(name):
     graph, plan = GRAPHS[name](), plan_of(name)
     assert write(graph, plan) == write(graph, plan) == write(trace(*odd(name)), plan_of(name))

@@ -169,7 +169,7 @@ def test_how_partitions_follow_one_another_is_told(cases) -> None:
             several = f"Links {part.first} to {part.last}."
             assert one.__doc__ == (several if part.last > part.first else f"Link {part.first}.")
             assert program["DEVICES"][number % len(program["DEVICES"])] == prod(one.MESH.values()), name
-    assert "partition n is on piece n % 2" in cases["chosen"][2]
+    assert "partition n is on submesh n % 2" in cases["chosen"][2]
 
 
 def test_what_is_sent_has_the_layouts_of_both_ends(cases) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import equality
-from benchmarks.equality_models import FAMILIES, GPT, ODD
+from benchmarks.equality_models import GPT, ODD
 from benchmarks.equality_plans import BOTH, NAMES, SOLVER, VOCABULARY, Case, Skipped, cases, random_cases
 from benchmarks.equality_ranks import Group
 from pipeline.ir.layout import Layout
@@ -44,13 +44,16 @@ def test_plans_have_their_names() -> None:
     assert all(("recompute(" in case.text) == ("recompute" in name) for name, case in found.items() if name != "solver")
 
 
-# No sequence; 10 patches on three ranks; 64 and then 16.
-IMPOSSIBLE = {("resnet", 2): {"sequence"}, ("vit", 3): {"sequence"}, ("swin", 3): {"sequence"}}
+# No sequence; 10 patches on three ranks.
+IMPOSSIBLE = {("resnet", 2): {"sequence"}, ("vit", 3): {"sequence"}}
 
 
-@pytest.mark.parametrize(("model", "ranks"), [*((model, 2) for model in FAMILIES), ("vit", 3), ("swin", 3)])
+@pytest.mark.parametrize(("model", "ranks"), [("gpt2", 2), ("t5", 2), ("mixtral", 2), ("resnet", 2), ("vit", 3)])
 def test_a_family_has_every_kind_of_plan(model: str, ranks: int) -> None:
-    """But those that are named here; and a split sequence is one, not tensor parallelism by another name."""
+    """But those that are named here; and a split sequence is one, not tensor parallelism by another name.
+
+    A sample: the benchmark runs every family.
+    """
     pytest.importorskip("transformers", reason="the extra `hf` is not installed")
     found = list(cases(model, ranks, tuple(name for name in NAMES if name != SOLVER)))
     skipped = {case.name: case.why for case in found if isinstance(case, Skipped)}

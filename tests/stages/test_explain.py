@@ -29,7 +29,7 @@ from stages.__main__ import main
 from stages.checkpoint.choose import choose, evaluate
 from stages.profile.by_table import profile_graph
 from stages.solve.explain.diff import explain_diff
-from stages.solve.explain.one import Subject, What, explain_one, find_subject
+from stages.solve.explain.one import Subject, SubjectKind, explain_one, find_subject
 from stages.solve.explain.options import Options, OptionVerdict
 from stages.solve.explain.priced_run import ExplainError, ItemKind, PlannedRun, planned
 from stages.solve.explain.run import text_of
@@ -37,7 +37,7 @@ from stages.solve.explain.whole import explain_module, explain_whole
 from stages.solve.search.elimination import Elimination
 from stages.solve.search.restricted import restrict
 from tests.graphs import GRAPHS, SILENT, frontier_of, plan_of, preset, profile_of, solve_settings, trace
-from tests.pipeline_plans import plan_with_pipelines, with_pieces
+from tests.pipeline_plans import plan_with_pipelines, with_submeshes
 
 PROJECT = Path(__file__).parents[2]
 WHERE = "conf/solve/test.yaml"
@@ -252,7 +252,7 @@ def test_what_does_not_divide_and_what_no_rule_offers(odd):
     weight = explain_one(odd, options, find_subject(odd.graph, "first.weight"), 10, None)
     assert [(n.dim, n.why) for n in weight.never] == [(1, "7 does not divide by 2")]
     norm = next(op.name for op in odd.graph.ops if "layer_norm" in op.target)
-    told = explain_one(odd, options, Subject(What.op, norm), 10, None)
+    told = explain_one(odd, options, Subject(SubjectKind.op, norm), 10, None)
     written = [n for n in told.never if n.tensor == norm]
     assert [n.dim for n in written] == [1] and written[0].why.startswith("not offered by its rule `")
 
@@ -262,12 +262,12 @@ def test_what_does_not_divide_and_what_no_rule_offers(odd):
 
 def test_names_and_what_they_mean():
     graph = GRAPHS["gpt"]()
-    assert find_subject(graph, "layers.0.up.weight").what is What.parameter
-    assert find_subject(graph, "p_model_layers_0_up_weight").what is What.parameter
-    assert find_subject(graph, "input_ids") == Subject(What.input, "input_ids")
-    assert find_subject(graph, "linear_4") == find_subject(graph, "op:linear_4") == Subject(What.op, "linear_4")
-    assert find_subject(graph, "layers.0.attention").what is What.module
-    assert find_subject(graph, "layers.*.up").what is What.module
+    assert find_subject(graph, "layers.0.up.weight").what is SubjectKind.parameter
+    assert find_subject(graph, "p_model_layers_0_up_weight").what is SubjectKind.parameter
+    assert find_subject(graph, "input_ids") == Subject(SubjectKind.input, "input_ids")
+    assert find_subject(graph, "linear_4") == find_subject(graph, "op:linear_4") == Subject(SubjectKind.op, "linear_4")
+    assert find_subject(graph, "layers.0.attention").what is SubjectKind.module
+    assert find_subject(graph, "layers.*.up").what is SubjectKind.module
 
 
 def test_a_name_that_is_both_is_the_module():
@@ -280,8 +280,8 @@ def test_a_name_that_is_both_is_the_module():
             return self.linear(x).sum()
 
     graph = trace(Both(), {"x": torch.randn(4, 4)})
-    assert find_subject(graph, "linear").what is What.module
-    assert find_subject(graph, "op:linear") == Subject(What.op, "linear")
+    assert find_subject(graph, "linear").what is SubjectKind.module
+    assert find_subject(graph, "op:linear") == Subject(SubjectKind.op, "linear")
 
 
 @pytest.mark.parametrize(("name", "near"), [("layers.0.up.wieght", "layers.0.up.weight"), ("lineer_4", "linear_4")])
@@ -356,7 +356,7 @@ def test_a_plan_and_itself():
 
 @pytest.fixture(scope="module")
 def piped() -> PlannedRun:
-    cluster, frontier = with_pieces("gpt")
+    cluster, frontier = with_submeshes("gpt")
     plan = plan_with_pipelines("gpt", pipeline="1f1b")
     assert plan.pipelined
     return planned(made(GRAPHS["gpt"](), profile_of("gpt"), cluster, frontier, plan))

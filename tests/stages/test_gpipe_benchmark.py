@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import gpipe
 from pipeline.ir.names import look_up
 from pipeline.runtime.programs.source import load_program
@@ -21,6 +23,7 @@ def test_the_partitions_are_equal(tmp_path: Path) -> None:
     assert program.SENT[0]["x"]["shape"] == (2, 8)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_the_work_is_done_alone_and_in_the_pipeline() -> None:
     ((work, step),) = gpipe.measured(width=8, layers=4, batch=2, micro_batches=3, pairs=1)
     assert work > 0 and step > 0

@@ -89,7 +89,7 @@ def test_presolve_keeps_the_optimum(seed):
 def test_search_finds_the_optimum_of_nearly_all_small_problems(monkeypatch):
     clock = Ticks().in_place_of_time(monkeypatch, parallel_search, contest_search, descent, presolve)
     equal = solved = 0
-    for seed in range(40):
+    for seed in range(24):
         problem, limit = make(seed)
         best = optimum(problem, limit)
         if best == math.inf:
@@ -103,7 +103,7 @@ def test_search_finds_the_optimum_of_nearly_all_small_problems(monkeypatch):
         assert problem.cost(found.picked) == pytest.approx(found.cost)
         assert found.cost >= best - 1e-6
         equal += found.cost <= best + 1e-6
-    assert solved > 20
+    assert solved > 12
     assert equal >= 0.95 * solved
 
 

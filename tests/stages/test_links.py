@@ -324,7 +324,7 @@ def test_a_rank_of_two_keeps_half():
 def test_a_second_run_has_what_it_kept_from_its_beginning():
     """Beside what it needs for a moment before the kept result would be made."""
     lives = (("large", 10, 0, 1), ("kept", 4, 1, 2), ("other", 3, 1, 3))
-    facts = LinkFacts((), {}, {}, 0, 10, 0, 0, lives)
+    facts = LinkFacts((), {}, {}, 0, 10, 0, 0, 0, lives)
     assert facts.second_peak(()) == 10 and facts.second_peak({"other"}) == 13
     assert facts.second_peak({"kept"}) == 14 and facts.second_peak({"kept", "other"}) == 17
     assert replace(facts, lives=()).second_peak({"kept"}) == 10  # where it was not run, as priced

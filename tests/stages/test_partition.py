@@ -10,14 +10,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from pipeline.cost.schedules import DeviceOrder, Pipeline, in_flight, orders, refusal
 from stages.checkpoint.pipelines.partition import partition
 from stages.checkpoint.pipelines.partition_times import PartitionTimes
 from stages.checkpoint.pipelines.refine import PipelinePlan
-from stages.checkpoint.pipelines.schedules import DeviceOrder, Pipeline, in_flight, orders, refusal
-from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError, Wishes
-from stages.checkpoint.pipelines.submesh_plans import Piece, Recompute, Sent, Terms
+from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError, UserChoices
+from stages.checkpoint.pipelines.submesh_plans import Recompute, Sent, SubmeshPlan, Terms
 from stages.checkpoint.recompute.chain import Chain, ChainError, Slots
-from stages.checkpoint.recompute.in_flight import Passage, fullest, run_partition
+from stages.checkpoint.recompute.in_flight import PartitionRun, fullest, run_partition
 from tests.partition_cases import Case, least_estimate, random_case
 
 
@@ -44,16 +44,16 @@ def test_equals_the_search_of_all_cuts(group: int) -> None:
 def check(case: Case, plan: PipelinePlan) -> None:
     """Partitions follow one another, fit, and their schedules take what is said."""
     parts = plan.partitions
-    assert parts[0].first == 0 and parts[-1].last == parts[-1].piece.links - 1
+    assert parts[0].first == 0 and parts[-1].last == parts[-1].submesh.links - 1
     assert all(a.last + 1 == b.first for a, b in pairwise(parts))
     assert sum(plan.devices[: len(parts) // plan.chunks]) == case.division.devices
     for part in parts:
         assert (part.region.first, part.region.last) == (part.first, part.last)
-        passage = run_partition(part.piece.chain, part.region, part.first, part.last)
+        passage = run_partition(part.submesh.chain, part.region, part.first, part.last)
         assert passage.time == pytest.approx(part.load.time)
         span = slice(part.first, part.last + 1)
-        owned = sum(part.piece.resident[span]) + part.piece.everywhere
-        owned += part.flight * (sum(part.piece.held[span]) + part.piece.everywhere_held)
+        owned = sum(part.submesh.resident[span]) + part.submesh.everywhere
+        owned += part.flight * (sum(part.submesh.held[span]) + part.submesh.everywhere_held)
         assert owned + passage.memory(part.flight) == pytest.approx(part.peak_bytes)
         assert part.peak_bytes <= part.room_bytes == case.memory / plan.chunks
 
@@ -68,7 +68,7 @@ def test_the_cases_are_of_every_sort() -> None:
 # ------------------------------------------------------------------------------------------------- the user's hand
 
 
-def layers(count: int = 8, size: int = 1, hold: int = 4, name: str = "") -> Piece:
+def layers(count: int = 8, size: int = 1, hold: int = 4, name: str = "") -> SubmeshPlan:
     chain = Chain(
         a=(1,) * (count + 1),
         saved=(hold,) * count,
@@ -77,7 +77,7 @@ def layers(count: int = 8, size: int = 1, hold: int = 4, name: str = "") -> Piec
         ft=(0,) * count,
         bt=(0,) * (count + 1),
     )
-    return Piece(name or f"on {size}", size, chain, (2.0,) * count + (0.0,), (0.5,) * (count + 1))
+    return SubmeshPlan(name or f"on {size}", size, chain, (2.0,) * count + (0.0,), (0.5,) * (count + 1))
 
 
 def four(micro: tuple[int, ...] = (8,), **more) -> Division:
@@ -85,7 +85,7 @@ def four(micro: tuple[int, ...] = (8,), **more) -> Division:
 
 
 def first(division: Division, memory: int = 1000, **wishes) -> PipelinePlan:
-    return partition((division,), memory, Wishes(**wishes))[0]
+    return partition((division,), memory, UserChoices(**wishes))[0]
 
 
 def test_equal_layers_are_cut_evenly() -> None:
@@ -150,15 +150,15 @@ def test_gpipes_last_micro_batch_is_shorter() -> None:
 
 
 def test_the_schedules_differ_in_what_they_wait() -> None:
-    piece = replace(layers(16), weight=(2.0,) * 16 + (0.0,))
-    division = Division(4, {8: (piece,)}, lambda nbytes: 0.0)
+    submesh = replace(layers(16), weight=(2.0,) * 16 + (0.0,))
+    division = Division(4, {8: (submesh,)}, lambda nbytes: 0.0)
     plain, inter, zero = (
         first(division, pipelines=(pipeline,))
         for pipeline in (Pipeline.ONE_F_ONE_B, Pipeline.INTERLEAVED, Pipeline.ZERO_BUBBLE)
     )
     assert zero.seconds < plain.seconds and inter.seconds < plain.seconds
     assert len(inter.partitions) == 8 and inter.chunks == 2
-    best = partition((division,), 1000, Wishes(tuple(Pipeline)))
+    best = partition((division,), 1000, UserChoices(tuple(Pipeline)))
     assert best[0].seconds == min(plain.seconds, inter.seconds, zero.seconds)
     assert [plan.seconds for plan in best] == sorted(plan.seconds for plan in best)
 
@@ -177,11 +177,11 @@ def test_what_is_sent_counts_if_asked() -> None:
 def test_slots_grow_with_the_longest_partition() -> None:
     """A hundred links: 500 slots waste a good part of the memory, 20 for each link do not."""
     size = 1041
-    piece = layers(100, hold=4 * size)
-    piece = replace(piece, chain=replace(piece.chain, a=(size,) * 101), resident=(0.0,) * 101)
+    submesh = layers(100, hold=4 * size)
+    submesh = replace(submesh, chain=replace(submesh.chain, a=(size,) * 101), resident=(0.0,) * 101)
 
     def seconds(slots: Slots, memory: int = 60 * size * 4) -> float:
-        return float(PartitionTimes(piece, Terms(memory, 1, slots=slots)).seconds((1,))[0, 100, 0])
+        return float(PartitionTimes(submesh, Terms(memory, 1, slots=slots)).seconds((1,))[0, 100, 0])
 
     coarse, usual, fine = (seconds(Slots(per_link)) for per_link in (1, 20, 100))
     assert seconds(Slots(1), 10**9) < fine <= usual < coarse
@@ -200,9 +200,9 @@ def test_refusals() -> None:
         first(four(), memory=14)
     with pytest.raises(PartitionError, match="no pipeline fits, whatever the memory"):
         first(Division(4, {8: (layers(size=3),)}, lambda nbytes: 0.0))
-    with pytest.raises(PartitionError, match="4 pieces runs in 2 rounds, which do not divide 9"):
+    with pytest.raises(PartitionError, match="4 submeshes runs in 2 rounds, which do not divide 9"):
         first(four((9,)), pipelines=(Pipeline.ZERO_BUBBLE,))
-    with pytest.raises(PartitionError, match=r"pieces of \(1, 2\) devices are not 4"):
+    with pytest.raises(PartitionError, match=r"submeshes of \(1, 2\) devices are not 4"):
         Division(4, {}, lambda nbytes: 0.0, (1, 2))
     with pytest.raises(PartitionError, match="plans of one model"):
         first(Division(4, {8: (layers(), layers(7))}, lambda nbytes: 0.0))
@@ -234,14 +234,14 @@ def test_what_is_marked_is_recomputed_as_far_as_a_partition_has_it() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_a_last_micro_batch_that_keeps_everything_is_part_of_the_peak(seed: int, pipeline: Pipeline) -> None:
     """Every partition's order, played with what each micro-batch holds: no moment has more than the peak."""
-    for micro_batches, pieces in random_case(seed).division.pieces.items():
+    for micro_batches, submeshes in random_case(seed).division.submeshes.items():
         devices = 3
         if refusal(pipeline, devices, 1 + (pipeline is Pipeline.INTERLEAVED), micro_batches):
             continue
-        timer = PartitionTimes(pieces[0], Terms(10**6, micro_batches, Recompute.EXCEPT_LAST))
+        timer = PartitionTimes(submeshes[0], Terms(10**6, micro_batches, Recompute.EXCEPT_LAST))
         order = orders(pipeline, devices, micro_batches, 1 + (pipeline is Pipeline.INTERLEAVED))
         for number, flight in enumerate(in_flight(order)):
-            for first, last in ((0, pieces[0].links - 1), (1, 2)):
+            for first, last in ((0, submeshes[0].links - 1), (1, 2)):
                 (_, each), kept = timer.schedule(first, last, flight), timer.last_passage(first, last)
                 moment = fullest(each, kept, flight)
                 played = _most_held(order, number, each, kept or each)
@@ -251,7 +251,7 @@ def test_a_last_micro_batch_that_keeps_everything_is_part_of_the_peak(seed: int,
                 assert moment.memory == timer.fixed.memory(np.array([flight]))[kind, 0]
 
 
-def _most_held(order: DeviceOrder, partition: int, each: Passage, last: Passage) -> float:
+def _most_held(order: DeviceOrder, partition: int, each: PartitionRun, last: PartitionRun) -> float:
     end, waiting, most = "W" if order.pipeline is Pipeline.ZERO_BUBBLE else "B", dict[int, float](), 0.0
     for task in order.tasks[partition % len(order.tasks)]:
         if task.partition != partition:
@@ -278,12 +278,12 @@ def test_a_last_micro_batch_that_keeps_everything_fits_the_memory() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_fixed_recompute_is_what_the_simulator_says(seed: int) -> None:
-    for pieces in random_case(seed).division.pieces.values():
+    for submeshes in random_case(seed).division.submeshes.values():
         for mode in (Recompute.NEVER, Recompute.ALWAYS):
-            timer = PartitionTimes(pieces[0], Terms(10**6, 8, mode))
+            timer = PartitionTimes(submeshes[0], Terms(10**6, 8, mode))
             form = timer.kept if mode is Recompute.NEVER else timer.dropped
-            for i in range(pieces[0].links):
-                for last in range(i, pieces[0].links):
+            for i in range(submeshes[0].links):
+                for last in range(i, submeshes[0].links):
                     kind, (_, passage) = timer.kinds.of[i, last], timer.schedule(i, last, 3)
                     found = form.time[kind], form.hold[kind], form.peak[kind]
                     assert found == (passage.time, passage.hold, passage.peak)
@@ -300,8 +300,8 @@ def test_the_last_micro_batch_waits_with_all_it_keeps() -> None:
 
 
 def test_the_likeliest_numbers_of_partitions_are_searched_where_there_are_many() -> None:
-    pieces = {8: (layers(), layers(size=2), layers(size=4))}
-    division, wishes = Division(4, pieces, lambda nbytes: 0.0), Wishes((Pipeline.ZERO_BUBBLE,))
+    submeshes = {8: (layers(), layers(size=2), layers(size=4))}
+    division, wishes = Division(4, submeshes, lambda nbytes: 0.0), UserChoices((Pipeline.ZERO_BUBBLE,))
     every, few = (partition((division,), 1000, wishes, Effort(most_tasks=most)) for most in (8, 1))
     assert len({len(plan.partitions) for plan in every}) > len({len(plan.partitions) for plan in few}) == 1
     assert few[0].seconds == every[0].seconds

@@ -1,4 +1,4 @@
-"""Blocks and boundaries as links, slices of a batch, meshes of a pipeline's pieces, and who refuses a pipeline."""
+"""Blocks and boundaries as links, slices of a batch, meshes of a pipeline's submeshes, and who refuses a pipeline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stages.checkpoint.recompute.chain import Chain
 from stages.checkpoint.user_choices import block_runs, fixed_schedule
 from stages.solve import run as solve
 from stages.solve.answer.saved import read_saved
-from stages.solve.problem.meshes import meshes_of, pieces_of
+from stages.solve.problem.meshes import meshes_of, submeshes_of
 from tests.graphs import GRAPHS, SILENT, frontier_of, plan_of, preset, profile_of, solve_settings
 from tests.pipeline_plans import plan_with_pipelines
 
@@ -190,10 +190,10 @@ def test_a_split_batch_has_fewer_slices() -> None:
     assert [fits(graph, split, (2,), slices) for slices in offered] == [True, True, False, False]
 
 
-# ------------------------------------------------------------------------------------------------ meshes of the pieces
+# ---------------------------------------------------------------------------------------------- meshes of the submeshes
 
 
-def test_a_mesh_with_partitions_is_that_of_a_piece() -> None:
+def test_a_mesh_with_partitions_is_that_of_a_submesh() -> None:
     cluster = preset(8)
     for mesh, sizes, names in (
         ({"pp": 2, "dp": 2, "tp": 2}, (2, 2), ["dp", "tp"]),
@@ -203,11 +203,11 @@ def test_a_mesh_with_partitions_is_that_of_a_piece() -> None:
     ):
         settings = solve_settings(mesh=mesh)
         assert meshes_of(cluster, settings, WHERE) == ()
-        (((size, (found,)),)) = pieces_of(cluster, settings, WHERE).items()
+        (((size, (found,)),)) = submeshes_of(cluster, settings, WHERE).items()
         assert (found.sizes, [axis.name for axis in found.axes]) == (sizes, names) and size == 8 // mesh["pp"]
     alone = solve_settings(mesh={"pp": 1, "dp": 8})
     (whole,) = meshes_of(cluster, alone, WHERE)
-    assert whole.sizes == (8,) and pieces_of(cluster, alone, WHERE) == {}
+    assert whole.sizes == (8,) and submeshes_of(cluster, alone, WHERE) == {}
 
 
 @pytest.mark.parametrize(
@@ -219,20 +219,20 @@ def test_a_mesh_with_partitions_is_that_of_a_piece() -> None:
 )
 def test_meshes_with_partitions_that_the_cluster_does_not_have(mesh: dict, told: str) -> None:
     with pytest.raises(SolveError) as refused:
-        pieces_of(preset(8), solve_settings(mesh=mesh), WHERE)
+        submeshes_of(preset(8), solve_settings(mesh=mesh), WHERE)
     assert told in refused.value.line()
 
 
-def test_the_solve_stage_plans_the_pieces_of_a_fixed_pipeline(tmp_path: Path) -> None:
+def test_the_solve_stage_plans_the_submeshes_of_a_fixed_pipeline(tmp_path: Path) -> None:
     bodies = {"graph": GRAPHS["mlp"](), "profile": profile_of("mlp"), "cluster": preset(4)}
     made = {kind: artifacts.make(kind, body, [], {}) for kind, body in bodies.items()}
     settings = solve_settings(mesh={"pp": 2, "dp": 2}, frontier_points=2)
     config = replace(load_config(PROJECT), solve=settings)
     result = solve.run(Inputs(tmp_path, made, SILENT, None), config)
     frontier = result.body
-    assert frontier.points == () and frontier.pieces and [mesh.sizes for mesh in frontier.meshes] == [(2,)]
+    assert frontier.points == () and frontier.submesh_points and [mesh.sizes for mesh in frontier.meshes] == [(2,)]
     assert frontier.meshes[0].axes[0].name == "dp" and result.figures["mesh"] == "dp 2"
-    assert "| piece | dp 2 |" in (tmp_path / "runs/solve/plans.md").read_text()
+    assert "| submesh | dp 2 |" in (tmp_path / "runs/solve/plans.md").read_text()
 
 
 # ------------------------------------------------------------------------------------------ who refuses a pipeline

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.checkpoint.pipelines.schedules import (
+from pipeline.cost.schedules import (
     Load,
     Pipeline,
     PlayedSchedule,
+    ScheduleError,
     in_flight,
     orders,
     refusal,
     simulate,
     weights_of,
 )
-from stages.checkpoint.recompute.chain import ChainError
 from tests.partition_cases import estimate
 
 GPIPE, ONE, INTER, ZERO = Pipeline.GPIPE, Pipeline.ONE_F_ONE_B, Pipeline.INTERLEAVED, Pipeline.ZERO_BUBBLE
@@ -148,11 +148,11 @@ def torchs(devices: int, chunks: int, micro: int, zero: bool) -> list[list[str]]
 
 
 def test_what_torch_refuses_is_refused() -> None:
-    with pytest.raises(ChainError, match="2 rounds, which do not divide 7"):
+    with pytest.raises(ScheduleError, match="2 rounds, which do not divide 7"):
         orders(ZERO, 3, 7)
-    with pytest.raises(ChainError, match="one partition on a device"):
+    with pytest.raises(ScheduleError, match="one partition on a device"):
         orders(ONE, 3, 7, 2)
-    with pytest.raises(ChainError, match="at least two"):
+    with pytest.raises(ScheduleError, match="at least two"):
         orders(INTER, 3, 6)
 
 

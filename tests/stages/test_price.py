@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster_model.search import Wanted
-from pipeline.cluster_model.words import LAYOUT
+from pipeline.layouts.search import Wanted
+from pipeline.layouts.words import LAYOUT
 from stages.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,10 +16,10 @@ TABLE = """\
 145.6 billion parameters, batch 2304, 1536 devices of dgx_a100_infiniband with 80 GB each
    dp  tp  pp micro         schedule recompute zero seq       step  samples/s    tokens/s TFLOP/s    MFU    memory\
   bubble  comm.
-   24   8   8     1             1f1b      full    0  no    26.50 s       87.0     178,081   138.6  33.4%  44.9 GB \
-    6.5%  15.0%
-   24   8   8     2             1f1b      full    0  no    26.92 s       85.6     175,313   136.5  32.8%  49.6 GB \
-   12.3%  13.9%
+   24   8   8     1             1f1b      full    0  no    25.53 s       90.3     184,843   143.9  34.6%  43.1 GB \
+    6.6%  13.6%
+   24   8   8     2             1f1b      full    0  no    26.03 s       88.5     181,265   141.1  34.0%  48.6 GB \
+   12.4%  12.0%
 """
 
 
@@ -103,6 +103,11 @@ def test_every_word_of_a_layout_can_be_searched():
         ("dp=2,", "'dp=2,' is not possible"),
         ("dp=2 dp=4", "'dp' is given twice; combine values as dp=1,2"),
         ("zero=4", "zero is 0, 1, 2 or 3"),
+        ("cp=2", "'cp=2' is not possible: the planner does not split a sequence inside attention; leave cp out"),
+        ("ep=4", "'ep=4' is not possible: the planner does not split experts over devices of their own"),
+        ("overlap=all", "overlap is none, runtime, megatron"),
+        ("schedule=zero_bubble", "schedule is 1f1b, interleaved, gpipe"),
+        ("model=llama2_70b tp=16", "tp=16 does not divide kv_heads=8"),
         ("recompute=some", "recompute is none, selective, full"),
         ("sequence_parallel=maybe", "sequence_parallel is yes or no"),
         ("model=gpt9", "there is no model 'gpt9'; choose one of: gpt_1.7b"),

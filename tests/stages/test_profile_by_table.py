@@ -152,7 +152,7 @@ def test_attention_writes_its_heads_as_the_queries_lie():
 
 
 def kept_by_autograd(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
-    """Bytes of the memory that autograd saves, each piece once, without parameters and inputs."""
+    """Bytes of the memory that autograd saves, each shard once, without parameters and inputs."""
     given = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *batch.values())}
     kept: dict[int, int] = {}
     alive = []  # so that no address is used twice

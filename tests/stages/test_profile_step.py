@@ -180,7 +180,7 @@ def test_classes_add_up_to_the_total_at_every_moment(step):
     assert [sum(life.size for life in timeline.alive(m)) for m in moments] == [total[m] for m in moments]
 
 
-def test_every_piece_of_memory_lives_within_the_step(step):
+def test_every_shard_of_memory_lives_within_the_step(step):
     timeline = step[1].timeline
     for life in timeline.lives:
         assert life.size > 0 and 0 <= life.born < life.died <= timeline.length, life

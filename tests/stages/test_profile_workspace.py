@@ -79,3 +79,39 @@ def test_a_gpu_in_half_precision_has_it_at_its_peak_and_no_other_device():
     assert first.temporary_forward - plain[0].temporary_forward == pytest.approx(given + 2 * middle, rel=0.01)
     assert second.temporary_forward - plain[1].temporary_forward == pytest.approx(middle + 2 * made, rel=0.01)
     assert all(c.temporary_forward < middle for c in found["cuda", "fp32"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "nbytes"),
+    [
+        ((12608, 1024), 103_284_736),
+        ((12608, 4096), 138_412_032),
+        ((4096, 768), 25_165_824),
+        ((1024, 1000), 8_192_000),
+        ((300, 64), 0),
+        ((12544, 1002), 16_929_792),
+        ((16, 197, 1024), 26_214_400),
+        ((64, 1024, 50), 1_638_400),
+        ((200_000, 256), 138_412_032),
+    ],
+)
+def test_sums_over_rows_take_what_an_h200_was_seen_to_take(shape: tuple[int, ...], nbytes: int) -> None:
+    result = (*(1 for _ in shape[1:]), shape[-1])
+    assert workspace_bytes(Kernel("sum", 0.0, 0, 0, "bfloat16", (shape, result))) == nbytes
+    assert workspace_bytes(Kernel("sum", 0.0, 0, 0, "bfloat16", (shape, (*shape[:-1], 1)))) == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "heads", "nbytes"),
+    [
+        ((64, 16, 197, 64), 16, 52_449_280),
+        ((16, 16, 1024, 64), 16, 68_157_440),
+        ((8, 16, 1024, 128), 8, 134_742_016),
+        ((3, 4, 300, 80), 2, 2_318_400),
+    ],
+)
+def test_the_backward_of_attention_takes_what_an_h200_was_seen_to_take(query, heads: int, nbytes: int) -> None:
+    key = (query[0], heads, *query[2:])
+    shapes = (query, query, key, key, query)
+    kernel = Kernel("_scaled_dot_product_flash_attention_backward", 0.0, 0, 0, "bfloat16", shapes)
+    assert workspace_bytes(kernel) == nbytes

@@ -1,4 +1,4 @@
-"""Snapshots of the engines of plain PyTorch: statistics that differ by design, and pieces that cannot be saved."""
+"""Snapshots of the engines of plain PyTorch: statistics that differ by design, and shards that cannot be saved."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_parameters_of_ddp_are_compared(found: list[dict[str, Any]]) -> None:
     assert found[0]["ddp"]["broken"] == "weights/linear.bias differs between rank 0 and rank 1"
 
 
-def test_pieces_that_cannot_be_saved_are_refused_before_the_first_step(found: list[dict[str, Any]]) -> None:
+def test_shards_that_cannot_be_saved_are_refused_before_the_first_step(found: list[dict[str, Any]]) -> None:
     for rank in found:
         saved, compared, plain = rank["refused"].values()
         assert saved == compared and plain == 0
-        assert "linear.weight has 5 rows, which 2 ranks hold in unequal pieces; set `snapshots.every`" in saved
+        assert "linear.weight has 5 rows, which 2 ranks hold in unequal shards; set `snapshots.every`" in saved

@@ -79,12 +79,12 @@ def test_the_boxes_of_all_ranks_are_the_tensor(states: tuple) -> None:
     for rank in product(range(2), range(3)):
         runs = layout.runs(shape, sizes, rank)
         indices = [[i for start, length in dim for i in range(start, start + length)] for dim in runs]
-        piece = whole[np.ix_(*indices)]
+        shard = whole[np.ix_(*indices)]
         for box in boxes_of(runs):
             there = tuple(slice(o, o + s) for o, s in zip(*box.place, strict=True))
-            assert (piece[box.within] == whole[there]).all()
+            assert (shard[box.within] == whole[there]).all()
             seen[there] += 1
-    assert (seen == 6 // layout.pieces(sizes)).all()
+    assert (seen == 6 // layout.shards(sizes)).all()
 
 
 def test_a_number_is_one_box_and_nothing_is_none() -> None:
@@ -233,27 +233,27 @@ TYPES = (
 
 @given(st.sampled_from(TYPES), st.integers(0, 2**32), st.data())
 @settings_of_tests(max_examples=30, deadline=None)
-def test_any_piece_is_filled_from_any_boxes(dtype: torch.dtype, seed: int, data: Any) -> None:
+def test_any_shard_is_filled_from_any_boxes(dtype: torch.dtype, seed: int, data: Any) -> None:
     """Written by ranks of one cut, replicas once, and read in another: also numbers of no dims and of no elements."""
     shape = data.draw(st.sampled_from([(), (0, 3), (5,), (4, 6), (7, 2, 3)]))
     whole = torch.randint(0, 2**7, (*shape, dtype.itemsize), generator=torch.Generator().manual_seed(seed))
     whole = (whole.to(torch.uint8) % 2 if dtype == torch.bool else whole.to(torch.uint8)).view(dtype).view(shape)
     cuts = [data.draw(cuts_of(shape)) for _ in range(2)]
-    pieces = [_pieces(whole, cut) for cut in cuts]
+    shards = [_shards(whole, cut) for cut in cuts]
     with tempfile.TemporaryDirectory() as folder:
-        shared = shared_out([[piece.offer()] for piece in pieces[0]])
-        for rank, piece in enumerate(pieces[0]):
+        shared = shared_out([[shard.offer()] for shard in shards[0]])
+        for rank, shard in enumerate(shards[0]):
             mine = {place for place, file in shared["a"].boxes.items() if file == file_of(rank)}
-            write_boxes(Path(folder) / file_of(rank), [piece], {"a": mine})
+            write_boxes(Path(folder) / file_of(rank), [shard], {"a": mine})
         write_table(Path(folder), shared)
         table = read_table(Path(folder), os.listdir(folder))
         check_boxes(Path(folder), table)
         files = TensorFiles(Path(folder), table)
-        for piece in pieces[1]:
-            wanted = piece.tensor.clone()
-            piece.tensor.zero_()
-            files.fill(piece)
-            assert torch.equal(_bytes(piece.tensor), _bytes(wanted))
+        for shard in shards[1]:
+            wanted = shard.tensor.clone()
+            shard.tensor.zero_()
+            files.fill(shard)
+            assert torch.equal(_bytes(shard.tensor), _bytes(wanted))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -266,7 +266,7 @@ def cuts_of(draw: Any, shape: tuple[int, ...]) -> list[list[int]]:
     return [sorted(draw(st.sets(st.sampled_from(range(1, size)), max_size=2))) if size > 1 else [] for size in shape]
 
 
-def _pieces(whole: torch.Tensor, cut: list[list[int]]) -> list[BoxedTensor]:
+def _shards(whole: torch.Tensor, cut: list[list[int]]) -> list[BoxedTensor]:
     """As many ranks as boxes, and one more that holds the first again."""
     ends = [[0, *dim, size] for dim, size in zip(cut, whole.shape, strict=True)]
     runs = product(*[[((a, b - a),) for a, b in pairwise(dim)] for dim in ends])
@@ -308,9 +308,9 @@ def test_a_password_does_not_stand_in_a_snapshot(tmp_path: Path, log: tuple[logg
 
 
 def test_steps_matter_where_the_rate_falls_until_the_last() -> None:
-    falls = {"decay": "linear", "until": None}
+    falls = {"decay": "linear", "decay_steps": None}
     assert settings(schedule=falls) != settings(schedule=falls, steps=20)
-    assert settings(schedule={**falls, "until": 5}) == settings(schedule={**falls, "until": 5}, steps=20)
+    assert settings(schedule={**falls, "decay_steps": 5}) == settings(schedule={**falls, "decay_steps": 5}, steps=20)
 
 
 class Lines(logging.Handler):

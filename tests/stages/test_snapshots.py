@@ -143,7 +143,7 @@ def unshared(here: Path) -> tuple[str, list[str]]:
 def streams(here: Path) -> tuple[bool, bool, list[float]]:
     """Random numbers after a snapshot: of this rank under the same program, and of rank 0 under another.
 
-    And the next ones under another whose ranks draw apart, as pieces of a pipeline do.
+    And the next ones under another whose ranks draw apart, as submeshes of a pipeline do.
     """
     engine, folder = PlannedEngine(job(here, "ddp", 1)), here / "streams"
     torch.manual_seed(dist.get_rank())

@@ -20,18 +20,19 @@ from pipeline.ir.program import Convert
 from pipeline.sharding.lowering import lower
 from stages.profile.by_table import profile_graph
 from stages.solve.answer.baselines import baselines
-from stages.solve.on_mesh import OnMesh, price_point
+from stages.solve.answer.saved import Saved, found_among
+from stages.solve.on_mesh import NO_PROOF, MeshProblem, price_point
 from stages.solve.problem.build import to_sharding
 from tests.graphs import SILENT, mesh, solve_settings, trace
 
 
-def on(graph: OpGraph, cluster: Cluster) -> OnMesh:
+def on(graph: OpGraph, cluster: Cluster) -> MeshProblem:
     """With Adam, whose state is two copies of the parameters."""
     settings = solve_settings(frontier_points=1)
-    return OnMesh(Workload(graph, profile_graph(graph), cluster, 2.0), settings, "conf/solve/test.yaml", SILENT)
+    return MeshProblem(Workload(graph, profile_graph(graph), cluster, 2.0), settings, "conf/solve/test.yaml", SILENT)
 
 
-def best(planned: OnMesh, budget: float = float("inf")) -> FrontierPoint:
+def best(planned: MeshProblem, budget: float = float("inf")) -> FrontierPoint:
     """The fastest plan within the budget, without recompute."""
     if budget >= planned.sweep.bounder.fastest.peak:
         return planned.points(budget, lambda done, note="": None)[0]
@@ -40,8 +41,16 @@ def best(planned: OnMesh, budget: float = float("inf")) -> FrontierPoint:
     return price_point(planned.workload, sharding, found.proof)
 
 
-def rows(planned: OnMesh) -> dict[str, Baseline]:
-    return {row.name: row for row in baselines(planned.graph, planned.choices, planned.problem)}
+def rows(planned: MeshProblem) -> dict[str, Baseline]:
+    """With their memory as the search has it."""
+
+    def price(sharding: Sharding) -> FrontierPoint:
+        point = price_point(planned.workload, sharding, NO_PROOF)
+        saved = Saved("", planned.cluster.sizes, point.sharding)
+        picked = found_among(saved, planned.graph, planned.problem, planned.choices)
+        return replace(point, peak_bytes=round(planned.problem.peak(picked)))
+
+    return {row.name: row for row in baselines(planned.graph, planned.choices, planned.problem, price)}
 
 
 def conversions(graph: OpGraph, sharding: Sharding) -> dict[str, list[str]]:
@@ -120,7 +129,7 @@ def slow_links() -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def classifier() -> tuple[OpGraph, OnMesh]:
+def classifier() -> tuple[OpGraph, MeshProblem]:
     graph = trace(Classifier(512, 2048), {"x": torch.zeros(8192, 512), "y": torch.zeros(8192, dtype=torch.int64)})
     return graph, on(graph, slow_links())
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
+import pyomo.environ as pyo
 import pytest
 
 from stages.solve.answer.frontier import FrontierSearch
 from stages.solve.problem.data import Holding, Node, Problem
-from stages.solve.search.backends import NothingFound
-from stages.solve.search.elimination import Elimination, Prices, TooWide
+from stages.solve.search.backends import NothingFound, glpk
+from stages.solve.search.elimination import Elimination, Prices, TooWide, _spread
 from stages.solve.search.integer_program import best_prices, solve, without_too_costly
 from stages.solve.search.memory_price import Bounder
 from stages.solve.search.restricted import restrict, without_dominated
@@ -214,3 +216,26 @@ def test_a_solver_that_finds_nothing_in_time_leaves_the_plan_of_prices(monkeypat
     stand_in = sweep.within(limit)
     assert stand_in.peak <= limit and 0 < stand_in.proof.gap < 1
     assert stand_in.proof.bound <= best(problem, limit) <= stand_in.cost
+
+
+def test_a_form_that_several_readers_take_is_made_once():
+    """By the maker's choice, and a form for each of three readers."""
+    costs, forms = np.array([[1.0, 2.0, 4.0, 8.0], [3.0, 5.0, 7.0, 11.0]]), ((0, 1, 3), (1, 2), (0, 1, 2, 3))
+    found = _spread(costs, forms)
+    assert found.shape == (2, 3, 2, 4)
+    for row, *places in itertools.product(range(2), *(range(len(own)) for own in forms)):
+        made = {own[place] for own, place in zip(forms, places, strict=True)}
+        assert found[row, *places] == sum(costs[row, form] for form in made)
+
+
+def test_what_glpk_has_not_proven_counts_by_its_bound(monkeypatch):
+    model = pyo.ConcreteModel()
+    model.x = pyo.Var(domain=pyo.Integers, bounds=(2, 9))
+    model.objective = pyo.Objective(expr=model.x)
+    settings = solve_settings(backend="glpk")
+    assert glpk.solve(model, settings, WHERE) == 2.0
+    monkeypatch.setattr(glpk, "termination", lambda results: "feasible")
+    monkeypatch.setattr(Path, "read_text", lambda file: "+ 7: mip = 3.0 >= 0.5\n+ 9: mip = 2.0 >= 1.25 37.5%\n")
+    assert glpk.solve(model, settings, WHERE) == 1.25
+    monkeypatch.setattr(Path, "read_text", lambda file: "")
+    assert glpk.solve(model, settings, WHERE) == -math.inf

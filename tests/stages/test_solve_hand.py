@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 
@@ -10,12 +11,13 @@ from pipeline.base.errors import SolveError
 from pipeline.config import Only, Search
 from pipeline.cost.step import Workload
 from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Sharding
+from pipeline.ir.plan import Baseline, Sharding
 from pipeline.sharding.lowering import lower
 from stages.solve.answer.baselines import baselines
 from stages.solve.answer.frontier import FrontierSearch
+from stages.solve.on_mesh import NO_PROOF, price_point
 from stages.solve.problem.build import build, to_sharding
-from stages.solve.problem.constraints import Hand
+from stages.solve.problem.constraints import UserConstraints
 from stages.solve.problem.families import Families, named
 from stages.solve.problem.storage import Way, storage_choices
 from stages.solve.search.elimination import Elimination
@@ -29,17 +31,26 @@ def silent(done, note=""):
     pass
 
 
+def workload_of(name: str, cluster) -> Workload:
+    return Workload({"gpt": gpt_graph, "mlp": mlp_graph}[name](), profile_of(name), cluster, 2.0)
+
+
 def problem_of(name: str, cluster):
-    graph = {"gpt": gpt_graph, "mlp": mlp_graph}[name]()
-    problem, choices = build(Workload(graph, profile_of(name), cluster, 2.0))
-    return graph, problem, choices
+    workload = workload_of(name, cluster)
+    return workload.graph, *build(workload)
+
+
+def rows_of(name: str, cluster) -> dict[str, Baseline]:
+    graph, problem, choices = problem_of(name, cluster)
+    price = partial(price_point, workload_of(name, cluster), proof=NO_PROOF)
+    return {row.name: row for row in baselines(graph, choices, problem, price)}
 
 
 def fastest(name: str, cluster=None, **asked) -> Sharding:
     """The fastest plan of what the user's settings leave."""
     cluster = cluster or preset(2)
     graph, problem, choices = problem_of(name, cluster)
-    hand = Hand(graph, tuple(axis.name for axis in cluster.axes), solve_settings(**asked), WHERE)
+    hand = UserConstraints(graph, tuple(axis.name for axis in cluster.axes), solve_settings(**asked), WHERE)
     left = restrict(problem, hand.kept(choices))
     picked = left.expand(Elimination(left.problem).minimise().picked)
     assert math.isfinite(problem.cost(picked))
@@ -138,8 +149,7 @@ def test_what_cannot_be_is_told(asked, said):
 def test_a_sequence_that_is_not_there_or_does_not_divide(name, devices):
     with pytest.raises(SolveError, match=f"only: sequence: nothing .* split along the sequence in {devices} on d0"):
         fastest(name, preset(devices), only=Only.sequence)
-    graph, problem, choices = problem_of(name, preset(devices))
-    assert "tensor + sequence" not in {row.name for row in baselines(graph, choices, problem)}
+    assert "tensor + sequence" not in rows_of(name, preset(devices))
 
 
 # ------------------------------------------------------------------------------------------------ storage
@@ -152,7 +162,7 @@ def test_the_ways_to_store_a_parameter_fit_and_refine():
         assert len(set(ways)) == len(ways) and ways[0].way is Way.as_it_lies
         for way in ways:
             assert way.layout.fits(value.type.shape, (2, 2)) and way.state.fits(value.type.shape, (2, 2))
-            assert way.state.pieces((2, 2)) >= way.layout.pieces((2, 2))
+            assert way.state.shards((2, 2)) >= way.layout.shards((2, 2))
             assert (way.way is Way.zero1) == (way.state != way.layout)
 
 
@@ -166,8 +176,8 @@ def test_a_parameter_that_does_not_divide_is_whole():
 
 def test_baselines_stand_beside_the_fastest_plan():
     cluster = mesh((2, 2))
-    graph, problem, choices = problem_of("gpt", cluster)
-    rows = {row.name: row for row in baselines(graph, choices, problem)}
+    _, problem, _ = problem_of("gpt", cluster)
+    rows = rows_of("gpt", cluster)
     best = problem.cost(Elimination(problem).minimise().picked)
     assert {"DDP", "ZeRO-1", "ZeRO-3", "tensor", "tensor + sequence", "DDP x tensor", "ZeRO-1 x sequence"} <= set(rows)
     assert all(row.seconds >= best - 1e-15 for row in rows.values())
@@ -201,8 +211,7 @@ def test_tensor_parallelism_splits_the_vocabulary():
 
 
 def test_one_device_has_no_baselines():
-    graph, problem, choices = problem_of("mlp", preset(1))
-    assert baselines(graph, choices, problem) == ()
+    assert rows_of("mlp", preset(1)) == {}
 
 
 # ------------------------------------------------------------------------------------------------ searches
@@ -220,12 +229,3 @@ def test_the_searches_agree_within_their_gaps():
     for search, solution in found.items():
         assert solution.peak <= limit and solution.proof.bound <= exact.cost * (1 + 1e-9), search
         assert exact.cost * (1 - 1e-9) <= solution.cost <= 1.5 * exact.cost, search
-
-
-def test_random_changes_depend_on_the_seed_alone():
-    _, problem, _ = problem_of("mlp", preset(2))
-    settings = solve_settings(search=Search.mcmc, seed=3)
-    bounder = FrontierSearch(problem, settings, WHERE, SILENT).bounder
-    limit = bounder.fastest.peak * 0.999
-    first, second = (FrontierSearch(problem, settings, WHERE, SILENT).within(limit).picked for _ in range(2))
-    assert first == second

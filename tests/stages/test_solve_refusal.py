@@ -150,7 +150,7 @@ def test_a_plan_that_keeps_less_than_the_frontier_is_found():
     assert [point.resident_bytes for point in found.points] == [fastest.resident_bytes, smallest]
     least = found.points[1]
     assert least.proof.bound <= least.seconds == pytest.approx(least.proof.objective, rel=1e-9)
-    assert least.proof.bound == pytest.approx(fastest.seconds, rel=1e-6)
+    assert least.proof.bound >= fastest.seconds * (1 - 1e-6)
 
 
 def test_the_plan_that_keeps_least_may_lie_on_another_mesh():

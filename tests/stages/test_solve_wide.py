@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,13 +19,14 @@ from pipeline.cost.step import Workload
 from stages.profile.by_table import profile_graph
 from stages.solve.answer.baselines import baselines
 from stages.solve.answer.frontier import FrontierSearch
+from stages.solve.on_mesh import NO_PROOF, price_point
 from stages.solve.problem.build import build
 from stages.solve.problem.data import Edge, Holding, Node, Problem
 from stages.solve.search.decomposition import CutBounder, WideBounder, fastest
 from stages.solve.search.elimination import Elimination, Prices, TooWide
 from stages.solve.search.integer_program import best_prices
 from stages.solve.search.large.plain import plain
-from stages.solve.search.large.priced import Wide
+from stages.solve.search.large.priced import LargeProblem
 from stages.solve.search.restricted import restrict
 from stages.solve.search.separators import CutOpen
 from tests.graphs import SILENT, mesh, solve_settings, trace
@@ -125,7 +127,7 @@ def wide(problem: Problem, seed: int = 0) -> WideBounder:
     return WideBounder(problem, best_prices(solve_settings(), WHERE), seed, 60)
 
 
-@pytest.mark.parametrize("kind", [CutOpen, lambda problem: Wide(problem, 0, math.inf)])
+@pytest.mark.parametrize("kind", [CutOpen, lambda problem: LargeProblem(problem, 0, math.inf)])
 def test_what_is_found_at_prices_is_a_bound(kind):
     met = 0
     for seed in SEEDS:
@@ -232,9 +234,11 @@ def one_block():
 
 
 def problem_on(sizes: tuple[int, ...]):
-    graph, profile = one_block()
-    cluster = mesh(sizes)
-    return build(Workload(graph, profile, cluster, 2.0))
+    return build(workload_on(sizes))
+
+
+def workload_on(sizes: tuple[int, ...]) -> Workload:
+    return Workload(*one_block(), mesh(sizes), 2.0)
 
 
 class Lines(logging.Handler):
@@ -260,14 +264,16 @@ def test_one_block_for_all_layers_is_planned_though_it_is_too_wide(sizes):
     assert (fastest.cost - sweep.bounder.floor) / fastest.cost < 1e-3
     budget = 0.97 * fastest.peak
     found = sweep.frontier(budget, lambda done, note="": None)
-    assert len(found) >= 3
+    room = sweep.bounder.smallest(math.inf).peak <= budget  # the fastest plan may be the smallest, too
+    assert len(found) >= (3 if room else 1)
     for solution in found:
         assert solution.cost == problem.cost(solution.picked) and solution.peak == problem.peak(solution.picked)
         assert 0 < solution.proof.bound <= solution.cost and solution.proof.method == "cut elimination"
-    assert any(solution.peak <= budget and solution.proof.gap < 0.02 for solution in found)
+    assert not room or any(solution.peak <= budget and solution.proof.gap < 0.02 for solution in found)
     (line,) = said.lines
     assert line.startswith("INFO the graph is too wide for elimination") and "cut elimination" in line
-    rows = baselines(one_block()[0], choices, problem)
+    price = partial(price_point, workload_on(sizes), proof=NO_PROOF)
+    rows = baselines(one_block()[0], choices, problem, price)
     assert {"DDP", "ZeRO-3", "tensor"} <= {row.name for row in rows}
     assert all(row.seconds >= sweep.bounder.floor for row in rows)
 

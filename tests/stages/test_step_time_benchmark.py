@@ -71,25 +71,28 @@ def predictions(count: int, off: float) -> list[Predicted]:
 @pytest.mark.parametrize(
     ("ratios", "count", "off", "met"),
     [
-        ([0.9] * 6, 20, 0.1, True),
-        ([0.9] * 5, 20, 0.1, False),  # a scenario is missing
-        ([0.9] * 6, 19, 0.1, False),
-        ([0.9] * 6, 20, 0.3, False),
-        ([0.98] * 6, 20, 0.1, False),
-        ([0.5] * 5 + [1.1], 20, 0.1, False),
+        ([0.8] * 6 + [1.1], 20, 0.1, True),
+        ([0.8] * 6, 20, 0.1, False),  # a scenario is missing
+        ([0.8] * 7, 19, 0.1, False),
+        ([0.8] * 7, 20, 0.2, False),
+        ([0.9] * 7, 20, 0.1, False),
+        ([0.5] * 5 + [1.1, 1.0], 20, 0.1, False),
+        ([0.8] * 6 + [1.2], 20, 0.1, False),  # with norms of the whole batch
     ],
 )
 def test_bars(ratios: list[float], count: int, off: float, met: bool) -> None:
     told, held = verdict(outcomes(*ratios), predictions(count, off))
     assert held is met
-    assert list(told) == ["geomean", "worst", "spearman", "median_error", "plans", "scenarios"]
-    assert told["worst"] == max(ratios) and told["median_error"] == pytest.approx(off)
-    assert told["geomean"] == pytest.approx(torch.tensor(ratios).log().mean().exp().item(), abs=1e-4)
+    assert list(told) == ["geomean", "worst", "whole_norms", "spearman", "median_error", "plans", "scenarios"]
+    alike, rest = ratios[:6], ratios[6:]
+    assert told["whole_norms"] == max(rest, default=None)
+    assert told["worst"] == max(alike) and told["median_error"] == pytest.approx(off)
+    assert told["geomean"] == pytest.approx(torch.tensor(alike).log().mean().exp().item(), abs=1e-4)
 
 
 def test_a_choice_over_its_budget_does_not_pass() -> None:
     over = Outcome(0.5, "fsdp2", {}, {}, (CHOSEN,), 0.0)
-    assert not verdict(outcomes(*[0.5] * 6) | {"memory_bound": over}, predictions(20, 0.0))[1]
+    assert not verdict(outcomes(*[0.5] * 7) | {"memory_bound": over}, predictions(20, 0.0))[1]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from pipeline.base.kernel_cache import COPY, OfTheProject
 from pipeline.base.signals import Interrupted, interruptible
@@ -147,6 +148,13 @@ def test_what_a_killed_sweep_left_is_not_taken_for_running(tmp_path):
         assert forget_killed(tmp_path, sweeps) == []
     assert elsewhere.is_dir()  # no copy of DVC's
     assert {path.name for path in (tmp_path / COPIES).iterdir()} == {"run", "tmpkilled-3", "tmpalive-1", "tmpstrange-1"}
+
+
+@pytest.mark.parametrize("value", ["it's", 'a"b', "a, b", "a\\'b", "plain", ["x", "it's"], {"k": "it's"}, 0.5, None])
+def test_a_setting_is_read_by_hydra_as_it_is(value):
+    file, _, setting = _override("conf/model/a.yaml", "key", value).partition(":")
+    assert file == "conf/model/a.yaml"
+    assert OverridesParser.create().parse_override(setting).value() == value
 
 
 STUBBORN = """

@@ -124,14 +124,14 @@ def test_only_long_skips_change_the_chain(family, monkeypatch):
 def test_every_layer_of_t5_is_a_link():
     layers = 4
     graph = trace(lambda: t5(layers), tokens())
-    pieces = [graph.op(link.ops[0]).module for link in graph.chain if len(link.ops) > 5]
+    shards = [graph.op(link.ops[0]).module for link in graph.chain if len(link.ops) > 5]
     first = [f"{side}.block.{n}.layer.{k}.layer_norm" for side, parts in (("encoder", 2), ("decoder", 3))
              for n in range(layers) for k in range(parts)]  # fmt: skip
-    assert pieces == first
+    assert shards == first
     blocks = {name: link.block for name, link in zip(first, (x for x in graph.chain if len(x.ops) > 5), strict=True)}
 
-    def of(side, piece, start=0):
-        return {blocks[f"{side}.block.{n}.layer.{piece}.layer_norm"] for n in range(start, layers)}
+    def of(side, shard, start=0):
+        return {blocks[f"{side}.block.{n}.layer.{shard}.layer_norm"] for n in range(start, layers)}
 
     for side in ("encoder", "decoder"):
         assert len(of(side, 0, start=1)) == 1 and len(of(side, 0)) == 2  # the first makes the position bias
@@ -209,7 +209,7 @@ def _ahead(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
 
 
 def test_casts_that_change_nothing_cost_nothing():
-    """Where they stay, they are links without a kernel; what goes through them is one piece of memory."""
+    """Where they stay, they are links without a kernel; what goes through them is one block of memory."""
     casts = {"to", *(f"to_{number}" for number in range(1000))}
     with_casts, without = trace(llama, FAMILIES[llama], stay=casts), graph_of(llama)
     assert len(with_casts.ops) > len(without.ops)

@@ -56,7 +56,7 @@ def job(engine: str, weights: Path) -> dict[str, Any]:
         },
         "data": {"dataset": dataset, "held_out": dataset, "shuffle": False, "seed": 0},
         "train": train_settings(
-            steps=STEPS, seed=3, init_from=str(weights), clip_norm=CLIP, micro_batches=PASSES, engine=engine,
+            steps=STEPS, seed=3, init_from=str(weights), clip_norm=CLIP, gradient_accumulation=PASSES, engine=engine,
             optimizer={"_target_": "torch.optim.SGD", "lr": RATE, "momentum": 0.9},
             evaluate={"every": STEPS, "batches": 1},
         ),

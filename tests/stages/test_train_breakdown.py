@@ -164,6 +164,18 @@ def test_parts_are_compared_on_the_scale_of_the_median_step() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("median", "parts"),
+    [(0.030, [24.0, 1.0, 5.0]), (0.020, [15.0, 0.625, 4.375])],  # a shorter one than the GPU worked is scaled
+)
+def test_on_a_gpu_the_profiler_adds_waiting_alone(median: float, parts: list[float]) -> None:
+    prediction = Prediction(0.010, 2_000_000, 0, 0.004, 0.002, 0.001, 0.001)
+    breakdown = Breakdown(0.032, 0.024, 0.001, 0.0, 0.007)
+    rows = {row.what: row.measured for row in compare(prediction, median, 8, [(1, 1)], breakdown, on_gpu=True)}
+    assert [rows[name] for name in ("compute_ms", "communication_ms", "other_ms")] == pytest.approx(parts)
+    assert sum(parts) == pytest.approx(1e3 * median)
+
+
 def test_a_bubble_is_compared_where_there_is_a_pipeline() -> None:
     piped = Prediction(0.010, 1, 0, 0.004, 0.002, 0.0, 0.001, bubble_seconds=0.003)
     found = compare(piped, 0.020, 8, [(1, 1)], Breakdown(0.040, 0.020, 0.004, 0.0, 0.004, 0.012))
@@ -177,13 +189,14 @@ def test_a_bubble_is_compared_where_there_is_a_pipeline() -> None:
 def test_a_profiled_step_is_not_in_the_median() -> None:
     assert median_seconds((9.0, 9.0, 9.0, 1.0, 8.0, 2.0, 3.0), profiled=4) == 2.0
     assert median_seconds((9.0, 8.0), profiled=2) == 8.0
-    assert median_seconds((9.0, 9.0, 9.0, 7.0), profiled=3) == 7.0
+    assert median_seconds((9.0, 9.0, 7.0, 8.0), profiled=3) == 7.0 and median_seconds((7.0,), profiled=0) == 7.0
 
 
 @pytest.mark.parametrize(
     ("asked", "start", "steps", "found"),
     [
-        (None, 0, 10, (1, 2)),
+        (None, 0, 10, (1, 9)),
+        (None, 0, 2, (1, 2)),  # none follows
         (5, 0, 10, (1, 5)),
         (5, 4, 10, (5, 6)),  # memory is measured there, as the run went on after four steps
         (5, 5, 10, (6, 5)),
@@ -255,6 +268,6 @@ def test_a_real_step_in_its_parts(tmp_path: Path) -> None:
     graph = plans.graph_of("mlp")
     plan = plan_for(graph, uniform(graph, 2), 2)
     report = make_report(measured, plan, edited=False)
-    assert report.breakdown == mean_breakdown([found]) and report.median_step_seconds == measured["seconds"][3]
+    assert report.breakdown == mean_breakdown([found]) and report.median_step_seconds == measured["seconds"][2]
     told = figures(report)
     assert told["compute_ms"] > 0 and "peak_mb_rank_1" in told and "step_ms" not in told

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.runtime.programs.parameters import piece_of
+from pipeline.runtime.programs.parameters import shard_of
 from stages.train.engines.planned import PlannedEngine
 from tests.piped_training import Case, job_of, truth_of
 from tests.plans import FORCED, STEPS, graph_of
@@ -34,7 +34,7 @@ def train(folder: str) -> list[str]:
             assert loss == pytest.approx(truth["losses"][step], rel=1e-8)
         assert engine.evaluate() == pytest.approx(truth["evaluated"], rel=1e-8)
         for key, tensor in engine.own.tensors.items():
-            expected = piece_of(truth["weights"][key], engine.stored.layout(key, tensor), engine.axes)
+            expected = shard_of(truth["weights"][key], engine.stored.layout(key, tensor), engine.axes)
             torch.testing.assert_close(
                 tensor.detach(), expected, rtol=1e-8, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}"
             )

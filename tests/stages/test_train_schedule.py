@@ -13,7 +13,7 @@ from pipeline.base.errors import TrainError
 from stages.train.data import Prefetched
 from stages.train.loop import Rate, part_of_rate
 
-CONSTANT = {"warm_up": 0, "decay": "none", "until": None, "least": 0.0}
+CONSTANT = {"warm_up": 0, "decay": "none", "decay_steps": None, "least": 0.0}
 
 
 def parts(steps: int, **schedule: object) -> list[float]:
@@ -23,15 +23,15 @@ def parts(steps: int, **schedule: object) -> list[float]:
 def test_schedules_by_their_numbers() -> None:
     assert parts(3) == [1.0, 1.0, 1.0]
     assert parts(4, warm_up=2) == [0.5, 1.0, 1.0, 1.0]
-    assert parts(5, decay="linear", until=4, least=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    assert parts(5, decay="linear", decay_steps=4, least=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
     assert parts(6, warm_up=2, decay="linear") == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
-    assert parts(4, decay="cosine", until=2) == pytest.approx([1.0, 0.5, 0.0, 0.0])
+    assert parts(4, decay="cosine", decay_steps=2) == pytest.approx([1.0, 0.5, 0.0, 0.0])
 
 
 @settings(deadline=None)
 @given(st.integers(0, 9), st.sampled_from(["none", "linear", "cosine"]), st.integers(1, 30), st.floats(0, 1))
 def test_the_rate_rises_then_falls_and_never_below_the_least(warm_up: int, decay: str, more: int, least: float) -> None:
-    found = parts(50, warm_up=warm_up, decay=decay, until=warm_up + more, least=least)
+    found = parts(50, warm_up=warm_up, decay=decay, decay_steps=warm_up + more, least=least)
     assert found[:warm_up] == sorted(found[:warm_up]) and found[warm_up] == pytest.approx(1.0)
     assert found[warm_up:] == sorted(found[warm_up:], reverse=True)
     assert min(found[warm_up:]) >= least - 1e-12

@@ -28,7 +28,7 @@ from tests.ranks import run_ranks
 from tests.storage_plans import plan_named
 
 STEPS, BATCH, SAMPLES, RATE, CLIP = 3, 8, 64, 0.05, 0.5
-SCHEDULE = {"warm_up": 2, "decay": "linear", "until": 4, "least": 0.2}
+SCHEDULE = {"warm_up": 2, "decay": "linear", "decay_steps": 4, "least": 0.2}
 PARTS = (0.5, 1.0, 1.0)  # of the rate, by step: the fall begins with the last
 PLANS = ("tp", "zero3", "zero1", "ddp")
 SIZES = plans.GPT8 | {"tie": True}

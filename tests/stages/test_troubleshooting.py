@@ -11,9 +11,9 @@ LEAST = 30  # messages, so that a change of the page's form does not leave nothi
 
 
 def told() -> list[str]:
-    """Every piece of a message in the first column of the tables."""
+    """Every part of a message in the first column of the tables."""
     rows = [line for line in (ROOT / "docs/troubleshooting.md").read_text().splitlines() if line.startswith("| `")]
-    return [piece for row in rows for piece in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    return [shard for row in rows for shard in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
 
 
 def texts() -> str:
@@ -31,6 +31,6 @@ def texts() -> str:
 
 
 def test_every_message_of_the_page_is_one_of_the_program():
-    pieces, known = told(), texts()
-    assert len(pieces) > LEAST
-    assert [piece for piece in pieces if piece not in known] == []
+    shards, known = told(), texts()
+    assert len(shards) > LEAST
+    assert [shard for shard in shards if shard not in known] == []

@@ -1,4 +1,4 @@
-"""Training with pieces that are not equal: snapshots, weights that are read and written, and pipelines with tied ones.
+"""Training with shards that are not equal: snapshots, weights that are read and written, and pipelines with tied ones.
 
 No size of the model but its batch's divides by the ranks.
 """

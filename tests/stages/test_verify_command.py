@@ -37,7 +37,7 @@ from stages.verify.record import BEFORE, _steps_of, names_of
 from stages.verify.truth import ModuleKind
 from stages.verify.worker import AT, failing_line
 from stages.verify.worker import verify as verify_on_a_rank
-from tests import pieces, plans, programs, storage_plans
+from tests import plans, programs, shards, storage_plans
 from tests.flow.project import TINY
 from tests.graphs import trace
 from tests.one_op import example, printed, run_printed, run_unsplit, t
@@ -50,7 +50,7 @@ RANKS = 2
 CHANGES: dict[str, dict[str, Any]] = {
     "solve": {"only": "tensor"},
     "checkpoint": {"recompute": "full"},
-    "train": {"micro_batches": 2, "accept_edited_module": True},
+    "train": {"gradient_accumulation": 2, "accept_edited_module": True},
 }
 FILE = "runs/codegen/module.py"
 
@@ -194,7 +194,8 @@ def test_every_gradient_is_shown_if_asked_for(verify, project) -> None:
 
 
 def test_what_is_said_of_random_numbers() -> None:
-    result = {"casts": False, "as_written": True, "draws": True, "draw": False, "others": ["aten.rrelu_with_noise"]}
+    result = {"casts": False, "as_written": True, "draws": True, "draw": False, "others": ["aten.rrelu_with_noise"],
+              "norm_parts": []}  # fmt: skip
     told = verify_run._notes(result)
     assert "dropout is off on both sides" in told[0]
     assert told[1:] == ["numbers of one seed on both sides: aten.rrelu_with_noise"]
@@ -298,7 +299,7 @@ def test_other_random_ops(outcomes, name: str) -> None:
 
 @pytest.mark.parametrize("name", COMPLEX)
 def test_complex_numbers_are_those_of_the_model(outcomes, name: str) -> None:
-    """Gradients go through them, in pieces and in summands; a conjugate that torch has not made yet is sent as one."""
+    """Gradients go through them, in shards and in summands; a conjugate that torch has not made yet is sent as one."""
     assert outcomes[name]["equal"], outcomes[name]["fault"]
 
 
@@ -322,6 +323,17 @@ def test_statistics(outcomes) -> None:
     assert "batch_norm(" in wrong["fault"]["text"]
 
 
+def test_statistics_of_each_rank(outcomes) -> None:
+    """The module normalises each rank's samples apart; the fault is where the program does something else."""
+    assert outcomes["statistics of each rank"]["equal"], outcomes["statistics of each rank"]["fault"]
+    assert outcomes["deferred statistics of each rank"]["equal"]
+    wrong = outcomes["wrong statistics of each rank"]
+    assert wrong["kinds"] == {"buffer", "parameter"} or wrong["kinds"] == {"buffer"}
+    assert "another norm.running_mean" in wrong["fault"]["what"] and "batch_norm(" in wrong["fault"]["text"]
+    of_all = outcomes["each rank with statistics of all"]
+    assert not of_all["equal"] and of_all["fault"]["op"] == "batch_norm"
+
+
 def test_deferred_statistics(outcomes) -> None:
     assert outcomes["deferred statistics"]["equal"]
     wrong = outcomes["wrong deferred statistics"]
@@ -329,7 +341,7 @@ def test_deferred_statistics(outcomes) -> None:
 
 
 def test_an_optimizer_that_needs_whole_tensors_is_told(outcomes) -> None:
-    assert "the optimizer's step 1 on pieces" in outcomes["an optimizer of whole tensors"]["fault"]["what"]
+    assert "the optimizer's step 1 on shards" in outcomes["an optimizer of whole tensors"]["fault"]["what"]
 
 
 def test_a_wrong_trace_is_told(outcomes) -> None:
@@ -439,7 +451,7 @@ def test_nothing_is_drawn_where_it_cannot_be_alike() -> None:
 
 
 @pytest.mark.parametrize("target", sorted(target for target, rule in table().items() if rule.random))
-def test_a_piece_of_what_may_be_split_is_a_piece_of_the_whole(target: str) -> None:
+def test_a_piece_of_what_may_be_split_is_a_shard_of_the_whole(target: str) -> None:
     """Where nothing is drawn, every op that a rule splits has a value that stands for it."""
     args = {"dropout": (t(4, 6), 0.5, True), "scaled_dot_product_attention": (*(t(4, 4, 4, 4),) * 3, None, 0.5)}
     args |= {"rand": ((4, 6),), "randn": ((4, 6),), "bernoulli": (t(4, 6, positive=True, grad=False),)}
@@ -454,9 +466,9 @@ def test_a_piece_of_what_may_be_split_is_a_piece_of_the_whole(target: str) -> No
         whole = made[0] if isinstance(made, tuple) else made
         for strategy in strategies(rule_of(it.op), it.view, 2):
             line, state = printed(it, strategy, 2), strategy.outputs[0].states[0]
-            held = [pieces.values(i.states[0], x, 2) for i, x in zip(strategy.inputs, it.tensors, strict=True)]
+            held = [shards.values(i.states[0], x, 2) for i, x in zip(strategy.inputs, it.tensors, strict=True)]
             found = one_after_another(2, lambda rank, line=line, held=held: run_printed(line, [x[rank] for x in held]))
-            pieces.check_values(state, [own[0] for own in found], whole, strategy.name, 1e-9)
+            shards.check_values(state, [own[0] for own in found], whole, strategy.name, 1e-9)
     assert mode.drew and not mode.others
 
 

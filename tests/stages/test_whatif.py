@@ -1,4 +1,4 @@
-"""`python -m stages whatif`: every answer fits, and one more does not; by formula, by the planner, and in words."""
+"""`python -m stages whatif`: every answer fits, and one more does not; by layouts, by the planner, and in words."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.base.artifacts import load
-from pipeline.cluster_model.machine import machine_of
-from pipeline.cluster_model.search import search
-from pipeline.cluster_model.step import price
-from pipeline.cluster_model.transformer import KNOWN, LayoutError
-from pipeline.config import load_part
+from pipeline.config import load_config, load_part
 from pipeline.ir.cluster import Group, LinkCost
+from pipeline.layouts.machine import machine_of
+from pipeline.layouts.search import search
+from pipeline.layouts.sizes import KNOWN, LayoutError
+from pipeline.layouts.step import LayoutPrices
+from pipeline.layouts.traced import Works
 from stages.__main__ import main
+from stages.commands import planner_stages
 from stages.whatif.answer import SlowerLinks, table
 from stages.whatif.planned import signature
 from stages.whatif.planner import slower
@@ -80,7 +82,7 @@ def test_every_link_of_a_cluster_is_scaled():
     assert slower(link, SlowerLinks()).seconds(5e5) == pytest.approx(link.seconds(5e5))
 
 
-# ---- by formula
+# ---- by layouts
 
 
 @pytest.fixture(scope="module")
@@ -128,61 +130,72 @@ ONE_HOST = ("model=gpt_7.5b", "cluster=dgx_a100")
 
 
 @pytest.fixture(scope="module")
-def machine():
-    return machine_of(load_part(ROOT, "cluster", "dgx_a100"), "dgx_a100")
+def prices():
+    works = Works(MODEL, load_config(ROOT), planner_stages())
+    return LayoutPrices(MODEL, works, machine_of(load_part(ROOT, "cluster", "dgx_a100"), works.stages, "dgx_a100"))
 
 
-def fits(model, machine):
+def with_memory(prices, nbytes):
+    """The same on devices that have so much."""
+    return replace(
+        prices, machine=prices.machine.with_settings(replace(prices.machine.settings, memory_gb=nbytes / 1e9))
+    )
+
+
+def fits(prices):
     try:
-        return bool(search(model, machine, model.batch))
+        return bool(search(prices))
     except LayoutError:
         return False
 
 
-def test_the_longest_sequence_by_formula(ask, machine):
-    found = ask("sequence", *ONE_HOST, "--step", "4096")
-    assert found["by"] == "formula" and found["found"]["fails"] == found["found"]["fits"] + 4096
-    assert fits(replace(MODEL, sequence=found["found"]["fits"]), machine)
-    assert not fits(replace(MODEL, sequence=found["found"]["fails"]), machine)
+def of_sequence(prices, sequence):
+    model = replace(MODEL, sequence=sequence)
+    return replace(prices, model=model, works=Works(model, prices.works.config, prices.works.stages))
 
 
-def test_the_fewest_devices_by_formula(ask, machine):
+def test_the_longest_sequence_by_layouts(ask, prices):
+    found = ask("sequence", *ONE_HOST, "--step", "131072")
+    assert found["by"] == "layouts" and found["found"]["fails"] == found["found"]["fits"] + 131072
+    assert fits(of_sequence(prices, found["found"]["fits"]))
+    assert not fits(of_sequence(prices, found["found"]["fails"]))
+
+
+def test_the_fewest_devices_by_layouts(ask, prices):
     found = ask("devices", *ONE_HOST)["found"]
-    assert fits(MODEL, replace(machine, host=found["fits"]))
-    assert not any(fits(MODEL, replace(machine, host=count)) for count in range(1, found["fits"]))
-    many = ask("devices", "model=gpt_39b", "cluster=dgx_a100_infiniband")["found"]  # more than a host has
+    assert fits(replace(prices, machine=prices.machine.sized(found["fits"])))
+    assert not any(fits(replace(prices, machine=prices.machine.sized(count))) for count in range(1, found["fits"]))
+    many = ask("devices", "model=gpt_76b", "cluster=dgx_a100_infiniband")["found"]  # more than a host has
     assert many["fits"] % 8 == 0 and many["fails"] in (many["fits"] - 8, 8)
 
 
-def test_the_largest_micro_batch_by_formula_with_a_layout_given(ask):
+def test_the_largest_micro_batch_by_layouts_with_a_layout_given(ask):
     found = ask("batch", *ONE_HOST, "tp=2", "recompute=full", "zero=1")
     fitting = [row["micro_batch"] for row in found["rows"] if row["step_ms"]]
     assert max(fitting) == found["found"]["fits"] < found["found"]["fails"]
     assert all("tp=2" in row["layout"] and "recompute=full" in row["layout"] for row in found["rows"] if row["step_ms"])
 
 
-def test_budgets_by_formula_are_where_the_fastest_layout_changes(ask, machine):
+def test_budgets_by_layouts_are_where_the_fastest_layout_changes(ask, prices):
     found = ask("budget", *ONE_HOST)
-    assert not fits(MODEL, replace(machine, memory_bytes=int(found["found"]["least_gb"] * 1e9 - 1)))
+    assert not fits(with_memory(prices, found["found"]["least_gb"] * 1e9 - 1))
     edges = [change["from_gb"] for change in found["found"]["changes"] if change["from_gb"] < 80]
     assert edges
     for edge in edges[:4]:
-        below, above = (
-            search(MODEL, replace(machine, memory_bytes=int(edge * 1e9 + more)), MODEL.batch)[0] for more in (-1, 1)
-        )
+        below, above = (search(with_memory(prices, edge * 1e9 + more))[0] for more in (-1, 1))
         assert above[0] != below[0] and above[1].seconds < below[1].seconds
 
 
-def test_slower_links_by_formula(ask, machine):
+def test_slower_links_by_layouts(ask, prices):
     now, slow = ask("link", *ONE_HOST, "bandwidth=0.5")["rows"]
-    best = search(MODEL, machine, MODEL.batch)[0]
-    halved = replace(machine, link=machine.link / 2, network=machine.network / 2)
+    best = search(prices)[0]
+    halved = replace(prices, machine=prices.machine.with_links(0.5, 1.0))
     assert now["step_ms"] == pytest.approx(best[1].seconds * 1e3)
-    assert slow["same_layout_ms"] == pytest.approx(price(MODEL, best[0], halved).seconds * 1e3)
+    assert slow["same_layout_ms"] == pytest.approx(halved.price(best[0]).seconds * 1e3)
     assert now["step_ms"] < slow["step_ms"] <= slow["same_layout_ms"]
 
 
-def test_clusters_by_formula(ask):
+def test_clusters_by_layouts(ask):
     found = ask("clusters", "dgx_a100,dgx_h100", "model=gpt_7.5b", "nodes=1")
     assert [row["cluster"] for row in found["rows"]] == ["dgx_a100", "dgx_h100"]
     assert found["found"]["fastest"] == "dgx_h100"

@@ -1,6 +1,6 @@
-"""Strategies of an op that has no rule, found by trying: split random tensors, run the op on the pieces, compare.
+"""Strategies of an op that has no rule, found by trying: split random tensors, run the op on the shards, compare.
 
-The op runs on small tensors (trial.py). What each input holds forward (the whole, a piece of a dim, a summand) is tried
+The op runs on small tensors (trial.py). What each input holds forward (the whole, a shard of a dim, a summand) is tried
 in all combinations; what the outputs then hold, and how the gradients come back, decides the states. A strategy counts
 when outputs and all gradients are right on two and on three ranks. Ops that are random, change their inputs, depend on
 values or fail have none: they run replicated.
@@ -187,15 +187,15 @@ def _candidates(trial: Trial, ranks: int, seed: int) -> Iterator[FoundStrategy]:
 
 
 def _forms(tensor: Tensor, grad: bool, ranks: int) -> list[State]:
-    pieces_of = [S(d) for d, n in enumerate(tensor.shape) if n and n % ranks == 0]
-    return [R, *pieces_of, *([P] if grad and (tensor.is_floating_point() or tensor.is_complex()) else [])]
+    shards_of = [S(d) for d, n in enumerate(tensor.shape) if n and n % ranks == 0]
+    return [R, *shards_of, *([P] if grad and (tensor.is_floating_point() or tensor.is_complex()) else [])]
 
 
 def _states(trial: Trial, tensors: list[Tensor], forward: tuple[State, ...], ranks: int) -> list[FoundStrategy]:
     """The states that follow where the inputs hold this forward; `R` stands for the whole, with either gradient."""
     try:
         return list(_tried(trial, tensors, forward, ranks))
-    except Exception:  # the op does not take such pieces, or gives what cannot be compared
+    except Exception:  # the op does not take such shards, or gives what cannot be compared
         return []
 
 
@@ -225,7 +225,7 @@ def _run(trial: Trial, tensors: Sequence[Tensor]) -> Run:
 
 
 def _output_state(found: list[Tensor], whole: Tensor, ranks: int) -> State | None:
-    """What the ranks' outputs are of the whole output: the whole, a piece or a summand."""
+    """What the ranks' outputs are of the whole output: the whole, a shard or a summand."""
     near = _near(whole)
     values = [x.detach() for x in found]
     if values[0].dim() != whole.dim() or len({x.shape for x in values}) > 1:

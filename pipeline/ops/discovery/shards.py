@@ -1,6 +1,6 @@
 """What each rank holds of a tensor in a given state, and what the ranks hold together: the state table as code.
 
-The forward value and the gradient of a state are forms: `whole` on every rank, a `piece` of a dim, or a `summand`.
+The forward value and the gradient of a state are forms: `whole` on every rank, a `shard` of a dim, or a `summand`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pipeline.ir.layout import State
 
-FORWARD = {"R": "whole", "B": "whole", "S": "piece", "P": "summand"}
-GRADIENT = {"R": "whole", "B": "summand", "S": "piece", "P": "whole"}
+FORWARD = {"R": "whole", "B": "whole", "S": "shard", "P": "summand"}
+GRADIENT = {"R": "whole", "B": "summand", "S": "shard", "P": "whole"}
 
 
 def values(state: State, whole: Tensor, ranks: int) -> list[Tensor]:
@@ -41,7 +41,7 @@ def splits(state: State, shape: tuple[int, ...], ranks: int) -> bool:
 def _distribute(form: str, state: State, whole: Tensor, ranks: int) -> list[Tensor]:
     if form == "whole":
         return [whole.clone() for _ in range(ranks)]
-    if form == "piece":
+    if form == "shard":
         if not splits(state, tuple(whole.shape), ranks):
             raise ValueError(f"{tuple(whole.shape)} does not divide as {state} on {ranks} ranks")
         parts = whole.unflatten(state.dim, (state.outer, -1)).chunk(ranks, state.dim + 1)
@@ -52,16 +52,16 @@ def _distribute(form: str, state: State, whole: Tensor, ranks: int) -> list[Tens
     return [*first, whole - sum(first)]
 
 
-def _join(state: State, pieces: list[Tensor]) -> Tensor:
-    parts = [piece.unflatten(state.dim, (state.outer, -1)) for piece in pieces]
+def _join(state: State, shards: list[Tensor]) -> Tensor:
+    parts = [shard.unflatten(state.dim, (state.outer, -1)) for shard in shards]
     return torch.cat(parts, state.dim + 1).flatten(state.dim, state.dim + 1)
 
 
 def _wrong(form: str, state: State, found: list[Tensor], whole: Tensor, near: float) -> str:
-    if form == "piece":
+    if form == "shard":
         others = {tuple(n for d, n in enumerate(x.shape) if d != state.dim) for x in found}
         if len(others) > 1 or any(x.dim() != whole.dim() or x.shape[state.dim] % state.outer for x in found):
-            return f"shapes {[tuple(x.shape) for x in found]} are no pieces of {tuple(whole.shape)}"
+            return f"shapes {[tuple(x.shape) for x in found]} are no shards of {tuple(whole.shape)}"
         found = [_join(state, found)]
     elif form == "summand":
         found = [torch.stack(found).sum(0)]

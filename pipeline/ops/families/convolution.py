@@ -30,7 +30,7 @@ def _each(value: Arg, count: int) -> tuple[int, ...]:
 
 
 def _convolution(view: OpView) -> str:
-    """Where patches do not overlap, their rows and columns may be split; elsewhere pieces would need their borders."""
+    """Where patches do not overlap, their rows and columns may be split; elsewhere shards would need their borders."""
     image, kernel = view.inputs[0].shape, view.inputs[1].shape
     rank, padding = len(kernel) - 2, view.constant(4, "padding", 0)
     transposed = view.op.target == GENERAL and view.constant(6, "transposed", False)

@@ -9,7 +9,7 @@ from pipeline.ops.rule import Linear, OpRule, OpView, Rendered, Sent
 def _embedding(view: OpView) -> str:
     """The table's rows (the vocabulary) may be split: each rank looks up its own.
 
-    Where gradients are divided by how often an index occurs, the indices stay whole: a piece has other counts.
+    Where gradients are divided by how often an index occurs, the indices stay whole: a shard has other counts.
     """
     if view.constant(3, "scale_grad_by_freq", False):
         indices = " ".join(f"i{n}^" for n in range(len(view.inputs[1].shape)))

@@ -1,6 +1,6 @@
 """Ops that make a tensor out of constants, or at random.
 
-A piece of a constant tensor is the op with the piece's own shape; a piece of a random one draws its own numbers.
+A shard of a constant tensor is the op with the shard's own shape; a shard of a random one draws its own numbers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ def _whole(view: OpView) -> str:
     return f"-> {letters(len(view.output.shape), range(len(view.output.shape)))}"
 
 
-def _any_piece(view: OpView) -> str:
+def _any_shard(view: OpView) -> str:
     """The shape is among the constants; a tensor that is read gives only its type."""
     names = letters(len(view.output.shape))
     return f"{', '.join(' '.join(f't{i}^' for i in range(len(t.shape))) for t in view.inputs)} -> {names}"
 
 
 def _sized(render: Callable[[Rendered], str], position: int = 0) -> Callable[[Rendered], str]:
-    """Prints the call with the shape, at that position, of this rank's piece."""
+    """Prints the call with the shape, at that position, of this rank's shard."""
 
     def here(r: Rendered) -> str:
         positional = (*r.positional[:position], str(r.local_output), *r.positional[position + 1 :])
@@ -42,11 +42,11 @@ RULES = [
     *(OpRule(f"aten.arange.{name}", "-> n^", call("torch.arange")) for name in ("default", "start", "start_step")),
     OpRule("aten.linspace.default", "-> n^", call("torch.linspace")),
     OpRule("aten.scalar_tensor.default", "->", call("torch.scalar_tensor")),
-    *(OpRule(f"aten.{name}.default", _any_piece, _sized(call(f"torch.{name}"))) for name in ("zeros", "ones", "full")),
-    OpRule("aten.empty.memory_format", _any_piece, _sized(call("torch.empty"))),
-    *(_random(f"{name}.default", _any_piece, _sized(call(f"torch.{name}"))) for name in ("rand", "randn")),
+    *(OpRule(f"aten.{name}.default", _any_shard, _sized(call(f"torch.{name}"))) for name in ("zeros", "ones", "full")),
+    OpRule("aten.empty.memory_format", _any_shard, _sized(call("torch.empty"))),
+    *(_random(f"{name}.default", _any_shard, _sized(call(f"torch.{name}"))) for name in ("rand", "randn")),
     *(
-        OpRule(f"aten.{name}.default", _any_piece, _sized(method(name), 1))
+        OpRule(f"aten.{name}.default", _any_shard, _sized(method(name), 1))
         for name in ("new_zeros", "new_ones", "new_full")
     ),
     *(

@@ -1,4 +1,4 @@
-"""Ops that put tensors together or take pieces of them, along dims that then stay whole."""
+"""Ops that put tensors together or take shards of them, along dims that then stay whole."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _strided(view: OpView) -> str:
 
 
 def _render_slice(r: Rendered) -> str:
-    """`x[:, 1:]`, `x[..., :8]`, `x[::2]`: of this rank's piece, which is whole where the range is not."""
+    """`x[:, 1:]`, `x[..., :8]`, `x[::2]`: of this rank's shard, which is whole where the range is not."""
     rank, dim = len(r.local_output), dim_of(r.view, 1)
     size = r.view.inputs[0].shape[dim]
     start, end = r.view.constant(2, "start", None), r.view.constant(3, "end", None)

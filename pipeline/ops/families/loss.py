@@ -1,4 +1,4 @@
-"""Losses. A mean over a split dim divides by the true count of the whole step, not of the piece."""
+"""Losses. A mean over a split dim divides by the true count of the whole step, not of the shard."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _pointwise_rule(name: str, position: int, *further: str) -> OpRule:
         extra = "".join(f", {k}={v}" for k, v in given.items() if v != "None")
         extra += "" if reduction == '"mean"' else f", reduction={reduction}"
         text = f"F.{name}({tensors}{extra})"
-        return f"mean_of_pieces({text}, axis={r.axes('mean')})" if r.bodies else text
+        return f"mean_of_shards({text}, axis={r.axes('mean')})" if r.bodies else text
 
     def body(view: OpView, letter: str) -> str:
         return "mean" if view.constant(position, "reduction", MEAN) == MEAN else ""

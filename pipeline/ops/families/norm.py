@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from pipeline.ops.rule import OpRule, OpView, Rendered, Sent, call
+from pipeline.ir.graph import Op
+from pipeline.ops.rule import GATHER_FEW, SUM_FEW, OpRule, OpView, Rendered, Sent, call
 from pipeline.ops.shapes import along
 
 
@@ -18,12 +19,21 @@ def _rows(view: OpView) -> int:
     return prod(view.inputs[0].shape[: -len(view.constant(1, "normalized_shape", ()))])
 
 
+BATCH_NORM = "aten.batch_norm.default"
+
+
+def is_batch_norm_in_training(op: Op) -> bool:
+    return op.target == BATCH_NORM and bool(op.args.get(5, "training", False))
+
+
 def _batch_norm(view: OpView) -> str:
     """All dims but the channels are averaged: split, the local form takes the statistics of all ranks.
 
-    Channels stay whole, because the running statistics are kept, and changed, on every rank.
+    Where each rank takes those of its own samples, these are whole on one rank. Channels stay whole, because the
+    running statistics are kept, and changed, on every rank.
     """
-    names = f"n c^ {' '.join(f'i{i}' for i in range(len(view.inputs[0].shape) - 2))}"
+    mark = "^" if view.op.per_rank else ""
+    names = f"n c^ {' '.join(f'i{i}{mark}' for i in range(len(view.inputs[0].shape) - 2))}"
     return ", ".join([names, *["c^"] * (len(view.inputs) - 1)]) + f" -> {names}"
 
 
@@ -34,7 +44,7 @@ def _batch_statistics(view: OpView) -> int:
 def _talks(view: OpView) -> tuple[Sent, Sent]:
     """Each rank's statistics go to all, and the sums of which the input's gradient is made are added up."""
     nbytes = _batch_statistics(view)
-    return ("all_gather", 2 * nbytes), ("all_reduce", nbytes)
+    return (GATHER_FEW, nbytes), (SUM_FEW, nbytes)
 
 
 def _render_batch_norm(r: Rendered) -> str:
@@ -45,7 +55,7 @@ def _render_batch_norm(r: Rendered) -> str:
 def _group_norm(view: OpView) -> str:
     """`group_norm` takes (input, num_groups, weight, bias, eps): groups are separate, each is normalised whole."""
     image = " ".join(f"i{i}^" for i in range(len(view.inputs[0].shape) - 2))
-    count = int(view.constant(1, "num_groups", 1)) // dict(view.pieces).get("g", 1)
+    count = int(view.constant(1, "num_groups", 1)) // dict(view.shards).get("g", 1)
     groups = f"(g={count} c^)"
     return f"n {groups} {image}, {groups}, {groups} -> n {groups} {image}"
 
@@ -62,9 +72,9 @@ def _render_group_norm(r: Rendered) -> str:
 # What is kept of the statistics: mean and reciprocal deviation, in float32; of `rms_norm` the latter alone.
 RULES = [
     OpRule(
-        "aten.batch_norm.default", _batch_norm, _render_batch_norm,
+        BATCH_NORM, _batch_norm, _render_batch_norm,
         saves_inputs=(0, 1), extra_saved=_batch_statistics, mutates=(3, 4), talks=_talks,
-        split_body=lambda view, letter: "batch" if view.constant(5, "training", False) else "",
+        split_body=lambda view, letter: "batch" if is_batch_norm_in_training(view.op) and not view.op.per_rank else "",
     ),
     OpRule(
         "aten.layer_norm.default", _layer_norm, call("F.layer_norm", drop=(5,)),

@@ -36,7 +36,7 @@ def _sum(target: str, position: int | None) -> OpRule:
 def _mean(target: str, position: int | None) -> OpRule:
     def render(r: Rendered) -> str:
         text = call("torch.mean")(r)
-        return f"mean_of_pieces({text}, axis={r.axes('mean')})" if r.bodies else text
+        return f"mean_of_shards({text}, axis={r.axes('mean')})" if r.bodies else text
 
     def body(view: OpView, letter: str) -> str:
         return "mean" if int(letter[1:]) in _dims(view, position) else ""

@@ -32,7 +32,7 @@ def _t(view: OpView) -> str:
 
 
 def _squeeze(view: OpView) -> str:
-    """A dim that is not of size one stays; split into pieces of size one it would go, so it is not split."""
+    """A dim that is not of size one stays; split into shards of size one it would go, so it is not split."""
     if view.inputs[0].shape != view.output.shape:
         return reshape(view)
     return along(1)(view)

@@ -1,4 +1,4 @@
-"""A program that is a pipeline, on this rank: the partitions of its piece of the devices, on the mesh of the piece."""
+"""A program that is a pipeline, on this rank: the partitions of its submesh, on the mesh of that."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ValueAt = Callable[[str, int], Tensor]  # a parameter, or what belongs to it, at
 
 
 class Places:
-    """Where the partitions of a program are: piece k of the devices is a run of ranks after that of piece k - 1."""
+    """Where the partitions of a program are: submesh k of the devices is a run of ranks after that of submesh k - 1."""
 
     def __init__(self, program: Any) -> None:
         self.written: Sequence[Any] = program.PARTITIONS
@@ -44,9 +44,9 @@ class Places:
             for number, partition in enumerate(self.written)
         ]
         set_meshes([partition.MESH for partition in self.written[: len(firsts)]])
-        self.piece = next(n for n, mesh in enumerate(self.meshes) if dist.get_rank() in mesh.ranks)
-        self.numbers = range(self.piece, len(self.written), len(firsts))  # of this rank's partitions
-        self.axes = list(self.written[self.piece].MESH)
+        self.submesh = next(n for n, mesh in enumerate(self.meshes) if dist.get_rank() in mesh.ranks)
+        self.numbers = range(self.submesh, len(self.written), len(firsts))  # of this rank's partitions
+        self.axes = list(self.written[self.submesh].MESH)
         self._named = [
             dict.fromkeys([*partition.PARAMETERS, *getattr(partition, "BUFFERS", ())], True)
             for partition in self.written
@@ -61,9 +61,9 @@ class Places:
         return next((n for n, named in enumerate(self._named) if look_up(named, name)), 0)
 
     def column(self) -> dist.ProcessGroup:
-        """A rank of each piece, of which torch learns the rank's piece; messages go between any ranks."""
+        """A rank of each submesh, of which torch learns the rank's submesh; messages go between any ranks."""
         own = None
-        place = dist.get_rank() - self.meshes[self.piece].first
+        place = dist.get_rank() - self.meshes[self.submesh].first
         for number in range(max(self.devices)):
             ranks = [mesh.first + number % count for mesh, count in zip(self.meshes, self.devices, strict=False)]
             group = dist.new_group(ranks)
@@ -174,7 +174,7 @@ def smaller_of(program: Any) -> Sequence[Any]:
 
 
 class RankPipeline:
-    """`tensors` are this rank's pieces by partition and name, `shapes` those of whole tensors of the model."""
+    """`tensors` are this rank's submeshes by partition and name, `shapes` those of whole tensors of the model."""
 
     def __init__(
         self,

@@ -46,9 +46,9 @@ MOST_VALUES = 1 << 12  # that cross a cut
 
 
 class RankPartition:
-    """A partition's pieces of the model on this rank, and the passes of a step.
+    """A partition's parts of the model on this rank, and the passes of a step.
 
-    `written` is its class of the program, `tensors` this rank's pieces; those to be trained are `nn.Parameter`.
+    `written` is its class of the program, `tensors` this rank's shards; those to be trained are `nn.Parameter`.
     `smaller` is the class for micro-batches of fewer samples, which may be the same.
     """
 

@@ -4,7 +4,7 @@ Every element goes once to each rank that holds it. Which rank sends it:
 
 | the sender's axis | sends                                                                                 |
 |-------------------|---------------------------------------------------------------------------------------|
-| S                 | the piece that overlaps with what the reader holds                                     |
+| S                 | the shard that overlaps with what the reader holds                                     |
 | R, B              | one of the equal ranks, another for each reader                                        |
 | P                 | all of them, and the reader adds up                                                    |
 
@@ -73,7 +73,7 @@ class Site(Submesh):
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """What one rank sends another: these elements of its piece, for those of the reader's."""
+    """What one rank sends another: these elements of its shard, for those of the reader's."""
 
     source: int
     target: int
@@ -111,7 +111,7 @@ def _is_asked(source: Site, sender: int, number: int) -> bool:
 
 
 def _overlap(have: Sequence[Run], want: Sequence[Run]) -> list[tuple[int, int, int]]:
-    """Of two pieces of a dim, what both hold: its start in each of them, and its length."""
+    """Of two shards of a dim, what both hold: its start in each of them, and its length."""
     found = []
     at_a = 0
     for a, count_a in have:
@@ -138,7 +138,7 @@ class Transfer:
 
     def __init__(self, source: Site, target: Site, shape: Shape, rank: int | None = None) -> None:
         rank = dist.get_rank() if rank is None else rank
-        self.shape: Shape | None = None  # of this rank's piece, where it is a reader
+        self.shape: Shape | None = None  # of this rank's shard, where it is a reader
         if rank in target.ranks:
             self.shape = target.layout.local_shape(shape, target.sizes)
         self.sums = P in source.layout.states
@@ -147,17 +147,17 @@ class Transfer:
         self.received = [message for message in own if message.target == rank]
         self.as_it_is = source.sizes == target.sizes and source.layout == target.layout
 
-    def send(self, piece: Tensor, tag: int) -> list[dist.P2POp]:
+    def send(self, shard: Tensor, tag: int) -> list[dist.P2POp]:
         """To all readers but this rank itself."""
         others = [message for message in self.sent if message.source != message.target]
-        packed = [self.pack(message, piece) for message in others]
+        packed = [self.pack(message, shard) for message in others]
         sent = [each.to(meeting_device(each.device)) for each in packed]
         return [dist.P2POp(dist.isend, each, m.target, tag=tag) for m, each in zip(others, sent, strict=True)]
 
     def receive(
         self, dtype: torch.dtype, device: torch.device, tag: int, own: Tensor | None = None
     ) -> tuple[list[dist.P2POp], Arriving]:
-        """The messages, and the tensor when they are there; `own` is this rank's piece, where it is a sender too."""
+        """The messages, and the tensor when they are there; `own` is this rank's shard, where it is a sender too."""
         assert self.shape is not None
         blocks: list[Tensor] = []
         ops = []
@@ -172,13 +172,13 @@ class Transfer:
             blocks.append(block)
         return ops, partial(self.unpack, blocks, dtype, device)
 
-    def pack(self, message: Message, piece: Tensor) -> Tensor:
-        """What the message carries of the sender's piece."""
-        own = piece if self.as_it_is else piece[message.read]
+    def pack(self, message: Message, shard: Tensor) -> Tensor:
+        """What the message carries of the sender's shard."""
+        own = shard if self.as_it_is else shard[message.read]
         return in_memory(own.detach()).contiguous()
 
     def unpack(self, blocks: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The reader's piece, of what all its messages carry."""
+        """The reader's shard, of what all its messages carry."""
         assert self.shape is not None
         if self.as_it_is:
             return blocks[0].to(device)

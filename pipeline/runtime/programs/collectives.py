@@ -10,7 +10,7 @@ room for as much of it as the first one holds. What lies behind its own elements
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pipeline.ir.program import GATHERED_ALONE
+from pipeline.ops.rule import FEW_RANKS
 from pipeline.runtime.context import step
 from pipeline.runtime.pipelining.deferred_weight_grads import at_border
-from pipeline.runtime.programs.mesh import MeshAxis, axis_of
+from pipeline.runtime.programs.mesh import MeshAxis, axis_of, combining
 
 Move = tuple[Any, ...]  # a function of one rank's tensor and an axis, and its further arguments
 Split = tuple[int, int, int | None]  # the dim on which a tensor is split, its parts, and its size where it is uneven
@@ -102,8 +103,8 @@ def _sum(x: Tensor, axis: MeshAxis, may_wait: bool = False) -> Tensor:
     return total
 
 
-def _pieces(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
-    """The pieces of each rank on a new first dim, where they lie if they can be seen so; uneven ones are padded."""
+def _shards(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
+    """The shards of each rank on a new first dim, where they lie if they can be seen so; uneven ones are padded."""
     if parts == 1:
         length = room(x.shape[dim], size)
         return padded(x, dim, size * length).unflatten(dim, (size, length)).movedim(dim, 0)
@@ -111,33 +112,33 @@ def _pieces(x: Tensor, size: int, dim: int, parts: int) -> Tensor:
     return digits.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
 
-def _joined(pieces: Tensor, dim: int, parts: int, size: int | None = None) -> Tensor:
-    """The whole of such pieces."""
-    if size is not None and size != len(pieces) * pieces.shape[dim + 1]:
+def _joined(shards: Tensor, dim: int, parts: int, size: int | None = None) -> Tensor:
+    """The whole of such shards."""
+    if size is not None and size != len(shards) * shards.shape[dim + 1]:
         if dim == 0:
-            return pieces.flatten(0, 1)[:size]
-        own = [piece.narrow(dim, 0, own_part(size, n, len(pieces))[1]) for n, piece in enumerate(pieces)]
+            return shards.flatten(0, 1)[:size]
+        own = [shard.narrow(dim, 0, own_part(size, n, len(shards))[1]) for n, shard in enumerate(shards)]
         return torch.cat(own, dim)
     if parts > 1:
-        digits = pieces.unflatten(dim + 1, (parts, pieces.shape[dim + 1] // parts))
+        digits = shards.unflatten(dim + 1, (parts, shards.shape[dim + 1] // parts))
         return digits.movedim(0, dim + 1).flatten(dim, dim + 2)
-    return pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(), dim)
+    return shards.flatten(0, 1) if dim == 0 else torch.cat(shards.unbind(), dim)
 
 
 def _join(x: Tensor, axis: MeshAxis, dim: int, parts: int, size: int | None = None) -> Tensor:
     if axis.size == 1:
         return x
-    pieces = x.new_empty((axis.size, *x.shape))
-    all_gather_into(pieces.view(-1), x.contiguous().view(-1), group=axis.group)
-    return _joined(pieces, dim, parts, size)
+    shards = x.new_empty((axis.size, *x.shape))
+    all_gather_into(shards.view(-1), x.contiguous().view(-1), group=axis.group)
+    return _joined(shards, dim, parts, size)
 
 
 def _sum_and_split(x: Tensor, axis: MeshAxis, dim: int, parts: int) -> Tensor:
     if axis.size == 1:
         return x
-    pieces = _pieces(x, axis.size, dim, parts).contiguous()  # one after another also for images by channel
-    is_view = pieces.data_ptr() == x.data_ptr()
-    return own_sum(pieces.clone() if is_view and _sums_in_place(axis) else pieces, axis)
+    shards = _shards(x, axis.size, dim, parts).contiguous()  # one after another also for images by channel
+    is_view = shards.data_ptr() == x.data_ptr()
+    return own_sum(shards.clone() if is_view and _sums_in_place(axis) else shards, axis)
 
 
 def own_sum(rows: Tensor, axis: MeshAxis) -> Tensor:
@@ -186,17 +187,17 @@ def _sums_in_place(axis: MeshAxis) -> bool:
     return bool(dist.get_backend(axis.group) == "gloo")
 
 
-def _own_piece(x: Tensor, axis: MeshAxis, dim: int, parts: int) -> Tensor:
-    return piece(x, axis, dim, parts).contiguous()
+def _own_shard(x: Tensor, axis: MeshAxis, dim: int, parts: int) -> Tensor:
+    return local_shard(x, axis, dim, parts).contiguous()
 
 
 def own_copy(x: Tensor, axis: MeshAxis, dim: int, parts: int) -> Tensor:
     """The same in memory of its own: a parameter keeps its gradient, and would keep the whole behind a view of it."""
-    return piece(x, axis, dim, parts).clone(memory_format=torch.contiguous_format)
+    return local_shard(x, axis, dim, parts).clone(memory_format=torch.contiguous_format)
 
 
-def piece(x: Tensor, axis: MeshAxis, dim: int, parts: int) -> Tensor:
-    """This rank's piece of what it holds whole."""
+def local_shard(x: Tensor, axis: MeshAxis, dim: int, parts: int) -> Tensor:
+    """This rank's shard of what it holds whole."""
     if parts == 1:
         own = x.narrow(dim, *own_part(x.shape[dim], axis.rank, axis.size))
         return padded(own, dim, room(x.shape[dim], axis.size))
@@ -220,27 +221,27 @@ def _exchange(x: Tensor, axis: MeshAxis, split: tuple[int, int], join: Split) ->
     """Splits one dim and joins another, each given with its parts."""
     if axis.size == 1:
         return x
-    outgoing = _pieces(x, axis.size, *split).contiguous()
+    outgoing = _shards(x, axis.size, *split).contiguous()
     incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), group=axis.group)
     return _joined(incoming, *join)
 
 
-# ---- moves of several tensors at once: one collective, in which each rank's pieces of all lie one after another
+# ---- moves of several tensors at once: one collective, in which each rank's shards of all lie one after another
 
 
 class Joining:
-    """The wholes of pieces of one dtype, while they come together.
+    """The wholes of shards of one dtype, while they come together.
 
     What is large comes by a collective of its own: it gains nothing by being joined, and where it is split on its first
     dim, what the collective receives is the whole, with no copy to be made of it.
     """
 
-    def __init__(self, pieces: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis, waits: bool = True) -> None:
-        self.shapes, self.splits = [piece.shape for piece in pieces], splits
-        self.runs = _runs([axis.size * piece.nbytes for piece in pieces])
+    def __init__(self, shards: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis, waits: bool = True) -> None:
+        self.shapes, self.splits = [shard.shape for shard in shards], splits
+        self.runs = _runs([axis.size * shard.nbytes for shard in shards])
         self.sent = [  # a single one is not copied
-            torch.cat([pieces[n].reshape(-1) for n in run]) if len(run) > 1 else in_memory(pieces[run[0]]).reshape(-1)
+            torch.cat([shards[n].reshape(-1) for n in run]) if len(run) > 1 else in_memory(shards[run[0]]).reshape(-1)
             for run in self.runs
         ]
         self.rows = [flat.new_empty((axis.size, flat.numel())) for flat in self.sent]
@@ -267,13 +268,13 @@ class Joining:
 
 
 def sum_and_split_several(wholes: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis) -> list[Tensor]:
-    """This rank's pieces of the sums over the ranks; what is sent of large ones is there for one after the other."""
+    """This rank's shards of the sums over the ranks; what is sent of large ones is there for one after the other."""
     found: dict[int, Tensor] = {}
     for run in _runs([whole.nbytes for whole in wholes]):
-        parts = [_pieces(wholes[n], axis.size, *splits[n][:2]) for n in run]
+        parts = [_shards(wholes[n], axis.size, *splits[n][:2]) for n in run]
         own = own_sum(torch.cat([part.reshape(axis.size, -1) for part in parts], 1), axis)
-        pieces = own.split([part.numel() // axis.size for part in parts])
-        found |= {n: x.view(part.shape[1:]) for n, x, part in zip(run, pieces, parts, strict=True)}
+        shards = own.split([part.numel() // axis.size for part in parts])
+        found |= {n: x.view(part.shape[1:]) for n, x, part in zip(run, shards, parts, strict=True)}
     return [found[n] for n in range(len(wholes))]
 
 
@@ -302,14 +303,34 @@ def all_reduce_both(x: Tensor, axis: str) -> Tensor:
     return _apply(x, axis, (_sum,), (_sum,))
 
 
-def sum_of_all(x: Tensor, axis: str) -> Tensor:
-    """Of what is no part of autograd's graph."""
-    return _sum(x, axis_of(axis))
+def summing_few(x: Tensor, axis: str) -> Callable[[], Tensor]:
+    """The sum of what is no part of autograd's graph and so small that the rounds of a collective are all that counts.
+
+    It is under way until it is called. A ring brings each of a few ranks what all others have in half the rounds of a
+    sum.
+    """
+    if axis_of(axis).size > FEW_RANKS:
+        return combining(x, axis)
+    found = _gathering(x, axis_of(axis))
+    return lambda: found().sum(0)
 
 
-def pieces_of_all(x: Tensor, axis: str) -> Tensor:
+def shards_of_all(x: Tensor, axis: str) -> Tensor:
     """Of what is no part of autograd's graph: each rank's, on a new first dim."""
-    return _join(x[None], axis_of(axis), 0, 1)
+    return _gathering(x, axis_of(axis))()
+
+
+def _gathering(x: Tensor, axis: MeshAxis) -> Callable[[], Tensor]:
+    rows = x.new_empty((axis.size, *x.shape))
+    if axis.size == 1:
+        return lambda: x[None]
+    work = all_gather_into(rows.view(-1), in_memory(x).view(-1), group=axis.group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return rows
+
+    return finish
 
 
 def all_gather(x: Tensor, axis: str, dim: int, parts: int = 1, size: int | None = None) -> Tensor:
@@ -329,17 +350,17 @@ def reduce_scatter(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
 
 def shard(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """R -> S(dim)"""
-    return _apply(x, axis, (_own_piece, dim, parts), (_join, dim, parts, x.shape[dim]))
+    return _apply(x, axis, (_own_shard, dim, parts), (_join, dim, parts, x.shape[dim]))
 
 
 def narrow(x: Tensor, axis: str, dim: int, parts: int = 1) -> Tensor:
     """B -> S(dim)"""
-    return _apply(x, axis, (_own_piece, dim, parts), (_in_zeros, dim, parts, x.shape[dim]))
+    return _apply(x, axis, (_own_shard, dim, parts), (_in_zeros, dim, parts, x.shape[dim]))
 
 
 def pad(x: Tensor, axis: str, dim: int, parts: int = 1, size: int | None = None) -> Tensor:
     """S(dim) -> P"""
-    return _apply(x, axis, (_in_zeros, dim, parts, size), (_own_piece, dim, parts))
+    return _apply(x, axis, (_in_zeros, dim, parts, size), (_own_shard, dim, parts))
 
 
 def all_to_all(

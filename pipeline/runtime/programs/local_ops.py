@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.runtime.context import step
-from pipeline.runtime.programs.collectives import all_reduce, own_part, pieces_of_all, sum_of_all
+from pipeline.runtime.programs.collectives import all_reduce, own_part, shards_of_all, summing_few
 from pipeline.runtime.programs.mesh import combine, combining, position
 
 # ------------------------------------------------------------------------------------------------------------- losses
@@ -57,8 +57,8 @@ def mean_cross_entropy(
     return loss / count().to(logits.dtype)
 
 
-def mean_of_pieces(mean: Tensor, axis: str) -> Tensor:
-    """A mean over this rank's piece as its summand of the mean over all pieces, which are of equal size."""
+def mean_of_shards(mean: Tensor, axis: str) -> Tensor:
+    """A mean over this rank's shard as its summand of the mean over all shards, which are of equal size."""
     return mean / position(axis)[1]
 
 
@@ -262,12 +262,8 @@ def batch_norm(
             running_mean, running_var = running_mean.clone(), running_var.clone()  # these take the change
     if not training or not axis:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    result: Tensor
-    result, mean, var = _BatchNorm.apply(x, weight, bias, eps, axis)  # type: ignore[no-untyped-call]
-    if running_mean is not None and running_var is not None:
-        count = _count(x, axis)
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+    running = None if running_mean is None or running_var is None else (running_mean, running_var, momentum)
+    result: Tensor = _BatchNorm.apply(x, weight, bias, eps, axis, running)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -284,35 +280,46 @@ class _BatchNorm(torch.autograd.Function):
 
         dx = dy * a  -  a / n * (sum dy  +  (x - mean) / deviation * sum(dy * (x - mean) / deviation))
 
-    with a = weight / deviation and sums over all ranks, the kernel has the first term; the others are a line in x.
+    with a = weight / deviation and sums over all ranks, the kernel has the sums, and the rest is a line in x and dy. An
+    op on a few numbers takes a CPU as long as one on thousands, so these stay together, and are as few as can be.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axis: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        axis: str,
+        running: tuple[Tensor, Tensor, float] | None,
+    ) -> Tensor:
         wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype  # of all but the images
         own = torch.stack(torch.batch_norm_update_stats(x.to(wide), None, None, 0.0))
-        means, variances = pieces_of_all(own, axis).unbind(1)
-        mean = means.mean(0)
-        var = (variances + (means - mean).square()).mean(0)
+        means, variances = shards_of_all(own, axis).unbind(1)
+        between, mean = torch.var_mean(means, 0, correction=0)
+        var = variances.mean(0).add_(between)
+        count = _count(x, axis)
+        if running is not None:
+            running_mean, running_var, momentum = running
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_(var.mul(count / (count - 1)).to(running_var.dtype), momentum)
         scale, shift = (None if given is None else given.to(wide) for given in (weight, bias))
         ctx.save_for_backward(x, scale, mean, var)
-        ctx.eps, ctx.axis = eps, axis
+        ctx.eps, ctx.axis, ctx.count = eps, axis, count
         ctx.dtypes = [None if given is None else given.dtype for given in (weight, bias)]
-        ctx.mark_non_differentiable(mean, var)
-        return torch.native_batch_norm(x, scale, shift, mean, var, False, 0.0, eps)[0], mean, var
+        return torch.native_batch_norm(x, scale, shift, mean, var, False, 0.0, eps)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight, mean, var = ctx.saved_tensors
         given = (gradients[0].contiguous(), x, weight, mean, var, None, None, False, ctx.eps, [True, True, True])
         of_x, *of_both = torch.ops.aten.native_batch_norm_backward(*given)
-        products, sums = sum_of_all(torch.stack(of_both), ctx.axis) / _count(x, ctx.axis)
-        deviation = (var + ctx.eps).sqrt()
-        scale = 1 / deviation if weight is None else weight / deviation
-        slope = -scale * products / deviation
-        offset = -scale * sums - slope * mean
+        sums = summing_few(torch.stack(of_both), ctx.axis)
+        inverse = (var + ctx.eps).rsqrt()  # while the sums are under way
+        factor = inverse / -ctx.count if weight is None else weight * inverse / -ctx.count
+        slope, offset = (sums() * torch.stack((factor * inverse, factor))).to(x.dtype).unbind()
+        offset = offset.addcmul(slope, mean.to(x.dtype), value=-1)
         shape = (1, -1, *(1,) * (x.dim() - 2))
-        of_x.addcmul_(x, slope.to(x.dtype).view(shape)).add_(offset.to(x.dtype).view(shape))
-        return of_x, *(g.to(d) if d else None for g, d in zip(of_both, ctx.dtypes, strict=True)), None, None
+        of_x.addcmul_(x, slope.view(shape)).add_(offset.view(shape))
+        return of_x, *(g.to(d) if d else None for g, d in zip(of_both, ctx.dtypes, strict=True)), None, None, None

@@ -6,7 +6,7 @@ forms of ops (`position`, `combine`) no name is an axis of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -70,8 +70,21 @@ def axis_of(name: str) -> MeshAxis:
 
 
 def position(axis: str) -> tuple[int, int]:
-    """Which piece of a dim this rank holds, and of how many."""
+    """Which shard of a dim this rank holds, and of how many."""
     return (axis_of(axis).rank, axis_of(axis).size) if axis else (0, 1)
+
+
+def is_first(axes: Iterable[str]) -> bool:
+    """Whether this rank is the first of the mesh of these axes."""
+    return all(axis_of(name).rank == 0 for name in axes)
+
+
+def take_first(tensors: Iterable[Tensor], axes: Iterable[str]) -> None:
+    """All ranks of the mesh of these axes take what its first one has."""
+    axis = _axes.get(joined(tuple(axes)))  # a program of one rank may have no axis
+    if axis is not None and axis.size > 1 and axis.group is not None:
+        for tensor in tensors:
+            dist.broadcast(tensor, dist.get_global_rank(axis.group, 0), group=axis.group)
 
 
 def combine(x: Tensor, axis: str, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

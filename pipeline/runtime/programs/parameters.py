@@ -1,4 +1,4 @@
-"""Parameters on one rank: its pieces of the unsplit ones, and a module's by their names inside it."""
+"""Parameters on one rank: its shards of the unsplit ones, and a module's by their names inside it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from pipeline.ir.layout import Layout, Run
-from pipeline.runtime.programs.collectives import gather, padded, piece
+from pipeline.runtime.programs.collectives import gather, local_shard, padded
 from pipeline.runtime.programs.mesh import axis_of
 
 
-def piece_of(tensor: Tensor, layout: Layout, axes: Iterable[str]) -> Tensor:
-    """This rank's piece of an unsplit tensor."""
+def shard_of(tensor: Tensor, layout: Layout, axes: Iterable[str]) -> Tensor:
+    """This rank's shard of an unsplit tensor."""
     over = [axis_of(name) for name in axes]
     for split in layout.splits(tuple(axis.size for axis in over)):
-        tensor = piece(tensor, over[split.axis], split.dim, split.parts)
+        tensor = local_shard(tensor, over[split.axis], split.dim, split.parts)
     return tensor.contiguous().clone()
 
 
-def whole_of(piece: Tensor, shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> Tensor:
+def whole_of(shard: Tensor, shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> Tensor:
     """The unsplit tensor, of that shape, on every rank; all ranks ask for it together."""
     names = list(axes)
     sizes = tuple(axis_of(name).size for name in names)
@@ -28,26 +28,26 @@ def whole_of(piece: Tensor, shape: tuple[int, ...], layout: Layout, axes: Iterab
     with torch.no_grad():
         for split in reversed(layout.splits(sizes)):
             size = shape[split.dim] if split.dim in uneven else None
-            piece = gather(piece, names[split.axis], split.dim, split.parts, size)
-    return piece.detach()
+            shard = gather(shard, names[split.axis], split.dim, split.parts, size)
+    return shard.detach()
 
 
-def with_padding(piece: Tensor, shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> Tensor:
-    """This rank's own elements of an unsplit tensor of that shape, with zeros behind them where pieces are uneven."""
+def with_padding(shard: Tensor, shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> Tensor:
+    """This rank's own elements of an unsplit tensor of that shape, with zeros behind them where shards are uneven."""
     for dim, size in enumerate(layout.local_shape(shape, tuple(axis_of(name).size for name in axes))):
-        piece = padded(piece, dim, size)
-    return piece
+        shard = padded(shard, dim, size)
+    return shard
 
 
-def own_elements(piece: Tensor, shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> Tensor:
-    """The piece without its padding."""
+def own_elements(shard: Tensor, shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> Tensor:
+    """The shard without its padding."""
     for dim, runs in enumerate(runs_of(shape, layout, axes)):
-        piece = piece.narrow(dim, 0, sum(length for _, length in runs))
-    return piece
+        shard = shard.narrow(dim, 0, sum(length for _, length in runs))
+    return shard
 
 
 def runs_of(shape: tuple[int, ...], layout: Layout, axes: Iterable[str]) -> tuple[tuple[Run, ...], ...]:
-    """This rank's piece as runs of indices of each dim of the unsplit tensor."""
+    """This rank's shard as runs of indices of each dim of the unsplit tensor."""
     over = [axis_of(name) for name in axes]
     return layout.runs(shape, tuple(axis.size for axis in over), tuple(axis.rank for axis in over))
 

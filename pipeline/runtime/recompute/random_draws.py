@@ -1,4 +1,4 @@
-"""Random numbers that a piece of a program draws on its first run, for its second.
+"""Random numbers that a part of a program draws on its first run, for its second.
 
 The default generators of the host and of the device are looked at before and after. What drew nothing, as nearly
 everything does, has nothing to bring back.

@@ -8,7 +8,7 @@ stored.
 A link's parameters are gathered together (`regather_together`): one collective forward, one more in backward for those
 of which backward needs something, when it asks for the first of them, and one for the gradients of those that become
 `B` (large ones by their own: `collectives.Joining`); of what becomes `R` every rank has the whole gradient, and takes
-its piece. A copy goes when the last op that needs it is undone. `all_gather_together` is the same where the copies are
+its shard. A copy goes when the last op that needs it is undone. `all_gather_together` is the same where the copies are
 kept (ZeRO-2), and waits for them: ahead of time they would lie beside all that forward keeps.
 
 Recompute regions have hooks of their own on what autograd keeps, and autograd asks the innermost alone: `keep_shards`
@@ -147,8 +147,8 @@ def again(conversion: Callable[..., Tensor], x: Tensor, **arguments: Any) -> Ten
     result = conversion(x, **arguments)
     if conversion in ON_FIRST and memory_of(result) == memory_of(x) and axis_of(arguments["axis"]).size > 1:
         result = result.clone()  # other ranks make one: all must have the same gathers ahead
-    if memory_of(result) not in (0, memory_of(x)):  # on an axis of one rank nothing is made; a piece of dim 0 is a view
-        _remember([result], _Remade([_source_of(x)], lambda pieces, _: [conversion(pieces[0], **arguments)]))
+    if memory_of(result) not in (0, memory_of(x)):  # on an axis of one rank nothing is made; a shard of dim 0 is a view
+        _remember([result], _Remade([_source_of(x)], lambda shards, _: [conversion(shards[0], **arguments)]))
     return result
 
 
@@ -161,19 +161,19 @@ class _GatherGroup:
     summed: list[bool]  # whether their gradients are: those of `B`, and not those of `R`
     early: bool  # ahead of time if that may be: where backward gathers again, and all are parameters themselves
 
-    def gather(self, pieces: Sequence[Tensor], numbers: Iterable[int]) -> list[Tensor]:
+    def gather(self, shards: Sequence[Tensor], numbers: Iterable[int]) -> list[Tensor]:
         splits = [self.splits[n] for n in numbers]
         if self.early and step.prefetch is not None:
-            return step.prefetch.gather(pieces, splits, self.axis)
-        return Joining(pieces, splits, self.axis).finish()
+            return step.prefetch.gather(shards, splits, self.axis)
+        return Joining(shards, splits, self.axis).finish()
 
 
 class _Together(torch.autograd.Function):
     """Gathered together; backward has the gradients of all, and sums and splits them together."""
 
     @staticmethod
-    def forward(ctx: Any, group: _GatherGroup, *pieces: Tensor) -> tuple[Tensor, ...]:
-        wholes = group.gather(pieces, range(len(pieces)))
+    def forward(ctx: Any, group: _GatherGroup, *shards: Tensor) -> tuple[Tensor, ...]:
+        wholes = group.gather(shards, range(len(shards)))
         ctx.group, ctx.shapes = group, [whole.shape for whole in wholes]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
@@ -190,8 +190,8 @@ class _Together(torch.autograd.Function):
         if chosen:  # every rank brings a gradient also of what no op has read, whatever the ranks have read
             like = next(gradient for gradient in gradients if gradient is not None)
             whole = [like.new_zeros(ctx.shapes[n]) if gradients[n] is None else gradients[n] for n in chosen]
-            pieces = sum_and_split_several(whole, [group.splits[n] for n in chosen], group.axis)
-            found |= dict(zip(chosen, pieces, strict=True))
+            shards = sum_and_split_several(whole, [group.splits[n] for n in chosen], group.axis)
+            found |= dict(zip(chosen, shards, strict=True))
         return (None, *(found.get(n) for n in range(len(needs))))
 
 
@@ -220,11 +220,11 @@ def _together(given: Sequence[Given], axis: str, drops: bool) -> tuple[Tensor, .
     found: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [n for n, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        pieces = [tensors[n] for n in alike]
-        sources = [_source_of(piece) for piece in pieces]
+        shards = [tensors[n] for n in alike]
+        sources = [_source_of(shard) for shard in shards]
         early = drops and all(isinstance(source, Tensor) for source in sources)
         group = _GatherGroup(over, [splits[n] for n in alike], [given[n][-1] != "R" for n in alike], early)
-        wholes = at_border(pieces, _Together.apply(group, *pieces))  # type: ignore[no-untyped-call]
+        wholes = at_border(shards, _Together.apply(group, *shards))  # type: ignore[no-untyped-call]
         if drops:
             _remember(wholes, _Remade(sources, group.gather))
         found |= dict(zip(alike, wholes, strict=True))

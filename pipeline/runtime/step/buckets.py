@@ -14,9 +14,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline.ir.buckets import bucket_members
 from pipeline.ir.layout import Layout, Place
 from pipeline.runtime.context import PiggybackSlot
-from pipeline.runtime.programs.collectives import all_gather_into, own_part, piece, room, sum_own
+from pipeline.runtime.programs.collectives import all_gather_into, local_shard, own_part, room, sum_own
 from pipeline.runtime.programs.mesh import MeshAxis, axis_of, joined
 
 Row = tuple[str, str, str]  # of a program's PARAMETERS: layout, axes over which the gradient is summed, state's layout
@@ -34,7 +35,7 @@ class BucketMember:
         return self.parameter.dtype, self.parameter.device, self.summed, tuple(self.digits)
 
     @property
-    def piece_shape(self) -> list[int]:
+    def shard_shape(self) -> list[int]:
         """Of this rank's shard."""
         shape = list(self.parameter.shape)
         for name, place in self.digits.items():
@@ -63,21 +64,10 @@ def members_of(parameters: Iterable[nn.Parameter], rows: Iterable[Row], axes: It
 
 
 def buckets_of(members: list[BucketMember], first_mb: float, bucket_mb: float) -> list[SumBucket | ShardBucket]:
-    """Of alike members up to a size, last parameter first; their order is that of the last gradient in each."""
-    groups: list[list[BucketMember]] = []
-    ends: dict[int, int] = {}  # number of a group -> place of its last member
-    filling: dict[Any, tuple[int, float]] = {}  # key -> the group that takes members, and its bytes
-    for place, member in enumerate(reversed(members)):
-        number, size = filling.get(member.key, (-1, 0.0))
-        limit = (bucket_mb if number > 0 else first_mb) * 1e6
-        if number < 0 or size + member.parameter.nbytes > limit:
-            number, size = len(groups), 0.0
-            groups.append([])
-        groups[number].append(member)
-        ends[number] = place
-        filling[member.key] = number, size + member.parameter.nbytes
-    ordered = [groups[number] for number in sorted(ends, key=lambda n: ends[n])]
-    return [(ShardBucket if group[0].digits else SumBucket)(group) for group in ordered]
+    """Of alike members up to a size, last parameter first."""
+    sizes = [(member.key, member.parameter.nbytes) for member in members]
+    groups = [[members[n] for n in numbers] for numbers in bucket_members(sizes, first_mb * 1e6, bucket_mb * 1e6)]
+    return [(ShardBucket if group[0].digits else SumBucket)(group) for group in groups]
 
 
 class SumBucket:
@@ -133,8 +123,8 @@ class SumBucket:
 class ShardBucket:
     """Parameters of which this rank updates a shard.
 
-    The bucket has a row for each rank that the shards lie on: its pieces of all parameters, one after another. A
-    gradient's pieces go to their rows, each pass adding its own, and each row leaves for its rank; what arrives is the
+    The bucket has a row for each rank that the shards lie on: its shards of all parameters, one after another. A
+    gradient's shards go to their rows, each pass adding its own, and each row leaves for its rank; what arrives is the
     gradient of the shards.
     Once the optimizer has used it, the rows take the new values of all ranks.
     """
@@ -147,7 +137,7 @@ class ShardBucket:
         self.rest = _joined_axis(name for name in summed if name not in split)
         self.place = tuple(axis_of(name).rank for name in split)
         self.sliced = tuple(slice(None) if name in summed else axis_of(name).rank for name in split)
-        self.lengths = [prod(m.piece_shape) for m in members]
+        self.lengths = [prod(m.shard_shape) for m in members]
         self.flat = members[0].parameter.new_zeros(self.axis.size * sum(self.lengths))
         self.rows = self.flat.view(self.axis.size, -1)
         self.sent = self.rows[: self.scatter.size]
@@ -156,16 +146,16 @@ class ShardBucket:
         self.missing = set(range(len(members)))
         self.work: Any = None
         self.sums_left = False
-        self.shards = [nn.Parameter(self._piece(number)) for number in range(len(members))]
+        self.shards = [nn.Parameter(self._shard(number)) for number in range(len(members))]
         for number, shard in enumerate(self.shards):
             shard.grad = self._slot(self.own, number).view_as(shard)
 
-    def _piece(self, number: int) -> Tensor:
-        """This rank's piece of a parameter: in the parameter's own memory where it lies there in one run."""
+    def _shard(self, number: int) -> Tensor:
+        """This rank's shard of a parameter: in the parameter's own memory where it lies there in one run."""
         member = self.members[number]
         if member.uneven is not None:
-            return piece(member.parameter.detach(), self.axis, member.uneven, 1).contiguous()
-        return _digits_first(member.parameter.detach(), member.digits)[self.place].contiguous().view(member.piece_shape)
+            return local_shard(member.parameter.detach(), self.axis, member.uneven, 1).contiguous()
+        return _digits_first(member.parameter.detach(), member.digits)[self.place].contiguous().view(member.shard_shape)
 
     def _slot(self, rows: Tensor, number: int) -> Tensor:
         """A parameter's part of one row or of each."""
@@ -182,30 +172,30 @@ class ShardBucket:
         self.arrived, self.missing = set(), set(range(len(self.members)))
 
     def take(self, number: int) -> None:
-        """A gradient is there: its pieces go to their rows; on axes where it is whole just this rank's is needed."""
+        """A gradient is there: its shards go to their rows; on axes where it is whole just this rank's is needed."""
         member = self.members[number]
         gradient = member.parameter.grad
         assert gradient is not None
         first = number not in self.arrived
-        if member.uneven is not None:  # piece by piece: a copy of all with its padding would be as large
+        if member.uneven is not None:  # shard by shard: a copy of all with its padding would be as large
             if first:
                 self._slot(self.sent, number).zero_()  # what is padding stays so
             ranks = range(self.axis.size) if self.scatter.size > 1 else (self.axis.rank,)
-            pairs = list(self._uneven_pieces(self.sent, number, gradient, ranks))
+            pairs = list(self._uneven_shards(self.sent, number, gradient, ranks))
         else:
-            pieces = _digits_first(gradient, member.digits)[self.sliced]
-            pairs = [(self._slot(self.sent, number).view(pieces.shape), pieces)]
+            shards = _digits_first(gradient, member.digits)[self.sliced]
+            pairs = [(self._slot(self.sent, number).view(shards.shape), shards)]
         for there, own in pairs:
             there.copy_(own) if first else there.add_(own)
         member.parameter.grad = None
         self.arrived.add(number)
 
-    def _uneven_pieces(
+    def _uneven_shards(
         self, rows: Tensor, number: int, whole: Tensor, ranks: Iterable[int]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """For each of these ranks: where its elements lie in its row of the bucket, and where in the whole."""
         member = self.members[number]
-        dim, shape = member.uneven, member.piece_shape
+        dim, shape = member.uneven, member.shard_shape
         assert dim is not None
         for row, rank in zip(self._slot(rows, number), ranks, strict=True):
             start, count = own_part(whole.shape[dim], rank, self.axis.size)
@@ -233,7 +223,7 @@ class ShardBucket:
     def wait(self) -> None:
         self._wait_for_work()
         for number, shard in self._apart():
-            shard.data = self._piece(number)
+            shard.data = self._shard(number)
 
     def gather(self) -> None:
         own = self.rows[self.axis.rank]
@@ -247,7 +237,7 @@ class ShardBucket:
         for number, member in enumerate(self.members):
             whole = member.parameter.detach()
             if member.uneven is not None:
-                for there, own in self._uneven_pieces(self.rows, number, whole, range(self.axis.size)):
+                for there, own in self._uneven_shards(self.rows, number, whole, range(self.axis.size)):
                     own.copy_(there)
             else:
                 values = _digits_first(whole, member.digits)

@@ -135,9 +135,9 @@ class Gradients:
 
 @dataclass(frozen=True, eq=False)
 class _GatherRequest:
-    """What is gathered: pieces that lie where they are for the whole training."""
+    """What is gathered: shards that lie where they are for the whole training."""
 
-    pieces: tuple[Tensor, ...]
+    shards: tuple[Tensor, ...]
     splits: tuple[Split, ...]
     axis: MeshAxis
 
@@ -145,7 +145,7 @@ class _GatherRequest:
         return self.axis == other.axis and self.splits == other.splits and self._places() == other._places()
 
     def _places(self) -> list[tuple[int, torch.Size]]:
-        return [(piece.data_ptr(), piece.shape) for piece in self.pieces]
+        return [(shard.data_ptr(), shard.shape) for shard in self.shards]
 
 
 class GatherPrefetch:
@@ -177,20 +177,20 @@ class GatherPrefetch:
             self.begun[1].finish()
             self.begun = None
 
-    def gather(self, pieces: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis) -> list[Tensor]:
-        request = _GatherRequest(tuple(piece.detach() for piece in pieces), tuple(splits), axis)
+    def gather(self, shards: Sequence[Tensor], splits: Sequence[Split], axis: MeshAxis) -> list[Tensor]:
+        request = _GatherRequest(tuple(shard.detach() for shard in shards), tuple(splits), axis)
         begun, self.begun = self.begun, None
         if begun is not None and not begun[0].is_for(request):
             begun[1].finish()
             begun = None
         self.used += begun is not None
-        joining = Joining(request.pieces, request.splits, request.axis) if begun is None else begun[1]
+        joining = Joining(request.shards, request.splits, request.axis) if begun is None else begun[1]
         wholes = joining.finish()
         place = len(self.seen)
         self.seen.append(request)
         if place + 1 < len(self.last) and self.last[place].is_for(request):
             following = self.last[place + 1]
-            self.begun = following, Joining(following.pieces, following.splits, following.axis, waits=False)
+            self.begun = following, Joining(following.shards, following.splits, following.axis, waits=False)
         return wholes
 
 
@@ -200,8 +200,8 @@ class GatherPrefetch:
 class Clipping:
     """By the global norm, where each element of the unsplit gradients counts once.
 
-    A gradient that the optimizer is given (`Gradients.updated`) is a piece as its state lies: split on some axes, equal
-    on all ranks of the others. So of the ranks that hold the same piece the first alone counts it; the squares are
+    A gradient that the optimizer is given (`Gradients.updated`) is a shard as its state lies: split on some axes, equal
+    on all ranks of the others. So of the ranks that hold the same shard the first alone counts it; the squares are
     summed over all ranks in one message.
     """
 

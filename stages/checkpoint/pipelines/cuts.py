@@ -24,8 +24,8 @@ from itertools import count
 
 import numpy as np
 
+from pipeline.cost.schedules import StepWeights
 from stages.checkpoint.pipelines.cuts_kernels import Bounds, Costs, ahead, sweep, trace
-from stages.checkpoint.pipelines.schedules import StepWeights
 
 ROUNDING = 1e-12
 NEARLY = 0.02  # worse by estimate than the best may be better as simulated: such are kept if met
@@ -86,9 +86,9 @@ def search(
     parts = [one.box(0.0, slowest, 0.0, math.inf)]
     while True:
         for box in parts:
-            if box is not None and not one.hopeless(box.bound):
+            if box is not None and not one.too_costly(box.bound):
                 heapq.heappush(boxes, (box.bound, next(ticket), box))
-        if not boxes or one.hopeless(boxes[0][0]):
+        if not boxes or one.too_costly(boxes[0][0]):
             return one.varied(keep)
         parts = one.halves(heapq.heappop(boxes)[2])
 
@@ -110,7 +110,7 @@ class _Search:
         few = leaders[: max(1, keep // 2)]
         return sorted([*few, *others[: keep - len(few)]], key=lambda cuts: cuts.estimate)
 
-    def hopeless(self, bound: float) -> bool:
+    def too_costly(self, bound: float) -> bool:
         return bound >= self.best - self.gap * abs(self.best)
 
     def box(self, low: float, high: float, low_once: float, high_once: float) -> _Box | None:

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from stages.checkpoint.pipelines.cuts import Cuts, search
 from stages.checkpoint.pipelines.refine import plan_of
-from stages.checkpoint.pipelines.search_inputs import Given, PartitionError, PipelineFloor
+from stages.checkpoint.pipelines.search_inputs import PartitionError, PipelineFloor, SearchInputs
 from stages.checkpoint.pipelines.search_space import SearchTask, tasks
 from stages.checkpoint.pipelines.submesh_plans import Recompute
 from stages.checkpoint.recompute.in_flight import keep_all, worst_step
 
 
-def nothing(given: Given, searched: bool, refused: list[str]) -> PartitionError:
+def nothing(given: SearchInputs, searched: bool, refused: list[str]) -> PartitionError:
     """Why there is no plan; if it is the memory, how much would do."""
     reasons = f" ({'; '.join(sorted(set(refused)))})" if refused else ""
     if not searched:
@@ -32,7 +32,7 @@ def nothing(given: Given, searched: bool, refused: list[str]) -> PartitionError:
     return error
 
 
-def _enough(given: Given) -> int | None:
+def _enough(given: SearchInputs) -> int | None:
     """A memory that has a plan, in four digits: first with no choice of recompute, then with all. None: none has."""
     low, high = given.memory, 2 * max(1, given.memory)
     while not _fits(given, high, roughly=True):
@@ -47,7 +47,7 @@ def _enough(given: Given) -> int | None:
     return rounded if _fits(given, rounded, roughly=False) else high
 
 
-def _halved(given: Given, low: int, high: int, near: float, roughly: bool) -> int:
+def _halved(given: SearchInputs, low: int, high: int, near: float, roughly: bool) -> int:
     """Nearly the least between them that fits, where `high` does."""
     while high - low > 1 and high > near * low:
         middle = (low + high) // 2
@@ -55,19 +55,19 @@ def _halved(given: Given, low: int, high: int, near: float, roughly: bool) -> in
     return high
 
 
-def _fits(given: Given, memory: int, roughly: bool) -> bool:
+def _fits(given: SearchInputs, memory: int, roughly: bool) -> bool:
     """Whether there is a plan; roughly, one that recomputes nothing or everything of a partition."""
     return next(_some_cuts(replace(given, memory=memory), roughly), None) is not None
 
 
-def _some_cuts(given: Given, roughly: bool) -> Iterator[tuple[SearchTask, Cuts]]:
+def _some_cuts(given: SearchInputs, roughly: bool) -> Iterator[tuple[SearchTask, Cuts]]:
     for task in tasks(given, []):
         found = search(task.field(roughly=roughly), task.weights, gap=1.0, keep=1)
         if found:
             yield task, found[0]
 
 
-def _floor(given: Given) -> PipelineFloor:
+def _floor(given: SearchInputs) -> PipelineFloor:
     """Of a plan that fits: the partition that fills its room the most."""
     task, cuts = next(_some_cuts(given, roughly=False))
     plan = plan_of(task, cuts)
@@ -83,5 +83,5 @@ def _floor(given: Given) -> PipelineFloor:
         flight=part.flight,
         resident_bytes=part.resident_bytes,
         waiting_bytes=part.fullest.waiting,
-        op=worst_step(part.piece.chain, running, part.first, part.last).op,
+        op=worst_step(part.submesh.chain, running, part.first, part.last).op,
     )

@@ -3,8 +3,8 @@
 On plain numbers, in four steps; `partition` is the table of contents:
 
     1. `tasks`    (search_space.py) one search for each division, number of micro-batches and schedule. A `Division`
-                  (search_inputs.py) is the devices cut into pieces: any composition of `devices`, or exactly `sizes`;
-                  with the plans that pieces may take (`Piece`) and the link between neighbours.
+                  (search_inputs.py) is the devices cut into submeshes: any composition of `devices`, or `sizes` alone;
+                  with the plans that submeshes may take (`SubmeshPlan`) and the link between neighbours.
     2. `PartitionTimes` (partition_times.py) seconds of every run of links as a partition, by plan and number in
                   flight: the best recompute within the memory that is left, by tables over what is held and runs
                   (in_flight_dp.py).
@@ -25,11 +25,11 @@ from __future__ import annotations
 import math
 from itertools import groupby
 
+from pipeline.cost.schedules import StepWeights
 from stages.checkpoint.pipelines.cuts import NEARLY, Cuts, search
 from stages.checkpoint.pipelines.infeasibility import nothing
 from stages.checkpoint.pipelines.refine import PipelinePlan, plan_of
-from stages.checkpoint.pipelines.schedules import StepWeights
-from stages.checkpoint.pipelines.search_inputs import Division, Effort, Given, Reshard, Wishes
+from stages.checkpoint.pipelines.search_inputs import Division, Effort, Reshard, SearchInputs, UserChoices
 from stages.checkpoint.pipelines.search_space import SearchTask, tasks
 
 ROUGH_GAP = 0.02  # of the first search
@@ -39,15 +39,15 @@ FAR = 1.1  # times the best rough estimate: not looked at more closely
 def partition(
     divisions: tuple[Division, ...],
     memory: int,
-    wishes: Wishes = Wishes(),  # noqa: B008
+    wishes: UserChoices = UserChoices(),  # noqa: B008
     effort: Effort = Effort(),  # noqa: B008
     reshard: Reshard | None = None,
 ) -> list[PipelinePlan]:
     """The best plans found, shortest step first; PartitionError where there is none.
 
-    `memory` is in bytes of a device; `reshard` adds to what the link between two pieces takes.
+    `memory` is in bytes of a device; `reshard` adds to what the link between two submeshes takes.
     """
-    given = Given(divisions, memory, wishes, effort, reshard)
+    given = SearchInputs(divisions, memory, wishes, effort, reshard)
     plans: dict[object, PipelinePlan] = {}
     refused: list[str] = []
     every = list(tasks(given, refused))
@@ -89,7 +89,7 @@ def slowest_of(task: SearchTask, weights: StepWeights, known: float) -> float:
     """No plan with an estimate as good as that has a slower partition."""
     if not weights.credit:
         return known / (weights.sum + weights.peak) * (1 + 1e-9)
-    chains = ((own.piece.weight, own.chain) for own in task.times)
+    chains = ((own.submesh.weight, own.chain) for own in task.times)
     falls = any(
         weights.credit * weight > min(o.f + o.b for o in chain.options(i))
         for weights_made, chain in chains

@@ -1,4 +1,4 @@
-"""What each run of links of a piece's plan takes as a partition, with so many micro-batches in flight.
+"""What each run of links of a submesh's plan takes as a partition, with so many micro-batches in flight.
 
 `PartitionTimes` gives the seconds of every partition at once for the search, and the schedule of one: searched for, or
 as the user wants it (`fixed`). Bytes a partition has:
@@ -10,7 +10,7 @@ micro-batch in flight (common values), hold and peak to its schedule (in_flight.
 partitions on a device may have. Buffers: what a partition sends, if asked (`Sent`). A micro-batch in flight keeps its
 output, which `hold` may not have, and the gradient of an input is there until the next one is sent; in the schedules of
 `torch.distributed.pipelining` that are run action by action, all that was sent is there until the step ends. The loss
-may hold more than its input between forward and backward (`Piece.loss_held`), once for each that waits.
+may hold more than its input between forward and backward (`SubmeshPlan.loss_held`), once for each that waits.
 """
 
 # ruff: noqa: E741 - `l` is the last link of a sub-chain.
@@ -31,8 +31,8 @@ from stages.checkpoint.pipelines.fixed_schedules import (
     marked_schedule,
     marks_of,
 )
-from stages.checkpoint.pipelines.submesh_plans import Piece, Recompute, Sent, Terms
-from stages.checkpoint.recompute.in_flight import Passage, drop_all, keep_all, run_partition
+from stages.checkpoint.pipelines.submesh_plans import Recompute, Sent, SubmeshPlan, Terms
+from stages.checkpoint.recompute.in_flight import PartitionRun, drop_all, keep_all, run_partition
 from stages.checkpoint.recompute.in_flight_dp import HoldTable, cut_chain
 from stages.checkpoint.recompute.kernels import Floats, Ints, Kinds, Shorts, contents_of, kinds_of
 from stages.checkpoint.recompute.schedule import Keep, Nesting
@@ -41,22 +41,22 @@ FINE_SLOTS = 1000  # for a partition that has been chosen
 
 
 class PartitionTimes:
-    def __init__(self, piece: Piece, terms: Terms) -> None:
-        self.piece, self.terms, self.chain = piece, terms, piece.chain
-        self.marks = marks_of(terms.spans, piece.chain)
-        self.owned, self.waiting = (np.concatenate([[0.0], np.cumsum(x)]) for x in (piece.resident, piece.held))
-        self._schedules: dict[tuple[int, int], tuple[int, Nesting, Passage]] = {}
+    def __init__(self, submesh: SubmeshPlan, terms: Terms) -> None:
+        self.submesh, self.terms, self.chain = submesh, terms, submesh.chain
+        self.marks = marks_of(terms.spans, submesh.chain)
+        self.owned, self.waiting = (np.concatenate([[0.0], np.cumsum(x)]) for x in (submesh.resident, submesh.held))
+        self._schedules: dict[tuple[int, int], tuple[int, Nesting, PartitionRun]] = {}
         self._tables: dict[int, HoldTable] = {}  # by the longest sub-chain
         self._solved: dict[tuple[int, ...], tuple[HoldTable, Floats, Ints]] = {}
 
     @cached_property
     def kinds(self) -> Kinds:
         """Of partitions whose parameters alone are not too much."""
-        n = self.piece.links
-        room = self.terms.memory * self.terms.share - self.piece.everywhere
+        n = self.submesh.links
+        room = self.terms.memory * self.terms.share - self.submesh.everywhere
         fitting = [np.searchsorted(self.owned, self.owned[i] + room, side="right") - 1 - i for i in range(n)]
         contents: list[Hashable] = [
-            (link, self.piece.resident[i], self.piece.held[i], i == 0, self.marks[i])
+            (link, self.submesh.resident[i], self.submesh.held[i], i == 0, self.marks[i])
             for i, link in enumerate(contents_of(self.chain))
         ]
         return kinds_of(contents, max(1, int(max(fitting))))
@@ -90,13 +90,13 @@ class PartitionTimes:
         terms, loss, k = self.terms, self.chain.length, np.array(flights)
         sizes = np.array([*self.chain.a, 0.0])
         left = np.full((len(i), len(k)), float(math.floor(terms.memory * terms.share)))
-        left -= self.piece.everywhere + (self.owned[l + 1] - self.owned[i])[:, None]
-        left -= k * (self.piece.everywhere_held + self.waiting[l + 1] - self.waiting[i])[:, None]
+        left -= self.submesh.everywhere + (self.owned[l + 1] - self.owned[i])[:, None]
+        left -= k * (self.submesh.everywhere_held + self.waiting[l + 1] - self.waiting[i])[:, None]
         if terms.sent is not Sent.UNCOUNTED:
             every, before = terms.sent is Sent.TO_THE_END, terms.micro_batches - k
             left -= np.where(i > 0, sizes[i], 0.0)[:, None] * (before if every else np.minimum(before, 1))
             left -= np.where(l < loss, sizes[l + 1], 0.0)[:, None] * (terms.micro_batches - 1 if every else k - 1)
-        return np.asarray(left - np.where(l == loss, self.piece.loss_held, 0.0)[:, None] * (k - 1))
+        return np.asarray(left - np.where(l == loss, self.submesh.loss_held, 0.0)[:, None] * (k - 1))
 
     def seconds(self, flights: tuple[int, ...], slowest: float = math.inf, roughly: bool = False) -> Floats:
         """[flight, last link, first link]: of a micro-batch, infinite where it does not fit.
@@ -132,11 +132,11 @@ class PartitionTimes:
 
     def _longest(self, slowest: float) -> int:
         """Links of the longest sub-chain that may be as fast as that."""
-        least = np.cumsum([0.0, *(min(o.f + o.b for o in self.chain.options(i)) for i in range(self.piece.links))])
+        least = np.cumsum([0.0, *(min(o.f + o.b for o in self.chain.options(i)) for i in range(self.submesh.links))])
         fast = least[self.kinds.last + 1] - least[self.kinds.first] <= slowest * (1 + 1e-9)
         return int((self.kinds.last - self.kinds.first + 1)[fast].max(initial=1))
 
-    def schedule(self, i: int, l: int, flight: int) -> tuple[Nesting, Passage]:
+    def schedule(self, i: int, l: int, flight: int) -> tuple[Nesting, PartitionRun]:
         """How links i..l run: as it is fixed, else the fastest known schedule that fits, checked by running it."""
         key = int(self.kinds.of[i, l]), flight
         if key not in self._schedules:
@@ -147,7 +147,7 @@ class PartitionTimes:
         first, region, passage = self._schedules[key]
         return _moved(region, i - first), passage
 
-    def last_passage(self, i: int, l: int) -> Passage | None:
+    def last_passage(self, i: int, l: int) -> PartitionRun | None:
         """Links i..l as the last micro-batch runs them; None where it runs as those before it."""
         keeps_last = self.fixed is not None and self.fixed.last is not None
         return run_partition(self.chain, keep_all(i, l), i, l) if keeps_last else None

@@ -1,9 +1,9 @@
-"""Pipelines for the plans of a frontier: pieces priced, partitions searched, what comes out in figures.
+"""Pipelines for the plans of a frontier: submeshes priced, partitions searched, what comes out in figures.
 
-Which devices may be pieces is what the cluster offers as splits, each with its link and its meshes. Where all devices
+Which devices may be submeshes is what the cluster offers as splits, each with its link and meshes. Where all devices
 are linked alike any mix of sizes may follow one another, which holds all splits at once. A pass of the model may be cut
 into slices: the micro-batches of a step are passes times slices. These differ by one grain at most, a number of samples
-that the devices of every piece can share out: the slices of each grain make divisions of their own.
+that the devices of every submesh can share out: the slices of each grain make divisions of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from math import prod
 from pipeline.base.errors import SolveError
 from pipeline.config import Checkpoint, Pipeline, Recompute
 from pipeline.config.schema import SOLVE
+from pipeline.cost import schedules
 from pipeline.cost.groups import Join, groups_of
 from pipeline.cost.step import Workload
 from pipeline.ir.cluster import Cluster, Mesh, Split
@@ -22,12 +23,13 @@ from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Frontier, Prediction
 from pipeline.ir.profile import Profile
 from pipeline.sharding.slices import fits, sliced, slices_of
-from stages.checkpoint.pipelines import schedules, submesh_plans
+from stages.checkpoint.pipelines import submesh_plans
+from stages.checkpoint.pipelines.hidden import Hidden, overlapped
 from stages.checkpoint.pipelines.partition import partition
 from stages.checkpoint.pipelines.refine import PartitionPlan, PipelinePlan
 from stages.checkpoint.pipelines.reshard import Resharding
-from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError, Wishes
-from stages.checkpoint.pipelines.submesh_costs import Filled, fill
+from stages.checkpoint.pipelines.search_inputs import Division, Effort, PartitionError, UserChoices
+from stages.checkpoint.pipelines.submesh_costs import SubmeshCosts, fill
 from stages.checkpoint.recompute.chain import Slots
 from stages.checkpoint.user_choices import boundary_places, join_in_partitions, spans_of
 
@@ -45,11 +47,12 @@ WAYS = {
 
 
 @dataclass(frozen=True)
-class Piped:
+class PricedPipeline:
     """A pipeline with the plans of its partitions."""
 
     plan: PipelinePlan
-    fills: tuple[Filled, ...]  # of each partition
+    fills: tuple[SubmeshCosts, ...]  # of each partition
+    hidden: tuple[Hidden, ...]
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -58,25 +61,25 @@ class Piped:
         return tuple((of_links[part.first][0], of_links[part.last][1]) for part in self.plan.partitions)
 
     @property
-    def pieces(self) -> int:
+    def submeshes(self) -> int:
         """Groups of devices."""
         return len(self.plan.partitions) // self.plan.chunks
 
-    def on(self, device: int) -> list[tuple[PartitionPlan, Filled]]:
+    def on(self, device: int) -> list[tuple[PartitionPlan, SubmeshCosts]]:
         """The partitions of one of them."""
         pairs = list(zip(self.plan.partitions, self.fills, strict=True))
-        return pairs[device :: self.pieces]
+        return pairs[device :: self.submeshes]
 
     @property
     def peak_bytes(self) -> int:
-        return max(round(sum(part.peak_bytes for part, _ in self.on(device))) for device in range(self.pieces))
+        return max(round(sum(part.peak_bytes for part, _ in self.on(device))) for device in range(self.submeshes))
 
 
 @dataclass(frozen=True)
 class Pipelines:
     """Those that fit, the fastest first; where none does, why."""
 
-    found: tuple[Piped, ...] = ()
+    found: tuple[PricedPipeline, ...] = ()
     refused: PartitionError | None = None
 
 
@@ -90,12 +93,12 @@ def find_pipelines(
     join = join_in_partitions(settings, profile.compiled is not None)
     spans = [(group.first, group.last) for group in groups_of(graph, profile, join)]
     wishes = _wishes(graph, spans, settings, where)
-    pieces = _Pieces(graph, profile, cluster, frontier, join)
+    submeshes = _Submeshes(graph, profile, cluster, frontier, join)
     divisions = tuple(
         division
         for split in usable_splits(cluster)
         for offered in offered_slices(graph.batch, counts, cluster.devices)
-        if (division := pieces.division(split, offered)) is not None
+        if (division := submeshes.division(split, offered)) is not None
     )
     if not divisions or len(spans) < 2:
         if _may_do_without(settings, frontier):
@@ -103,7 +106,9 @@ def find_pipelines(
         raise _impossible(graph, cluster, frontier, settings, where)
     try:
         effort = Effort(Slots(settings.slots_per_link))
-        plans = partition(divisions, frontier.budget_bytes, wishes, effort, Resharding(graph, pieces.filled, cluster))
+        plans = partition(
+            divisions, frontier.budget_bytes, wishes, effort, Resharding(graph, submeshes.filled, cluster)
+        )
     except PartitionError as refused:
         if refused.floor is not None:
             floor = refused.floor  # in links of the graph for those of the chain
@@ -115,8 +120,13 @@ def find_pipelines(
             return Pipelines()
         remedy = refused.remedy if counts == (1,) else f"{refused.remedy}, or ask for fewer micro-batches"
         raise SolveError(refused.what, where=f"{where}: {key}", remedy=remedy) from refused
-    filled = pieces.filled
-    return Pipelines(tuple(Piped(plan, tuple(filled[part.piece.name] for part in plan.partitions)) for plan in plans))
+    found = [_piped(plan, tuple(submeshes.filled[part.submesh.name] for part in plan.partitions)) for plan in plans]
+    return Pipelines(tuple(sorted(found, key=lambda piped: piped.plan.seconds)))
+
+
+def _piped(plan: PipelinePlan, fills: tuple[SubmeshCosts, ...]) -> PricedPipeline:
+    played, hidden = overlapped(plan, fills)
+    return PricedPipeline(played, fills, hidden)
 
 
 def may_stand_alone(settings: Checkpoint, frontier: Frontier) -> bool:
@@ -139,11 +149,11 @@ def _impossible(graph: OpGraph, cluster: Cluster, frontier: Frontier, settings: 
         what, remedy = "a pipeline needs several devices, and the cluster has one", "set `pipeline: off`"
     elif len(graph.chain) < 2:
         what, remedy = "the model is one link: it cannot be cut", "set `pipeline: off`"
-    elif not frontier.pieces:
+    elif not frontier.submesh_points:
         what = "the frontier has no plans of fewer devices than all, which partitions could take"
-        remedy = "set `piece_meshes: 1` or more and no saved plan `as_is` in conf/solve, or `pipeline: off`"
+        remedy = "set `submeshes: 1` or more and no saved plan `as_is` in conf/solve, or `pipeline: off`"
     else:
-        what = "no plan of the frontier is for the pieces into which the cluster splits, with such micro-batches"
+        what = "no plan of the frontier is for the submeshes into which the cluster splits, with such micro-batches"
         remedy = "ask for fewer micro-batches, or set `pipeline: off`"
     if settings.pipeline is Pipeline("solve") and _needs_one(settings, frontier):
         what += f", and `recompute: except_last` with {frontier.micro_batches} micro-batches needs one"
@@ -172,7 +182,7 @@ def slice_counts(batch: int, settings: Checkpoint, passes: int, devices: int, wh
 
 
 def offered_slices(batch: int, counts: Iterable[int], devices: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """For each grain that pieces may share out: the batch in each number of slices, but for those of a finer one."""
+    """For each grain that submeshes may share out: the batch in each number of slices, but for those of a finer one."""
     known: set[tuple[int, ...]] = set()
     for grain in range(1, devices + 1):
         cuts = (slices_of(batch, count, grain) for count in counts)
@@ -182,7 +192,7 @@ def offered_slices(batch: int, counts: Iterable[int], devices: int) -> Iterator[
             yield own
 
 
-def _wishes(graph: OpGraph, spans: Sequence[tuple[int, int]], settings: Checkpoint, where: str) -> Wishes:
+def _wishes(graph: OpGraph, spans: Sequence[tuple[int, int]], settings: Checkpoint, where: str) -> UserChoices:
     every = tuple(schedules.Pipeline)
     named = settings.pipeline is not Pipeline("solve")
     boundaries = None
@@ -190,7 +200,7 @@ def _wishes(graph: OpGraph, spans: Sequence[tuple[int, int]], settings: Checkpoi
         boundaries = boundary_places(graph, spans, settings.boundaries, f"{where}: boundaries")
     asked = settings.partitions or (len(boundaries) + 1 if boundaries else None)
     marked = WAYS[settings.recompute] is submesh_plans.Recompute.MARKED
-    return Wishes(
+    return UserChoices(
         pipelines=(schedules.Pipeline(settings.pipeline.value),) if named else every,
         boundaries=boundaries,
         partitions=(asked,) if asked else tuple(range(2, max(2, len(spans)) + 1)),
@@ -216,33 +226,33 @@ def usable_splits(cluster: Cluster) -> tuple[Split, ...]:
 
 
 @dataclass(frozen=True)
-class _Pieces:
-    """The plans of the frontier on pieces of the cluster."""
+class _Submeshes:
+    """The plans of the frontier on submeshes of the cluster."""
 
     graph: OpGraph
     profile: Profile
     cluster: Cluster
     frontier: Frontier
     join: Join
-    filled: dict[str, Filled] = field(default_factory=dict)  # those that were priced, by name
+    filled: dict[str, SubmeshCosts] = field(default_factory=dict)  # those that were priced, by name
 
     def division(self, split: Split, offered: tuple[tuple[int, ...], ...]) -> Division | None:
-        """With the pieces that have plans; None where a size has none."""
+        """With the submeshes that have plans; None where a size has none."""
         by_count = {}
         for slices in offered:
             own = list(self._fills(split, slices))
-            have = {one.piece.devices for one in own}
+            have = {one.submesh.devices for one in own}
             if own and have.issuperset(split.sizes):
-                self.filled.update({one.piece.name: one for one in own})
-                by_count[self.frontier.micro_batches * len(slices)] = tuple(one.piece for one in own)
+                self.filled.update({one.submesh.name: one for one in own})
+                by_count[self.frontier.micro_batches * len(slices)] = tuple(one.submesh for one in own)
         if not by_count:
             return None
         return Division(self.cluster.devices, by_count, split.link.seconds, split.sizes)
 
-    def _fills(self, split: Split, slices: tuple[int, ...]) -> Iterator[Filled]:
+    def _fills(self, split: Split, slices: tuple[int, ...]) -> Iterator[SubmeshCosts]:
         frontier, passes = self.frontier, self.frontier.micro_batches * len(slices)
         graph, profile = sliced(self.graph, self.profile, slices)
-        for number, point in enumerate(frontier.pieces):
+        for number, point in enumerate(frontier.submesh_points):
             mesh = _mesh_in(split, frontier.meshes[point.mesh])
             if mesh is None or not fits(self.graph, point.sharding, mesh.sizes, slices):
                 continue
@@ -256,7 +266,7 @@ class _Pieces:
 
 
 def _mesh_in(split: Split, mesh: Mesh) -> Mesh | None:
-    """The mesh as this split has it: pieces of one size may be slower in another. Axes keep their names."""
+    """The mesh as this split has it: submeshes of one size may be slower in another. Axes keep their names."""
     for own in split.meshes.get(str(prod(mesh.sizes)), ()):
         if own.sizes == mesh.sizes:
             return Mesh(tuple(replace(a, name=b.name) for a, b in zip(own.axes, mesh.axes, strict=True)))
@@ -266,33 +276,36 @@ def _mesh_in(split: Split, mesh: Mesh) -> Mesh | None:
 # ------------------------------------------------------------------------------------------------------------ figures
 
 
-def predict(piped: Piped) -> Prediction:
+def predict(piped: PricedPipeline) -> Prediction:
     """Seconds by what they are for are those of the busiest devices; what is left of the step they wait."""
     plan = piped.plan
     busy = [
         sum(event.end - event.start for event in row) + sum(part.load.once for part, _ in piped.on(device))
         for device, row in enumerate(plan.timeline.events)
     ]
-    device = max(range(piped.pieces), key=lambda number: busy[number])
-    compute = communication = recompute = optimizer = 0.0
-    for part, filled in piped.on(device):
+    device = max(range(piped.submeshes), key=lambda number: busy[number])
+    compute = communication = recompute = optimizer = hidden = 0.0
+    for (part, filled), own_hidden in zip(piped.on(device), piped.hidden[device :: piped.submeshes], strict=True):
         costs = filled.linear.costs[part.first : part.last + 1]
         span = slice(costs[0].first, costs[-1].last_link + 1)
         once, kept = filled.once[span], sum(own.ways[0].forward + own.ways[0].backward for own in costs)
         moved = sum(link.communication.total for link in filled.priced.step.links[span])
         compute += plan.micro_batches * (kept - moved) + sum(one.compute for one in once)
-        communication += plan.micro_batches * moved + sum(one.communication for one in once)
+        behind = plan.micro_batches * own_hidden.each
+        hidden += behind + own_hidden.once
+        communication += plan.micro_batches * moved + sum(one.communication for one in once) - behind - own_hidden.once
         last = part.load.last or part.load  # the last micro-batch may keep everything
         busy_seconds = (plan.micro_batches - 1) * part.load.time + last.time
-        recompute += max(0.0, busy_seconds - plan.micro_batches * kept)
+        recompute += max(0.0, busy_seconds + behind - plan.micro_batches * kept)
         optimizer += sum(one.optimizer for one in once)
     return Prediction(
         step_seconds=plan.seconds,
         peak_bytes=piped.peak_bytes,
-        resident_bytes=max(round(sum(p.resident_bytes for p, _ in piped.on(n))) for n in range(piped.pieces)),
+        resident_bytes=max(round(sum(p.resident_bytes for p, _ in piped.on(n))) for n in range(piped.submeshes)),
         compute_seconds=compute,
         communication_seconds=communication,
         recompute_seconds=recompute,
         optimizer_seconds=optimizer,
         bubble_seconds=max(0.0, plan.seconds - compute - communication - recompute - optimizer),
+        hidden_seconds=hidden,
     )

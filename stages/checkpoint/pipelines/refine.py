@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from pipeline.cost.schedules import DeviceOrder, Load, Pipeline, PlayedSchedule, orders, simulate
 from stages.checkpoint.pipelines.cuts import Cuts
 from stages.checkpoint.pipelines.partition_times import PartitionTimes
-from stages.checkpoint.pipelines.schedules import DeviceOrder, Load, Pipeline, PlayedSchedule, orders, simulate
 from stages.checkpoint.pipelines.search_space import SearchTask
-from stages.checkpoint.pipelines.submesh_plans import Piece
-from stages.checkpoint.recompute.in_flight import Moment, Passage, fullest
+from stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
+from stages.checkpoint.recompute.in_flight import Moment, PartitionRun, fullest
 from stages.checkpoint.recompute.schedule import Keep, Nesting
 
 
 @dataclass(frozen=True)
 class PartitionPlan:
-    """Links first..last on one piece, and what they are predicted to take."""
+    """Links first..last on one submesh, and what they are predicted to take."""
 
     first: int
     last: int
-    piece: Piece
+    submesh: SubmeshPlan
     flight: int  # micro-batches whose forward has begun and whose backward has not ended, at most
     region: Nesting  # its steps are run in order; those that are regions are recomputed
     load: Load
@@ -31,7 +31,7 @@ class PartitionPlan:
     @property
     def resident_bytes(self) -> float:
         """Whatever is recomputed."""
-        return sum(self.piece.resident[self.first : self.last + 1]) + self.piece.everywhere
+        return sum(self.submesh.resident[self.first : self.last + 1]) + self.submesh.everywhere
 
     @property
     def regions(self) -> str:
@@ -61,7 +61,7 @@ class PipelinePlan:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        return tuple(part.piece.devices for part in self.partitions)
+        return tuple(part.submesh.devices for part in self.partitions)
 
     @property
     def firsts(self) -> tuple[int, ...]:
@@ -92,18 +92,18 @@ def plan_of(task: SearchTask, cuts: Cuts) -> PipelinePlan:
 
 
 def _part(times: PartitionTimes, first: int, last: int, flight: int, send: float) -> PartitionPlan:
-    piece, span = times.piece, slice(first, last + 1)
+    submesh, span = times.submesh, slice(first, last + 1)
     region, passage = times.schedule(first, last, flight)
     whole = [step.link for step in region.steps if isinstance(step, Keep) and not step.option]  # else it is recomputed
     of_last = times.last_passage(first, last)
-    last_load = _load(piece, of_last, range(first, last + 1), send) if of_last is not None else None
-    load = replace(_load(piece, passage, whole, send), once=sum(piece.once[span]), last=last_load)
+    last_load = _load(submesh, of_last, range(first, last + 1), send) if of_last is not None else None
+    load = replace(_load(submesh, passage, whole, send), once=sum(submesh.once[span]), last=last_load)
     room, moment = times.terms.memory * times.terms.share, fullest(passage, of_last, flight)
     used = room - times.room(first, last, flight) + moment.memory
-    return PartitionPlan(first, last, piece, flight, region, load, moment, used, room)
+    return PartitionPlan(first, last, submesh, flight, region, load, moment, used, room)
 
 
-def _load(piece: Piece, passage: Passage, whole: Iterable[int], send: float) -> Load:
+def _load(submesh: SubmeshPlan, passage: PartitionRun, whole: Iterable[int], send: float) -> Load:
     """Of a micro-batch; the gradients of weights of the links that are not recomputed can be put off."""
-    weight = min(sum(piece.weight[link] for link in whole), passage.backward)
+    weight = min(sum(submesh.weight[link] for link in whole), passage.backward)
     return Load(passage.forward, passage.backward, send, weight)

@@ -19,19 +19,19 @@ from pipeline.ir.cluster import Axis, Cluster
 from pipeline.ir.graph import OpGraph, Value
 from pipeline.ir.layout import Layout, R, S
 from pipeline.sharding.paths import Paths
-from stages.checkpoint.pipelines.submesh_costs import Filled
-from stages.checkpoint.pipelines.submesh_plans import Piece
+from stages.checkpoint.pipelines.submesh_costs import SubmeshCosts
+from stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
 
 
 class Resharding:
-    """Seconds of one direction by cut, for pieces that are known by their names."""
+    """Seconds of one direction by cut, for submeshes that are known by their names."""
 
-    def __init__(self, graph: OpGraph, filled: dict[str, Filled], cluster: Cluster) -> None:
+    def __init__(self, graph: OpGraph, filled: dict[str, SubmeshCosts], cluster: Cluster) -> None:
         self.graph, self.filled, self.cluster = graph, filled, cluster
         self._paths: list[tuple[tuple[Axis, ...], Paths]] = []  # by mesh
         self._known: dict[object, float] = {}
 
-    def __call__(self, cut: int, before: Piece, after: Piece) -> float:
+    def __call__(self, cut: int, before: SubmeshPlan, after: SubmeshPlan) -> float:
         sender, receiver = self.filled[before.name], self.filled[after.name]
         name = self.graph.chain[sender.linear.spans[cut][0]].input
         if name is None:
@@ -43,7 +43,9 @@ class Resharding:
             self._known[key] = self._seconds(value, *ends, sender, receiver) / 2
         return self._known[key]
 
-    def _seconds(self, value: Value, source: Layout, target: Layout, sender: Filled, receiver: Filled) -> float:
+    def _seconds(
+        self, value: Value, source: Layout, target: Layout, sender: SubmeshCosts, receiver: SubmeshCosts
+    ) -> float:
         alike = sender.sizes == receiver.sizes
         if alike and source == target:
             return 0.0
@@ -53,13 +55,13 @@ class Resharding:
         summed = self._cheapest(value, source, whole, sender)
         return summed + self._cheapest(value, _parts(value, receiver.sizes), target, receiver)
 
-    def _cheapest(self, value: Value, source: Layout, target: Layout, on: Filled) -> float:
+    def _cheapest(self, value: Value, source: Layout, target: Layout, on: SubmeshCosts) -> float:
         """Of a micro-batch; its shape is the whole one, as which of its dims is cut does not matter."""
         _, paths = self._paths[self._mesh(on)]
         nbytes = value.type.nbytes * on.slices[0] // sum(on.slices)
         return paths.cheapest(source, target, value.type.shape, nbytes, value.grad).seconds.total
 
-    def _mesh(self, on: Filled) -> int:
+    def _mesh(self, on: SubmeshCosts) -> int:
         """Its number among the meshes that were seen."""
         own = on.priced.cluster.axes
         for number, (axes, _) in enumerate(self._paths):

@@ -1,4 +1,4 @@
-"""What `partition` is given: devices as pieces with their plans, what the user fixes, how finely to search."""
+"""What `partition` is given: devices as submeshes with their plans, what the user fixes, how finely to search."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pipeline.base.errors import SolveError
-from stages.checkpoint.pipelines.schedules import Pipeline
-from stages.checkpoint.pipelines.submesh_plans import Piece, Recompute
+from pipeline.cost.schedules import Pipeline
+from stages.checkpoint.pipelines.submesh_plans import Recompute, SubmeshPlan
 from stages.checkpoint.recompute.chain import SLOTS, Slots
 from stages.checkpoint.recompute.schedule import ScheduledOp
 
-Reshard = Callable[[int, Piece, Piece], float]  # seconds to lay out the activation before a link from plan to plan
+Reshard = Callable[
+    [int, SubmeshPlan, SubmeshPlan], float
+]  # seconds to lay out the activation before a link from plan to plan
 
 
 class PartitionError(SolveError):
@@ -38,20 +40,20 @@ class PipelineFloor:
 
 @dataclass(frozen=True)
 class Division:
-    """The devices as pieces, one after another: `sizes` if given, else any pieces that plans are for."""
+    """The devices as submeshes, one after another: `sizes` if given, else any submeshes that plans are for."""
 
     devices: int
-    pieces: Mapping[int, tuple[Piece, ...]]  # by number of micro-batches, of which the costs depend
+    submeshes: Mapping[int, tuple[SubmeshPlan, ...]]  # by number of micro-batches, of which the costs depend
     link: Callable[[float], float]  # seconds for so many bytes between neighbours
     sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.sizes and sum(self.sizes) != self.devices:
-            raise PartitionError(f"pieces of {self.sizes} devices are not {self.devices}", where="division")
+            raise PartitionError(f"submeshes of {self.sizes} devices are not {self.devices}", where="division")
 
 
 @dataclass(frozen=True)
-class Wishes:
+class UserChoices:
     """What the user fixes; what is not fixed is searched for."""
 
     pipelines: tuple[Pipeline, ...] = (Pipeline.ONE_F_ONE_B,)
@@ -76,9 +78,9 @@ class Effort:
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class SearchInputs:
     divisions: tuple[Division, ...]
     memory: int
-    wishes: Wishes
+    wishes: UserChoices
     effort: Effort
     reshard: Reshard | None

@@ -1,11 +1,11 @@
-"""Plans of the frontier as `Piece`s: the sharded program of a piece of the cluster, priced link by link.
+"""Plans of the frontier as `SubmeshPlan`s: the sharded program of a submesh of the cluster, priced link by link.
 
 A partition needs what its links read, and links are added up one by one, so that what several links share is put so:
 
     read by       bytes (an upper bound)              seconds once a step
     one link      that link                           that link
     two           both                                both (each updates its copy, and they sum their gradients)
-    more          any partition (`Piece.everywhere`)  the first and the last
+    more          any partition (`SubmeshPlan.everywhere`)  the first and the last
 
 Parameters count with gradient and optimizer state; copies of parameters that several links read, and buffers, are put
 in the same way. A common value is held by the link that writes it and by its reader, or by any partition, for each
@@ -25,7 +25,7 @@ from pipeline.cost.step import Priced
 from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ir.program import Call, Convert, Step
 from pipeline.ops.products import is_put_off, weights
-from stages.checkpoint.pipelines.submesh_plans import Piece
+from stages.checkpoint.pipelines.submesh_plans import SubmeshPlan
 from stages.checkpoint.recompute.linearize import Linear, linearize_partitions
 
 FEW = 2  # links that each get what they share
@@ -45,11 +45,11 @@ class Once:
 
 
 @dataclass(frozen=True)
-class Filled:
-    """A plan on a piece of the cluster as numbers, with what they were made from."""
+class SubmeshCosts:
+    """A plan on a submesh of the cluster as numbers, with what they were made from."""
 
-    piece: Piece
-    priced: Priced  # the whole model on the piece's mesh
+    submesh: SubmeshPlan
+    priced: Priced  # the whole model on the submesh's mesh
     linear: Linear
     once: tuple[Once, ...]  # of each link of the graph
     slices: tuple[int, ...]  # samples of those into which a pass of the model is cut
@@ -61,8 +61,8 @@ class Filled:
 
 def fill(
     name: str, priced: Priced, slices: tuple[int, ...], link: Callable[[float], float], join: Join = Join.NONE
-) -> Filled | None:
-    """`link` leads to the next piece; a link of the chain may stand for several. None where the model is one link:
+) -> SubmeshCosts | None:
+    """`link` leads to the next submesh; a link of the chain may stand for several. None where the model is one link:
     it cannot be cut."""
     linear = linearize_partitions(priced, join)
     if linear.chain is None:
@@ -74,7 +74,7 @@ def fill(
     def joined(values: Sequence[float]) -> tuple[float, ...]:
         return tuple(sum(values[first : last + 1]) for first, last in linear.spans)
 
-    piece = Piece(
+    submesh = SubmeshPlan(
         name=name,
         devices=prod(sizes),
         chain=linear.chain,
@@ -89,7 +89,7 @@ def fill(
         everywhere=shares.everywhere,
         everywhere_held=everywhere_held,
     )
-    return Filled(piece, priced, linear, once, slices)
+    return SubmeshCosts(submesh, priced, linear, once, slices)
 
 
 class _Shares:

@@ -1,4 +1,4 @@
-"""A plan on a piece of the cluster, and the terms under which a partition of it runs (partition_times.py)."""
+"""A plan on a submesh of the cluster, and the terms under which a partition of it runs (partition_times.py)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sent(Enum):
 
 
 @dataclass(frozen=True)
-class Piece:
+class SubmeshPlan:
     """A plan of the whole model on a mesh of some devices, priced for one size of micro-batch.
 
     Link i of the chain, the loss included, has `resident[i]` bytes on each device and `once[i]` seconds once a step
@@ -57,11 +57,11 @@ class Piece:
             values = tuple(getattr(self, name)) or (0.0,) * links
             object.__setattr__(self, name, values)
             if len(values) != links or not all(math.isfinite(x) and x >= 0 for x in values):
-                raise ChainError(f"{name} needs {links} numbers that are not negative", where=f"piece {self.name}")
+                raise ChainError(f"{name} needs {links} numbers that are not negative", where=f"submesh {self.name}")
         if self.devices < 1:
-            raise ChainError("a piece has at least one device", where=f"piece {self.name}")
+            raise ChainError("a submesh has at least one device", where=f"submesh {self.name}")
 
-    def putting_off(self) -> Piece:
+    def putting_off(self) -> SubmeshPlan:
         """As any micro-batch in flight may have put off its weight gradients."""
         held = tuple(a + b for a, b in zip(self.held, self.put_off, strict=True))
         return replace(self, held=held, put_off=())

@@ -22,7 +22,7 @@ from stages.checkpoint.recompute.simulate import ExecutedOp, MemoryState, check_
 
 
 @dataclass(frozen=True)
-class Passage:
+class PartitionRun:
     """One micro-batch through a partition: seconds and bytes, the partition's input counted in both sizes."""
 
     forward: float
@@ -52,7 +52,7 @@ class Moment:
         return self.waiting + self.running
 
 
-def fullest(each: Passage, last: Passage | None, flight: int) -> Moment:
+def fullest(each: PartitionRun, last: PartitionRun | None, flight: int) -> Moment:
     """The moment at which a partition holds the most; `last` is the last micro-batch where that is run otherwise."""
     moments = [Moment((flight - 1) * each.hold, each.peak)]
     if last is not None:
@@ -62,11 +62,11 @@ def fullest(each: Passage, last: Passage | None, flight: int) -> Moment:
     return max(moments, key=lambda moment: moment.memory)
 
 
-def run_partition(chain: Chain, region: Nesting, first: int, last: int) -> Passage:
+def run_partition(chain: Chain, region: Nesting, first: int, last: int) -> PartitionRun:
     """Run links first..last as the region says; the steps of the region itself are not recomputed."""
     ahead, waiting, back = _phases(chain, region, first, last)
     forward, backward = (sum(step.seconds for step in steps) for steps in (ahead, back))
-    return Passage(forward, backward, held(chain, waiting), max(step.held for step in (*ahead, *back)))
+    return PartitionRun(forward, backward, held(chain, waiting), max(step.held for step in (*ahead, *back)))
 
 
 def worst_step(chain: Chain, region: Nesting, first: int, last: int) -> ExecutedOp:

@@ -56,7 +56,7 @@ BEYOND = 1.08  # of a room: more than rounding loses with the default number of 
 class InfeasibleBudget(ShardwrightError):
     """No schedule fits: carries the budget asked for, the tightest feasible one, and the op that sets it."""
 
-    def __init__(self, memory: int, floor: Floor) -> None:
+    def __init__(self, memory: int, floor: LeastMemory) -> None:
         self.memory = memory
         self.tightest = floor.memory
         self.link = floor.op.link
@@ -71,14 +71,14 @@ class InfeasibleBudget(ShardwrightError):
 
 
 @dataclass(frozen=True)
-class Floor:
+class LeastMemory:
     """The tightest feasible budget, a_0 included, and the op that needs all of it."""
 
     memory: int
     op: ScheduledOp
 
 
-class Floors:
+class LeastMemoryTable:
     """N(i,l) of every sub-chain of a chain of whole sizes: `need[i, l]`."""
 
     def __init__(self, chain: Chain) -> None:
@@ -116,7 +116,7 @@ class Floors:
         return (i + 1 + at, l) if after[at] == value else (i, i + at)
 
 
-def tightest(chain: Chain, slots: int | None = None, first: int = 0, last: int | None = None) -> Floor:
+def tightest(chain: Chain, slots: int | None = None, first: int = 0, last: int | None = None) -> LeastMemory:
     """The least budget in bytes for which links first..last have a schedule; with `slots`, after discretising to them.
 
     Sizes in slots fall as the budget grows, so feasibility is monotone and the second form is a bisection.
@@ -134,18 +134,18 @@ def tightest(chain: Chain, slots: int | None = None, first: int = 0, last: int |
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(chain, slots, middle, first, last) else (middle, high)
-    return Floor(high, _floor(chain.whole(slots, high), first, last).op)
+    return LeastMemory(high, _floor(chain.whole(slots, high), first, last).op)
 
 
-def _floor(whole: Chain, first: int, last: int) -> Floor:
-    floors = Floors(whole)
-    return Floor(int(floors.need[first, last] + whole.a[first]), floors.binding(first, last))
+def _floor(whole: Chain, first: int, last: int) -> LeastMemory:
+    floors = LeastMemoryTable(whole)
+    return LeastMemory(int(floors.need[first, last] + whole.a[first]), floors.binding(first, last))
 
 
 def fits(chain: Chain, slots: int, memory: int, first: int = 0, last: int | None = None) -> bool:
     """Whether links first..last have a schedule in that many bytes, cut into slots."""
     last = chain.length if last is None else last
-    floors = Floors(chain.whole(slots, memory))
+    floors = LeastMemoryTable(chain.whole(slots, memory))
     return bool(floors.need[first, last] + floors.links.a[first] <= slots)
 
 
@@ -159,7 +159,7 @@ class Table:
     slot_chain: SlotChain
     memory: int
     best: Floats
-    floors: Floors
+    floors: LeastMemoryTable
     kinds: Kinds
 
     @property
@@ -232,7 +232,7 @@ def solve(chain: SlotChain | Chain, memory: int | None = None, kinds: Kinds | No
     if memory < 0 or 8 * math.prod(shape) > MAX_TABLE_BYTES:
         what = f"a table of {chain.sizes.length + 1} links and {memory} slots cannot be held"
         raise ChainError(what, remedy="discretise to fewer slots")
-    table = Table(chain, memory, np.empty(shape), Floors(chain.sizes), kinds)
+    table = Table(chain, memory, np.empty(shape), LeastMemoryTable(chain.sizes), kinds)
     kernels.fill(table.best, table.best, 0, False, kinds, table.floors.links, table.floors.need)
     return table
 
@@ -270,7 +270,7 @@ def _infeasible(table: Table, memory: int, first: int, last: int) -> InfeasibleB
     slots = table.slot_chain
     need = int(table.floors.need[first, last] + table.chain.a[first])
     if need <= slots.slots or slots.source is slots.sizes:
-        floor = Floor(-(-need * slots.memory // slots.slots), table.floors.binding(first, last))
+        floor = LeastMemory(-(-need * slots.memory // slots.slots), table.floors.binding(first, last))
     else:
         floor = tightest(slots.source, slots.slots, first, last)
     return InfeasibleBudget(slots.bytes_of(memory), floor)

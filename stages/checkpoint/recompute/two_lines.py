@@ -1,4 +1,4 @@
-"""A recompute schedule played on the two lines of pipeline.cost.two_lines."""
+"""A recompute schedule played on the two lines of pipeline.cost.two_lines, and as the runs of pipeline.cost.traffic."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeline.cost.links import LinkCosts
+from pipeline.cost.traffic import Ran, RunKind
 from pipeline.cost.two_lines import Pair, ends_of
 from stages.checkpoint.recompute.chain import LAST
 from stages.checkpoint.recompute.schedule import OpKind, ScheduledOp
@@ -37,3 +38,18 @@ def _seconds(op: ScheduledOp, costs: Sequence[LinkCosts]) -> Pair:
     if op.link == len(costs) - 1:  # the loss runs both ways at once
         return host.total, device.total
     return host.backward, device.backward
+
+
+def runs_of(outcome: Outcome, costs: Sequence[LinkCosts]) -> list[Ran]:
+    """What ran, by links of the graph; where nothing of one is kept, its forward pass is a run of its own."""
+    found = []
+    for step in outcome.steps:
+        op, own = step.op, costs[step.op.link]
+        kind = RunKind.FORWARD
+        if op.kind is OpKind.B and op.link == len(costs) - 1:
+            kind = RunKind.BOTH
+        elif op.kind is OpKind.B:
+            kept = None if op.option == LAST else own.ways[op.option].kept
+            kind = RunKind.BACKWARD if kept is None else RunKind.AGAIN
+        found.append(Ran(own.first, own.last_link, kind, step.seconds))
+    return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from pipeline.ir.graph import OpGraph
-from pipeline.ir.plan import Baseline
-from stages.solve.problem.build import Choices
+from pipeline.ir.plan import Baseline, FrontierPoint, Sharding
+from stages.solve.problem.build import Choices, to_sharding
 from stages.solve.problem.data import Problem
 from stages.solve.problem.families import Families, named
 from stages.solve.search.decomposition import fastest
@@ -15,7 +16,9 @@ from stages.solve.search.restricted import restrict
 SECONDS = 5.0  # for a kind that only the search for large problems can plan
 
 
-def baselines(graph: OpGraph, choices: Choices, problem: Problem) -> tuple[Baseline, ...]:
+def baselines(
+    graph: OpGraph, choices: Choices, problem: Problem, price: Callable[[Sharding], FrontierPoint]
+) -> tuple[Baseline, ...]:
     """Kinds that the model's shapes do not allow on this mesh are left out; so are all on one device."""
     axes = len(next(iter(choices.ops.values()))[0].outputs[0].states)
     families = Families(graph, choices)
@@ -26,7 +29,7 @@ def baselines(graph: OpGraph, choices: Choices, problem: Problem) -> tuple[Basel
             continue
         left = restrict(problem, kept)
         picked = left.expand(fastest(left.problem, SECONDS))
-        seconds = problem.cost(picked)
-        if math.isfinite(seconds):
-            found.append(Baseline(name, seconds, round(problem.peak(picked)), mesh=0))
+        if math.isfinite(problem.cost(picked)):
+            point = price(to_sharding(graph, choices, picked))
+            found.append(Baseline(name, point.seconds, point.peak_bytes, mesh=0))
     return tuple(found)

@@ -27,16 +27,15 @@ from pipeline.base.log import Advance, Log
 from pipeline.config import Search, Solve
 from pipeline.ir.plan import Proof
 from stages.solve.problem.data import Problem
-from stages.solve.search import mcmc
 from stages.solve.search.backends import NothingFound
 from stages.solve.search.decomposition import WideBounder, bounder_of
 from stages.solve.search.integer_program import best_prices, solve, without_too_costly
-from stages.solve.search.memory_price import Bounder, Seen
+from stages.solve.search.memory_price import Bounder, EvaluatedPlan
 from stages.solve.search.restricted import Restricted, without_dominated
 
 MOST_CHOICES = 5000  # of a problem in which dominated ones are looked for
 MOST_VARIABLES = 1500  # choices that may be left, for an integer program that is worth a try
-ELIMINATION, PRICES, PROGRAM, MCMC = Bounder.method, "prices", "integer program", "mcmc"
+ELIMINATION, PRICES, PROGRAM = Bounder.method, "prices", "integer program"
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Solution:
     proof: Proof
 
 
-P = TypeVar("P", Seen, Solution)
+P = TypeVar("P", EvaluatedPlan, Solution)
 
 
 def without_beaten(plans: list[P]) -> list[P]:
@@ -63,7 +62,6 @@ class FrontierSearch:
     def __init__(self, problem: Problem, settings: Solve, where: str, log: Log) -> None:
         self.problem, self.settings, self.where, self.log = problem, settings, where, log
         self.seconds: dict[str, float] = {}
-        self._starts: set[tuple[int, ...]] = set()
         prices = best_prices(settings, where)
         with self.clock("bound"):
             if settings.search is Search.large:
@@ -72,8 +70,7 @@ class FrontierSearch:
                 self.bounder = bounder_of(problem, prices, settings.seed, settings.time_limit_s, log)
 
     def start_from(self, picked: tuple[int, ...]) -> None:
-        """Answers are never worse than this plan where it fits; random changes begin with it."""
-        self._starts.add(picked)
+        """Answers are never worse than this plan where it fits."""
         self.bounder.know(picked)
 
     @contextmanager
@@ -103,7 +100,7 @@ class FrontierSearch:
         exact = self.bounder.method == ELIMINATION
         return self.settings.time_limit_s if exact else max(0.0, ends - time.monotonic()) / parts
 
-    def _fill(self, deadline: float, advance: Advance) -> list[Seen]:
+    def _fill(self, deadline: float, advance: Advance) -> list[EvaluatedPlan]:
         """Halves the widest gap in memory until there are enough plans, or no gap has one inside."""
         plans = without_beaten([self.bounder.fastest, self.bounder.smallest(deadline)])
         exhausted: set[tuple[float, float]] = set()
@@ -137,12 +134,6 @@ class FrontierSearch:
             )
         method = PRICES if self.bounder.method == ELIMINATION else self.bounder.method
         known = self._solution(bounded.best, method, bounded.bound)
-        if self.settings.search is Search.mcmc:  # what random changes make of the smallest plan
-            with self.clock("mcmc"):
-                fitting = (s for s in self.bounder.seen.values() if s.peak <= limit)
-                start = min(fitting, key=lambda s: (s.picked not in self._starts, s.peak, s.cost))
-                best = mcmc.search(self.problem, limit, start, self.settings.seed, deadline)
-            return self._solution(best, MCMC, known.proof.bound)
         if known.proof.gap <= self.settings.gap or self.settings.search in (Search.dp, Search.large):
             return known
         with self.clock("exact"):
@@ -173,7 +164,7 @@ class FrontierSearch:
         proof = self.proof(PROGRAM, cost, max(known.proof.bound, bound, answer.bound))
         return Solution(picked, cost, peak, replace(proof, variables=answer.variables, constraints=answer.constraints))
 
-    def _solution(self, plan: Seen, method: str, bound: float) -> Solution:
+    def _solution(self, plan: EvaluatedPlan, method: str, bound: float) -> Solution:
         return Solution(plan.picked, plan.cost, plan.peak, self.proof(method, plan.cost, bound))
 
     def proof(self, method: str, cost: float, bound: float) -> Proof:

@@ -15,14 +15,14 @@ from pipeline.config import Only, Solve
 from pipeline.cost.resident import Kept, ResidentPart, budget_of, gigabytes, resident_parts, total_of
 from pipeline.ir.graph import Role
 from pipeline.ir.plan import FrontierPoint, Sharding
-from stages.solve.on_mesh import OnMesh
+from stages.solve.on_mesh import MeshProblem
 from stages.solve.problem.storage import Way
 
 MATTERS = 0.999  # of the least: what falls by less is not worth a word
 
 
 @dataclass(frozen=True)
-class Lift:
+class LiftedSetting:
     """A setting of the user's that may stand in the way, and settings without it."""
 
     setting: str  # empty: several at once
@@ -31,10 +31,10 @@ class Lift:
     ways: tuple[Way, ...] = ()
 
 
-Helping = list[tuple[Lift, int]]  # settings that help, each with the least that stays resident then
+Helping = list[tuple[LiftedSetting, int]]  # settings that help, each with the least that stays resident then
 
 
-def refusal(mesh: OnMesh, least: FrontierPoint, smallest: int, budget: int) -> BudgetError:
+def refusal(mesh: MeshProblem, least: FrontierPoint, smallest: int, budget: int) -> BudgetError:
     """`least` is the plan that keeps least for good, `smallest` the least peak of a plan without recompute."""
     parts = resident_of(mesh, least.sharding)
     helping = _helping(mesh, parts[0], least.resident_bytes)
@@ -48,7 +48,7 @@ def refusal(mesh: OnMesh, least: FrontierPoint, smallest: int, budget: int) -> B
     )
 
 
-def refusal_of_saved(mesh: OnMesh, saved: FrontierPoint, budget: int) -> BudgetError:
+def refusal_of_saved(mesh: MeshProblem, saved: FrontierPoint, budget: int) -> BudgetError:
     """The saved plan was to be taken as it is, and is too large."""
     largest = resident_of(mesh, saved.sharding)[0]
     return BudgetError(
@@ -60,11 +60,11 @@ def refusal_of_saved(mesh: OnMesh, saved: FrontierPoint, budget: int) -> BudgetE
     )
 
 
-def resident_of(mesh: OnMesh, sharding: Sharding) -> tuple[ResidentPart, ...]:
+def resident_of(mesh: MeshProblem, sharding: Sharding) -> tuple[ResidentPart, ...]:
     return resident_parts(mesh.workload.priced(sharding).sharded, mesh.workload.optimizer_copies)
 
 
-def _lifts(settings: Solve, largest: ResidentPart) -> Iterator[Lift]:
+def _lifts(settings: Solve, largest: ResidentPart) -> Iterator[LiftedSetting]:
     """Each setting on its own, the mildest change first; then all together."""
     everything = replace(settings, only=Only.any, constraints=None, shard_only=None)
     constraints = dict(settings.constraints or {})
@@ -75,22 +75,26 @@ def _lifts(settings: Solve, largest: ResidentPart) -> Iterator[Lift]:
         if what.strip() == "R" and largest.kept is Kept.state:
             zero1 = f"zero1{on}{axis}"
             changed = replace(settings, constraints={**constraints, pattern: zero1})
-            yield Lift(setting, f"try ZeRO-1 (`constraints.{pattern}: {zero1}`)", changed)
-        yield Lift(setting, f"drop `constraints.{pattern}`", replace(settings, constraints=others))
+            yield LiftedSetting(setting, f"try ZeRO-1 (`constraints.{pattern}: {zero1}`)", changed)
+        yield LiftedSetting(setting, f"drop `constraints.{pattern}`", replace(settings, constraints=others))
     if settings.only is Only.data:
         zero, where = replace(settings, only=Only.zero), "allowed by `only: zero`"
-        yield Lift("only: data", f"try ZeRO-1 ({where})", zero, (Way.as_it_lies, Way.zero1))
-        yield Lift("only: data", f"try ZeRO-3 ({where})", zero)
+        yield LiftedSetting("only: data", f"try ZeRO-1 ({where})", zero, (Way.as_it_lies, Way.zero1))
+        yield LiftedSetting("only: data", f"try ZeRO-3 ({where})", zero)
     if settings.only is not Only.any:
-        yield Lift(f"only: {settings.only.value}", "allow every way (`only: any`)", replace(settings, only=Only.any))
+        yield LiftedSetting(
+            f"only: {settings.only.value}", "allow every way (`only: any`)", replace(settings, only=Only.any)
+        )
     if settings.shard_only:
-        yield Lift(f"shard_only: {settings.shard_only}", "drop `shard_only`", replace(settings, shard_only=None))
+        yield LiftedSetting(
+            f"shard_only: {settings.shard_only}", "drop `shard_only`", replace(settings, shard_only=None)
+        )
     asked = {"constraints": constraints, "only": settings.only is not Only.any, "shard_only": settings.shard_only}
     if len(constraints) + sum(bool(what) for key, what in asked.items() if key != "constraints") > 1:
-        yield Lift("", f"drop {' and '.join(f'`{key}`' for key, what in asked.items() if what)}", everything)
+        yield LiftedSetting("", f"drop {' and '.join(f'`{key}`' for key, what in asked.items() if what)}", everything)
 
 
-def _helping(mesh: OnMesh, largest: ResidentPart, least: int) -> Helping:
+def _helping(mesh: MeshProblem, largest: ResidentPart, least: int) -> Helping:
     found: Helping = []
     for lift in _lifts(mesh.settings, largest):
         with suppress(SolveError):  # what it asks for instead cannot be
@@ -100,16 +104,16 @@ def _helping(mesh: OnMesh, largest: ResidentPart, least: int) -> Helping:
     return [(lift, nbytes) for lift, nbytes in found if nbytes < MATTERS * least]
 
 
-def _why(mesh: OnMesh, part: ResidentPart, helping: Helping) -> str:
+def _why(mesh: MeshProblem, part: ResidentPart, helping: Helping) -> str:
     """Why the largest part is not smaller."""
     devices = mesh.cluster.devices
     if part.kept is Kept.buffers:
         return "which every device keeps whole"
     if devices == 1:
         return "on the only device"
-    if part.pieces == devices:
+    if part.shards == devices:
         return f"split over all {devices} devices"
-    split = f"split into {part.pieces}" if part.pieces > 1 else "whole"
+    split = f"split into {part.shards}" if part.shards > 1 else "whole"
     if helping:
         settings = " or ".join(dict.fromkeys(f"`{lift.setting}`" for lift, _ in helping if lift.setting))
         return f"{split} on {devices} devices because of {settings or 'these settings'}"
@@ -118,7 +122,12 @@ def _why(mesh: OnMesh, part: ResidentPart, helping: Helping) -> str:
 
 
 def _remedies(
-    mesh: OnMesh, least: FrontierPoint, parts: tuple[ResidentPart, ...], helping: Helping, smallest: int, budget: int
+    mesh: MeshProblem,
+    least: FrontierPoint,
+    parts: tuple[ResidentPart, ...],
+    helping: Helping,
+    smallest: int,
+    budget: int,
 ) -> Iterator[str]:
     """What fits, if anything does; else what comes nearest to it, and what goes further."""
     fitting = [found for found in helping if found[1] <= budget]
@@ -137,10 +146,10 @@ def _remedies(
         yield f"raise memory_budget_gb above {budget_of(least.resident_bytes)[:-3]}{more}"
 
 
-def _devices_for(mesh: OnMesh, sharding: Sharding, budget: int) -> int | None:
+def _devices_for(mesh: MeshProblem, sharding: Sharding, budget: int) -> int | None:
     """How many would hold it, if what is split over all devices now divides among more; None where none would."""
     devices = mesh.cluster.devices
     parts = resident_of(mesh, sharding)
-    split = sum(p.nbytes for p in parts if p.kept is not Kept.buffers and p.pieces == devices)
+    split = sum(p.nbytes for p in parts if p.kept is not Kept.buffers and p.shards == devices)
     room = budget - (sum(p.nbytes for p in parts) - split)
     return max(devices + 1, math.ceil(split * devices / room)) if split and room > 0 else None

@@ -23,7 +23,7 @@ from pipeline.ir.plan import Plan, Sharding
 from pipeline.ir.verify import InvalidSharding, gathered, verify_sharding
 from pipeline.ops.uneven import uneven_in
 from stages.solve.problem.build import Choices
-from stages.solve.problem.constraints import Hand
+from stages.solve.problem.constraints import UserConstraints
 from stages.solve.problem.data import Problem
 from stages.solve.problem.storage import Stored, Way
 from stages.solve.search.restricted import Restricted
@@ -82,7 +82,7 @@ def _check_graph(saved: Saved, graph: OpGraph) -> None:
 
 
 def _may_lie(graph: OpGraph, value: Value, layout: Layout, saved: Saved) -> bool:
-    """In pieces that are equal, or as they may be uneven: of a vocabulary, and of what is gathered to be read."""
+    """In shards that are equal, or as they may be uneven: of a vocabulary, and of what is gathered to be read."""
     if len(layout.states) != len(saved.sizes) or not layout.holds(value.type.shape, saved.sizes):
         return False
     uneven = {(value.name, dim) for dim in layout.uneven(value.type.shape, saved.sizes)}
@@ -134,7 +134,7 @@ def found_among(saved: Saved, graph: OpGraph, problem: Problem, choices: Choices
     return tuple(picked)
 
 
-def check_allowed(picked: tuple[int, ...], choices: Choices, left: Restricted, hand: Hand) -> None:
+def check_allowed(picked: tuple[int, ...], choices: Choices, left: Restricted, hand: UserConstraints) -> None:
     """The plan keeps to what the user asks for."""
     for name, number in choices.index.items():
         if picked[number] not in left.kept[number]:

@@ -16,7 +16,7 @@ Predicted, without recompute; memory on one device. The gap is to the proven bou
 
 def beside(frontier: Frontier) -> str:
     """The fastest plan and those with names, for the log."""
-    best = (frontier.points or frontier.pieces)[0]
+    best = (frontier.points or frontier.submesh_points)[0]
     rows = [("fastest plan", best.seconds, best.peak_bytes, best.mesh)]
     rows += [(row.name, row.seconds, row.peak_bytes, row.mesh) for row in frontier.baselines]
     lines = [
@@ -27,11 +27,11 @@ def beside(frontier: Frontier) -> str:
 
 
 def table(frontier: Frontier) -> str:
-    """Markdown: the frontier, then the plans with names, then those for the pieces of pipelines."""
+    """Markdown: the frontier, then the plans with names, then those for the submeshes of pipelines."""
     rows: list[tuple[str, FrontierPoint | Baseline, str, str, str]]
     rows = [(f"frontier {n}", point, *_proven(point)) for n, point in enumerate(frontier.points)]
     rows += [(row.name, row, "", "", "") for row in frontier.baselines]
-    rows += [("piece", point, *_proven(point)) for point in frontier.pieces]
+    rows += [("submesh", point, *_proven(point)) for point in frontier.submesh_points]
     lines = (
         (name, frontier.meshes[plan.mesh].label, f"{plan.seconds * 1e3:.3f}", f"{plan.peak_bytes / 1e6:.3f}", *more)
         for name, plan, *more in rows

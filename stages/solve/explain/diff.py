@@ -26,7 +26,7 @@ class Changed:
 
 
 @dataclass(frozen=True)
-class Moved:
+class CostChange:
     name: str
     before: float
     after: float
@@ -44,9 +44,9 @@ class Diff:
     parameters: tuple[Changed, ...]
     inputs: tuple[Changed, ...]
     ops: tuple[Changed, ...]
-    seconds: tuple[Moved, ...]  # the step, then its parts
-    peak_bytes: Moved
-    causes: tuple[Moved, ...]  # what accounts for the difference, the largest first; they add up to it
+    seconds: tuple[CostChange, ...]  # the step, then its parts
+    peak_bytes: CostChange
+    causes: tuple[CostChange, ...]  # what accounts for the difference, the largest first; they add up to it
     same: int  # causes that are as they were
 
 
@@ -55,7 +55,7 @@ def explain_diff(
 ) -> Diff:
     first, second = before.plan.prediction, after.plan.prediction
     causes = _causes(before, after)
-    step = Moved("step", first.step_seconds, second.step_seconds)
+    step = CostChange("step", first.step_seconds, second.step_seconds)
     telling = [one for one in causes if one.before != one.after]
     old, new = _facts(before), _facts(after)
     return Diff(
@@ -63,7 +63,7 @@ def explain_diff(
         settings=settings,
         **{part: changes(old[part], new[part]) for part in old},
         seconds=(step, *(part for part in _parts(first, second, PARTS) if part.before or part.after)),
-        peak_bytes=Moved("peak", first.peak_bytes, second.peak_bytes),
+        peak_bytes=CostChange("peak", first.peak_bytes, second.peak_bytes),
         causes=tuple(sorted(telling, key=lambda one: -abs(one.difference))),
         same=len(causes) - len(telling),
     )
@@ -75,7 +75,7 @@ def _facts(run: PlannedRun) -> dict[str, Facts]:
     Ops have numbers of their own: equal ones are those of equal modules.
     """
     plan = run.plan
-    decided = {**in_words(plan), "device": plan.device, "budget": f"{plan.budget_bytes / 1e9:.4g} GB"}
+    decided = {**in_words(plan, run.graph), "device": plan.device, "budget": f"{plan.budget_bytes / 1e9:.4g} GB"}
     given = {value.name for value in run.graph.of_role(Role.INPUT)}
     facts: dict[str, Facts] = {"plan": {key: (key, value) for key, value in decided.items()}}
     facts |= {"parameters": {}, "inputs": {}, "ops": {}}
@@ -105,7 +105,7 @@ def changes(before: Facts, after: Facts) -> tuple[Changed, ...]:
     return tuple(Changed(*key, count) for key, count in counted.items())
 
 
-def _causes(before: PlannedRun, after: PlannedRun) -> list[Moved]:
+def _causes(before: PlannedRun, after: PlannedRun) -> list[CostChange]:
     """Seconds of equal things added up, then what is beside them: together they are the two steps.
 
     Of a pipeline the busiest partition's: the step waits for it.
@@ -115,17 +115,17 @@ def _causes(before: PlannedRun, after: PlannedRun) -> list[Moved]:
         for item in run.busiest().items():
             seconds[_label(item)] += item.seconds
     first, second = before.plan.prediction, after.plan.prediction
-    found = [Moved(label, old[label], new[label]) for label in dict.fromkeys([*old, *new])]
+    found = [CostChange(label, old[label], new[label]) for label in dict.fromkeys([*old, *new])]
     found += _parts(first, second, ("recompute", "bubble", "host"))
     rest = [first.step_seconds - sum(one.before for one in found)]
     rest.append(second.step_seconds - sum(one.after for one in found))
     rounding = SAME * max(first.step_seconds, second.step_seconds)
-    return [*found, Moved(REST, *(0.0 if abs(one) <= rounding else one for one in rest))]
+    return [*found, CostChange(REST, *(0.0 if abs(one) <= rounding else one for one in rest))]
 
 
-def _parts(before: Prediction, after: Prediction, names: tuple[str, ...]) -> list[Moved]:
+def _parts(before: Prediction, after: Prediction, names: tuple[str, ...]) -> list[CostChange]:
     old, new = parts_of(before), parts_of(after)
-    return [Moved(name, old[name], new[name]) for name in names]
+    return [CostChange(name, old[name], new[name]) for name in names]
 
 
 def _label(item: Item) -> str:

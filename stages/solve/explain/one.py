@@ -24,7 +24,7 @@ NEAR = 3  # names that a message offers
 WHOLE_MODEL = "the model itself"  # the module of an op that is in none
 
 
-class What(StrEnum):
+class SubjectKind(StrEnum):
     parameter = "parameter"
     buffer = "buffer"
     input = "input"
@@ -34,7 +34,7 @@ class What(StrEnum):
 
 @dataclass(frozen=True)
 class Subject:
-    what: What
+    what: SubjectKind
     name: str  # of the value, of the op, or the pattern
 
 
@@ -42,15 +42,15 @@ def find_subject(graph: OpGraph, name: str) -> Subject:
     by_origin = {value.origin: value for value in graph.values.values() if value.role is not Role.RESULT}
     value = by_origin.get(name) or graph.values.get(name)
     if value is not None and value.role is not Role.RESULT:
-        return Subject(What(value.role.value), value.name)
+        return Subject(SubjectKind(value.role.value), value.name)
     modules = dict.fromkeys(around for op in graph.ops if op.module for around in _prefixes(op.module))
     if any(inside(name, known) for known in (*modules, *by_origin)):
-        return Subject(What.module, name)
+        return Subject(SubjectKind.module, name)
     ops, plain = {op.name for op in graph.ops}, name.removeprefix(OP)
     if plain in ops:
-        return Subject(What.op, plain)
+        return Subject(SubjectKind.op, plain)
     if value is not None:
-        return Subject(What.op, value.origin)
+        return Subject(SubjectKind.op, value.origin)
     near = get_close_matches(name, list(dict.fromkeys([*by_origin, *modules, *ops, *graph.values])), n=NEAR)
     remedy = f"did you mean {', '.join(near)}?" if near else "names are those of named_modules(), named_parameters()"
     raise ExplainError(f"nothing is called {name!r}", where="explain", remedy=remedy)
@@ -81,7 +81,7 @@ class HeldBytes:
 
 
 @dataclass(frozen=True)
-class Never:
+class ImpossibleSplit:
     """A split that no option has."""
 
     tensor: str
@@ -92,8 +92,8 @@ class Never:
 
 
 @dataclass(frozen=True)
-class One:
-    what: What
+class SubjectSummary:
+    what: SubjectKind
     name: str
     about: str
     partition: int | None  # of a pipeline
@@ -106,20 +106,24 @@ class One:
     conversions: tuple[Item, ...]
     options: tuple[PricedOption, ...]
     more: int  # options that were not priced in full: they are slower
-    never: tuple[Never, ...]
+    never: tuple[ImpossibleSplit, ...]
 
 
 def home_of(plan: PlannedRun, subject: Subject) -> PricedPartition:
     """The partition that has it: of several the first."""
     for part in plan.parts:
-        if subject.name in part.sharding.strategies if subject.what is What.op else subject.name in part.graph.values:
+        if (
+            subject.name in part.sharding.strategies
+            if subject.what is SubjectKind.op
+            else subject.name in part.graph.values
+        ):
             return part
     raise ExplainError(f"the plan has no {subject.what} {subject.name!r}", remedy="run `dvc repro checkpoint`")
 
 
-def explain_one(plan: PlannedRun, options: Options, subject: Subject, most: int, again: float | None) -> One:
-    part, name, is_op = options.part, subject.name, subject.what is What.op
-    graph, fixed = part.graph, subject.what is What.buffer
+def explain_one(plan: PlannedRun, options: Options, subject: Subject, most: int, again: float | None) -> SubjectSummary:
+    part, name, is_op = options.part, subject.name, subject.what is SubjectKind.op
+    graph, fixed = part.graph, subject.what is SubjectKind.buffer
     found, more = ((), 0) if fixed else options.of(name, most, again)
     if is_op:
         written = graph.op(name).outputs
@@ -129,7 +133,7 @@ def explain_one(plan: PlannedRun, options: Options, subject: Subject, most: int,
         items = [item for item in part.items() if item.value == name or (item.kind in own and item.name == whose)]
     seconds = {kind: sum(item.seconds for item in items if item.kind is kind) for kind in ItemKind}
     moved = (item for item in items if item.kind not in (ItemKind.op, ItemKind.optimizer))
-    return One(
+    return SubjectSummary(
         what=subject.what,
         name=name if is_op else whose,
         about=_about(graph, subject),
@@ -151,7 +155,7 @@ def _about(graph: OpGraph, subject: Subject) -> str:
     def shape(name: str) -> str:
         return "x".join(map(str, graph.values[name].type.shape)) or "scalar"
 
-    if subject.what is What.op:
+    if subject.what is SubjectKind.op:
         op = graph.op(subject.name)
         read, made = (", ".join(f"{name} {shape(name)}" for name in names) for names in (op.inputs, op.outputs))
         return f"{op.target} of {op.module or WHOLE_MODEL} ({op.source}): {read} -> {made}"
@@ -162,13 +166,13 @@ def _about(graph: OpGraph, subject: Subject) -> str:
 
 def _held(part: PricedPartition, subject: Subject) -> Iterator[HeldBytes]:
     graph, name, local = part.graph, subject.name, part.sharded.local_bytes
-    if subject.what is What.op:
+    if subject.what is SubjectKind.op:
         op, strategy = graph.op(name), part.sharding.strategies[name]
         layouts = dict(zip((*op.inputs, *op.outputs), (*strategy.inputs, *strategy.outputs), strict=True))
         yield HeldBytes("writes", sum(local(own, layouts[own]) for own in op.outputs))
         saved = [own for own in part.profile.ops[name].saves if own in layouts]
         yield HeldBytes("keeps for backward", sum(local(own, layouts[own]) for own in saved))
-    elif subject.what is What.parameter:
+    elif subject.what is SubjectKind.parameter:
         yield HeldBytes("value", local(name, part.sharding.storage[graph.values[name].origin]))
         yield HeldBytes("value, gradient and optimizer state", round(part.parameters[name].resident))
     else:
@@ -176,11 +180,11 @@ def _held(part: PricedPartition, subject: Subject) -> Iterator[HeldBytes]:
         yield HeldBytes("value", local(name, layout) if layout else graph.values[name].type.nbytes)
 
 
-def _never_split(part: PricedPartition, choices: Choices, subject: Subject) -> Iterator[Never]:
+def _never_split(part: PricedPartition, choices: Choices, subject: Subject) -> Iterator[ImpossibleSplit]:
     """Dims that no option splits over an axis, and why."""
     graph, name = part.graph, subject.name
     offered: dict[str, list[Layout]] = defaultdict(list)  # by tensor, of all options
-    if subject.what is What.op:
+    if subject.what is SubjectKind.op:
         op = graph.op(name)
         for strategy in choices.ops[name]:
             for tensor, layout in zip((*op.inputs, *op.outputs), (*strategy.inputs, *strategy.outputs), strict=True):
@@ -203,4 +207,4 @@ def _never_split(part: PricedPartition, choices: Choices, subject: Subject) -> I
             for dim, size in enumerate(value.type.shape):
                 if dim not in split and axis.size > 1:
                     why = f"{size} does not divide by {axis.size}" if size % axis.size else otherwise
-                    yield Never(shown, dim, size, axis.name, why)
+                    yield ImpossibleSplit(shown, dim, size, axis.name, why)

@@ -7,7 +7,7 @@ chosen again within the budget. With `again` all other choices are solved once m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -18,6 +18,8 @@ from pipeline.base.log import Log
 from pipeline.config import Checkpoint, Solve
 from pipeline.cost.resident import gigabytes
 from pipeline.cost.step import Workload
+from pipeline.cost.traffic import lines_of
+from pipeline.cost.two_lines import unrecomputed_runs
 from pipeline.ir.cluster import Mesh
 from pipeline.ir.plan import FrontierPoint, Proof, Sharding
 from pipeline.ir.verify import InvalidSharding, gathered, verify_sharding
@@ -27,7 +29,7 @@ from stages.solve.answer.frontier import FrontierSearch
 from stages.solve.answer.saved import Saved, found_among
 from stages.solve.explain.priced_run import PlannedRun, PricedPartition
 from stages.solve.problem.build import build, to_sharding
-from stages.solve.problem.constraints import Hand
+from stages.solve.problem.constraints import UserConstraints
 from stages.solve.problem.storage import Way
 from stages.solve.search.backends import NothingFound
 from stages.solve.search.restricted import as_it_is, restrict
@@ -107,10 +109,14 @@ class Options:
         self.plan, self.part, self.solve, self.checkpoint = plan, part, solve, checkpoint
         self.evaluate, self.where, self.log = evaluate, where, log
         load = Workload(plan.graph, plan.profile, part.cluster, part.optimizer_copies, part.sharded.micro_batches)
-        self.problem, self.choices = build(load)
-        self.hand = Hand(plan.graph, tuple(axis.name for axis in part.cluster.axes), solve, where)
+        summed, self.choices = build(load)
+        self.hand = UserConstraints(plan.graph, tuple(axis.name for axis in part.cluster.axes), solve, where)
+        self.problem = summed
         # the plan as choices of the problem; a partition of a pipeline is none
         self.picked = None if plan.plan.pipelined else self._as_choices(part.sharding)
+        behind = summed.behind(self.picked) if self.picked else 0.0
+        if behind:  # with the share of it that the plan leaves exposed
+            self.problem = summed.exposing(1 - lines_of(part, unrecomputed_runs(part)).saved / behind)
         self.unconverted = replace(part.sharding, paths={})  # the plan, its conversions not yet found
         self.now = self.outcome(part.sharding)
 
@@ -137,7 +143,7 @@ class Options:
         return (first, *found), max(0, len(ranked) - most)
 
     def _offered(self, name: str) -> tuple[Any, ...]:
-        known: tuple[dict[str, Any], ...] = (self.choices.storage, self.choices.inputs, self.choices.ops)
+        known: tuple[Mapping[str, Any], ...] = (self.choices.storage, self.choices.inputs, self.choices.ops)
         return next((own[name] for own in known if name in own), ())
 
     def _words(self, name: str, k: int) -> str:
@@ -234,7 +240,7 @@ class Options:
             price = part.with_sharding(sharding).step
             return StepOutcome(price.seconds, price.fixed_bytes + sum(link.memory.kept for link in price.links))
         point = FrontierPoint(sharding, 0.0, 0, 0, NOT_PROVEN)
-        frontier = replace(self.plan.frontier, meshes=(Mesh(part.cluster.axes),), points=(point,), pieces=())
+        frontier = replace(self.plan.frontier, meshes=(Mesh(part.cluster.axes),), points=(point,), submesh_points=())
         found = self.evaluate(part.graph, part.profile, part.cluster, frontier, 0, self.checkpoint)
         if found.regions is not None:
             return StepOutcome(found.step_seconds, found.peak_bytes)

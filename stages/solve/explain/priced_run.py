@@ -159,7 +159,7 @@ def planned(found: Mapping[str, Artifact]) -> PlannedRun:
 
 def mesh_of(partition: Partition, frontier: Frontier, cluster: Cluster) -> Mesh:
     """The mesh of the frontier's plan that it is, or one with the same axes."""
-    for point in (*frontier.points, *frontier.pieces):
+    for point in (*frontier.points, *frontier.submesh_points):
         if point.sharding == partition.sharding:
             return frontier.meshes[point.mesh]
     for mesh in (*frontier.meshes, *cluster.mesh_candidates()):

@@ -17,13 +17,13 @@ from pipeline.config import Config, load_config
 from pipeline.ir.codec import encode
 from pipeline.ops.discovery.remembered import remember_in
 from stages.solve.explain.diff import Changed, Diff, Facts, changes, explain_diff
-from stages.solve.explain.one import One, What, explain_one, find_subject, home_of
+from stages.solve.explain.one import SubjectKind, SubjectSummary, explain_one, find_subject, home_of
 from stages.solve.explain.options import Evaluate, Options
 from stages.solve.explain.priced_run import KINDS, ExplainError, PlannedRun, planned
 from stages.solve.explain.text import diff_text, module_text, one_text, whole_text
-from stages.solve.explain.whole import Module, Whole, explain_module, explain_whole
+from stages.solve.explain.whole import Module, PlanSummary, explain_module, explain_whole
 
-Explained = Whole | Module | One | Diff
+Explained = PlanSummary | Module | SubjectSummary | Diff
 
 
 def explain(root: Path, asked: argparse.Namespace, evaluate: Evaluate, log: Log) -> int:
@@ -37,11 +37,11 @@ def explain(root: Path, asked: argparse.Namespace, evaluate: Evaluate, log: Log)
 
 
 def text_of(found: Explained) -> str:
-    if isinstance(found, Whole):
+    if isinstance(found, PlanSummary):
         return whole_text(found)
     if isinstance(found, Module):
         return module_text(found)
-    return one_text(found) if isinstance(found, One) else diff_text(found)
+    return one_text(found) if isinstance(found, SubjectSummary) else diff_text(found)
 
 
 def _of_one(root: Path, asked: argparse.Namespace, evaluate: Evaluate, log: Log) -> Explained:
@@ -51,7 +51,7 @@ def _of_one(root: Path, asked: argparse.Namespace, evaluate: Evaluate, log: Log)
     if asked.name is None:
         return explain_whole(plan)
     subject = find_subject(plan.graph, asked.name)
-    if subject.what is What.module:
+    if subject.what is SubjectKind.module:
         return explain_module(plan, subject.name)
     if asked.solve and plan.plan.pipelined:
         log.warning("a pipeline is not solved again: options are priced with all else as it is")

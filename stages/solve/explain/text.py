@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from pipeline.cost.whole_ops import LACK
-from stages.solve.explain.diff import Changed, Diff, Moved
-from stages.solve.explain.one import HeldBytes, One
+from stages.solve.explain.diff import Changed, CostChange, Diff
+from stages.solve.explain.one import HeldBytes, SubjectSummary
 from stages.solve.explain.options import OptionVerdict, PricedOption
-from stages.solve.explain.whole import Cost, Module, Whole
+from stages.solve.explain.whole import Cost, Module, PlanSummary
 
 COLUMNS = 100
 LEAST = 24  # columns that the last column of a table needs
@@ -58,7 +58,7 @@ def _titled(title: str, rows: list[str]) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------- the plan
 
 
-def whole_text(whole: Whole) -> str:
+def whole_text(whole: PlanSummary) -> str:
     step, listed = whole.step_seconds, seconds(whole.priced_seconds)
     where = "" if whole.partition is None else f" of partition {whole.partition}, the busiest"
     lost = [
@@ -120,7 +120,7 @@ def module_text(module: Module) -> str:
 # --------------------------------------------------------------------------------------------------------- one choice
 
 
-def one_text(one: One) -> str:
+def one_text(one: SubjectSummary) -> str:
     where = "" if one.partition is None else f", in partition {one.partition}"
     what = "the step and its peak" if one.partition is None else "its partition's work of a step, and memory,"
     costs = {"compute": one.compute_seconds, "communication": one.communication_seconds}
@@ -184,7 +184,7 @@ def diff_text(diff: Diff) -> str:
     return "\n".join(lines)
 
 
-def _moved(moved: Sequence[Moved], shown: Callable[..., str] = seconds) -> list[str]:
+def _moved(moved: Sequence[CostChange], shown: Callable[..., str] = seconds) -> list[str]:
     rows = [(shown(one.before), shown(one.after), shown(one.difference, signed=True), one.name) for one in moved]
     return table(rows, 3)
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pipeline.cost.resident import Kept, resident_parts, total_of
 from pipeline.cost.step import ParameterPrice
 from pipeline.cost.whole_ops import whole_ops
+from pipeline.ir.graph import OpGraph
 from pipeline.ir.plan import Alternative, Plan, Prediction, Region, Sharding
+from pipeline.ops.samples import norms_in_words
 from stages.solve.explain.one import WHOLE_MODEL, HeldBytes, inside, starred
 from stages.solve.explain.priced_run import Item, ItemKind, PlannedRun
 
@@ -27,7 +29,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Whole:
+class PlanSummary:
     plan: tuple[tuple[str, str], ...]  # mesh, pipeline, micro-batches, recompute
     step_seconds: float
     parts: tuple[Cost, ...]
@@ -44,7 +46,7 @@ class Whole:
     alternatives: tuple[Alternative, ...]
 
 
-def explain_whole(plan: PlannedRun) -> Whole:
+def explain_whole(plan: PlannedRun) -> PlanSummary:
     own, part = plan.plan, plan.busiest()
     items, predicted = part.items(), own.prediction
     kept = resident_parts(part.sharded, part.optimizer_copies)
@@ -57,8 +59,8 @@ def explain_whole(plan: PlannedRun) -> Whole:
             paid[item.name] += item.seconds
     stored = _costs((stored_as(part.sharding, origin), paid[origin]) for origin in part.sharding.storage)
     without_rule = whole_ops(part, predicted.step_seconds)
-    return Whole(
-        plan=tuple(in_words(own).items()),
+    return PlanSummary(
+        plan=tuple(in_words(own, plan.graph).items()),
         step_seconds=predicted.step_seconds,
         parts=tuple(Cost(name, value) for name, value in parts_of(predicted).items() if value),
         peak_bytes=peak,
@@ -81,7 +83,7 @@ def parts_of(predicted: Prediction) -> dict[str, float]:
     return {name: value if abs(value) > SAME * predicted.step_seconds else 0.0 for name, value in found.items()}
 
 
-def in_words(plan: Plan) -> dict[str, str]:
+def in_words(plan: Plan, graph: OpGraph) -> dict[str, str]:
     """What is decided beside layouts."""
     meshes = dict.fromkeys(" x ".join(f"{name}={size}" for name, size in part.axes) for part in plan.partitions)
     found = {"mesh": ", ".join(meshes) or "one device"}
@@ -94,6 +96,7 @@ def in_words(plan: Plan) -> dict[str, str]:
     found["micro-batches"] = str(plan.micro_batches)
     but = ", not in the last micro-batch" if plan.keeps_last else ""
     found["recompute"] = f"{len(again)} regions (links {spans}){but}" if again else "nothing"
+    found |= {"batch norms": norms} if (norms := norms_in_words(graph, plan)) else {}
     return found
 
 

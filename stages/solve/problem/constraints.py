@@ -93,7 +93,7 @@ def _parse(pattern: str, text: str, axes: tuple[str, ...], where: str) -> Constr
     return Constraint(pattern, text, numbers, state, None)
 
 
-class Hand:
+class UserConstraints:
     """All that the user asks of one problem."""
 
     def __init__(self, graph: OpGraph, axes: tuple[str, ...], settings: Solve, where: str) -> None:
@@ -161,7 +161,7 @@ class Hand:
             asked[f"shard_only: {self.settings.shard_only}"] = {"shard_only": self.settings.shard_only}
         families = Families(self.graph, choices)
         for setting, change in asked.items():
-            alone = Hand(self.graph, self.axes, replace(free, **change), self.where)
+            alone = UserConstraints(self.graph, self.axes, replace(free, **change), self.where)
             left = families.any_of(name, ROLES.get(alone.settings.only, ()), len(self.axes))
             if number not in alone._left(name, choices, left):
                 return setting

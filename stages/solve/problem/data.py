@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,7 @@ class Edge:
     second: int
     costs: Array  # costs[choice of first, choice of second]
     holdings: tuple[Holding, ...] = ()
+    behind: Array | None = None  # of these seconds, what may run behind other work
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +60,14 @@ class Share:
     readers: tuple[Reader, ...]
     costs: Array  # costs[choice of the maker, form]
     holdings: tuple[Holding, ...] = ()
+    behind: Array | None = None
 
     def forms(self, picked: Picked) -> set[int]:
         """The forms that are made."""
         return {int(reader.wants[picked[reader.node]]) for reader in self.readers}
+
+
+P = TypeVar("P", Edge, Share)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +88,25 @@ class Problem:
 
     def cost(self, picked: Picked) -> float:
         return math.fsum(part.costs[entry] for part, entry in self._taken(picked))
+
+    def behind(self, picked: Picked) -> float:
+        """Of that, the seconds of what may run behind other work."""
+        taken = ((getattr(part, "behind", None), entry) for part, entry in self._taken(picked))
+        return math.fsum(behind[entry] for behind, entry in taken if behind is not None)
+
+    def exposing(self, share: float) -> Problem:
+        """Where of what may run behind other work this share alone costs seconds; equal arrays stay the same one."""
+        made: dict[tuple[int, int], Array] = {}
+
+        def cost(part: P) -> P:
+            if part.behind is None:
+                return part
+            key = id(part.costs), id(part.behind)
+            if key not in made:
+                made[key] = part.costs - (1 - share) * part.behind
+            return replace(part, costs=made[key], behind=None)
+
+        return replace(self, edges=tuple(map(cost, self.edges)), shares=tuple(map(cost, self.shares)))
 
     @cached_property
     def length(self) -> int:

@@ -25,7 +25,7 @@ from itertools import product
 from pipeline.ir.graph import Op, OpGraph, Role
 from pipeline.ir.layout import Layout, State
 from pipeline.ir.plan import Strategy
-from pipeline.ops.factors import letters_of
+from pipeline.ops.samples import samples_of
 from stages.solve.problem.build import Choices
 from stages.solve.problem.sequence_region import between_blocks, has_large_weight
 from stages.solve.problem.storage import Stored, Way
@@ -41,6 +41,7 @@ class Parallel(StrEnum):
 
 
 DATA = (Parallel.data, Parallel.zero1, Parallel.zero2, Parallel.zero3)
+Kept = tuple[tuple[int, ...], ...]  # per node the choices that are left
 WAYS = {Parallel.zero1: Way.zero1, Parallel.zero2: Way.gathered, Parallel.zero3: Way.regathered}
 
 
@@ -60,6 +61,24 @@ class Families:
         for name, number in index.items():
             found[number] = self._of(name, roles)
         return tuple(found) if all(found) else None
+
+    def replicated(self, kept: Kept, axis: int) -> Kept:
+        """Of these choices, the ones that leave whole on an axis what lies between the blocks and is trained there."""
+        found = list(self.parameters_whole(kept, axis))
+        for name in self._between:
+            number, options = self.choices.index[name], self.choices.ops[name]
+            split = [any(layout.states[axis].kind == "S" for layout in own.outputs) for own in options]
+            found[number] = tuple(k for k in kept[number] if not split[k]) or kept[number]
+        return tuple(found)
+
+    def parameters_whole(self, kept: Kept, axis: int) -> Kept:
+        """Of these choices, the ones that store whole what no op with a large weight reads, such as that of a norm."""
+        found, readers = list(kept), self.graph.consumers()
+        for name, ways in self.choices.storage.items():
+            if not any(has_large_weight(self.graph, op) for op in readers[name]):
+                number = self.choices.index[name]
+                found[number] = tuple(k for k in kept[number] if ways[k].layout.states[axis].kind == "R")
+        return tuple(found)
 
     def any_of(self, name: str, roles: tuple[Parallel, ...], axes: int) -> tuple[int, ...]:
         """The choices of a node that some assignment of these roles to the axes leaves; all, where no role is named."""
@@ -97,12 +116,13 @@ class Families:
         """Of the strategies that are left those that the role is about; where there is none, those without a split."""
         op = self.graph.op(name)
         weights = [i for i, n in enumerate(op.inputs) if self.graph.values[n].role is Role.PARAMETER]
+        samples = samples_of(self.graph)
 
         def splits_samples(k: int) -> bool:
             """Of the activations that have samples one is split at least, and none elsewhere."""
             named = [*zip(op.inputs, options[k].inputs, strict=True), *zip(op.outputs, options[k].outputs, strict=True)]
-            found = [(name, layout.states[axis]) for name, layout in named if name in self._samples]
-            split = [state.dim == self._samples[name] for name, state in found if state.kind == "S"]
+            found = [(name, layout.states[axis]) for name, layout in named if name in samples.places]
+            split = [state.dim == samples.places[name][0] for name, state in found if state.kind == "S"]
             return bool(split) and all(split)
 
         def states(k: int, of_weights: bool) -> list[State]:
@@ -115,7 +135,7 @@ class Families:
             split = [
                 k
                 for k in left
-                if name in self._fed and not any(s.kind == "S" for s in states(k, True)) and splits_samples(k)
+                if name in samples.fed and not any(s.kind == "S" for s in states(k, True)) and splits_samples(k)
             ]
             return tuple(split or whole)
         if has_large_weight(self.graph, op):
@@ -131,7 +151,7 @@ class Families:
             for k in left
             if not any(s.kind == "S" and s.dim in dims for s, dims in zip(states(k, False), banned, strict=True))
         ]
-        return tuple(kept or whole)
+        return tuple(kept or whole or left)  # a batch norm of each rank's own part splits the batch under any role
 
     def _along(self, name: str, left: Iterable[int], axis: int) -> tuple[int, ...]:
         """Of the strategies of an op between the blocks those that the axis splits along the sequence."""
@@ -157,29 +177,6 @@ class Families:
         ops = [op for op in self.graph.ops if not has_large_weight(self.graph, op)]
         written = {op.name: {i: found[n] for i, n in enumerate(op.outputs) if n in found} for op in ops}
         return {name: outputs for name, outputs in written.items() if outputs}
-
-    @cached_property
-    def _samples(self) -> dict[str, int]:
-        """The dim on which the samples of an activation lie; dim 0 where that is not known."""
-        places = {value.name: (0, 1) for value in self.graph.of_role(Role.INPUT)}  # a dim, and the parts it lies in
-        for op in self.graph.ops:
-            for _, _, spots in letters_of(self.graph, op.name) if op.name in self._fed else ():
-                if any(places.get(name) == (dim, parts) for (name, dim), parts in spots if name in op.inputs):
-                    for (name, dim), parts in (each for each in spots if each[0][0] in op.outputs):
-                        places.setdefault(name, (dim, parts))
-        fed = [name for op in self.graph.ops if op.name in self._fed for name in op.outputs]
-        return {**dict.fromkeys(fed, 0), **{name: dim for name, (dim, _) in places.items()}}
-
-    @cached_property
-    def _fed(self) -> frozenset[str]:
-        """The ops into which something of the step's inputs comes."""
-        values = {value.name for value in self.graph.of_role(Role.INPUT)}
-        ops = []
-        for op in self.graph.ops:
-            if values.intersection(op.inputs):
-                values.update(op.outputs)
-                ops.append(op.name)
-        return frozenset(ops)
 
 
 def _storage(ways: tuple[Stored, ...], roles: tuple[Parallel, ...]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from pipeline.ir.cluster import Cluster, Mesh
 
 
 def asks_for_pipeline(settings: Solve) -> bool:
-    """Whether the mesh that the user fixes is that of a pipeline's pieces."""
+    """Whether the mesh that the user fixes is that of a pipeline's submeshes."""
     return bool(settings.mesh) and dict(settings.mesh or {}).get(PIPELINE_AXIS, 1) > 1
 
 
@@ -25,16 +25,16 @@ def meshes_of(cluster: Cluster, settings: Solve, where: str) -> tuple[Mesh, ...]
     return (_fixed(cluster, dict(settings.mesh), f"{where}: mesh"),)
 
 
-def pieces_of(cluster: Cluster, settings: Solve, where: str) -> dict[int, tuple[Mesh, ...]]:
-    """By number of devices, most first: the meshes of the pieces into which the cluster splits.
+def submeshes_of(cluster: Cluster, settings: Solve, where: str) -> dict[int, tuple[Mesh, ...]]:
+    """By number of devices, most first: the meshes of the submeshes into which the cluster splits.
 
-    Pieces of one size lie in several splits, and are the slower the more they are scattered: the first split counts.
+    Submeshes of one size lie in several splits, and are the slower the more they are scattered: the first split counts.
     """
     if asks_for_pipeline(settings):
-        mesh = _piece(cluster, dict(settings.mesh or {}), f"{where}: mesh")
+        mesh = _submesh(cluster, dict(settings.mesh or {}), f"{where}: mesh")
         return {prod(mesh.sizes): (mesh,)}
     found: dict[int, tuple[Mesh, ...]] = {}
-    for split in cluster.splits if settings.mesh is None and settings.piece_meshes else ():
+    for split in cluster.splits if settings.mesh is None and settings.submeshes else ():
         for size, meshes in split.meshes.items():
             narrow = [mesh for mesh in meshes if len(mesh.axes) <= settings.most_axes]
             found.setdefault(int(size), tuple(narrow[: settings.most_meshes]))
@@ -48,16 +48,18 @@ def _fixed(cluster: Cluster, wanted: dict[str, int], where: str) -> Mesh:
     return _named(cluster.mesh_candidates(), wanted, "the cluster", where)
 
 
-def _piece(cluster: Cluster, wanted: dict[str, int], where: str) -> Mesh:
-    """Of a pipeline of equal pieces: the mesh of one of them."""
+def _submesh(cluster: Cluster, wanted: dict[str, int], where: str) -> Mesh:
+    """Of a pipeline of equal submeshes: the mesh of one of them."""
     _check_product(wanted, cluster, where)
-    pieces = wanted.pop(PIPELINE_AXIS)
-    size = cluster.devices // pieces
+    submeshes = wanted.pop(PIPELINE_AXIS)
+    size = cluster.devices // submeshes
     for split in cluster.splits:
-        if split.sizes == (size,) * pieces:
-            return _named(split.meshes[str(size)], wanted, f"a piece of {size} devices", where)
+        if split.sizes == (size,) * submeshes:
+            return _named(split.meshes[str(size)], wanted, f"a submesh of {size} devices", where)
     known = ", ".join(str(len(split.sizes)) for split in cluster.splits if len(set(split.sizes)) == 1)
-    raise SolveError(f"the cluster does not split into {pieces} pieces", where=where, remedy=f"it does into {known}")
+    raise SolveError(
+        f"the cluster does not split into {submeshes} submeshes", where=where, remedy=f"it does into {known}"
+    )
 
 
 def _check_product(wanted: dict[str, int], cluster: Cluster, where: str) -> None:

@@ -22,6 +22,11 @@ class Moments:
         self.link_end = self._link_ends()
         self.readers = graph.consumers()
         self.views = self._views()
+        self.saved = {
+            (self.link.get(op.name), profile.storage.get(name, name))
+            for op in graph.ops
+            for name in profile.ops[op.name].saves
+        }
         self.common = {profile.storage[name] for name in graph.common}
         self.keepers = self._keepers()
 
@@ -30,6 +35,42 @@ class Moments:
 
     def backward(self, op: str) -> int:
         return 2 * self.count - 1 - self.position[op]
+
+    def places(self, value: str) -> list[tuple[Op, int]]:
+        """Where ops read a value: among which of their inputs."""
+        return [(op, at) for op in self.readers[value] for at, name in enumerate(op.inputs) if name == value]
+
+    def saves(self, op: str, value: str) -> bool:
+        """Whether the link of an op keeps a value for backward."""
+        return (self.link.get(op), value) in self.saved
+
+    def begins(self, op: str) -> int:
+        """The first moment of the op's link."""
+        return self.position[self._ops_beside(op)[0]]
+
+    def finished(self, op: str) -> int:
+        """When the op's link has run backward."""
+        return self.backward(self._ops_beside(op)[0]) + 1
+
+    def asks(self, op: str) -> int:
+        """When the backward pass of the op's link first needs a parameter."""
+        values, ops = self.graph.values, self.profile.ops
+        needs = (
+            o for o in reversed(self._ops_beside(op)) if any(values[n].role is Role.PARAMETER for n in ops[o].saves)
+        )
+        return self.backward(next(needs, op))
+
+    def neighbours(self, op: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The moments of the link that is run before that of an op, forward and backward; before the last one's
+        backward it is itself."""
+        number, asks = self.link[op], self.asks(op)
+        before = self.graph.chain[max(0, number - 1)].ops[0]
+        after = self.graph.chain[min(number + 1, len(self.graph.chain) - 1)].ops
+        last = number + 1 == len(self.graph.chain)
+        return (self.position[before], self.begins(op)), (self.begins(op) if last else self.backward(after[-1]), asks)
+
+    def _ops_beside(self, op: str) -> tuple[str, ...]:
+        return self.graph.chain[self.link[op]].ops if op in self.link else (op,)
 
     def forgotten(self, op: Op, value: str) -> int:
         """When the forward pass lets go of what the op wrote: at the end of the last link that reads it. What is made

@@ -8,7 +8,7 @@
 | regathered | a shard            | a shard  | a shard         | gathered, dropped, and gathered again for backward   |
 
 A shard is cut from what the other axes left: ZeRO is innermost. It is cut on the first dim that divides; where none
-does, in uneven pieces on the dim that needs the least padding.
+does, in uneven shards on the dim that needs the least padding.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _shard(base: Layout, axes: tuple[int, ...], shape: tuple[int, ...], sizes: t
             return cut
     held = [cut for cut in cuts if cut.holds(shape, sizes)]
     least = min(held, key=lambda cut: prod(cut.local_shape(shape, sizes)), default=None)
-    if least is None or prod(least.local_shape(shape, sizes)) * least.pieces(sizes) > MOST_PADDED * prod(shape):
+    if least is None or prod(least.local_shape(shape, sizes)) * least.shards(sizes) > MOST_PADDED * prod(shape):
         return None
     return least
 

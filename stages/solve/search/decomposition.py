@@ -15,8 +15,8 @@ from math import inf, isfinite
 from pipeline.base.log import Log
 from stages.solve.problem.data import Array, Problem
 from stages.solve.search.elimination import FREE, Elimination, Prices, TooWide
-from stages.solve.search.large.priced import Wide
-from stages.solve.search.memory_price import BestPrices, Bounded, Bounder, Seen
+from stages.solve.search.large.priced import LargeProblem
+from stages.solve.search.memory_price import BestPrices, Bounded, Bounder, EvaluatedPlan
 from stages.solve.search.separators import CutOpen
 
 MOST_DRAWS = 3  # times that copies are drawn together at one limit
@@ -45,13 +45,13 @@ def fastest(problem: Problem, seconds: float) -> tuple[int, ...]:
     for least in (Elimination, CutOpen):
         with suppress(TooWide):
             return least(problem).minimise().picked
-    return Wide(problem, 0, time.monotonic() + seconds).minimise().picked
+    return LargeProblem(problem, 0, time.monotonic() + seconds).minimise().picked
 
 
 class _Near(Bounder):
     """What has the least at some prices is not known for sure: the fastest plan is the fastest that was seen."""
 
-    def know(self, picked: tuple[int, ...]) -> Seen:
+    def know(self, picked: tuple[int, ...]) -> EvaluatedPlan:
         seen = super().know(picked)
         if len(self.seen) > 1 and seen.cost < self.fastest.cost:
             self.fastest = seen
@@ -66,7 +66,7 @@ class _Near(Bounder):
             return Bounded(self.floor, FREE)
         return super().within(limit, gap, deadline)
 
-    def best_within(self, limit: float) -> Seen | None:
+    def best_within(self, limit: float) -> EvaluatedPlan | None:
         best = super().best_within(limit)
         return best if best and isfinite(best.cost) else None
 
@@ -86,7 +86,7 @@ class CutBounder(_Near):
         if isfinite(self.floor) and not isfinite(self.fastest.cost):
             raise TooWide("its copies cannot be settled")
 
-    def look(self, prices: Prices) -> tuple[float, Seen]:
+    def look(self, prices: Prices) -> tuple[float, EvaluatedPlan]:
         found = self.cut.minimise(prices)
         self.tried.append((found.value, sum(prices.values)))
         self.last = found.relaxed or ()
@@ -136,10 +136,10 @@ class CutBounder(_Near):
                 if found is not None:
                     self.know(settled.expand(found.picked)[: len(self.problem.nodes)])
 
-    def _promising(self, limit: float, prices: Prices) -> Iterator[Seen]:
+    def _promising(self, limit: float, prices: Prices) -> Iterator[EvaluatedPlan]:
         """Plans that are good at these prices; then such as are good at higher ones, until some fit."""
 
-        def promise(plan: Seen) -> float:
+        def promise(plan: EvaluatedPlan) -> float:
             paid = zip(prices.values, prices.moments, strict=True)
             return plan.cost + sum(price * (float(plan.held[m]) - limit) for price, m in paid)
 
@@ -161,7 +161,7 @@ class WideBounder(_Near):
     method = "large search"
 
     def __init__(self, problem: Problem, best_prices: BestPrices, seed: int, seconds: float) -> None:
-        self.wide = Wide(problem, seed, time.monotonic() + seconds)
+        self.wide = LargeProblem(problem, seed, time.monotonic() + seconds)
         super().__init__(problem, best_prices, self.wide)
 
     def planes(self) -> list[tuple[float, Array]]:
@@ -171,7 +171,7 @@ class WideBounder(_Near):
         self.wide.deadline = deadline
         return super().within(limit, gap, deadline)
 
-    def smallest(self, deadline: float) -> Seen:
+    def smallest(self, deadline: float) -> EvaluatedPlan:
         self.wide.deadline = deadline
         return super().smallest(deadline)
 

@@ -31,7 +31,7 @@ BestPrices = Callable[[list[Plane], float], tuple[float, list[float]]]  # intege
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class EvaluatedPlan:
     """A plan with what it costs and holds."""
 
     picked: tuple[int, ...]
@@ -47,10 +47,10 @@ class Seen:
 class Bounded:
     bound: float  # no plan that fits costs less
     prices: Prices  # that prove it
-    best: Seen | None = None  # the cheapest plan seen that fits
+    best: EvaluatedPlan | None = None  # the cheapest plan seen that fits
 
 
-class Least(Protocol):
+class Minimiser(Protocol):
     """Finds the least of cost + prices * held."""
 
     def minimise(self, prices: Prices) -> Minimum: ...
@@ -73,11 +73,11 @@ class Bounder:
 
     method = "elimination"
 
-    def __init__(self, problem: Problem, best_prices: BestPrices, least: Least | None = None) -> None:
+    def __init__(self, problem: Problem, best_prices: BestPrices, least: Minimiser | None = None) -> None:
         self.problem, self.best_prices = problem, best_prices
         single = all(len(node.costs) == 1 for node in problem.nodes)
         self.least = least or (OnlyPlan(problem) if single else Elimination(problem))
-        self.seen: dict[tuple[int, ...], Seen] = {}
+        self.seen: dict[tuple[int, ...], EvaluatedPlan] = {}
         self.tried: list[tuple[float, float]] = []  # the least at some prices, and what these come to for a byte
         self.fastest = self.look(FREE)[1]
 
@@ -86,17 +86,17 @@ class Bounder:
         """No plan costs less."""
         return self.fastest.cost
 
-    def look(self, prices: Prices) -> tuple[float, Seen]:
+    def look(self, prices: Prices) -> tuple[float, EvaluatedPlan]:
         """The least of cost + prices * held, and the plan that has it."""
         found = self.least.minimise(prices)
         if not prices.tilt:
             self.tried.append((found.value, sum(prices.values)))
         return found.value, self.know(found.picked)
 
-    def know(self, picked: tuple[int, ...]) -> Seen:
+    def know(self, picked: tuple[int, ...]) -> EvaluatedPlan:
         """A plan, found here or elsewhere, joins those that answers are chosen from."""
         if picked not in self.seen:
-            self.seen[picked] = Seen(picked, self.problem.cost(picked), self.problem.held(picked))
+            self.seen[picked] = EvaluatedPlan(picked, self.problem.cost(picked), self.problem.held(picked))
         return self.seen[picked]
 
     def probe(self, prices: Prices) -> tuple[float, Array]:
@@ -157,11 +157,11 @@ class Bounder:
                 _, plan = self.look(Prices(raised.prices.moments, raised.prices.values, turn, tilt))
                 low, high = (turn, high) if (plan.peak <= limit) == (tilt > 0) else (low, turn)
 
-    def best_within(self, limit: float) -> Seen | None:
+    def best_within(self, limit: float) -> EvaluatedPlan | None:
         fits = [s for s in self.seen.values() if s.peak <= limit]
         return min(fits, key=lambda s: (s.cost, s.picked), default=None)
 
-    def smallest(self, deadline: float) -> Seen:
+    def smallest(self, deadline: float) -> EvaluatedPlan:
         """A plan that holds as little as memory prices can bring about: bytes cost much wherever there was a peak."""
         price = 1e3 * self.fastest.cost / max(1.0, self.fastest.peak)
         best = self.fastest

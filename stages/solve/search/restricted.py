@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from stages.solve.problem.data import Edge, Node, Problem, Reader, Share
+from stages.solve.problem.made_once import MadeOnce
 
 Part = TypeVar("Part", Node, Edge, Share)
-T = TypeVar("T")
-
-
-class MadeOnce:
-    """Makes each thing once: what was one array stays one array, so that equal layers of a model share their work.
-
-    Arrays are told apart as objects and all else by value. What a thing was made of is kept with it: no other object
-    can come to stand for it.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
-
-    def __call__(self, make: Callable[..., T], *of: Any) -> T:
-        key = (make, *[id(one) if isinstance(one, np.ndarray) else _key(one) for one in of])
-        found: tuple[T, Any] | None = self._made.get(key)
-        if found is None:
-            found = self._made[key] = make(*of), of
-        return found[0]
-
-
-def _key(of: Any) -> Hashable:
-    if isinstance(of, np.ndarray):
-        return id(of)
-    return tuple(map(_key, of)) if isinstance(of, tuple) else of
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.base.errors import TrainError
 from pipeline.ir.layout import Layout, S, replicated
-from pipeline.runtime.programs.mesh import set_mesh
+from pipeline.runtime.programs.mesh import set_mesh, take_first
 from pipeline.user.batches import Batches
 from pipeline.user.loss import pick_loss
-from pipeline.user.weights import Shape, match_names, open_weights, read_piece
+from pipeline.user.weights import Shape, match_names, open_weights, read_shard
 from stages.train.data import held_out_batches
 from stages.train.engines.engine import Batch, Engine, StateShard, unchanged
 from stages.train.engines.tensors import named_tensors, state_names
@@ -42,7 +42,7 @@ WHOLE, SPLIT = replicated(1), Layout((S(0),))
 
 class SingleEngine(Engine):
     def __init__(self, job: Job) -> None:
-        super().__init__(job, torch.device(job["device"]), job["train"]["micro_batches"])
+        super().__init__(job, torch.device(job["device"]), job["train"]["gradient_accumulation"])
         self.stream = dist.get_rank()  # by intent
         self.ranks: int = dist.get_world_size()
         set_mesh({AXIS: self.ranks})
@@ -146,6 +146,11 @@ class DDP(SingleEngine):
             raise TrainError(what, where=self.where("model", "module"), remedy=remedy)
         return loss
 
+    def evaluate(self, beat: Beat = unwatched) -> float:
+        """By the buffers of rank 0: torch takes them with the first batch alone, and `loss_of` puts them back."""
+        take_first((tensor for tensor in self.named.values() if not isinstance(tensor, nn.Parameter)), [AXIS])
+        return super().evaluate(beat)
+
     def _adds_up(self, last: bool) -> AbstractContextManager[Any]:
         wrapped: Any = self.called
         return nullcontext() if last else wrapped.no_sync()
@@ -192,7 +197,7 @@ def read_weights(module: nn.Module, path: Path, where: str) -> None:
     weights = open_weights(path, where)
     with torch.no_grad():
         for name, key in match_names(weights, state_names(module, named), shapes, where).items():
-            named[name].copy_(read_piece(weights, key, [((0, size),) for size in shapes[name]]))
+            named[name].copy_(read_shard(weights, key, [((0, size),) for size in shapes[name]]))
 
 
 def state_shard(name: str, tensor: Tensor, drifts: bool = False) -> StateShard:
@@ -202,7 +207,7 @@ def state_shard(name: str, tensor: Tensor, drifts: bool = False) -> StateShard:
         return StateShard(name, tensor, shape, WHOLE, (AXIS,), drifts)
     if not SPLIT.fits(shape, (ranks,)):
         raise TrainError(
-            f"{name} has {shape[0] if shape else 1} rows, which {ranks} ranks hold in unequal pieces",
+            f"{name} has {shape[0] if shape else 1} rows, which {ranks} ranks hold in unequal shards",
             remedy="set `snapshots.every` and `compare_replicas_every` to 0, or train with another engine",
         )
     return StateShard(name, tensor.to_local(), shape, SPLIT, (AXIS,), drifts)

@@ -38,7 +38,7 @@ class StateShard:
     shape: Shape  # of the whole
     layout: Layout
     axes: tuple[str, ...]  # of the mesh that the layout is for, by the names that pipeline.runtime.programs.mesh knows
-    drifts: bool = False  # replicas differ by design, and those of rank 0 count
+    drifts: bool = False  # replicas differ by design, and those of the first rank of the mesh count
 
 
 class Engine(ABC):

@@ -42,17 +42,19 @@ class PipelinedEngine(Engine):
         use_kernels_of(program)
         super().__init__(job, program.DEVICE, program.MICRO_BATCHES)
         self.slices, self.places = Slices(program.SLICES), Places(program)
-        rows = {n: StoredRows(self.places.written[n].PARAMETERS, self.places.axes) for n in self.places.numbers}
+        rows = {
+            n: StoredRows.of(program, self.places.written[n].PARAMETERS, self.places.axes) for n in self.places.numbers
+        }
         self.own = {n: OwnTensors(self, stored, partial(self.places.holds, n)) for n, stored in rows.items()}
-        first = self.own[self.places.piece]
-        self.shapes, self.held_whole, self.stream = first.shapes, first.held_whole, self.places.piece
+        first = self.own[self.places.submesh]
+        self.shapes, self.held_whole, self.stream = first.shapes, first.held_whole, self.places.submesh
         if self.stream:  # the ranks of a device group draw alike, and not what another group draws
             torch.manual_seed(seed_apart(job["train"]["seed"], self.stream))
         tensors = {number: own.tensors for number, own in self.own.items()}
         self.pipeline = RankPipeline(program, self.places, tensors, self.shapes, self.device, self.autocast)
         self.partitions = self.pipeline.partitions
         named = (item for own in tensors.values() for item in own.items())
-        self.statistics = statistics_of(job["train"]["batch_norm"], named)
+        self.statistics = statistics_of(job["train"]["running_stats"], named)
         updated = [(own, part.rows[name]) for part in self.partitions for name, own in part.updated.items()]
         nothing: tuple[nn.Parameter, Row] = nn.Parameter(torch.empty(0, device=self.device)), ("", "", "")
         updated = updated or [nothing]  # an optimizer must have something
@@ -125,6 +127,8 @@ class PipelinedEngine(Engine):
 
     def evaluate(self, beat: Beat = unwatched) -> float:
         assert self.held_out, "evaluate.every is 0"
+        for own in self.own.values():
+            own.take_first()
         return self.slices.mean(self.loss_of(*each) for each in enumerate(with_beats(self.held_out, beat)))
 
     def loss_of(self, place: int, batch: Batch) -> float:
@@ -153,7 +157,7 @@ class PipelinedEngine(Engine):
         self.pipeline.tied.take(self.optimizer)
 
     def exported(self) -> tuple[dict[str, str], dict[str, tuple[torch.dtype, Shape]]]:
-        own = self.own[self.places.piece]
+        own = self.own[self.places.submesh]
         dtypes = {name: self.placed(torch.empty(0, dtype=dtype)).dtype for name, dtype in own.dtypes.items()}
         return own.state, {name: (dtype, self.shapes[name]) for name, dtype in dtypes.items()}
 
@@ -165,7 +169,7 @@ class PipelinedEngine(Engine):
         if source and rank == source:
             dist.send(as_real(found.to(meeting_device(self.device)).contiguous()), 0)
         elif source and rank == 0:
-            dtype = self.placed(torch.empty(0, dtype=self.own[self.places.piece].dtypes[name])).dtype
+            dtype = self.placed(torch.empty(0, dtype=self.own[self.places.submesh].dtypes[name])).dtype
             found = torch.empty(self.shapes[name], dtype=dtype, device=meeting_device(self.device))
             dist.recv(as_real(found), source)
         return found

@@ -36,12 +36,12 @@ class PlannedEngine(Engine):
         set_mesh(program.MESH)
         use_kernels_of(program)
         self.axes = list(program.MESH)
-        self.stored = StoredRows(program.PARAMETERS, self.axes)
+        self.stored = StoredRows.of(program, program.PARAMETERS, self.axes)
         self.own = OwnTensors(self, self.stored)
         self.held_whole = self.own.held_whole
         self.parameters = {name: t for name, t in self.own.tensors.items() if isinstance(t, nn.Parameter)}
         self.program = program.Program(self.own.tensors)
-        self.statistics = statistics_of(job["train"]["batch_norm"], self.own.tensors.items())
+        self.statistics = statistics_of(job["train"]["running_stats"], self.own.tensors.items())
         rows = [self.stored.row(name) for name in self.parameters]
         self.gradients = Gradients(self.parameters.values(), rows, self.axes)
         limit = job["train"]["clip_norm"]
@@ -89,6 +89,7 @@ class PlannedEngine(Engine):
     def evaluate(self, beat: Beat = unwatched) -> float:
         if self.graphed is not None:
             self.graphed.release()  # its memory is needed now
+        self.own.take_first()
         return self.mean_loss(self.loss_of, beat)
 
     def loss_of(self, batch: Batch) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 from pipeline.base.errors import TrainError
 from pipeline.ir.layout import Layout, replicated
 from pipeline.ir.names import look_up
-from pipeline.runtime.programs.mesh import axis_of
-from pipeline.runtime.programs.parameters import piece_of, runs_of, whole_of, with_padding
+from pipeline.runtime.programs.mesh import axis_of, take_first
+from pipeline.runtime.programs.parameters import runs_of, shard_of, whole_of, with_padding
 from pipeline.runtime.step.buckets import Row
 from pipeline.runtime.step.initial_values import BuiltModule, Initial
 from pipeline.user.optimizer import refuse_mixing, refuse_moving_zeros
-from pipeline.user.weights import Shape, match_names, open_weights, read_piece
+from pipeline.user.weights import Shape, match_names, open_weights, read_shard
 from stages.train.engines.engine import Engine, StateShard
 
 
@@ -31,6 +32,11 @@ class StoredRows:
 
     table: Mapping[str, Row]
     axes: list[str]
+    per_rank: Mapping[str, bool]  # what each rank has of its own samples; that of the first is the model's
+
+    @staticmethod
+    def of(program: Any, table: Mapping[str, Row], axes: list[str]) -> StoredRows:
+        return StoredRows(table, axes, dict.fromkeys(getattr(program, "PER_RANK", ()), True))
 
     def row(self, name: str) -> Row:
         """Of a parameter, its gradient and the optimizer's state; nothing for one that is not trained."""
@@ -74,7 +80,7 @@ class OwnTensors:
 
     def _drawn(self, initial: Initial | BuiltModule, named: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for (name, tensor), value in zip(named.items(), initial.values(named.values()), strict=True):
-            yield name, piece_of(value, self.stored.layout(name, tensor), self.stored.axes)
+            yield name, shard_of(value, self.stored.layout(name, tensor), self.stored.axes)
 
     def _read(self, path: Path, named: Mapping[str, Tensor], where: str) -> Iterator[tuple[str, Tensor]]:
         """All that the module's state dict has, in the module's types."""
@@ -82,7 +88,7 @@ class OwnTensors:
         found = match_names(weights, self.state, self.shapes, where)
         for name, key in ((name, found[name]) for name in found if name in named):
             lies = self.shapes[name], self.stored.layout(name, named[name]), self.stored.axes
-            shard = read_piece(weights, key, runs_of(*lies)).to(named[name].dtype)
+            shard = read_shard(weights, key, runs_of(*lies)).to(named[name].dtype)
             yield name, with_padding(shard, *lies)
 
     def shards(self, engine: Engine, updated: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[StateShard]:
@@ -90,10 +96,16 @@ class OwnTensors:
         axes, names = tuple(self.stored.axes), list(names)
         for name in names:
             layout = self.stored.layout(name, self.tensors[name])
-            yield StateShard(f"weights/{name}", self.tensors[name].detach(), self.shapes[name], layout, axes)
+            drifts = bool(look_up(self.stored.per_rank, name))
+            yield StateShard(f"weights/{name}", self.tensors[name].detach(), self.shapes[name], layout, axes, drifts)
         for name in (name for name in names if name in updated):
             layout = Layout.parse(self.stored.row(name)[2])
             yield from _optimizer_state(engine, StateShard(name, updated[name], self.shapes[name], layout, axes))
+
+    def take_first(self) -> None:
+        """What each rank has of its own samples becomes that of the first; all ranks of the mesh ask together."""
+        own = (tensor for name, tensor in self.tensors.items() if look_up(self.stored.per_rank, name))
+        take_first(own, self.stored.axes)
 
     def whole(self, name: str) -> Tensor:
         """On every rank of the mesh; all of them ask for it together."""
@@ -144,7 +156,7 @@ def _optimizer_state(engine: Engine, of: StateShard) -> Iterator[StateShard]:
         if value.ndim and value.shape == of.layout.local_shape(of.shape, sizes):
             yield shard
             continue
-        if value.ndim and of.layout.pieces(sizes) > 1:
+        if value.ndim and of.layout.shards(sizes) > 1:
             raise TrainError(
                 f"{type(engine.optimizer).__name__} keeps the {key} of {of.name} in the shape {list(value.shape)}, and"
                 " the plan splits the parameter",

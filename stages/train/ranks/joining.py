@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from pipeline.base.errors import TrainError
 from pipeline.launch.rendezvous import init_process_group
+from pipeline.runtime.step.memory import allocate_exactly, keep_freed_memory
 
 GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
 
@@ -29,9 +30,11 @@ def join(device: str, timeout: timedelta) -> dist.Store:
     """NCCL takes one rank for each GPU; where ranks share one they talk over gloo alone. The store that they share."""
     store = init_process_group(GLOO, timeout)
     if device != "cuda":
+        keep_freed_memory()
         return store
     number = gpu_of(os.environ, torch.cuda.device_count())
     torch.cuda.set_device(number)
+    allocate_exactly()
     if backend_for(gathered(str(torch.cuda.get_device_properties(number).uuid))) == NCCL:
         dist.destroy_process_group()
         init_process_group(NCCL, timeout, store)

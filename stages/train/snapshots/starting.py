@@ -97,8 +97,8 @@ def settings_of(model: Mapping[str, Any], data: Mapping[str, Any], train: Mappin
     """The keys that matter, flat. The number of steps does where the learning rate falls until the last one."""
     kept = {key: value for key, value in train.items() if key not in NO_MATTER}
     schedule = train.get("schedule")
-    if schedule and schedule.get("decay", "none") != "none" and schedule.get("until") is None:
-        kept["schedule"] = {**schedule, "until": train["steps"]}
+    if schedule and schedule.get("decay", "none") != "none" and schedule.get("decay_steps") is None:
+        kept["schedule"] = {**schedule, "decay_steps": train["steps"]}
     return dict([*flat(model, "model"), *flat(data, "data"), *flat(kept, "train")])
 
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.base.errors import TrainError
+from pipeline.runtime.programs.mesh import is_first
 from stages.train.engines.engine import Engine
 from stages.train.ranks.joining import gathered
 from stages.train.snapshots import manifest
@@ -53,7 +54,7 @@ class SnapshotWriter:
         """All ranks do this together, between the same two steps; the snapshot before must have been asked for."""
         assert self.thread is None and self.outcome is None
         refuse_plain_state(engine.optimizer)
-        shards = (shard for shard in engine.state() if not shard.drifts or dist.get_rank() == 0)
+        shards = (shard for shard in engine.state() if not shard.drifts or is_first(shard.axes))
         tensors = self.staging.copied([*map(BoxedTensor.of, shards), *random_streams(engine.device)])
         if self.background:
             self.thread = threading.Thread(target=self._write, args=(tensors, step, about), daemon=True)

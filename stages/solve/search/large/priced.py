@@ -31,7 +31,7 @@ REGIONS = 230  # that are solved anew for a better plan within a limit
 EXACT = 1e-9
 
 
-class Wide:
+class LargeProblem:
     """A problem, what is left of it once it is reduced, and the messages at the last prices."""
 
     def __init__(self, problem: Problem, seed: int, deadline: float) -> None:

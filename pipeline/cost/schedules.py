@@ -1,6 +1,6 @@
 """Pipeline schedules: in which order each device runs its work, how many micro-batches wait, how long a step takes.
 
-P partitions on S devices (a device here is all that hold one partition: a piece of the cluster), M micro-batches. F is
+P partitions on S devices (a device here is all that hold one partition: a submesh), M micro-batches. F is
 a forward, B a backward, W the part of a backward that makes weight gradients, where it is run on its own. The orders
 are those of `torch.distributed.pipelining`:
 
@@ -31,7 +31,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from stages.checkpoint.recompute.chain import ChainError
+from pipeline.base.errors import ShardwrightError
+
+
+class ScheduleError(ShardwrightError):
+    """A pipeline schedule that does not exist."""
 
 
 class Pipeline(Enum):
@@ -71,22 +75,30 @@ def refusal(pipeline: Pipeline, devices: int, chunks: int, micro_batches: int) -
         return "interleaved needs at least two partitions on a device"
     rounds = max(1, micro_batches // devices)
     if pipeline in (Pipeline.INTERLEAVED, Pipeline.ZERO_BUBBLE) and micro_batches % rounds:
-        return f"{pipeline.value} on {devices} pieces runs in {rounds} rounds, which do not divide {micro_batches}"
+        return f"{pipeline.value} on {devices} submeshes runs in {rounds} rounds, which do not divide {micro_batches}"
     return None
 
 
 def orders(pipeline: Pipeline, devices: int, micro_batches: int, chunks: int = 1) -> DeviceOrder:
     why = refusal(pipeline, devices, chunks, micro_batches)
     if why:
-        raise ChainError(why, where="pipeline schedule", remedy="use another number of micro-batches or partitions")
+        raise ScheduleError(why, where="pipeline schedule", remedy="use another number of micro-batches or partitions")
     tasks = tuple(_tasks(pipeline, rank, devices, micro_batches, chunks) for rank in range(devices))
     return DeviceOrder(pipeline, devices * chunks, micro_batches, tasks)
+
+
+def forwards_ahead(pipeline: Pipeline, left: int, micro_batches: int) -> int:
+    """Before the first backward pass of a partition, where so many are left of the pipeline, itself included.
+
+    Of schedules with a partition on each device: these are the most that it has in flight.
+    """
+    return micro_batches if pipeline is Pipeline.GPIPE else min(micro_batches, left)
 
 
 def _tasks(pipeline: Pipeline, rank: int, devices: int, micro_batches: int, chunks: int) -> tuple[Task, ...]:
     if pipeline in (Pipeline.INTERLEAVED, Pipeline.ZERO_BUBBLE):
         return _rounds(pipeline, rank, devices, micro_batches, chunks)
-    ahead = micro_batches if pipeline is Pipeline.GPIPE else min(micro_batches, devices - rank)
+    ahead = forwards_ahead(pipeline, devices - rank, micro_batches)
     tasks = [Task("F", rank, m) for m in range(ahead)]
     for m in range(micro_batches):
         tasks.append(Task("B", rank, m))
@@ -149,6 +161,7 @@ class Load:
     weight: float = 0.0  # of the backward, what can be put off (zero_bubble)
     once: float = 0.0  # gradient sums, optimizer
     last: Load | None = None  # of the last micro-batch, where that one is not recomputed
+    early: float = 0.0  # of the backward, what is computed before its gradient has come (GPipe; not our runtime)
 
     @property
     def time(self) -> float:
@@ -194,14 +207,15 @@ def simulate(order: DeviceOrder, loads: Sequence[Load]) -> PlayedSchedule:
                 ready = _ready(task, order.partitions, loads, ends)
                 if ready is None:
                     break
-                start = max(ready, row[-1].end if row else 0.0)
+                early = loads[task.partition].early if task.phase == "B" else 0.0
+                start = max(ready - early, row[-1].end if row else 0.0)
                 ends[task] = start + loads[task.partition].seconds(task, split, order.micro_batches)
                 row.append(TaskEvent(task, start, ends[task]))
                 moved = True
             else:
                 waiting.discard(device)
         if waiting and not moved:
-            raise ChainError("the devices wait for one another for ever", where="pipeline schedule")
+            raise ScheduleError("the devices wait for one another for ever", where="pipeline schedule")
     size = len(events)
     once = [sum(load.once for load in loads[device::size]) for device in range(size)]
     seconds = max(row[-1].end + after for row, after in zip(events, once, strict=True))

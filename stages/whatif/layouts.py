@@ -1,4 +1,4 @@
-"""Answers by formula, in seconds: transformers of any size on described clusters (pipeline/cluster_model)."""
+"""Answers by layouts with their choices given, in seconds: transformers of any size on described clusters."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from pipeline.cluster_model.machine import Machine
-from pipeline.cluster_model.memory import device_bytes
-from pipeline.cluster_model.search import Wanted, candidates, described, divisors, search
-from pipeline.cluster_model.step import Price, price
-from pipeline.cluster_model.transformer import LayoutError, ParallelLayout, Transformer
-from pipeline.cluster_model.words import Asked, find_machine, find_model, in_words, read_words
 from pipeline.config import Config, load_config
-from stages.whatif.answer import FORMULA, Answer, Question, Row, WhatIfError
+from pipeline.layouts.machine import Machine
+from pipeline.layouts.planner_stages import PlannerStages
+from pipeline.layouts.search import Wanted, candidates, described, divisors, search
+from pipeline.layouts.sizes import LayoutError, ParallelLayout, Transformer
+from pipeline.layouts.step import LayoutPrices, Price
+from pipeline.layouts.traced import Works
+from pipeline.layouts.words import Asked, find_machine, find_model, in_words, read_words
+from stages.whatif.answer import LAYOUTS, Answer, Question, Row, WhatIfError
 from stages.whatif.search import fewest, largest
 
 MOST_DEVICES = 16384
@@ -21,7 +22,7 @@ Found = tuple[ParallelLayout, Price] | LayoutError
 
 
 @dataclass(frozen=True)
-class ByFormula:
+class ByLayouts:
     """A method for each question."""
 
     root: Path
@@ -31,16 +32,22 @@ class ByFormula:
     model: Transformer
     cluster: str
     machine: Machine
+    works: Works  # of the model
 
     @classmethod
-    def of(cls, root: Path, question: Question) -> ByFormula:
+    def of(cls, root: Path, question: Question, stages: PlannerStages) -> ByLayouts:
         asked, config = read_words(question.words), load_config(root)
         model = find_model(root, asked, config)
-        return cls(root, question, config, asked, model, *find_machine(root, asked, config, None))
+        cluster, machine = find_machine(root, asked, config, stages, None)
+        return cls(root, question, config, asked, model, cluster, machine, Works(model, config, stages))
 
     @property
     def wanted(self) -> Wanted:
         return Wanted(**self.asked.layout)
+
+    def prices(self, model: Transformer | None = None, machine: Machine | None = None) -> LayoutPrices:
+        works = Works(model, self.config, self.works.stages) if model else self.works
+        return LayoutPrices(model or self.model, works, machine or self.machine)
 
     def about(self) -> str:
         memory = f"{self.machine.memory_bytes / 1e9:.0f} GB"
@@ -52,9 +59,8 @@ class ByFormula:
     def best(
         self, model: Transformer | None = None, machine: Machine | None = None, wanted: Wanted | None = None
     ) -> Found:
-        model = model or self.model
         try:
-            return search(model, machine or self.machine, model.batch, wanted or self.wanted, most=1)[0]
+            return search(self.prices(model, machine), wanted or self.wanted, most=1)[0]
         except LayoutError as error:
             return error
 
@@ -70,7 +76,7 @@ class ByFormula:
             raise WhatIfError(f"no micro-batch fits: {why}", remedy="add nodes")
         larger = next((size for size in sizes if size > max(fits)), None)
         said = f"the largest micro-batch that fits is {max(fits)}" + (f"; {larger} does not" if larger else "")
-        return Answer("batch", FORMULA, self.about(), said, rows, {"fits": max(fits), "fails": larger})
+        return Answer("batch", LAYOUTS, self.about(), said, rows, {"fits": max(fits), "fails": larger})
 
     def sequence(self) -> Answer:
         tried: dict[int, Found] = {}
@@ -86,7 +92,7 @@ class ByFormula:
             raise WhatIfError(f"not even a sequence of {unit} fits: {rows[0]['layout']}", remedy="add nodes")
         past = f"; {limit.fails} does not" if limit.fails else " of those tried (--most)"
         said = f"the longest sequence that fits is {limit.fits}{past} (in steps of {unit})"
-        return Answer("sequence", FORMULA, self.about(), said, rows, {**vars(limit), "step": unit})
+        return Answer("sequence", LAYOUTS, self.about(), said, rows, {**vars(limit), "step": unit})
 
     def devices(self) -> Answer:
         """The fewest: first of one host, then whole hosts."""
@@ -95,37 +101,33 @@ class ByFormula:
         most = self.question.most or MOST_DEVICES
         counts = [n for n in (*range(1, host + 1), *range(2 * host, most + 1, host)) if floor <= n <= most]
 
-        def on(count: int) -> Machine:
-            return replace(self.machine, host=min(count, host), hosts=max(1, count // host))
-
         def fits(count: int) -> bool:
-            every = candidates(model, on(count), model.batch, self.wanted)
-            return any(device_bytes(model, layout) <= self.machine.memory_bytes for layout in every)
+            prices = self.prices(machine=self.machine.sized(count))
+            every = candidates(model, count, self.wanted)
+            return any(prices.memory(layout) <= self.machine.memory_bytes for layout in every)
 
         limit = fewest(counts, fits)
         sides = [count for count in (limit.fails, limit.fits) if count is not None]
-        rows = [{"devices": n, **_row(self.best(machine=on(n)))} for n in sides]
-        return Answer.of_devices(FORMULA, f"{self._about_model()}, devices of {self.cluster}", limit, most, rows)
+        rows = [{"devices": n, **_row(self.best(machine=self.machine.sized(n)))} for n in sides]
+        return Answer.of_devices(LAYOUTS, f"{self._about_model()}, devices of {self.cluster}", limit, most, rows)
 
     def budget(self) -> Answer:
         """The stairs of the fastest layout over memory: of every layout that nothing smaller beats."""
-        model, machine = self.model, self.machine
-        every = [
-            (device_bytes(model, layout), layout) for layout in candidates(model, machine, model.batch, self.wanted)
-        ]
+        prices, devices = self.prices(), self.machine.devices
+        every = [(prices.memory(layout), layout) for layout in candidates(self.model, devices, self.wanted)]
         if not every:
-            what = f"no layout of {machine.devices} devices divides the model"
+            what = f"no layout of {devices} devices divides the model"
             raise WhatIfError(what, remedy="change `nodes` or `batch`")
         stairs: list[tuple[float, ParallelLayout, Price]] = []
         for needed, layout in sorted(every, key=lambda pair: pair[0]):
-            priced = price(model, layout, machine)
+            priced = prices.price(layout)
             if not stairs or priced.seconds < stairs[-1][2].seconds:
                 stairs.append((needed, layout, priced))
         rows = tuple({"from_gb": needed / 1e9, **_row((layout, priced))} for needed, layout, priced in stairs)
         above = f"the fastest layout changes at {len(rows) - 1} budgets above it"
         said = f"{rows[0]['from_gb']:.4g} GB is the least that fits; {above}"
         found = {"least_gb": rows[0]["from_gb"], "changes": [{"from_gb": row["from_gb"]} for row in rows[1:]]}
-        return Answer("budget", FORMULA, self.about(), said, rows, found)
+        return Answer("budget", LAYOUTS, self.about(), said, rows, found)
 
     def link(self) -> Answer:
         now = self.best()
@@ -133,25 +135,19 @@ class ByFormula:
             raise now
         rows: list[Row] = [{"links": "as they are", "same_layout_ms": now[1].seconds * 1e3, **_row(now)}]
         for factor in self.question.factors:
-            own, reached = self.machine, self.machine.reached
-            machine = replace(
-                own,
-                link=own.link * factor.bandwidth,
-                network=own.network * factor.bandwidth,
-                reached=replace(reached, collective=reached.collective * factor.latency),
-            )
-            same = price(self.model, now[0], machine).seconds * 1e3
+            machine = self.machine.with_links(factor.bandwidth, factor.latency)
+            same = self.prices(machine=machine).seconds(now[0]) * 1e3
             rows.append({"links": str(factor), "same_layout_ms": same, **_row(self.best(machine=machine))})
-        return Answer.of_links(FORMULA, self.about(), rows)
+        return Answer.of_links(LAYOUTS, self.about(), rows)
 
     def clusters(self) -> Answer:
         """Each with as many devices as the one that was asked for, or with `nodes` hosts."""
         rows: list[Row] = []
         for name in self.question.clusters:
             asked = replace(self.asked, names={**self.asked.names, "cluster": name})
-            _, machine = find_machine(self.root, asked, self.config, self.machine.devices)
+            _, machine = find_machine(self.root, asked, self.config, self.works.stages, self.machine.devices)
             rows.append({"cluster": name, "devices": machine.devices, **_row(self.best(machine=machine))})
-        return Answer.of_clusters(FORMULA, self._about_model(), rows)
+        return Answer.of_clusters(LAYOUTS, self._about_model(), rows)
 
 
 def _row(found: Found) -> Row:

@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.errors import ConfigError, ShardwrightError, nearest
-from pipeline.cluster_model.machine import Machine, machine_of
-from pipeline.cluster_model.transformer import KNOWN, AttentionKernel, PipelineSchedule, RecomputeMode, Transformer
 from pipeline.config import ClusterSource, Config, ModelSettings, listing, load_part
+from pipeline.config.schema import OverlapMode
+from pipeline.cost.schedules import Pipeline
+from pipeline.layouts.machine import Machine, machine_of
+from pipeline.layouts.planner_stages import PlannerStages
+from pipeline.layouts.sizes import KNOWN, AttentionKernel, Transformer
+from pipeline.layouts.work import RecomputeMode
 
 GPT = "pipeline.models.gpt.build"
 DEFAULT_CLUSTER = "dgx_a100_infiniband"  # where the project's own is measured
@@ -37,17 +41,19 @@ class Word:
 
 COUNT = Word(_count, f"a whole number from 1 to {MOST:,}")
 YES = Word({"yes": True, "true": True, "no": False, "false": False}.__getitem__, "yes or no")
+SCHEDULES = {own.value: own for own in (Pipeline.ONE_F_ONE_B, Pipeline.INTERLEAVED, Pipeline.GPIPE)}
 LAYOUT = {
     "dp": COUNT,
     "tp": COUNT,
     "pp": COUNT,
     "micro_batch": COUNT,
-    "schedule": Word(PipelineSchedule, ", ".join(PipelineSchedule)),
+    "schedule": Word(SCHEDULES.__getitem__, ", ".join(SCHEDULES)),
     "chunks": COUNT,
     "recompute": Word(RecomputeMode, ", ".join(RecomputeMode)),
     "zero": Word({str(level): level for level in range(4)}.__getitem__, "0, 1, 2 or 3"),
     "sequence_parallel": YES,
     "attention": Word(AttentionKernel, ", ".join(AttentionKernel)),
+    "overlap": Word(OverlapMode, ", ".join(OverlapMode)),
 }
 SIZES = {
     **dict.fromkeys(("hidden", "layers", "heads", "kv_heads", "inner", "sequence", "vocabulary", "batch"), COUNT),
@@ -55,6 +61,7 @@ SIZES = {
     "tied": YES,
     "dropout": YES,
 }
+UNPLANNED = {"cp": "a sequence inside attention", "ep": "experts over devices of their own"}
 NAMES = {"model": Word(str, "a model's name"), "cluster": Word(str, "a cluster's name"), "nodes": COUNT}
 WORDS = {**LAYOUT, **SIZES, **NAMES}
 
@@ -74,6 +81,11 @@ def read_words(words: Sequence[str]) -> Asked:
         if word == FREE:
             continue
         name, equals, text = word.partition("=")
+        if name in UNPLANNED:
+            if text != "1":
+                what = f"'{word}' is not possible: the planner does not split {UNPLANNED[name]}"
+                raise PriceError(what, remedy=f"leave {name} out")
+            continue
         if not equals or name not in WORDS:
             near = nearest(name, list(WORDS))
             meant = f"did you mean '{near}='? " if near else ""
@@ -126,7 +138,9 @@ def _from_conf(root: Path, name: str | None, config: Config) -> Transformer:
     return Transformer(**{own: model.module[theirs] for own, theirs in sizes.items()}, dropout=False, batch=batch)
 
 
-def find_machine(root: Path, asked: Asked, config: Config, devices: int | None) -> tuple[str, Machine]:
+def find_machine(
+    root: Path, asked: Asked, config: Config, stages: PlannerStages, devices: int | None
+) -> tuple[str, Machine]:
     """With `nodes` hosts, or as many as the devices need."""
     name = asked.names.get("cluster")
     if name is None:
@@ -144,7 +158,7 @@ def find_machine(root: Path, asked: Asked, config: Config, devices: int | None) 
     except ConfigError as error:
         what = f"cluster '{name}' cannot have nodes={nodes}: {error.what}"
         raise PriceError(what, remedy="choose another") from error
-    return name, machine_of(cluster, f"conf/cluster/{name}.yaml")
+    return name, machine_of(cluster, stages, f"conf/cluster/{name}.yaml")
 
 
 def in_words(model: Transformer) -> str:

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pipeline.base.errors import ShardwrightError
+from pipeline.config.schema import OverlapMode
+from pipeline.cost.schedules import Pipeline
+from pipeline.layouts.work import RecomputeMode
 
 
 @dataclass(frozen=True)
@@ -104,18 +107,6 @@ class LayoutError(ShardwrightError):
     """Sizes that do not divide."""
 
 
-class RecomputeMode(StrEnum):
-    none = "none"
-    selective = "selective"  # the attention's square tensors
-    full = "full"  # every layer, from its input
-
-
-class PipelineSchedule(StrEnum):
-    one_f_one_b = "1f1b"
-    interleaved = "interleaved"
-    gpipe = "gpipe"
-
-
 class AttentionKernel(StrEnum):
     flash = "flash"  # one kernel that keeps no square tensor
     plain = "plain"  # products and softmax one after another
@@ -128,12 +119,13 @@ class ParallelLayout:
     pp: int
     micro_batch: int
     batch: int  # sequences of a step, all devices together
-    schedule: PipelineSchedule = PipelineSchedule.one_f_one_b
-    chunks: int = 1  # pieces of the model on each stage, interleaved
+    schedule: Pipeline = Pipeline.ONE_F_ONE_B
+    chunks: int = 1  # parts of the model on each stage, interleaved
     recompute: RecomputeMode = RecomputeMode.none
     zero: int = 0  # 1: optimizer state split over dp, 2: gradients too, 3: parameters too
     sequence_parallel: bool = False
     attention: AttentionKernel = AttentionKernel.flash
+    overlap: OverlapMode = OverlapMode.runtime
 
     @property
     def devices(self) -> int:
@@ -154,13 +146,14 @@ def why_not(model: Transformer, layout: ParallelLayout) -> str | None:
     dp, tp, pp, chunks, micro, batch = (
         layout.dp, layout.tp, layout.pp, layout.chunks, layout.micro_batch, layout.batch,
     )  # fmt: skip
-    interleaved = layout.schedule is PipelineSchedule.interleaved
+    interleaved = layout.schedule is Pipeline.INTERLEAVED
     several = f"schedule={layout.schedule.value} with chunks={chunks}: interleaved has 2 or more, others 1"
     multiple = f"interleaved needs micro-batches ({layout.micro_batches}) that are a multiple of pp={pp}"
     rules = (
         ((chunks > 1) != interleaved, several),
         (model.hidden % model.heads, f"hidden={model.hidden} is not a multiple of heads={model.heads}"),
         (model.heads % tp, f"tp={tp} does not divide heads={model.heads}"),
+        (model.keys % tp, f"tp={tp} does not divide kv_heads={model.keys}"),
         (model.feed % tp, f"tp={tp} does not divide the {model.feed} columns of the feed-forward"),
         (model.layers < pp, f"pp={pp} is more than layers={model.layers}"),
         (batch % (dp * micro), f"dp={dp} times micro_batch={micro} does not divide batch={batch}"),

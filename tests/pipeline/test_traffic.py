@@ -1,0 +1,200 @@
+"""What plans send beside what they compute: by hand for named plans, and the same in the solver's problem."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from pipeline.config import Checkpoint, Recompute
+from pipeline.cost.step import Priced, Workload, gradient_sum_seconds
+from pipeline.cost.traffic import Ran, RunKind, lines_of
+from pipeline.cost.two_lines import unrecomputed_runs, unrecomputed_seconds
+from pipeline.ir.buckets import bucket_members
+from pipeline.ir.cluster import Cluster, Group, Mesh, Overlap
+from pipeline.ir.graph import Role
+from pipeline.ir.plan import Frontier, Proof
+from stages.checkpoint.choose import choose, evaluate
+from stages.solve.on_mesh import MeshProblem, price_point
+from stages.solve.problem.build import build
+from tests import plans
+from tests.graphs import SILENT, solve_settings
+from tests.pipeline.test_op_prices import any_sharding
+from tests.storage_plans import cluster, plan_named, profile_of
+
+RUNTIME = Overlap("runtime", 0.8)
+
+
+def workload(name: str, sizes: tuple[int, ...] = (2,), overlap: Overlap = RUNTIME, micro_batches: int = 1) -> Workload:
+    on = replace(cluster(sizes), overlap=overlap)
+    return Workload(plans.graph_of(name), profile_of(name), on, 2.0, micro_batches)
+
+
+def priced(name: str, plan: str, overlap: Overlap = RUNTIME, micro_batches: int = 1) -> Priced:
+    (part,) = plan_named(name, plan).partitions
+    sizes = tuple(size for _, size in part.axes)
+    return workload(name, sizes, overlap, micro_batches).priced(part.sharding)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These models are smaller than the first of them."""
+    monkeypatch.setattr("pipeline.cost.traffic.bucket_members", partial(bucket_members, first=1000, most=4000))
+
+
+def test_of_data_parallelism_the_gradient_sums_run_behind(small_buckets: None) -> None:
+    found = priced("gpt", "ddp")
+    lines = lines_of(found, unrecomputed_runs(found))
+    assert lines.behind == pytest.approx(found.step.gradient_sum)
+    assert 0 < lines.saved <= 0.8 * lines.behind
+    assert unrecomputed_seconds(found) == pytest.approx(found.step.seconds - lines.saved)
+    first = lines.buckets[0]
+    assert first.link > 0 and lines.buckets[-1].link == 0
+    sums = [c for bucket in lines.buckets for c in bucket.sums]
+    parameters = [v.type.nbytes for v in found.graph.of_role(Role.PARAMETER)]
+    assert sum(c.seconds for c in sums) == pytest.approx(
+        sum(gradient_sum_seconds(n, found.cluster.axes) for n in parameters)
+    )
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3", "tp"])
+def test_nothing_is_hidden_where_that_is_asked_for_or_all_is_slowed_down(plan: str) -> None:
+    for overlap in (Overlap("none", 0.8), Overlap("runtime", 0.0)):
+        found = priced("gpt", plan, overlap)
+        lines = lines_of(found, unrecomputed_runs(found))
+        assert lines.behind == lines.saved == 0.0
+        assert unrecomputed_seconds(found) == pytest.approx(found.step.seconds)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3", "tp", "ddp_tp", "zero3_tp"])
+def test_what_runs_behind(plan: str) -> None:
+    """Sums of DDP and ZeRO-1, gathers of ZeRO-3; nothing of ZeRO-2, which keeps its copies."""
+    found = priced("gpt", plan)
+    lines = lines_of(found, unrecomputed_runs(found))
+    gathers = any(run.traffic.gathers for run in lines.runs)
+    assert gathers == plan.startswith("zero3")
+    assert bool(lines.buckets) == (plan in ("ddp", "zero1", "ddp_tp"))
+    assert not any(run.traffic.beside or run.traffic.trailing for run in lines.runs)
+    moved = sum(link.communication.total for link in found.step.links)
+    sent = sum(one.seconds for run in lines.runs for one in run.traffic.every)
+    assert sent <= moved + 1e-12  # local moves are none
+    megatron = priced("gpt", plan, Overlap("megatron", 0.8))
+    more = lines_of(megatron, unrecomputed_runs(megatron))
+    assert more.behind >= lines.behind and more.saved >= lines.saved - 1e-12
+    if plan in ("tp", "zero2"):
+        assert more.saved > 0 == lines.saved
+
+
+def test_in_several_micro_batches_gathers_are_hidden_in_each_and_sums_in_the_last(small_buckets: None) -> None:
+    for plan, times in (("ddp", 1), ("zero3", 3)):
+        one, three = (priced("gpt", plan, micro_batches=count) for count in (1, 3))
+        saved = [lines_of(own, unrecomputed_runs(own)).saved for own in (one, three)]
+        assert saved[0] > 0 and saved[1] == pytest.approx(times * saved[0], rel=1e-6)
+
+
+def test_a_longer_backward_hides_more(small_buckets: None) -> None:
+    """Where all is computed again the sums have more to run behind; what the plan is predicted to take shows it."""
+    load = workload("gpt", overlap=Overlap("runtime", 1.0))
+    (part,) = plan_named("gpt", "ddp").partitions
+    slow = tuple(replace(a, links={k: replace(c, bandwidth=c.bandwidth / 50) for k, c in a.links.items()})
+                 for a in load.cluster.axes)  # fmt: skip
+    load = replace(load, cluster=replace(load.cluster, axes=slow))
+    point = price_point(load, part.sharding, Proof("", "", 0.0, 0.0, 0.0, 0, 0))
+    frontier = Frontier(1 << 60, 2.0, (Mesh(load.cluster.axes),), (point,))
+    off, full = (
+        evaluate(load.graph, load.profile, load.cluster, frontier, 0, Checkpoint(recompute=Recompute(how)))
+        for how in ("off", "full")
+    )
+    assert point.seconds == pytest.approx(off.step_seconds)
+    assert full.hidden_seconds > off.hidden_seconds > 0
+    for one in (off, full):
+        plan = choose([one], load.cluster, frontier, "")
+        own = plan.prediction
+        parts = own.compute_seconds + own.communication_seconds + own.recompute_seconds + own.optimizer_seconds
+        assert own.step_seconds == pytest.approx(parts + own.host_seconds)
+        assert sum(event.seconds for event in plan.timeline.events) == pytest.approx(own.step_seconds)
+        assert own.hidden_seconds == pytest.approx(one.price.seconds_with(one.outcome.time) - own.step_seconds)
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp"])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_problem_has_the_same_behind_other_work(name: str, seed: int) -> None:
+    """So that the solver's seconds, with the share that a plan leaves exposed, are those of its play."""
+    load = workload(name)
+    problem, choices = build(load)
+    cost, sharding = any_sharding(load, seed)
+    own = load.priced(sharding)
+    lines = lines_of(own, unrecomputed_runs(own))
+    picked = found_again(load, sharding, problem, choices)
+    assert problem.behind(picked) == pytest.approx(lines.behind, rel=1e-6, abs=1e-12)
+    if lines.behind:
+        weighed = problem.exposing(1 - lines.saved / lines.behind)
+        assert weighed.cost(picked) == pytest.approx(unrecomputed_seconds(own), rel=1e-6)
+        assert weighed.behind(picked) == 0.0 and problem.cost(picked) == pytest.approx(cost)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3"])
+def test_and_of_named_plans(plan: str) -> None:
+    own = priced("gpt", plan)
+    load = workload("gpt")
+    problem, choices = build(load)
+    picked = found_again(load, own.sharding, problem, choices)
+    lines = lines_of(own, unrecomputed_runs(own))
+    assert problem.behind(picked) == pytest.approx(lines.behind, rel=1e-6) and lines.behind > 0
+    weighed = problem.exposing(1 - lines.saved / lines.behind)
+    assert weighed.cost(picked) == pytest.approx(unrecomputed_seconds(own), rel=1e-6)
+
+
+def found_again(load: Workload, sharding, problem, choices):
+    from stages.solve.answer.saved import Saved, found_among
+
+    return found_among(Saved("", load.cluster.sizes, sharding), load.graph, problem, choices)
+
+
+def test_the_search_settles_on_the_share_that_its_fastest_plan_leaves_exposed(small_buckets: None) -> None:
+    """Then the sum that it minimises is the play of that plan; and no plan that it tried is faster in the play."""
+    for name in ("gpt", "mlp"):
+        load = workload(name)
+        mesh = MeshProblem(load, solve_settings(frontier_points=3), "conf/solve/test.yaml", SILENT)
+        bound = mesh.promise(1e12)
+        mesh.settle(SILENT)
+        points = mesh.points(1e12, lambda done, note="": None)
+        assert 0.2 <= mesh.share <= 1.0
+        first = min(points, key=lambda point: point.proof.objective)
+        settled = mesh.problem.cost(mesh.left.expand(mesh.sweep.bounder.fastest.picked))
+        assert first.proof.objective == pytest.approx(settled) and bound <= min(p.seconds for p in points) * (1 + 1e-9)
+        if mesh.summed.behind(mesh.left.expand(mesh.sweep.bounder.fastest.picked)):
+            assert first.seconds == pytest.approx(settled, rel=0.02)
+        for point in points:
+            assert point.seconds == pytest.approx(unrecomputed_seconds(load.priced(point.sharding)))
+
+
+def test_buckets() -> None:
+    """The first is small; of two kinds that one leaves first whose last gradient is there first."""
+    sizes = [0.28, 0.8, 0.36, 24.0, 1.2, 0.0, 20.0, 4.0]
+    assert bucket_members([("d0", 1e6 * size) for size in sizes]) == [[7], [6, 5, 4], [3, 2], [1, 0]]
+    assert bucket_members([("d0", 1.0), ("d1", 1.0), ("d0", 1.0)]) == [[1], [2, 0]]
+
+
+def test_links_of_axes_are_those_of_the_smallest_group_that_holds_their_ranks() -> None:
+    hosts = tuple(Group("host", tuple(range(4 * n, 4 * n + 4)), 1e11, 1e-6) for n in range(2))
+    whole = Group("cluster", tuple(range(8)), 1e10, 1e-5, members=hosts)
+    on = replace(cluster((2, 4)), group=whole, devices=8)
+    inside, across = on.links_of([1]), on.links_of([0])
+    assert inside != across == on.links_of([0, 1])
+    turned = replace(on, order=(0, 4, 1, 5, 2, 6, 3, 7))  # the inner axis of two hosts
+    assert turned.links_of([1]) == across
+    assert isinstance(on, Cluster) and replace(on, group=None).links_of([0]) == replace(on, group=None).links_of([1])
+
+
+def test_runs_of_links_have_the_traffic_of_each() -> None:
+    found = priced("gpt", "zero3")
+    runs = lines_of(found, unrecomputed_runs(found)).runs
+    last = max(run.last for run in runs if not run.backward)
+    both = [Ran(0, last, RunKind.FORWARD, 1.0), Ran(0, last, RunKind.AGAIN, 1.0), Ran(0, last, RunKind.BOTH, 1.0)]
+    forward, again, at_once = (run.traffic for run in lines_of(found, both).runs)
+    apart = [run.traffic for run in runs if not run.backward]
+    assert len(forward.gathers) == sum(len(traffic.gathers) for traffic in apart) > 0
+    assert len(again.gathers) == len(at_once.gathers) > len(forward.gathers)
+    assert len(again.blocking) < len(at_once.blocking) or not forward.blocking
