@@ -42,12 +42,12 @@ class MeshProblem:
         self.build_seconds = time.monotonic() - start
         self._search(log)
 
-    def _search(self, log: Log) -> None:
-        """With that share of what may run behind other work."""
+    def _search(self, log: Log, known: Collection[tuple[int, ...]] = ()) -> None:
+        """With that share of what may run behind other work. `known`: plans that a search with another share found."""
         self.problem = self.summed.exposing(self.share)
         self.left = self._left_by(self.settings)
         self.sweep = FrontierSearch(self.left.problem, self.settings, self.where, log)
-        for picked in self.given:
+        for picked in (*self.given, *known):
             self.sweep.start_from(picked)
 
     def settle(self, log: Log) -> None:
@@ -57,7 +57,7 @@ class MeshProblem:
         share for the next one, until a plan comes again; the share of the fastest in the play is kept.
         """
         tried: dict[tuple[int, ...], tuple[float, float]] = {}  # plan -> its seconds, the share that it leaves
-        most = MOST_SHARES if self.sweep.bounder.method == ELIMINATION else 1
+        most = MOST_SHARES if self._exact else 1
         while len(tried) < most:
             picked = self.left.expand(self.sweep.bounder.fastest.picked)
             if picked in tried or not math.isfinite(self.problem.cost(picked)) or not self.summed.behind(picked):
@@ -66,6 +66,10 @@ class MeshProblem:
             self._take(tried[picked][1], log)
         if tried:
             self._take(min(tried.values())[1], log)
+
+    @property
+    def _exact(self) -> bool:
+        return self.sweep.bounder.method == ELIMINATION
 
     def _played(self, picked: tuple[int, ...]) -> tuple[float, float]:
         """Seconds of a plan's step, and the share of what may run behind other work that does not."""
@@ -79,7 +83,7 @@ class MeshProblem:
     def _take(self, share: float, log: Log) -> None:
         if abs(share - self.share) > LITTLE:
             self.share = share
-            self._search(log)
+            self._search(log, () if self._exact else [self.sweep.bounder.fastest.picked])
 
     def _left_by(self, settings: Solve, ways: Collection[Way] = ()) -> Restricted:
         """What the settings leave of the problem; of the ways to store a parameter these, where any is named."""

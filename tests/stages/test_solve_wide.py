@@ -19,9 +19,10 @@ from pipeline.cost.step import Workload
 from stages.profile.by_table import profile_graph
 from stages.solve.answer.baselines import baselines
 from stages.solve.answer.frontier import FrontierSearch
-from stages.solve.on_mesh import NO_PROOF, price_point
+from stages.solve.on_mesh import NO_PROOF, MeshProblem, price_point
 from stages.solve.problem.build import build
 from stages.solve.problem.data import Edge, Holding, Node, Problem
+from stages.solve.search.backends import NothingFound
 from stages.solve.search.decomposition import CutBounder, WideBounder, fastest
 from stages.solve.search.elimination import Elimination, Prices, TooWide
 from stages.solve.search.integer_program import best_prices
@@ -187,6 +188,44 @@ def test_the_same_problem_gets_the_same_plans():
             assert (one.best and one.best.picked) == (other.best and other.best.picked) and one.bound == other.bound
 
 
+def test_a_plan_from_elsewhere_is_one_to_start_from():
+    for seed in range(20):
+        problem = random_problem(seed)
+        if math.isfinite(wanted := best(problem, limit := a_limit(problem, seed))):
+            bounder = wide(problem)
+            for picked, _, peak in every_plan(problem):
+                if peak <= limit:
+                    bounder.know(tuple(picked))
+            assert bounder.within(limit, 1e-6, math.inf).best.cost == pytest.approx(wanted)
+
+
+def coloured(seed: int, nodes: int = 60, colours: int = 3) -> Problem:
+    """Neighbours of the same colour are forbidden; some colouring there is."""
+    chosen = np.random.default_rng(seed)
+    hidden, pairs = chosen.integers(colours, size=nodes), set[tuple[int, int]]()
+    while len(pairs) < 2.2 * nodes:
+        a, b = sorted(chosen.integers(nodes, size=2).tolist())
+        if hidden[a] != hidden[b]:
+            pairs.add((a, b))
+    clash = np.where(np.eye(colours) > 0, math.inf, 0.0)
+    own = tuple(Node(f"n{i}", chosen.uniform(0, 1, colours)) for i in range(nodes))
+    return Problem(own, tuple(Edge(a, b, clash) for a, b in sorted(pairs)))
+
+
+def test_the_large_search_goes_on_until_its_plan_is_an_allowed_one():
+    for seed in range(12):
+        problem = coloured(seed)
+        assert math.isfinite(problem.cost(LargeProblem(problem, 0, math.inf).minimise().picked))
+
+
+def test_a_search_that_finds_no_plan_says_so():
+    clash = np.full((2, 2), math.inf)
+    nodes = tuple(Node(name, np.zeros(2)) for name in "ab")
+    sweep = FrontierSearch(Problem(nodes, (Edge(0, 1, clash),)), solve_settings(frontier_points=1), WHERE, SILENT)
+    with pytest.raises(NothingFound, match="no plan was found that keeps to the constraints"):
+        sweep.frontier(math.inf, lambda done, note="": None)
+
+
 # ---- a model whose layers are all the same one
 
 
@@ -285,6 +324,13 @@ def test_the_large_search_by_hand():
     (fastest,) = sweep.frontier(math.inf, lambda done, note="": None)
     assert fastest.proof.method == "large search" and fastest.proof.gap < 0.01
     assert fastest.cost == pytest.approx(cut_open(problem).fastest.cost, rel=0.01)
+
+
+def test_a_search_with_another_share_exposed_knows_the_plan_of_the_one_before():
+    mesh_problem = MeshProblem(workload_on((2, 2)), solve_settings(search=Search.large), WHERE, SILENT)
+    before = mesh_problem.sweep.bounder.fastest.picked
+    mesh_problem._take(mesh_problem.share / 2, SILENT)
+    assert before in mesh_problem.sweep.bounder.seen
 
 
 def test_the_large_search_where_even_cut_elimination_would_be_too_wide():

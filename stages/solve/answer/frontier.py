@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import isfinite
 from typing import TypeVar
 
 from pipeline.base.log import Advance, Log
@@ -81,6 +82,12 @@ class FrontierSearch:
 
     def frontier(self, budget: float, advance: Advance) -> list[Solution]:
         """Fastest first; plans that another beats in both time and memory are left out."""
+        if not isfinite(self.bounder.fastest.cost):
+            raise NothingFound(
+                "no plan was found that keeps to the constraints",
+                where=f"{self.where}: constraints",
+                remedy="remove one, or raise time_limit_s",
+            )
         deadline = time.monotonic() + self.settings.time_limit_s
         plans = [self.bounder.fastest]
         if self.settings.frontier_points > 1:

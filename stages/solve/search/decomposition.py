@@ -163,6 +163,9 @@ class WideBounder(_Near):
     def __init__(self, problem: Problem, best_prices: BestPrices, seed: int, seconds: float) -> None:
         self.wide = LargeProblem(problem, seed, time.monotonic() + seconds)
         super().__init__(problem, best_prices, self.wide)
+        better = self.wide.within(None, FREE, self.floor, 0.0, self.fastest.picked)
+        if better is not None:
+            self.know(better)
 
     def planes(self) -> list[tuple[float, Array]]:
         return [(s.cost, s.held) for s in self.seen.values() if isfinite(s.cost)]

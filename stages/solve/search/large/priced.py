@@ -19,14 +19,15 @@ import numpy as np
 from stages.solve.problem.data import Problem
 from stages.solve.search.elimination import FREE, Minimum, Prices
 from stages.solve.search.large.arrays import Floats, Ints, flatten
-from stages.solve.search.large.descent import Searcher
+from stages.solve.search.large.descent import MOST_TABLES, Searcher
 from stages.solve.search.large.plain import plain
 from stages.solve.search.large.presolve import NoChoice, Presolved, reduce
 
 PASSES, MOST_PASSES = 10, 400  # of messages: in a row, and in all for one answer
 RISE = 1e-6  # of the bound by a row of passes: below this they are done
 TABLES = 4.5  # powers of ten: the tables that bring choices down have fewer entries
-IDLE_ROUNDS = 6  # of bringing down, without a better answer: then it stands
+IDLE_ROUNDS = 6  # of bringing down, without a better answer: then it stands, if it is allowed
+MOST_IDLE_ROUNDS = 48  # else, in larger and larger tables
 REGIONS = 230  # that are solved anew for a better plan within a limit
 EXACT = 1e-9
 
@@ -59,15 +60,20 @@ class LargeProblem:
         searcher.set_prices(self._spread(prices))
         low, best, value = self._pass(searcher)
         idle = 0
-        while idle < IDLE_ROUNDS and value - low > EXACT * abs(value) and time.monotonic() < self.deadline:
+        while value - low > EXACT * abs(value) and time.monotonic() < self.deadline:
+            if idle >= (IDLE_ROUNDS if self._allowed(searcher, best) else MOST_IDLE_ROUNDS):
+                break
             trial = best.copy()
-            searcher.solve(searcher.random_plan(TABLES), trial)
+            searcher.solve(searcher.random_plan(min(MOST_TABLES, TABLES + 0.5 * (idle // IDLE_ROUNDS))), trial)
             reached = searcher.priced(trial)
             idle = 0 if reached < value - EXACT * abs(value) else idle + 1
             if reached <= value:
                 best, value = trial, reached
         bytes_ = float(searcher.prices @ self.reduced.base)
         return Minimum(min(low, value) + searcher.arrays.constant + bytes_, self._plan(best))
+
+    def _allowed(self, searcher: Searcher, picked: Ints) -> bool:
+        return searcher.total(picked) - searcher.arrays.constant < searcher.arrays.forbidden
 
     def _pass(self, searcher: Searcher) -> tuple[float, Ints, float]:
         """Messages until the bound stands: it, and the best choices on the way."""
@@ -83,9 +89,9 @@ class LargeProblem:
         return low, best, value
 
     def within(
-        self, limit: float, prices: Prices, bound: float, gap: float, start: Sequence[int] | None
+        self, limit: float | None, prices: Prices, bound: float, gap: float, start: Sequence[int] | None
     ) -> tuple[int, ...] | None:
-        """A plan that fits, better than the one to start from where that can be found."""
+        """A plan that fits (None: any does), better than the one to start from where that can be found."""
         if self.reduced is None or self.searcher is None:
             return None
         searcher = self._searcher(self.reduced, limit, self.deadline)
@@ -93,8 +99,9 @@ class LargeProblem:
         searcher.set_prices(searcher.best_prices)
         searcher.picked = self.searcher.picked.copy()
         if start is not None:
-            known = self.known[tuple(start)]
-            searcher.note(known, searcher.held(known))
+            known = self.known.get(tuple(start))  # None for a plan from elsewhere, whose choices may have gone
+            if known is not None:
+                searcher.note(known, searcher.held(known))
         searcher.improve(REGIONS)
         return None if searcher.best is None else self._plan(searcher.best)
 
