@@ -10,7 +10,7 @@ from pipeline.base.artifacts import KINDS, Artifact
 from pipeline.base.errors import ArtifactError
 from pipeline.base.soundness import check_sound
 from pipeline.config import Config
-from pipeline.cost.op_prices import OpPrices
+from pipeline.cost.parts import priced_parts
 from pipeline.cost.step import Priced
 from pipeline.ir.cluster import Cluster
 from pipeline.ir.graph import OpGraph
@@ -100,26 +100,12 @@ def priced_partitions(sources: Sources) -> tuple[PricedPartition, ...]:
     """Nothing where there is no graph: without it a plan says little of the model."""
     if sources.graph is None:
         return ()
-    plan, profile = sources.plan, sources.profile
+    plan, profile, cluster, frontier = sources.plan, sources.profile, sources.cluster, sources.frontier
     graph = as_run(sources.graph, profile.types if profile else {})
+    priced: tuple[Priced | None, ...] = (None,) * len(plan.partitions)
     if profile is not None:
         graph, profile = sliced(graph, profile, plan.slices)
-    parts = zip(plan.partitions, sharded_parts(plan, graph), strict=True)
-    return tuple(
-        PricedPartition(number, partition, own, _priced(sources, graph, own, profile, partition))
-        for number, (partition, own) in enumerate(parts)
-    )
-
-
-def _priced(
-    sources: Sources, graph: OpGraph, own: Sharded, profile: Profile | None, partition: Partition
-) -> Priced | None:
-    """On the devices of the partition, with the curves of its axes."""
-    cluster, frontier = sources.cluster, sources.frontier
-    if cluster is None or profile is None or frontier is None:
-        return None
-    known = [mesh for split in cluster.splits for meshes in split.meshes.values() for mesh in meshes]
-    for mesh in reversed([*known, *cluster.mesh_candidates(), *frontier.meshes]):
-        if tuple((axis.name, axis.size) for axis in mesh.axes) == partition.axes:
-            return Priced(own, OpPrices(graph, profile, cluster.part(mesh)), frontier.optimizer_copies)
-    return None
+        if cluster is not None and frontier is not None:
+            priced = priced_parts(plan, graph, profile, cluster, frontier)
+    parts = zip(plan.partitions, sharded_parts(plan, graph), priced, strict=True)
+    return tuple(PricedPartition(number, *part) for number, part in enumerate(parts))

@@ -16,7 +16,7 @@ from pipeline.ir.layout import Layout
 from pipeline.ops.mesh import view_op
 from pipeline.ops.table import rule_of
 from stages.solve.explain.options import Options, PricedOption
-from stages.solve.explain.priced_run import ExplainError, Item, ItemKind, PlannedRun, PricedPartition
+from stages.solve.explain.priced_run import ExplainError, Item, ItemisedPartition, ItemKind, PlannedRun
 from stages.solve.problem.build import Choices
 
 OP = "op:"  # before the name of an op that is a module's name as well
@@ -109,7 +109,7 @@ class SubjectSummary:
     never: tuple[ImpossibleSplit, ...]
 
 
-def home_of(plan: PlannedRun, subject: Subject) -> PricedPartition:
+def home_of(plan: PlannedRun, subject: Subject) -> ItemisedPartition:
     """The partition that has it: of several the first."""
     for part in plan.parts:
         if (
@@ -164,7 +164,7 @@ def _about(graph: OpGraph, subject: Subject) -> str:
     return f"{shape(subject.name)} {graph.values[subject.name].type.dtype}, read by {shown or 'nothing'}"
 
 
-def _held(part: PricedPartition, subject: Subject) -> Iterator[HeldBytes]:
+def _held(part: ItemisedPartition, subject: Subject) -> Iterator[HeldBytes]:
     graph, name, local = part.graph, subject.name, part.sharded.local_bytes
     if subject.what is SubjectKind.op:
         op, strategy = graph.op(name), part.sharding.strategies[name]
@@ -180,7 +180,7 @@ def _held(part: PricedPartition, subject: Subject) -> Iterator[HeldBytes]:
         yield HeldBytes("value", local(name, layout) if layout else graph.values[name].type.nbytes)
 
 
-def _never_split(part: PricedPartition, choices: Choices, subject: Subject) -> Iterator[ImpossibleSplit]:
+def _never_split(part: ItemisedPartition, choices: Choices, subject: Subject) -> Iterator[ImpossibleSplit]:
     """Dims that no option splits over an axis, and why."""
     graph, name = part.graph, subject.name
     offered: dict[str, list[Layout]] = defaultdict(list)  # by tensor, of all options

@@ -27,7 +27,7 @@ from pipeline.ops.uneven import uneven_in
 from pipeline.sharding.lowering import with_paths
 from stages.solve.answer.frontier import FrontierSearch
 from stages.solve.answer.saved import Saved, found_among
-from stages.solve.explain.priced_run import PlannedRun, PricedPartition
+from stages.solve.explain.priced_run import ItemisedPartition, PlannedRun
 from stages.solve.problem.build import build, to_sharding
 from stages.solve.problem.constraints import UserConstraints
 from stages.solve.problem.storage import Way
@@ -99,7 +99,7 @@ class Options:
     def __init__(
         self,
         plan: PlannedRun,
-        part: PricedPartition,
+        part: ItemisedPartition,
         solve: Solve,
         checkpoint: Checkpoint,
         evaluate: Evaluate,

@@ -12,15 +12,14 @@ from enum import StrEnum
 
 from pipeline.base.artifacts import Artifact
 from pipeline.base.errors import ShardwrightError
-from pipeline.cost.op_prices import OpPrices
+from pipeline.cost.parts import priced_parts
 from pipeline.cost.step import Priced
-from pipeline.ir.cluster import COLLECTIVES, Cluster, Mesh
+from pipeline.ir.cluster import COLLECTIVES, Cluster
 from pipeline.ir.graph import OpGraph, Role
-from pipeline.ir.plan import Frontier, Partition, Plan
+from pipeline.ir.plan import Frontier, Plan
 from pipeline.ir.profile import Profile, as_run
 from pipeline.ir.program import Call, Convert, Step
 from pipeline.sharding.conversions import conversion_of, made_again, step_axis
-from pipeline.sharding.partitions import sharded_parts
 from pipeline.sharding.slices import sliced
 
 KINDS = ("graph", "profile", "cluster", "frontier", "plan")
@@ -57,7 +56,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class PricedPartition(Priced):
+class ItemisedPartition(Priced):
     """A partition on its mesh; the whole model where there is no pipeline."""
 
     number: int
@@ -135,10 +134,10 @@ class PlannedRun:
     cluster: Cluster
     frontier: Frontier
     plan: Plan
-    parts: tuple[PricedPartition, ...]
+    parts: tuple[ItemisedPartition, ...]
     config: dict[str, str]  # group or key of the configuration -> digest
 
-    def busiest(self) -> PricedPartition:
+    def busiest(self) -> ItemisedPartition:
         """The partition whose devices have most to do in a step: those that the step waits for."""
         return max(self.parts, key=lambda part: part.step.seconds)
 
@@ -149,21 +148,14 @@ def planned(found: Mapping[str, Artifact]) -> PlannedRun:
     graph = as_run(found["graph"].body, profile.types)
     cut, costs = sliced(graph, profile, plan.slices)
     parts = []
-    for number, (one, own) in enumerate(zip(plan.partitions, sharded_parts(plan, cut), strict=True)):
-        ops = OpPrices(cut, costs, cluster.part(mesh_of(one, frontier, cluster)))
-        parts.append(PricedPartition(own, ops, frontier.optimizer_copies, number))
+    for number, (one, own) in enumerate(
+        zip(plan.partitions, priced_parts(plan, cut, costs, cluster, frontier), strict=True)
+    ):
+        if own is None:
+            axes = " x ".join(f"{name}={size}" for name, size in one.axes)
+            what, remedy = f"the frontier has no mesh {axes}", "run `dvc repro checkpoint`"
+            raise ExplainError(what, where="runs/solve", remedy=remedy)
+        parts.append(ItemisedPartition(own.sharded, own.ops, own.optimizer_copies, number))
     if not plan.pipelined:
         graph, profile, frontier = cut, costs, replace(frontier, micro_batches=plan.micro_batches)
     return PlannedRun(graph, profile, cluster, frontier, plan, tuple(parts), dict(found["plan"].config))
-
-
-def mesh_of(partition: Partition, frontier: Frontier, cluster: Cluster) -> Mesh:
-    """The mesh of the frontier's plan that it is, or one with the same axes."""
-    for point in (*frontier.points, *frontier.submesh_points):
-        if point.sharding == partition.sharding:
-            return frontier.meshes[point.mesh]
-    for mesh in (*frontier.meshes, *cluster.mesh_candidates()):
-        if tuple((axis.name, axis.size) for axis in mesh.axes) == partition.axes:
-            return mesh
-    axes = " x ".join(f"{name}={size}" for name, size in partition.axes)
-    raise ExplainError(f"the frontier has no mesh {axes}", where="runs/solve", remedy="run `dvc repro checkpoint`")
